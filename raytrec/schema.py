@@ -1,0 +1,180 @@
+"""What a row is: labels, dense columns, sparse features, and the tables that they look up.
+
+A `schema.yaml` beside the data:
+
+    labels: [label]                    # numbers in [0, 1]
+    dense: [price, age]                # numbers
+    sparse:                            # feature: how it is looked up
+      user_id: {table: user}
+      genres:  {table: genre, pooling: mean}
+      history: {table: item, pooling: sequence}
+      tags:    {table: tag, weights: tag_weights, column: tag_ids}
+    tables:
+      user:  {rows: 944, dim: 16}
+      genre: {rows: 19, dim: 16}
+      item:  {rows: 1683, dim: 16, out_of_range: clamp}
+      tag:   {rows: 5000, dim: 16, out_of_range: hash}
+
+No torch here: the driver reads schemas on machines without it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from raytrec.errors import SchemaError, did_you_mean
+
+
+class Table(BaseModel):
+    """An embedding table of `rows` × `dim` float32 values."""
+
+    model_config = ConfigDict(extra="forbid")
+    rows: PositiveInt = Field(description="Number of ids; valid ids are 0 to rows - 1.")
+    dim: PositiveInt = Field(multiple_of=4, description="Width of one embedding; a multiple of 4 (FBGEMM).")
+    out_of_range: Literal["error", "clamp", "hash"] = Field(
+        "error",
+        description="What an id < 0 or ≥ rows becomes: an error, the nearest valid id, or a hash of it into "
+        "[0, rows). Text ids need 'hash'. Valid ids are never changed.",
+    )
+
+
+class Sparse(BaseModel):
+    """A sparse feature: a bag (or sequence) of ids per row, looked up in one table."""
+
+    model_config = ConfigDict(extra="forbid")
+    table: str = Field(description="The table that the ids look up; features may share one.")
+    pooling: Literal["sum", "mean", "sequence"] = Field(
+        "sum",
+        description="How a bag becomes one vector: sum, mean (an empty bag is 0), or left as a sequence for "
+        "models that read sequences (dlrm takes its mean).",
+    )
+    weights: str | None = Field(None, description="List column with one float per id; default: all 1.")
+    column: str | None = Field(None, description="The Parquet column; default: the feature's name.")
+
+
+class Schema(BaseModel):
+    """The columns of a dataset and the embedding tables behind them."""
+
+    model_config = ConfigDict(extra="forbid")
+    labels: list[str] = Field(min_length=1, description="Columns to predict; numbers in [0, 1].")
+    dense: list[str] = Field(default_factory=list, description="Columns of numbers.")
+    sparse: dict[str, Sparse] = Field(min_length=1, description="Feature name → how it is looked up.")
+    tables: dict[str, Table] = Field(min_length=1, description="Table name → its size.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Schema:
+        for name, feature in self.sparse.items():
+            if feature.table not in self.tables:
+                near = did_you_mean(feature.table, list(self.tables))
+                raise ValueError(
+                    f"sparse.{name}.table: there is no table '{feature.table}'"
+                    + (f"; did you mean '{near}'?" if near else f"; tables are {', '.join(self.tables)}")
+                )
+        unused = set(self.tables) - {f.table for f in self.sparse.values()}
+        if unused:
+            raise ValueError(f"tables: no sparse feature looks up {', '.join(sorted(unused))}")
+        single = [*self.labels, *self.dense]
+        twice = {c for c in single if single.count(c) > 1}
+        if twice:
+            raise ValueError(f"labels/dense: column {', '.join(sorted(twice))} is named twice")
+        leaked = set(self.labels) & {c for f in self.sparse.values() for c in (f.column, f.weights) if c}
+        leaked |= set(self.labels) & {n for n, f in self.sparse.items() if f.column is None}
+        if leaked:
+            raise ValueError(f"sparse: label {', '.join(sorted(leaked))} is also an input")
+        return self
+
+    def column_of(self, feature: str) -> str:
+        """The Parquet column that holds a sparse feature's ids."""
+        return self.sparse[feature].column or feature
+
+    @property
+    def columns(self) -> list[str]:
+        """Every Parquet column to read, each once, labels first."""
+        names = [*self.labels, *self.dense]
+        for feature, spec in self.sparse.items():
+            names.append(self.column_of(feature))
+            if spec.weights:
+                names.append(spec.weights)
+        return list(dict.fromkeys(names))
+
+    @property
+    def has_weights(self) -> bool:
+        """True when any sparse feature carries per-id weights."""
+        return any(f.weights for f in self.sparse.values())
+
+    @classmethod
+    def parse(cls, values: object, where: str) -> Schema:
+        """A schema from plain values; `where` names their source in errors.
+
+        Raises:
+            SchemaError: with every problem found, and the nearest key for a misspelt one.
+        """
+        if not isinstance(values, dict):
+            raise SchemaError(
+                "the schema is not a mapping of keys",
+                where=where,
+                expected="labels, dense, sparse and tables",
+                do="write one with `raytrec inspect DIR`",
+            )
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise SchemaError(
+                "; ".join(_explain(e) for e in error.errors()),
+                where=where,
+                expected="labels, dense, sparse: {feature: {table, pooling}}, tables: {table: {rows, dim}}",
+                do="correct the file; `raytrec inspect DIR` prints one that fits the data",
+            ) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Schema:
+        """Reads a schema.yaml (local path or any URI that pyarrow's filesystems read)."""
+        from raytrec.storage import read_text
+
+        try:
+            values = yaml.safe_load(read_text(str(path)))
+        except FileNotFoundError:
+            raise SchemaError(
+                "there is no schema file",
+                where=str(path),
+                expected="a schema.yaml beside the data, or data.schema=PATH",
+                do="write one with `raytrec inspect DIR > schema.yaml`",
+            ) from None
+        except yaml.YAMLError as error:
+            raise SchemaError(f"not YAML: {' '.join(str(error).split())}", where=str(path)) from None
+        return cls.parse(values, str(path))
+
+    def to_yaml(self) -> str:
+        """The text of a schema.yaml: one line for each feature and table; defaults left out."""
+        lines = [f"labels: [{', '.join(map(_scalar, self.labels))}]"]
+        lines.append(f"dense: [{', '.join(map(_scalar, self.dense))}]")
+        for section in ("sparse", "tables"):
+            lines.append(f"{section}:")
+            for name, spec in getattr(self, section).items():
+                values = spec.model_dump(exclude_defaults=True)
+                inner = ", ".join(f"{k}: {_scalar(v)}" for k, v in values.items())
+                lines.append(f"  {_scalar(name)}: {{{inner}}}")
+        return "\n".join(lines) + "\n"
+
+
+def _scalar(value: object) -> str:
+    """A scalar as YAML flow text, quoted where YAML needs it."""
+    return yaml.safe_dump([value], default_flow_style=True, width=10**6).strip()[1:-1]
+
+
+def _explain(error: dict) -> str:
+    place = ".".join(str(p) for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = {0: Schema, 2: Sparse if error["loc"][0] == "sparse" else Table}.get(len(error["loc"]) - 1)
+        near = did_you_mean(str(error["loc"][-1]), list(known.model_fields)) if known else None
+        return f"{place}: unknown key" + (f"; did you mean '{near}'?" if near else "")
+    if error["type"] == "missing":
+        return f"{place}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    return message if error["type"] == "value_error" and not place else (
+        f"{place}: {message}" + (f" (got {error['input']!r})" if not isinstance(error["input"], dict) else "")
+    )

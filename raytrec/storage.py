@@ -1,0 +1,57 @@
+"""Paths and URIs: one way to open local, s3:// and gs:// places, through pyarrow's filesystems."""
+
+from __future__ import annotations
+
+import os
+
+from raytrec.errors import DataError
+
+
+def open_filesystem(uri: str):
+    """The pyarrow filesystem of a path or URI, and the path inside it.
+
+    Args:
+        uri: a local path (relative ones are taken from the working directory; `~` is the home) or a URI
+            such as `s3://bucket/folder` or `gs://bucket/folder`.
+
+    Returns:
+        (pyarrow.fs.FileSystem, str): the filesystem and the path without scheme or trailing slash.
+
+    Raises:
+        DataError: when pyarrow knows no such scheme or cannot reach the store.
+    """
+    from pyarrow import fs
+
+    try:
+        if "://" in uri:
+            filesystem, path = fs.FileSystem.from_uri(uri)
+        else:
+            filesystem, path = fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"cannot open this place: {error}",
+            where=uri,
+            expected="a local path, s3://bucket/folder or gs://bucket/folder",
+        ) from None
+    return filesystem, path.rstrip("/") or "/"
+
+
+def read_text(uri: str) -> str:
+    """The UTF-8 text of a file.
+
+    Raises:
+        FileNotFoundError: when there is none.
+    """
+    filesystem, path = open_filesystem(uri)
+    with filesystem.open_input_stream(path) as stream:
+        return stream.read().decode()
+
+
+def absolute(uri: str) -> str:
+    """A local path made absolute (workers run in another directory); URIs are left alone."""
+    return uri if "://" in uri else os.path.abspath(os.path.expanduser(uri))
+
+
+def sibling(uri: str, name: str) -> str:
+    """The path of `name` in the folder that holds `uri`."""
+    return uri.rstrip("/").rpartition("/")[0] + "/" + name
