@@ -1,0 +1,44 @@
+# make train   everything from nothing to a trained, evaluated model on 2 CPU workers
+# make test    installs what it needs and runs the tests
+PYTHON ?= python3.11
+DEVICE ?= cpu
+BIN := .venv/bin
+ROWS ?= 300000
+
+.PHONY: train test lint format install lock clean
+
+train: install data/synthetic/schema.yaml
+	$(BIN)/raytrec train jobs/synthetic.yaml
+
+test: install
+	$(BIN)/pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: .venv/installed
+
+# --no-deps: torchrec asks for the CUDA build of fbgemm-gpu, which breaks the CPU build. The pinned files are
+# complete, so nothing is missing without dependency resolution.
+.venv/installed: requirements/$(DEVICE).txt requirements/dev.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/$(DEVICE).txt -r requirements/dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+data/synthetic/schema.yaml: | install
+	$(BIN)/raytrec prepare synthetic --out data/synthetic --rows $(ROWS)
+
+# The commands stand in the heads of the files, too. uv must be installed.
+lock:
+	cd requirements && uv pip compile cpu.in --excludes cpu.excludes --python-version 3.11 -o cpu.txt
+	cd requirements && uv pip compile cuda.in --python-version 3.11 -o cuda.txt
+	cd requirements && uv pip compile dev.in --python-version 3.11 -o dev.txt
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,69 @@
+"""Pooled embeddings: mean = global sum ÷ global bag length, whatever the sharding."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from raytrec.embeddings.tables import embedding_bags
+from raytrec.schema import Schema
+
+
+class PooledEmbeddings(nn.Module):
+    """Looks every sparse feature up and pools its bag.
+
+    Sequence features give the mean of their bag here; models that read sequences look them up otherwise.
+
+    Args:
+        schema: the features, their pooling and their tables.
+
+    Returns (forward):
+        dict of feature → float32 [B, dim of its table]. With bag ids i and weights wᵢ (1 when there are
+        none): sum is Σ wᵢ·eᵢ, mean is Σ wᵢ·eᵢ ÷ Σ wᵢ, and an empty bag (or Σ wᵢ = 0) is 0.
+    """
+
+    def __init__(self, schema: Schema):
+        super().__init__()
+        self.bags = embedding_bags(schema)
+        self.means = BagMeans([spec.pooling != "sum" for spec in schema.sparse.values()])
+
+    def forward(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        return self.means(self.bags(sparse), sparse)
+
+
+class BagMeans(nn.Module):
+    """Turns the sums of mean-pooled features into means.
+
+    It divides after the sharded lookup, where the sum is already global: that is exact in value and gradient
+    for every sharding type. It is a module of its own so that TorchRec's pipeline, which traces the model to
+    find sharded modules, takes it as one step.
+
+    Args:
+        is_mean: for each key of the KeyedJaggedTensor, in its order, whether its bags are averaged.
+    """
+
+    def __init__(self, is_mean: list[bool]):
+        super().__init__()
+        self.is_mean = is_mean
+
+    def forward(self, sums: KeyedTensor, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        pooled = sums.to_dict()
+        if not any(self.is_mean):
+            return pooled
+        totals_FB = bag_totals(sparse)
+        for index, feature in enumerate(sparse.keys()):
+            if self.is_mean[index]:
+                pooled[feature] = pooled[feature] / totals_FB[index].unsqueeze(1)
+        return pooled
+
+
+def bag_totals(sparse: KeyedJaggedTensor) -> torch.Tensor:
+    """Σ wᵢ of each bag (its length when there are no weights), 1 where that is 0: float32 [F, B]."""
+    lengths = sparse.lengths()
+    weights = sparse.weights_or_none()
+    if weights is None:
+        totals = lengths.float()
+    else:
+        totals = torch.segment_reduce(weights, "sum", lengths=lengths.long(), unsafe=True)
+    return torch.where(totals == 0, 1.0, totals).view(len(sparse.keys()), -1)

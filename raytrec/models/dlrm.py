@@ -1,0 +1,104 @@
+"""DLRM: dense and sparse features meet in dot products (Naumov et al. 2019, arXiv:1906.00091)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.config import ModelSection
+from raytrec.embeddings.pooling import PooledEmbeddings
+from raytrec.errors import ConfigError
+from raytrec.schema import Schema
+
+
+class DLRM(nn.Module):
+    """Bottom MLP, pooled embeddings, pairwise dot products, top MLP.
+
+    The dense columns become one vector of the tables' dim. Without dense columns a learned constant takes its
+    place, so that its dot products still give each feature a first-order term.
+
+    Args:
+        schema: one label, any dense columns, sparse features whose tables all have one dim.
+        config: sizes and dropout.
+
+    Returns (forward):
+        float32 [B]: the logit of each row.
+
+    Raises:
+        ConfigError: tables of different dims, or several labels.
+    """
+
+    def __init__(self, schema: Schema, config: ModelSection):
+        super().__init__()
+        dim = _one_dim(schema)
+        self.features = list(schema.sparse)
+        self.embeddings = PooledEmbeddings(schema)
+        if schema.dense:
+            self.bottom = mlp([len(schema.dense), *config.bottom_mlp, dim])
+        else:
+            self.bottom = Constant(dim)
+        self.interact = DotInteraction(1 + len(self.features))
+        self.top = mlp([dim + self.interact.size, *config.top_mlp], config.dropout)
+        self.logit = nn.Linear(config.top_mlp[-1] if config.top_mlp else dim + self.interact.size, 1)
+
+    def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        dense_BD = self.bottom(dense)
+        pooled = self.embeddings(sparse)
+        vectors_BFD = torch.stack([dense_BD] + [pooled[f] for f in self.features], dim=1)
+        pairs_BP = self.interact(vectors_BFD)
+        return self.logit(self.top(torch.cat([dense_BD, pairs_BP], dim=1))).squeeze(1)
+
+
+class DotInteraction(nn.Module):
+    """Dot products of all pairs of n vectors: float [B, n, D] → [B, n·(n-1)/2]."""
+
+    def __init__(self, n: int):
+        super().__init__()
+        self.size = n * (n - 1) // 2
+        rows, columns = torch.triu_indices(n, n, offset=1)
+        self.register_buffer("upper", rows * n + columns, persistent=False)
+
+    def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
+        products_BFF = torch.bmm(vectors_BFD, vectors_BFD.transpose(1, 2))
+        return products_BFF.flatten(1).index_select(1, self.upper)
+
+
+class Constant(nn.Module):
+    """One learned vector for every row: [B, anything] → float32 [B, dim]."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.vector = nn.Parameter(torch.randn(dim) / dim**0.5)
+
+    def forward(self, dense: torch.Tensor) -> torch.Tensor:
+        return self.vector.expand(dense.shape[0], -1)
+
+
+def mlp(sizes: list[int], dropout: float = 0.0) -> nn.Sequential:
+    """Linear layers of these sizes, each followed by ReLU (and dropout)."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        if dropout:
+            layers.append(nn.Dropout(dropout))
+    return nn.Sequential(*layers)
+
+
+def _one_dim(schema: Schema) -> int:
+    dims = {table.dim for table in schema.tables.values()}
+    if len(dims) > 1:
+        raise ConfigError(
+            f"the tables have dims {', '.join(map(str, sorted(dims)))}",
+            where="schema.yaml, tables",
+            expected="one dim for all tables: dlrm takes dot products between them",
+            do="give every table the same dim",
+        )
+    if len(schema.labels) > 1:
+        raise ConfigError(
+            f"the schema has {len(schema.labels)} labels ({', '.join(schema.labels)})",
+            where="schema.yaml, labels",
+            expected="one label: dlrm predicts one",
+            do="leave the one to predict in labels",
+        )
+    return dims.pop()

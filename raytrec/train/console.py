@@ -1,0 +1,132 @@
+"""What a person sees of a run: one live line, then a table. Progress goes to stderr, results to stdout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+PLAIN_EVERY_S = 10.0  # seconds between progress lines where stderr is not a terminal
+
+
+class RunConsole:
+    """Shows the messages that rank 0 sends.
+
+    Kinds of message: phase(text), start(total, epochs, plan), train(step, rows, rows_per_s, logloss, ne, …),
+    eval(step, auc, ne, …). On a terminal they become one live line; elsewhere a plain line now and then.
+    """
+
+    def __init__(self, name: str):
+        self._console = Console(stderr=True)
+        self._name = name
+        self._last_plain = 0.0
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._task = self._progress.add_task(name, total=None, figures="")
+
+    def __enter__(self) -> RunConsole:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def phase(self, text: str) -> None:
+        """What the run is doing while no step is counted."""
+        self._progress.update(self._task, figures=text)
+        self._plain(text, always=True)
+
+    def start(self, total: int, **_: Any) -> None:
+        self._progress.reset(self._task, total=total, figures=f"step 0/{total}")
+        self._total = total
+
+    def train(self, step: int, logloss: float, ne: float, rows_per_s: float | None, **_: Any) -> None:
+        speed = f"{rows_per_s:,.0f} rows/s  " if rows_per_s else ""
+        text = f"step {step}/{self._total}  {speed}loss {logloss:.4f}  NE {ne:.4f}"
+        self._progress.update(self._task, completed=step, figures=text)
+        self._plain(text, always=step == self._total)
+
+    def eval(self, step: int, **figures: Any) -> None:
+        text = f"step {step}: {_figures(figures)}"
+        if self._console.is_terminal:
+            self._progress.print(f"{self._name}  {text}", highlight=False)
+        self._plain(text, always=True)
+
+    def warn(self, text: str) -> None:
+        self._console.print(f"[yellow]warning:[/yellow] {text}", highlight=False)
+
+    def _plain(self, text: str, always: bool) -> None:
+        now = monotonic()
+        if not self._console.is_terminal and (always or now - self._last_plain >= PLAIN_EVERY_S):
+            self._last_plain = now
+            self._console.print(f"{self._name}  {text}", highlight=False, soft_wrap=True)
+
+
+def _figures(figures: dict[str, Any]) -> str:
+    parts = []
+    for name in ("auc", "ne", "logloss", "calibration"):
+        if (value := figures.get(name)) is not None:
+            parts.append(f"{name.upper() if name in ('auc', 'ne') else name} {value:.4f}")
+    return "  ".join(parts)
+
+
+LABELS = {
+    "eval.auc": ("AUC", "{:.4f}"),
+    "eval.ne": ("NE (normalised entropy)", "{:.4f}"),
+    "eval.logloss": ("log loss (nats)", "{:.4f}"),
+    "eval.calibration": ("calibration (predicted ÷ real)", "{:.4f}"),
+    "eval.rows": ("rows evaluated", "{:,}"),
+    "train.rows": ("rows trained", "{:,}"),
+    "train.steps": ("steps", "{:,}"),
+    "train.samples_per_s": ("rows/s in training", "{:,.0f}"),
+    "world_size": ("workers", "{}"),
+    "seconds": ("seconds in all", "{:.1f}"),
+}
+
+
+def print_result(result: Any) -> None:
+    """The result as a table on stdout, and where to look next.
+
+    Args:
+        result: driver.Result.
+    """
+    console = Console()
+    table = Table(title=result.metrics["name"], title_justify="left", show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for key, (label, form) in LABELS.items():
+        if key in result.metrics:
+            value = result.metrics[key]
+            table.add_row(label, "–" if value is None else form.format(value))
+    console.print(table)
+    for line in result.next_steps:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def relative(path: Path) -> str:
+    """A path as short as it can be said from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

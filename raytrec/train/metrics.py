@@ -1,0 +1,82 @@
+"""Metrics as sums that add up over steps and ranks; the formulas are TorchRec's."""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+import torch.distributed as dist
+from torchrec.metrics.calibration import compute_calibration, get_calibration_states
+from torchrec.metrics.ne import compute_logloss, compute_ne, get_ne_states
+
+from raytrec.train.step import Outputs
+
+ETA = 1e-12  # TorchRec's bound on probabilities inside logarithms
+
+
+class Sums:
+    """Cross-entropy, rows, labels and predictions, summed in float64 over steps and then over ranks."""
+
+    NAMES = ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")
+
+    def __init__(self, device: torch.device):
+        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
+
+    def add(self, outputs: Outputs) -> None:
+        """Adds a step of this rank."""
+        predictions = torch.sigmoid(outputs.logits)
+        ne = get_ne_states(outputs.labels, predictions, outputs.weights, ETA)
+        calibration = get_calibration_states(outputs.labels, predictions, outputs.weights)
+        parts = [ne[name] for name in self.NAMES] + list(calibration.values())
+        self._sums += torch.stack([p.double() for p in parts])
+
+    def reduce(self) -> dict[str, float]:
+        """Figures over all ranks since the last call; a collective. Then starts anew.
+
+        Returns:
+            rows; logloss in nats; ne, the cross-entropy ÷ that of always predicting the mean label (He et al.
+            2014), NaN where all labels are equal; calibration, the sum of predictions ÷ sum of labels.
+        """
+        sums = self._sums.clone()
+        self._sums.zero_()
+        dist.all_reduce(sums)
+        ce, rows, positive, negative, predicted, labelled = sums.cpu()
+        one_class = float(positive) <= 0 or float(negative) <= 0
+        return {
+            "rows": round(float(rows)),
+            "logloss": float(compute_logloss(ce, positive.clone(), negative, ETA)) * log(2),
+            "ne": float("nan") if one_class else float(compute_ne(ce, rows, positive, negative, ETA)),
+            "calibration": float(compute_calibration(predicted, labelled)),
+        }
+
+
+def gather_to_first(values: torch.Tensor) -> torch.Tensor | None:
+    """All ranks' values, one after the other, on rank 0; None elsewhere. A collective.
+
+    Args:
+        values: [n] of one dtype; n may differ between ranks.
+    """
+    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([values.numel()], device=values.device))
+    longest = max(int(c) for c in counts)
+    padded = torch.zeros(longest, dtype=values.dtype, device=values.device)
+    padded[: values.numel()] = values
+    first = dist.get_rank() == 0
+    parts = [torch.empty_like(padded) for _ in counts] if first else None
+    dist.gather(padded, parts)
+    return (
+        torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]) if first else None
+    )
+
+
+def exact_auc(logits: torch.Tensor, labels: torch.Tensor) -> float | None:
+    """Area under the ROC curve, ties counted half; None when labels are not both 0 and 1.
+
+    TorchRec's own AUC ignores ties, so this is torchmetrics'.
+    """
+    from torchmetrics.functional.classification import binary_auroc
+
+    binary = labels.round()
+    if not torch.equal(binary, labels) or binary.min() == binary.max():
+        return None
+    return float(binary_auroc(torch.sigmoid(logits.double()), binary.long()))
