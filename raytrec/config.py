@@ -33,7 +33,9 @@ class Section(BaseModel):
 
 class RunSection(Section):
     name: str | None = Field(None, description="Name of the run; default: the config's name and the time.")
-    dir: str | None = Field(None, description="The run folder: result, checkpoint, config; default: runs/NAME.")
+    dir: str | None = Field(
+        None, description="The run folder: result, checkpoint, config; default: runs/NAME."
+    )
     seed: NonNegativeInt = Field(0, description="Seeds initial weights, epoch order and dropout.")
 
 
@@ -71,8 +73,9 @@ class ScalingSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where Ray has GPUs.")
     cpus_per_worker: PositiveInt = Field(1, description="CPUs that Ray sets aside for one worker.")
     address: str | None = Field(
-        None, description="Ray cluster to join ('auto' or HOST:PORT); default: the one of a Ray job, else a "
-        "local one on loopback, ended with the run."
+        None,
+        description="Ray cluster to join ('auto' or HOST:PORT); default: the one of a Ray job, else a "
+        "local one on loopback, ended with the run.",
     )
     timeout_s: PositiveInt = Field(300, description="Seconds that a collective may wait for another rank.")
 
@@ -200,7 +203,9 @@ def _read(path: Path) -> dict:
     try:
         values = yaml.safe_load(path.read_text()) or {}
     except (FileNotFoundError, IsADirectoryError):
-        raise ConfigError("there is no such config file", where=str(path), expected="a YAML file, as in jobs/")
+        raise ConfigError(
+            "there is no such config file", where=str(path), expected="a YAML file, as in jobs/"
+        )
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}", where=str(path)) from None
     if not isinstance(values, dict):

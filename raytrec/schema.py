@@ -175,6 +175,11 @@ def _explain(error: dict) -> str:
     if error["type"] == "missing":
         return f"{place}: missing"
     message = error["msg"].removeprefix("Value error, ")
-    return message if error["type"] == "value_error" and not place else (
-        f"{place}: {message}" + (f" (got {error['input']!r})" if not isinstance(error["input"], dict) else "")
+    return (
+        message
+        if error["type"] == "value_error" and not place
+        else (
+            f"{place}: {message}"
+            + (f" (got {error['input']!r})" if not isinstance(error["input"], dict) else "")
+        )
     )

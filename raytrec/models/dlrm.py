@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -78,7 +80,7 @@ class Constant(nn.Module):
 def mlp(sizes: list[int], dropout: float = 0.0) -> nn.Sequential:
     """Linear layers of these sizes, each followed by ReLU (and dropout)."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         if dropout:
             layers.append(nn.Dropout(dropout))

@@ -204,7 +204,7 @@ def _make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
 
 
 def _local_cpus(config: RunConfig) -> int:
-    """Logical CPUs of a local cluster: the workers', and one for each reader, which must not wait for them."""
+    """Logical CPUs of a local cluster: the workers', and one for each reader, which must not wait."""
     scaling = config.scaling
     return scaling.workers * scaling.cpus_per_worker + scaling.workers * config.data.readers + 1
 

@@ -42,7 +42,7 @@ class LossModel(nn.Module):
 
 
 class BinaryCrossEntropy(nn.Module):
-    """The global mean of the cross-entropy between logits and the first label (see embeddings/gradients.py)."""
+    """The global mean of the cross-entropy between logits and the first label (embeddings/gradients.py)."""
 
     def __init__(self, world: int):
         super().__init__()

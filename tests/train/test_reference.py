@@ -1,5 +1,7 @@
 """A few sharded steps against one plain torch.nn process on the whole batch: same weights, same metrics."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from ranks import on_ranks
@@ -69,7 +71,7 @@ def local_batches(rank, world):
     from raytrec.data.batch import Batch
 
     cuts = {1: [0, ROWS], 2: [0, 4, ROWS], 3: [0, 0, 8, ROWS]}[world]
-    longest = max(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+    longest = max(b - a for a, b in pairwise(cuts))
     mine = range(cuts[rank], cuts[rank + 1])
     for dense, labels, bags in global_batches():
         padding = longest - len(mine)
