@@ -16,6 +16,13 @@ from raytrec.errors import ConfigError
 from raytrec.schema import Schema
 
 GIB = 1024**3
+# Bytes per ms: orders of magnitude of main memory and of gloo. TorchRec's defaults describe GPUs with NVLink, where
+# exchanging costs nothing, and would shard every table row-wise.
+CPU_BANDWIDTHS = {
+    "ddr_mem_bw": 20 * GIB / 1000,
+    "intra_host_bw": 1 * GIB / 1000,
+    "inter_host_bw": 1 * GIB / 1000,
+}
 
 
 class BagSharder(EmbeddingBagCollectionSharder):
@@ -61,13 +68,13 @@ def make_plan(
     from torchrec.distributed.planner.types import PlannerError
 
     if device.type == "cuda":
-        memory = {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
+        hardware = {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
     else:
-        memory = {"ddr_cap": _host_memory() // dist.get_world_size()}
+        hardware = {"ddr_cap": _host_memory() // dist.get_world_size(), **CPU_BANDWIDTHS}
     # Column shards narrower than 128 must be allowed by name; FBGEMM needs multiples of 4.
     narrowest = 4 if "column_wise" in config.sharding else None
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=dist.get_world_size(), compute_device=device.type, **memory),
+        topology=Topology(world_size=dist.get_world_size(), compute_device=device.type, **hardware),
         batch_size=batch,
         constraints={name: ParameterConstraints(min_partition=narrowest) for name in schema.tables},
         debug=False,

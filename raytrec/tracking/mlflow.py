@@ -29,7 +29,8 @@ class Tracker:
         self._opened = self._thread.submit(self._open)
 
     def _open(self) -> None:
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # migrations of a new database, line by line
+        for name in ("alembic", "mlflow.store"):  # the migrations of a new database, line by line
+            logging.getLogger(name).setLevel(logging.WARNING)
         from mlflow import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self.uri)

@@ -112,7 +112,8 @@ def print_result(result: Any) -> None:
         result: driver.Result.
     """
     console = Console()
-    table = Table(title=result.metrics["name"], title_justify="left", show_header=False)
+    console.print(f"[bold]{result.metrics['name']}[/bold]", highlight=False, soft_wrap=True)
+    table = Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")
     for key, (label, form) in LABELS.items():

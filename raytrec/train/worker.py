@@ -40,7 +40,8 @@ def train_worker(task: Task) -> None:
             if done % config.train.log_every_steps == 0 or done == total:
                 figures = window.reduce()
                 stop_if_not_finite(figures, done)
-                rank.tell(kind="train", step=done, rows=rows, rows_per_s=clock.rows_per_s, **figures)
+                figures |= {"rows": rows, "rows_per_s": clock.rows_per_s}
+                rank.tell(kind="train", step=done, **figures)
         if done < total:
             rank.tell(kind="eval", step=done, **evaluate(step, valid, rank.device))
     batches.close()

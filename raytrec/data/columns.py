@@ -1,0 +1,176 @@
+"""One Parquet column → checked NumPy arrays, with the policies for ids that are out of range. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raytrec.data.fragments import is_list, is_text
+from raytrec.errors import DataError
+from raytrec.schema import Sparse, Table
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the first row of a decoded table lies: file, row group, row in it."""
+
+    path: str
+    group: int
+    first: int
+
+    def of(self, column: str, row: int | None = None) -> str:
+        """The place of a value, in words."""
+        where = f"{self.path}, row group {self.group}, column {column}"
+        return where if row is None else f"{where}, row {self.first + row}"
+
+
+def numbers(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
+    """A column of numbers as float32 [n]; no null, NaN or infinity."""
+    array = _one_array(column)
+    if array.null_count:
+        row = pc.index(array.is_null(), True).as_py()
+        raise DataError(
+            f"column '{name}' has a null",
+            where=place.of(name, row),
+            expected="a number in every row of a dense column or label",
+            do="fill the nulls when the data is written",
+        )
+    values = array.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    _finite(values, name, place)
+    return values
+
+
+def _finite(values: np.ndarray, name: str, place: Place, rows: np.ndarray | None = None) -> None:
+    bad = ~np.isfinite(values)
+    if bad.any():
+        at = int(bad.argmax())
+        raise DataError(
+            f"column '{name}' has {values[at]:g}".replace("nan", "NaN"),
+            where=place.of(name, at if rows is None else int(rows[at])),
+            expected="finite float32 numbers",
+            do="clean the column when the data is written",
+        )
+
+
+def bags(
+    column: pa.ChunkedArray,
+    weights: pa.ChunkedArray | None,
+    name: str,
+    spec: Sparse,
+    table: Table,
+    place: Place,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """A sparse column as bags of valid ids.
+
+    Returns:
+        lengths int64 [n], ids int64 [Σ lengths], weights float32 [Σ lengths] or None. A null row is an empty
+        bag.
+    """
+    lengths, flat = _unnest(_one_array(column))
+    rows = _Rows(lengths)
+    if flat.null_count:
+        at = pc.index(flat.is_null(), True).as_py()
+        raise DataError(
+            f"feature '{name}' has a null inside a list",
+            where=place.of(name, rows.of(at)),
+            expected="ids; an empty list, or null for the whole list, when there are none",
+            do="leave nulls out when the data is written",
+        )
+    ids = _ids(flat, table)
+    ids = _in_range(ids, name, spec, table, place, rows)
+    if weights is None:
+        return lengths, ids, None
+    weight_lengths, weight_values = _unnest(_one_array(weights))
+    if not np.array_equal(lengths, weight_lengths):
+        row = int((lengths != weight_lengths).argmax())
+        raise DataError(
+            f"'{spec.weights}' has {weight_lengths[row]} weights for {lengths[row]} ids of '{name}'",
+            where=place.of(spec.weights, row),
+            expected="one weight for each id",
+        )
+    if weight_values.null_count:
+        at = pc.index(weight_values.is_null(), True).as_py()
+        raise DataError(
+            f"weights '{spec.weights}' have a null",
+            where=place.of(spec.weights, rows.of(at)),
+            expected="numbers",
+        )
+    per_id = weight_values.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    _finite(per_id, spec.weights, place, np.repeat(np.arange(len(lengths)), lengths))
+    return lengths, ids, per_id
+
+
+class _Rows:
+    """From a position in the flat values to its row; worked out for errors only."""
+
+    def __init__(self, lengths: np.ndarray):
+        self._lengths = lengths
+
+    def of(self, at: int) -> int:
+        return int(np.searchsorted(np.cumsum(self._lengths), at, side="right"))
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    """A column as one array, dictionaries decoded."""
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def _unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
+    """(lengths int64 [n], flat values): lists as they are, scalars as lists of one, nulls as empty lists."""
+    if is_list(array.type):
+        lengths = pc.fill_null(pc.list_value_length(array), 0)
+        flat = array.flatten()
+    else:
+        lengths, flat = array.is_valid().cast(pa.int64()), array.drop_null()
+    if pa.types.is_dictionary(flat.type):
+        flat = flat.dictionary_decode()
+    return lengths.to_numpy(zero_copy_only=False).astype(np.int64), flat
+
+
+def _ids(flat: pa.Array, table: Table) -> np.ndarray:
+    """Ids as integers of their own width (uint64 stays uint64); text hashed to rows."""
+    if not is_text(flat.type):
+        return flat.to_numpy(zero_copy_only=False)
+    from pandas.util import hash_array
+
+    encoded = flat.dictionary_encode()
+    unique = np.array(encoded.dictionary.to_pylist(), dtype=object)
+    hashes = hash_array(unique) % np.uint64(table.rows) if len(unique) else np.empty(0, np.uint64)
+    return hashes.astype(np.int64)[encoded.indices.to_numpy(zero_copy_only=False)]
+
+
+def _in_range(ids, name: str, spec: Sparse, table: Table, place: Place, rows: _Rows) -> np.ndarray:
+    """int64 ids, all in [0, rows): the table's policy for others."""
+    if not len(ids):
+        return ids.astype(np.int64)
+    if int(ids.min()) >= 0 and int(ids.max()) < table.rows:
+        return ids.astype(np.int64, copy=False)
+    outside = (ids < 0) | (ids >= table.rows)
+    if table.out_of_range == "error":
+        at = int(outside.argmax())
+        raise DataError(
+            f"id {ids[at]} of feature '{name}' is not in table '{spec.table}'",
+            where=place.of(name, rows.of(at)),
+            expected=f"0 ≤ id < {table.rows} (tables.{spec.table}.rows)",
+            do=f"correct the data or tables.{spec.table}.rows, or set tables.{spec.table}.out_of_range to "
+            "clamp or hash",
+        )
+    if table.out_of_range == "clamp":
+        return np.clip(ids, 0, table.rows - 1).astype(np.int64)
+    hashed = (_mix(ids.astype(np.uint64)) % np.uint64(table.rows)).astype(np.int64)
+    return np.where(outside, hashed, ids.astype(np.int64))
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """splitmix64 (Steele, Lea, Flood 2014): uint64 [n] → well-mixed uint64 [n]."""
+    with np.errstate(over="ignore"):
+        values = values + np.uint64(0x9E3779B97F4A7C15)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

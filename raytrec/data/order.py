@@ -1,0 +1,187 @@
+"""Which rows a rank reads at which step: the cursor (see ARCHITECTURE.md).
+
+Everything follows from (row-group sizes, seed, epoch, batch_rows, lanes, shuffle, window) by arithmetic; the
+number of workers only says which lanes are whose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from raytrec.data.fragments import Dataset
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [first, first + rows) of one row group."""
+
+    path: str
+    group: int
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Item:
+    """What one read task brings: rows of one lane, in order, or shuffled by `seed`.
+
+    `skip` rows at its front have been consumed before the start step (they are dropped after the shuffle).
+    """
+
+    lane: int
+    step: int
+    parts: tuple[Part, ...]
+    seed: tuple[int, ...] | None
+    skip: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows that it delivers."""
+        return sum(part.rows for part in self.parts) - self.skip
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of an epoch.
+
+    Args:
+        batch_rows: rows of a global batch (B).
+        lanes: spans of the order that every batch draws from (L); at least the number of workers.
+        shuffle: none, groups or window.
+        window: row-group parts that are shuffled together.
+        seed: of the permutation and the shuffles.
+        drop_last: leave out the last, smaller batch.
+        permute: False keeps row groups in file order (evaluation).
+    """
+
+    batch_rows: int
+    lanes: int
+    shuffle: Literal["none", "groups", "window"] = "window"
+    window: int = 1
+    seed: int = 0
+    drop_last: bool = False
+    permute: bool = True
+
+    @classmethod
+    def evaluation(cls, batch_rows: int, lanes: int) -> Order:
+        """Every row once, lane by lane in file order."""
+        return cls(batch_rows, lanes, shuffle="groups", permute=False)
+
+    def steps(self, rows: int) -> int:
+        """Steps of an epoch over `rows` rows."""
+        full, rest = divmod(rows, self.batch_rows)
+        return full + (rest > 0 and not self.drop_last)
+
+    def global_rows(self, rows: int, step: int) -> int:
+        """Rows of the global batch at a step of the epoch."""
+        return min(self.batch_rows, rows - step * self.batch_rows)
+
+    def local_rows(self, rows: int, step: int, rank: int, world: int) -> int:
+        """Rows of a rank's part of that batch."""
+        batch, (low, high) = self.global_rows(rows, step), self.lanes_of(rank, world)
+        return high * batch // self.lanes - low * batch // self.lanes
+
+    def shares(self, rows: int, step: int, rank: int, world: int) -> list[tuple[int, int]]:
+        """(lane, rows that the rank takes of it) at a step; file order has one lane, 0."""
+        if self.shuffle == "none":
+            return [(0, self.local_rows(rows, step, rank, world))]
+        batch, (low, high) = self.global_rows(rows, step), self.lanes_of(rank, world)
+        return [(lane, share(batch, lane, self.lanes)) for lane in range(low, high)]
+
+    def padded_rows(self, rows: int, step: int, world: int) -> int:
+        """Rows that every rank pads its part to: those of the largest, and at least 1."""
+        return max(1, *(self.local_rows(rows, step, rank, world) for rank in range(world)))
+
+    def lanes_of(self, rank: int, world: int) -> tuple[int, int]:
+        """The lanes [low, high) of a rank."""
+        return rank * self.lanes // world, (rank + 1) * self.lanes // world
+
+    def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[Item]:
+        """A rank's work for the rest of an epoch, in the order of the first step that needs it."""
+        layout = _Layout(dataset, self, epoch)
+        low, high = self.lanes_of(rank, world)
+        if self.shuffle == "none":
+            return layout.slices(low, high, start_step)
+        items = [item for lane in range(low, high) for item in layout.lane(lane, start_step)]
+        return sorted(items, key=lambda item: (item.step, item.lane))
+
+
+class _Layout:
+    """An epoch's permuted row groups as one long sequence of rows."""
+
+    def __init__(self, dataset: Dataset, order: Order, epoch: int):
+        self.order, self.epoch = order, epoch
+        index = np.arange(len(dataset.groups))
+        if order.permute and order.shuffle != "none":
+            np.random.default_rng((order.seed, epoch)).shuffle(index)
+        self.groups = [dataset.groups[i] for i in index]
+        self.ends = np.cumsum([group.rows for group in self.groups])
+        self.rows = int(self.ends[-1])
+        self.full, self.rest = divmod(self.rows, order.batch_rows)
+        if order.drop_last:
+            self.rest = 0
+
+    def parts(self, start: int, stop: int) -> list[Part]:
+        """Rows [start, stop) of the sequence as parts of row groups."""
+        parts = []
+        for i in range(int(np.searchsorted(self.ends, start, side="right")), len(self.groups)):
+            group = self.groups[i]
+            begin = int(self.ends[i]) - group.rows
+            if begin >= stop:
+                break
+            low, high = max(start, begin), min(stop, begin + group.rows)
+            parts.append(Part(group.path, group.index, low - begin, high - low))
+        return parts
+
+    def lane(self, lane: int, start_step: int) -> list[Item]:
+        """The items of one lane from a step on."""
+        order = self.order
+        per_step = share(order.batch_rows, lane, order.lanes)
+        start = self.full * offset(order.batch_rows, lane, order.lanes) + offset(self.rest, lane, order.lanes)
+        stop = start + self.full * per_step + share(self.rest, lane, order.lanes)
+        consumed = min(start_step, self.full) * per_step
+        if start_step > self.full:
+            consumed = stop - start
+        parts = self.parts(start, stop)
+        size = order.window if order.shuffle == "window" else 1
+        items, position = [], 0
+        for i in range(0, len(parts), size):
+            window = tuple(parts[i : i + size])
+            rows = sum(part.rows for part in window)
+            skip = max(0, consumed - position)
+            if skip < rows:
+                step = (position + skip) // per_step if per_step else self.full
+                seed = (order.seed, self.epoch, lane, start + position) if order.shuffle == "window" else None
+                items.append(Item(lane, min(step, self.full), window, seed, skip))
+            position += rows
+        return items
+
+    def slices(self, low: int, high: int, start_step: int) -> list[Item]:
+        """File order: a rank's slice of every batch, one item for each row group that it touches."""
+        order, items = self.order, []
+        per_group: dict[tuple[str, int], list[Part]] = {}
+        first_step: dict[tuple[str, int], int] = {}
+        for step in range(start_step, self.full + (self.rest > 0)):
+            batch = order.batch_rows if step < self.full else self.rest
+            begin = step * order.batch_rows
+            span = begin + offset(batch, low, order.lanes), begin + offset(batch, high, order.lanes)
+            for part in self.parts(*span) if span[0] < span[1] else []:
+                key = (part.path, part.group)
+                per_group.setdefault(key, []).append(part)
+                first_step.setdefault(key, step)
+        for key, parts in per_group.items():
+            items.append(Item(0, first_step[key], tuple(parts), None))
+        return items
+
+
+def offset(rows: int, lane: int, lanes: int) -> int:
+    """Rows of a batch that lie before a lane's share."""
+    return lane * rows // lanes
+
+
+def share(rows: int, lane: int, lanes: int) -> int:
+    """A lane's share of a batch."""
+    return offset(rows, lane + 1, lanes) - offset(rows, lane, lanes)

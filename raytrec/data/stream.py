@@ -1,0 +1,166 @@
+"""One rank's batches of a dataset: a Ray Data pipeline over its items, put together in a thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from queue import Empty, Full, Queue
+from threading import Event, Thread
+
+import pyarrow as pa
+
+from raytrec.data.batch import Batch
+from raytrec.data.collate import Collator, Rows
+from raytrec.data.fragments import Dataset
+from raytrec.data.order import Item, Order
+from raytrec.data.rows import read_item
+from raytrec.errors import root_cause
+from raytrec.schema import Schema
+
+
+class Stream:
+    """The batches that one rank reads of a dataset, in an order that only the Order decides.
+
+    Reading, checking and shuffling run as Ray Data tasks on spare CPUs; this process slices and concatenates
+    in a thread, `prefetch` batches ahead of the step.
+
+    Args:
+        rank, world: this rank and their number.
+        readers: read tasks at the same time.
+        prefetch: batches made ready ahead.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        schema: Schema,
+        order: Order,
+        *,
+        rank: int,
+        world: int,
+        readers: int = 1,
+        prefetch: int = 4,
+    ):
+        self.dataset, self.schema, self.order = dataset, schema, order
+        self._rank, self._world = rank, world
+        self._readers, self._prefetch = readers, prefetch
+
+    def batches(self, epoch: int = 0, start_step: int = 0) -> Iterator[Batch]:
+        """The rest of an epoch: one Batch for each step from start_step on, the same number on every rank.
+
+        Raises:
+            DataError: what a read task found wrong.
+        """
+        ready: Queue = Queue(self._prefetch)
+        stop = Event()
+        thread = Thread(target=self._fill, args=(ready, stop, epoch, start_step), name="stream", daemon=True)
+        thread.start()
+        try:
+            while (batch := ready.get()) is not None:
+                if isinstance(batch, BaseException):
+                    raise root_cause(batch)
+                yield batch
+        finally:
+            stop.set()
+            while thread.is_alive():
+                with_room(ready)
+                thread.join(0.05)
+
+    def _fill(self, ready: Queue, stop: Event, epoch: int, start_step: int) -> None:
+        """The thread: batches, then None, or the error."""
+        try:
+            for batch in self._assemble(epoch, start_step):
+                if not put(ready, batch, stop):
+                    return
+            put(ready, None, stop)
+        except BaseException as error:
+            put(ready, error, stop)
+
+    def _assemble(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        rows = self.dataset.rows
+        items = self.order.items(self.dataset, epoch, self._rank, self._world, start_step)
+        supply, collate = Supply(items, self._tables(items)), Collator(self.schema)
+        for step in range(start_step, self.order.steps(rows)):
+            pieces = [
+                piece
+                for lane, count in self.order.shares(rows, step, self._rank, self._world)
+                for piece in supply.take(lane, count)
+            ]
+            yield collate(
+                pieces, self.order.padded_rows(rows, step, self._world), self.order.global_rows(rows, step)
+            )
+
+    def _tables(self, items: list[Item]) -> Iterator[pa.Table]:
+        """The items' tables in their order; Ray may cut one into several."""
+        import ray.data
+
+        if not items:
+            return
+        schema, tasks = self.schema, ray.put(items)
+
+        def read(index: pa.Table) -> pa.Table:
+            import ray
+
+            return read_item(ray.get(tasks)[index["id"][0].as_py()], schema)
+
+        dataset = ray.data.range(len(items), override_num_blocks=len(items)).map_batches(
+            read,
+            batch_size=None,
+            batch_format="pyarrow",
+            num_cpus=1,
+            compute=ray.data.TaskPoolStrategy(size=self._readers),
+        )
+        dataset.context.execution_options.preserve_order = True
+        dataset.context.enable_progress_bars = False
+        yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+
+
+class Supply:
+    """What has been read of each lane and not yet been taken."""
+
+    def __init__(self, items: list[Item], tables: Iterator[pa.Table]):
+        self._items, self._tables = iter(items), tables
+        self._lanes: dict[int, deque[Rows]] = {}
+        self._lane, self._due = 0, 0  # the item that is arriving: its lane, and its rows still to come
+
+    def take(self, lane: int, count: int) -> Iterator[Rows]:
+        """The lane's next `count` rows."""
+        queue = self._lanes.setdefault(lane, deque())
+        while count:
+            while not queue:
+                self._receive()
+            rows = queue.popleft()
+            if len(rows) > count:
+                queue.appendleft(rows[count:])
+                rows = rows[:count]
+            count -= len(rows)
+            yield rows
+
+    def _receive(self) -> None:
+        table = next(self._tables)
+        if self._due == 0:
+            item = next(self._items)
+            self._lane, self._due = item.lane, item.rows
+        assert table.num_rows <= self._due, "a read task gave more rows than its item has"
+        self._due -= table.num_rows
+        self._lanes.setdefault(self._lane, deque()).append(Rows.of(table))
+
+
+def put(queue: Queue, value: object, stop: Event) -> bool:
+    """Puts a value when there is room; False when the reader has gone."""
+    while not stop.is_set():
+        try:
+            queue.put(value, timeout=0.1)
+            return True
+        except Full:
+            continue
+    return False
+
+
+def with_room(queue: Queue) -> None:
+    """Empties the queue, so that who waits to put sees that it is over."""
+    try:
+        while True:
+            queue.get_nowait()
+    except Empty:
+        return

@@ -1,0 +1,80 @@
+"""Tiny datasets whose labels can be learned, as Parquet with a schema.yaml."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SCHEMA_YAML = """\
+labels: [label]
+dense: [price]
+sparse:
+  user: {table: user}
+  tags: {table: tag, pooling: mean}
+tables:
+  user: {rows: 40, dim: 8}
+  tag: {rows: 12, dim: 8}
+"""
+
+
+def table(rows, seed):
+    """Rows whose label follows from user, tags and price, with some noise."""
+    rng = np.random.default_rng(seed)
+    user, price = rng.integers(0, 40, rows), rng.normal(size=rows).astype(np.float32)
+    lengths = rng.integers(0, 4, rows)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    tags = rng.integers(0, 12, offsets[-1])
+    liked = np.add.reduceat(np.append(tags % 3 - 1, 0), offsets[:-1]) * (lengths > 0)
+    logit = 2.0 * (user % 5 - 2) + price + liked
+    label = (rng.random(rows) < 1 / (1 + np.exp(-logit))).astype(np.int8)
+    return pa.table(
+        {
+            "label": label,
+            "price": price,
+            "user": user,
+            "tags": pa.ListArray.from_arrays(offsets, tags),
+            "row": np.arange(rows),
+        }
+    )
+
+
+def write(folder, rows, seed, row_group=300, files=2):
+    """A split as `files` Parquet files."""
+    folder = Path(folder)
+    folder.mkdir(parents=True)
+    whole, part = table(rows, seed), -(-rows // files)
+    for i in range(files):
+        pq.write_table(whole.slice(i * part, part), folder / f"part-{i}.parquet", row_group_size=row_group)
+    return folder
+
+
+def dataset(folder, train=2000, valid=501, test=1003):
+    """train/, valid/, test/ and schema.yaml."""
+    folder = Path(folder)
+    for seed, (name, rows) in enumerate({"train": train, "valid": valid, "test": test}.items()):
+        write(folder / name, rows, seed)
+    (folder / "schema.yaml").write_text(SCHEMA_YAML)
+    return folder
+
+
+def settings(folder, run_dir, **changes):
+    """A config's values for that dataset; changes are section__key=value."""
+    folder = Path(folder)
+    values = {
+        "run": {"dir": str(run_dir)},
+        "data": {
+            "train": str(folder / "train"),
+            "valid": str(folder / "valid"),
+            "test": str(folder / "test"),
+            "global_batch_size": 128,
+            "lanes": 6,
+        },
+        "model": {"bottom_mlp": [16], "top_mlp": [16]},
+        "optim": {"embeddings": {"lr": 0.1}, "dense": {"lr": 0.01}},
+        "scaling": {"workers": 2, "timeout_s": 60, "device": "cpu"},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        values.setdefault(section, {})[name] = value
+    return values

@@ -1,0 +1,133 @@
+"""Whole runs: Ray Train, gloo, Parquet, MLflow; one local Ray for the module."""
+
+import json
+
+import parquet
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.errors import ConfigError, DataError, RunError
+from raytrec.train import driver
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def runs(folder, tmp_path_factory):
+    """The same config trained with 1, 2 and 3 workers."""
+    place = tmp_path_factory.mktemp("runs")
+    return {
+        workers: driver.train(
+            parquet.settings(
+                folder, place / f"w{workers}", scaling__workers=workers, train__epochs=3, train__eval_every_steps=20
+            )
+        )
+        for workers in (1, 2, 3)
+    }
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_result_json(runs, workers):
+    result = json.loads((runs[workers].path / "result.json").read_text())
+    assert result == runs[workers].metrics
+    assert result["eval.rows"] == 1003
+    assert result["train.rows"] == 3 * 2000
+    assert result["train.steps"] == 3 * 16  # 15 full batches and one of 80 rows
+    assert result["world_size"] == workers
+    assert result["train.samples_per_s"] > 0
+    assert result["seconds"] > 0
+    assert result["eval.auc"] > 0.85
+    assert result["eval.ne"] < 0.8
+    assert 0.8 < result["eval.calibration"] < 1.2
+
+
+def test_the_number_of_workers_changes_nothing(runs):
+    one, two, three = (runs[w].metrics for w in (1, 2, 3))
+    for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
+        assert two[name] == pytest.approx(one[name], abs=1e-4)
+        assert three[name] == pytest.approx(one[name], abs=1e-4)
+
+
+def test_mlflow_has_the_run(runs):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{runs[2].path.parent}/mlflow.db")
+    run = client.get_run(runs[2].metrics["mlflow_run_id"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["data.global_batch_size"] == "128"
+    assert run.data.metrics["eval.auc"] == pytest.approx(runs[2].metrics["eval.auc"])
+    steps = [m.step for m in client.get_metric_history(run.info.run_id, "train.logloss")]
+    assert steps == [20, 40, 48]
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "eval.ne")] == [20, 40, 48]
+    names = {a.path for a in client.list_artifacts(run.info.run_id)}
+    assert names == {"config.yaml", "schema.yaml", "plan.json", "result.json"}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_evaluate_again_with_other_workers(runs, folder, workers):
+    again = driver.evaluate(runs[2].path, str(folder / "test"), workers=workers)
+    assert again.metrics["eval.rows"] == 1003
+    for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
+        assert again.metrics[name] == pytest.approx(runs[2].metrics[name], abs=1e-6)
+
+
+def test_evaluate_takes_a_checkpoint_folder_and_one_file(runs, folder):
+    again = driver.evaluate(runs[1].path / "checkpoints/final", str(folder / "valid/part-1.parquet"), workers=1)
+    assert again.metrics["eval.rows"] == 250
+
+
+def test_a_finished_run_is_not_overwritten(runs, folder):
+    with pytest.raises(RunError, match="holds a finished run"):
+        driver.train(parquet.settings(folder, runs[1].path))
+
+
+def test_max_steps_and_no_evaluation_data(folder, tmp_path):
+    values = parquet.settings(folder, tmp_path / "run", train__max_steps=3, scaling__workers=1)
+    del values["data"]["valid"], values["data"]["test"]
+    result = driver.train(values)
+    assert result.metrics["train.steps"] == 3
+    assert result.metrics["train.rows"] == 3 * 128
+    assert not any(name.startswith("eval.") for name in result.metrics)
+
+
+def test_fewer_rows_than_a_batch(folder, tmp_path):
+    with pytest.raises(DataError, match=r"2,000 rows, fewer than one global batch") as error:
+        driver.train(parquet.settings(folder, tmp_path / "run", data__global_batch_size=2001))
+    assert "data.global_batch_size" in str(error.value)
+
+
+def test_bad_row_stops_every_rank_with_its_place(folder, tmp_path):
+    bad = parquet.dataset(tmp_path / "bad")
+    path = bad / "train/part-1.parquet"
+    values = pq.read_table(path)
+    users = values["user"].to_numpy().copy()
+    users[700] = 40
+    changed = values.set_column(values.schema.get_field_index("user"), "user", [users])
+    pq.write_table(changed, path, row_group_size=300)
+    with pytest.raises(DataError) as error:
+        driver.train(parquet.settings(bad, tmp_path / "run"))
+    message = str(error.value)
+    assert "part-1.parquet" in message and "user" in message and "40" in message
+    assert "Traceback" not in message
+    assert not (tmp_path / "run/result.json").exists()
+
+
+def test_more_workers_than_the_cluster_has(folder, tmp_path):
+    with pytest.raises(ConfigError, match="CPUs for 6 workers"):
+        driver.train(parquet.settings(folder, tmp_path / "run", scaling__workers=6))
+
+
+def test_store_that_cannot_be_opened(folder, tmp_path):
+    values = parquet.settings(folder, tmp_path / "run", tracking__uri="sqlite:////nowhere/at/all/mlflow.db")
+    with pytest.raises(ConfigError, match="cannot open the MLflow store"):
+        driver.train(values)
+
+
+def test_no_checkpoint_there(tmp_path, folder):
+    with pytest.raises(RunError, match="no finished run or checkpoint"):
+        driver.evaluate(tmp_path, str(folder / "test"))
