@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,12 +36,8 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
     if address:
         options["address"] = address
     else:
-        options |= {
-            "address": "local",
-            "num_cpus": num_cpus,
-            "include_dashboard": False,
-            "_node_ip_address": "127.0.0.1",
-        }
+        _stay_on_loopback()
+        options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     try:
         ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -53,3 +50,19 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
         yield
     finally:
         ray.shutdown()
+
+
+def _stay_on_loopback() -> None:
+    """Lets nothing of a local Ray, or of gloo between its workers, listen beyond this machine.
+
+    Ray 2.60 turns a node address of 127.0.0.1 back into the machine's own and its servers then listen on all
+    interfaces (`services.resolve_ip_for_localhost`), unless it is told, as by default on macOS and Windows,
+    that this will never be a cluster of several nodes. Its processes inherit the environment; the constant is
+    for this one, where Ray may have been imported before.
+    """
+    from ray._private import ray_constants
+
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -112,6 +112,7 @@ class Stream:
         )
         dataset.context.execution_options.preserve_order = True
         dataset.context.enable_progress_bars = False
+        dataset.context.raise_original_map_exception = True  # else Ray wraps a DataError and loses it
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
 

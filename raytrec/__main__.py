@@ -1,0 +1,3 @@
+from raytrec.cli import main
+
+main()

@@ -1,0 +1,119 @@
+"""The command line: commands only parse, call and print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from raytrec_datasets import app as prepare_app
+
+app = typer.Typer(
+    name="raytrec",
+    help="Trains recommender models whose embedding tables outgrow one GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(prepare_app, name="prepare")
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from raytrec import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False):
+    """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.workers=2"""
+    from raytrec.train.driver import train as run
+
+    _show(run(config, overrides or []), json)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
+    data: Annotated[str, typer.Option(help="Folder or file of Parquet.")],
+    workers: Annotated[int | None, typer.Option(help="Workers; default: as in training.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Global batch size; default: as in training.")] = None,
+    json: Json = False,
+):
+    """Evaluates a finished run again, on any Parquet and with any number of workers."""
+    from raytrec.train.driver import evaluate as again
+
+    _show(again(run, data, workers=workers, batch_size=batch_size), json)
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="Folder or file of Parquet: local, s3:// or gs://.")],
+    out: Annotated[str | None, typer.Option(help="Write the schema here instead of to stdout.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    label: Annotated[list[str] | None, typer.Option(help="Column to predict (repeatable).")] = None,
+    dim: Annotated[int, typer.Option(help="Width of the embeddings; a multiple of 4.")] = 16,
+    rows: Annotated[int | None, typer.Option(help="Look at about this many rows only.")] = None,
+):
+    """Looks at Parquet and prints a ready schema.yaml (a table of the columns goes to stderr)."""
+    from raytrec.inspection import inspect as look
+
+    look(path, dim=dim, labels=label, max_rows=rows).show(out, overwrite=force)
+
+
+@app.command()
+def config(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a config.")] = False,
+):
+    """Prints the resolved whole of a config, or the JSON Schema that editors complete from."""
+    from raytrec.config import json_schema, load_config
+    from raytrec.errors import ConfigError
+
+    if schema:
+        print(json.dumps(json_schema(), indent=2))
+    elif config:
+        print(load_config(config, overrides or []).to_yaml(), end="")
+    else:
+        raise ConfigError("no config was given", expected="raytrec config CONFIG, or raytrec config --schema")
+
+
+def _show(result, as_json: bool) -> None:
+    from raytrec.train.console import print_result
+
+    if as_json:
+        print(json.dumps(result.metrics))
+    else:
+        print_result(result)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The `raytrec` command: errors of ours are one message and exit code 1, without a traceback."""
+    from raytrec.errors import RaytrecError
+
+    try:
+        app(arguments)
+    except RaytrecError as error:
+        prefix = "\033[1;31merror:\033[0m" if sys.stderr.isatty() else "error:"
+        print(f"{prefix} {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
