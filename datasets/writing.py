@@ -1,0 +1,163 @@
+"""What recipes share: a folder that is complete or absent, Parquet with sane row groups, a progress bar."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from raytrec.errors import ConfigError
+from raytrec.schema import Schema
+
+MARKER = "prepared.json"
+SPLITS = ("train", "valid", "test")
+
+
+class Output:
+    """The folder of one prepared dataset.
+
+    Used as a block: what is written lies in a hidden folder beside it, and becomes the folder when the block
+    ends without an error, so that an interrupted recipe never looks complete.
+
+    Args:
+        folder: where the dataset shall be.
+        recipe, options: what makes it; kept in prepared.json and compared when it is prepared again.
+        force: replace a folder that was made otherwise.
+    """
+
+    def __init__(self, folder: Path, recipe: str, options: dict, force: bool):
+        self.folder = folder.expanduser().absolute()
+        self.options = {"recipe": recipe, **options}
+        self.partial = self.folder.with_name(f".{self.folder.name}.partial")
+        self._force = force
+
+    def is_ready(self) -> bool:
+        """True when the same command has been here before; says so.
+
+        Raises:
+            ConfigError: the folder holds something else.
+        """
+        if self._force or not self.folder.exists() or not any(self.folder.iterdir()):
+            return False
+        marker = self.folder / MARKER
+        before = json.loads(marker.read_text())["options"] if marker.is_file() else None
+        if before == self.options:
+            Console(stderr=True).print(f"{self.folder} is prepared already", highlight=False, soft_wrap=True)
+            return True
+        if before is None:
+            what = "the folder exists and no recipe has made it"
+        else:
+            keys = sorted(k for k in before.keys() | self.options.keys() if before.get(k) != self.options.get(k))
+            what = "the folder was prepared otherwise: " + ", ".join(
+                f"{k} was {before.get(k)}, now {self.options.get(k)}" for k in keys
+            )
+        raise ConfigError(what, where=str(self.folder), do="choose another --out, or replace it with --force")
+
+    def __enter__(self) -> Output:
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            return
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        self.partial.rename(self.folder)
+
+    def finish(self, schema: Schema, rows: dict[str, int], **facts: object) -> None:
+        """Writes schema.yaml and the marker with the rows of each split and other facts."""
+        (self.partial / "schema.yaml").write_text(schema.to_yaml())
+        text = json.dumps({"options": self.options, "rows": rows, **facts}, indent=2)
+        (self.partial / MARKER).write_text(text + "\n")
+
+    def summary(self, job: str, *lines: str) -> None:
+        """Prints the rows of each split, further lines, and the next command."""
+        rows = json.loads((self.folder / MARKER).read_text())["rows"]
+        counts = ", ".join(f"{name} {count:,}" for name, count in rows.items())
+        console = Console(stderr=True)
+        place = _relative(self.folder)
+        paths = " ".join(f"data.{name}={place}/{name}" for name in SPLITS)
+        for line in (f"{place}: {counts} rows", *lines, f"next: raytrec train jobs/{job}.yaml {paths}"):
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+class SplitWriter:
+    """Writes one split as part-*.parquet files, zstd, in row groups of `group_rows`.
+
+    Args:
+        folder: the split's folder.
+        schema: Arrow schema of every table.
+        group_rows: rows of a row group.
+        file_rows: rows after which a new file begins.
+        prefix: begins the files' names; several writers may share a folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        schema: pa.Schema,
+        group_rows: int = 16_384,
+        file_rows: int = 4_194_304,
+        prefix: str = "part",
+    ):
+        self._folder, self._schema = folder, schema
+        self._group_rows, self._file_rows, self._prefix = group_rows, file_rows, prefix
+        self._writer: pq.ParquetWriter | None = None
+        self._waiting: list[pa.Table] = []
+        self._files = self._in_file = 0
+        self.rows = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, table: pa.Table) -> None:
+        """Adds rows; row groups are cut at their full size, across calls."""
+        self._waiting.append(table.cast(self._schema))
+        self.rows += len(table)
+        waiting = sum(map(len, self._waiting))
+        if waiting >= self._group_rows:
+            whole = pa.concat_tables(self._waiting)
+            ready = waiting - waiting % self._group_rows
+            self._waiting = [whole.slice(ready)]
+            for start in range(0, ready, self._group_rows):
+                self._write_group(whole.slice(start, self._group_rows))
+
+    def close(self) -> None:
+        """Writes the last, smaller row group."""
+        rest = pa.concat_tables(self._waiting) if self._waiting else self._schema.empty_table()
+        if len(rest) or not self._files:
+            self._write_group(rest)
+        self._waiting = []
+        self._writer.close()
+
+    def _write_group(self, table: pa.Table) -> None:
+        if self._writer is None or self._in_file >= self._file_rows:
+            if self._writer:
+                self._writer.close()
+            path = self._folder / f"{self._prefix}-{self._files:05d}.parquet"
+            self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
+            self._files, self._in_file = self._files + 1, 0
+        self._writer.write_table(table, row_group_size=self._group_rows)
+        self._in_file += len(table)
+
+
+@contextmanager
+def progress(text: str, total: int | None) -> Iterator:
+    """A bar on stderr, silent where that is no terminal; yields a function to call with units done."""
+    console = Console(stderr=True)
+    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
