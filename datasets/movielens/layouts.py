@@ -1,0 +1,146 @@
+"""MovieLens in its original file layouts → the same arrays for each.
+
+    100k        u.data (tabs), u.item, u.user (pipes, latin-1, 19 genre flags)
+    1m          ratings.dat, movies.dat, users.dat (double colons, latin-1)
+    20m 25m 32m ratings.csv, movies.csv (no users' attributes)
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.csv as csv
+
+from raytrec.errors import DataError
+
+
+@dataclass
+class MovieLens:
+    """All ratings of a set.
+
+    Attributes:
+        ratings: columns user, item (original ids), rating, timestamp (s since 1970, UTC).
+        items: item, title, year (0: unknown), genres (list of names), by item.
+        users: user, age, gender, occupation, zip, by user; None where the set has no attributes.
+    """
+
+    ratings: pd.DataFrame
+    items: pd.DataFrame
+    users: pd.DataFrame | None
+
+
+def read(folder: Path) -> MovieLens:
+    """Reads the set that a folder holds.
+
+    Raises:
+        DataError: no known layout, or a file that does not parse; names the file.
+    """
+    for marker, others, reader in LAYOUTS:
+        if (folder / marker).is_file():
+            for other in others:
+                if not (folder / other).is_file():
+                    raise DataError(
+                        f"{marker} is there, but {other} is missing", where=str(folder), do="extract the whole zip"
+                    )
+            return reader(folder)
+    raise DataError(
+        "no MovieLens files here",
+        where=str(folder),
+        expected="u.data, u.item, u.user (100K), ratings.dat, movies.dat, users.dat (1M) or ratings.csv, "
+        "movies.csv (20M, 25M, 32M)",
+        do="give the extracted folder with --source, or fetch a set with --download",
+    )
+
+
+def _read_100k(folder: Path) -> MovieLens:
+    flags = _lines(folder / "u.item", "|", 24)
+    genre_names = _genres(folder)
+    matrix = flags.iloc[:, 5:].to_numpy().astype(int)
+    items = pd.DataFrame(
+        {
+            "item": flags[0].astype(int),
+            "title": flags[1],
+            "year": flags[2].str[-4:].where(flags[2].str.len() > 0, "0").astype(int),
+            "genres": [[genre_names[i] for i in np.flatnonzero(row)] for row in matrix],
+        }
+    )
+    users = _lines(folder / "u.user", "|", 5)
+    users.columns = ["user", "age", "gender", "occupation", "zip"]
+    users = users.astype({"user": int, "age": int})
+    return MovieLens(_ratings(folder / "u.data", "\t"), items, users.assign(age=users.age // 5 * 5))
+
+
+def _genres(folder: Path) -> list[str]:
+    path = folder / "u.genre"
+    if not path.is_file():
+        return [f"genre {i}" for i in range(19)]
+    return [line.split("|")[0] for line in path.read_text("latin-1").splitlines() if "|" in line]
+
+
+def _read_1m(folder: Path) -> MovieLens:
+    movies = _lines(folder / "movies.dat", "::", 3)
+    users = _lines(folder / "users.dat", "::", 5)[[0, 2, 1, 3, 4]]
+    users.columns = ["user", "age", "gender", "occupation", "zip"]
+    users = users.astype({"user": int, "age": int})
+    return MovieLens(_ratings(folder / "ratings.dat", "::"), _movies(*movies.values.T), users)
+
+
+def _read_csv(folder: Path) -> MovieLens:
+    path = folder / "movies.csv"
+    try:
+        movies = pd.read_csv(path, dtype=str, keep_default_na=False)
+        items = _movies(movies["movieId"], movies["title"], movies["genres"])
+    except (ValueError, KeyError) as error:
+        raise _broken(path, error, "columns movieId,title,genres") from None
+    return MovieLens(_ratings(folder / "ratings.csv", ","), items, None)
+
+
+LAYOUTS: list[tuple[str, list[str], Callable[[Path], MovieLens]]] = [
+    ("u.data", ["u.item", "u.user"], _read_100k),
+    ("ratings.dat", ["movies.dat", "users.dat"], _read_1m),
+    ("ratings.csv", ["movies.csv"], _read_csv),
+]
+
+
+def _movies(ids, titles, genres) -> pd.DataFrame:
+    titles = pd.Series(titles, dtype=object).reset_index(drop=True)
+    years = titles.str.extract(r"\((\d{4})\)\s*$")[0].fillna("0").astype(int)
+    lists = [[g for g in str(names).split("|") if g != "(no genres listed)"] for names in genres]
+    return pd.DataFrame({"item": np.asarray(ids, dtype=int), "title": titles, "year": years, "genres": lists})
+
+
+def _lines(path: Path, separator: str, fields: int) -> pd.DataFrame:
+    """A small latin-1 file of lines, as text columns 0, 1, …"""
+    rows = [line.split(separator) for line in path.read_text("latin-1").splitlines() if line]
+    for number, row in enumerate(rows, 1):
+        if len(row) != fields:
+            raise _broken(path, f"line {number} has {len(row)} fields", f"{fields} fields between '{separator}'")
+    return pd.DataFrame(rows)
+
+
+def _ratings(path: Path, separator: str) -> pd.DataFrame:
+    """user, item, rating, timestamp; read by pyarrow, because there may be 32 million."""
+    names = ["user", "item", "rating", "timestamp"]
+    source = path if separator != "::" else io.BytesIO(path.read_bytes().replace(b"::", b"\t"))
+    try:
+        table = csv.read_csv(
+            source,
+            csv.ReadOptions(column_names=names, skip_rows=int(separator == ",")),
+            csv.ParseOptions(delimiter="," if separator == "," else "\t"),
+            csv.ConvertOptions(
+                column_types={"user": pa.int64(), "item": pa.int64(), "rating": pa.float32(), "timestamp": pa.int64()}
+            ),
+        )
+    except pa.ArrowInvalid as error:
+        raise _broken(path, error, "user, item, rating and timestamp in each line") from None
+    return table.to_pandas()
+
+
+def _broken(path: Path, error: object, expected: str) -> DataError:
+    return DataError(f"the file does not parse: {error}", where=str(path), expected=expected)

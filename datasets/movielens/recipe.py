@@ -1,0 +1,199 @@
+"""MovieLens ratings → rows with who, what, when, and what the user liked before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from raytrec_datasets.movielens.download import fetch
+from raytrec_datasets.movielens.layouts import MovieLens, read
+from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
+
+from raytrec.errors import ConfigError
+from raytrec.schema import Schema
+
+LIKED = 4.0  # ratings from here on count as liked
+CHUNK_ROWS = 500_000
+TIME_BITS = 33  # timestamps fit into these; users lie above them in a sort key
+
+
+def prepare(
+    out: Path,
+    source: Path | None,
+    split: str,
+    seed: int,
+    history: int,
+    dim: int,
+    download: str | None,
+    force: bool,
+) -> None:
+    """Writes the dataset; see `raytrec prepare movielens --help` for the arguments."""
+    if source is None and download is None:
+        raise ConfigError(
+            "no data was named", expected="--source DIR, or --download 100k, 1m, 20m, 25m or 32m"
+        )
+    if download:
+        source = fetch(download, (source or out.absolute().parent / "movielens").expanduser())
+    source = source.expanduser().absolute()
+    options = {"source": str(source), "split": split, "seed": seed, "history": history, "dim": dim}
+    output = Output(out, "movielens", options, force)
+    if not output.is_ready():
+        ratings = Ratings(read(source), split, seed, history)
+        with output, progress("ratings", len(ratings)) as advance:
+            rows = {name: ratings.write(output.partial / name, i, advance) for i, name in enumerate(SPLITS)}
+            ratings.items().to_parquet(output.partial / "items.parquet", index=False)
+            output.finish(ratings.schema(dim), rows)
+    output.summary("movielens")
+
+
+def split_of(ratings: pd.DataFrame, split: str, rng: np.random.Generator) -> np.ndarray:
+    """For each rating 0 (train), 1 (valid) or 2 (test): int8 [n].
+
+    random: 80/10/10 by a seeded permutation. per-user: of each user's ratings in time, the last tenth is test
+    and the tenth before it valid. time: the same of all ratings together.
+    """
+    rows = len(ratings)
+    if split == "random":
+        position, count = rng.permutation(rows), np.full(rows, rows)
+    else:
+        keys = (ratings["item"], ratings["timestamp"]) + ((ratings["user"],) if split == "per-user" else ())
+        order = np.lexsort(keys)
+        position = np.empty(rows, np.int64)
+        if split == "time":
+            position[order], count = np.arange(rows), np.full(rows, rows)
+        else:
+            _, user, per_user = np.unique(ratings["user"], return_inverse=True, return_counts=True)
+            first = np.cumsum(per_user) - per_user
+            position[order] = np.arange(rows) - first[user[order]]
+            count = per_user[user]
+    from_end = count - 1 - position
+    return np.where(from_end < count // 10, 2, np.where(from_end < 2 * (count // 10), 1, 0)).astype(np.int8)
+
+
+class Ratings:
+    """Ratings with vocabularies, splits and histories.
+
+    Ids are positions in sorted vocabularies, from 1; 0 is unknown. A history holds the user's last `history`
+    liked items of the train split with a timestamp strictly before the row's own: neither the row's own label
+    nor any label of valid or test is ever an input.
+    """
+
+    def __init__(self, data: MovieLens, split: str, seed: int, history: int):
+        rng = np.random.default_rng(seed)
+        frame = data.ratings
+        self._data, self._history = data, history
+        self._split = split_of(frame, split, rng)
+        self._order = rng.permutation(len(frame))
+        self._user_ids = np.unique(frame["user"])
+        self._items = data.items.sort_values("item").drop_duplicates("item").reset_index(drop=True)
+        self._user = _index(self._user_ids, frame["user"])
+        self._item = _index(self._items["item"].to_numpy(), frame["item"])
+        self._rating, self._time = frame["rating"].to_numpy(), frame["timestamp"].to_numpy()
+        self._years = np.unique(self._items["year"][self._items["year"] > 0])
+        self._genres = sorted({genre for genres in self._items["genres"] for genre in genres})
+        self._bags = _bags(self._items["genres"], self._genres)
+        self._of_item = np.concatenate([[0], _index(self._years, self._items["year"])])
+        self._of_user = self._user_attributes()
+        self._index_likes()
+
+    def __len__(self) -> int:
+        return len(self._rating)
+
+    def _user_attributes(self) -> dict[str, np.ndarray]:
+        """For each attribute its id by user index (0: unknown); empty where the set has none."""
+        if self._data.users is None:
+            return {}
+        users = self._data.users.assign(zip_prefix=self._data.users["zip"].str[:2]).set_index("user")
+        users = users.reindex(self._user_ids)
+        out = {}
+        for name in ("age", "gender", "occupation", "zip_prefix"):
+            codes, _ = pd.factorize(users[name], sort=True)
+            out[name] = np.concatenate([[0], codes + 1])
+        return out
+
+    def _index_likes(self) -> None:
+        """Liked items of train, sorted by user and time."""
+        liked = np.flatnonzero((self._rating >= LIKED) & (self._split == 0))
+        order = np.lexsort((self._item[liked], self._time[liked], self._user[liked]))
+        liked = liked[order]
+        self._like_keys = (self._user[liked] << TIME_BITS) + self._time[liked]
+        self._like_items = self._item[liked]
+
+    def histories(self, rows: np.ndarray) -> pa.ListArray:
+        """list<int64> [len(rows)]: liked items strictly before each rating, oldest first."""
+        first = np.searchsorted(self._like_keys, self._user[rows] << TIME_BITS)
+        end = np.searchsorted(self._like_keys, (self._user[rows] << TIME_BITS) + self._time[rows], side="left")
+        start = np.maximum(first, end - self._history)
+        return _slices(self._like_items, start, end - start)
+
+    def table(self, rows: np.ndarray) -> pa.Table:
+        """The given ratings as rows of the dataset."""
+        user, item, when = self._user[rows], self._item[rows], self._time[rows]
+        lengths, genres = self._bags
+        starts = np.cumsum(lengths) - lengths
+        columns = {
+            "label": (self._rating[rows] >= LIKED).astype(np.int8),
+            "user_id": user,
+            "item_id": item,
+            **{name: ids[user] for name, ids in self._of_user.items()},
+            "release_year": self._of_item[item],
+            "genres": _slices(genres, starts[item], lengths[item]),
+            "hour": when // 3600 % 24,
+            "weekday": (when // 86400 + 3) % 7,  # 1970-01-01 was a Thursday; 0 is Monday
+            "history": self.histories(rows),
+            "rating": self._rating[rows],
+            "timestamp": when,
+        }
+        return pa.table(columns)
+
+    def write(self, folder: Path, split: int, advance) -> int:
+        """Writes a split in seeded random order; its number of rows."""
+        rows = self._order[self._split[self._order] == split]
+        group = 4_096 if len(self) < 1_000_000 else 16_384
+        writer = SplitWriter(folder, self.table(rows[:0]).schema, group_rows=group)
+        for start in range(0, len(rows), CHUNK_ROWS):
+            part = rows[start : start + CHUNK_ROWS]
+            writer.write(self.table(part))
+            advance(len(part))
+        writer.close()
+        return len(rows)
+
+    def items(self) -> pd.DataFrame:
+        """item_id (in the tables), movie_id (original), title, year, genres."""
+        items = self._items.rename(columns={"item": "movie_id"})
+        items.insert(0, "item_id", np.arange(1, len(items) + 1))
+        return items
+
+    def schema(self, dim: int) -> Schema:
+        """schema.yaml: history shares the table of items."""
+        rows = {"user_id": len(self._user_ids) + 1, "item_id": len(self._items) + 1}
+        rows |= {name: int(ids.max()) + 1 for name, ids in self._of_user.items()}
+        rows |= {"release_year": len(self._years) + 1, "genres": len(self._genres) + 1, "hour": 24, "weekday": 7}
+        sparse = {name: {"table": name.removesuffix("_id")} for name in rows}
+        sparse["genres"]["pooling"] = "mean"
+        sparse["history"] = {"table": "item", "pooling": "sequence"}
+        tables = {name.removesuffix("_id"): {"rows": count, "dim": dim} for name, count in rows.items()}
+        return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "movielens")
+
+
+def _index(vocabulary: np.ndarray, values) -> np.ndarray:
+    """Position of each value in a sorted vocabulary, from 1; 0 where it is not in it: int64 [n]."""
+    values = np.asarray(values)
+    at = np.minimum(np.searchsorted(vocabulary, values), len(vocabulary) - 1)
+    return np.where(vocabulary[at] == values, at + 1, 0).astype(np.int64)
+
+
+def _bags(genres: pd.Series, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """(lengths, ids) of the items' genres; item 0, unknown, has none."""
+    code = {name: i + 1 for i, name in enumerate(names)}
+    lengths = np.array([0, *(len(g) for g in genres)], dtype=np.int64)
+    return lengths, np.array([code[name] for g in genres for name in g], dtype=np.int64)
+
+
+def _slices(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
+    """values[start : start + length] for each row."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    index = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
+    return pa.ListArray.from_arrays(offsets.astype(np.int32), values[index])
