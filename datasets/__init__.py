@@ -54,7 +54,9 @@ class BadLine(StrEnum):
 @app.command()
 def synthetic(
     out: Out,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of train; valid and test have a tenth each.")] = 1_000_000,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows of train; valid and test have a tenth each.")
+    ] = 1_000_000,
     seed: Seed = 0,
     dense: Annotated[int, typer.Option(min=0, help="Dense columns.")] = 13,
     sparse: Annotated[int, typer.Option(min=2, help="Sparse features.")] = 26,
@@ -73,7 +75,9 @@ def synthetic(
 def movielens(
     out: Out,
     source: Source = None,
-    split: Annotated[Split, typer.Option(help="How rows are divided into train, valid and test.")] = Split.random,
+    split: Annotated[
+        Split, typer.Option(help="How rows are divided into train, valid and test.")
+    ] = Split.random,
     seed: Seed = 0,
     history: Annotated[int, typer.Option(min=1, help="Liked items before a rating, at most.")] = 20,
     dim: Dim = 16,
@@ -102,5 +106,13 @@ def criteo(
     from raytrec_datasets.criteo.recipe import prepare
 
     prepare(
-        out, source, str(layout), str(vocabulary), hash_rows, min_count, dim, str(on_bad_line) == "skip", force
+        out,
+        source,
+        str(layout),
+        str(vocabulary),
+        hash_rows,
+        min_count,
+        dim,
+        str(on_bad_line) == "skip",
+        force,
     )

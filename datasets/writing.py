@@ -55,7 +55,9 @@ class Output:
         if before is None:
             what = "the folder exists and no recipe has made it"
         else:
-            keys = sorted(k for k in before.keys() | self.options.keys() if before.get(k) != self.options.get(k))
+            keys = sorted(
+                k for k in before.keys() | self.options.keys() if before.get(k) != self.options.get(k)
+            )
             what = "the folder was prepared otherwise: " + ", ".join(
                 f"{k} was {before.get(k)}, now {self.options.get(k)}" for k in keys
             )

@@ -41,7 +41,9 @@ def _options(
 
 
 @app.command()
-def train(config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False):
+def train(
+    config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False
+):
     """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.workers=2"""
     from raytrec.train.driver import train as run
 
@@ -53,7 +55,9 @@ def evaluate(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
     data: Annotated[str, typer.Option(help="Folder or file of Parquet.")],
     workers: Annotated[int | None, typer.Option(help="Workers; default: as in training.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Global batch size; default: as in training.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Global batch size; default: as in training.")
+    ] = None,
     json: Json = False,
 ):
     """Evaluates a finished run again, on any Parquet and with any number of workers."""

@@ -49,8 +49,8 @@ class DataSection(Section):
     global_batch_size: PositiveInt = Field(2048, description="Rows per step over all workers together.")
     shuffle: Literal["none", "groups", "window"] = Field(
         "window",
-        description="none: file order. groups: row groups in a new seeded order each epoch. window: also rows "
-        "within a window of row groups.",
+        description="none: file order. groups: row groups in a new seeded order each epoch. window: also "
+        "rows within a window of row groups.",
     )
     window: PositiveInt = Field(
         2, description="Row groups of each lane whose rows are mixed by shuffle=window."
@@ -95,7 +95,6 @@ class EmbeddingOptim(Section):
     )
     lr: PositiveFloat = Field(0.02, description="Learning rate.")
     eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment (not sgd).")
-    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty on looked-up rows.")
 
 
 class DenseOptim(Section):
@@ -159,8 +158,8 @@ class RunConfig(Section):
             raise ValueError("train.eval_every_steps is set, but neither data.valid nor data.test is")
         if "column_wise" in self.plan.sharding and self.optim.embeddings.name == "rowwise_adagrad":
             raise ValueError(
-                "plan.sharding has column_wise and optim.embeddings.name is rowwise_adagrad: its state is one "
-                "value per row, and column shards would each keep their own; use adagrad, or leave out "
+                "plan.sharding has column_wise and optim.embeddings.name is rowwise_adagrad: its state is "
+                "one value per row, and column shards would each keep their own; use adagrad, or leave out "
                 "column_wise"
             )
         return self
@@ -205,7 +204,7 @@ def _read(path: Path) -> dict:
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(
             "there is no such config file", where=str(path), expected="a YAML file, as in jobs/"
-        )
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"not YAML: {' '.join(str(error).split())}", where=str(path)) from None
     if not isinstance(values, dict):

@@ -52,7 +52,9 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
     with zipfile.ZipFile(archive) as content:
         for entry in content.namelist():
             if entry.rsplit("/", 1)[-1].upper().startswith("README"):
-                Console(stderr=True).print(content.read(entry).decode("utf-8", "replace"), highlight=False, markup=False)
+                Console(stderr=True).print(
+                    content.read(entry).decode("utf-8", "replace"), highlight=False, markup=False
+                )
         content.extractall(folder)  # drops absolute paths and '..' (zipfile's own rule)
     archive.unlink()
     if not target.is_dir():

@@ -1,8 +1,8 @@
 """MovieLens in its original file layouts → the same arrays for each.
 
-    100k        u.data (tabs), u.item, u.user (pipes, latin-1, 19 genre flags)
-    1m          ratings.dat, movies.dat, users.dat (double colons, latin-1)
-    20m 25m 32m ratings.csv, movies.csv (no users' attributes)
+100k        u.data (tabs), u.item, u.user (pipes, latin-1, 19 genre flags)
+1m          ratings.dat, movies.dat, users.dat (double colons, latin-1)
+20m 25m 32m ratings.csv, movies.csv (no users' attributes)
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def read(folder: Path) -> MovieLens:
             for other in others:
                 if not (folder / other).is_file():
                     raise DataError(
-                        f"{marker} is there, but {other} is missing", where=str(folder), do="extract the whole zip"
+                        f"{marker} is there, but {other} is missing",
+                        where=str(folder),
+                        do="extract the whole zip",
                     )
             return reader(folder)
     raise DataError(
@@ -120,7 +122,9 @@ def _lines(path: Path, separator: str, fields: int) -> pd.DataFrame:
     rows = [line.split(separator) for line in path.read_text("latin-1").splitlines() if line]
     for number, row in enumerate(rows, 1):
         if len(row) != fields:
-            raise _broken(path, f"line {number} has {len(row)} fields", f"{fields} fields between '{separator}'")
+            raise _broken(
+                path, f"line {number} has {len(row)} fields", f"{fields} fields between '{separator}'"
+            )
     return pd.DataFrame(rows)
 
 
@@ -134,7 +138,12 @@ def _ratings(path: Path, separator: str) -> pd.DataFrame:
             csv.ReadOptions(column_names=names, skip_rows=int(separator == ",")),
             csv.ParseOptions(delimiter="," if separator == "," else "\t"),
             csv.ConvertOptions(
-                column_types={"user": pa.int64(), "item": pa.int64(), "rating": pa.float32(), "timestamp": pa.int64()}
+                column_types={
+                    "user": pa.int64(),
+                    "item": pa.int64(),
+                    "rating": pa.float32(),
+                    "timestamp": pa.int64(),
+                }
             ),
         )
     except pa.ArrowInvalid as error:

@@ -124,7 +124,9 @@ class Ratings:
     def histories(self, rows: np.ndarray) -> pa.ListArray:
         """list<int64> [len(rows)]: liked items strictly before each rating, oldest first."""
         first = np.searchsorted(self._like_keys, self._user[rows] << TIME_BITS)
-        end = np.searchsorted(self._like_keys, (self._user[rows] << TIME_BITS) + self._time[rows], side="left")
+        end = np.searchsorted(
+            self._like_keys, (self._user[rows] << TIME_BITS) + self._time[rows], side="left"
+        )
         start = np.maximum(first, end - self._history)
         return _slices(self._like_items, start, end - start)
 
@@ -170,7 +172,12 @@ class Ratings:
         """schema.yaml: history shares the table of items."""
         rows = {"user_id": len(self._user_ids) + 1, "item_id": len(self._items) + 1}
         rows |= {name: int(ids.max()) + 1 for name, ids in self._of_user.items()}
-        rows |= {"release_year": len(self._years) + 1, "genres": len(self._genres) + 1, "hour": 24, "weekday": 7}
+        rows |= {
+            "release_year": len(self._years) + 1,
+            "genres": len(self._genres) + 1,
+            "hour": 24,
+            "weekday": 7,
+        }
         sparse = {name: {"table": name.removesuffix("_id")} for name in rows}
         sparse["genres"]["pooling"] = "mean"
         sparse["history"] = {"table": "item", "pooling": "sequence"}

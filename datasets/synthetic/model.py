@@ -2,9 +2,9 @@
 
     logit = bias + dense part + Σ over features of their ids' effects + Σ over pairs of features of u·v
 
-Each part is scaled to its share of the logit's variance on a fixed sample. Ids are drawn log-uniformly by rank
-(the most frequent id of a table of 10,000 takes 7.5 % of its draws), and effects shrink with the rank: what is
-seen a few times in a million rows can't be learned by anyone, so little is planted there.
+Each part is scaled to its share of the logit's variance on a fixed sample. Ids are drawn log-uniformly by
+rank (the most frequent id of a table of 10,000 takes 7.5 % of its draws), and effects shrink with the rank:
+what is seen a few times in a million rows can't be learned by anyone, so little is planted there.
 """
 
 from __future__ import annotations

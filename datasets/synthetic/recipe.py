@@ -42,7 +42,10 @@ def prepare(
         model = Planted(shape, seed)
         counts = {"train": rows, "valid": max(rows // 10, 1), "test": max(rows // 10, 1)}
         with output, progress("synthetic rows", sum(counts.values())) as advance:
-            best = {s: _write_split(output.partial / s, model, seed, i, counts[s], advance) for i, s in enumerate(SPLITS)}
+            best = {
+                s: _write_split(output.partial / s, model, seed, i, counts[s], advance)
+                for i, s in enumerate(SPLITS)
+            }
             output.finish(schema_of(shape, dim), counts, best_auc=best)
     best = best_auc(output.folder)
     output.summary("synthetic", f"best reachable AUC (the planted model itself): test {best['test']:.4f}")

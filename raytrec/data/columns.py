@@ -1,4 +1,4 @@
-"""One Parquet column → checked NumPy arrays, with the policies for ids that are out of range. No torch here."""
+"""One Parquet column → checked NumPy arrays; what ids out of range become. No torch here."""
 
 from __future__ import annotations
 

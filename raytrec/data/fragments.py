@@ -42,9 +42,9 @@ def scan(uri: str, schema: Schema, key: str = "data") -> Dataset:
     Raises:
         DataError: nothing there, no rows, a file that is not whole, a column missing or of the wrong type.
     """
-    files = _files(uri, key)
+    files = list_files(uri, key)
     with ThreadPoolExecutor(16) as pool:
-        groups = [g for per_file in pool.map(lambda f: _footer(f, schema), files) for g in per_file]
+        groups = [g for per_file in pool.map(lambda f: _row_groups(f, schema), files) for g in per_file]
     if not groups:
         raise DataError(
             "there are no rows", where=f"{key}={uri}", expected=f"rows in its {len(files)} Parquet files"
@@ -52,7 +52,8 @@ def scan(uri: str, schema: Schema, key: str = "data") -> Dataset:
     return Dataset(uri, tuple(groups))
 
 
-def _files(uri: str, key: str) -> list[str]:
+def list_files(uri: str, key: str) -> list[str]:
+    """The Parquet files of a folder (in depth, by path), or the one file."""
     from pyarrow import fs
 
     filesystem, path = open_filesystem(uri)
@@ -87,7 +88,12 @@ def _hidden(path: str) -> bool:
     return any(part[0] in "_." for part in path.split("/") if part)
 
 
-def _footer(uri: str, schema: Schema) -> list[RowGroup]:
+def read_footer(uri: str):
+    """The metadata of a Parquet file (pyarrow.parquet.FileMetaData).
+
+    Raises:
+        DataError: when the file is cut off, empty or no Parquet.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -95,7 +101,7 @@ def _footer(uri: str, schema: Schema) -> list[RowGroup]:
     try:
         with filesystem.open_input_file(path) as file:
             metadata = pq.read_metadata(file)
-        arrow = metadata.schema.to_arrow_schema()
+        metadata.schema.to_arrow_schema()
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"not a whole Parquet file: {str(error).splitlines()[0]}",
@@ -103,7 +109,12 @@ def _footer(uri: str, schema: Schema) -> list[RowGroup]:
             expected="a readable footer; the file may be cut off, or still being written",
             do="write or copy the file again, or remove it",
         ) from None
-    _check_columns(arrow, schema, uri)
+    return metadata
+
+
+def _row_groups(uri: str, schema: Schema) -> list[RowGroup]:
+    metadata = read_footer(uri)
+    _check_columns(metadata.schema.to_arrow_schema(), schema, uri)
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     return [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
 

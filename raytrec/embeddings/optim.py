@@ -27,10 +27,10 @@ def is_fused(config: EmbeddingOptim, device: torch.device) -> bool:
 
 
 def _settings(config: EmbeddingOptim | DenseOptim) -> dict:
-    settings = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if isinstance(config, EmbeddingOptim) and config.name != "sgd":
-        settings["eps"] = config.eps
-    return settings
+    if isinstance(config, DenseOptim):
+        return {"lr": config.lr, "weight_decay": config.weight_decay}
+    # No weight decay for tables: FBGEMM's fused optimizers on CPU take it and ignore it.
+    return {"lr": config.lr} | ({} if config.name == "sgd" else {"eps": config.eps})
 
 
 def fuse(bags: EmbeddingBagCollection, config: EmbeddingOptim) -> None:
@@ -42,8 +42,8 @@ def combine(model: nn.Module, config: OptimSection) -> CombinedOptimizer:
     """One optimizer over everything, after sharding.
 
     It holds the fused one, one of the embeddings' kind for tables that are not updated in backward
-    (data-parallel ones, and all under Adam on CPU), and the dense layers' one. A dense update of a table with
-    Adam or weight decay also moves rows that the batch did not touch; the fused one does not.
+    (data-parallel ones, and all under Adam on CPU), and the dense layers' one. A dense update of a table by
+    Adam also moves rows that the batch did not touch; the fused one does not.
 
     Args:
         model: the DistributedModelParallel.

@@ -16,8 +16,8 @@ from raytrec.errors import ConfigError
 from raytrec.schema import Schema
 
 GIB = 1024**3
-# Bytes per ms: orders of magnitude of main memory and of gloo. TorchRec's defaults describe GPUs with NVLink, where
-# exchanging costs nothing, and would shard every table row-wise.
+# Bytes per ms: orders of magnitude of main memory and of gloo. TorchRec's defaults describe GPUs with NVLink,
+# where exchanging costs nothing, and would shard every table row-wise.
 CPU_BANDWIDTHS = {
     "ddr_mem_bw": 20 * GIB / 1000,
     "intra_host_bw": 1 * GIB / 1000,

@@ -24,7 +24,11 @@ def runs(folder, tmp_path_factory):
     return {
         workers: driver.train(
             parquet.settings(
-                folder, place / f"w{workers}", scaling__workers=workers, train__epochs=3, train__eval_every_steps=20
+                folder,
+                place / f"w{workers}",
+                scaling__workers=workers,
+                train__epochs=3,
+                train__eval_every_steps=20,
             )
         )
         for workers in (1, 2, 3)
@@ -77,7 +81,9 @@ def test_evaluate_again_with_other_workers(runs, folder, workers):
 
 
 def test_evaluate_takes_a_checkpoint_folder_and_one_file(runs, folder):
-    again = driver.evaluate(runs[1].path / "checkpoints/final", str(folder / "valid/part-1.parquet"), workers=1)
+    again = driver.evaluate(
+        runs[1].path / "checkpoints/final", str(folder / "valid/part-1.parquet"), workers=1
+    )
     assert again.metrics["eval.rows"] == 250
 
 
