@@ -113,14 +113,11 @@ class Inspection:
         from rich.table import Table
 
         table = Table(title=f"{self.uri}: {self.rows:,} rows", title_justify="left")
-        for heading in ("column", "type", "taken for", "because", "nulls", "distinct", "range", "bag length"):
+        for heading in ("column", "taken for", "because", "nulls", "distinct"):
             table.add_column(heading)
         for f in self.findings:
-            s = f.stats
             why = "; ".join([f.why, *f.notes])
-            table.add_row(
-                s.name, s.type, f.kind, why, s.nulls_text, s.distinct_text, s.range_text, s.bag_text
-            )
+            table.add_row(f.stats.name, f.kind, why, f.stats.nulls_text, f.stats.distinct_text)
         Console(stderr=True).print(table)
 
 

@@ -1,0 +1,279 @@
+"""Criteo click logs → Parquet, as Ray Data tasks over byte ranges of the original files.
+
+Dense: log(1 + x) with missing and negative values as 0, as in MLPerf's DLRM. Sparse: id 0 is missing (and,
+with a frequency vocabulary, rare). Splits: Kaggle's last seventh, and 1TB's last day, are valid (their first
+half) and test (their second half); everything before is train.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from raytrec_datasets.criteo.lines import DENSE, SPARSE, Chunk, chunks, hex_values, read
+from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
+
+from raytrec.cluster import ray_session
+from raytrec.errors import ConfigError, DataError, root_cause
+from raytrec.schema import Schema
+
+MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 ÷ golden ratio: Knuth's multiplicative hash
+
+
+def prepare(
+    out: Path,
+    source: Path,
+    layout: str,
+    vocabulary: str,
+    hash_rows: int,
+    min_count: int,
+    dim: int,
+    skip_bad: bool,
+    force: bool,
+) -> None:
+    """Writes the dataset; see `raytrec prepare criteo --help` for the arguments."""
+    files = find_files(source.expanduser().absolute(), layout)
+    size = {"hash_rows": hash_rows} if vocabulary == "hash" else {"min_count": min_count}
+    options = {
+        "source": str(source.expanduser().absolute()),
+        "vocabulary": vocabulary,
+        **size,
+        "dim": dim,
+        "skip_bad": skip_bad,
+    }
+    output = Output(out, "criteo", options, force)
+    if output.is_ready():
+        output.summary("criteo")
+        return
+    with output, ray_session():
+        work = [chunk for path in files.all for chunk in chunks(path)]
+        counts = [rows for rows, _ in _each(work, _count, skip_bad, "counting lines")]
+        bounds = _bounds(files, work, counts)
+        tables = None
+        if vocabulary == "frequency":
+            train = [c for c, first in zip(work, _firsts(counts), strict=True) if first < bounds[0]]
+            tables = _vocabulary(train, skip_bad, min_count, output.partial / "vocabulary")
+        writer = ChunkWriter(str(output.partial), bounds, tables, hash_rows)
+        tasks = list(zip(work, _firsts(counts), range(len(work)), strict=True))
+        written = _each(tasks, writer, skip_bad, "writing Parquet")
+        rows = {name: sum(w[name] for w in written) for name in SPLITS}
+        sizes = [len(tables[c]) + 1 if tables else hash_rows for c in SPARSE]
+        skipped = sum(w["skipped"] for w in written)
+        output.finish(schema_of(sizes, dim), rows, skipped_lines=skipped)
+    output.summary("criteo", *([f"{skipped:,} malformed lines were left out"] if skipped else []))
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files in their order; `held_out` is valid and test (1TB), or None (Kaggle's one file)."""
+
+    all: list[Path]
+    held_out: Path | None
+
+
+def find_files(source: Path, layout: str) -> Files:
+    """Kaggle's train.txt, or 1TB's day_0 … day_23 (also .gz), in a folder or named themselves.
+
+    Raises:
+        DataError: when there are none, or the layout does not fit.
+    """
+    names = [source] if source.is_file() else sorted(source.iterdir()) if source.is_dir() else []
+    days = [p for p in names if re.fullmatch(r"day_\d+(\.gz)?", p.name)]
+    days.sort(key=lambda p: int(re.search(r"\d+", p.name)[0]))
+    kaggle = [p for p in names if p.name in ("train.txt", "train.txt.gz")] or (
+        [source] if source.is_file() else []
+    )
+    if layout != "kaggle" and days:
+        if len(days) < 2:
+            raise DataError(
+                f"only {days[0].name} is there",
+                where=str(source),
+                expected="at least two days: the last is valid and test",
+                do="add days, or use --layout kaggle to split one file by rows",
+            )
+        return Files(days, days[-1])
+    if layout != "1tb" and kaggle:
+        return Files(kaggle[:1], None)
+    raise DataError(
+        f"no Criteo files here{'' if layout == 'auto' else f' for --layout {layout}'}",
+        where=str(source),
+        expected="train.txt (Kaggle), or day_0 … day_23 (1TB), plain or .gz",
+        do="give the folder that holds the extracted files with --source",
+    )
+
+
+def schema_of(sizes: list[int], dim: int) -> Schema:
+    """13 dense columns, 26 features, each with a table of its own."""
+    return Schema.parse(
+        {
+            "labels": ["label"],
+            "dense": DENSE,
+            "sparse": {name: {"table": name} for name in SPARSE},
+            "tables": {name: {"rows": rows, "dim": dim} for name, rows in zip(SPARSE, sizes, strict=True)},
+        },
+        "criteo",
+    )
+
+
+def _firsts(counts: list[int]) -> list[int]:
+    """The number of the first row of each chunk."""
+    return (np.cumsum([0, *counts[:-1]])).tolist()
+
+
+def _bounds(files: Files, work: list[Chunk], counts: list[int]) -> tuple[int, int]:
+    """(first row of valid, first row of test)."""
+    total = sum(counts)
+    if files.held_out is None:
+        first = total - total // 7
+    else:
+        first = sum(n for c, n in zip(work, counts, strict=True) if c.path != str(files.held_out))
+    if total - first < 2 or first < 1:
+        raise ConfigError(f"the files have {total} rows", where=str(files.all[0]), expected="enough to split")
+    return first, first + (total - first) // 2
+
+
+def _each(tasks: list, function, skip_bad: bool, text: str) -> list:
+    """function(task, skip_bad) for each task, as Ray Data tasks, in order."""
+    import ray.data
+
+    shared = ray.put(tasks)
+
+    def run(index: pa.Table) -> pa.Table:
+        import pickle
+
+        results = [function(ray.get(shared)[i.as_py()], skip_bad) for i in index["id"]]
+        return pa.table({"result": [pickle.dumps(r) for r in results]})
+
+    data = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(
+        run, batch_size=None, batch_format="pyarrow"
+    )
+    data.context.execution_options.preserve_order = True
+    data.context.enable_progress_bars = False
+    data.context.raise_original_map_exception = True
+    return list(_results(data, text, len(tasks)))
+
+
+def _results(data, text: str, total: int) -> Iterator:
+    import pickle
+
+    try:
+        with progress(text, total) as advance:
+            for batch in data.iter_batches(batch_size=None, batch_format="pyarrow"):
+                for value in batch["result"]:
+                    advance(1)
+                    yield pickle.loads(value.as_py())  # written by our own tasks, a moment ago
+    except Exception as error:
+        raise root_cause(error) from None
+
+
+def _count(chunk: Chunk, skip_bad: bool) -> tuple[int, int]:
+    """(rows, skipped lines) of a chunk."""
+    parts = [(len(table), bad) for table, bad in read(chunk, skip_bad)]
+    return sum(n for n, _ in parts), sum(b for _, b in parts)
+
+
+def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path) -> dict[str, np.ndarray]:
+    """For each column the values that occur at least min_count times in train, sorted; also as Parquet.
+
+    The id of a value is 1 + its place by descending count (ties by value).
+    """
+    import ray.data
+
+    shared = ray.put(train)
+
+    def count(index: pa.Table) -> pa.Table:
+        parts = []
+        for i in index["id"]:
+            for table, _ in read(ray.get(shared)[i.as_py()], skip_bad):
+                for number, name in enumerate(SPARSE):
+                    values, counts = np.unique(hex_values(table[name]), return_counts=True)
+                    parts.append(
+                        pa.table({"column": np.full(len(values), number), "value": values, "count": counts})
+                    )
+        return pa.concat_tables(parts) if parts else pa.table({"column": [], "value": [], "count": []})
+
+    data = ray.data.range(len(train), override_num_blocks=len(train)).map_batches(
+        count, batch_size=None, batch_format="pyarrow"
+    )
+    data.context.enable_progress_bars = False
+    data.context.raise_original_map_exception = True
+    total = None
+    with progress("counting values", len(train)) as advance:
+        for batch in data.iter_batches(batch_size=None, batch_format="pyarrow"):
+            total = batch if total is None else pa.concat_tables([total, batch])
+            total = total.group_by(["column", "value"]).aggregate([("count", "sum")])
+            total = total.rename_columns({"count_sum": "count"})
+            advance(1)
+    folder.mkdir()
+    kept = {}
+    for number, name in enumerate(SPARSE):
+        rows = total.filter((pa.compute.field("column") == number) & (pa.compute.field("value") >= 0))
+        rows = rows.filter(pa.compute.field("count") >= min_count)
+        rows = rows.sort_by([("count", "descending"), ("value", "ascending")]).select(["value", "count"])
+        pq.write_table(rows, folder / f"{name}.parquet", compression="zstd")
+        kept[name] = rows["value"].to_numpy()
+    return kept
+
+
+class ChunkWriter:
+    """The task that turns a chunk into the part files of its splits."""
+
+    def __init__(
+        self, folder: str, bounds: tuple[int, int], tables: dict[str, np.ndarray] | None, hash_rows: int
+    ):
+        self._folder, self._bounds, self._hash_rows = folder, bounds, hash_rows
+        self._tables = None
+        if tables is not None:
+            orders = {name: np.argsort(values) for name, values in tables.items()}
+            self._tables = {name: (values[orders[name]], orders[name] + 1) for name, values in tables.items()}
+
+    def __call__(self, task: tuple[Chunk, int, int], skip_bad: bool) -> dict[str, int]:
+        chunk, first, number = task
+        writers: dict[str, SplitWriter] = {}
+        skipped = 0
+        for table, bad in read(chunk, skip_bad):
+            skipped += bad
+            ready = self._convert(table)
+            for name, part in self._divide(ready, first):
+                if name not in writers:
+                    writers[name] = SplitWriter(
+                        Path(self._folder) / name, ready.schema, prefix=f"part-{number:05d}"
+                    )
+                writers[name].write(part)
+            first += len(table)
+        for writer in writers.values():
+            writer.close()
+        return {name: writers[name].rows if name in writers else 0 for name in SPLITS} | {"skipped": skipped}
+
+    def _divide(self, table: pa.Table, first: int) -> Iterator[tuple[str, pa.Table]]:
+        edges = [0, *self._bounds, 2**62]
+        for name, low, high in zip(SPLITS, edges, edges[1:], strict=False):
+            start, stop = max(low - first, 0), min(high - first, len(table))
+            if start < stop:
+                yield name, table.slice(start, stop - start)
+
+    def _convert(self, table: pa.Table) -> pa.Table:
+        columns = {"label": table["label"].combine_chunks()}
+        for name in DENSE:
+            values = table[name].fill_null(0).to_numpy()
+            columns[name] = np.log1p(np.maximum(values, 0)).astype(np.float32)
+        for name in SPARSE:
+            columns[name] = self._ids(name, hex_values(table[name]))
+        return pa.table(columns)
+
+    def _ids(self, name: str, values: np.ndarray) -> np.ndarray:
+        if self._tables is None:
+            with np.errstate(over="ignore"):
+                mixed = (values.astype(np.uint64) + np.uint64(1)) * MIX >> np.uint64(20)
+            ids = 1 + (mixed % np.uint64(self._hash_rows - 1)).astype(np.int64)
+            return np.where(values < 0, 0, ids)
+        known, ids = self._tables[name]
+        if not len(known):
+            return np.zeros(len(values), np.int64)
+        at = np.minimum(np.searchsorted(known, values), len(known) - 1)
+        return np.where(known[at] == values, ids[at], 0).astype(np.int64)
