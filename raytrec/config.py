@@ -235,8 +235,7 @@ def _apply(values: dict, override: str) -> None:
 def _explain(error: dict) -> str:
     place = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
-        near = did_you_mean(place, _all_keys()) or did_you_mean(str(error["loc"][-1]), _all_keys())
-        near = near or next((k for k in _all_keys() if k.endswith("." + str(error["loc"][-1]))), None)
+        near = _nearest(place)
         return f"{place}: unknown key" + (f"; did you mean {near}?" if near else "")
     if error["type"] == "missing":
         return f"{place}: missing"
@@ -244,6 +243,18 @@ def _explain(error: dict) -> str:
     if error["type"] == "value_error":
         return message
     return f"{place}: {message} (got {error['input']!r})"
+
+
+def _nearest(place: str) -> str | None:
+    """The valid key that a wrong one may mean: one spelt alike, else one whose last part is."""
+    from difflib import get_close_matches
+
+    keys = _all_keys()
+    if near := get_close_matches(place, keys, n=1, cutoff=0.85):
+        return near[0]
+    last = {key.rpartition(".")[2]: key for key in keys}
+    near = did_you_mean(place.rpartition(".")[2], list(last))
+    return last[near] if near else None
 
 
 def _all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:

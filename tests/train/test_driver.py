@@ -129,7 +129,8 @@ def test_more_workers_than_the_cluster_has(folder, tmp_path):
 
 
 def test_store_that_cannot_be_opened(folder, tmp_path):
-    values = parquet.settings(folder, tmp_path / "run", tracking__uri="sqlite:////nowhere/at/all/mlflow.db")
+    (tmp_path / "file").write_text("")
+    values = parquet.settings(folder, tmp_path / "run", tracking__uri=f"sqlite:///{tmp_path}/file/mlflow.db")
     with pytest.raises(ConfigError, match="cannot open the MLflow store"):
         driver.train(values)
 

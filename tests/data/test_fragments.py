@@ -1,0 +1,106 @@
+"""Folders and footers: what is found, and each mistake's message."""
+
+import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.data.fragments import scan
+from raytrec.errors import DataError
+from raytrec.schema import Schema
+
+SCHEMA = Schema.parse(
+    {
+        "labels": ["label"],
+        "dense": ["price"],
+        "sparse": {
+            "user": {"table": "user"},
+            "tags": {"table": "tag", "weights": "tag_weights"},
+            "word": {"table": "word"},
+        },
+        "tables": {
+            "user": {"rows": 10, "dim": 4},
+            "tag": {"rows": 10, "dim": 4},
+            "word": {"rows": 10, "dim": 4, "out_of_range": "hash"},
+        },
+    },
+    "test",
+)
+GOOD = {
+    "label": [0, 1],
+    "price": [0.5, 1.5],
+    "user": [1, 2],
+    "tags": [[1], [2, 3]],
+    "tag_weights": [[0.5], [1.0, 2.0]],
+    "word": ["a", "b"],
+}
+
+
+def write(path, **columns):
+    values = {**GOOD, **columns}
+    pq.write_table(pa.table({k: v for k, v in values.items() if v is not None}), path)
+
+
+def fails(folder, *parts):
+    with pytest.raises(DataError) as error:
+        scan(str(folder), SCHEMA, "data.train")
+    for part in parts:
+        assert str(part) in str(error.value), str(error.value)
+
+
+def test_order_and_what_is_left_out(tmp_path):
+    parquet.write(tmp_path / "b", 1000, 0, row_group=300, files=2)
+    parquet.write(tmp_path / "a", 100, 0, files=1)
+    pq.write_table(parquet.table(5, 0).slice(0, 0), tmp_path / "a/part-9.parquet")
+    (tmp_path / "_SUCCESS").write_text("")
+    (tmp_path / "_temporary").mkdir()
+    parquet.write(tmp_path / "_temporary/x", 10, 0, files=1)
+    (tmp_path / "notes.txt").write_text("")
+    schema = Schema.parse(__import__("yaml").safe_load(parquet.SCHEMA_YAML), "t")
+    data = scan(str(tmp_path), schema)
+    assert [(g.path.removeprefix(f"{tmp_path}/"), g.index, g.rows) for g in data.groups] == [
+        ("a/part-0.parquet", 0, 100),
+        ("b/part-0.parquet", 0, 300),
+        ("b/part-0.parquet", 1, 200),
+        ("b/part-1.parquet", 0, 300),
+        ("b/part-1.parquet", 1, 200),
+    ]
+    assert scan(str(tmp_path / "b/part-1.parquet"), schema).rows == 500
+
+
+def test_nothing_there(tmp_path):
+    fails(tmp_path / "none", "no such folder", "data.train=")
+    fails(tmp_path, "no Parquet files", tmp_path)
+    pq.write_table(pa.table(GOOD).slice(0, 0), tmp_path / "a.parquet")
+    fails(tmp_path, "there are no rows")
+
+
+def test_truncated_file_among_good_ones(tmp_path):
+    for i in range(3):
+        write(tmp_path / f"part-{i}.parquet")
+    path = tmp_path / "part-1.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    fails(tmp_path, "not a whole Parquet file", "part-1.parquet")
+    path.write_bytes(b"")
+    fails(tmp_path, "not a whole Parquet file", "part-1.parquet")
+
+
+@pytest.mark.parametrize(
+    "columns,says",
+    [
+        ({"price": None, "prize": [1.0, 2.0]}, "column 'price' is missing"),
+        ({"price": None, "prize": [1.0, 2.0]}, "did you mean 'prize'"),
+        ({"price": ["a", "b"]}, "dense column 'price' is of type string"),
+        ({"price": [[1.0], [2.0]]}, "dense column 'price' is a list"),
+        ({"label": [[1], [0]]}, "label 'label' is a list"),
+        ({"user": [1.0, 2.0]}, "sparse feature 'user' holds double"),
+        ({"user": ["a", "b"]}, "tables.user.out_of_range to hash"),
+        ({"tags": [[1.5], [2.0, 3.0]]}, "sparse feature 'tags' holds double"),
+        ({"tag_weights": [1.0, 2.0]}, "weights 'tag_weights' are of type double"),
+    ],
+)
+def test_columns_that_do_not_fit(tmp_path, columns, says):
+    write(tmp_path / "a.parquet")
+    assert scan(str(tmp_path), SCHEMA).rows == 2
+    write(tmp_path / "b.parquet", **columns)
+    fails(tmp_path, says, "b.parquet")

@@ -1,0 +1,114 @@
+"""The cursor's promises, over random layouts of files and row groups."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrec.data.fragments import Dataset, RowGroup
+from raytrec.data.order import Order
+
+
+def dataset(sizes):
+    return Dataset("d", tuple(RowGroup(f"f{i // 3}", i % 3, rows) for i, rows in enumerate(sizes)))
+
+
+def rows_of(item):
+    """The rows of an item, as (file, group, row), in the files' order (shuffles are the read task's)."""
+    rows = [(p.path, p.group, r) for p in item.parts for r in range(p.first, p.first + p.rows)]
+    if item.seed is not None:
+        import numpy as np
+
+        rows = [rows[i] for i in np.random.default_rng(item.seed).permutation(len(rows))]
+    return rows[item.skip :]
+
+
+def batches(order, data, epoch, world, start_step=0):
+    """The global batch of each step as a set, put together from all ranks the way a stream does."""
+    steps = order.steps(data.rows)
+    out = [[] for _ in range(start_step, steps)]
+    for rank in range(world):
+        lanes = {}
+        for previous, item in pairwise([None, *order.items(data, epoch, rank, world, start_step)]):
+            assert previous is None or previous.step <= item.step
+            lanes.setdefault(item.lane, []).extend(rows_of(item))
+        for step in range(start_step, steps):
+            local = 0
+            for lane, count in order.shares(data.rows, step, rank, world):
+                taken, lanes[lane] = lanes.get(lane, [])[:count], lanes.get(lane, [])[count:]
+                assert len(taken) == count
+                out[step - start_step] += taken
+                local += count
+            assert local == order.local_rows(data.rows, step, rank, world)
+            assert local <= order.padded_rows(data.rows, step, world)
+        if not order.drop_last or order.shuffle != "none":
+            assert not any(lanes.values()), "items hold rows that no step takes"
+    return out
+
+
+LAYOUTS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=LAYOUTS,
+    batch=st.integers(5, 60),
+    lanes=st.integers(5, 9),
+    shuffle=st.sampled_from(["none", "groups", "window"]),
+    window=st.integers(1, 3),
+    drop_last=st.booleans(),
+    epoch=st.integers(0, 2),
+    start=st.integers(0, 12),
+)
+def test_batches_do_not_depend_on_the_number_of_workers(
+    sizes, batch, lanes, shuffle, window, drop_last, epoch, start
+):
+    data = dataset(sizes)
+    order = Order(batch, lanes, shuffle, window, seed=7, drop_last=drop_last)
+    one = batches(order, data, epoch, 1)
+    assert len(one) == order.steps(data.rows)
+    seen = [row for rows in one for row in rows]
+    assert len(seen) == len(set(seen)), "a row came twice"
+    assert len(seen) == (data.rows // batch * batch if drop_last else data.rows)
+    assert [len(rows) for rows in one] == [order.global_rows(data.rows, k) for k in range(len(one))]
+    for world in (2, 3, 5):
+        assert [set(rows) for rows in batches(order, data, epoch, world)] == [set(rows) for rows in one]
+        start = min(start, len(one))
+        resumed = batches(order, data, epoch, world, start)
+        assert [set(rows) for rows in resumed] == [set(rows) for rows in one[start:]]
+
+
+def test_file_order_is_file_order():
+    data = dataset([7, 3, 12, 5])
+    order = Order(4, 6, "none")
+    for world in (1, 2, 3):
+        found = [row for rows in batches(order, data, 3, world) for row in rows]
+        assert found == [(g.path, g.index, r) for g in data.groups for r in range(g.rows)]
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    data = dataset([10] * 9)
+
+    def first(seed, epoch):
+        return batches(Order(12, 6, "window", 2, seed), data, epoch, 2)
+
+    assert first(0, 0) == first(0, 0)
+    assert first(0, 0) != first(0, 1)
+    assert first(0, 0) != first(1, 0)
+
+
+def test_resuming_reads_only_what_is_left():
+    data = dataset([100] * 12)
+    order = Order(60, 6, "groups", seed=1)
+    whole = sum(len(item.parts) for item in order.items(data, 0, 0, 1))
+    late = sum(len(item.parts) for item in order.items(data, 0, 0, 1, start_step=18))
+    assert late <= 6 < whole
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_evaluation_takes_every_row_once(world):
+    data = dataset([100, 3, 900])
+    order = Order.evaluation(256, 24)
+    rows = [row for batch in batches(order, data, 0, world) for row in batch]
+    assert len(rows) == len(set(rows)) == 1003

@@ -1,0 +1,187 @@
+"""The read task: canonical form of every kind of column, and each wrong value's message."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrec.data.order import Item, Part
+from raytrec.data.rows import read_item
+from raytrec.errors import DataError
+from raytrec.schema import Schema
+
+
+def schema(policy="error", weights=None, rows=10):
+    return Schema.parse(
+        {
+            "labels": ["label"],
+            "dense": ["price"],
+            "sparse": {"user": {"table": "user"}, "tags": {"table": "tag", "weights": weights}},
+            "tables": {
+                "user": {"rows": rows, "dim": 4, "out_of_range": policy},
+                "tag": {"rows": rows, "dim": 4, "out_of_range": policy},
+            },
+        },
+        "test",
+    )
+
+
+GOOD = {"label": [0, 1, 1], "price": [0.5, 1.5, 2.5], "user": [1, 2, 3], "tags": [[1], [], [2, 3]]}
+
+
+def read(tmp_path, columns=None, spec=None, types=None, first=0, seed=None, skip=0):
+    table = pa.table({**GOOD, **(columns or {})})
+    for name, kind in (types or {}).items():
+        column = table[name].dictionary_encode() if kind == "dictionary" else table[name].cast(kind)
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path)
+    part = Part(str(path), 0, first, table.num_rows - first)
+    return read_item(Item(0, 0, (part,), seed, skip), spec or schema()).to_pydict()
+
+
+def bags(result):
+    """[[ids of user], [ids of tags]] for each row."""
+    out = []
+    for lengths, ids in zip(result["lengths"], result["ids"], strict=True):
+        at = np.cumsum([0, *lengths])
+        out.append([ids[a:b] for a, b in zip(at, at[1:], strict=False)])
+    return out
+
+
+EXPECTED = [[[1], [1]], [[2], []], [[3], [2, 3]]]
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        {},
+        {"user": pa.int32(), "tags": pa.list_(pa.int32())},
+        {"user": pa.uint8(), "tags": pa.large_list(pa.uint64())},
+        {"user": "dictionary"},
+        {"label": pa.bool_(), "price": pa.float64()},
+        {"label": pa.float64(), "price": pa.decimal128(9, 3)},
+    ],
+)
+def test_types_give_one_form(tmp_path, types):
+    result = read(tmp_path, types=types)
+    assert bags(result) == EXPECTED
+    assert result["labels"] == [[0.0], [1.0], [1.0]]
+    assert result["dense"] == [[0.5], [1.5], [2.5]]
+
+
+def test_fixed_size_lists_nulls_and_slices(tmp_path):
+    fixed = pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int64(), 2))
+    assert [row[1] for row in bags(read(tmp_path, {"tags": fixed}))] == [[1, 2], [3, 4], [5, 6]]
+    result = read(tmp_path, {"user": [None, 2, 3], "tags": [None, [5], []]})
+    assert bags(result) == [[[], []], [[2], [5]], [[3], []]]
+    assert bags(read(tmp_path, first=1)) == EXPECTED[1:]
+
+
+def test_shuffle_keeps_rows_whole_and_skips_after_it(tmp_path):
+    whole = bags(read(tmp_path, seed=(1, 2)))
+    assert sorted(map(str, whole)) == sorted(map(str, EXPECTED))
+    assert bags(read(tmp_path, seed=(1, 2), skip=1)) == whole[1:]
+
+
+def test_weights(tmp_path):
+    result = read(tmp_path, {"w": [[0.5], [], [2.0, 3.0]]}, schema(weights="w"))
+    assert result["weights"] == [[1.0, 0.5], [1.0], [1.0, 2.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    "columns,says,row",
+    [
+        ({"label": [0, None, 1]}, "column 'label' has a null", 1),
+        ({"price": [1.0, 2.0, None]}, "column 'price' has a null", 2),
+        ({"price": [1.0, float("nan"), 2.0]}, "column 'price' has NaN", 1),
+        ({"price": [1.0, 2.0, float("inf")]}, "column 'price' has inf", 2),
+        ({"price": [1.0, 1e300, 2.0]}, "column 'price' has inf", 1),
+        ({"label": [0, 2, 1]}, "label 'label' is 2", 1),
+        ({"label": [0.0, 1.0, -0.5]}, "label 'label' is -0.5", 2),
+        ({"user": [1, 2, 10]}, "id 10 of feature 'user' is not in table 'user'", 2),
+        ({"user": [1, -1, 2]}, "id -1 of feature 'user'", 1),
+        ({"user": [1, 2**40, 2]}, f"id {2**40} of feature 'user'", 1),
+        ({"tags": [[1], [2], [3, 99]]}, "id 99 of feature 'tags'", 2),
+        ({"tags": [[1], [], [None]]}, "feature 'tags' has a null inside a list", 2),
+    ],
+)
+def test_wrong_values_are_placed(tmp_path, columns, says, row):
+    with pytest.raises(DataError) as error:
+        read(tmp_path, columns)
+    message = str(error.value)
+    assert says in message, message
+    assert f"a.parquet, row group 0, column {next(iter(columns))}, row {row}" in message
+    with pytest.raises(DataError) as error:
+        read(tmp_path, columns, first=1)
+    assert f"row {row}" in str(error.value), "rows are counted from the row group's first"
+
+
+@pytest.mark.parametrize(
+    "weights,says",
+    [
+        ([[0.5], [], [2.0]], "'w' has 1 weights for 2 ids of 'tags'"),
+        ([[0.5], [], [2.0, float("nan")]], "column 'w' has NaN"),
+        ([[0.5], [], [2.0, None]], "weights 'w' have a null"),
+    ],
+)
+def test_wrong_weights(tmp_path, weights, says):
+    with pytest.raises(DataError, match=says):
+        read(tmp_path, {"w": weights}, schema(weights="w"))
+
+
+def test_unsigned_ids_do_not_wrap(tmp_path):
+    with pytest.raises(DataError, match=f"id {2**64 - 1}"):
+        read(tmp_path, {"user": pa.array([1, 2, 2**64 - 1], pa.uint64())})
+
+
+def test_policies(tmp_path):
+    columns = {"user": [-5, 3, 2**50], "tags": [[12], [], [9, 10]]}
+    assert bags(read(tmp_path, columns, schema("clamp"))) == [[[0], [9]], [[3], []], [[9], [9, 9]]]
+    hashed = bags(read(tmp_path, columns, schema("hash")))
+    assert hashed[1] == [[3], []] and hashed[2][1][0] == 9, "valid ids stay"
+    assert all(0 <= i < 10 for row in hashed for bag in row for i in bag)
+    assert hashed == bags(read(tmp_path, columns, schema("hash")))
+    many = np.arange(10**6, 10**6 + 3000)
+    spread = read(
+        tmp_path, {**{k: v * 1000 for k, v in GOOD.items()}, "user": many}, schema("hash", rows=100)
+    )
+    counts = np.bincount([ids[0] for ids in spread["ids"]], minlength=100)
+    assert counts.min() > 5 and counts.max() < 70, "the hash is uneven"
+
+
+def test_text_ids_are_hashed(tmp_path):
+    columns = {"user": ["ann", None, "bob"], "tags": [["x", "y"], [], ["x"]]}
+    got = bags(read(tmp_path, columns, schema("hash", rows=1000)))
+    assert got[1] == [[], []] and got[0][0] != got[2][0] and got[0][1][0] == got[2][1][0]
+
+
+def test_broken_row_group(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({k: v * 5000 for k, v in GOOD.items()}), path, compression="zstd")
+    raw = bytearray(path.read_bytes())
+    raw[200:900] = bytes(700)
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"cannot decode the row group") as error:
+        read_item(Item(0, 0, (Part(str(path), 0, 0, 15000),), None), schema())
+    assert "a.parquet, row group 0" in str(error.value)
+    path.unlink()
+    with pytest.raises(DataError, match=r"a.parquet"):
+        read_item(Item(0, 0, (Part(str(path), 0, 0, 15000),), None), schema())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 9), max_size=5)), min_size=1, max_size=30)
+)
+def test_any_bags_come_through(tmp_path_factory, rows):
+    n = len(rows)
+    columns = {
+        "label": [0] * n,
+        "price": [0.0] * n,
+        "user": [u for u, _ in rows],
+        "tags": pa.array([t for _, t in rows], pa.list_(pa.int64())),
+    }
+    assert bags(read(tmp_path_factory.mktemp("p"), columns)) == [[[u], t] for u, t in rows]

@@ -1,0 +1,114 @@
+"""Streams on a real Ray: contents against a plain reading of the files, for one to three ranks."""
+
+import threading
+import time
+
+import parquet
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from raytrec.data.fragments import scan
+from raytrec.data.order import Order
+from raytrec.data.stream import Stream
+from raytrec.errors import DataError
+from raytrec.schema import Schema
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+# The row's own number is looked up, too: it tells which rows a batch holds.
+VALUES = yaml.safe_load(parquet.SCHEMA_YAML)
+VALUES["sparse"]["row"] = {"table": "row"}
+VALUES["tables"]["row"] = {"rows": 10_000, "dim": 8}
+SCHEMA = Schema.parse(VALUES, "test")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return parquet.write(tmp_path_factory.mktemp("stream") / "d", 1003, 0, row_group=90)
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """row number → (label, price, user, tags); file by file, `row` counts through."""
+    return {
+        r["row"]: (r["label"], r["price"], r["user"], r["tags"]) for r in pq.read_table(folder).to_pylist()
+    }
+
+
+def real_rows(batch):
+    """Every unpadded row of a batch as (row, (label, price, user, tags)), read back through the KJT."""
+    out = []
+    jagged = {key: batch.sparse[key].to_dense() for key in batch.sparse.keys()}
+    for i in range(int(batch.weights.sum())):
+        user, tags, row = (jagged[key][i].tolist() for key in ("user", "tags", "row"))
+        out.append((row[0], (int(batch.labels[i, 0]), float(batch.dense[i, 0]), user[0], tags)))
+    for i in range(int(batch.weights.sum()), len(batch.weights)):
+        assert batch.weights[i] == 0 and not any(len(jagged[key][i]) for key in jagged)
+    return out
+
+
+def global_batches(folder, order, world, epoch=0, start_step=0):
+    data = scan(str(folder), SCHEMA)
+    ranks = []
+    for rank in range(world):
+        stream = Stream(data, SCHEMA, order, rank=rank, world=world)
+        ranks.append(list(stream.batches(epoch, start_step)))
+    assert len({len(batches) for batches in ranks}) == 1, "ranks take different numbers of steps"
+    for batches in zip(*ranks, strict=True):
+        assert len({len(b.weights) for b in batches}) == 1, "local sizes differ"
+        assert len({b.global_rows for b in batches}) == 1
+        assert sum(int(b.weights.sum()) for b in batches) == batches[0].global_rows
+    return [[row for b in batches for row in real_rows(b)] for batches in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
+def test_every_row_once_with_its_values(folder, plain, shuffle):
+    order = Order(128, 6, shuffle, 2, seed=3)
+    one = global_batches(folder, order, 1)
+    rows = dict(row for batch in one for row in batch)
+    assert sum(map(len, one)) == len(rows) == 1003
+    for row, (label, price, user, tags) in rows.items():
+        assert (label, user, tags) == (plain[row][0], plain[row][2], plain[row][3])
+        assert price == pytest.approx(plain[row][1])
+    for world in (2, 3):
+        others = global_batches(folder, order, world)
+        assert [{row for row, _ in b} for b in others] == [{row for row, _ in b} for b in one]
+    resumed = global_batches(folder, order, 2, start_step=5)
+    assert [{row for row, _ in b} for b in resumed] == [{row for row, _ in b} for b in one[5:]]
+
+
+def test_file_order(folder):
+    batches = global_batches(folder, Order(100, 6, "none"), 2)
+    assert [row for batch in batches for row, _ in batch] == list(range(1003))
+
+
+def test_evaluation_of_fewer_rows_than_ranks(tmp_path):
+    folder = parquet.write(tmp_path / "d", 2, 0, files=1)
+    batches = global_batches(folder, Order.evaluation(64, 6), 3)
+    assert [sorted(row for row, _ in batch) for batch in batches] == [[0, 1]]
+
+
+def test_one_row_groups_and_empty_files(tmp_path):
+    folder = parquet.write(tmp_path / "d", 40, 0, row_group=1, files=2)
+    pq.write_table(parquet.table(1, 0).slice(0, 0), folder / "part-empty.parquet")
+    batches = global_batches(folder, Order(16, 5, "window", 3), 2)
+    assert sorted(row for batch in batches for row, _ in batch) == list(range(40))
+
+
+def test_leaving_early_leaves_nothing_running(folder):
+    stream = Stream(scan(str(folder), SCHEMA), SCHEMA, Order(64, 6), rank=0, world=1, prefetch=1)
+    batches = stream.batches()
+    next(batches)
+    batches.close()
+    deadline = time.monotonic() + 10
+    while any(t.name == "stream" for t in threading.enumerate()):
+        assert time.monotonic() < deadline, "the stream's thread goes on"
+        time.sleep(0.05)
+
+
+def test_a_bad_value_is_a_data_error(folder):
+    values = yaml.safe_load(yaml.safe_dump(VALUES))
+    values["tables"]["row"]["rows"] = 900
+    stream = Stream(scan(str(folder), SCHEMA), Schema.parse(values, "t"), Order(64, 6), rank=0, world=1)
+    with pytest.raises(DataError, match="of feature 'row' is not in table 'row'"):
+        list(stream.batches())

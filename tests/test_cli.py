@@ -1,0 +1,124 @@
+"""The command line as a process: what it prints, its exit code, its speed, and what it needs."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import parquet
+import pytest
+
+BLOCKER = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "torchrec", "fbgemm_gpu", "mlflow"}:
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+
+def run(*arguments, without_torch=False, cwd=None):
+    code = (BLOCKER if without_torch else "") + "from raytrec.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+    )
+
+
+def test_help_is_quick():
+    def once(*arguments):
+        start = time.perf_counter()
+        assert run(*arguments).returncode == 0
+        return time.perf_counter() - start
+
+    for arguments in (
+        ["--help"],
+        ["train", "--help"],
+        ["prepare", "--help"],
+        ["prepare", "criteo", "--help"],
+    ):
+        assert min(once(*arguments) for _ in range(3)) < 1.0, arguments
+
+
+def test_driver_side_works_without_torch(tmp_path):
+    assert run("--version", without_torch=True).stdout == "0.1.0\n"
+    data = tmp_path / "data"
+    made = run("prepare", "synthetic", "--out", data, "--rows", 500, without_torch=True)
+    assert made.returncode == 0, made.stderr
+    looked = run("inspect", data / "train", without_torch=True)
+    assert looked.returncode == 0 and looked.stdout.startswith("# Inferred"), looked.stderr
+    schema = run("config", "--schema", without_torch=True)
+    assert json.loads(schema.stdout)["properties"]["data"]
+    (tmp_path / "run.yaml").write_text("data: {train: d/train}")
+    resolved = run("config", tmp_path / "run.yaml", "train.epochs=4", without_torch=True)
+    assert "epochs: 4" in resolved.stdout
+
+
+def test_import_is_light_and_complete():
+    code = (
+        BLOCKER
+        + "import raytrec; assert callable(raytrec.train); raytrec.RunConfig, raytrec.Schema, raytrec.evaluate"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("cli"))
+
+
+def train(data, tmp_path, *overrides):
+    config = tmp_path / "run.yaml"
+    config.write_text(f"data: {{train: {data}/train, test: {data}/test, global_batch_size: 128}}")
+    return run("train", config, f"run.dir={tmp_path}/run", "scaling.workers=1", *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides,says",
+    [
+        (["scaling.wokers=2"], "did you mean scaling.workers"),
+        (["data.train=/nowhere/train", "data.schema=SCHEMA"], "there is no such folder"),
+        (["data.global_batch_size=5000"], "fewer than one global batch"),
+        (["data.schema=/nowhere.yaml"], "there is no schema file"),
+    ],
+)
+def test_wrong_input_is_one_message(data, tmp_path, overrides, says):
+    overrides = [o.replace("SCHEMA", str(data / "schema.yaml")) for o in overrides]
+    result = train(data, tmp_path, *overrides)
+    assert result.returncode == 1
+    assert says in result.stderr and "error: " in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_bad_row_in_a_worker_is_one_message(data, tmp_path):
+    schema = tmp_path / "schema.yaml"
+    schema.write_text((data / "schema.yaml").read_text().replace("tag: {rows: 12", "tag: {rows: 11"))
+    result = train(data, tmp_path, f"data.schema={schema}")
+    assert result.returncode == 1
+    assert "id 11 of feature 'tags' is not in table 'tag'" in result.stderr
+    assert ".parquet, row group" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_train_json_then_evaluate(data, tmp_path):
+    result = train(data, tmp_path, "--json")
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)
+    assert figures == json.loads((tmp_path / "run/result.json").read_text())
+    assert figures["eval.rows"] == 1003
+    again = run("evaluate", tmp_path / "run", "--data", data / "test", "--json")
+    assert json.loads(again.stdout)["eval.auc"] == pytest.approx(figures["eval.auc"], abs=1e-6)
+
+
+def test_job_script_is_the_same_command(tmp_path):
+    script = Path(__file__).parents[1] / "jobs/train.py"
+    result = subprocess.run(
+        [sys.executable, script, tmp_path / "none.yaml"], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1 and "no such config file" in result.stderr
