@@ -1,5 +1,7 @@
 """The read task: canonical form of every kind of column, and each wrong value's message."""
 
+from itertools import pairwise
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,7 +49,7 @@ def bags(result):
     out = []
     for lengths, ids in zip(result["lengths"], result["ids"], strict=True):
         at = np.cumsum([0, *lengths])
-        out.append([ids[a:b] for a, b in zip(at, at[1:], strict=False)])
+        out.append([ids[a:b] for a, b in pairwise(at)])
     return out
 
 

@@ -38,7 +38,7 @@ def plain(folder):
 def real_rows(batch):
     """Every unpadded row of a batch as (row, (label, price, user, tags)), read back through the KJT."""
     out = []
-    jagged = {key: batch.sparse[key].to_dense() for key in batch.sparse.keys()}
+    jagged = {key: batch.sparse[key].to_dense() for key in SCHEMA.sparse}
     for i in range(int(batch.weights.sum())):
         user, tags, row = (jagged[key][i].tolist() for key in ("user", "tags", "row"))
         out.append((row[0], (int(batch.labels[i, 0]), float(batch.dense[i, 0]), user[0], tags)))
