@@ -48,6 +48,8 @@ class Stream:
     def batches(self, epoch: int = 0, start_step: int = 0) -> Iterator[Batch]:
         """The rest of an epoch: one Batch for each step from start_step on, the same number on every rank.
 
+        Reading begins now, not with the first batch that is asked for.
+
         Raises:
             DataError: what a read task found wrong.
         """
@@ -55,6 +57,18 @@ class Stream:
         stop = Event()
         thread = Thread(target=self._fill, args=(ready, stop, epoch, start_step), name="stream", daemon=True)
         thread.start()
+        return self._deliver(ready, stop, thread)
+
+    def epochs(self, count: int) -> Iterator[Batch]:
+        """The batches of epochs 0 to count - 1, one after the other; reading begins now."""
+        return self._chain(self.batches(0), count)
+
+    def _chain(self, first: Iterator[Batch], count: int) -> Iterator[Batch]:
+        yield from first
+        for epoch in range(1, count):
+            yield from self.batches(epoch)
+
+    def _deliver(self, ready: Queue, stop: Event, thread: Thread) -> Iterator[Batch]:
         try:
             while (batch := ready.get()) is not None:
                 if isinstance(batch, BaseException):

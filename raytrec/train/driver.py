@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from threading import Event, Thread
 from time import perf_counter
@@ -60,6 +61,7 @@ def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
 
     began = perf_counter()
     config = _resolve(load_config(source, overrides), source)
+    Thread(target=import_module, args=("ray.train.torch",), daemon=True).start()  # 3 s, while Ray starts
     folder = Path(config.run.dir)
     schema, datasets = _open_data(config)
     _make_folder(folder, config, schema)
@@ -252,13 +254,15 @@ def _run_group(
     from ray.util.queue import Queue
 
     from raytrec.train import worker as workers
+    from raytrec.train.loopback import LoopbackTorchConfig
 
     mailbox = Queue(actor_options={"num_cpus": 0})
     task = Task(config, schema, datasets, mailbox, folder)
+    local = all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
     trainer = TorchTrainer(
         getattr(workers, worker),
         train_loop_config=task,
-        torch_config=TorchConfig(
+        torch_config=(LoopbackTorchConfig if local else TorchConfig)(
             backend="nccl" if device == "cuda" else "gloo", timeout_s=config.scaling.timeout_s
         ),
         scaling_config=ray.train.ScalingConfig(

@@ -20,14 +20,14 @@ def train_worker(task: Task) -> None:
 
     rank = Rank.enter(task)
     config, order = task.config, train_order(task.config)
+    train = rank.stream("train", order)
+    batches = rank.ready(train.epochs(config.train.epochs))  # reads while the model is built
     rank.tell(kind="phase", text="building the model")
     step, plan = build_step(config, task.schema, rank.device)
-    train = rank.stream("train", order)
     valid = rank.stream("valid", evaluation_order(config)) or rank.stream("test", evaluation_order(config))
     test = rank.stream("test", evaluation_order(config)) or valid
 
     total = total_steps(config, train.dataset.rows)
-    batches = rank.ready(batch for epoch in range(config.train.epochs) for batch in train.batches(epoch))
     window, clock, done, rows = Sums(rank.device), Clock(), 0, 0
     rank.tell(kind="start", total=total, epochs=config.train.epochs, plan=describe(plan))
     for pause in pauses(total, config.train.eval_every_steps):

@@ -1,6 +1,8 @@
 """Whole runs: Ray Train, gloo, Parquet, MLflow; one local Ray for the module."""
 
 import json
+import threading
+from pathlib import Path
 
 import parquet
 import pyarrow.parquet as pq
@@ -121,6 +123,38 @@ def test_bad_row_stops_every_rank_with_its_place(folder, tmp_path):
     assert "part-1.parquet" in message and "user" in message and "40" in message
     assert "Traceback" not in message
     assert not (tmp_path / "run/result.json").exists()
+
+
+def listening():
+    """Addresses that any process of this machine listens on, but for loopback: {address:port}."""
+    found = set()
+    for name, loopback in (
+        ("tcp", ("0100007F",)),
+        ("tcp6", ("0000000000000000FFFF00000100007F", "0" * 31 + "1")),
+    ):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            address, state = line.split()[1], line.split()[3]
+            if state == "0A" and address.split(":")[0] not in (*loopback, "0" * 24 + "01000000"):
+                found.add(address)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
+def test_nothing_listens_beyond_loopback(folder, tmp_path):
+    before, seen, over = listening(), set(), threading.Event()
+
+    def look():
+        while not over.wait(0.05):
+            seen.update(listening() - before)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        driver.train(parquet.settings(folder, tmp_path / "run", train__max_steps=3))
+    finally:
+        over.set()
+        thread.join()
+    assert not seen
 
 
 def test_more_workers_than_the_cluster_has(folder, tmp_path):
