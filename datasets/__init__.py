@@ -79,7 +79,7 @@ def movielens(
         Split, typer.Option(help="How rows are divided into train, valid and test.")
     ] = Split.random,
     seed: Seed = 0,
-    history: Annotated[int, typer.Option(min=1, help="Liked items before a rating, at most.")] = 20,
+    history: Annotated[int, typer.Option(min=1, max=1000, help="Liked items before a rating, at most.")] = 20,
     dim: Dim = 16,
     download: Annotated[MovieLens | None, typer.Option(help="Fetch this set from GroupLens.")] = None,
     force: Force = False,

@@ -30,7 +30,7 @@ class Output:
     Args:
         folder: where the dataset shall be.
         recipe, options: what makes it; kept in prepared.json and compared when it is prepared again.
-        force: replace a folder that was made otherwise.
+        force: replace a folder that a recipe made otherwise; a folder of anything else is never replaced.
     """
 
     def __init__(self, folder: Path, recipe: str, options: dict, force: bool):
@@ -43,25 +43,43 @@ class Output:
         """True when the same command has been here before; says so.
 
         Raises:
-            ConfigError: the folder holds something else.
+            ConfigError: the folder holds something else, or the source, which replacing it would delete.
         """
-        if self._force or not self.folder.exists() or not any(self.folder.iterdir()):
+        source = self.options.get("source")
+        if source and Path(source).is_relative_to(self.folder):
+            raise ConfigError(
+                "the source lies inside the folder to write",
+                where=f"--source {source}, --out {self.folder}",
+                do="choose another --out",
+            )
+        if not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir())):
             return False
-        marker = self.folder / MARKER
-        before = json.loads(marker.read_text())["options"] if marker.is_file() else None
+        before = self._options_before()
+        if before and self._force:
+            return False
         if before == self.options:
             Console(stderr=True).print(f"{self.folder} is prepared already", highlight=False, soft_wrap=True)
             return True
         if before is None:
-            what = "the folder exists and no recipe has made it"
-        else:
-            keys = sorted(
-                k for k in before.keys() | self.options.keys() if before.get(k) != self.options.get(k)
+            raise ConfigError(
+                "this exists and no recipe has made it",
+                where=str(self.folder),
+                do="choose another --out, or remove it yourself: --force replaces prepared datasets only",
             )
-            what = "the folder was prepared otherwise: " + ", ".join(
-                f"{k} was {before.get(k)}, now {self.options.get(k)}" for k in keys
-            )
-        raise ConfigError(what, where=str(self.folder), do="choose another --out, or replace it with --force")
+        keys = sorted(k for k in before.keys() | self.options.keys() if before.get(k) != self.options.get(k))
+        changes = ", ".join(f"{k} was {before.get(k)}, now {self.options.get(k)}" for k in keys)
+        raise ConfigError(
+            f"the folder was prepared otherwise: {changes}",
+            where=str(self.folder),
+            do="choose another --out, or replace it with --force",
+        )
+
+    def _options_before(self) -> dict | None:
+        """The options that the folder was prepared with; None where it has no marker of ours."""
+        try:
+            return json.loads((self.folder / MARKER).read_text())["options"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def __enter__(self) -> Output:
         shutil.rmtree(self.partial, ignore_errors=True)

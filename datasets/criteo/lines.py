@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import binascii
 import gzip
 import io
+import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,8 @@ SPARSE = [f"C{i}" for i in range(1, 27)]
 COLUMNS = ["label", *DENSE, *SPARSE]
 TYPES = {"label": pa.int8(), **dict.fromkeys(DENSE, pa.int64()), **dict.fromkeys(SPARSE, pa.string())}
 CHUNK_BYTES = 64 << 20
+INTEGER, HEX = rb"(?:-?\d{1,18})?", rb"(?:[0-9a-fA-F]{1,8})?"  # both may be missing
+LINE = re.compile(rb"[01](?:\t%b){13}(?:\t%b){26}" % (INTEGER, HEX))
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,14 @@ def read(chunk: Chunk, skip_bad: bool) -> Iterator[tuple[pa.Table, int]]:
 def _blocks(chunk: Chunk) -> Iterator[bytes]:
     """Whole lines, about CHUNK_BYTES at a time."""
     if chunk.stop is None:
-        with gzip.open(chunk.path) as file:
-            while block := file.read(CHUNK_BYTES):
-                yield block + file.readline()
+        try:
+            with gzip.open(chunk.path) as file:
+                while block := file.read(CHUNK_BYTES):
+                    yield block + file.readline()
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(
+                f"the file does not decompress: {error}", where=chunk.path, do="fetch the file again"
+            ) from None
         return
     with open(chunk.path, "rb") as file:
         start = chunk.start
@@ -70,75 +80,63 @@ def _blocks(chunk: Chunk) -> Iterator[bytes]:
 
 
 def _parse(block: bytes, chunk: Chunk, skip_bad: bool, before: int) -> tuple[pa.Table, int]:
-    skipped = []
-
-    def invalid(row) -> str:
-        skipped.append(row)
-        return "skip" if skip_bad else "error"
-
     try:
-        table = csv.read_csv(
-            io.BytesIO(block),
-            csv.ReadOptions(column_names=COLUMNS, use_threads=False, block_size=max(len(block), 1)),
-            csv.ParseOptions(delimiter="\t", quote_char=False, invalid_row_handler=invalid),
-            csv.ConvertOptions(column_types=TYPES, null_values=[""], strings_can_be_null=True),
-        )
-        good = _well_formed(table)
-    except pa.ArrowInvalid:  # a field that is no number: find the lines one by one
-        good, table = None, None
-    if table is not None and good.all() and (skip_bad or not skipped):
-        return table, len(skipped)
-    if skip_bad and table is not None:
-        return table.filter(pa.array(good)), len(skipped) + int((~good).sum())
+        table = _arrow(block)
+        if _well_formed(table):
+            return table, 0
+    except pa.ArrowInvalid:  # a wrong number of fields, or a field that is no number
+        pass
     return _line_by_line(block, chunk, skip_bad, before)
 
 
-def _well_formed(table: pa.Table) -> np.ndarray:
-    """bool [n]: label 0 or 1, and every value of at most 8 hexadecimal digits."""
-    good = pc.fill_null(pc.is_in(table["label"], pa.array([0, 1], pa.int8())), False)
-    for name in SPARSE:
-        good = pc.and_(good, pc.fill_null(pc.match_substring_regex(table[name], "^[0-9a-fA-F]{1,8}$"), True))
-    return good.to_numpy()
+def _arrow(block: bytes) -> pa.Table:
+    return csv.read_csv(
+        io.BytesIO(block),
+        csv.ReadOptions(column_names=COLUMNS, use_threads=False, block_size=max(len(block), 1)),
+        csv.ParseOptions(delimiter="\t", quote_char=False),
+        csv.ConvertOptions(column_types=TYPES, null_values=[""], strings_can_be_null=True),
+    )
+
+
+def _well_formed(table: pa.Table) -> bool:
+    """True when each label is 0 or 1, and each value has at most 8 hexadecimal digits."""
+    good = pc.all(pc.fill_null(pc.is_in(table["label"], pa.array([0, 1], pa.int8())), False)).as_py()
+    return good is not False and all(
+        pc.all(pc.match_substring_regex(table[name], "^[0-9a-fA-F]{1,8}$")).as_py() is not False
+        for name in SPARSE
+    )
 
 
 def _line_by_line(block: bytes, chunk: Chunk, skip_bad: bool, before: int) -> tuple[pa.Table, int]:
     """The slow way for a block that holds a malformed line: names it, or leaves it out."""
     good, bad = [], 0
     for number, line in enumerate(block.splitlines(), 1):
-        problem = _problem(line)
-        if problem and not skip_bad:
+        if LINE.fullmatch(line):
+            good.append(line)
+        elif line and not skip_bad:
             at = before + number + _lines_before(chunk)
             raise DataError(
-                problem,
+                _problem(line),
                 where=f"{chunk.path}, line {at}: {line[:60].decode('latin-1')!r}",
                 expected="label (0 or 1), 13 integers and 26 hexadecimal values, divided by tabs",
                 do="correct the line, or leave such lines out with --on-bad-line skip",
             )
-        if problem:
+        elif line:  # Arrow passes over empty lines, and so does this
             bad += 1
-        else:
-            good.append(line)
-    if not good:
-        return pa.schema(TYPES).empty_table(), bad
-    table, _ = _parse(b"\n".join(good) + b"\n", chunk, True, before)
-    return table, bad
+    return _arrow(b"\n".join(good) + b"\n") if good else pa.schema(TYPES).empty_table(), bad
 
 
-def _problem(line: bytes) -> str | None:
-    fields = line.rstrip(b"\r").split(b"\t")
+def _problem(line: bytes) -> str:
+    """What is wrong with a line that LINE does not match."""
+    fields = line.split(b"\t")
     if len(fields) != len(COLUMNS):
         return f"the line has {len(fields)} fields"
-    if fields[0] not in (b"0", b"1"):
-        return f"the label is {fields[0].decode('latin-1')!r}"
-    for name, value in zip(COLUMNS[1:], fields[1:], strict=True):
-        try:
-            if value:
-                int(value, 10 if name in DENSE else 16)
-        except ValueError:
-            return f"{name} is {value.decode('latin-1')!r}"
-        if name in SPARSE and len(value) > 8:
-            return f"{name} is {value.decode('latin-1')!r}"
-    return None
+    patterns = [b"[01]", *[INTEGER] * len(DENSE), *[HEX] * len(SPARSE)]
+    wrong = next(
+        i for i, (p, field) in enumerate(zip(patterns, fields, strict=True)) if not re.fullmatch(p, field)
+    )
+    name = "the label" if wrong == 0 else COLUMNS[wrong]
+    return f"{name} is {fields[wrong].decode('latin-1')!r}"
 
 
 def _lines_before(chunk: Chunk) -> int:
@@ -156,7 +154,12 @@ def _lines_before(chunk: Chunk) -> int:
 
 
 def hex_values(column: pa.ChunkedArray) -> np.ndarray:
-    """Hexadecimal text as int64 [n]; -1 where it is missing."""
-    encoded = column.combine_chunks().dictionary_encode()
-    words = np.array([int(word, 16) for word in encoded.dictionary.to_pylist()] + [-1], dtype=np.int64)
-    return words[encoded.indices.fill_null(len(words) - 1).to_numpy(zero_copy_only=False)]
+    """Hexadecimal text of at most 8 digits as int64 [n]; -1 where it is missing."""
+    missing = column.is_null().to_numpy()
+    padded = pc.utf8_lpad(column.fill_null(""), 8, "0").combine_chunks()
+    digits = padded.buffers()[2]
+    if digits is None or not len(padded):
+        return np.zeros(0, np.int64)
+    start = 8 * padded.offset
+    values = np.frombuffer(binascii.unhexlify(digits[start : start + 8 * len(padded)]), ">u4")
+    return np.where(missing, -1, values.astype(np.int64))

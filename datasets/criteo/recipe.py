@@ -202,13 +202,14 @@ def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path
     )
     data.context.enable_progress_bars = False
     data.context.raise_original_map_exception = True
-    total = None
+    parts: list[pa.Table] = []
     with progress("counting values", len(train)) as advance:
         for batch in data.iter_batches(batch_size=None, batch_format="pyarrow"):
-            total = batch if total is None else pa.concat_tables([total, batch])
-            total = total.group_by(["column", "value"]).aggregate([("count", "sum")])
-            total = total.rename_columns({"count_sum": "count"})
+            parts.append(batch)
+            if sum(map(len, parts[1:])) >= len(parts[0]):  # seldom enough to stay linear in all
+                parts = [_added_up(parts)]
             advance(1)
+    total = _added_up(parts)
     folder.mkdir()
     kept = {}
     for number, name in enumerate(SPARSE):
@@ -218,6 +219,12 @@ def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path
         pq.write_table(rows, folder / f"{name}.parquet", compression="zstd")
         kept[name] = rows["value"].to_numpy()
     return kept
+
+
+def _added_up(parts: list[pa.Table]) -> pa.Table:
+    """Counts of the same column and value in one row."""
+    counts = pa.concat_tables(parts).group_by(["column", "value"]).aggregate([("count", "sum")])
+    return counts.rename_columns({"count_sum": "count"})
 
 
 class ChunkWriter:

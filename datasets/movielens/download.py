@@ -49,16 +49,20 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
             expected=f"MD5 {md5 or MD5[name]}",
             do="try again; if it stays so, fetch the set by hand and give its folder with --source",
         )
+    partial = folder / f".ml-{name}.partial"  # an interrupted extraction must not look like the set
+    shutil.rmtree(partial, ignore_errors=True)
     with zipfile.ZipFile(archive) as content:
         for entry in content.namelist():
             if entry.rsplit("/", 1)[-1].upper().startswith("README"):
                 Console(stderr=True).print(
                     content.read(entry).decode("utf-8", "replace"), highlight=False, markup=False
                 )
-        content.extractall(folder)  # drops absolute paths and '..' (zipfile's own rule)
+        content.extractall(partial)  # drops absolute paths and '..' (zipfile's own rule)
     archive.unlink()
-    if not target.is_dir():
-        raise DataError(f"the zip holds no folder ml-{name}", where=url)
+    if not (partial / target.name).is_dir():
+        raise DataError(f"the zip holds no folder {target.name}", where=url)
+    (partial / target.name).rename(target)
+    shutil.rmtree(partial)
     return target
 
 

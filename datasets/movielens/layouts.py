@@ -15,9 +15,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as csv
 
 from raytrec.errors import DataError
+
+TIME_BITS = 33  # timestamps in seconds fit into these until the year 2242; milliseconds don't
 
 
 @dataclass
@@ -113,13 +116,13 @@ LAYOUTS: list[tuple[str, list[str], Callable[[Path], MovieLens]]] = [
 def _movies(ids, titles, genres) -> pd.DataFrame:
     titles = pd.Series(titles, dtype=object).reset_index(drop=True)
     years = titles.str.extract(r"\((\d{4})\)\s*$")[0].fillna("0").astype(int)
-    lists = [[g for g in str(names).split("|") if g != "(no genres listed)"] for names in genres]
+    lists = [[g for g in str(names).split("|") if g not in ("", "(no genres listed)")] for names in genres]
     return pd.DataFrame({"item": np.asarray(ids, dtype=int), "title": titles, "year": years, "genres": lists})
 
 
 def _lines(path: Path, separator: str, fields: int) -> pd.DataFrame:
     """A small latin-1 file of lines, as text columns 0, 1, …"""
-    rows = [line.split(separator) for line in path.read_text("latin-1").splitlines() if line]
+    rows = [line.split(separator) for line in path.read_text("latin-1").split("\n") if line]
     for number, row in enumerate(rows, 1):
         if len(row) != fields:
             raise _broken(
@@ -148,6 +151,11 @@ def _ratings(path: Path, separator: str) -> pd.DataFrame:
         )
     except pa.ArrowInvalid as error:
         raise _broken(path, error, "user, item, rating and timestamp in each line") from None
+    if any(column.null_count for column in table.columns):
+        raise _broken(path, "a field is empty", "user, item, rating and timestamp in each line")
+    times = pc.min_max(table["timestamp"]).as_py()
+    if len(table) and not 0 <= times["min"] <= times["max"] < 1 << TIME_BITS:
+        raise _broken(path, f"timestamps from {times['min']} to {times['max']}", "seconds since 1970")
     return table.to_pandas()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 from raytrec_datasets.movielens.download import fetch
-from raytrec_datasets.movielens.layouts import MovieLens, read
+from raytrec_datasets.movielens.layouts import TIME_BITS, MovieLens, read
 from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
 from raytrec.errors import ConfigError
@@ -16,7 +16,6 @@ from raytrec.schema import Schema
 
 LIKED = 4.0  # ratings from here on count as liked
 CHUNK_ROWS = 500_000
-TIME_BITS = 33  # timestamps fit into these; users lie above them in a sort key
 
 
 def prepare(
@@ -35,7 +34,7 @@ def prepare(
             "no data was named", expected="--source DIR, or --download 100k, 1m, 20m, 25m or 32m"
         )
     if download:
-        source = fetch(download, (source or out.absolute().parent / "movielens").expanduser())
+        source = fetch(download, (source or out.absolute().parent / "movielens-original").expanduser())
     source = source.expanduser().absolute()
     options = {"source": str(source), "split": split, "seed": seed, "history": history, "dim": dim}
     output = Output(out, "movielens", options, force)
@@ -118,6 +117,7 @@ class Ratings:
         liked = np.flatnonzero((self._rating >= LIKED) & (self._split == 0))
         order = np.lexsort((self._item[liked], self._time[liked], self._user[liked]))
         liked = liked[order]
+        # One sort key of user and time: users lie above the bits of the time.
         self._like_keys = (self._user[liked] << TIME_BITS) + self._time[liked]
         self._like_items = self._item[liked]
 

@@ -259,6 +259,8 @@ def _run_group(
     mailbox = Queue(actor_options={"num_cpus": 0})
     task = Task(config, schema, datasets, mailbox, folder)
     local = all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
+    if local:  # nobody takes this machine away, and the watcher is one more process to start
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     trainer = TorchTrainer(
         getattr(workers, worker),
         train_loop_config=task,

@@ -1,0 +1,70 @@
+"""What every recipe's folder promises: complete or absent, quick to repeat, never somebody else's data."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from raytrec_datasets import app
+from raytrec_datasets.writing import Output, SplitWriter
+from typer.testing import CliRunner
+
+from raytrec.errors import ConfigError
+
+
+def run(out, *arguments):
+    return CliRunner().invoke(app, ["synthetic", "--rows", "500", "--out", str(out), *arguments])
+
+
+def test_repeating_is_quick_and_other_options_are_named(tmp_path):
+    out = tmp_path / "out"
+    assert run(out).exit_code == 0
+    written = (out / "prepared.json").stat().st_mtime_ns
+    again = run(out)
+    assert again.exit_code == 0 and "prepared already" in again.stderr
+    assert (out / "prepared.json").stat().st_mtime_ns == written
+    other = run(out, "--seed", "1", "--dim", "8")
+    assert isinstance(other.exception, ConfigError)
+    assert "dim was 16, now 8, seed was 0, now 1" in str(other.exception)
+    assert run(out, "--seed", "1", "--dim", "8", "--force").exit_code == 0
+    assert (out / "prepared.json").stat().st_mtime_ns != written
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("marker", [None, "not json", "[]", "{}"])
+def test_force_never_deletes_what_no_recipe_made(tmp_path, marker):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    if marker:
+        (tmp_path / "prepared.json").write_text(marker)
+    result = run(tmp_path, "--force")
+    assert isinstance(result.exception, ConfigError) and "no recipe has made it" in str(result.exception)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_source_inside_the_folder_is_refused(tmp_path):
+    output = Output(tmp_path, "criteo", {"source": str(tmp_path / "raw")}, force=True)
+    with pytest.raises(ConfigError, match="source lies inside"):
+        output.is_ready()
+
+
+def test_an_interrupted_recipe_leaves_nothing(tmp_path):
+    output = Output(tmp_path / "out", "any", {}, force=False)
+    with pytest.raises(KeyboardInterrupt), output:
+        (output.partial / "half").write_text("written")
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_row_groups_are_cut_across_calls_and_files(tmp_path):
+    table = pa.table({"x": pa.array(range(1050))})
+    writer = SplitWriter(tmp_path, table.schema, group_rows=100, file_rows=400)
+    for start, stop in ((0, 30), (30, 430), (430, 431), (431, 1050)):
+        writer.write(table.slice(start, stop - start))
+    writer.close()
+    files = sorted(tmp_path.glob("part-*.parquet"))
+    groups = [
+        [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+        for meta in map(pq.read_metadata, files)
+    ]
+    assert groups == [[100] * 4, [100] * 4, [100, 100, 50]]
+    assert pq.read_metadata(files[0]).row_group(0).column(0).compression == "ZSTD"
+    assert pa.concat_tables(map(pq.read_table, files))["x"].to_pylist() == list(range(1050))
+    assert writer.rows == 1050
