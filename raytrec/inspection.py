@@ -22,6 +22,7 @@ from pathlib import Path
 from raytrec.column_stats import ColumnStats, scan_columns
 from raytrec.errors import ConfigError, SchemaError
 from raytrec.schema import Schema
+from raytrec.storage import train_part
 
 LABEL_NAMES = (
     "label",
@@ -127,7 +128,7 @@ def inspect(
     """Reads Parquet row group by row group and infers a schema.
 
     Args:
-        uri: folder or file; local, s3:// or gs://.
+        uri: folder or file; local, s3:// or gs://. Of a folder with train/, valid/, test/ it looks at train/.
         dim: width of the tables.
         labels: columns to predict; default: a column with a usual name.
         max_rows: look at about this many rows, in row groups spread over the files.
@@ -135,6 +136,7 @@ def inspect(
     Raises:
         DataError: nothing there, or not Parquet. SchemaError: no label or no sparse feature can be told.
     """
+    uri = train_part(uri)
     columns, rows, whole = scan_columns(uri, max_rows)
     findings = [_finding(column, labels, columns) for column in columns]
     _pair_weights(findings)

@@ -55,3 +55,12 @@ def absolute(uri: str) -> str:
 def sibling(uri: str, name: str) -> str:
     """The path of `name` in the folder that holds `uri`."""
     return uri.rstrip("/").rpartition("/")[0] + "/" + name
+
+
+def train_part(uri: str) -> str:
+    """The train/ folder inside a folder that has one; else the place itself."""
+    from pyarrow import fs
+
+    inner = uri.rstrip("/") + "/train"
+    filesystem, path = open_filesystem(inner)
+    return inner if filesystem.get_file_info(path).type == fs.FileType.Directory else uri

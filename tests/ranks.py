@@ -1,7 +1,6 @@
 """Runs a function on several real processes joined by gloo."""
 
 import os
-import socket
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -13,18 +12,18 @@ import torch.multiprocessing as mp
 TIMEOUT_S = 120
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _rank(index, world, port, function, args, folder):
+def _rank(index, world, function, args, folder):
     import torch.distributed as dist
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=index, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=index,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
     torch.save(function(index, world, *args), Path(folder) / f"{index}.pt")
     dist.destroy_process_group()
 
@@ -34,7 +33,7 @@ def on_ranks(world, function, *args):
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _rank,
-            (world, _free_port(), function, args, folder),
+            (world, function, args, folder),
             nprocs=world,
             join=False,
             start_method="spawn",

@@ -100,6 +100,11 @@ def test_text_loads_fits_the_data_and_shows_its_reasons(folder, tmp_path):
     assert "bags 0 to 4" in text
 
 
+def test_of_a_dataset_it_looks_at_train(folder):
+    found = inspect(str(folder.parent))
+    assert found.uri == str(folder) and found.rows == ROWS
+
+
 def test_many_distinct_values_are_estimated(tmp_path):
     values = np.random.default_rng(0).permutation(400_000)
     pq.write_table(

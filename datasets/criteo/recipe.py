@@ -7,6 +7,7 @@ half) and test (their second half); everything before is train.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def prepare(
             tables = _vocabulary(train, skip_bad, min_count, output.partial / "vocabulary")
         writer = ChunkWriter(str(output.partial), bounds, tables, hash_rows)
         tasks = list(zip(work, _firsts(counts), range(len(work)), strict=True))
-        written = _each(tasks, writer, skip_bad, "writing Parquet")
+        written = list(_each(tasks, writer, skip_bad, "writing Parquet"))
         rows = {name: sum(w[name] for w in written) for name in SPLITS}
         sizes = [len(tables[c]) + 1 if tables else hash_rows for c in SPARSE]
         skipped = sum(w["skipped"] for w in written)
@@ -137,15 +138,20 @@ def _bounds(files: Files, work: list[Chunk], counts: list[int]) -> tuple[int, in
     return first, first + (total - first) // 2
 
 
-def _each(tasks: list, function, skip_bad: bool, text: str) -> list:
-    """function(task, skip_bad) for each task, as Ray Data tasks, in order."""
+def _each(tasks: list, function, skip_bad: bool, text: str) -> Iterator:
+    """function(task, skip_bad) for each task, as Ray Data tasks; results in order.
+
+    Raises:
+        DataError: what a task found wrong.
+    """
+    import pickle
+
     import ray.data
 
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it reports each execution on stderr
     shared = ray.put(tasks)
 
     def run(index: pa.Table) -> pa.Table:
-        import pickle
-
         results = [function(ray.get(shared)[i.as_py()], skip_bad) for i in index["id"]]
         return pa.table({"result": [pickle.dumps(r) for r in results]})
 
@@ -155,14 +161,8 @@ def _each(tasks: list, function, skip_bad: bool, text: str) -> list:
     data.context.execution_options.preserve_order = True
     data.context.enable_progress_bars = False
     data.context.raise_original_map_exception = True
-    return list(_results(data, text, len(tasks)))
-
-
-def _results(data, text: str, total: int) -> Iterator:
-    import pickle
-
     try:
-        with progress(text, total) as advance:
+        with progress(text, len(tasks)) as advance:
             for batch in data.iter_batches(batch_size=None, batch_format="pyarrow"):
                 for value in batch["result"]:
                     advance(1)
@@ -177,38 +177,27 @@ def _count(chunk: Chunk, skip_bad: bool) -> tuple[int, int]:
     return sum(n for n, _ in parts), sum(b for _, b in parts)
 
 
+def _count_values(chunk: Chunk, skip_bad: bool) -> pa.Table:
+    """column (its number), value (-1: missing) and count, for each distinct value of a chunk's blocks."""
+    parts = []
+    for table, _ in read(chunk, skip_bad):
+        for number, name in enumerate(SPARSE):
+            values, counts = np.unique(hex_values(table[name]), return_counts=True)
+            column = np.full(len(values), number)
+            parts.append(pa.table({"column": column, "value": values, "count": counts}))
+    return pa.concat_tables(parts)
+
+
 def _vocabulary(train: list[Chunk], skip_bad: bool, min_count: int, folder: Path) -> dict[str, np.ndarray]:
-    """For each column the values that occur at least min_count times in train, sorted; also as Parquet.
+    """For each column the values that occur at least min_count times in train; also as Parquet.
 
-    The id of a value is 1 + its place by descending count (ties by value).
+    Sorted by descending count (ties by value): a value's id is 1 + its place.
     """
-    import ray.data
-
-    shared = ray.put(train)
-
-    def count(index: pa.Table) -> pa.Table:
-        parts = []
-        for i in index["id"]:
-            for table, _ in read(ray.get(shared)[i.as_py()], skip_bad):
-                for number, name in enumerate(SPARSE):
-                    values, counts = np.unique(hex_values(table[name]), return_counts=True)
-                    parts.append(
-                        pa.table({"column": np.full(len(values), number), "value": values, "count": counts})
-                    )
-        return pa.concat_tables(parts) if parts else pa.table({"column": [], "value": [], "count": []})
-
-    data = ray.data.range(len(train), override_num_blocks=len(train)).map_batches(
-        count, batch_size=None, batch_format="pyarrow"
-    )
-    data.context.enable_progress_bars = False
-    data.context.raise_original_map_exception = True
     parts: list[pa.Table] = []
-    with progress("counting values", len(train)) as advance:
-        for batch in data.iter_batches(batch_size=None, batch_format="pyarrow"):
-            parts.append(batch)
-            if sum(map(len, parts[1:])) >= len(parts[0]):  # seldom enough to stay linear in all
-                parts = [_added_up(parts)]
-            advance(1)
+    for part in _each(train, _count_values, skip_bad, "counting values"):
+        parts.append(part)
+        if sum(map(len, parts[1:])) >= len(parts[0]):  # seldom enough to stay linear in all
+            parts = [_added_up(parts)]
     total = _added_up(parts)
     folder.mkdir()
     kept = {}

@@ -61,7 +61,7 @@ def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
 
     began = perf_counter()
     config = _resolve(load_config(source, overrides), source)
-    Thread(target=import_module, args=("ray.train.torch",), daemon=True).start()  # 3 s, while Ray starts
+    _import_early()
     folder = Path(config.run.dir)
     schema, datasets = _open_data(config)
     _make_folder(folder, config, schema)
@@ -147,6 +147,13 @@ def evaluate(
         "name": f"{config.run.name} on {data}",
     }
     return Result(metrics, folder)
+
+
+def _import_early() -> None:
+    """Imports Ray, and in a thread, while Ray starts, what takes 2 s and is needed only then."""
+    import ray  # noqa: F401
+
+    Thread(target=import_module, args=("ray.train.torch",), daemon=True).start()
 
 
 def _resolve(config: RunConfig, source: object) -> RunConfig:

@@ -14,19 +14,14 @@ def run(out, *arguments):
     return CliRunner().invoke(app, ["synthetic", "--rows", "500", "--out", str(out), *arguments])
 
 
-def test_repeating_is_quick_and_other_options_are_named(tmp_path):
+def test_force_replaces_a_prepared_dataset(tmp_path):
     out = tmp_path / "out"
     assert run(out).exit_code == 0
-    written = (out / "prepared.json").stat().st_mtime_ns
-    again = run(out)
-    assert again.exit_code == 0 and "prepared already" in again.stderr
-    assert (out / "prepared.json").stat().st_mtime_ns == written
     other = run(out, "--seed", "1", "--dim", "8")
-    assert isinstance(other.exception, ConfigError)
     assert "dim was 16, now 8, seed was 0, now 1" in str(other.exception)
     assert run(out, "--seed", "1", "--dim", "8", "--force").exit_code == 0
-    assert (out / "prepared.json").stat().st_mtime_ns != written
-    assert not list(tmp_path.glob(".*"))
+    assert "dim: 8" in (out / "schema.yaml").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("marker", [None, "not json", "[]", "{}"])

@@ -1,0 +1,67 @@
+"""Criteo lines that Python or Arrow might take for numbers, and a damaged download."""
+
+import gzip
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from raytrec_datasets.criteo.lines import Chunk, chunks, hex_values, read
+
+from raytrec.errors import DataError
+
+GOOD = "\t".join(["1", *["3"] * 13, *["0a1b2c3d"] * 26])
+
+
+def changed(field, value):
+    fields = GOOD.split("\t")
+    fields[field] = value
+    return "\t".join(fields)
+
+
+def rows_and_skipped(path, skip_bad):
+    found = [(len(table), bad) for chunk in chunks(path) for table, bad in read(chunk, skip_bad)]
+    return tuple(map(sum, zip(*found, strict=True)))
+
+
+@pytest.mark.parametrize(
+    "field,value,says",
+    [
+        (20, "1_0", "C7 is '1_0'"),  # int('1_0', 16) is a number to Python
+        (20, "0x1f", "C7 is '0x1f'"),
+        (20, "+1f", "C7 is '+1f'"),
+        (20, "0a1b2c3d4", "C7 is '0a1b2c3d4'"),
+        (3, "1_0", "I3 is '1_0'"),
+        (3, "9" * 25, "I3 is '99999"),  # beyond int64
+        (3, "5.0", "I3 is '5.0'"),
+        (0, "", "the label is ''"),
+    ],
+)
+def test_no_line_is_lost_in_silence(tmp_path, field, value, says):
+    path = tmp_path / "train.txt"
+    path.write_text("\n".join([GOOD, "", GOOD, changed(field, value), GOOD]) + "\n")
+    with pytest.raises(DataError) as error:
+        rows_and_skipped(path, skip_bad=False)
+    assert says in str(error.value) and "line 4" in str(error.value)
+    assert rows_and_skipped(path, skip_bad=True) == (3, 1)
+
+
+def test_lines_of_a_block_that_are_all_bad(tmp_path):
+    path = tmp_path / "train.txt"
+    path.write_text("no\nno\n")
+    assert rows_and_skipped(path, skip_bad=True) == (0, 2)
+
+
+def test_a_truncated_gz_is_named(tmp_path):
+    path = tmp_path / "day_0.gz"
+    path.write_bytes(gzip.compress(f"{GOOD}\n".encode() * 5000)[:-20])
+    with pytest.raises(DataError, match="does not decompress"):
+        list(read(Chunk(str(path), 0, None), True))
+
+
+def test_hex_values_of_any_length_case_and_slice():
+    words = ["0", None, "ff", "FFFFFFFF", "0a1b2c3d", None, "7"]
+    column = pa.chunked_array([words[:3], words[3:]], pa.string())
+    expected = [-1 if word is None else int(word, 16) for word in words]
+    assert hex_values(column).tolist() == expected
+    assert hex_values(column.slice(2, 4)).tolist() == expected[2:6]
+    assert hex_values(pa.chunked_array([], pa.string())).dtype == np.int64

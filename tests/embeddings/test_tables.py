@@ -1,0 +1,79 @@
+"""Initial values and where they go."""
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from raytrec.config import RunConfig
+from raytrec.embeddings.tables import BLOCK_ROWS, initial_rows, table_of
+from raytrec.schema import Schema
+
+SCHEMA = Schema.parse(
+    {
+        "labels": ["y"],
+        "sparse": {"big": {"table": "big"}, "small": {"table": "small"}},
+        "tables": {"big": {"rows": BLOCK_ROWS + 500, "dim": 8}, "small": {"rows": 5, "dim": 8}},
+    },
+    "test",
+)
+
+
+def test_a_part_equals_that_part_of_the_whole():
+    whole = initial_rows(SCHEMA, "big", 3, 0, BLOCK_ROWS + 500)
+    for start, stop in (
+        (0, 10),
+        (BLOCK_ROWS - 3, BLOCK_ROWS + 4),
+        (BLOCK_ROWS + 1, BLOCK_ROWS + 500),
+        (7, 7),
+    ):
+        assert torch.equal(initial_rows(SCHEMA, "big", 3, start, stop), whole[start:stop])
+    bound = (BLOCK_ROWS + 500) ** -0.5
+    assert 0.99 * bound < whole.abs().max() <= bound
+    assert whole.mean().abs() < bound / 100
+    assert not torch.equal(whole, initial_rows(SCHEMA, "big", 4, 0, BLOCK_ROWS + 500))
+    assert not torch.equal(whole[:100], whole[BLOCK_ROWS : BLOCK_ROWS + 100]), "blocks repeat"
+
+
+def test_which_parameters_are_tables():
+    assert table_of("model.embeddings.bags.embedding_bags.user.weight") == "user"
+    assert table_of("model.top.0.weight") is None
+    assert table_of("weight") is None
+
+
+def local_parts(rank, world, sharding):
+    from raytrec.train.build import build_step
+
+    config = RunConfig.model_validate(
+        {
+            "run": {"seed": 3},
+            "data": {"train": "d/train"},
+            "plan": {"sharding": [sharding]},
+            "optim": {"embeddings": {"name": "adagrad"}},
+        }
+    )
+    step, _ = build_step(config, SCHEMA, torch.device("cpu"))
+    out, dense = [], {}
+    for name, value in step.model.state_dict().items():
+        table = table_of(name)
+        if table is None:
+            dense[name] = value.clone()
+        elif hasattr(value, "local_shards"):
+            out += [(table, *s.metadata.shard_offsets, s.tensor.clone()) for s in value.local_shards()]
+        else:
+            out.append((table, 0, 0, value.clone()))
+    return out, dense
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "data_parallel"])
+def test_no_plan_changes_the_initial_values(sharding):
+    ranks = on_ranks(2, local_parts, sharding)
+    held = {table: 0 for table in SCHEMA.tables}
+    for parts, _ in ranks:
+        for table, row, column, values in parts:
+            rows, columns = values.shape
+            expected = initial_rows(SCHEMA, table, 3, row, row + rows)[:, column : column + columns]
+            assert torch.equal(values, expected)
+            held[table] += values.numel()
+    copies = 2 if sharding == "data_parallel" else 1
+    assert held == {name: copies * spec.rows * spec.dim for name, spec in SCHEMA.tables.items()}
+    assert all(torch.equal(ranks[0][1][name], ranks[1][1][name]) for name in ranks[0][1])
