@@ -89,8 +89,11 @@ class Tracker:
         """Writes what is left and ends the run with FINISHED, FAILED or KILLED.
 
         Returns:
-            None, or what could not be recorded.
+            None, or what could not be recorded (an error that `ready` has raised is not said again).
         """
+        if self._opened.exception():
+            self._thread.shutdown()
+            return None
         self._submit(lambda: self._client.set_terminated(self._run, status))
         self._thread.shutdown(wait=True)
         errors = [str(e).splitlines()[0] for f in self._pending if (e := f.exception())]
