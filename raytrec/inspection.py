@@ -3,7 +3,8 @@
 How a column's kind is inferred, in this order:
 
     label      named with --label, or called label, target, click, … with numbers in [0, 1]
-    left out   constant or only nulls; dates and times (also integers that look like seconds since 1970)
+    left out   constant or only nulls; integers that differ in each row; dates and times (also integers that
+               look like seconds since 1970)
     sparse     lists of integers or text (mean pooling); text; integers called …id; integers ≥ 0 that fill
                their range (max < 10 × distinct values) and repeat
     weights    lists of floats called like a sparse list: tags_weights or tags_weight for tags
@@ -157,10 +158,14 @@ def _finding(s: ColumnStats, labels: list[str] | None, columns: list[ColumnStats
     if s.base == "integer" and _is_id(s):
         why = "its name" if _named_id(s) else "integers that fill their range"
         return Finding(s, "sparse", why)
+    if s.base == "integer" and not s.is_list and s.distinct == s.values > 100:
+        return Finding(s, "left out", "another value in each row")
     if s.base in ("integer", "float", "bool") and not s.is_list:
         notes = [f"{s.nulls:,} nulls: training refuses them, fill them first"] if s.nulls else []
         if s.not_finite:
             notes.append(f"{s.not_finite:,} NaN or infinite: training refuses them")
+        if max(abs(s.low), abs(s.high)) > 1000:
+            notes.append("large values: scale them first, for example by log(1 + x)")
         return Finding(s, "dense", "a number", notes)
     return Finding(s, "left out", f"type {s.type} is not supported")
 

@@ -41,7 +41,8 @@ def folder(tmp_path_factory):
             "day": [datetime.date(2026, 1, 1)] * ROWS,
             "version": np.ones(ROWS, np.int64),
             "nothing": pa.nulls(ROWS, pa.int64()),
-            "amount": rng.integers(0, 10**6, ROWS),
+            "amount": np.append(rng.integers(0, 10**6, ROWS - 1), 0) // 2 * 2,
+            "row": np.arange(ROWS),
         }
     )
     path = tmp_path_factory.mktemp("inspect") / "train"
@@ -70,6 +71,7 @@ def test_kinds(folder):
         "version": "left out",
         "nothing": "left out",
         "amount": "dense",
+        "row": "left out",
     }
     tables = found.schema.tables
     assert (tables["user"].rows, tables["user"].out_of_range) == (300, "error")
@@ -95,7 +97,7 @@ def test_text_loads_fits_the_data_and_shows_its_reasons(folder, tmp_path):
     schema = Schema.parse(yaml.safe_load(text), "text")
     assert scan(str(folder), schema).rows == ROWS
     assert {t.dim for t in schema.tables.values()} == {8}
-    assert "nulls: training refuses them" in text
+    assert "nulls: training refuses them" in text and "large values: scale them" in text
     assert "# left out: seen_at (int64): a time" in text
     assert "bags 0 to 4" in text
 
