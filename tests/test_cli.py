@@ -59,6 +59,11 @@ def test_driver_side_works_without_torch(tmp_path):
     assert "epochs: 4" in resolved.stdout
 
 
+def test_the_driver_needs_no_torch():
+    code = BLOCKER + "import raytrec.train.driver, raytrec.train.worker, raytrec.data.rows, raytrec.data.order"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 def test_import_is_light_and_complete():
     code = BLOCKER + "import raytrec; assert callable(raytrec.train); raytrec.RunConfig, raytrec.evaluate"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-
-import torch.distributed.checkpoint as dcp
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from typing import TYPE_CHECKING
 
 from raytrec.config import RunConfig
 from raytrec.errors import RunError
 from raytrec.schema import Schema
+
+if TYPE_CHECKING:  # the driver finds and describes checkpoints without torch
+    from torchrec.distributed.model_parallel import DistributedModelParallel
 
 FINAL = "checkpoints/final"
 
 
 def save(model: DistributedModelParallel, folder: Path) -> None:
     """Writes the weights with torch.distributed.checkpoint; a collective."""
+    import torch.distributed.checkpoint as dcp
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations inside torch that users cannot act on
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
@@ -24,6 +27,8 @@ def save(model: DistributedModelParallel, folder: Path) -> None:
 
 def load(model: DistributedModelParallel, folder: Path) -> None:
     """Reads weights into a sharded model, in place; a collective."""
+    import torch.distributed.checkpoint as dcp
+
     state = {"model": model.state_dict()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -16,6 +16,9 @@ from raytrec.data.fragments import Dataset, scan
 from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.schema import Schema
 from raytrec.storage import absolute
+from raytrec.tracking.mlflow import Tracker
+from raytrec.train import checkpoint
+from raytrec.train.console import RunConsole, relative
 from raytrec.train.group import Watch, local_cpus, run_group, write_json
 
 RESULT = "result.json"
@@ -51,13 +54,8 @@ def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
         ConfigError, SchemaError, DataError: what is wrong with the input, before or during training.
         RunError: when a worker failed for another reason; its traceback is in the run folder's error.txt.
     """
-    from raytrec.tracking.mlflow import Tracker
-    from raytrec.train import checkpoint
-    from raytrec.train.console import RunConsole, relative
-
     began = perf_counter()
     config = _resolve(load_config(source, overrides), source)
-    _import_early()
     folder = Path(config.run.dir)
     schema, datasets = _open_data(config)
     _make_folder(folder, config, schema)
@@ -68,6 +66,7 @@ def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
     with RunConsole(config.run.name) as console:
         try:
             console.phase("starting Ray")
+            _import_early()
             with ray_session(config.scaling.address, local_cpus(config)):
                 run_id = tracker.ready()
                 tracker.params(config)
@@ -123,9 +122,6 @@ def evaluate(
     Raises:
         RunError: no checkpoint there. ConfigError, DataError: as in `train`.
     """
-    from raytrec.train import checkpoint
-    from raytrec.train.console import RunConsole
-
     began = perf_counter()
     folder = checkpoint.find(place)
     changes = [f"scaling.workers={workers}"] if workers else []
@@ -198,8 +194,6 @@ def _open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
 
 
 def _make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
-    from raytrec.train import checkpoint
-
     if (folder / RESULT).exists():
         raise RunError(
             "this run folder holds a finished run",

@@ -20,7 +20,7 @@ from raytrec.train.rank import Task
 def local_cpus(config: RunConfig) -> int:
     """Logical CPUs of a local cluster: the workers', and one for each reader, which must not wait."""
     scaling = config.scaling
-    return scaling.workers * scaling.cpus_per_worker + scaling.workers * config.data.readers + 1
+    return scaling.workers * (scaling.cpus_per_worker + config.data.readers)
 
 
 def _device(config: RunConfig) -> str:
