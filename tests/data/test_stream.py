@@ -47,11 +47,11 @@ def real_rows(batch):
     return out
 
 
-def global_batches(folder, order, world, epoch=0, start_step=0):
+def global_batches(folder, order, world, epoch=0, start_step=0, readers=1):
     data = scan(str(folder), SCHEMA)
     ranks = []
     for rank in range(world):
-        stream = Stream(data, SCHEMA, order, rank=rank, world=world)
+        stream = Stream(data, SCHEMA, order, rank=rank, world=world, readers=readers)
         ranks.append(list(stream.batches(epoch, start_step)))
     assert len({len(batches) for batches in ranks}) == 1, "ranks take different numbers of steps"
     for batches in zip(*ranks, strict=True):
@@ -75,6 +75,16 @@ def test_every_row_once_with_its_values(folder, plain, shuffle):
         assert [{row for row, _ in b} for b in others] == [{row for row, _ in b} for b in one]
     resumed = global_batches(folder, order, 2, start_step=5)
     assert [{row for row, _ in b} for b in resumed] == [{row for row, _ in b} for b in one[5:]]
+
+
+def test_several_readers_keep_the_order(folder, tmp_path):
+    uneven = tmp_path / "d"
+    uneven.mkdir()
+    table = parquet.table(3000, 0)
+    for i, (first, rows) in enumerate([(0, 2900), *((2900 + k, 1) for k in range(100))]):
+        pq.write_table(table.slice(first, rows), uneven / f"part-{i:03d}.parquet")  # one slow, many quick
+    batches = global_batches(uneven, Order(100, 6, "none"), 1, readers=4)
+    assert [row for batch in batches for row, _ in batch] == list(range(3000))
 
 
 def test_file_order(folder):
