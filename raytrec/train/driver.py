@@ -12,7 +12,7 @@ from typing import Any
 
 from raytrec.cluster import ray_session
 from raytrec.config import RunConfig, load_config
-from raytrec.data.fragments import Dataset, scan
+from raytrec.data.fragments import Dataset, list_files, scan
 from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.schema import Schema
 from raytrec.storage import absolute
@@ -176,6 +176,7 @@ def _resolve(config: RunConfig, source: object) -> RunConfig:
 
 
 def _open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
+    list_files(config.data.train, "data.train")  # before the schema, which is looked for beside it
     schema = Schema.load(config.data.schema_uri)
     datasets = {
         name: scan(uri, schema, f"data.{name}")
