@@ -1,6 +1,7 @@
 """The command line as a process: what it prints, its exit code, its speed, and what it needs."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -117,6 +118,30 @@ def test_train_json_then_evaluate(data, tmp_path):
     assert figures["eval.rows"] == 1003
     again = run("evaluate", tmp_path / "run", "--data", data / "test", "--json")
     assert json.loads(again.stdout)["eval.auc"] == pytest.approx(figures["eval.auc"], abs=1e-6)
+
+
+def test_ctrl_c_ends_the_run_and_says_so(data, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(f"data: {{train: {data}/train, test: {data}/test, global_batch_size: 128}}")
+    code = "from raytrec.cli import main; main()"
+    options = [f"run.dir={tmp_path}/run", "scaling.workers=1", "train.epochs=100000"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "train", str(config), *options], stderr=subprocess.PIPE, text=True
+    )
+    seen = ""
+    while "rows/s" not in seen:
+        line = process.stderr.readline()
+        assert line, seen
+        seen += line
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=90)
+    assert process.returncode == 130
+    assert "interrupted: " in rest and "Traceback" not in rest
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("raytrec").experiment_id])
+    assert run.info.status == "KILLED"
 
 
 def test_job_script_is_the_same_command(tmp_path):

@@ -90,6 +90,7 @@ def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
             status = "FINISHED"
         except KeyboardInterrupt:
             status = "KILLED"
+            console.warn(f"interrupted: {relative(folder)} has no result")
             raise
         finally:
             if lost := tracker.close(status):

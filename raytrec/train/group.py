@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
 from raytrec.config import RunConfig
@@ -87,7 +89,7 @@ def run_group(
         ),
         run_config=ray.train.RunConfig(name="ray", storage_path=config.run.dir),
     )
-    with watch.reading(mailbox):
+    with watch.reading(mailbox), _interruptible():
         try:
             trainer.fit()
         except Exception as error:
@@ -95,6 +97,23 @@ def run_group(
     if watch.result is None:
         raise RunError("the workers ended without a result", where=config.run.dir)
     return watch.result
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C is a KeyboardInterrupt again, and the handler of before comes back.
+
+    Ray Train 2.60 installs a handler of its own that ends the workers and then the process, without a word.
+    """
+    in_main = current_thread() is main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        if in_main:
+            signal.signal(signal.SIGINT, before)
 
 
 def _explain(error: Exception, config: RunConfig) -> RaytrecError:
