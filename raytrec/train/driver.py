@@ -128,6 +128,7 @@ def evaluate(
     changes = [f"scaling.workers={workers}"] if workers else []
     changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
     config = load_config(folder / "config.yaml", changes)
+    config.run.dir = absolute(str(place))  # the run may have been moved since
     schema = Schema.load(folder / "schema.yaml")
     datasets = {"test": scan(absolute(data), schema, "--data")}
     with RunConsole(config.run.name) as console, ray_session(config.scaling.address, local_cpus(config)):

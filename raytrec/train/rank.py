@@ -49,7 +49,9 @@ class Rank:
 
         context = ray.train.get_context()
         device = ray.train.torch.get_device()
-        if device.type == "cpu":
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
             torch.set_num_threads(task.config.scaling.cpus_per_worker)
         return cls(context.get_world_rank(), context.get_world_size(), device, task)
 

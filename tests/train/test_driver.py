@@ -1,6 +1,7 @@
 """Whole runs: Ray Train, gloo, Parquet, MLflow; one local Ray for the module."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -87,6 +88,16 @@ def test_evaluate_takes_a_checkpoint_folder_and_one_file(runs, folder):
         runs[1].path / "checkpoints/final", str(folder / "valid/part-1.parquet"), workers=1
     )
     assert again.metrics["eval.rows"] == 250
+
+
+def test_a_run_can_be_moved(runs, folder, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(runs[1].path, moved)
+    config = (moved / "checkpoints/final/config.yaml").read_text()
+    (moved / "checkpoints/final/config.yaml").write_text(config.replace(str(runs[1].path), "/nowhere/run"))
+    again = driver.evaluate(moved, str(folder / "test"), workers=1)
+    assert again.metrics["eval.auc"] == pytest.approx(runs[1].metrics["eval.auc"], abs=1e-6)
+    assert not Path("/nowhere").exists()
 
 
 def test_a_finished_run_is_not_overwritten(runs, folder):
