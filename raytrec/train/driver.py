@@ -76,7 +76,6 @@ def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
                 figures = run_group(
                     "train_worker", config, schema, datasets, folder / checkpoint.FINAL, watch
                 )
-            checkpoint.describe(folder / checkpoint.FINAL, config, schema)
             metrics = {
                 **figures,
                 "world_size": config.scaling.workers,
@@ -206,5 +205,6 @@ def _make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
         )
     try:
         checkpoint.describe(folder, config, schema)
+        checkpoint.describe(folder / checkpoint.FINAL, config, schema)
     except OSError as error:
         raise RunError(f"cannot write the run folder: {error.strerror}", where=str(folder)) from None

@@ -168,6 +168,17 @@ def test_nothing_listens_beyond_loopback(folder, tmp_path):
     assert not seen
 
 
+def test_bad_rows_in_test_lose_no_training(folder, tmp_path):
+    bad = parquet.dataset(tmp_path / "bad")
+    values = pq.read_table(bad / "test/part-0.parquet")
+    labels = values["label"].to_numpy().copy()
+    labels[3] = 7
+    pq.write_table(values.set_column(0, "label", [labels]), bad / "test/part-0.parquet")
+    with pytest.raises(DataError, match="label 'label' is 7"):
+        driver.train(parquet.settings(bad, tmp_path / "run", scaling__workers=1, train__max_steps=3))
+    assert driver.evaluate(tmp_path / "run", str(folder / "test")).metrics["eval.rows"] == 1003
+
+
 def test_more_workers_than_the_cluster_has(folder, tmp_path):
     with pytest.raises(ConfigError, match="CPUs for 6 workers"):
         driver.train(parquet.settings(folder, tmp_path / "run", scaling__workers=6))
