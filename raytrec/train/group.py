@@ -8,6 +8,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from threading import Event, Thread, current_thread, main_thread
 from typing import Any
@@ -96,7 +97,8 @@ def run_group(
             raise _explain(error, config) from None
     if watch.result is None:
         raise RunError("the workers ended without a result", where=config.run.dir)
-    return watch.result
+    # JSON has no NaN: a figure that is not defined (NE and AUC of labels that are all equal) is null.
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in watch.result.items()}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import parquet
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -88,6 +89,15 @@ def test_evaluate_takes_a_checkpoint_folder_and_one_file(runs, folder):
         runs[1].path / "checkpoints/final", str(folder / "valid/part-1.parquet"), workers=1
     )
     assert again.metrics["eval.rows"] == 250
+
+
+def test_figures_that_labels_of_one_kind_do_not_define(runs, folder, tmp_path):
+    table = pq.read_table(folder / "test")
+    pq.write_table(table.filter(pc.equal(table["label"], 1)).slice(0, 50), tmp_path / "ones.parquet")
+    figures = driver.evaluate(runs[1].path, str(tmp_path / "ones.parquet"), workers=1).metrics
+    assert figures["eval.auc"] is None and figures["eval.ne"] is None
+    assert figures["eval.rows"] == 50 and figures["eval.logloss"] > 0
+    json.dumps(figures, allow_nan=False)
 
 
 def test_a_run_can_be_moved(runs, folder, tmp_path):
