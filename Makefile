@@ -21,11 +21,11 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-install: .venv/installed
+install: .venv/installed-$(DEVICE)
 
 # --no-deps: torchrec asks for the CUDA build of fbgemm-gpu, which breaks the CPU build. The pinned files are
 # complete, so nothing is missing without dependency resolution.
-.venv/installed: requirements/$(DEVICE).txt requirements/dev.txt pyproject.toml
+.venv/installed-$(DEVICE): requirements/$(DEVICE).txt requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/$(DEVICE).txt -r requirements/dev.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
