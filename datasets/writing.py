@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
+from raytrec.storage import relative
 
 MARKER = "prepared.json"
 SPLITS = ("train", "valid", "test")
@@ -77,7 +78,7 @@ class Output:
     def _options_before(self) -> dict | None:
         """The options that the folder was prepared with; None where it has no marker of ours."""
         try:
-            return json.loads((self.folder / MARKER).read_text())["options"]
+            return self.facts()["options"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -94,6 +95,10 @@ class Output:
             shutil.rmtree(self.folder)
         self.partial.rename(self.folder)
 
+    def facts(self) -> dict:
+        """What `finish` wrote into a complete folder: options, rows and the recipe's own facts."""
+        return json.loads((self.folder / MARKER).read_text())
+
     def finish(self, schema: Schema, rows: dict[str, int], **facts: object) -> None:
         """Writes schema.yaml and the marker with the rows of each split and other facts."""
         (self.partial / "schema.yaml").write_text(schema.to_yaml())
@@ -102,10 +107,9 @@ class Output:
 
     def summary(self, job: str, *lines: str) -> None:
         """Prints the rows of each split, further lines, and the next command."""
-        rows = json.loads((self.folder / MARKER).read_text())["rows"]
-        counts = ", ".join(f"{name} {count:,}" for name, count in rows.items())
+        counts = ", ".join(f"{name} {count:,}" for name, count in self.facts()["rows"].items())
         console = Console(stderr=True)
-        place = _relative(self.folder)
+        place = relative(self.folder)
         paths = " ".join(f"data.{name}={place}/{name}" for name in SPLITS)
         for line in (f"{place}: {counts} rows", *lines, f"next: raytrec train jobs/{job}.yaml {paths}"):
             console.print(line, highlight=False, soft_wrap=True)
@@ -177,7 +181,3 @@ def progress(text: str, total: int | None) -> Iterator:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, total=total)
         yield lambda done: bar.advance(task, done)
-
-
-def _relative(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from raytrec.errors import DataError
 
@@ -50,6 +51,11 @@ def read_text(uri: str) -> str:
 def absolute(uri: str) -> str:
     """A local path made absolute (workers run in another directory); URIs are left alone."""
     return uri if "://" in uri else os.path.abspath(os.path.expanduser(uri))
+
+
+def relative(path: Path) -> str:
+    """A path as short as it can be said from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def sibling(uri: str, name: str) -> str:

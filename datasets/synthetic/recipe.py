@@ -47,15 +47,8 @@ def prepare(
                 for i, s in enumerate(SPLITS)
             }
             output.finish(schema_of(shape, dim), counts, best_auc=best)
-    best = best_auc(output.folder)
+    best = output.facts()["best_auc"]
     output.summary("synthetic", f"best reachable AUC (the planted model itself): test {best['test']:.4f}")
-
-
-def best_auc(folder: Path) -> dict[str, float]:
-    """The AUC of the planted model's own probabilities on each split of a prepared folder."""
-    import json
-
-    return json.loads((folder / "prepared.json").read_text())["best_auc"]
 
 
 def schema_of(shape: Shape, dim: int) -> Schema:

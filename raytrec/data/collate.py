@@ -10,6 +10,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.data.batch import Batch
+from raytrec.data.columns import one_array
 from raytrec.schema import Schema
 
 
@@ -26,7 +27,7 @@ class Rows:
 
     @classmethod
     def of(cls, table: pa.Table) -> Rows:
-        columns = {name: _whole(table[name]) for name in table.column_names}
+        columns = {name: one_array(table[name]) for name in table.column_names}
         ids = columns["ids"]
         return cls(
             _matrix(columns["labels"]),
@@ -54,13 +55,6 @@ class Rows:
     def values(self, array: np.ndarray) -> np.ndarray:
         """The part of `ids` or `weights` that belongs to these rows."""
         return array[self.offsets[0] : self.offsets[-1]]
-
-
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0) if array.num_chunks else pa.array([], column.type)
-    return array
 
 
 def _matrix(array: pa.FixedSizeListArray) -> np.ndarray:

@@ -29,7 +29,7 @@ class Place:
 
 def numbers(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     """A column of numbers as float32 [n]; no null, NaN or infinity."""
-    array = _one_array(column)
+    array = one_array(column)
     if array.null_count:
         row = pc.index(array.is_null(), True).as_py()
         raise DataError(
@@ -71,7 +71,7 @@ def bags(
         lengths int64 [n], ids int64 [Σ lengths], weights float32 [Σ lengths] or None. A null row is an empty
         bag.
     """
-    lengths, flat = _unnest(_one_array(column))
+    lengths, flat = _unnest(one_array(column))
     rows = _Rows(lengths)
     if flat.null_count:
         at = pc.index(flat.is_null(), True).as_py()
@@ -85,7 +85,7 @@ def bags(
     ids = _in_range(ids, name, spec, table, place, rows)
     if weights is None:
         return lengths, ids, None
-    weight_lengths, weight_values = _unnest(_one_array(weights))
+    weight_lengths, weight_values = _unnest(one_array(weights))
     if not np.array_equal(lengths, weight_lengths):
         row = int((lengths != weight_lengths).argmax())
         raise DataError(
@@ -115,7 +115,7 @@ class _Rows:
         return int(np.searchsorted(np.cumsum(self._lengths), at, side="right"))
 
 
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
+def one_array(column: pa.ChunkedArray) -> pa.Array:
     """A column as one array, dictionaries decoded."""
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -123,11 +122,3 @@ def print_result(result: Any) -> None:
     console.print(table)
     for line in result.next_steps:
         console.print(line, highlight=False, soft_wrap=True)
-
-
-def relative(path: Path) -> str:
-    """A path as short as it can be said from here."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -15,10 +15,10 @@ from raytrec.config import RunConfig, load_config
 from raytrec.data.fragments import Dataset, list_files, scan
 from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.schema import Schema
-from raytrec.storage import absolute
+from raytrec.storage import absolute, relative
 from raytrec.tracking.mlflow import Tracker
 from raytrec.train import checkpoint
-from raytrec.train.console import RunConsole, relative
+from raytrec.train.console import RunConsole
 from raytrec.train.group import Watch, local_cpus, run_group, write_json
 
 RESULT = "result.json"
