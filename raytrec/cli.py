@@ -67,6 +67,20 @@ def evaluate(
 
 
 @app.command()
+def check(
+    config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False
+):
+    """Holds a config, with its plan and cluster, to one plain torch process; exit code 1 if it differs."""
+    from raytrec.train.check import check as run
+    from raytrec.train.console import print_check
+
+    result = run(config, overrides or [])
+    _dump(result.metrics) if json else print_check(result)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="Folder or file of Parquet: local, s3:// or gs://.")],
     out: Annotated[str | None, typer.Option(help="Write the schema here instead of to stdout.")] = None,
@@ -103,9 +117,13 @@ def _show(result, as_json: bool) -> None:
     from raytrec.train.console import print_result
 
     if as_json:
-        print(json.dumps(result.metrics))
+        _dump(result.metrics)
     else:
         print_result(result)
+
+
+def _dump(metrics: dict) -> None:
+    print(json.dumps(metrics))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""One RunConfig: every knob, its unit and its default. YAML plus `section.key=value` overrides.
+"""One RunConfig of all sections (sections.py). YAML plus `section.key=value` overrides.
 
 No torch or Ray here: `raytrec config` answers in well under a second.
 """
@@ -6,128 +6,23 @@ No torch or Ray here: `raytrec config` answers in well under a second.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from raytrec.errors import ConfigError, did_you_mean
-from raytrec.storage import sibling
-
-
-class Section(BaseModel):
-    """A part of the configuration; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True, validate_default=True)
-
-
-class RunSection(Section):
-    name: str | None = Field(None, description="Name of the run; default: the config's name and the time.")
-    dir: str | None = Field(
-        None, description="The run folder: result, checkpoint, config; default: runs/NAME."
-    )
-    seed: NonNegativeInt = Field(0, description="Seeds initial weights, epoch order and dropout.")
-
-
-class DataSection(Section):
-    train: str = Field(description="Folder of Parquet files to train on (local, s3:// or gs://).")
-    valid: str | None = Field(None, description="Folder evaluated every train.eval_every_steps.")
-    test: str | None = Field(None, description="Folder evaluated at the end; default: data.valid.")
-    schema_path: str | None = Field(
-        None, alias="schema", description="The schema.yaml; default: the one in the folder above data.train."
-    )
-    global_batch_size: PositiveInt = Field(2048, description="Rows per step over all workers together.")
-    shuffle: Literal["none", "groups", "window"] = Field(
-        "window",
-        description="none: file order. groups: row groups in a new seeded order each epoch. window: also "
-        "rows within a window of row groups.",
-    )
-    window: PositiveInt = Field(
-        2, description="Row groups of each lane whose rows are mixed by shuffle=window."
-    )
-    lanes: PositiveInt = Field(
-        24, description="Parts that a global batch is read from at once; the most workers that can share it."
-    )
-    drop_last: bool = Field(False, description="Leave out an epoch's last, smaller batch.")
-    readers: PositiveInt = Field(1, description="Ray Data tasks that read for one worker at the same time.")
-    prefetch: PositiveInt = Field(4, description="Batches made ready ahead of the step, for each worker.")
-
-    @property
-    def schema_uri(self) -> str:
-        """Where the schema is: data.schema, or schema.yaml in the folder above data.train."""
-        return self.schema_path or sibling(self.train, "schema.yaml")
-
-
-class ScalingSection(Section):
-    workers: PositiveInt = Field(2, description="Worker processes; on GPUs one for each GPU.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where Ray has GPUs.")
-    cpus_per_worker: PositiveInt = Field(1, description="CPUs that Ray sets aside for one worker.")
-    address: str | None = Field(
-        None,
-        description="Ray cluster to join ('auto' or HOST:PORT); default: the one of a Ray job, else a "
-        "local one on loopback, ended with the run.",
-    )
-    timeout_s: PositiveInt = Field(300, description="Seconds that a collective may wait for another rank.")
-
-
-class ModelSection(Section):
-    name: Literal["dlrm"] = Field("dlrm", description="The model.")
-    bottom_mlp: list[PositiveInt] = Field(
-        [128], description="Hidden sizes between the dense columns and their embedding."
-    )
-    top_mlp: list[PositiveInt] = Field([128, 64], description="Hidden sizes between interactions and logit.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout in the top MLP while training.")
-
-
-class EmbeddingOptim(Section):
-    name: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = Field(
-        "rowwise_adagrad", description="Updates tables in backward (fused); adam on CPU: a dense update."
-    )
-    lr: PositiveFloat = Field(0.02, description="Learning rate.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment (not sgd).")
-
-
-class DenseOptim(Section):
-    name: Literal["adam", "adagrad", "sgd"] = Field("adam", description="Optimizer of the dense layers.")
-    lr: PositiveFloat = Field(1e-3, description="Learning rate.")
-    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty.")
-
-
-class OptimSection(Section):
-    embeddings: EmbeddingOptim = Field(default_factory=EmbeddingOptim)
-    dense: DenseOptim = Field(default_factory=DenseOptim)
-
-
-class PlanSection(Section):
-    sharding: list[Literal["table_wise", "row_wise", "column_wise", "data_parallel"]] = Field(
-        ["table_wise", "row_wise"], min_length=1, description="Ways of sharding that the planner may choose."
-    )
-
-
-class TrainSection(Section):
-    epochs: PositiveInt = Field(1, description="Passes over data.train.")
-    max_steps: PositiveInt | None = Field(None, description="Stop after this many steps.")
-    eval_every_steps: PositiveInt | None = Field(
-        None, description="Evaluate on data.valid (else data.test) this often; the end is always evaluated."
-    )
-    log_every_steps: PositiveInt = Field(20, description="Report loss and speed this often.")
-
-
-class TrackingSection(Section):
-    uri: str | None = Field(
-        None, description="MLflow store or server; default: mlflow.db (sqlite) beside the run folder."
-    )
-    experiment: str = Field("raytrec", description="MLflow experiment.")
+from raytrec.sections import (
+    DataSection,
+    ModelSection,
+    OptimSection,
+    PlanSection,
+    RunSection,
+    ScalingSection,
+    Section,
+    TrackingSection,
+    TrainSection,
+)
 
 
 class RunConfig(Section):
@@ -156,12 +51,6 @@ class RunConfig(Section):
             )
         if self.train.eval_every_steps and not (self.data.valid or self.data.test):
             raise ValueError("train.eval_every_steps is set, but neither data.valid nor data.test is")
-        if "column_wise" in self.plan.sharding and self.optim.embeddings.name == "rowwise_adagrad":
-            raise ValueError(
-                "plan.sharding has column_wise and optim.embeddings.name is rowwise_adagrad: its state is "
-                "one value per row, and column shards would each keep their own; use adagrad, or leave out "
-                "column_wise"
-            )
         return self
 
     def to_yaml(self) -> str:
@@ -265,7 +154,7 @@ def _all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]
         keys.append(key)
         for part in (field.annotation, *get_args(field.annotation)):
             if isinstance(part, type) and issubclass(part, Section):
-                keys += _all_keys(part, key + ".")
+                keys += _all_keys(part, key + (".*." if get_origin(field.annotation) is dict else "."))
     return keys
 
 

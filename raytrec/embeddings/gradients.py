@@ -1,21 +1,30 @@
 """One definition of the loss, and what each rank must send so that every gradient agrees with it.
 
-    loss = Σ over the rows of the global batch of the row's loss ÷ rows of the global batch
+    mean:  loss = Σ over the rows of the global batch of the row's loss ÷ rows of the global batch
+    sum:   loss = Σ over the rows of the global batch of the row's loss
 
 TorchRec divides table gradients by the world size (its gradient division stays on) and
 DistributedDataParallel averages dense gradients over ranks. So each rank's loss is
 
-    world_size × Σ over its own rows ÷ rows of the global batch
+    world_size × Σ over its own rows ÷ rows of the global batch (mean; for the sum, ÷ 1)
 
 and both kinds of gradient become exactly those of the definition, for equal, unequal and empty parts.
+
+A batch may be given to the dense layers in pieces (micro-batches). The sum above is then built piece by
+piece, and the tables see one lookup and one update for the whole batch, with any kernel and optimizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
 
-def rank_loss(losses_B: torch.Tensor, weights_B: torch.Tensor, global_rows: int, world: int) -> torch.Tensor:
+def rank_loss(
+    losses_B: torch.Tensor, weights_B: torch.Tensor, global_rows: int, world: int, reduction: str = "mean"
+) -> torch.Tensor:
     """The scalar that one rank calls backward on.
 
     Args:
@@ -23,5 +32,49 @@ def rank_loss(losses_B: torch.Tensor, weights_B: torch.Tensor, global_rows: int,
         weights_B: float [B], 1 for a row and 0 for padding.
         global_rows: rows of the global batch over all ranks, padding not counted.
         world: number of ranks.
+        reduction: mean or sum over the global batch.
     """
-    return (losses_B * weights_B).sum() * (world / global_rows)
+    return (losses_B * weights_B).sum() * (world / (global_rows if reduction == "mean" else 1))
+
+
+class PieceByPiece(torch.autograd.Function):
+    """Σ of the pieces' losses, whose gradient is taken piece by piece while the sum is built.
+
+    Only one piece's activations exist at a time, which is what micro-batches are for. The gradients leave
+    through the ordinary backward: DistributedDataParallel and the tables see one backward of one batch.
+
+    Call `PieceByPiece.apply(loss_of, pieces, n, *tensors)`:
+        loss_of: (rows of the piece, those rows of the inputs) → scalar loss.
+        pieces: slices that cover the rows of the batch.
+        n: how many of `tensors` are inputs [B, …]; the others are the parameters that loss_of uses.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss_of: Callable[[slice, list[torch.Tensor]], torch.Tensor],
+        pieces: Sequence[slice],
+        n: int,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        inputs, parameters = tensors[:n], tensors[n:]
+        total = inputs[0].new_zeros(())
+        input_grads = [torch.empty_like(x) for x in inputs]
+        parameter_grads = [torch.zeros_like(p) for p in parameters]
+        for piece in pieces:
+            leaves = [x[piece].detach().requires_grad_() for x in inputs]
+            with torch.enable_grad():
+                loss = loss_of(piece, leaves)
+                grads = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+            total += loss.detach()
+            for whole, grad in zip(input_grads, grads[:n], strict=True):
+                whole[piece] = 0 if grad is None else grad
+            for whole, grad in zip(parameter_grads, grads[n:], strict=True):
+                if grad is not None:
+                    whole += grad
+        ctx.save_for_backward(*input_grads, *parameter_grads)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return None, None, None, *(g * grad for g in ctx.saved_tensors)

@@ -10,8 +10,8 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from raytrec.config import DenseOptim, EmbeddingOptim, OptimSection
-from raytrec.embeddings.tables import table_of
+from raytrec.embeddings.bags import table_of
+from raytrec.sections import DenseOptim, EmbeddingOptim, OptimSection
 
 CLASSES = {
     "rowwise_adagrad": RowWiseAdagrad,

@@ -2,81 +2,83 @@
 
 from __future__ import annotations
 
-import os
+import copy
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
-from raytrec.config import PlanSection
+from raytrec.config import RunConfig
+from raytrec.embeddings.hosts import GIB, hardware, memory_bytes, settle_hosts
+from raytrec.embeddings.pins import Pin, check_pins, column_parts
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
 
-GIB = 1024**3
-# Bytes per ms: orders of magnitude of main memory and of gloo. TorchRec's defaults describe GPUs with NVLink,
-# where exchanging costs nothing, and would shard every table row-wise.
-CPU_BANDWIDTHS = {
-    "ddr_mem_bw": 20 * GIB / 1000,
-    "intra_host_bw": 1 * GIB / 1000,
-    "inter_host_bw": 1 * GIB / 1000,
-}
-
 
 class BagSharder(EmbeddingBagCollectionSharder):
-    """Offers the sharding types of the configuration, each with one compute kernel.
+    """Offers every way of sharding on every device, and the kernels that train under each.
 
     TorchRec's own sharder offers no row-wise sharding on CPU, although it runs there, and lets the planner
-    choose dense kernels, whose tables the fused optimizers would not train.
-
-    Args:
-        sharding: allowed sharding types.
+    choose dense kernels, whose tables the fused optimizers would not train. What a table may have of this is
+    said by its ParameterConstraints.
     """
 
-    def __init__(self, sharding: list[str]):
-        super().__init__()
-        self._sharding = sharding
-
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(self._sharding)
+        return [
+            "table_wise",
+            "row_wise",
+            "column_wise",
+            "data_parallel",
+            "table_row_wise",
+            "table_column_wise",
+            "grid_shard",
+        ]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        return ["dense" if sharding_type == "data_parallel" else "fused"]
+        if sharding_type == "data_parallel":
+            return ["dense"]
+        return ["fused", "fused_uvm", "fused_uvm_caching"]
 
 
 def make_plan(
     model: nn.Module,
     sharder: BagSharder,
     schema: Schema,
-    config: PlanSection,
+    config: RunConfig,
     device: torch.device,
     *,
-    batch: int,
     fused: bool,
 ) -> ShardingPlan:
     """Rank 0 plans, every rank receives the plan; a collective.
 
     Args:
-        batch: rows of one rank's batch, for the planner's cost model.
         fused: whether sharded tables are updated in backward (data-parallel tables never are).
 
     Raises:
-        ConfigError: when the tables do not fit, or no allowed sharding type fits a table.
+        ConfigError: a pin that cannot be kept (pins.py), tables that do not fit, or no allowed sharding type
+            that fits a table.
     """
-    from torchrec.distributed.planner.types import PlannerError
-
-    if device.type == "cuda":
-        hardware = {"hbm_cap": torch.cuda.get_device_properties(device).total_memory}
-    else:
-        hardware = {"ddr_cap": _host_memory() // dist.get_world_size(), **CPU_BANDWIDTHS}
-    # Column shards narrower than 128 must be allowed by name; FBGEMM needs multiples of 4.
-    narrowest = 4 if "column_wise" in config.sharding else None
+    world, local = dist.get_world_size(), settle_hosts(config.plan)
+    settled = check_pins(
+        config, schema, device.type, ranks_per_host=local, memory=memory_bytes(config.plan, device)
+    )
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=dist.get_world_size(), compute_device=device.type, **hardware),
-        batch_size=batch,
-        constraints={name: ParameterConstraints(min_partition=narrowest) for name in schema.tables},
+        topology=Topology(
+            world_size=world,
+            local_world_size=local,
+            compute_device=device.type,
+            **hardware(config.plan, device),
+        ),
+        batch_size=-(-config.data.global_batch_size // world),
+        constraints={
+            table: _constraints(pin, schema.tables[table].dim, world, local) for table, pin in settled.items()
+        },
+        partitioner=PinnedPartitioner(settled),
         debug=False,
     )
     try:
@@ -84,22 +86,101 @@ def make_plan(
     except PlannerError as error:
         gib = sum(t.rows * t.dim * 4 for t in schema.tables.values()) / GIB
         raise ConfigError(
-            f"no plan for {len(schema.tables)} tables ({gib:.2f} GiB of weights) on {dist.get_world_size()} "
+            f"no plan for {len(schema.tables)} tables ({gib:.2f} GiB of weights) on {world} "
             f"workers: {str(error).splitlines()[0]}",
-            where="plan.sharding, scaling.workers",
-            expected=f"tables that fit under {', '.join(config.sharding)}",
+            where="plan, scaling.workers",
+            expected=f"tables that fit under {', '.join(config.plan.sharding)} and plan.tables",
             do="add workers, allow row_wise, or make tables smaller",
         ) from None
-    if not fused:
-        # The planner (torchrec 1.8.0) refuses dense kernels for sharded tables, which run all the same.
-        for spec in (spec for module in plan.plan.values() for spec in module.values()):
-            spec.compute_kernel = "dense"
+    # The planner (torchrec 1.8.0) refuses dense kernels for sharded tables, which run all the same.
+    for module in plan.plan.values():
+        for table, spec in module.items():
+            if settled[table].kernel == "dense" or not fused:
+                spec.compute_kernel = "dense"
     return plan
 
 
-def _host_memory() -> int:
-    """Bytes of main memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _constraints(pin: Pin, dim: int, world: int, local: int) -> ParameterConstraints:
+    kernel = None if pin.kernel == "dense" else pin.kernel
+    return ParameterConstraints(
+        sharding_types=list(pin.sharding),
+        compute_kernels=[kernel] if kernel else ["dense", "fused"],
+        min_partition=dim // column_parts(dim, pin.sharding, pin.ranks, world, local),
+    )
+
+
+class PinnedPartitioner(GreedyPerfPartitioner):
+    """First tables whose ranks are settled and groups that must lie together, then the rest as TorchRec does.
+
+    Args:
+        settled: table → Pin.
+    """
+
+    def __init__(self, settled: dict[str, Pin]):
+        super().__init__()
+        self._settled = settled
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology, hbm_per_device=None):
+        topology = copy.deepcopy(storage_constraint)
+        groups: dict[int, list[ShardingOption]] = {}
+        columns, rest = [], []
+        for option in proposal:
+            pin = self._settled[option.name]
+            if pin.ranks and pin.sharding[0] not in ("row_wise", "data_parallel"):
+                self._place(option, pin.ranks, topology)
+            elif pin.group is not None:
+                groups.setdefault(pin.group, []).append(option)
+            elif option.sharding_type in ("column_wise", "table_column_wise"):
+                columns.append(option)
+            else:
+                rest.append(option)
+        for group in sorted(groups.values(), key=_storage, reverse=True):
+            self._place_together(group, topology)
+        for option in columns:
+            self._spread(option, topology)
+        super().partition(rest, topology, hbm_per_device)
+        return proposal
+
+    def _place(self, option: ShardingOption, ranks: tuple[int, ...], topology: Topology) -> None:
+        for shard, rank in zip(option.shards, ranks, strict=True):
+            device = topology.devices[rank]
+            if not shard.storage.fits_in(device.storage):
+                raise PlannerError(
+                    error_type=PlannerErrorType.PARTITION,
+                    message=f"table {option.name} does not fit on rank {rank} beside what must lie there",
+                )
+            shard.rank = rank
+            device.storage -= shard.storage
+            device.perf += shard.perf
+
+    def _spread(self, option: ShardingOption, topology: Topology) -> None:
+        """Column shards on different ranks, the least busy first. TorchRec's partitioner may put two on one,
+        where dense kernels and their optimizers cannot tell them apart."""
+        devices, local = topology.devices, topology.local_world_size
+        size = local if option.sharding_type == "table_column_wise" else len(devices)
+        hosts = [devices[start : start + size] for start in range(0, len(devices), size)]
+        host = min(hosts, key=lambda host: sum(device.perf.total for device in host))
+        chosen = sorted(host, key=lambda device: device.perf.total)[: option.num_shards]
+        self._place(option, tuple(device.rank for device in chosen), topology)
+
+    def _place_together(self, group: list[ShardingOption], topology: Topology) -> None:
+        """On the least busy rank with room for all of them."""
+        for device in sorted(topology.devices, key=lambda d: d.perf.total):
+            if _storage(group).fits_in(device.storage):
+                for option in group:
+                    self._place(option, (device.rank,), topology)
+                return
+        raise PlannerError(
+            error_type=PlannerErrorType.PARTITION,
+            message=f"no rank has room for {', '.join(option.name for option in group)} together",
+        )
+
+
+def _storage(group: list[ShardingOption]):
+    first, *others = (option.total_storage for option in group)
+    for other in others:
+        first = first + other
+    return first
 
 
 def describe(plan: ShardingPlan) -> list[dict]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from raytrec.embeddings.tables import embedding_bags
+from raytrec.embeddings.bags import embedding_bags
+from raytrec.errors import RunError
 from raytrec.schema import Schema
 
 
@@ -17,19 +20,43 @@ class PooledEmbeddings(nn.Module):
 
     Args:
         schema: the features, their pooling and their tables.
+        dtypes: table → fp32, fp16 or bf16; default: all fp32. They are fixed: a cast later would part what is
+            read from what is trained, so `.to(dtype)`, `.half()`, `.bfloat16()` and the like raise.
 
     Returns (forward):
         dict of feature → float32 [B, dim of its table]. With bag ids i and weights wᵢ (1 when there are
         none): sum is Σ wᵢ·eᵢ, mean is Σ wᵢ·eᵢ ÷ Σ wᵢ, and an empty bag (or Σ wᵢ = 0) is 0.
     """
 
-    def __init__(self, schema: Schema):
+    def __init__(self, schema: Schema, dtypes: dict[str, str] | None = None):
         super().__init__()
-        self.bags = embedding_bags(schema)
+        self.bags = embedding_bags(schema, dtypes)
         self.means = BagMeans([spec.pooling != "sum" for spec in schema.sparse.values()])
 
     def forward(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         return self.means(self.bags(sparse), sparse)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> PooledEmbeddings:
+        # Every cast of a module passes here, before it has touched any of the tables.
+        refuse_cast(fn)
+        return super()._apply(fn, recurse)
+
+
+def refuse_cast(fn: Callable) -> None:
+    """Raises if a function that nn.Module applies to its tensors would change the dtype of tables.
+
+    Raises:
+        RunError: says what to do instead.
+    """
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        after = fn(torch.empty(0, dtype=dtype)).dtype
+        if after != dtype:
+            raise RunError(
+                f"a cast of embedding tables from {dtype} to {after}",
+                where="model.to(dtype), .float(), .half(), .bfloat16(), .double() or .type(dtype)",
+                expected="a dtype chosen before sharding: a cast parts what is read from what is trained",
+                do="set plan.tables.TABLE.dtype to fp32, fp16 or bf16; cast dense layers by themselves",
+            )
 
 
 class BagMeans(nn.Module):

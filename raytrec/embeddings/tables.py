@@ -1,85 +1,292 @@
-"""Embedding tables from the schema, and their initial values."""
+"""One view of any sharded table, whatever its way of sharding and its kernel.
+
+for table in tables(model, optimizer).values():
+    print(table.name, table.shape, table.dtype, table.sharding, table.kernel)
+    start = table.weight.dense(rows=range(1000), first_only=True)    # rank 0: float [1000, dim]
+    moments = table.state["sum"].dense(rows=range(1000))             # beside them
+"""
 
 from __future__ import annotations
 
-import hashlib
-from math import sqrt
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.optim.keyed import KeyedOptimizer
 
-from raytrec.schema import Schema
+from raytrec.embeddings.bags import table_of
+from raytrec.errors import RunError
 
-BLOCK_ROWS = 65_536  # rows that share one random stream; a rank makes only the blocks that it holds
 
+@dataclass(frozen=True)
+class Shard:
+    """A rectangle of a table.
 
-def embedding_bags(schema: Schema) -> EmbeddingBagCollection:
-    """The tables, without memory (meta device), as TorchRec shards them.
-
-    Every table is declared SUM: TorchRec's sharded mean is wrong or differs under several sharding types, so
-    means are divided outside (`pooling.BagMeans`).
+    Attributes:
+        rank: the rank that holds it (for a data-parallel table, which every rank holds whole: this one).
+        rows, columns: which part of the table it is.
+        values: on the rank that holds it, the live weights or state: writing changes them. Weights are
+            [rows, columns]; state with one value a row is [rows]. None on other ranks.
     """
-    features_of: dict[str, list[str]] = {table: [] for table in schema.tables}
-    for feature, spec in schema.sparse.items():
-        features_of[spec.table].append(feature)
-    return EmbeddingBagCollection(
-        device=torch.device("meta"),
-        is_weighted=schema.has_weights,
-        tables=[
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=table.rows,
-                embedding_dim=table.dim,
-                feature_names=features_of[name],
-                pooling=PoolingType.SUM,
+
+    rank: int
+    rows: range
+    columns: range
+    values: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The weights of a table, or one kind of its optimizer state, as shards on all ranks.
+
+    Attributes:
+        shape: of the whole: (rows, dim), or (rows,) for state with one value a row.
+        dtype: of the values.
+        shards: all of them, in the order of the plan.
+        replicated: whether every rank holds the whole.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: list[Shard]
+    replicated: bool
+    device: torch.device
+
+    @property
+    def local(self) -> list[Shard]:
+        """The shards that this rank holds."""
+        return [shard for shard in self.shards if shard.values is not None]
+
+    def dense(self, rows: range | None = None, *, first_only: bool = False) -> torch.Tensor | None:
+        """Rows as one leaf tensor, contiguous; a collective.
+
+        Args:
+            rows: which rows; default: all. Memory and traffic are those of these rows alone, so that a table
+                larger than any rank's memory can be walked through.
+            first_only: on rank 0 only; the other ranks get None and receive nothing.
+
+        Raises:
+            RunError: rows outside the table.
+        """
+        rows = self._checked(range(self.shape[0]) if rows is None else rows)
+        wanted = dist.get_rank() == 0 or not first_only
+        out = (
+            torch.empty(len(rows), *self.shape[1:], dtype=self.dtype, device=self.device) if wanted else None
+        )
+        for shard in self.shards:
+            if both := _overlap(rows, shard.rows):
+                piece = self._exchange(shard, both, first_only)
+                if wanted:
+                    _part(out, both, rows.start, shard.columns).copy_(piece)
+        return out
+
+    @torch.no_grad()
+    def load(self, values: torch.Tensor, first_row: int = 0) -> None:
+        """Writes rows into the live shards. Not a collective: each rank takes its part of what it is given.
+
+        Args:
+            values: [n, dim], or [n] for state with one value a row: the rows from `first_row` on, the same on
+                every rank. They are cast to the table's dtype.
+
+        Raises:
+            RunError: another width, or rows outside the table.
+        """
+        if tuple(values.shape[1:]) != self.shape[1:]:
+            raise RunError(
+                f"values of shape {tuple(values.shape)} for a table of shape {self.shape}",
+                where="load",
+                expected=f"[rows{''.join(f', {n}' for n in self.shape[1:])}]",
             )
-            for name, table in schema.tables.items()
-        ],
+        rows = self._checked(range(first_row, first_row + len(values)))
+        for shard in self.local:
+            if both := _overlap(rows, shard.rows):
+                into = shard.values[both.start - shard.rows.start : both.stop - shard.rows.start]
+                into.copy_(_part(values, both, first_row, shard.columns))
+
+    def _checked(self, rows: range) -> range:
+        if rows.step != 1 or rows.start < 0 or rows.stop > self.shape[0]:
+            raise RunError(
+                f"{rows} of a table of {self.shape[0]:,} rows", expected="a range within the table"
+            )
+        return rows
+
+    def _exchange(self, shard: Shard, rows: range, first_only: bool) -> torch.Tensor | None:
+        """Those rows of a shard, from the rank that holds it to those that want them."""
+        me, piece = dist.get_rank(), None
+        if shard.values is not None:
+            piece = shard.values[rows.start - shard.rows.start : rows.stop - shard.rows.start]
+            piece = piece.detach().contiguous()
+        elif me == 0 or not first_only:
+            size = (len(rows), len(shard.columns))[: len(self.shape)]
+            piece = torch.empty(size, dtype=self.dtype, device=self.device)
+        if self.replicated:
+            return piece
+        if not first_only:
+            dist.broadcast(piece, src=shard.rank)
+        elif shard.rank != 0 and me == shard.rank:
+            dist.send(piece, dst=0)
+        elif shard.rank != 0 and me == 0:
+            dist.recv(piece, src=shard.rank)
+        return piece
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a sharded model.
+
+    Attributes:
+        name: as in the schema.
+        shape: (rows, dim).
+        dtype: of the weights; fixed since sharding.
+        sharding: table_wise, row_wise, column_wise, data_parallel, table_row_wise, table_column_wise or
+            grid_shard.
+        kernel: fused, dense, fused_uvm or fused_uvm_caching.
+        weight: the weights.
+        state: kind of optimizer state (torch.optim's names: sum, exp_avg, exp_avg_sq) → its values; empty
+            without an optimizer, for sgd, and before the first step where torch makes state at that.
+        parameter: what `embedding_bags[name].weight` gives on this rank (None where it holds no shard): a
+            slice of a larger tensor, not a leaf.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    sharding: str
+    kernel: str
+    weight: Parts
+    state: dict[str, Parts]
+    parameter: torch.Tensor | None
+
+
+def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[str, Table]:
+    """Every table of a sharded model by name; a collective when an optimizer is given.
+
+    Args:
+        model: a DistributedModelParallel, or any module with a ShardedEmbeddingBagCollection inside.
+        optimizer: the one of `optim.combine`, for the state beside the weights.
+    """
+    local_state, kinds = _optimizer_state(optimizer) if optimizer is not None else ({}, {})
+    found = {}
+    for module in model.modules():
+        if not isinstance(module, ShardedEmbeddingBagCollection):
+            continue
+        live, parameters = module.state_dict(), dict(module.named_parameters())
+        for name, spec in module.module_sharding_plan.items():
+            key = f"embedding_bags.{name}.weight"
+            weight = _weight(live[key])
+            state = {
+                kind: _beside(weight, per_row, dtype, local_state.get(name, {}).get(kind, []))
+                for kind, (per_row, dtype) in kinds.get(name, {}).items()
+            }
+            found[name] = Table(
+                name,
+                weight.shape,
+                weight.dtype,
+                spec.sharding_type,
+                spec.compute_kernel,
+                weight,
+                state,
+                parameters.get(key),
+            )
+    return found
+
+
+def accumulate_grad(table: Table) -> torch.autograd.graph.Node:
+    """The AccumulateGrad node of a data-parallel table (or one with a dense kernel), for libraries that walk
+    the autograd graph: hooks on it run when the table's gradient is ready.
+
+    `table.parameter` is a slice of the tensor that FBGEMM keeps for several tables, and says that it has no
+    grad_fn; the node belongs to that tensor, so tables of one kernel share it.
+
+    Raises:
+        RunError: the table is updated in backward and never has a gradient, or this rank has no shard of it.
+    """
+    if table.kernel != "dense" or table.parameter is None:
+        raise RunError(
+            f"table {table.name} has no AccumulateGrad on rank {dist.get_rank()}",
+            where=f"sharding {table.sharding}, kernel {table.kernel}",
+            expected="a table with a dense kernel that this rank holds; fused kernels update in backward",
+            do=f"set plan.tables.{table.name}.sharding to data_parallel, or its kernel to dense",
+        )
+    with torch.enable_grad():
+        node = table.parameter.view_as(table.parameter).as_subclass(torch.Tensor).grad_fn
+    while not hasattr(node, "variable"):
+        node = node.next_functions[0][0]
+    return node
+
+
+def _weight(value: torch.Tensor | ShardedTensor) -> Parts:
+    if not isinstance(value, ShardedTensor):
+        value = value.detach().as_subclass(torch.Tensor)
+        whole = Shard(dist.get_rank(), range(value.shape[0]), range(value.shape[1]), value)
+        return Parts(tuple(value.shape), value.dtype, [whole], True, value.device)
+    live = {tuple(s.metadata.shard_offsets): s.tensor.detach() for s in value.local_shards()}
+    shards = [
+        Shard(
+            part.placement.rank(),
+            range(part.shard_offsets[0], part.shard_offsets[0] + part.shard_sizes[0]),
+            range(part.shard_offsets[1], part.shard_offsets[1] + part.shard_sizes[1]),
+            live.get(tuple(part.shard_offsets)) if part.placement.rank() == dist.get_rank() else None,
+        )
+        for part in value.metadata().shards_metadata
+    ]
+    device = torch.device(torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else "cpu")
+    return Parts(tuple(value.shape), value.dtype, shards, False, device)
+
+
+def _beside(weight: Parts, per_row: bool, dtype: torch.dtype, live: list[torch.Tensor]) -> Parts:
+    """State as shards that lie where the weights' shards lie."""
+    values = iter(live)
+    shards = [
+        Shard(s.rank, s.rows, s.columns, next(values) if s.values is not None and live else None)
+        for s in weight.shards
+    ]
+    return Parts(
+        weight.shape[:1] if per_row else weight.shape, dtype, shards, weight.replicated, weight.device
     )
 
 
-def table_of(fqn: str) -> str | None:
-    """The table that a parameter or state-dict key belongs to (None: a dense layer's)."""
-    parts = fqn.split(".")
-    return parts[-2] if len(parts) >= 3 and parts[-3] == "embedding_bags" and parts[-1] == "weight" else None
-
-
-def initial_rows(schema: Schema, table: str, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Initial values of rows [start, stop): float32 [stop - start, dim], uniform in ±1/√rows.
-
-    They depend on (seed, table, row) alone, so that every plan and world size starts from the same tables.
-    """
-    spec = schema.tables[table]
-    bound = 1 / sqrt(spec.rows)
-    out = torch.empty(stop - start, spec.dim)
-    for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
-        first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, spec.rows)
-        digest = hashlib.blake2b(f"{seed}/{table}/{block}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-        values = torch.empty(last - first, spec.dim).uniform_(-bound, bound, generator=generator)
-        low, high = max(start, first), min(stop, last)
-        out[low - start : high - start] = values[low - first : high - first]
-    return out
-
-
-@torch.no_grad()
-def fill_tables(state: dict[str, torch.Tensor | ShardedTensor], schema: Schema, seed: int) -> None:
-    """Writes the initial values into a sharded model's local shards, in place.
-
-    Args:
-        state: the sharded model's state_dict(): ShardedTensors for sharded tables, plain tensors for
-            data-parallel ones.
-    """
-    for fqn, value in state.items():
+def _optimizer_state(optimizer: KeyedOptimizer) -> tuple[dict, dict]:
+    """This rank's live state, {table: {kind: its shards in order}}, and the kinds there are on any rank,
+    {table: {kind: (one value a row, dtype)}}; a collective: ranks without a shard know of none."""
+    live: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for fqn, states in optimizer.state_dict()["state"].items():
         table = table_of(fqn)
         if table is None:
             continue
-        if isinstance(value, ShardedTensor):
-            parts = [(s.tensor, s.metadata.shard_offsets) for s in value.local_shards()]
-        else:
-            parts = [(value, [0, 0])]
-        for tensor, (row, column) in parts:
-            rows = initial_rows(schema, table, seed, row, row + tensor.shape[0])
-            tensor.copy_(rows[:, column : column + tensor.shape[1]])
+        for name, value in states.items():
+            parts = [s.tensor for s in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+            if parts and all(isinstance(p, torch.Tensor) and p.dim() > 0 for p in parts):
+                kind = _kind(name.rpartition(".")[2], states)
+                live.setdefault(table, {})[kind] = [_flat(p.detach()) for p in parts]
+    mine = {t: {k: (parts[0].dim() == 1, parts[0].dtype) for k, parts in s.items()} for t, s in live.items()}
+    everyone: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    kinds: dict[str, dict] = {}
+    for theirs in everyone:
+        for table, entry in theirs.items():
+            kinds.setdefault(table, {}).update(entry)
+    return live, kinds
+
+
+def _kind(name: str, states: dict) -> str:
+    """FBGEMM's names of state → torch.optim's: momentum1 is Adagrad's sum, or Adam's first moment."""
+    two = any(other.endswith("momentum2") or other.endswith("exp_avg_sq") for other in states)
+    return {"momentum1": "exp_avg" if two else "sum", "momentum2": "exp_avg_sq"}.get(name, name)
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    """State with one value a row as [rows]; torch's row-wise Adagrad keeps [rows, 1]."""
+    return value.squeeze(1) if value.dim() == 2 and value.shape[1] == 1 else value
+
+
+def _overlap(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _part(values: torch.Tensor, rows: range, first_row: int, columns: range) -> torch.Tensor:
+    part = values[rows.start - first_row : rows.stop - first_row]
+    return part if part.dim() == 1 else part[:, columns.start : columns.stop]

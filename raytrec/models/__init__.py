@@ -1,20 +1,21 @@
-"""The registry of models: a new one is a file here, a line in MODELS and its name in config.ModelSection.
+"""The registry of models: a new one is a file here, a line in MODELS and its name in sections.ModelSection.
 
-A model is an nn.Module built from (schema, ModelSection) whose forward(dense, sparse) returns logits [B], and
-that looks its features up through `raytrec.embeddings.pooling.PooledEmbeddings` as `self.embeddings`.
+A model is a plain nn.Module built from (schema, ModelSection). Its forward takes the dense columns, float32
+[B, n], and the pooled embeddings, a dict of feature → float32 [B, dim of its table], and returns logits [B].
+It knows nothing of tables and ranks; `raytrec.embeddings.pooling.PooledEmbeddings` looks up and pools before it.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-from raytrec.config import ModelSection
 from raytrec.models.dlrm import DLRM
 from raytrec.schema import Schema
+from raytrec.sections import ModelSection
 
 MODELS: dict[str, type[nn.Module]] = {"dlrm": DLRM}
 
 
 def build_model(schema: Schema, config: ModelSection) -> nn.Module:
-    """The model that `model.name` says; tables are on the meta device until they are sharded."""
+    """The model that `model.name` says."""
     return MODELS[config.name](schema, config)

@@ -6,16 +6,14 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.config import ModelSection
-from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
+from raytrec.sections import ModelSection
 
 
 class DLRM(nn.Module):
-    """Bottom MLP, pooled embeddings, pairwise dot products, top MLP.
+    """Bottom MLP, pairwise dot products with the pooled embeddings, top MLP.
 
     The dense columns become one vector of the tables' dim. Without dense columns a learned constant takes its
     place, so that its dot products still give each feature a first-order term.
@@ -35,7 +33,6 @@ class DLRM(nn.Module):
         super().__init__()
         dim = _one_dim(schema)
         self.features = list(schema.sparse)
-        self.embeddings = PooledEmbeddings(schema)
         if schema.dense:
             self.bottom = mlp([len(schema.dense), *config.bottom_mlp, dim])
         else:
@@ -44,9 +41,8 @@ class DLRM(nn.Module):
         self.top = mlp([dim + self.interact.size, *config.top_mlp], config.dropout)
         self.logit = nn.Linear(config.top_mlp[-1] if config.top_mlp else dim + self.interact.size, 1)
 
-    def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         dense_BD = self.bottom(dense)
-        pooled = self.embeddings(sparse)
         vectors_BFD = torch.stack([dense_BD] + [pooled[f] for f in self.features], dim=1)
         pairs_BP = self.interact(vectors_BFD)
         return self.logit(self.top(torch.cat([dense_BD, pairs_BP], dim=1))).squeeze(1)

@@ -8,12 +8,15 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.config import RunConfig
+from raytrec.embeddings.clipping import GlobalNormClip
+from raytrec.embeddings.initial import fill_tables
 from raytrec.embeddings.optim import combine, fuse, is_fused
+from raytrec.embeddings.pins import pins
 from raytrec.embeddings.plan import BagSharder, make_plan
-from raytrec.embeddings.tables import fill_tables
+from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models import build_model
 from raytrec.schema import Schema
-from raytrec.train.step import LossModel, Step
+from raytrec.train.step import Head, LossModel, Step
 
 
 def build_step(config: RunConfig, schema: Schema, device: torch.device) -> tuple[Step, ShardingPlan]:
@@ -21,26 +24,33 @@ def build_step(config: RunConfig, schema: Schema, device: torch.device) -> tuple
 
     Initial weights depend on run.seed alone: dense layers are drawn alike on every rank, tables row by row.
     """
-    torch.manual_seed(config.run.seed)
-    model = LossModel(build_model(schema, config.model), dist.get_world_size())
-    _to_device(model, device)
-    fused = is_fused(config.optim.embeddings, device)
-    if fused:
-        fuse(model.model.embeddings.bags, config.optim.embeddings)
-    sharder = BagSharder(config.plan.sharding)
-    batch = -(-config.data.global_batch_size // dist.get_world_size())
-    plan = make_plan(model, sharder, schema, config.plan, device, batch=batch, fused=fused)
-    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
-    fill_tables(sharded.state_dict(), schema, config.run.seed)
+    model = _unsharded(config, schema, device)
+    if is_fused(config.optim.embeddings, device):
+        fuse(model.embeddings.bags, config.optim.embeddings)
+    plan = _plan(model, config, schema, device)
+    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[BagSharder()])
+    fill_tables(sharded, schema, config.run.seed)
+    optimizer = combine(sharded, config.optim)
+    if config.train.clip_norm:
+        optimizer = GlobalNormClip(optimizer, sharded, config.train.clip_norm)
     torch.manual_seed(config.run.seed + dist.get_rank())  # dropout differs between ranks
-    return Step(sharded, combine(sharded, config.optim), device), plan
+    return Step(sharded, optimizer, device), plan
 
 
-def _to_device(model: torch.nn.Module, device: torch.device) -> None:
-    """Moves what has memory; the tables have none until they are sharded."""
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and not tensor.is_meta:
-                    moved = tensor.data.to(device)
-                    tensors[name] = torch.nn.Parameter(moved) if tensors is module._parameters else moved
+def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
+    """The plan that `build_step` would use, without making any table; a collective."""
+    return _plan(_unsharded(config, schema, device), config, schema, device)
+
+
+def _unsharded(config: RunConfig, schema: Schema, device: torch.device) -> LossModel:
+    torch.manual_seed(config.run.seed)
+    dense = build_model(schema, config.model).to(device)
+    dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
+    head = Head(dense, dist.get_world_size(), config.train.loss, config.train.micro_batches)
+    return LossModel(PooledEmbeddings(schema, dtypes), head)
+
+
+def _plan(model: LossModel, config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
+    return make_plan(
+        model, BagSharder(), schema, config, device, fused=is_fused(config.optim.embeddings, device)
+    )

@@ -122,3 +122,47 @@ def print_result(result: Any) -> None:
     console.print(table)
     for line in result.next_steps:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+CHECKS = {
+    "forward": "pooled embeddings",
+    "gradient": "gradient",
+    "weights": "weights, 20 steps",
+    "state": "optimizer state, 20 steps",
+}
+
+
+def print_check(result: Any) -> None:
+    """The worst comparison of each check as a table on stdout, then every one that failed.
+
+    Args:
+        result: check.CheckResult.
+    """
+    console = Console()
+    console.print(
+        f"[bold]{result.name}[/bold]: {result.world_size} workers against one process", soft_wrap=True
+    )
+    table = Table()
+    for column in ("check", "compared", "max abs error", "relative", "limit", "result"):
+        table.add_column(column, justify="left" if column in ("check", "result") else "right")
+    for check, worst in result.worst.items():
+        found = [f for f in result.findings if f["check"] == check]
+        table.add_row(
+            CHECKS[check],
+            str(len(found)),
+            _tiny(worst["absolute"]),
+            _tiny(worst["error"]),
+            f"{worst['limit']:.0e}",
+            "[green]pass[/green]" if all(f["passed"] for f in found) else "[red]FAIL[/red]",
+        )
+    console.print(table)
+    for f in result.findings:
+        if not f["passed"]:
+            line = f"FAIL  {CHECKS[f['check']]} of {f['name']}: relative error {_tiny(f['error'])}, limit "
+            console.print(line + f"{f['limit']:.0e}", highlight=False, soft_wrap=True)
+    for line in result.next_steps:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _tiny(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.1e}"

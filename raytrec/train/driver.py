@@ -13,6 +13,7 @@ from typing import Any
 from raytrec.cluster import ray_session
 from raytrec.config import RunConfig, load_config
 from raytrec.data.fragments import Dataset, list_files, scan
+from raytrec.embeddings.pins import pins
 from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.schema import Schema
 from raytrec.storage import absolute, relative
@@ -55,9 +56,10 @@ def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
         RunError: when a worker failed for another reason; its traceback is in the run folder's error.txt.
     """
     began = perf_counter()
-    config = _resolve(load_config(source, overrides), source)
+    config = resolve(load_config(source, overrides), source)
     folder = Path(config.run.dir)
     schema, datasets = _open_data(config)
+    pins(config, schema)  # names of plan.tables and plan.together, before anything starts
     _make_folder(folder, config, schema)
     tracker = Tracker(
         config.tracking.uri, config.tracking.experiment, config.run.name, folder.parent / "mlartifacts"
@@ -99,7 +101,7 @@ def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
         folder,
         [
             f"run folder   {relative(folder)}",
-            f"look at it   mlflow ui --backend-store-uri {_short(tracker.uri)}",
+            f"look at it   mlflow ui --backend-store-uri {short(tracker.uri)}",
             f"again        raytrec evaluate {relative(folder)} --data PARQUET",
         ],
     )
@@ -142,7 +144,7 @@ def evaluate(
     return Result(metrics, folder)
 
 
-def _short(uri: str) -> str:
+def short(uri: str) -> str:
     """A local store's address, as short as it can be said from here."""
     return uri.replace(f"sqlite:///{Path.cwd()}/", "sqlite:///")
 
@@ -154,11 +156,12 @@ def _import_early() -> None:
     Thread(target=import_module, args=("ray.train.torch",), daemon=True).start()
 
 
-def _resolve(config: RunConfig, source: object) -> RunConfig:
+def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     """Names, folders and stores filled in; every path absolute, because workers run elsewhere."""
     config = config.model_copy(deep=True)
     run, data, tracking = config.run, config.data, config.tracking
     stem = Path(source).stem if isinstance(source, (str, Path)) else "run"
+    stem += "" if kind == "run" else f"-{kind}"
     run.name = run.name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     run.dir = run.dir or f"runs/{run.name}"
     if "://" in run.dir:

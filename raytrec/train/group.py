@@ -15,6 +15,8 @@ from typing import Any
 
 from raytrec.config import RunConfig
 from raytrec.data.fragments import Dataset
+from raytrec.embeddings.hosts import GIB, host_memory
+from raytrec.embeddings.pins import check_pins
 from raytrec.errors import ConfigError, RaytrecError, RunError, root_cause
 from raytrec.schema import Schema
 from raytrec.train.rank import Task
@@ -55,11 +57,34 @@ def _device(config: RunConfig) -> str:
     return device
 
 
+def _shape(config: RunConfig, device: str, local: bool) -> dict[str, int | None]:
+    """What is known of hosts and of memory for tables before workers have their places."""
+    import ray
+
+    plan, workers = config.plan, config.scaling.workers
+    memory = int(plan.memory_gib * GIB) if plan.memory_gib else None
+    if memory is None and device == "cuda" and (plan.together or plan.tables):
+        memory = ray.get(ray.remote(num_gpus=1, num_cpus=0)(_gpu_memory).remote(), timeout=60)
+    elif memory is None and device == "cpu" and local:
+        memory = host_memory() // workers
+    return {"ranks_per_host": plan.ranks_per_host or (workers if local else None), "memory": memory}
+
+
+def _gpu_memory() -> int:
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory
+
+
 def run_group(
     worker: str, config: RunConfig, schema: Schema, datasets: dict[str, Dataset], folder: Path, watch: Watch
 ) -> dict[str, Any]:
     """Runs a function of `train.worker` on a Ray Train worker group; the figures that rank 0 reports."""
+    import ray
+
     device = _device(config)
+    local = all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
+    check_pins(config, schema, device, **_shape(config, device, local))
     watch.console.phase("starting the workers")
     os.environ.setdefault(
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5"
@@ -73,7 +98,6 @@ def run_group(
 
     mailbox = Queue(actor_options={"num_cpus": 0})
     task = Task(config, schema, datasets, mailbox, folder)
-    local = all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
     if local:  # nobody takes this machine away, and the watcher is one more process to start
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     trainer = TorchTrainer(
@@ -97,8 +121,7 @@ def run_group(
             raise _explain(error, config) from None
     if watch.result is None:
         raise RunError("the workers ended without a result", where=config.run.dir)
-    # JSON has no NaN: a figure that is not defined (NE and AUC of labels that are all equal) is null.
-    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in watch.result.items()}
+    return watch.result
 
 
 @contextmanager
@@ -145,7 +168,9 @@ class Watch:
 
     def _receive(self, kind: str, **message: Any) -> None:
         if kind == "result":
-            self.result = message["figures"]
+            # JSON has no NaN: a figure that is not defined (NE and AUC of labels that are all equal) is null.
+            undefined = {k for k, v in message["figures"].items() if isinstance(v, float) and not isfinite(v)}
+            self.result = {k: None if k in undefined else v for k, v in message["figures"].items()}
             return
         getattr(self.console, kind)(**message)
         if self._tracker is None:

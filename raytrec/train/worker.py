@@ -9,6 +9,8 @@ from raytrec.data.order import Order
 from raytrec.errors import RunError
 from raytrec.train.rank import Clock, Rank, Task
 
+CHECK_STEPS = 20
+
 
 def train_worker(task: Task) -> None:
     """Trains, evaluates and saves as one rank of a Ray Train worker group."""
@@ -68,6 +70,24 @@ def evaluate_worker(task: Task) -> None:
     rank.tell(kind="phase", text="evaluating")
     figures = evaluate(step, rank.stream("test", evaluation_order(task.config)), rank.device)
     rank.tell(kind="result", step=0, figures={f"eval.{name}": value for name, value in figures.items()})
+
+
+def check_worker(task: Task) -> None:
+    """Holds the configuration, with the plan of its real tables on shrunk ones, to a single process."""
+    from raytrec.checks.parity import compare
+    from raytrec.checks.shrink import shrink
+    from raytrec.embeddings.plan import describe
+    from raytrec.train.build import build_step, plan_of
+
+    rank = Rank.enter(task)
+    rank.tell(kind="phase", text="planning")
+    plan = plan_of(task.config, task.schema, rank.device)
+    config, schema = shrink(task.config, task.schema, plan)
+    rank.tell(kind="phase", text=f"{CHECK_STEPS} steps, sharded and on one process")
+    rows = max(24, 8 * rank.world)
+    findings = compare(build_step, config, schema, rank.device, rows=rows, steps=CHECK_STEPS)
+    figures = {"plan": describe(plan), "findings": [finding.record() for finding in findings]}
+    rank.tell(kind="result", step=0, figures=figures)
 
 
 def train_order(config: RunConfig) -> Order:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raytrec.config import ModelSection
+from raytrec.sections import ModelSection
 from raytrec.errors import ConfigError
 from raytrec.models import build_model
 from raytrec.models.dlrm import Constant, DotInteraction

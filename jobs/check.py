@@ -1,0 +1,8 @@
+"""ray job submit --working-dir . -- python jobs/check.py jobs/synthetic.yaml scaling.workers=2"""
+
+import sys
+
+from raytrec.cli import main
+
+if __name__ == "__main__":
+    main(["check", *sys.argv[1:]])

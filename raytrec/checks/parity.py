@@ -1,0 +1,221 @@
+"""Parity: what the sharded run computes against what one process computes (reference.py)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from math import isfinite
+
+import torch
+import torch.distributed as dist
+
+from raytrec.checks import reference
+from raytrec.checks.batches import cuts, local_batch, random_batches
+from raytrec.checks.reference import GlobalBatch, Reference
+from raytrec.config import RunConfig
+from raytrec.embeddings.pins import pins
+from raytrec.embeddings.tables import tables
+from raytrec.models import build_model
+from raytrec.schema import Schema
+
+# Largest error allowed, as a share of the largest value of the tensor: for fp32 tables, and for fp16 and bf16
+# ones, whose every update is rounded to 11 and 8 bits.
+LIMITS = {
+    "fp32": {"forward": 1e-6, "gradient": 1e-5, "weights": 1e-4, "state": 1e-4},
+    "fp16": {"forward": 1e-3, "gradient": 2e-3, "weights": 1e-2, "state": 1e-2},
+    "bf16": {"forward": 8e-3, "gradient": 2e-2, "weights": 5e-2, "state": 5e-2},
+}
+# The gradient is read off an SGD step. With a large power of two as learning rate, the step swamps the weight
+# that it is taken from, so that no digit of the gradient is lost, and dividing by it is exact.
+GRADIENT_LR = 1024.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison.
+
+    Attributes:
+        check: forward, gradient, weights or state.
+        name: the feature, table or dense parameter.
+        error: max |sharded − reference| ÷ max |reference|.
+        absolute: max |sharded − reference|.
+        limit: the largest error that passes.
+    """
+
+    check: str
+    name: str
+    error: float
+    absolute: float
+    limit: float
+
+    def record(self) -> dict:
+        """As plain values that JSON can hold: what is not a finite number is None, and has not passed."""
+        values = asdict(self) | {"passed": self.error <= self.limit}
+        return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+
+
+def compare(
+    build: Callable,
+    config: RunConfig,
+    schema: Schema,
+    device: torch.device,
+    *,
+    rows: int = 24,
+    steps: int = 20,
+    balance: str = "unequal",
+    seed: int = 0,
+) -> list[Finding]:
+    """Runs forward, a gradient and `steps` steps of a configuration, sharded and alone; a collective.
+
+    Args:
+        build: train.build.build_step.
+        config: its plan, optimizers, clipping, micro-batches and loss are what is checked.
+        schema: tables small enough for one process.
+        rows: of a global batch. balance: see `batches.cuts`.
+
+    Returns:
+        On rank 0, one Finding for each feature, table and dense parameter; empty on the others.
+    """
+    config = config.model_copy(deep=True)
+    config.model.dropout = 0.0  # masks are drawn by each rank for itself
+    batches = random_batches(schema, rows, steps, seed)
+    bounds = cuts(rows, dist.get_world_size(), balance)
+    return _gradient(build, config, schema, device, batches[0], bounds) + _steps(
+        build, config, schema, device, batches, bounds
+    )
+
+
+def _gradient(build, config: RunConfig, schema: Schema, device, batch: GlobalBatch, bounds) -> list[Finding]:
+    """Pooled embeddings and the gradient of one batch, without clipping."""
+    config = config.model_copy(deep=True)
+    config.optim.embeddings.name = config.optim.dense.name = "sgd"
+    config.optim.embeddings.lr = config.optim.dense.lr = GRADIENT_LR
+    config.optim.dense.weight_decay, config.train.clip_norm = 0.0, None
+    run = _Sharded(build, config, schema, device, bounds)
+    before, one = run.weights(), run.reference()
+    pooled = run.pooled(batch)  # before the pipeline takes the model over
+    run.train([batch])
+    after = run.weights()
+    if dist.get_rank():
+        return []
+    expected = one.pooled(batch)
+    found = [
+        run.finding("forward", f, pooled[f], expected[f].detach(), schema.sparse[f].table) for f in pooled
+    ]
+    settings = {"reduction": config.train.loss, "micro_batches": config.train.micro_batches}
+    reference.train(one, [batch], [], **settings)
+    for name, parameter in run.named(one).items():
+        gradient = (before[name].float() - after[name].float()) / GRADIENT_LR
+        found.append(run.finding("gradient", name, gradient, parameter.grad, name))
+    return found
+
+
+def _steps(
+    build, config: RunConfig, schema: Schema, device, batches: list[GlobalBatch], bounds
+) -> list[Finding]:
+    """Weights and optimizer state after all batches, with the configuration's own optimizers."""
+    run = _Sharded(build, config, schema, device, bounds)
+    run.weights()
+    one = run.reference()
+    run.train(batches)
+    weights, state = run.weights(), run.state()
+    if dist.get_rank():
+        return []
+    e, d = config.optim.embeddings, config.optim.dense
+    of_table = {
+        name: reference.optimizer(_update_of(e.name, kernel), [one.tables[name]], e.lr, e.eps)
+        for name, kernel in run.kernels.items()
+    }
+    dense = reference.optimizer(d.name, one.model.parameters(), d.lr, weight_decay=d.weight_decay)
+    reference.train(
+        one,
+        batches,
+        [*of_table.values(), dense],
+        reduction=config.train.loss,
+        clip_norm=config.train.clip_norm,
+        micro_batches=config.train.micro_batches,
+    )
+    found = []
+    for name, parameter in run.named(one).items():
+        found.append(run.finding("weights", name, weights[name], parameter.detach(), name))
+    for table, kinds in state.items():
+        expected = of_table[table].state[one.tables[table]]
+        for kind, values in kinds.items():
+            found.append(run.finding("state", f"{table}.{kind}", values, expected[kind], table))
+    return found
+
+
+def _update_of(optimizer: str, kernel: str) -> str:
+    """Adam in backward touches the rows of the batch alone; a dense update moves every row."""
+    return "touched_rows_adam" if optimizer == "adam" and kernel != "dense" else optimizer
+
+
+class _Sharded:
+    """One sharded model, seen from outside: whole tensors on rank 0."""
+
+    def __init__(self, build, config: RunConfig, schema: Schema, device: torch.device, bounds: list[int]):
+        self.config, self.schema, self.device, self.bounds = config, schema, device, bounds
+        self.dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
+        self.step, _ = build(config, schema, device)
+        self.kernels = {name: table.kernel for name, table in tables(self.step.model).items()}
+
+    def train(self, batches: list[GlobalBatch]) -> None:
+        local = [local_batch(b, self.schema, self.bounds, dist.get_rank()) for b in batches]
+        for _ in self.step.train(iter(local), len(local)):
+            pass
+
+    @torch.no_grad()
+    def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor]:
+        """Pooled embeddings of the whole batch on rank 0."""
+        rank = dist.get_rank()
+        local = local_batch(batch, self.schema, self.bounds, rank).to(self.device)
+        out = self.step.model.module.embeddings(local.sparse)
+        mine = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
+        parts: list | None = [None] * dist.get_world_size() if rank == 0 else None
+        dist.gather_object(mine, parts)
+        return {f: torch.cat([part[f] for part in parts]) for f in mine} if parts else {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Every table and dense parameter, whole, on rank 0; dense parameters on every rank."""
+        model = self.step.model.module.head.model
+        whole = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+        for table in tables(self.step.model).values():
+            values = table.weight.dense(first_only=True)
+            whole[table.name] = values if values is None else values.cpu().clone()
+        self._start = whole
+        return whole
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Optimizer state of every table, whole, on rank 0."""
+        out: dict[str, dict[str, torch.Tensor]] = {}
+        for table in tables(self.step.model, self.step.optimizer).values():
+            for kind, parts in sorted(table.state.items()):
+                values = parts.dense(first_only=True)
+                out.setdefault(table.name, {})[kind] = values if values is None else values.cpu()
+        return out
+
+    def reference(self) -> Reference | None:
+        """One process's model with the weights that `weights` has just read, on rank 0."""
+        if dist.get_rank():
+            return None
+        model = build_model(self.schema, copy.deepcopy(self.config.model))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(self._start[name])
+        return Reference(self.schema, {t: self._start[t].float() for t in self.schema.tables}, model.train())
+
+    def named(self, one: Reference) -> dict[str, torch.nn.Parameter]:
+        """The reference's parameters under the names of `weights`."""
+        return one.tables | dict(one.model.named_parameters())
+
+    def finding(
+        self, check: str, name: str, got: torch.Tensor, expected: torch.Tensor, owner: str
+    ) -> Finding:
+        dtypes = self.dtypes.values()
+        coarsest = "bf16" if "bf16" in dtypes else "fp16" if "fp16" in dtypes else "fp32"
+        # One table's rounding reaches every gradient; its own embeddings are all that it touches in forward.
+        dtype = self.dtypes.get(owner, coarsest) if check == "forward" else coarsest
+        absolute = float((got.double() - expected.double()).abs().max()) if got.numel() else 0.0
+        largest = float(expected.abs().max()) if expected.numel() else 0.0
+        return Finding(check, name, absolute / max(largest, 1e-30), absolute, LIMITS[dtype][check])

@@ -1,0 +1,160 @@
+"""What one process computes: the definition that every sharded run is held to, in plain torch.
+
+Nothing of torchrec, fbgemm or raytrec's own embeddings is used here. Pooling is written from its formula,
+tables are ordinary parameters, optimizers are torch.optim's (what torch lacks is written here from its
+definition), and accumulation and clipping are those of a plain training loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from raytrec.schema import Schema
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """A whole batch in plain tensors.
+
+    Attributes:
+        dense: float32 [B, n]. labels: float32 [B].
+        bags: feature → (ids int64 [N], bag of each id int64 [N], weights float32 [N]).
+    """
+
+    dense: torch.Tensor
+    labels: torch.Tensor
+    bags: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: slice) -> GlobalBatch:
+        start, stop, _ = rows.indices(len(self))
+        bags = {}
+        for feature, (ids, bag, weights) in self.bags.items():
+            mine = (bag >= start) & (bag < stop)
+            bags[feature] = ids[mine], bag[mine] - start, weights[mine]
+        return GlobalBatch(self.dense[rows], self.labels[rows], bags)
+
+
+class Reference(nn.Module):
+    """Tables and a dense model on one process.
+
+    Args:
+        schema: features, their pooling and their tables.
+        tables: table → [rows, dim], copied.
+        model: forward(dense, pooled) → logits [B]; used as it is.
+    """
+
+    def __init__(self, schema: Schema, tables: dict[str, torch.Tensor], model: nn.Module):
+        super().__init__()
+        self.schema = schema
+        self.weights = nn.ParameterList([nn.Parameter(w.clone()) for w in tables.values()])
+        self.tables = dict(zip(tables, self.weights, strict=True))
+        self.model = model
+
+    def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor]:
+        """feature → float32 [B, dim]: Σ wᵢ·eᵢ, for means ÷ Σ wᵢ; 0 for empty bags and where Σ wᵢ is 0."""
+        out = {}
+        for feature, spec in self.schema.sparse.items():
+            ids, bag, weights = batch.bags[feature]
+            vectors = self.tables[spec.table][ids].float() * weights.unsqueeze(1)
+            sums = vectors.new_zeros(len(batch), vectors.shape[1]).index_add(0, bag, vectors)
+            if spec.pooling != "sum":
+                totals = weights.new_zeros(len(batch)).index_add(0, bag, weights)
+                sums = sums / totals.masked_fill(totals == 0, 1).unsqueeze(1)
+            out[feature] = sums
+        return out
+
+    def forward(self, batch: GlobalBatch) -> torch.Tensor:
+        return self.model(batch.dense, self.pooled(batch))
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one second moment a row: the mean of the row's squared gradients, added up over steps
+    (FBGEMM's EXACT_ROWWISE_ADAGRAD)."""
+
+    def __init__(self, params, lr: float, eps: float):
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                total = self.state[p].setdefault("sum", torch.zeros(len(p), device=p.device))
+                total += p.grad.float().square().mean(1)
+                p -= group["lr"] * p.grad / (total.sqrt() + group["eps"]).unsqueeze(1)
+
+
+class TouchedRowsAdam(torch.optim.Optimizer):
+    """Adam that leaves rows without a gradient, and their moments, as they are; bias correction counts all
+    steps (what FBGEMM's fused Adam does, and torch.optim.SparseAdam but for the place of eps)."""
+
+    def __init__(self, params, lr: float, eps: float):
+        super().__init__(params, {"lr": lr, "eps": eps, "betas": (0.9, 0.999)})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            one, two = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                step = state["step"] = state.get("step", 0) + 1
+                m = state.setdefault("exp_avg", torch.zeros_like(p))
+                v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+                rows = p.grad.abs().sum(1) > 0
+                m[rows] += (1 - one) * (p.grad[rows] - m[rows])
+                v[rows] += (1 - two) * (p.grad[rows].square() - v[rows])
+                root = (v[rows] / (1 - two**step)).sqrt() + group["eps"]
+                p[rows] -= group["lr"] * m[rows] / (1 - one**step) / root
+
+
+def optimizer(name: str, params, lr: float, eps: float = 1e-8, weight_decay: float = 0.0):
+    """sgd, adagrad, adam, rowwise_adagrad or touched_rows_adam over these parameters."""
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
+    if name in ("rowwise_adagrad", "touched_rows_adam"):
+        return {"rowwise_adagrad": RowWiseAdagrad, "touched_rows_adam": TouchedRowsAdam}[name](
+            params, lr, eps
+        )
+    classes = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+    return classes[name](params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+def train(
+    reference: Reference,
+    batches: Iterator[GlobalBatch],
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    reduction: str = "mean",
+    clip_norm: float | None = None,
+    micro_batches: int = 1,
+) -> list[torch.Tensor]:
+    """Trains on whole batches, as a plain loop would; the logits of each batch.
+
+    Args:
+        reduction: of the loss over the batch: mean or sum.
+        clip_norm: torch.nn.utils.clip_grad_norm_ over all parameters.
+        micro_batches: gradients are accumulated over this many pieces of a batch.
+    """
+    out = []
+    for batch in batches:
+        reference.zero_grad()
+        size, logits = -(-len(batch) // micro_batches), []
+        for start in range(0, len(batch), size):
+            piece = batch[start : start + size]
+            logits.append(reference(piece))
+            loss = nn.functional.binary_cross_entropy_with_logits(logits[-1], piece.labels, reduction="sum")
+            (loss / (len(batch) if reduction == "mean" else 1)).backward()
+        for p in reference.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if clip_norm:
+            nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+        for each in optimizers:
+            each.step()
+        out.append(torch.cat(logits).detach())
+    return out

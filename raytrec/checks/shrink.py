@@ -1,0 +1,32 @@
+"""A configuration with its real plan on tables that fit one process."""
+
+from __future__ import annotations
+
+from torchrec.distributed.types import ShardingPlan
+
+from raytrec.config import RunConfig
+from raytrec.embeddings.pins import pins
+from raytrec.embeddings.plan import describe
+from raytrec.schema import Schema
+from raytrec.sections import TablePlan
+
+ROWS = 199  # of a shrunk table: a prime, so that no number of ranks divides it
+
+
+def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunConfig, Schema]:
+    """The same features, dims, dtypes, ways of sharding, ranks and kernels; at most 199 rows a table."""
+    config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
+    dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
+    for table in schema.tables.values():
+        table.rows = min(table.rows, ROWS)
+    config.plan.together = []
+    config.plan.tables = {
+        entry["table"]: TablePlan(
+            sharding=entry["sharding"],
+            ranks=None if entry["sharding"] in ("row_wise", "data_parallel") else entry["ranks"],
+            kernel=entry["kernel"],
+            dtype=dtypes[entry["table"]],
+        )
+        for entry in describe(plan)
+    }
+    return config, schema

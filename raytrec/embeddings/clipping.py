@@ -1,0 +1,133 @@
+"""Clipping by the global norm: one L2 norm over the gradients of all dense layers and all tables.
+
+Tables that FBGEMM updates in backward have no gradient to look at, and clipping them must come before that
+backward. So the graph is cut where a rank's lookup hands its embeddings on: backward ends there, with the
+gradients of the whole global batch for this rank's shards. From them and the ids follows the gradient of each
+touched row; its norm joins that of the dense layers; then the cut gradients, scaled, go on into the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.embeddings.bags import table_of
+from raytrec.embeddings.tables import tables
+
+
+@dataclass
+class _Cut:
+    """One lookup of one step: what went in, what came out, and the leaf that took its place downstream."""
+
+    kernel: nn.Module
+    features: KeyedJaggedTensor
+    output: torch.Tensor
+    leaf: torch.Tensor
+
+
+class GlobalNormClip(OptimizerWrapper):
+    """Scales the whole gradient so that its L2 norm is at most `max_norm`, then steps.
+
+    The factor is min(1, max_norm ÷ (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_, and norm² is the sum
+    over dense parameters and data-parallel tables (once, not once a rank) and over the touched rows of all
+    sharded tables (each once, its gradient being the sum over the global batch). It works for every way of
+    sharding and every kernel, because it takes the gradients before the kernel does.
+
+    Args:
+        optimizer: steps everything (optim.combine).
+        model: the DistributedModelParallel; its lookups are cut from now on while gradients are recorded.
+        max_norm: the largest norm.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer, model: DistributedModelParallel, max_norm: float):
+        super().__init__(optimizer)
+        self.max_norm = max_norm
+        self.last_norm: float | None = None
+        self._model = model
+        self._cuts: list[_Cut] = []
+        self._replicated = replicated_parameters(model)
+        for kernel in sharded_kernels(model):
+            kernel.register_forward_hook(self._cut)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        self._cuts.clear()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for p in self._replicated if p.grad is not None]
+        device = gradients[0].device
+        shards = torch.zeros((), dtype=torch.float64, device=device)
+        for cut in self._cuts:
+            if cut.leaf.grad is not None:
+                shards += row_gradients_squared(cut.kernel, cut.features, cut.leaf.grad)
+        dist.all_reduce(shards)
+        norm = (shards + sum(g.double().square().sum() for g in gradients)).sqrt()
+        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1).float()
+        torch._foreach_mul_(gradients, scale)
+        cuts = [cut for cut in self._cuts if cut.leaf.grad is not None]
+        with torch.enable_grad():
+            torch.autograd.backward([c.output for c in cuts], [c.leaf.grad * scale for c in cuts])
+        self._cuts.clear()
+        self.last_norm = float(norm)
+        super().step(closure)
+
+    def _cut(self, kernel: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor | None:
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return None
+        leaf = output.detach().requires_grad_()
+        self._cuts.append(_Cut(kernel, inputs[0], output, leaf))
+        return leaf
+
+
+def replicated_parameters(model: DistributedModelParallel) -> list[nn.Parameter]:
+    """Dense parameters and data-parallel tables: every rank holds a copy, with the same gradient."""
+    copies = {name for name, table in tables(model).items() if table.weight.replicated}
+    return [p for name, p in model.named_parameters() if table_of(name) in {None, *copies}]
+
+
+def sharded_kernels(model: nn.Module) -> Iterator[nn.Module]:
+    """The kernels that look sharded tables up (data-parallel tables are behind a DDP of their own)."""
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            for lookup in module._lookups:  # torchrec 1.8.0: one for each way of sharding
+                if not isinstance(lookup, DistributedDataParallel):
+                    yield from lookup._emb_modules
+
+
+def row_gradients_squared(
+    kernel: nn.Module, features: KeyedJaggedTensor, grad_BD: torch.Tensor
+) -> torch.Tensor:
+    """Σ of the squared gradient of each table row that a lookup touched: float64 scalar.
+
+    A row's gradient is Σ over the bags that hold it of w × the bag's gradient (w: 1 without weights).
+
+    Args:
+        kernel: one of `sharded_kernels`.
+        features: the ids that it looked up, for the rows of this rank's shards.
+        grad_BD: [B, Σ over the features of their dims], the gradient of the embeddings that it gave.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=grad_BD.device)
+    grads = dict(zip(features.keys(), grad_BD.split(kernel.config.embedding_dims(), dim=1), strict=True))
+    for table in kernel.config.embedding_tables:
+        ids, per_id = [], []
+        for name in table.feature_names:
+            feature = features[name]
+            grad_ND = grads[name].repeat_interleave(feature.lengths(), dim=0)
+            weights = feature.weights_or_none()
+            per_id.append(grad_ND if weights is None else grad_ND * weights.unsqueeze(1))
+            ids.append(feature.values())
+        rows, places = torch.cat(ids).unique(return_inverse=True)
+        sums_RD = grad_BD.new_zeros(len(rows), grads[name].shape[1]).index_add_(0, places, torch.cat(per_id))
+        total += sums_RD.double().square().sum()
+    return total

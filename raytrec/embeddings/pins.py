@@ -1,0 +1,254 @@
+"""What the configuration settles by hand for each table, and whether that is possible.
+
+No torch here: the driver asks before any worker starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from raytrec.config import RunConfig
+from raytrec.errors import ConfigError, did_you_mean
+from raytrec.schema import Schema, Table
+
+GIB = 1024**3
+COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What the plan of one table must keep to.
+
+    Attributes:
+        sharding: the ways of sharding that are allowed.
+        ranks: the ranks that must hold it, in the order of its shards; None: as planned.
+        kernel: the compute kernel; None: as planned.
+        dtype: fp32, fp16 or bf16.
+        group: index of the plan.together group that it belongs to, or None.
+    """
+
+    sharding: tuple[str, ...]
+    ranks: tuple[int, ...] | None = None
+    kernel: str | None = None
+    dtype: str = "fp32"
+    group: int | None = None
+
+
+def pins(config: RunConfig, schema: Schema) -> dict[str, Pin]:
+    """The pin of every table of the schema, in its order.
+
+    Raises:
+        ConfigError: names that no table has, and settings that contradict each other.
+    """
+    settled: dict[str, dict] = {table: {} for table in schema.tables}
+    for pattern, values in config.plan.tables.items():
+        for table in _matching(pattern, schema, f"plan.tables.{pattern}"):
+            settled[table] |= values.model_dump(exclude_none=True)
+    groups = _groups(config, schema)
+    out = {}
+    for table, values in settled.items():
+        ranks = tuple(values["ranks"]) if "ranks" in values else None
+        sharding = values.get("sharding")
+        if table in groups or (sharding is None and ranks and len(ranks) == 1):
+            sharding = sharding or "table_wise"
+        if ranks and sharding is None:
+            raise _refused(
+                table, f"ranks {list(ranks)} without a sharding", "say plan.tables.…sharding beside ranks"
+            )
+        allowed = (sharding,) if sharding else tuple(config.plan.sharding)
+        out[table] = Pin(allowed, ranks, values.get("kernel"), values.get("dtype", "fp32"), groups.get(table))
+        if table in groups and sharding != "table_wise":
+            raise _refused(table, f"in plan.together and {sharding}", "a group lies on one rank: table_wise")
+    return _with_group_ranks(out)
+
+
+def check_pins(
+    config: RunConfig,
+    schema: Schema,
+    device: str,
+    *,
+    ranks_per_host: int | None = None,
+    memory: int | None = None,
+) -> dict[str, Pin]:
+    """The pins, once it is certain that a plan can keep to them.
+
+    Args:
+        device: cpu or cuda.
+        ranks_per_host: how many consecutive ranks share a host; None: not known yet.
+        memory: bytes for tables on each rank; None: not known.
+
+    Raises:
+        ConfigError: names the table and the reason: a rank that does not exist, a way of sharding that the
+            optimizer or the kernel cannot keep exact, a group that no rank can hold.
+    """
+    world = config.scaling.workers
+    if ranks_per_host and world % ranks_per_host:
+        raise ConfigError(
+            f"{world} workers do not divide into hosts of {ranks_per_host}",
+            where="plan.ranks_per_host, scaling.workers",
+            expected="workers = hosts × ranks_per_host",
+        )
+    settled = pins(config, schema)
+    for table, pin in settled.items():
+        for sharding in pin.sharding:
+            _check_kernel(table, pin, sharding, config.optim.embeddings.name, device)
+        _check_dtype(table, pin, config.optim.embeddings.name, device)
+        if pin.ranks:
+            _check_ranks(table, schema.tables[table], pin, world, ranks_per_host)
+    if memory:
+        _check_memory(config, schema, settled, memory)
+    return settled
+
+
+def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int):
+    """Into how many column shards a table is cut under these ways of sharding (1: it is not).
+
+    As many as there are ranks that can take one, as far as widths stay equal and multiples of 4 (FBGEMM).
+    """
+    if "grid_shard" in sharding:
+        most = (len(ranks) if ranks else world) // local
+    elif "table_column_wise" in sharding:
+        most = len(ranks) if ranks else local
+    elif "column_wise" in sharding:
+        most = len(ranks) if ranks else world
+    else:
+        return 1
+    return next(parts for parts in range(most, 0, -1) if (dim // 4) % parts == 0)
+
+
+def table_bytes(table: Table, dtype: str, optimizer: str) -> int:
+    """Bytes of a table's weights and of its optimizer's state."""
+    state = {"sgd": 0, "rowwise_adagrad": 4 / table.dim, "adagrad": 4, "adam": 8}[optimizer]
+    return int(table.rows * table.dim * (DTYPE_BYTES[dtype] + state))
+
+
+def _matching(pattern: str, schema: Schema, where: str) -> list[str]:
+    tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
+    if not tables:
+        near = did_you_mean(pattern, list(schema.tables))
+        raise ConfigError(
+            f"no table is named, or matches, '{pattern}'" + (f"; did you mean '{near}'?" if near else ""),
+            where=where,
+            expected=f"one of {', '.join(schema.tables)}",
+        )
+    return tables
+
+
+def _groups(config: RunConfig, schema: Schema) -> dict[str, int]:
+    groups: dict[str, int] = {}
+    for index, names in enumerate(config.plan.together):
+        for name in names:
+            for table in _matching(name, schema, f"plan.together, group {index + 1}"):
+                if groups.setdefault(table, index) != index:
+                    raise _refused(table, "in two groups of plan.together", "join the groups")
+    return groups
+
+
+def _with_group_ranks(settled: dict[str, Pin]) -> dict[str, Pin]:
+    """Where one table of a group has its rank settled, the others follow."""
+    ranks_of: dict[int, tuple[int, ...]] = {}
+    for table, pin in settled.items():
+        if pin.group is not None and pin.ranks and ranks_of.setdefault(pin.group, pin.ranks) != pin.ranks:
+            raise _refused(
+                table,
+                f"on rank {pin.ranks[0]}, and another of its plan.together group on {ranks_of[pin.group][0]}",
+                "a group lies on one rank",
+            )
+    return {
+        table: Pin(p.sharding, p.ranks or ranks_of.get(p.group), p.kernel, p.dtype, p.group)
+        for table, p in settled.items()
+    }
+
+
+def _check_kernel(table: str, pin: Pin, sharding: str, optimizer: str, device: str) -> None:
+    if sharding in COLUMN_TYPES and optimizer == "rowwise_adagrad":
+        raise _refused(
+            table,
+            f"{sharding} with optim.embeddings.name=rowwise_adagrad",
+            "its state is one value a row, and column shards would each keep their own: use adagrad, or "
+            "shard by rows or whole tables",
+        )
+    if sharding == "data_parallel" and pin.kernel not in (None, "dense"):
+        raise _refused(
+            table, f"data_parallel with kernel {pin.kernel}", "data-parallel tables take the dense kernel"
+        )
+    if optimizer == "adam" and device == "cpu" and pin.kernel not in (None, "dense"):
+        raise _refused(
+            table, f"kernel {pin.kernel} with adam on CPU", "FBGEMM has no fused Adam there: kernel: dense"
+        )
+
+
+def _check_dtype(table: str, pin: Pin, optimizer: str, device: str) -> None:
+    if pin.dtype == "fp32":
+        return
+    if pin.dtype == "bf16" and device == "cpu":
+        raise _refused(table, "dtype bf16 on CPU", "FBGEMM has no bf16 tables there: use fp16 or fp32")
+    dense = (
+        pin.kernel == "dense" or "data_parallel" in pin.sharding or (optimizer == "adam" and device == "cpu")
+    )
+    if dense:
+        raise _refused(
+            table,
+            f"dtype {pin.dtype} with a dense kernel",
+            "its optimizer state would be of low precision, too: use a fused kernel (not data_parallel, not "
+            "adam on CPU), or fp32",
+        )
+
+
+def _check_ranks(table: str, spec: Table, pin: Pin, world: int, local: int) -> None:
+    ranks, sharding = pin.ranks, pin.sharding[0]
+    outside = [r for r in ranks if r >= world]
+    if outside:
+        raise _refused(
+            table, f"on rank {outside[0]}", f"with scaling.workers={world}, ranks are 0 to {world - 1}"
+        )
+    if len(set(ranks)) < len(ranks):
+        raise _refused(table, f"ranks {list(ranks)}", "name each rank once")
+    hosts = [list(range(h, h + local)) for h in range(0, world, local)]
+    one_host = any(set(ranks) <= set(host) for host in hosts)
+    whole_hosts = all(list(ranks[i : i + local]) in hosts for i in range(0, len(ranks), local))
+    possible, expected = {
+        "table_wise": (len(ranks) == 1, "one rank"),
+        "row_wise": (list(ranks) == list(range(world)), "all ranks, in order (or leave ranks out)"),
+        "data_parallel": (list(ranks) == list(range(world)), "all ranks, in order (or leave ranks out)"),
+        "column_wise": (True, ""),
+        "table_row_wise": (list(ranks) in hosts, f"all ranks of one host, one of {hosts}"),
+        "table_column_wise": (one_host, f"ranks of one host, of {hosts}"),
+        "grid_shard": (whole_hosts, f"all ranks of one or more hosts, of {hosts}"),
+    }[sharding]
+    if not possible:
+        raise _refused(table, f"{sharding} on ranks {list(ranks)}", expected)
+    if sharding in COLUMN_TYPES:
+        wanted = len(ranks) // local if sharding == "grid_shard" else len(ranks)
+        if column_parts(spec.dim, pin.sharding, ranks, world, local) != wanted:
+            raise _refused(
+                table,
+                f"{sharding} in {wanted} parts of {spec.dim} columns",
+                "equal widths that are multiples of 4",
+            )
+
+
+def _check_memory(config: RunConfig, schema: Schema, settled: dict[str, Pin], memory: int) -> None:
+    """Tables that must share a rank against what a rank has; the planner weighs the rest."""
+    held: dict[tuple, list[str]] = {}
+    for table, pin in settled.items():
+        place = ("rank", pin.ranks[0]) if pin.ranks and len(pin.ranks) == 1 else None
+        if place is None and pin.group is not None:
+            place = ("group", pin.group)
+        if place:
+            held.setdefault(place, []).append(table)
+    for tables in held.values():
+        optimizer = config.optim.embeddings.name
+        size = sum(table_bytes(schema.tables[t], settled[t].dtype, optimizer) for t in tables)
+        if size > memory:
+            raise _refused(
+                ", ".join(tables),
+                f"{size / GIB:.2f} GiB, with optimizer state, on one rank",
+                f"at most {memory / GIB:.2f} GiB (plan.memory_gib, or what the device has)",
+            )
+
+
+def _refused(table: str, what: str, expected: str) -> ConfigError:
+    return ConfigError(f"no plan for table {table}: {what}", where="plan", expected=expected)
