@@ -1,17 +1,22 @@
 # make train   everything from nothing to a trained, evaluated model on 2 CPU workers
 # make test    installs what it needs and runs the tests
+# make parity  the sharded run against one process, in every combination
 PYTHON ?= python3.11
 DEVICE ?= cpu
 BIN := .venv/bin
 ROWS ?= 300000
 
-.PHONY: train test lint format install lock clean
+.PHONY: train test parity lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
 
 test: install
 	$(BIN)/pytest
+
+# The whole parity suite; writes benchmarks/results/parity.json.
+parity: install
+	$(BIN)/pytest tests/parity -m "parity or not parity"
 
 lint: install
 	$(BIN)/ruff check .

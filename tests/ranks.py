@@ -1,50 +1,108 @@
-"""Runs a function on several real processes joined by gloo."""
+"""Runs a function on several real processes joined by gloo.
 
+The processes of one world size are started once and kept: importing torch takes longer than most tests.
+A call that fails or takes too long ends them; the next one starts new ones.
+"""
+
+import atexit
 import os
+import pickle
+import sys
 import tempfile
+import traceback
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing import get_context
 from time import monotonic
 
-import torch
-import torch.multiprocessing as mp
-
 TIMEOUT_S = 120
+_pools = {}
 
 
-def _rank(index, world, function, args, folder):
+def on_ranks(world, function, *args, hosts=1):
+    """[function(rank, world, *args) for each rank], each in a process of its own.
+
+    Args:
+        hosts: hosts that the ranks pretend to be on.
+    """
+    key = world, hosts
+    if key not in _pools:
+        _pools[key] = _Pool(world, hosts)
+    try:
+        return _pools[key].run(function, args)
+    except BaseException:
+        _pools.pop(key).close()
+        raise
+
+
+class _Pool:
+    def __init__(self, world, hosts):
+        self._folder = tempfile.TemporaryDirectory()
+        context = get_context("spawn")
+        self._ends, self._processes = [], []
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            args = (theirs, rank, world, world // hosts, self._folder.name)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(mine)
+            self._processes.append(process)
+
+    def run(self, function, args):
+        call = sys.path, pickle.dumps((function, args))
+        for end in self._ends:
+            end.send(call)
+        deadline, results, waiting = monotonic() + TIMEOUT_S, {}, dict(enumerate(self._ends))
+        while waiting:
+            for rank, end in list(waiting.items()):
+                if end.poll(0.01):
+                    try:
+                        good, value = pickle.loads(end.recv_bytes())
+                    except EOFError:
+                        raise RuntimeError(f"the process of rank {rank} died") from None
+                    if not good:
+                        raise RuntimeError(f"rank {rank}:\n{value}")
+                    results[rank] = value
+                    del waiting[rank]
+            if monotonic() > deadline:
+                raise TimeoutError(f"ranks {list(waiting)} did not end within {TIMEOUT_S} s")
+        return [results[rank] for rank in sorted(results)]
+
+    def close(self):
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(end, rank, world, local, folder):
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(local), "OMP_NUM_THREADS": "1"}
+    import torch
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
-        rank=index,
+        rank=rank,
         world_size=world,
         timeout=timedelta(seconds=60),
     )
-    torch.save(function(index, world, *args), Path(folder) / f"{index}.pt")
-    dist.destroy_process_group()
-
-
-def on_ranks(world, function, *args):
-    """[function(rank, world, *args) for each rank], each in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(
-            _rank,
-            (world, function, args, folder),
-            nprocs=world,
-            join=False,
-            start_method="spawn",
-        )
-        deadline = monotonic() + TIMEOUT_S
+    while True:
         try:
-            while not context.join(timeout=1):
-                if monotonic() > deadline:
-                    raise TimeoutError(f"{world} ranks did not end within {TIMEOUT_S} s")
-        finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
-        return [torch.load(Path(folder) / f"{i}.pt", weights_only=False) for i in range(world)]
+            sys.path[:], call = end.recv()
+        except EOFError:
+            return
+        torch.manual_seed(0)
+        try:
+            function, args = pickle.loads(call)
+            answer = True, function(rank, world, *args)
+        except Exception:
+            answer = False, traceback.format_exc()
+        end.send_bytes(pickle.dumps(answer))
+
+
+@atexit.register
+def _close_all():
+    for pool in _pools.values():
+        pool.close()

@@ -38,7 +38,6 @@ def test_resolved_yaml_loads_to_the_same():
         ("scaling.workers=25", "raise data.lanes"),
         ("data.global_batch_size=1", "at least one row"),
         ("train.eval_every_steps=5", "neither data.valid nor data.test"),
-        ("plan.sharding=[column_wise]", "rowwise_adagrad"),
         ("epochs", "not an override"),
         ("train.epochs.x=1", "'epochs' is a value"),
     ],

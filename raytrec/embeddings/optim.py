@@ -48,7 +48,8 @@ def combine(model: nn.Module, config: OptimSection) -> CombinedOptimizer:
     Args:
         model: the DistributedModelParallel.
     """
-    rest = dict(in_backward_optimizer_filter(model.named_parameters()))
+    # A row-wise table with fewer rows than ranks leaves some ranks an empty shard, with nothing to train.
+    rest = {n: p for n, p in in_backward_optimizer_filter(model.named_parameters()) if p.numel()}
     tables = {name: p for name, p in rest.items() if table_of(name)}
     dense = {name: p for name, p in rest.items() if not table_of(name)}
     parts = [("fused", model.fused_optimizer)]

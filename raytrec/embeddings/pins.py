@@ -69,6 +69,7 @@ def check_pins(
     schema: Schema,
     device: str,
     *,
+    world: int,
     ranks_per_host: int | None = None,
     memory: int | None = None,
 ) -> dict[str, Pin]:
@@ -76,6 +77,7 @@ def check_pins(
 
     Args:
         device: cpu or cuda.
+        world: number of ranks.
         ranks_per_host: how many consecutive ranks share a host; None: not known yet.
         memory: bytes for tables on each rank; None: not known.
 
@@ -83,7 +85,6 @@ def check_pins(
         ConfigError: names the table and the reason: a rank that does not exist, a way of sharding that the
             optimizer or the kernel cannot keep exact, a group that no rank can hold.
     """
-    world = config.scaling.workers
     if ranks_per_host and world % ranks_per_host:
         raise ConfigError(
             f"{world} workers do not divide into hosts of {ranks_per_host}",

@@ -65,7 +65,12 @@ def make_plan(
     """
     world, local = dist.get_world_size(), settle_hosts(config.plan)
     settled = check_pins(
-        config, schema, device.type, ranks_per_host=local, memory=memory_bytes(config.plan, device)
+        config,
+        schema,
+        device.type,
+        world=world,
+        ranks_per_host=local,
+        memory=memory_bytes(config.plan, device),
     )
     planner = EmbeddingShardingPlanner(
         topology=Topology(
@@ -76,7 +81,8 @@ def make_plan(
         ),
         batch_size=-(-config.data.global_batch_size // world),
         constraints={
-            table: _constraints(pin, schema.tables[table].dim, world, local) for table, pin in settled.items()
+            table: _constraints(pin, schema.tables[table].dim, world, local, device)
+            for table, pin in settled.items()
         },
         partitioner=PinnedPartitioner(settled),
         debug=False,
@@ -92,19 +98,19 @@ def make_plan(
             expected=f"tables that fit under {', '.join(config.plan.sharding)} and plan.tables",
             do="add workers, allow row_wise, or make tables smaller",
         ) from None
-    # The planner (torchrec 1.8.0) refuses dense kernels for sharded tables, which run all the same.
+    # The planner (torchrec 1.8.0) refuses dense kernels for sharded tables, and UVM kernels on CPU, which run all
+    # the same.
     for module in plan.plan.values():
         for table, spec in module.items():
-            if settled[table].kernel == "dense" or not fused:
-                spec.compute_kernel = "dense"
+            spec.compute_kernel = settled[table].kernel or ("dense" if not fused else spec.compute_kernel)
     return plan
 
 
-def _constraints(pin: Pin, dim: int, world: int, local: int) -> ParameterConstraints:
-    kernel = None if pin.kernel == "dense" else pin.kernel
+def _constraints(pin: Pin, dim: int, world: int, local: int, device: torch.device) -> ParameterConstraints:
+    known = device.type == "cuda" and pin.kernel not in (None, "dense")
     return ParameterConstraints(
         sharding_types=list(pin.sharding),
-        compute_kernels=[kernel] if kernel else ["dense", "fused"],
+        compute_kernels=[pin.kernel] if known else ["dense", "fused"],
         min_partition=dim // column_parts(dim, pin.sharding, pin.ranks, world, local),
     )
 

@@ -67,7 +67,8 @@ def _shape(config: RunConfig, device: str, local: bool) -> dict[str, int | None]
         memory = ray.get(ray.remote(num_gpus=1, num_cpus=0)(_gpu_memory).remote(), timeout=60)
     elif memory is None and device == "cpu" and local:
         memory = host_memory() // workers
-    return {"ranks_per_host": plan.ranks_per_host or (workers if local else None), "memory": memory}
+    hosts = plan.ranks_per_host or (workers if local else None)
+    return {"world": workers, "ranks_per_host": hosts, "memory": memory}
 
 
 def _gpu_memory() -> int:

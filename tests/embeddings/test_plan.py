@@ -37,6 +37,6 @@ def test_only_allowed_types_and_fused_kernels(sharding):
         assert set(entry["ranks"]) <= {0, 1}
 
 
-def test_tables_that_do_not_fit_are_said(monkeypatch):
+def test_tables_that_do_not_fit_are_said():
     messages = on_ranks(1, planned, ["table_wise"], 10**11)
-    assert "no plan for 4 tables" in messages[0] and "plan.sharding" in messages[0]
+    assert "no plan for 4 tables" in messages[0] and "scaling.workers" in messages[0]

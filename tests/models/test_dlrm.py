@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from raytrec.sections import ModelSection
 from raytrec.errors import ConfigError
 from raytrec.models import build_model
 from raytrec.models.dlrm import Constant, DotInteraction
 from raytrec.schema import Schema
+from raytrec.sections import ModelSection
 
 
 def schema(labels=("y",), dims=(8, 8), dense=("a",)):

@@ -99,7 +99,7 @@ def snapshot(model):
     """Local parts of every parameter: {name: [(row, column, values)]}."""
     out = {}
     for name, value in model.state_dict().items():
-        name = name.removeprefix("model.")
+        name = name.removeprefix("head.model.")
         if hasattr(value, "local_shards"):
             out[name] = [(*s.metadata.shard_offsets, s.tensor.clone()) for s in value.local_shards()]
         else:

@@ -5,7 +5,8 @@ import torch
 from ranks import on_ranks
 
 from raytrec.config import RunConfig
-from raytrec.embeddings.tables import BLOCK_ROWS, initial_rows, table_of
+from raytrec.embeddings.bags import table_of
+from raytrec.embeddings.initial import BLOCK_ROWS, initial_rows
 from raytrec.schema import Schema
 
 SCHEMA = Schema.parse(

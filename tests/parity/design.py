@@ -1,0 +1,148 @@
+"""Which cases the parity suite runs: every combination, and a pairwise choice of them."""
+
+from dataclasses import asdict, dataclass
+from itertools import combinations, product
+from random import Random
+
+from raytrec.config import RunConfig
+from raytrec.schema import Schema
+
+ROWS = 24  # of a global batch
+FACTORS = {
+    "sharding": [
+        "data_parallel",
+        "table_wise",
+        "column_wise",
+        "row_wise",
+        "table_row_wise",
+        "table_column_wise",
+        "grid_shard",
+    ],
+    "pooling": ["sum", "mean", "weighted sum", "weighted mean", "mixed"],
+    "optimizer": ["sgd", "rowwise_adagrad", "adagrad", "adam"],
+    "place": [(1, 1), (2, 1), (3, 1), (4, 2)],  # ranks, hosts
+    "balance": ["equal", "unequal", "empty"],
+}
+# What training may add to any of these.
+EXTRAS = {
+    "micro_batches": [1, 3],
+    "clip_norm": [None, 0.05],
+    "loss": ["mean", "sum"],
+    "kernel": ["fused", "dense", "fused_uvm"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration; `kernel` holds for sharded tables where the optimizer allows it."""
+
+    sharding: str
+    pooling: str
+    optimizer: str
+    place: tuple[int, int]
+    balance: str
+    micro_batches: int = 1
+    clip_norm: float | None = None
+    loss: str = "mean"
+    kernel: str = "fused"
+
+    def __str__(self):
+        ranks, hosts = self.place
+        parts = [self.sharding, self.pooling, self.optimizer, f"{ranks} ranks on {hosts} hosts", self.balance]
+        extras = {k: v for k, v in asdict(self).items() if k in EXTRAS and v != EXTRAS[k][0]}
+        return ", ".join(parts + [f"{k} {v}" for k, v in extras.items()])
+
+    @property
+    def possible(self):
+        """What raytrec refuses is tested in tests/embeddings/test_pins.py."""
+        columns = self.sharding in ("column_wise", "table_column_wise", "grid_shard")
+        if columns and self.optimizer == "rowwise_adagrad":
+            return False
+        if self.sharding == "data_parallel" or self.optimizer == "adam":
+            return self.kernel == "dense"
+        return True
+
+    def config(self):
+        ranks, hosts = self.place
+        return RunConfig.model_validate(
+            {
+                "data": {"train": "unused/train", "global_batch_size": ROWS},
+                "scaling": {"workers": ranks},
+                "model": {"bottom_mlp": [6], "top_mlp": [10, 4]},
+                "optim": {
+                    "embeddings": {"name": self.optimizer, "lr": 0.05},
+                    "dense": {"name": "sgd", "lr": 0.1},
+                },
+                "plan": {
+                    "tables": {"*": {"sharding": self.sharding, "kernel": self.kernel}},
+                    "ranks_per_host": ranks // hosts,
+                },
+                "train": {k: getattr(self, k) for k in ("micro_batches", "clip_norm", "loss")},
+            }
+        )
+
+    def schema(self):
+        kinds = {
+            "sum": ("sum", False),
+            "mean": ("mean", False),
+            "weighted sum": ("sum", True),
+            "weighted mean": ("mean", True),
+        }
+        mixed = ["mean", "sum", "weighted mean", "weighted sum", "mean"]
+        sparse = {}
+        # Two tables are shared by two features each; no number of rows divides by the number of ranks.
+        for i, (feature, table) in enumerate(
+            [("user", "user"), ("friends", "user"), ("tags", "tag"), ("words", "word"), ("scored", "word")]
+        ):
+            pooling, weighted = kinds[mixed[i] if self.pooling == "mixed" else self.pooling]
+            sparse[feature] = {"table": table, "pooling": pooling}
+            if weighted:
+                sparse[feature]["weights"] = f"{feature}_weights"
+        rows = {"user": 53, "tag": 5, "word": 23}
+        tables = {name: {"rows": n, "dim": 8} for name, n in rows.items()}
+        return Schema.parse(
+            {"labels": ["y"], "dense": ["a", "b"], "sparse": sparse, "tables": tables}, "case"
+        )
+
+
+def every_combination():
+    """All of FACTORS that are possible, each with extras drawn for it."""
+    random, cases = Random(0), []
+    for values in product(*FACTORS.values()):
+        possible = [case for extras in product(*EXTRAS.values()) if (case := Case(*values, *extras)).possible]
+        if possible:
+            cases.append(random.choice(possible))
+    return cases
+
+
+def pairwise():
+    """Few cases in which every pair of values that can meet, of any two factors or extras, does."""
+    names = [*FACTORS, *EXTRAS]
+    pool = [
+        case for values in product(*FACTORS.values(), *EXTRAS.values()) if (case := Case(*values)).possible
+    ]
+    pool = Random(1).sample(pool, 4000)
+    pairs = {
+        case: {(a, getattr(case, a), b, getattr(case, b)) for a, b in combinations(names, 2)} for case in pool
+    }
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        best = max(pool, key=lambda case: len(pairs[case] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
+
+
+# Combinations that are, or were, wrong in TorchRec.
+CORNERS = [
+    Case("grid_shard", "mean", "sgd", (4, 2), "equal"),
+    Case("grid_shard", "mixed", "adagrad", (4, 2), "empty"),
+    Case("row_wise", "mean", "sgd", (2, 1), "unequal"),
+    Case("row_wise", "weighted mean", "sgd", (4, 2), "unequal"),
+    Case("row_wise", "mixed", "sgd", (2, 1), "equal"),
+    Case("table_row_wise", "mixed", "rowwise_adagrad", (4, 2), "empty"),
+    Case("table_wise", "mean", "sgd", (3, 1), "empty", micro_batches=3),
+    Case("table_wise", "sum", "rowwise_adagrad", (2, 1), "unequal", clip_norm=0.05),
+    Case("row_wise", "sum", "adagrad", (3, 1), "unequal", clip_norm=0.05, micro_batches=3),
+    Case("data_parallel", "mean", "sgd", (2, 1), "unequal", clip_norm=0.05, kernel="dense"),
+]

@@ -1,0 +1,63 @@
+"""Runs cases on real ranks, and keeps what came out for benchmarks/results/parity.json."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+from ranks import on_ranks
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "parity.json"
+_outcomes = []
+
+
+def run_cases(rank, world, cases):
+    """On each rank: findings as records for every case (on rank 0)."""
+    import logging
+    import warnings
+
+    import torch
+
+    from raytrec.checks.parity import compare
+    from raytrec.train.build import build_step
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    out = []
+    for seed, case in enumerate(cases):
+        found = compare(
+            build_step, case.config(), case.schema(), torch.device("cpu"), balance=case.balance, seed=seed
+        )
+        out.append([finding.record() for finding in found])
+    return out
+
+
+def assert_parity(cases, place):
+    """Every comparison of every case is within its limit."""
+    ranks, hosts = place
+    wrong = []
+    for case, found in zip(cases, on_ranks(ranks, run_cases, cases, hosts=hosts)[0], strict=True):
+        assert {f["check"] for f in found} >= {"forward", "gradient", "weights"}
+        _outcomes.append((case, found))
+        wrong += [f"{case}: {f}" for f in found if not f["passed"]]
+    assert not wrong, "\n".join(wrong)
+
+
+def write():
+    """The whole suite's outcome: cases, failed, and for each group of cases the worst error of each check."""
+    groups = {}
+    for case, found in _outcomes:
+        values = {f.name: str(getattr(case, f.name)) for f in fields(case) if f.compare}
+        for group in ["all", *(f"{name}: {value}" for name, value in values.items())]:
+            entry = groups.setdefault(group, {"cases": 0, "failed": 0})
+            entry["cases"] += 1
+            entry["failed"] += not all(f["passed"] for f in found)
+            for f in found:
+                worst, error = entry.get(f["check"], 0.0), f["error"]
+                entry[f["check"]] = None if worst is None or error is None else max(worst, error)
+    out = {
+        "cases": groups["all"]["cases"],
+        "failed": groups["all"]["failed"],
+        "groups": dict(sorted(groups.items())),
+    }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(out, indent=1) + "\n")

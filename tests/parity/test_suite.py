@@ -1,0 +1,29 @@
+"""The sharded run against one plain torch process, over ways of sharding, pooling, optimizers, ranks and splits.
+
+`make test` runs a pairwise choice of cases and the corners that are known to be bad; `make parity` all of them.
+"""
+
+import pytest
+from design import CORNERS, FACTORS, every_combination, pairwise
+from record import assert_parity
+
+CHUNK = 50
+
+
+@pytest.mark.parametrize("place", FACTORS["place"], ids=str)
+def test_pairs_and_corners(place):
+    assert_parity([case for case in [*CORNERS, *pairwise()] if case.place == place], place)
+
+
+def chunks():
+    everything = every_combination()
+    for place in FACTORS["place"]:
+        cases = [case for case in everything if case.place == place]
+        for start in range(0, len(cases), CHUNK):
+            yield pytest.param(cases[start : start + CHUNK], place, id=f"{place[0]} ranks, from case {start}")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("cases,place", chunks())
+def test_every_combination(cases, place):
+    assert_parity(cases, place)
