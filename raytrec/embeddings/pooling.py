@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.fx import Proxy
+from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from raytrec.embeddings.bags import embedding_bags
@@ -31,24 +33,40 @@ class PooledEmbeddings(nn.Module):
     def __init__(self, schema: Schema, dtypes: dict[str, str] | None = None):
         super().__init__()
         self.bags = embedding_bags(schema, dtypes)
+        self._dtypes = {table.dtype for table in self.bags.parameters()}
         self.means = BagMeans([spec.pooling != "sum" for spec in schema.sparse.values()])
 
     def forward(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        return self.means(self.bags(sparse), sparse)
+        # TorchRec's pipeline traces this with a Proxy, and later has exchanged copies of the ids before.
+        if isinstance(sparse, Proxy) or isinstance(self.bags.forward, BaseForward):
+            return self.means(self.bags(sparse), sparse)
+        return self.means(self.bags(own_copy(sparse)), sparse)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> PooledEmbeddings:
         # Every cast of a module passes here, before it has touched any of the tables.
-        refuse_cast(fn)
+        refuse_cast(fn, self._dtypes)
         return super()._apply(fn, recurse)
 
 
-def refuse_cast(fn: Callable) -> None:
-    """Raises if a function that nn.Module applies to its tensors would change the dtype of tables.
+def own_copy(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """A copy for FBGEMM and TorchRec to change: they clamp ids in place, and put other weights into it."""
+    weights = sparse.weights_or_none()
+    return KeyedJaggedTensor(
+        sparse.keys(),
+        sparse.values().clone(),
+        None if weights is None else weights.clone(),
+        lengths=sparse.lengths(),
+        stride=sparse.stride(),
+    )
+
+
+def refuse_cast(fn: Callable, dtypes: set[torch.dtype]) -> None:
+    """Raises if a function that nn.Module applies to its tensors would change one of these dtypes of tables.
 
     Raises:
         RunError: says what to do instead.
     """
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in dtypes:
         after = fn(torch.empty(0, dtype=dtype)).dtype
         if after != dtype:
             raise RunError(

@@ -1,6 +1,6 @@
-"""The sharded run against one plain torch process, over ways of sharding, pooling, optimizers, ranks and splits.
+"""The sharded run against one plain torch process, over every factor that could tell them apart.
 
-`make test` runs a pairwise choice of cases and the corners that are known to be bad; `make parity` all of them.
+`make test` runs a pairwise choice of cases and the corners that are known to be bad; `make parity` every one.
 """
 
 import pytest

@@ -1,0 +1,49 @@
+"""The norm that clips: all dense layers and all touched table rows, each once."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from small import SCHEMA, batches, build, config, train
+
+
+def norms(rank, world, plan, max_norm):
+    """The norm that a clipped step saw, the reference's, and the weights of both after the step."""
+    from raytrec.checks import reference
+    from raytrec.embeddings.tables import tables
+    from raytrec.models import build_model
+
+    settings = config(world, plan, "sgd", lr=1.0, clip_norm=max_norm)
+    step = build(settings)
+    model = build_model(SCHEMA, settings.model)
+    model.load_state_dict(step.model.module.head.model.state_dict())
+    start = {name: table.weight.dense() for name, table in tables(step.model).items()}
+    one = reference.Reference(SCHEMA, start, model)
+    whole, local = batches(1, rank, world)
+    train(step, local)
+    out = {name: table.weight.dense() for name, table in tables(step.model).items()}
+    optimizers = [
+        torch.optim.SGD(one.tables.values(), lr=1.0),
+        torch.optim.SGD(one.model.parameters(), lr=0.1),
+    ]
+    reference.train(one, whole, [])
+    norm = torch.stack([p.grad.square().sum() for p in one.parameters()]).sum().sqrt()
+    reference.train(one, whole, optimizers, clip_norm=max_norm)
+    error = max(float((out[name] - one.tables[name]).abs().max()) for name in out)
+    return step.optimizer.last_norm, float(norm), error
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+@pytest.mark.parametrize(
+    "world,plan",
+    [
+        (1, {"sharding": "table_wise"}),
+        (2, {"sharding": "data_parallel"}),
+        (2, {"sharding": "row_wise", "kernel": "dense"}),
+        (3, {"sharding": "row_wise"}),
+        (2, ["table_wise", "data_parallel"]),
+    ],
+)
+def test_the_norm_is_that_of_one_process(world, plan, max_norm):
+    for seen, expected, error in on_ranks(world, norms, plan, max_norm):
+        assert expected > 0.1 and seen == pytest.approx(expected, rel=1e-6)
+        assert error < 1e-6

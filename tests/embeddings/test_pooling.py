@@ -1,0 +1,59 @@
+"""Pooling by its definition, and what it leaves alone."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from small import batches, build, config
+
+from raytrec.embeddings.pooling import BagMeans, bag_totals
+
+
+def keyed(weights=None):
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    # a: [1, 2], [], [3]; b: [4], [5, 6, 7], []
+    return KeyedJaggedTensor(
+        ["a", "b"], torch.tensor([1, 2, 3, 4, 5, 6, 7]), weights, lengths=torch.tensor([2, 0, 1, 1, 3, 0])
+    )
+
+
+def test_totals_are_lengths_or_sums_of_weights_and_never_zero():
+    assert bag_totals(keyed()).tolist() == [[2, 1, 1], [1, 3, 1]]
+    weights = torch.tensor([0.5, 1.0, -2.0, 0.0, 1.0, 1.0, 0.25])
+    assert bag_totals(keyed(weights)).tolist() == [[1.5, 1, -2], [1, 2.25, 1]]
+
+
+def test_only_mean_features_are_divided():
+    from torchrec.sparse.jagged_tensor import KeyedTensor
+
+    sums = KeyedTensor(["a", "b"], [4, 4], torch.full((3, 8), 6.0), key_dim=1)
+    out = BagMeans([False, True])(sums, keyed())
+    assert out["a"].tolist() == [[6.0] * 4] * 3
+    assert out["b"].tolist() == [[6.0] * 4, [2.0] * 4, [6.0] * 4]
+
+
+def looked_up(rank, world, sharding):
+    """What a lookup does to the KeyedJaggedTensor that it is given, and what it gives."""
+    step = build(config(world, {"sharding": sharding}))
+    sparse = batches(1, rank, world, "equal")[1][0].sparse
+    if world == 1:
+        sparse.values()[0] = 10**6  # FBGEMM brings it into range, in the tensor that it is handed
+    parts = (sparse.values(), sparse.lengths(), sparse.weights())
+    before = [part.clone() for part in parts]
+    keys = list(sparse.keys())
+    pooled = step.model.module.embeddings(sparse)
+    same = [torch.equal(a, b) and a is c for a, b, c in zip(parts, before, _parts(sparse), strict=True)]
+    empty = sparse.lengths().view(3, -1) == 0
+    zeros = [bool((pooled[key][empty[i]] == 0).all()) for i, key in enumerate(keys)]
+    return same, keys == list(sparse.keys()), zeros, int(empty.sum())
+
+
+def _parts(sparse):
+    return sparse.values(), sparse.lengths(), sparse.weights()
+
+
+@pytest.mark.parametrize("world,sharding", [(1, "table_wise"), (2, "row_wise"), (2, "data_parallel")])
+def test_the_callers_ids_stay_as_they_are_and_empty_bags_give_zero(world, sharding):
+    for same, keys, zeros, empty in on_ranks(world, looked_up, sharding):
+        assert same == [True] * 3 and keys
+        assert zeros == [True] * 3 and empty > 0

@@ -1,0 +1,177 @@
+"""One view of any table: whole, in part, on rank 0, with its optimizer state; reading and writing."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from small import SCHEMA, batches, build, config, train
+
+from raytrec.embeddings.initial import initial_rows
+from raytrec.errors import RunError
+
+WAYS = [
+    ("data_parallel", None, "adagrad", 2, 1),
+    ("table_wise", None, "rowwise_adagrad", 2, 1),
+    ("row_wise", None, "rowwise_adagrad", 2, 1),
+    ("row_wise", "dense", "rowwise_adagrad", 4, 2),
+    ("column_wise", None, "adagrad", 2, 1),
+    ("column_wise", "dense", "adam", 2, 1),
+    ("table_row_wise", None, "adagrad", 4, 2),
+    ("table_column_wise", None, "adagrad", 4, 2),
+    ("grid_shard", "fused_uvm", "adagrad", 4, 2),
+]
+
+
+def read(rank, world, sharding, kernel, optimizer):
+    from raytrec.embeddings.tables import tables
+
+    step = build(config(world, {"sharding": sharding, "kernel": kernel}, optimizer))
+    before = tables(step.model)
+    out = {"start": {n: t.weight.dense() for n, t in before.items()}, "facts": {}, "leaf": []}
+    for name, table in before.items():
+        out["facts"][name] = (table.name, table.shape, str(table.dtype), table.sharding, table.kernel)
+        out["held"] = out.get("held", {}) | {
+            name: [(s.rank, s.rows, s.columns, s.values.clone()) for s in table.weight.local]
+        }
+        whole = table.weight.dense()
+        out["leaf"] += [whole.is_leaf, whole.is_contiguous(), not whole.requires_grad]
+    train(step, batches(4, rank, world)[1])
+    after = tables(step.model, step.optimizer)
+    out["end"] = {n: t.weight.dense() for n, t in after.items()}
+    out["part"] = {n: t.weight.dense(range(1, 4)) for n, t in after.items()}
+    out["first"] = {n: t.weight.dense(range(2, 5), first_only=True) for n, t in after.items()}
+    out["state"] = {n: {k: p.dense() for k, p in sorted(t.state.items())} for n, t in after.items()}
+    out["state part"] = {
+        n: {k: p.dense(range(1, 4), first_only=True) for k, p in sorted(t.state.items())}
+        for n, t in after.items()
+    }
+    # Writing through one view is seen through another, and by the model.
+    for table in after.values():
+        table.weight.load(out["start"][table.name])
+        table.weight.load(torch.full((2, 8), 7.0), first_row=1)
+        for parts in table.state.values():
+            parts.load(torch.full(parts.shape, 2.0))
+    again = tables(step.model, step.optimizer)
+    out["loaded"] = {n: t.weight.dense() for n, t in again.items()}
+    out["loaded state"] = {n: {k: p.dense() for k, p in sorted(t.state.items())} for n, t in again.items()}
+    return out
+
+
+@pytest.mark.parametrize("sharding,kernel,optimizer,world,hosts", WAYS)
+def test_every_way_of_sharding_reads_and_writes_alike(sharding, kernel, optimizer, world, hosts):
+    ranks = on_ranks(world, read, sharding, kernel, optimizer, hosts=hosts)
+    first = ranks[0]
+    kernel = kernel or ("dense" if sharding == "data_parallel" else "fused")
+    copies = world if sharding == "data_parallel" else 1
+    for name, spec in SCHEMA.tables.items():
+        start = initial_rows(SCHEMA, name, 3, 0, spec.rows)
+        assert first["facts"][name] == (name, (spec.rows, 8), "torch.float32", sharding, kernel)
+        covered = torch.zeros(spec.rows, 8)
+        for index, rank in enumerate(ranks):
+            for owner, rows, columns, values in rank["held"][name]:
+                assert owner == index
+                assert torch.equal(values, start[rows.start : rows.stop, columns.start : columns.stop])
+                covered[rows.start : rows.stop, columns.start : columns.stop] += 1
+        assert torch.equal(covered, torch.full_like(covered, copies)), "every value is held once"
+        end = first["end"][name]
+        assert not torch.equal(end, start)
+        kinds = {"adam": {"exp_avg", "exp_avg_sq"}}.get(optimizer, {"sum"})
+        loaded = start.clone()
+        loaded[1:3] = 7
+        for index, rank in enumerate(ranks):
+            assert torch.equal(rank["start"][name], start) and torch.equal(rank["end"][name], end)
+            assert torch.equal(rank["part"][name], end[1:4])
+            assert all(rank["leaf"])
+            assert set(rank["state"][name]) == kinds
+            assert torch.equal(rank["loaded"][name], loaded)
+            for kind in kinds:
+                state = rank["state"][name][kind]
+                assert state.shape == ((spec.rows,) if optimizer == "rowwise_adagrad" else (spec.rows, 8))
+                assert torch.equal(state, first["state"][name][kind]) and state.abs().sum() > 0
+                assert (rank["loaded state"][name][kind] == 2).all()
+                if index == 0:
+                    assert torch.equal(rank["first"][name], end[2:5])
+                    assert torch.equal(rank["state part"][name][kind], state[1:4])
+                else:
+                    assert rank["first"][name] is None and rank["state part"][name][kind] is None
+
+
+def mistakes(rank, world):
+    from raytrec.embeddings.tables import tables
+
+    table = tables(build(config(world, {"sharding": "row_wise"})).model)["user"]
+    said = []
+    for wrong in (
+        lambda: table.weight.dense(range(20, 24)),
+        lambda: table.weight.load(torch.zeros(2, 4)),
+        lambda: table.weight.load(torch.zeros(2, 8), first_row=22),
+    ):
+        with pytest.raises(RunError) as error:
+            wrong()
+        said.append(str(error.value))
+    return said
+
+
+def test_rows_outside_and_other_widths_are_refused():
+    for rows, width, outside in on_ranks(2, mistakes):
+        assert "range(20, 24) of a table of 23 rows" in rows
+        assert "(2, 4)" in width and "[rows, 8]" in width
+        assert "range(22, 24)" in outside
+
+
+def hooked(rank, world, plan):
+    """Hooks on the AccumulateGrad of each table, and the gradient's rows that were there when they ran."""
+    from raytrec.embeddings.tables import accumulate_grad, tables
+
+    step, seen, said = build(config(world, plan)), [], []
+    keep = []
+    for name, table in tables(step.model).items():
+        try:
+            node = accumulate_grad(table)
+        except RunError as error:
+            said.append(str(error))
+            continue
+        assert "AccumulateGrad" in type(node).__name__
+        keep.append(node)
+        node.register_hook(
+            lambda *_, table=table, name=name: seen.append((name, table.parameter.grad is not None))
+        )
+    train(step, batches(1, rank, world)[1])
+    return seen, said
+
+
+def test_the_accumulate_grad_of_a_data_parallel_table_is_found():
+    for seen, said in on_ranks(2, hooked, {"sharding": "data_parallel"}):
+        assert seen == [("user", True), ("tag", True)] and not said
+    for seen, said in on_ranks(2, hooked, {"sharding": "row_wise"}):
+        assert not seen and len(said) == 2 and "fused kernels update in backward" in said[0]
+
+
+def cast(rank, world, sharding):
+    """What every cast says, and whether the table is untouched after it and still trains."""
+    from raytrec.embeddings.tables import tables
+
+    step = build(config(world, {"sharding": sharding}))
+    said = []
+    for wrong in (
+        lambda m: m.bfloat16(),
+        lambda m: m.half(),
+        lambda m: m.double(),
+        lambda m: m.to(torch.float16),
+        lambda m: m.type(torch.float16),
+    ):
+        with pytest.raises(RunError) as error:
+            wrong(step.model)
+        said.append(str(error.value))
+    step.model.float()
+    step.model.to("cpu")
+    dtypes = {str(p.dtype) for p in step.model.parameters()}
+    start = tables(step.model)["user"].weight.dense()
+    train(step, batches(1, rank, world)[1])
+    return said, dtypes, bool((tables(step.model)["user"].weight.dense() != start).any())
+
+
+@pytest.mark.parametrize("sharding", ["data_parallel", "row_wise"])
+def test_a_cast_after_sharding_raises_and_says_what_to_do(sharding):
+    for said, dtypes, trains in on_ranks(2, cast, sharding):
+        assert all("plan.tables.TABLE.dtype" in text for text in said)
+        assert dtypes == {"torch.float32"} and trains

@@ -1,0 +1,56 @@
+"""A small model with tables of uneven sizes, for tests on ranks."""
+
+from raytrec.config import RunConfig
+from raytrec.schema import Schema
+
+SCHEMA = Schema.parse(
+    {
+        "labels": ["y"],
+        "dense": ["a", "b"],
+        "sparse": {
+            "user": {"table": "user"},
+            "friends": {"table": "user", "pooling": "mean"},
+            "tags": {"table": "tag", "pooling": "mean", "weights": "w"},
+        },
+        "tables": {"user": {"rows": 23, "dim": 8}, "tag": {"rows": 5, "dim": 8}},
+    },
+    "small",
+)
+
+
+def config(world, plan, optimizer="adagrad", lr=0.1, **train):
+    """A RunConfig; `plan` is plan.tables['*'] or, with a list, plan.sharding."""
+    plan = {"sharding": plan} if isinstance(plan, list) else {"tables": {"*": plan}}
+    return RunConfig.model_validate(
+        {
+            "run": {"seed": 3},
+            "data": {"train": "unused/train", "global_batch_size": 12},
+            "scaling": {"workers": world},
+            "model": {"bottom_mlp": [6], "top_mlp": [6]},
+            "optim": {"embeddings": {"name": optimizer, "lr": lr}, "dense": {"name": "sgd", "lr": 0.1}},
+            "plan": plan,
+            "train": train,
+        }
+    )
+
+
+def build(config):
+    """A Step on this rank."""
+    import torch
+
+    from raytrec.train.build import build_step
+
+    return build_step(config, SCHEMA, torch.device("cpu"))[0]
+
+
+def batches(count, rank, world, balance="unequal"):
+    """(global batches, this rank's parts of them)."""
+    from raytrec.checks.batches import cuts, local_batch, random_batches
+
+    whole = random_batches(SCHEMA, 12, count, seed=1)
+    return whole, [local_batch(b, SCHEMA, cuts(12, world, balance), rank) for b in whole]
+
+
+def train(step, local):
+    """Trains on these batches."""
+    return list(step.train(iter(local), len(local)))
