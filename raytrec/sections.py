@@ -92,6 +92,7 @@ class EmbeddingOptim(Section):
 class DenseOptim(Section):
     name: Literal["adam", "adagrad", "sgd"] = Field("adam", description="Optimizer of the dense layers.")
     lr: PositiveFloat = Field(1e-3, description="Learning rate.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment (not sgd).")
     weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty.")
 
 

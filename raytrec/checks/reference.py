@@ -48,12 +48,16 @@ class Reference(nn.Module):
         schema: features, their pooling and their tables.
         tables: table → [rows, dim], copied.
         model: forward(dense, pooled) → logits [B]; used as it is.
+
+    A table given in fp16 or bf16 is computed in fp32 and rounded to the nearest of its own dtype by
+    `round_tables`, which `train` calls after every step.
     """
 
     def __init__(self, schema: Schema, tables: dict[str, torch.Tensor], model: nn.Module):
         super().__init__()
         self.schema = schema
-        self.weights = nn.ParameterList([nn.Parameter(w.clone()) for w in tables.values()])
+        self.weights = nn.ParameterList([nn.Parameter(w.float().clone()) for w in tables.values()])
+        self.dtypes = {name: w.dtype for name, w in tables.items()}
         self.tables = dict(zip(tables, self.weights, strict=True))
         self.model = model
 
@@ -69,6 +73,11 @@ class Reference(nn.Module):
                 sums = sums / totals.masked_fill(totals == 0, 1).unsqueeze(1)
             out[feature] = sums
         return out
+
+    @torch.no_grad()
+    def round_tables(self) -> None:
+        for name, weight in self.tables.items():
+            weight.copy_(weight.to(self.dtypes[name]))
 
     def forward(self, batch: GlobalBatch) -> torch.Tensor:
         return self.model(batch.dense, self.pooled(batch))
@@ -156,5 +165,6 @@ def train(
             nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
         for each in optimizers:
             each.step()
+        reference.round_tables()
         out.append(torch.cat(logits).detach())
     return out

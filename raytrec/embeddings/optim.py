@@ -27,10 +27,9 @@ def is_fused(config: EmbeddingOptim, device: torch.device) -> bool:
 
 
 def _settings(config: EmbeddingOptim | DenseOptim) -> dict:
-    if isinstance(config, DenseOptim):
-        return {"lr": config.lr, "weight_decay": config.weight_decay}
+    settings = {"lr": config.lr} | ({} if config.name == "sgd" else {"eps": config.eps})
     # No weight decay for tables: FBGEMM's fused optimizers on CPU take it and ignore it.
-    return {"lr": config.lr} | ({} if config.name == "sgd" else {"eps": config.eps})
+    return settings | ({"weight_decay": config.weight_decay} if isinstance(config, DenseOptim) else {})
 
 
 def fuse(bags: EmbeddingBagCollection, config: EmbeddingOptim) -> None:

@@ -98,8 +98,8 @@ def make_plan(
             expected=f"tables that fit under {', '.join(config.plan.sharding)} and plan.tables",
             do="add workers, allow row_wise, or make tables smaller",
         ) from None
-    # The planner (torchrec 1.8.0) refuses dense kernels for sharded tables, and UVM kernels on CPU, which run all
-    # the same.
+    # The planner (torchrec 1.8.0) refuses dense kernels for sharded tables, and UVM kernels on CPU, which run
+    # all the same.
     for module in plan.plan.values():
         for table, spec in module.items():
             spec.compute_kernel = settled[table].kernel or ("dense" if not fused else spec.compute_kernel)

@@ -2,7 +2,8 @@
 
 A model is a plain nn.Module built from (schema, ModelSection). Its forward takes the dense columns, float32
 [B, n], and the pooled embeddings, a dict of feature → float32 [B, dim of its table], and returns logits [B].
-It knows nothing of tables and ranks; `raytrec.embeddings.pooling.PooledEmbeddings` looks up and pools before it.
+It knows nothing of tables and ranks; `raytrec.embeddings.pooling.PooledEmbeddings` looks up and pools before
+it.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class Case:
     clip_norm: float | None = None
     loss: str = "mean"
     kernel: str = "fused"
+    dtype: str = "fp32"
 
     def __str__(self):
         ranks, hosts = self.place
@@ -70,11 +71,12 @@ class Case:
                 "scaling": {"workers": ranks},
                 "model": {"bottom_mlp": [6], "top_mlp": [10, 4]},
                 "optim": {
-                    "embeddings": {"name": self.optimizer, "lr": 0.05},
+                    # eps: see raytrec/checks/shrink.py
+                    "embeddings": {"name": self.optimizer, "lr": 0.05, "eps": 1e-6},
                     "dense": {"name": "sgd", "lr": 0.1},
                 },
                 "plan": {
-                    "tables": {"*": {"sharding": self.sharding, "kernel": self.kernel}},
+                    "tables": {"*": {"sharding": self.sharding, "kernel": self.kernel, "dtype": self.dtype}},
                     "ranks_per_host": ranks // hosts,
                 },
                 "train": {k: getattr(self, k) for k in ("micro_batches", "clip_norm", "loss")},
@@ -132,6 +134,14 @@ def pairwise():
         missing -= pairs[best]
     return chosen
 
+
+HALVES = [
+    Case(sharding, "mixed", optimizer, place, "unequal", dtype="fp16")
+    for optimizer in ("sgd", "adagrad", "rowwise_adagrad")
+    for sharding in FACTORS["sharding"]
+    for place in [(1, 1), (2, 1), (4, 2)]
+    if Case(sharding, "mixed", optimizer, place, "unequal").possible
+]
 
 # Combinations that are, or were, wrong in TorchRec.
 CORNERS = [

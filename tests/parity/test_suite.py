@@ -4,7 +4,7 @@
 """
 
 import pytest
-from design import CORNERS, FACTORS, every_combination, pairwise
+from design import CORNERS, FACTORS, HALVES, every_combination, pairwise
 from record import assert_parity
 
 CHUNK = 50
@@ -13,6 +13,12 @@ CHUNK = 50
 @pytest.mark.parametrize("place", FACTORS["place"], ids=str)
 def test_pairs_and_corners(place):
     assert_parity([case for case in [*CORNERS, *pairwise()] if case.place == place], place)
+
+
+@pytest.mark.parametrize("place", [(1, 1), (2, 1), (4, 2)], ids=str)
+def test_fp16_tables(place):
+    """Within LIMITS["fp16"] of a reference in fp32 that starts from the same fp16 values."""
+    assert_parity([case for case in HALVES if case.place == place], place)
 
 
 def chunks():
