@@ -72,6 +72,7 @@ def make_plan(
         ranks_per_host=local,
         memory=memory_bytes(config.plan, device),
     )
+    partitioner = PinnedPartitioner(settled)
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=world,
@@ -84,26 +85,40 @@ def make_plan(
             table: _constraints(pin, schema.tables[table].dim, world, local, device)
             for table, pin in settled.items()
         },
-        partitioner=PinnedPartitioner(settled),
+        partitioner=partitioner,
         debug=False,
     )
-    try:
-        plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
-    except PlannerError as error:
+    plan, reason = _from_first_rank(planner, partitioner, model, sharder)
+    if plan is None:
         gib = sum(t.rows * t.dim * 4 for t in schema.tables.values()) / GIB
         raise ConfigError(
-            f"no plan for {len(schema.tables)} tables ({gib:.2f} GiB of weights) on {world} "
-            f"workers: {str(error).splitlines()[0]}",
+            f"no plan for {len(schema.tables)} tables ({gib:.2f} GiB of weights) on {world} workers: "
+            f"{reason}",
             where="plan, scaling.workers",
             expected=f"tables that fit under {', '.join(config.plan.sharding)} and plan.tables",
             do="add workers, allow row_wise, or make tables smaller",
-        ) from None
+        )
     # The planner (torchrec 1.8.0) refuses dense kernels for sharded tables, and UVM kernels on CPU, which run
     # all the same.
     for module in plan.plan.values():
         for table, spec in module.items():
             spec.compute_kernel = settled[table].kernel or ("dense" if not fused else spec.compute_kernel)
     return plan
+
+
+def _from_first_rank(
+    planner: EmbeddingShardingPlanner, partitioner: PinnedPartitioner, model: nn.Module, sharder: BagSharder
+) -> tuple[ShardingPlan | None, str]:
+    """The plan or, on every rank alike, why there is none (TorchRec's collective_plan would leave all ranks
+    but the first waiting)."""
+    outcome = [None, ""]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = planner.plan(model, [sharder])
+        except PlannerError as error:
+            outcome[1] = partitioner.refusal or str(error).splitlines()[0]
+    dist.broadcast_object_list(outcome)
+    return outcome[0], outcome[1]
 
 
 def _constraints(pin: Pin, dim: int, world: int, local: int, device: torch.device) -> ParameterConstraints:
@@ -120,11 +135,14 @@ class PinnedPartitioner(GreedyPerfPartitioner):
 
     Args:
         settled: table → Pin.
+
+    Attributes:
+        refusal: the last reason why a pin could not be kept; the planner drops it for one of its own.
     """
 
     def __init__(self, settled: dict[str, Pin]):
         super().__init__()
-        self._settled = settled
+        self._settled, self.refusal = settled, ""
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology, hbm_per_device=None):
         topology = copy.deepcopy(storage_constraint)
@@ -151,10 +169,7 @@ class PinnedPartitioner(GreedyPerfPartitioner):
         for shard, rank in zip(option.shards, ranks, strict=True):
             device = topology.devices[rank]
             if not shard.storage.fits_in(device.storage):
-                raise PlannerError(
-                    error_type=PlannerErrorType.PARTITION,
-                    message=f"table {option.name} does not fit on rank {rank} beside what must lie there",
-                )
+                self._refuse(f"table {option.name} does not fit on rank {rank} beside what must lie there")
             shard.rank = rank
             device.storage -= shard.storage
             device.perf += shard.perf
@@ -176,10 +191,11 @@ class PinnedPartitioner(GreedyPerfPartitioner):
                 for option in group:
                     self._place(option, (device.rank,), topology)
                 return
-        raise PlannerError(
-            error_type=PlannerErrorType.PARTITION,
-            message=f"no rank has room for {', '.join(option.name for option in group)} together",
-        )
+        self._refuse(f"no rank has room for {', '.join(option.name for option in group)} together")
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        raise PlannerError(error_type=PlannerErrorType.PARTITION, message=reason)
 
 
 def _storage(group: list[ShardingOption]):

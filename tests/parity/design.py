@@ -47,6 +47,8 @@ class Case:
     kernel: str = "fused"
     dtype: str = "fp32"
 
+    groups = (*FACTORS, *EXTRAS, "dtype")
+
     def __str__(self):
         ranks, hosts = self.place
         parts = [self.sharding, self.pooling, self.optimizer, f"{ranks} ranks on {hosts} hosts", self.balance]
@@ -64,24 +66,8 @@ class Case:
         return True
 
     def config(self):
-        ranks, hosts = self.place
-        return RunConfig.model_validate(
-            {
-                "data": {"train": "unused/train", "global_batch_size": ROWS},
-                "scaling": {"workers": ranks},
-                "model": {"bottom_mlp": [6], "top_mlp": [10, 4]},
-                "optim": {
-                    # eps: see raytrec/checks/shrink.py
-                    "embeddings": {"name": self.optimizer, "lr": 0.05, "eps": 1e-6},
-                    "dense": {"name": "sgd", "lr": 0.1},
-                },
-                "plan": {
-                    "tables": {"*": {"sharding": self.sharding, "kernel": self.kernel, "dtype": self.dtype}},
-                    "ranks_per_host": ranks // hosts,
-                },
-                "train": {k: getattr(self, k) for k in ("micro_batches", "clip_norm", "loss")},
-            }
-        )
+        tables = {"*": {"sharding": self.sharding, "kernel": self.kernel, "dtype": self.dtype}}
+        return config(self, tables)
 
     def schema(self):
         kinds = {
@@ -105,6 +91,23 @@ class Case:
         return Schema.parse(
             {"labels": ["y"], "dense": ["a", "b"], "sparse": sparse, "tables": tables}, "case"
         )
+
+
+def config(case, tables):
+    """The RunConfig of a case, with `tables` as its plan."""
+    ranks, hosts = case.place
+    # eps: see raytrec/checks/shrink.py
+    embeddings = {"name": case.optimizer, "lr": 0.05, "eps": 1e-6}
+    return RunConfig.model_validate(
+        {
+            "data": {"train": "unused/train", "global_batch_size": ROWS},
+            "scaling": {"workers": ranks},
+            "model": {"bottom_mlp": [6], "top_mlp": [10, 4]},
+            "optim": {"embeddings": embeddings, "dense": {"name": "sgd", "lr": 0.1}},
+            "plan": {"tables": tables, "ranks_per_host": ranks // hosts},
+            "train": {name: getattr(case, name) for name in ("micro_batches", "clip_norm", "loss")},
+        }
+    )
 
 
 def every_combination():

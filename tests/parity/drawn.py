@@ -1,0 +1,75 @@
+"""Configurations that nobody thought of: schemas, plans and settings drawn by hypothesis."""
+
+from dataclasses import dataclass
+
+from design import FACTORS, ROWS, config
+from hypothesis import strategies as st
+
+from raytrec.schema import Schema
+
+NAMES = ["user", "item", "tag", "word"]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What Case is, with its own schema and one way of sharding for each table."""
+
+    tables: dict[str, int]  # rows
+    features: tuple[tuple[str, str, bool], ...]  # table, pooling, weighted
+    sharding: dict[str, str]
+    dim: int
+    dense: int
+    optimizer: str
+    kernel: str
+    place: tuple[int, int]
+    balance: str
+    micro_batches: int
+    clip_norm: float | None
+    loss: str
+    groups = ("optimizer", "kernel", "place", "balance", "micro_batches", "clip_norm", "loss")
+
+    def config(self):
+        tables = {
+            table: {"sharding": sharding, "kernel": "dense" if sharding == "data_parallel" else self.kernel}
+            for table, sharding in self.sharding.items()
+        }
+        return config(self, tables)
+
+    def schema(self):
+        sparse = {}
+        for i, (table, pooling, weighted) in enumerate(self.features):
+            sparse[f"f{i}"] = {"table": table, "pooling": pooling}
+            if weighted:
+                sparse[f"f{i}"]["weights"] = f"w{i}"
+        tables = {table: {"rows": rows, "dim": self.dim} for table, rows in self.tables.items()}
+        dense = [f"d{i}" for i in range(self.dense)]
+        return Schema.parse({"labels": ["y"], "dense": dense, "sparse": sparse, "tables": tables}, "drawn")
+
+
+@st.composite
+def drawn(draw, place):
+    """Any schema of up to 4 tables and 7 features, each table sharded its own way."""
+    tables = {name: draw(st.integers(1, 60)) for name in NAMES[: draw(st.integers(1, 4))]}
+    feature = st.tuples(
+        st.sampled_from(sorted(tables)), st.sampled_from(["sum", "mean", "sequence"]), st.booleans()
+    )
+    # Each table is looked up by one feature at least.
+    features = [(name, *draw(feature)[1:]) for name in tables] + draw(st.lists(feature, max_size=3))
+    optimizer = draw(st.sampled_from(FACTORS["optimizer"]))
+    kernel = "dense" if optimizer == "adam" else draw(st.sampled_from(["fused", "dense", "fused_uvm"]))
+    by_row = ["data_parallel", "table_wise", "row_wise", "table_row_wise"]
+    ways = by_row if optimizer == "rowwise_adagrad" else FACTORS["sharding"]
+    return Drawn(
+        tables=tables,
+        features=tuple(draw(st.permutations(features))),
+        sharding={name: draw(st.sampled_from(ways)) for name in tables},
+        dim=draw(st.sampled_from([4, 8, 12, 20])),
+        dense=draw(st.integers(0, 2)),
+        optimizer=optimizer,
+        kernel=kernel,
+        place=place,
+        balance=draw(st.sampled_from(FACTORS["balance"])),
+        micro_batches=draw(st.sampled_from([1, 2, 5, ROWS])),
+        clip_norm=draw(st.sampled_from([None, 0.01, 1.0])),
+        loss=draw(st.sampled_from(["mean", "sum"])),
+    )
