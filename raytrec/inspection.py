@@ -22,7 +22,7 @@ from pathlib import Path
 
 from raytrec.column_stats import ColumnStats, scan_columns
 from raytrec.errors import ConfigError, SchemaError
-from raytrec.schema import Schema
+from raytrec.schema import Schema, table_name
 from raytrec.storage import train_part
 
 LABEL_NAMES = (
@@ -210,10 +210,11 @@ def _schema(findings: list[Finding], dim: int, labels: list[str] | None, uri: st
         if f.kind != "sparse":
             continue
         s = f.stats
-        sparse[s.name] = {"table": s.name.removesuffix("_id"), "pooling": "mean" if s.is_list else "sum"}
+        table = table_name(s.name.removesuffix("_id"))
+        sparse[s.name] = {"table": table, "pooling": "mean" if s.is_list else "sum"}
         if s.name in weights:
             sparse[s.name]["weights"] = weights[s.name]
-        tables[s.name.removesuffix("_id")] = {"dim": dim, **_size(s)}
+        tables[table] = {"dim": dim, **_size(s)}
     if not sparse:
         raise SchemaError(
             "no column can be looked up in a table", where=uri, expected="integer ids, lists of them, or text"

@@ -28,6 +28,24 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from raytrec.errors import SchemaError, did_you_mean
 
+# Tables are entries of a torch.nn.ModuleDict, which cannot have its own attributes' names as keys.
+RESERVED = frozenset(
+    """T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu cuda double
+    dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter get_submodule half ipu
+    items keys load_state_dict modules mtia named_buffers named_children named_modules named_parameters
+    parameters pop register_backward_hook register_buffer register_forward_hook register_forward_pre_hook
+    register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook
+    register_load_state_dict_pre_hook register_module register_parameter register_state_dict_post_hook
+    register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory state_dict to
+    to_empty train training type update values xpu zero_grad""".split()  # noqa: SIM905
+)
+
+
+def table_name(text: str) -> str:
+    """The name nearest to a text that a table can have."""
+    name = text.replace(".", "_")
+    return f"{name}_table" if name in RESERVED else name
+
 
 class Table(BaseModel):
     """An embedding table of `rows` × `dim` float32 values."""
@@ -73,6 +91,12 @@ class Schema(BaseModel):
                 raise ValueError(
                     f"sparse.{name}.table: there is no table '{feature.table}'"
                     + (f"; did you mean '{near}'?" if near else f"; tables are {', '.join(self.tables)}")
+                )
+        for name in self.tables:
+            if name != table_name(name) or not name:
+                raise ValueError(
+                    f"tables.{name}: a table cannot have this name (empty, with a dot, or an attribute of "
+                    "torch's modules)" + (f"; call it '{table_name(name)}'" if name else "")
                 )
         unused = set(self.tables) - {f.table for f in self.sparse.values()}
         if unused:

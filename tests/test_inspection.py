@@ -119,6 +119,15 @@ def test_many_distinct_values_are_estimated(tmp_path):
     assert sample.rows == 100_000 and not sample.whole and "a sample" in sample.schema_yaml()
 
 
+def test_columns_whose_names_tables_cannot_have(tmp_path):
+    rng = np.random.default_rng(0)
+    columns = {name: rng.integers(0, 30, 500) for name in ("type", "values", "geo.city_id")}
+    pq.write_table(pa.table({"click": rng.integers(0, 2, 500)} | columns), tmp_path / "a.parquet")
+    schema = inspect(str(tmp_path)).schema
+    assert set(schema.sparse) == set(columns)
+    assert set(schema.tables) == {"type_table", "values_table", "geo_city"}
+
+
 def test_label_must_be_known(tmp_path):
     pq.write_table(pa.table({"bought": [0, 1] * 5, "user_id": [1, 2] * 5}), tmp_path / "a.parquet")
     with pytest.raises(SchemaError, match="cannot tell which column is the label") as error:

@@ -47,12 +47,22 @@ def test_text_round_trip(tmp_path):
         (("labels",), ["a"], "named twice"),
         (("labels",), ["user"], "also an input"),
         (("labels",), [], "labels"),
+        (("tables", "a.b"), {"rows": 3, "dim": 4}, "tables.a.b: a table cannot have this name"),
+        (("tables", "items"), {"rows": 3, "dim": 4}, "call it 'items_table'"),
     ],
 )
 def test_mistakes_are_named(path, value, says):
     with pytest.raises(SchemaError) as error:
         Schema.parse(changed(path, value), "my.yaml")
     assert says in str(error.value) and "my.yaml" in str(error.value)
+
+
+def test_names_that_tables_cannot_have_are_torchs_own():
+    from torch import nn
+
+    from raytrec.schema import RESERVED
+
+    assert {name for name in dir(nn.ModuleDict()) if not name.startswith("_")} == RESERVED
 
 
 def test_missing_and_broken_files(tmp_path):

@@ -38,7 +38,8 @@ class Finding:
     Attributes:
         check: forward, gradient, weights or state.
         name: the feature, table or dense parameter.
-        error: max |sharded − reference| ÷ max |reference|.
+        error: max |sharded − reference| ÷ max |reference| (where more, for weights that of the start; for
+            gradients that of one row).
         absolute: max |sharded − reference|.
         limit: the largest error that passes.
     """
@@ -104,10 +105,12 @@ def _gradient(build, config: RunConfig, schema: Schema, device, batch: GlobalBat
         run.finding("forward", f, pooled[f], expected[f].detach(), schema.sparse[f].table) for f in pooled
     ]
     settings = {"reduction": config.train.loss, "micro_batches": config.train.micro_batches}
+    parameters = run.named(one)
+    sizes = reference.largest_of_a_row(one, batch, list(parameters.values()), config.train.loss)
     reference.train(one, [batch], [], **settings)
-    for name, parameter in run.named(one).items():
+    for (name, parameter), size in zip(parameters.items(), sizes, strict=True):
         gradient = (before[name].float() - after[name].float()) / GRADIENT_LR
-        found.append(run.finding("gradient", name, gradient, parameter.grad, name))
+        found.append(run.finding("gradient", name, gradient, parameter.grad, name, size))
     return found
 
 
@@ -121,7 +124,7 @@ def _steps(
     neighbours, and later steps multiply that.
     """
     run = _Sharded(build, config, schema, device, bounds)
-    run.weights()
+    start = run.weights()
     one = run.reference()
     stretches = [batches] if set(run.dtypes.values()) == {"fp32"} else [[batch] for batch in batches]
     optimizers = _optimizers(run, one) if one else {}
@@ -134,7 +137,7 @@ def _steps(
         t = config.train
         settings = {"reduction": t.loss, "clip_norm": t.clip_norm, "micro_batches": t.micro_batches}
         reference.train(one, stretch, list(optimizers.values()), **settings)
-        for found in _compared(run, one, optimizers, weights, state):
+        for found in _compared(run, one, optimizers, start, weights, state):
             key = found.check, found.name
             worst[key] = max(worst.get(key, found), found, key=lambda f: inf if isnan(f.error) else f.error)
         run.hand_over(one)
@@ -151,9 +154,11 @@ def _optimizers(run: _Sharded, one: Reference) -> dict[str, torch.optim.Optimize
     return of_table | {"": reference.optimizer(d.name, one.model.parameters(), d.lr, d.eps, d.weight_decay)}
 
 
-def _compared(run: _Sharded, one: Reference, optimizers, weights, state) -> Iterator[Finding]:
+def _compared(run: _Sharded, one: Reference, optimizers, start, weights, state) -> Iterator[Finding]:
     for name, parameter in run.named(one).items():
-        yield run.finding("weights", name, weights[name], parameter.detach(), name)
+        # A lone bias may end beside 0: what it started from gives its size, too.
+        size = float(start[name].abs().max())
+        yield run.finding("weights", name, weights[name], parameter.detach(), name, size)
     for table, kinds in state.items():
         expected = optimizers[table].state[one.tables[table]]
         for kind, values in kinds.items():
@@ -229,12 +234,20 @@ class _Sharded:
         return one.tables | dict(one.model.named_parameters())
 
     def finding(
-        self, check: str, name: str, got: torch.Tensor, expected: torch.Tensor, owner: str
+        self,
+        check: str,
+        name: str,
+        got: torch.Tensor,
+        expected: torch.Tensor,
+        owner: str,
+        size: float = 0.0,
     ) -> Finding:
+        """Args: owner: the table (or else dense layer) it belongs to. size: what its values are seen against,
+        if they are smaller."""
         dtypes = self.dtypes.values()
         coarsest = "bf16" if "bf16" in dtypes else "fp16" if "fp16" in dtypes else "fp32"
         # One table's rounding reaches every gradient; its own embeddings are all that it touches in forward.
         dtype = self.dtypes.get(owner, coarsest) if check == "forward" else coarsest
         absolute = float((got.double() - expected.double()).abs().max()) if got.numel() else 0.0
         largest = float(expected.abs().max()) if expected.numel() else 0.0
-        return Finding(check, name, absolute / max(largest, 1e-30), absolute, LIMITS[dtype][check])
+        return Finding(check, name, absolute / max(largest, size, 1e-30), absolute, LIMITS[dtype][check])

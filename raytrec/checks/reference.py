@@ -157,8 +157,7 @@ def train(
         for start in range(0, len(batch), size):
             piece = batch[start : start + size]
             logits.append(reference(piece))
-            loss = nn.functional.binary_cross_entropy_with_logits(logits[-1], piece.labels, reduction="sum")
-            (loss / (len(batch) if reduction == "mean" else 1)).backward()
+            _loss(logits[-1], piece, len(batch), reduction).backward()
         for p in reference.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if clip_norm:
@@ -168,3 +167,26 @@ def train(
         reference.round_tables()
         out.append(torch.cat(logits).detach())
     return out
+
+
+def largest_of_a_row(
+    reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter], reduction: str
+) -> list[float]:
+    """For each parameter, the largest value in what any one row gives to its gradient.
+
+    Rows may cancel in the sum, but not their rounding: this is the size that an error must be seen against.
+    """
+    largest = [0.0] * len(parameters)
+    for row in range(len(batch)):
+        piece = batch[row : row + 1]
+        loss = _loss(reference(piece), piece, len(batch), reduction)
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        sizes = [0.0 if g is None else float(g.abs().max()) for g in grads]
+        largest = [max(pair) for pair in zip(largest, sizes, strict=True)]
+    return largest
+
+
+def _loss(logits: torch.Tensor, piece: GlobalBatch, rows: int, reduction: str) -> torch.Tensor:
+    """A piece's part of the loss of a global batch of `rows` rows."""
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, piece.labels, reduction="sum")
+    return loss / (rows if reduction == "mean" else 1)

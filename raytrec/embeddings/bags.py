@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -38,22 +36,6 @@ def embedding_bags(schema: Schema, dtypes: dict[str, str] | None = None) -> Embe
             for name, table in schema.tables.items()
         ],
     )
-
-
-def pad_empty_kernels(model: nn.Module) -> None:
-    """Lets kernels run on a rank where none of their tables has a row (fewer rows than ranks, row-wise).
-
-    FBGEMM (1.8.0) on CPU takes a kernel without weights for one on a GPU, and fails. The values put there
-    belong to no table.
-
-    Args:
-        model: the DistributedModelParallel.
-    """
-    for kernel in model.modules():
-        if not isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen) or not kernel.use_cpu:
-            continue
-        if not kernel.weights_host.numel():
-            kernel.weights_host = torch.zeros(kernel.max_D, dtype=kernel.weights_host.dtype)
 
 
 def table_of(fqn: str) -> str | None:

@@ -8,20 +8,18 @@ touched row; its norm joins that of the dense layers; then the cut gradients, sc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.embeddings.bags import table_of
+from raytrec.embeddings.kernels import sharded_kernels
 from raytrec.embeddings.tables import tables
 
 
@@ -94,15 +92,6 @@ def replicated_parameters(model: DistributedModelParallel) -> list[nn.Parameter]
     """Dense parameters and data-parallel tables: every rank holds a copy, with the same gradient."""
     copies = {name for name, table in tables(model).items() if table.weight.replicated}
     return [p for name, p in model.named_parameters() if table_of(name) in {None, *copies}]
-
-
-def sharded_kernels(model: nn.Module) -> Iterator[nn.Module]:
-    """The kernels that look sharded tables up (data-parallel tables are behind a DDP of their own)."""
-    for module in model.modules():
-        if isinstance(module, ShardedEmbeddingBagCollection):
-            for lookup in module._lookups:  # torchrec 1.8.0: one for each way of sharding
-                if not isinstance(lookup, DistributedDataParallel):
-                    yield from lookup._emb_modules
 
 
 def row_gradients_squared(

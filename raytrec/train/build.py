@@ -8,9 +8,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.config import RunConfig
-from raytrec.embeddings.bags import pad_empty_kernels
 from raytrec.embeddings.clipping import GlobalNormClip
 from raytrec.embeddings.initial import fill_tables
+from raytrec.embeddings.kernels import pad_empty_shards
 from raytrec.embeddings.optim import combine, fuse, is_fused
 from raytrec.embeddings.pins import pins
 from raytrec.embeddings.plan import BagSharder, make_plan
@@ -30,7 +30,7 @@ def build_step(config: RunConfig, schema: Schema, device: torch.device) -> tuple
         fuse(model.embeddings.bags, config.optim.embeddings)
     plan = _plan(model, config, schema, device)
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[BagSharder()])
-    pad_empty_kernels(sharded)
+    pad_empty_shards(sharded)
     fill_tables(sharded, schema, config.run.seed)
     optimizer = combine(sharded, config.optim)
     if config.train.clip_norm:

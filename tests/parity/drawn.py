@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from raytrec.schema import Schema
 
 NAMES = ["user", "item", "tag", "word"]
+ROWS_OF_A_TABLE = st.integers(1, 5) | st.integers(1, 60)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Drawn:
 @st.composite
 def drawn(draw, place):
     """Any schema of up to 4 tables and 7 features, each table sharded its own way."""
-    tables = {name: draw(st.integers(1, 60)) for name in NAMES[: draw(st.integers(1, 4))]}
+    tables = {name: draw(ROWS_OF_A_TABLE) for name in NAMES[: draw(st.integers(1, 4))]}
     feature = st.tuples(
         st.sampled_from(sorted(tables)), st.sampled_from(["sum", "mean", "sequence"]), st.booleans()
     )

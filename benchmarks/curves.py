@@ -1,0 +1,94 @@
+"""One configuration, trained with 1, 2, 3 and 4 workers: the same loss curve and the same test AUC.
+
+    raytrec prepare synthetic --out data/synthetic
+    python benchmarks/curves.py [CONFIG] [section.key=value]...
+
+Writes benchmarks/results/curves.json and docs/images/curves.png.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from raytrec.config import load_config
+from raytrec.train.driver import train
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+HERE = Path(__file__).parent
+RESULTS, PICTURE = HERE / "results" / "curves.json", HERE.parent / "docs" / "images" / "curves.png"
+WORKERS = (1, 2, 3, 4)
+
+
+def run(config: str, overrides: list[str], workers: int, folder: Path) -> dict:
+    """{auc, ne, loss: [[step, log loss of the steps since the last], …]} of one training."""
+    from mlflow import MlflowClient
+
+    store = f"sqlite:///{folder}/mlflow.db"
+    settings = [f"run.dir={folder}/w{workers}", f"tracking.uri={store}", f"scaling.workers={workers}"]
+    result = train(config, ["train.log_every_steps=2", *overrides, *settings]).metrics
+    history = MlflowClient(store).get_metric_history(result["mlflow_run_id"], "train.logloss")
+    loss = [[point.step, point.value] for point in sorted(history, key=lambda point: point.step)]
+    return {"auc": result["eval.auc"], "ne": result["eval.ne"], "loss": loss}
+
+
+def difference(one: dict, other: dict) -> list[float]:
+    """|difference| of the training loss, point by point."""
+    assert [step for step, _ in one["loss"]] == [step for step, _ in other["loss"]]
+    return [abs(a - b) for (_, a), (_, b) in zip(one["loss"], other["loss"], strict=True)]
+
+
+def draw(runs: dict[int, dict]) -> None:
+    """The curves over each other, and what lies between them."""
+    figure, (above, below) = plt.subplots(
+        2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained"
+    )
+    for workers, width in zip(runs, (7, 4.5, 2.5, 1), strict=True):
+        steps, losses = zip(*runs[workers]["loss"], strict=True)
+        name = f"{workers} worker{'s' * (workers > 1)}, test AUC {runs[workers]['auc']:.5f}"
+        above.plot(steps, losses, linewidth=width, label=name, color=f"C{workers - 1}")
+        if workers > 1:
+            # Log axes have no 0.
+            values = [max(d, 1e-9) for d in difference(runs[1], runs[workers])]
+            below.plot(steps, values, linewidth=1, label=f"{workers} workers", color=f"C{workers - 1}")
+    above.set(ylabel="training log loss (nats)", title="The same run on any number of workers")
+    below.set(ylabel="|difference to 1 worker|", xlabel="step", yscale="log", ylim=(1e-9, 1e-3))
+    above.legend()
+    below.legend(loc="upper left")
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PICTURE, dpi=110)
+
+
+def main(
+    config: Annotated[str, typer.Argument(metavar="CONFIG")] = "jobs/synthetic.yaml",
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")] = None,
+) -> None:
+    """Trains four times, prints the table, writes the picture."""
+    load_config(config, overrides or [])  # its errors, before the first run
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {workers: run(config, overrides or [], workers, Path(folder)) for workers in WORKERS}
+    table = Table(title=f"{config}, {runs[1]['loss'][-1][0]} steps")
+    for column in ("workers", "test AUC", "test NE", "largest difference in training loss"):
+        table.add_column(column, justify="right")
+    summary = {}
+    for workers, figures in runs.items():
+        summary[workers] = {"auc": figures["auc"], "ne": figures["ne"]}
+        summary[workers]["loss_difference"] = largest = max(difference(runs[1], figures))
+        table.add_row(str(workers), f"{figures['auc']:.6f}", f"{figures['ne']:.6f}", f"{largest:.1e}")
+    Console().print(table)
+    draw(runs)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"summary": summary, "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
