@@ -1,12 +1,13 @@
 # make train   everything from nothing to a trained, evaluated model on 2 CPU workers
 # make test    installs what it needs and runs the tests
-# make parity  the sharded run against one process, in every combination
+# make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
+# make overhead, make curves  what the README's figures on cost and on numbers of workers come from
 PYTHON ?= python3.11
 DEVICE ?= cpu
 BIN := .venv/bin
 ROWS ?= 300000
 
-.PHONY: train test parity lint format install lock clean
+.PHONY: train test parity overhead curves lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -14,9 +15,14 @@ train: install data/synthetic/schema.yaml
 test: install
 	$(BIN)/pytest
 
-# The whole parity suite; writes benchmarks/results/parity.json.
 parity: install
 	$(BIN)/pytest tests/parity -m "parity or not parity"
+
+overhead: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+
+curves: install data/synthetic/schema.yaml
+	$(BIN)/python benchmarks/curves.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -11,9 +11,11 @@ processes, some steps each, and what is compared are the two times of each turn.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import tempfile
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -122,6 +124,8 @@ def torchrec_pipeline(config: RunConfig, schema: Schema, device: torch.device, p
 
 def measure(rank: int, workers: int, device: str, rounds: int, batch: int, folder: str) -> None:
     """One rank; rank 0 leaves the seconds of every turn of every case in the folder."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     os.environ |= {"LOCAL_WORLD_SIZE": str(workers), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     here = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
@@ -178,7 +182,7 @@ def main(
     title = f"{workers} × {device}, {batch} rows a rank, {FEATURES} features, {rounds} turns of {STEPS} steps"
     table = Table(title=title)
     for column in ("sharding, pooling", "TorchRec ms/step", "raytrec ms/step", "added", "95 % interval"):
-        table.add_column(column, justify="left" if column.startswith("sharding") else "right")
+        table.add_column(column, justify="left" if column.startswith("sharding") else "right", no_wrap=True)
     results = {}
     for case, seconds in times.items():
         ratios = sorted(ours / theirs - 1 for ours, theirs in seconds)

@@ -19,6 +19,13 @@ def test_overrides_win_and_are_yaml():
     assert load_config(BASE).data.schema_uri == "d/schema.yaml"
 
 
+def test_a_plan_on_the_command_line():
+    values = ["plan.tables.user.sharding=row_wise", "plan.tables.item*.ranks=[0]", "plan.together=[[a, b]]"]
+    plan = load_config(BASE, values).plan
+    assert plan.tables["user"].sharding == "row_wise" and plan.tables["item*"].ranks == [0]
+    assert plan.together == [["a", "b"]]
+
+
 def test_resolved_yaml_loads_to_the_same():
     config = load_config(BASE, ["scaling.workers=3", "optim.embeddings.lr=0.5"])
     assert load_config(yaml.safe_load(config.to_yaml())) == config
@@ -40,6 +47,12 @@ def test_resolved_yaml_loads_to_the_same():
         ("train.eval_every_steps=5", "neither data.valid nor data.test"),
         ("epochs", "not an override"),
         ("train.epochs.x=1", "'epochs' is a value"),
+        ("plan.tables.user.shading=row_wise", "did you mean plan.tables.*.sharding"),
+        ("plan.tables.user.sharding=rowwise", "plan.tables.user.sharding"),
+        ("plan.tables.user.ranks=[-1]", "plan.tables.user.ranks.0"),
+        ("plan.tables.user.dtype=fp8", "plan.tables.user.dtype"),
+        ("plan.together=[user]", "plan.together"),
+        ("train.micro_batches=0", "train.micro_batches"),
     ],
 )
 def test_mistakes_are_one_clear_message(override, says):

@@ -20,6 +20,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torchrec.distributed import comm_ops
+
+from raytrec.errors import RunError
+
+
+def require_gradient_division() -> None:
+    """Raises RunError where somebody has switched TorchRec's division off, for the whole process."""
+    if not comm_ops.get_gradient_division():
+        raise RunError(
+            "TorchRec's gradient division is switched off in this process",
+            where="torchrec.distributed.comm_ops.set_gradient_division(False)",
+            expected="True, as it comes: raytrec's loss is weighted for it",
+            do="leave out that call, or set it back to True",
+        )
 
 
 def rank_loss(

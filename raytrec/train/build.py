@@ -9,6 +9,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from raytrec.config import RunConfig
 from raytrec.embeddings.clipping import GlobalNormClip
+from raytrec.embeddings.gradients import require_gradient_division
 from raytrec.embeddings.initial import fill_tables
 from raytrec.embeddings.kernels import pad_empty_shards
 from raytrec.embeddings.optim import combine, fuse, is_fused
@@ -25,6 +26,7 @@ def build_step(config: RunConfig, schema: Schema, device: torch.device) -> tuple
 
     Initial weights depend on run.seed alone: dense layers are drawn alike on every rank, tables row by row.
     """
+    require_gradient_division()
     model = _unsharded(config, schema, device)
     if is_fused(config.optim.embeddings, device):
         fuse(model.embeddings.bags, config.optim.embeddings)

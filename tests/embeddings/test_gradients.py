@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from ranks import on_ranks
+from small import batches as small_batches
+from small import build, config, train
 from torch import nn
 
 from raytrec.embeddings.gradients import PieceByPiece, rank_loss
+from raytrec.errors import RunError
 
 
 @pytest.mark.parametrize("reduction,divisor", [("mean", 10), ("sum", 1)])
@@ -48,3 +52,24 @@ def test_piece_by_piece_is_the_gradient_of_the_whole(pieces):
     for got, wanted in zip([a.grad, b.grad, *(p.grad for p in model.parameters())], expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
     assert unused.grad.tolist() == [0, 0]
+
+
+def switches(rank, world):
+    """TorchRec's process-wide switch after a training, and the message where it was off before."""
+    from torchrec.distributed import comm_ops
+
+    train(build(config(world, {"sharding": "row_wise"}, clip_norm=0.1)), small_batches(2, rank, world)[1])
+    after = comm_ops.get_gradient_division(), comm_ops.get_use_sync_collectives()
+    comm_ops.set_gradient_division(False)
+    try:
+        build(config(world, {"sharding": "row_wise"}))
+    except RunError as error:
+        return after, str(error)
+    finally:
+        comm_ops.set_gradient_division(True)
+
+
+def test_nothing_of_torchrecs_is_switched_and_what_was_is_seen():
+    for after, message in on_ranks(2, switches):
+        assert after == (True, False)  # as torchrec comes
+        assert "gradient division is switched off" in message

@@ -11,6 +11,7 @@ import torch
 from ranks import on_ranks
 from small import batches, build, config, train
 
+from raytrec.config import load_config
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
 
@@ -101,9 +102,8 @@ def test_2362_mean_pooling_under_row_wise():
 
 
 def test_2808_mean_and_sum_tables_side_by_side():
-    settings, tables = config(2, {}, "sgd"), schema(a="mean", b="sum")
-    settings.plan.tables = {"a": {"sharding": "row_wise"}, "b": {"sharding": "table_wise"}}
-    settings = type(settings).model_validate(settings.model_dump(by_alias=True))
+    plan = ["plan.tables.a.sharding=row_wise", "plan.tables.b.sharding=table_wise"]
+    settings, tables = load_config(config(2, {}, "sgd"), plan), schema(a="mean", b="sum")
     assert right(parity(2, settings, tables))
     assert parity(2, settings, tables, torchrecs_own_means)["forward"] > WRONG
 
