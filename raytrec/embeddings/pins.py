@@ -167,34 +167,29 @@ def _check_kernel(table: str, pin: Pin, sharding: str, optimizer: str, device: s
     if sharding in COLUMN_TYPES and optimizer == "rowwise_adagrad":
         raise _refused(
             table,
-            f"{sharding} with optim.embeddings.name=rowwise_adagrad",
-            "its state is one value a row, and column shards would each keep their own: use adagrad, or "
-            "shard by rows or whole tables",
+            f"{sharding} with optim.embeddings.name=rowwise_adagrad, whose state is one value a row: column "
+            "shards would each keep their own",
+            "another optimizer, such as adagrad, or whole tables or rows on a rank",
         )
     if sharding == "data_parallel" and pin.kernel not in (None, "dense"):
-        raise _refused(
-            table, f"data_parallel with kernel {pin.kernel}", "data-parallel tables take the dense kernel"
-        )
+        raise _refused(table, f"data_parallel with kernel {pin.kernel}", "the dense kernel, or none said")
     if optimizer == "adam" and device == "cpu" and pin.kernel not in (None, "dense"):
-        raise _refused(
-            table, f"kernel {pin.kernel} with adam on CPU", "FBGEMM has no fused Adam there: kernel: dense"
-        )
+        raise _refused(table, f"kernel {pin.kernel} with adam on CPU, where FBGEMM has none", "kernel: dense")
 
 
 def _check_dtype(table: str, pin: Pin, optimizer: str, device: str) -> None:
     if pin.dtype == "fp32":
         return
     if pin.dtype == "bf16" and device == "cpu":
-        raise _refused(table, "dtype bf16 on CPU", "FBGEMM has no bf16 tables there: use fp16 or fp32")
+        raise _refused(table, "dtype bf16 on CPU, where FBGEMM has none", "fp16 or fp32")
     dense = (
         pin.kernel == "dense" or "data_parallel" in pin.sharding or (optimizer == "adam" and device == "cpu")
     )
     if dense:
         raise _refused(
             table,
-            f"dtype {pin.dtype} with a dense kernel",
-            "its optimizer state would be of low precision, too: use a fused kernel (not data_parallel, not "
-            "adam on CPU), or fp32",
+            f"dtype {pin.dtype} with a dense kernel, whose optimizer state would be as coarse",
+            "a fused kernel (not data_parallel, not adam on CPU), or fp32",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from raytrec.config import RunConfig
 from raytrec.errors import ConfigError
+
+NAME = re.compile(r"[\w\-. :/]+", re.ASCII)  # what MLflow takes as the name of a parameter
 
 
 class Tracker:
@@ -108,14 +111,16 @@ class Tracker:
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """section.key → value; a mapping with keys that MLflow cannot take (patterns of plan.tables) stays one."""
     flat = {}
     for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        if isinstance(value, dict) and all(NAME.fullmatch(inner) for inner in value):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
     return flat
 
 
 def _without_password(text: str) -> str:
     """USER:PASSWORD@ of an address, hidden."""
-    import re
-
     return re.sub(r"(://[^/@\s:]*):[^/@\s]*@", r"\1:***@", text)

@@ -13,7 +13,8 @@ def test_what_is_handed_over_is_in_the_store(tmp_path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     tracker = Tracker(uri, "exp", "run", tmp_path / "artifacts")
     run_id = tracker.ready()
-    tracker.params(load_config({"data": {"train": "d/train"}}))
+    plan = {"tables": {"item*": {"sharding": "row_wise"}, "user": {"ranks": [0]}}}
+    tracker.params(load_config({"data": {"train": "d/train"}, "plan": plan}))
     for step in range(50):
         tracker.metrics({"loss": 1 / (step + 1), "auc": None, "ne": float("nan")}, step)
     (tmp_path / "note.txt").write_text("kept")
@@ -24,6 +25,7 @@ def test_what_is_handed_over_is_in_the_store(tmp_path):
     run = client.get_run(run_id)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     assert run.data.params["optim.embeddings.name"] == "rowwise_adagrad"
+    assert "'item*': {'sharding': 'row_wise'" in run.data.params["plan.tables"]
     assert set(run.data.metrics) == {"loss"}
     assert [m.step for m in client.get_metric_history(run_id, "loss")] == list(range(50))
     assert [a.path for a in client.list_artifacts(run_id)] == ["note.txt"]
