@@ -29,6 +29,7 @@ LIMITS = {
 # The gradient is read off an SGD step. With a large power of two as learning rate, the step swamps the weight
 # that it is taken from, so that no digit of the gradient is lost, and dividing by it is exact.
 GRADIENT_LR = 1024.0
+CANDIDATES = 8  # batches of which each step takes the one that stays farthest from any ReLU's kink
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,25 @@ def compare(
     """
     config = config.model_copy(deep=True)
     config.model.dropout = 0.0  # masks are drawn by each rank for itself
-    batches = random_batches(schema, rows, steps, seed)
     bounds = cuts(rows, dist.get_world_size(), balance)
-    return _gradient(build, config, schema, device, batches[0], bounds) + _steps(
-        build, config, schema, device, batches, bounds
+    choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step) for step in range(steps)]
+    return _gradient(build, config, schema, device, choices[0], bounds) + _steps(
+        build, config, schema, device, choices, bounds
     )
 
 
-def _gradient(build, config: RunConfig, schema: Schema, device, batch: GlobalBatch, bounds) -> list[Finding]:
+def _clear_of_kinks(one: Reference | None, choices: list[GlobalBatch]) -> GlobalBatch:
+    """The batch at which the reference's gradient is best defined; a collective."""
+    best = [0]
+    if one:
+        best[0] = max(range(len(choices)), key=lambda i: reference.kink_margin(one, choices[i]))
+    dist.broadcast_object_list(best)
+    return choices[best[0]]
+
+
+def _gradient(
+    build, config: RunConfig, schema: Schema, device, choices: list[GlobalBatch], bounds
+) -> list[Finding]:
     """Pooled embeddings and the gradient of one batch, without clipping."""
     config = config.model_copy(deep=True)
     config.optim.embeddings.name = config.optim.dense.name = "sgd"
@@ -95,6 +107,7 @@ def _gradient(build, config: RunConfig, schema: Schema, device, batch: GlobalBat
     config.optim.dense.weight_decay, config.train.clip_norm = 0.0, None
     run = _Sharded(build, config, schema, device, bounds)
     before, one = run.weights(), run.reference()
+    batch = _clear_of_kinks(one, choices)
     pooled = run.pooled(batch)  # before the pipeline takes the model over
     run.train([batch])
     after = run.weights()
@@ -115,33 +128,41 @@ def _gradient(build, config: RunConfig, schema: Schema, device, batch: GlobalBat
 
 
 def _steps(
-    build, config: RunConfig, schema: Schema, device, batches: list[GlobalBatch], bounds
+    build, config: RunConfig, schema: Schema, device, choices: list[list[GlobalBatch]], bounds
 ) -> list[Finding]:
-    """Weights and optimizer state after all batches, with the configuration's own optimizers.
+    """Weights and optimizer state after all steps, with the configuration's own optimizers.
 
     Where a table is fp16 or bf16, the reference takes over the sharded run's weights after every step, and
     the worst step counts: two right runs whose gradients differ in the last bit round a weight to different
     neighbours, and later steps multiply that.
     """
     run = _Sharded(build, config, schema, device, bounds)
-    start = run.weights()
-    one = run.reference()
-    stretches = [batches] if set(run.dtypes.values()) == {"fp32"} else [[batch] for batch in batches]
+    start, one = run.weights(), run.reference()
     optimizers = _optimizers(run, one) if one else {}
+    t = config.train
+    settings = {"reduction": t.loss, "clip_norm": t.clip_norm, "micro_batches": t.micro_batches}
+    every_step = set(run.dtypes.values()) != {"fp32"}
     worst: dict[tuple[str, str], Finding] = {}
-    for stretch in stretches:
-        run.train(stretch)
-        weights, state = run.weights(), run.state()
-        if not one:
+    ahead = []  # batches that the reference alone has trained
+    for number, of_step in enumerate(choices, start=1):
+        ahead.append(_clear_of_kinks(one, of_step))
+        if one:
+            reference.train(one, ahead[-1:], list(optimizers.values()), **settings)
+        if not every_step and number < len(choices):
             continue
-        t = config.train
-        settings = {"reduction": t.loss, "clip_norm": t.clip_norm, "micro_batches": t.micro_batches}
-        reference.train(one, stretch, list(optimizers.values()), **settings)
-        for found in _compared(run, one, optimizers, start, weights, state):
-            key = found.check, found.name
-            worst[key] = max(worst.get(key, found), found, key=lambda f: inf if isnan(f.error) else f.error)
-        run.hand_over(one)
+        run.train(ahead)
+        ahead = []
+        weights, state = run.weights(), run.state()
+        if one:
+            for found in _compared(run, one, optimizers, start, weights, state):
+                key = found.check, found.name
+                worst[key] = max(worst.get(key, found), found, key=_size)
+            run.hand_over(one)
     return list(worst.values())
+
+
+def _size(finding: Finding) -> float:
+    return inf if isnan(finding.error) else finding.error
 
 
 def _optimizers(run: _Sharded, one: Reference) -> dict[str, torch.optim.Optimizer]:

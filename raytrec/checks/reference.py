@@ -169,6 +169,25 @@ def train(
     return out
 
 
+@torch.no_grad()
+def kink_margin(reference: Reference, batch: GlobalBatch) -> float:
+    """How near the input of any nn.ReLU comes to 0, as a share of the largest input; inf without a ReLU.
+
+    At 0 the gradient has two values, and rounding chooses.
+    """
+    margins = [float("inf")]
+
+    def look(_, inputs: tuple) -> None:
+        sizes = inputs[0].abs()
+        margins.append(float(sizes.min() / sizes.max().clamp(min=1e-30)))
+
+    hooks = [m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, nn.ReLU)]
+    reference(batch)
+    for hook in hooks:
+        hook.remove()
+    return min(margins)
+
+
 def largest_of_a_row(
     reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter], reduction: str
 ) -> list[float]:

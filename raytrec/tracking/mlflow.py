@@ -111,7 +111,7 @@ class Tracker:
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """section.key → value; a mapping with keys that MLflow cannot take (patterns of plan.tables) stays one."""
+    """section.key → value; a mapping with keys that MLflow cannot take (patterns of tables) stays one."""
     flat = {}
     for key, value in values.items():
         if isinstance(value, dict) and all(NAME.fullmatch(inner) for inner in value):

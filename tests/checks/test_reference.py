@@ -137,3 +137,22 @@ def test_half_tables_are_rounded_after_every_step():
     values = one.tables["t"].detach()
     assert (values != start.float()).any()
     assert torch.equal(values, values.half().float())
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.relu, self.logit = nn.Linear(16, 3), nn.ReLU(), nn.Linear(3, 1)
+
+    def forward(self, dense, pooled):
+        return self.logit(self.relu(self.hidden(torch.cat(list(pooled.values()), 1)))).squeeze(1)
+
+
+def test_margin_of_a_kink():
+    batch = random_batches(SCHEMA, 10, 1, seed=3)[0]
+    assert reference.kink_margin(model(), batch) == float("inf")
+    one = reference.Reference(SCHEMA, {"t": torch.randn(11, 4)}, Deep())
+    with torch.no_grad():
+        inputs = one.model.hidden(torch.cat(list(one.pooled(batch).values()), 1)).abs()
+    assert reference.kink_margin(one, batch) == pytest.approx(float(inputs.min() / inputs.max()))
+    assert not one.model.relu._forward_pre_hooks
