@@ -87,7 +87,7 @@ def main(
     Console().print(table)
     draw(runs)
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"summary": summary, "runs": runs}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({"summary": summary, "runs": runs}) + "\n")
 
 
 if __name__ == "__main__":
