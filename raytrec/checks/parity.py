@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from math import inf, isfinite, isnan
@@ -11,12 +10,10 @@ import torch
 import torch.distributed as dist
 
 from raytrec.checks import reference
-from raytrec.checks.batches import cuts, local_batch, random_batches
+from raytrec.checks.batches import cuts, random_batches
 from raytrec.checks.reference import GlobalBatch, Reference
+from raytrec.checks.sharded import Sharded
 from raytrec.config import RunConfig
-from raytrec.embeddings.pins import pins
-from raytrec.embeddings.tables import tables
-from raytrec.models import build_model
 from raytrec.schema import Schema
 
 # Largest error allowed, as a share of the largest value of the tensor. Tables in fp16 and bf16 are held to
@@ -105,7 +102,7 @@ def _gradient(
     config.optim.embeddings.name = config.optim.dense.name = "sgd"
     config.optim.embeddings.lr = config.optim.dense.lr = GRADIENT_LR
     config.optim.dense.weight_decay, config.train.clip_norm = 0.0, None
-    run = _Sharded(build, config, schema, device, bounds)
+    run = Sharded(build, config, schema, device, bounds)
     before, one = run.weights(), run.reference()
     batch = _clear_of_kinks(one, choices)
     pooled = run.pooled(batch)  # before the pipeline takes the model over
@@ -115,7 +112,7 @@ def _gradient(
         return []
     expected = one.pooled(batch)
     found = [
-        run.finding("forward", f, pooled[f], expected[f].detach(), schema.sparse[f].table) for f in pooled
+        _finding(run, "forward", f, pooled[f], expected[f].detach(), schema.sparse[f].table) for f in pooled
     ]
     settings = {"reduction": config.train.loss, "micro_batches": config.train.micro_batches}
     parameters = run.named(one)
@@ -123,7 +120,7 @@ def _gradient(
     reference.train(one, [batch], [], **settings)
     for (name, parameter), size in zip(parameters.items(), sizes, strict=True):
         gradient = (before[name].float() - after[name].float()) / GRADIENT_LR
-        found.append(run.finding("gradient", name, gradient, parameter.grad, name, size))
+        found.append(_finding(run, "gradient", name, gradient, parameter.grad, name, size))
     return found
 
 
@@ -136,7 +133,7 @@ def _steps(
     the worst step counts: two right runs whose gradients differ in the last bit round a weight to different
     neighbours, and later steps multiply that.
     """
-    run = _Sharded(build, config, schema, device, bounds)
+    run = Sharded(build, config, schema, device, bounds)
     start, one = run.weights(), run.reference()
     optimizers = _optimizers(run, one) if one else {}
     t = config.train
@@ -165,7 +162,7 @@ def _size(finding: Finding) -> float:
     return inf if isnan(finding.error) else finding.error
 
 
-def _optimizers(run: _Sharded, one: Reference) -> dict[str, torch.optim.Optimizer]:
+def _optimizers(run: Sharded, one: Reference) -> dict[str, torch.optim.Optimizer]:
     """The reference's optimizer of each table, and of the dense parameters under ''."""
     e, d = run.config.optim.embeddings, run.config.optim.dense
     of_table = {
@@ -175,15 +172,15 @@ def _optimizers(run: _Sharded, one: Reference) -> dict[str, torch.optim.Optimize
     return of_table | {"": reference.optimizer(d.name, one.model.parameters(), d.lr, d.eps, d.weight_decay)}
 
 
-def _compared(run: _Sharded, one: Reference, optimizers, start, weights, state) -> Iterator[Finding]:
+def _compared(run: Sharded, one: Reference, optimizers, start, weights, state) -> Iterator[Finding]:
     for name, parameter in run.named(one).items():
         # A lone bias may end beside 0: what it started from gives its size, too.
         size = float(start[name].abs().max())
-        yield run.finding("weights", name, weights[name], parameter.detach(), name, size)
+        yield _finding(run, "weights", name, weights[name], parameter.detach(), name, size)
     for table, kinds in state.items():
         expected = optimizers[table].state[one.tables[table]]
         for kind, values in kinds.items():
-            yield run.finding("state", f"{table}.{kind}", values, expected[kind], table)
+            yield _finding(run, "state", f"{table}.{kind}", values, expected[kind], table)
 
 
 def _update_of(optimizer: str, kernel: str) -> str:
@@ -191,84 +188,21 @@ def _update_of(optimizer: str, kernel: str) -> str:
     return "touched_rows_adam" if optimizer == "adam" and kernel != "dense" else optimizer
 
 
-class _Sharded:
-    """One sharded model, seen from outside: whole tensors on rank 0."""
-
-    def __init__(self, build, config: RunConfig, schema: Schema, device: torch.device, bounds: list[int]):
-        self.config, self.schema, self.device, self.bounds = config, schema, device, bounds
-        self.dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
-        self.step, _ = build(config, schema, device)
-        self.kernels = {name: table.kernel for name, table in tables(self.step.model).items()}
-
-    def train(self, batches: list[GlobalBatch]) -> None:
-        local = [local_batch(b, self.schema, self.bounds, dist.get_rank()) for b in batches]
-        for _ in self.step.train(iter(local), len(local)):
-            pass
-
-    @torch.no_grad()
-    def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor]:
-        """Pooled embeddings of the whole batch on rank 0."""
-        rank = dist.get_rank()
-        local = local_batch(batch, self.schema, self.bounds, rank).to(self.device)
-        out = self.step.model.module.embeddings(local.sparse)
-        mine = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
-        parts: list | None = [None] * dist.get_world_size() if rank == 0 else None
-        dist.gather_object(mine, parts)
-        return {f: torch.cat([part[f] for part in parts]) for f in mine} if parts else {}
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Every table and dense parameter, whole, on rank 0; dense parameters on every rank."""
-        model = self.step.model.module.head.model
-        whole = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-        for table in tables(self.step.model).values():
-            values = table.weight.dense(first_only=True)
-            whole[table.name] = values if values is None else values.cpu().clone()
-        self._start = whole
-        return whole
-
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Optimizer state of every table, whole, on rank 0."""
-        out: dict[str, dict[str, torch.Tensor]] = {}
-        for table in tables(self.step.model, self.step.optimizer).values():
-            for kind, parts in sorted(table.state.items()):
-                values = parts.dense(first_only=True)
-                out.setdefault(table.name, {})[kind] = values if values is None else values.cpu()
-        return out
-
-    def reference(self) -> Reference | None:
-        """One process's model with the weights that `weights` has just read, on rank 0."""
-        if dist.get_rank():
-            return None
-        model = build_model(self.schema, copy.deepcopy(self.config.model))
-        one = Reference(self.schema, {t: self._start[t] for t in self.schema.tables}, model.train())
-        self.hand_over(one)
-        return one
-
-    @torch.no_grad()
-    def hand_over(self, one: Reference) -> None:
-        """Gives the reference the weights that `weights` has just read."""
-        for name, parameter in self.named(one).items():
-            parameter.copy_(self._start[name])
-
-    def named(self, one: Reference) -> dict[str, torch.nn.Parameter]:
-        """The reference's parameters under the names of `weights`."""
-        return one.tables | dict(one.model.named_parameters())
-
-    def finding(
-        self,
-        check: str,
-        name: str,
-        got: torch.Tensor,
-        expected: torch.Tensor,
-        owner: str,
-        size: float = 0.0,
-    ) -> Finding:
-        """Args: owner: the table (or else dense layer) it belongs to. size: what its values are seen against,
-        if they are smaller."""
-        dtypes = self.dtypes.values()
-        coarsest = "bf16" if "bf16" in dtypes else "fp16" if "fp16" in dtypes else "fp32"
-        # One table's rounding reaches every gradient; its own embeddings are all that it touches in forward.
-        dtype = self.dtypes.get(owner, coarsest) if check == "forward" else coarsest
-        absolute = float((got.double() - expected.double()).abs().max()) if got.numel() else 0.0
-        largest = float(expected.abs().max()) if expected.numel() else 0.0
-        return Finding(check, name, absolute / max(largest, size, 1e-30), absolute, LIMITS[dtype][check])
+def _finding(
+    run: Sharded,
+    check: str,
+    name: str,
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    owner: str,
+    size: float = 0.0,
+) -> Finding:
+    """Args: owner: the table (or else dense layer) it belongs to. size: what its values are seen against,
+    if they are smaller."""
+    dtypes = run.dtypes.values()
+    coarsest = "bf16" if "bf16" in dtypes else "fp16" if "fp16" in dtypes else "fp32"
+    # One table's rounding reaches every gradient; its own embeddings are all that it touches in forward.
+    dtype = run.dtypes.get(owner, coarsest) if check == "forward" else coarsest
+    absolute = float((got.double() - expected.double()).abs().max()) if got.numel() else 0.0
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    return Finding(check, name, absolute / max(largest, size, 1e-30), absolute, LIMITS[dtype][check])

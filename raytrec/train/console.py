@@ -128,7 +128,7 @@ CHECKS = {
     "forward": "pooled embeddings",
     "gradient": "gradient",
     "weights": "weights, 20 steps",
-    "state": "optimizer state, 20 steps",
+    "state": "state, 20 steps",
 }
 
 

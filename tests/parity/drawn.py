@@ -27,7 +27,8 @@ class Drawn:
     micro_batches: int
     clip_norm: float | None
     loss: str
-    groups = ("optimizer", "kernel", "place", "balance", "micro_batches", "clip_norm", "loss")
+    dtype = "fp32"
+    groups = ("optimizer", "kernel", "place", "balance", "micro_batches", "clip_norm", "loss", "dtype")
 
     def config(self):
         tables = {

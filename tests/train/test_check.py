@@ -101,7 +101,7 @@ SABOTAGE = {
         [
             "FAIL  gradient of user",
             "FAIL  gradient of logit.bias",
-            "FAIL  optimizer state, 20 steps of user.sum",
+            "FAIL  state, 20 steps of user.sum",
         ],
     ),
 }
