@@ -167,7 +167,7 @@ class SplitWriter:
             if self._writer:
                 self._writer.close()
             path = self._folder / f"{self._prefix}-{self._files:05d}.parquet"
-            self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
+            self._writer = pq.ParquetWriter(path, self._schema, compression="zstd", write_page_checksum=True)
             self._files, self._in_file = self._files + 1, 0
         self._writer.write_table(table, row_group_size=self._group_rows)
         self._in_file += len(table)

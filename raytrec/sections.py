@@ -50,6 +50,11 @@ class DataSection(Section):
     lanes: PositiveInt = Field(
         24, description="Parts that a global batch is read from at once; the most workers that can share it."
     )
+    on_error: Literal["fail", "skip"] = Field(
+        "fail",
+        description="Rows that cannot be read or are not as the schema says: stop, or leave them out. Those "
+        "have no loss; they are counted (train.skipped_rows) and listed in skipped.jsonl.",
+    )
     drop_last: bool = Field(False, description="Leave out an epoch's last, smaller batch.")
     readers: PositiveInt = Field(1, description="Ray Data tasks that read for one worker at the same time.")
     prefetch: PositiveInt = Field(4, description="Batches made ready ahead of the step, for each worker.")

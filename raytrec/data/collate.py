@@ -24,6 +24,7 @@ class Rows:
     offsets: np.ndarray  # int32 [n + 1], where a row's ids begin
     ids: np.ndarray  # int64
     weights: np.ndarray | None  # float32
+    present: np.ndarray | None  # bool [n]; None: all
 
     @classmethod
     def of(cls, table: pa.Table) -> Rows:
@@ -36,6 +37,7 @@ class Rows:
             ids.offsets.to_numpy(),
             ids.values.to_numpy(),
             columns["weights"].values.to_numpy() if "weights" in columns else None,
+            columns["present"].to_numpy(zero_copy_only=False) if "present" in columns else None,
         )
 
     def __len__(self) -> int:
@@ -50,6 +52,7 @@ class Rows:
             self.offsets[start : stop + 1],
             self.ids,
             self.weights,
+            None if self.present is None else self.present[start:stop],
         )
 
     def values(self, array: np.ndarray) -> np.ndarray:
@@ -76,7 +79,7 @@ class Collator:
         self._orders: dict[int, torch.Tensor] = {}
 
     def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int) -> Batch:
-        """A Batch of `padded_rows` rows; those after the pieces' rows are padding."""
+        """A Batch of `padded_rows` rows; those after the pieces' rows, and rows left out, are padding."""
         n_labels, n_dense, n_features = self._shape
         rows = sum(len(piece) for piece in pieces)
         labels = torch.zeros(padded_rows, n_labels)
@@ -84,6 +87,8 @@ class Collator:
         lengths = torch.zeros(padded_rows, n_features, dtype=torch.int32)
         weights = torch.zeros(padded_rows)
         weights[:rows] = 1
+        if rows and pieces[0].present is not None:
+            np.concatenate([p.present for p in pieces], out=weights.numpy()[:rows])
         if rows:
             np.concatenate([p.labels for p in pieces], out=labels.numpy()[:rows])
             np.concatenate([p.dense for p in pieces], out=dense.numpy()[:rows])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from raytrec.data.faults import retried
 from raytrec.errors import DataError, did_you_mean
 from raytrec.schema import Schema
 from raytrec.storage import open_filesystem
@@ -21,10 +22,15 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Row groups in file order: files by path, groups by index, empty ones left out."""
+    """Row groups in file order: files by path, groups by index, empty ones left out.
+
+    Attributes:
+        left_out: what was wrong with files that are left out (data.on_error: skip).
+    """
 
     uri: str
     groups: tuple[RowGroup, ...]
+    left_out: tuple[DataError, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -32,24 +38,38 @@ class Dataset:
         return sum(group.rows for group in self.groups)
 
 
-def scan(uri: str, schema: Schema, key: str = "data") -> Dataset:
+def scan(uri: str, schema: Schema, key: str = "data", *, skip: bool = False) -> Dataset:
     """Reads the footers of a folder (or file) of Parquet and checks every file's columns against the schema.
 
     Args:
         uri: folder (searched in depth; names that begin with `_` or `.` are left out) or one file.
         key: the config key that named it, for messages.
+        skip: leave out files that are not whole, or whose columns are not the schema's.
 
     Raises:
         DataError: nothing there, no rows, a file that is not whole, a column missing or of the wrong type.
     """
-    files = list_files(uri, key)
+    files, left_out = list_files(uri, key), []
+
+    def groups_of(file: str) -> list[RowGroup]:
+        try:
+            return _row_groups(file, schema)
+        except DataError as error:
+            if not skip:
+                raise
+            left_out.append(error)
+            return []
+
     with ThreadPoolExecutor(16) as pool:
-        groups = [g for per_file in pool.map(lambda f: _row_groups(f, schema), files) for g in per_file]
+        groups = [group for per_file in pool.map(groups_of, files) for group in per_file]
     if not groups:
         raise DataError(
-            "there are no rows", where=f"{key}={uri}", expected=f"rows in its {len(files)} Parquet files"
+            "there are no rows",
+            where=f"{key}={uri}",
+            expected=f"rows in its {len(files)} Parquet files"
+            + (f", of which {len(left_out)} are left out: {left_out[0].what}" if left_out else ""),
         )
-    return Dataset(uri, tuple(groups))
+    return Dataset(uri, tuple(groups), tuple(left_out))
 
 
 def list_files(uri: str, key: str) -> list[str]:
@@ -97,10 +117,13 @@ def read_footer(uri: str):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    filesystem, path = open_filesystem(uri)
-    try:
+    def read():
+        filesystem, path = open_filesystem(uri)
         with filesystem.open_input_file(path) as file:
-            metadata = pq.read_metadata(file)
+            return pq.read_metadata(file)
+
+    try:
+        metadata = retried(uri, read)
         metadata.schema.to_arrow_schema()
     except (pa.ArrowException, OSError) as error:
         raise DataError(

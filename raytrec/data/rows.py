@@ -7,6 +7,7 @@ The form is a table of few columns, so that later slicing and concatenating cost
     lengths  fixed_size_list<int32>[features]     ids of each feature in this row
     ids      list<int64>                          the ids of all features, one feature after the other
     weights  list<float32>                        their weights (absent when the schema has none)
+    present  bool                                 false: a row left out (only under data.on_error: skip)
 """
 
 from __future__ import annotations
@@ -18,47 +19,102 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrec.data.columns import Place, bags, numbers
+from raytrec.data.faults import Faults, retried
 from raytrec.data.order import Item, Part
 from raytrec.errors import DataError
 from raytrec.schema import Schema
 from raytrec.storage import open_filesystem
 
+MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, what is left is left out
 
-def read_item(item: Item, schema: Schema) -> pa.Table:
-    """The rows of an item in canonical form, shuffled if it has a seed.
+
+def read_item(item: Item, schema: Schema, faults: Faults | None = None) -> pa.Table:
+    """The rows of an item in canonical form, shuffled if it has a seed; always as many as the item says.
 
     Raises:
         DataError: a row group that cannot be decoded, or a value that the schema does not allow; names file,
-            row group, column and row.
+            row group, column and row. Under `faults.skip` those rows are not present instead.
     """
+    faults = faults or Faults()
     pieces = []
     for (path, group), parts in groupby(item.parts, key=lambda part: (part.path, part.group)):
-        pieces.append(_read_group(path, group, list(parts), schema))
+        pieces.append(_read_group(path, group, list(parts), schema, faults))
     table = pa.concat_tables(pieces).combine_chunks()
     if item.seed is not None:
         table = table.take(np.random.default_rng(item.seed).permutation(table.num_rows))
     return table.slice(item.skip) if item.skip else table
 
 
-def _read_group(path: str, group: int, parts: list[Part], schema: Schema) -> pa.Table:
+def _read_group(path: str, group: int, parts: list[Part], schema: Schema, faults: Faults) -> pa.Table:
     """The parts of one row group, which is decoded once."""
-    filesystem, inner = open_filesystem(path)
     try:
+        table = _decode(path, group, max(part.first + part.rows for part in parts), schema.columns)
+    except DataError as error:
+        rows = sum(part.rows for part in parts)
+        faults.leave_out(error, rows)
+        return _absent(rows, schema)
+    first, last = min(part.first for part in parts), max(part.first + part.rows for part in parts)
+    table, place = table.slice(first, last - first), Place(path, group, first)
+    whole = _present(table, schema, place, faults) if faults.skip else canonical(table, schema, place)
+    return pa.concat_tables([whole.slice(part.first - first, part.rows) for part in parts])
+
+
+def _decode(path: str, group: int, rows: int, columns: list[str]) -> pa.Table:
+    """A row group that has at least `rows` rows, those columns of it."""
+
+    def read() -> pa.Table:
+        filesystem, inner = open_filesystem(path)
         with filesystem.open_input_file(inner) as file:
-            reader = pq.ParquetFile(file, pre_buffer=True)
-            table = reader.read_row_group(group, columns=schema.columns, use_threads=False)
-    except (pa.ArrowException, OSError, IndexError) as error:
+            reader = pq.ParquetFile(file, pre_buffer=True, page_checksum_verification=True)
+            return reader.read_row_group(group, columns=columns, use_threads=False)
+
+    try:
+        table = retried(path, read)
+        if table.num_rows < rows:
+            raise IndexError(f"it has {table.num_rows:,} rows, and had {rows:,} or more before")
+        if missing := set(columns) - set(table.column_names):
+            raise KeyError(f"column {', '.join(sorted(missing))} is gone")
+    except (pa.ArrowException, OSError, IndexError, KeyError, UnicodeDecodeError) as error:
         raise DataError(
-            f"cannot decode the row group: {str(error).splitlines()[0]}",
+            f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
             where=f"{path}, row group {group}",
             expected="a whole Parquet file that does not change while it is read",
-            do="write or copy the file again",
+            do="write or copy the file again, or go on without its rows: data.on_error=skip",
         ) from None
-    if len(parts) == 1:
-        part = parts[0]
-        return canonical(table.slice(part.first, part.rows), schema, Place(path, group, part.first))
-    whole = canonical(table, schema, Place(path, group, 0))
-    return pa.concat_tables([whole.slice(part.first, part.rows) for part in parts])
+    return table
+
+
+def _present(
+    table: pa.Table, schema: Schema, place: Place, faults: Faults, left: list | None = None
+) -> pa.Table:
+    """The canonical form with a column `present`: bad rows, found by halving, are empty and not present."""
+    left = [MOST_BAD_ROWS] if left is None else left
+    try:
+        return canonical(table, schema, place).append_column("present", pa.array(np.ones(len(table), bool)))
+    except DataError as error:
+        if len(table) == 1 or not left[0]:
+            left[0] -= left[0] > 0
+            faults.leave_out(error, len(table))
+            return _absent(len(table), schema)
+    half = len(table) // 2
+    after = Place(place.path, place.group, place.first + half)
+    return pa.concat_tables(
+        [
+            _present(table.slice(0, half), schema, place, faults, left),
+            _present(table.slice(half), schema, after, faults, left),
+        ]
+    )
+
+
+def _absent(rows: int, schema: Schema) -> pa.Table:
+    """Rows that are left out: nothing in them."""
+    zeros = np.zeros(rows, np.float32)
+    columns = {"labels": _matrix([zeros] * len(schema.labels), rows)}
+    if schema.dense:
+        columns["dense"] = _matrix([zeros] * len(schema.dense), rows)
+    nothing = np.zeros(rows, np.int64), np.empty(0, np.int64), None
+    columns |= _pack([nothing] * len(schema.sparse), schema.has_weights)
+    return pa.table(columns | {"present": np.zeros(rows, bool)})
 
 
 def canonical(table: pa.Table, schema: Schema, place: Place) -> pa.Table:

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from raytrec.data.batch import Batch
 from raytrec.data.collate import Collator, Rows
+from raytrec.data.faults import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item, Order
 from raytrec.data.rows import read_item
@@ -28,6 +29,7 @@ class Stream:
         rank, world: this rank and their number.
         readers: read tasks at the same time.
         prefetch: batches made ready ahead.
+        faults: what becomes of rows that cannot be read; default: a DataError.
     """
 
     def __init__(
@@ -40,10 +42,16 @@ class Stream:
         world: int,
         readers: int = 1,
         prefetch: int = 4,
+        faults: Faults | None = None,
     ):
         self.dataset, self.schema, self.order = dataset, schema, order
         self._rank, self._world = rank, world
-        self._readers, self._prefetch = readers, prefetch
+        self._readers, self._prefetch, self._faults = readers, prefetch, faults
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether rows that cannot be read are left out."""
+        return bool(self._faults and self._faults.skip)
 
     def batches(self, epoch: int = 0, start_step: int = 0) -> Iterator[Batch]:
         """The rest of an epoch: one Batch for each step from start_step on, the same number on every rank.
@@ -110,12 +118,12 @@ class Stream:
 
         if not items:
             return
-        schema, tasks = self.schema, ray.put(items)
+        schema, faults, tasks = self.schema, self._faults, ray.put(items)
 
         def read(index: pa.Table) -> pa.Table:
             import ray
 
-            return read_item(ray.get(tasks)[index["id"][0].as_py()], schema)
+            return read_item(ray.get(tasks)[index["id"][0].as_py()], schema, faults)
 
         dataset = ray.data.range(len(items), override_num_blocks=len(items)).map_batches(
             read,

@@ -96,7 +96,10 @@ LABELS = {
     "eval.logloss": ("log loss (nats)", "{:.4f}"),
     "eval.calibration": ("calibration (predicted ÷ real)", "{:.4f}"),
     "eval.rows": ("rows evaluated", "{:,}"),
+    "eval.skipped_rows": ("rows left out of it", "{:,}"),
     "train.rows": ("rows trained", "{:,}"),
+    "train.skipped_rows": ("rows left out of training", "{:,}"),
+    "skipped_files": ("files left out", "{:,}"),
     "train.steps": ("steps", "{:,}"),
     "train.samples_per_s": ("rows/s in training", "{:,.0f}"),
     "world_size": ("workers", "{}"),
@@ -116,7 +119,7 @@ def print_result(result: Any) -> None:
     table.add_column("figure")
     table.add_column("value", justify="right")
     for key, (label, form) in LABELS.items():
-        if key in result.metrics:
+        if key in result.metrics and (result.metrics[key] or "skipped" not in key):
             value = result.metrics[key]
             table.add_row(label, "–" if value is None else form.format(value))
     console.print(table)

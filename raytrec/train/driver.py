@@ -12,6 +12,7 @@ from typing import Any
 
 from raytrec.cluster import ray_session
 from raytrec.config import RunConfig, load_config
+from raytrec.data.faults import SKIPPED, Faults
 from raytrec.data.fragments import Dataset, list_files, scan
 from raytrec.embeddings.pins import pins
 from raytrec.errors import ConfigError, DataError, RunError
@@ -61,11 +62,14 @@ def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
     schema, datasets = _open_data(config)
     pins(config, schema)  # names of plan.tables and plan.together, before anything starts
     _make_folder(folder, config, schema)
+    left_out = _note_left_out(folder, datasets)
     tracker = Tracker(
         config.tracking.uri, config.tracking.experiment, config.run.name, folder.parent / "mlartifacts"
     )
     status = "FAILED"
     with RunConsole(config.run.name) as console:
+        for line in left_out:
+            console.warn(line)
         try:
             console.phase("starting Ray")
             _import_early()
@@ -80,6 +84,7 @@ def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
                 )
             metrics = {
                 **figures,
+                "skipped_files": len(left_out),
                 "world_size": config.scaling.workers,
                 "seconds": round(perf_counter() - began, 3),
                 "mlflow_run_id": run_id,
@@ -183,7 +188,7 @@ def _open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     list_files(config.data.train, "data.train")  # before the schema, which is looked for beside it
     schema = Schema.load(config.data.schema_uri)
     datasets = {
-        name: scan(uri, schema, f"data.{name}")
+        name: scan(uri, schema, f"data.{name}", skip=config.data.on_error == "skip")
         for name in ("train", "valid", "test")
         if (uri := getattr(config.data, name))
     }
@@ -196,6 +201,15 @@ def _open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
             do=f"lower data.global_batch_size to {rows} or less",
         )
     return schema, datasets
+
+
+def _note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
+    """Files that data.on_error=skip leaves out: into skipped.jsonl, and a line for each to warn with."""
+    faults = Faults(skip=True, log=str(folder / SKIPPED))
+    errors = [error for dataset in datasets.values() for error in dataset.left_out]
+    for error in errors:
+        faults.leave_out(error, rows=None)  # nobody knows how many
+    return [f"left out {error.where}: {error.what}" for error in errors]
 
 
 def _make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:

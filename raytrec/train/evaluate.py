@@ -16,8 +16,8 @@ def evaluate(step: Step, stream: Stream, device: torch.device) -> dict[str, floa
     AUC is exact: logits and labels of all rows are gathered on rank 0 (8 bytes a row).
 
     Returns:
-        rows, logloss (nats), ne, calibration on every rank; auc on rank 0 (None elsewhere, and where labels
-        are not both 0 and 1).
+        rows, skipped_rows (data.on_error), logloss (nats), ne, calibration on every rank; auc on rank 0 (None
+        elsewhere, and where labels are not both 0 and 1).
 
     Raises:
         RunError: when the ranks together saw more or fewer rows than the dataset has.
@@ -29,10 +29,11 @@ def evaluate(step: Step, stream: Stream, device: torch.device) -> dict[str, floa
         logits.append(outputs.logits[real])
         labels.append(outputs.labels[real])
     figures = sums.reduce()
-    if figures["rows"] != stream.dataset.rows:
+    skipped = stream.dataset.rows - figures["rows"]
+    if skipped < 0 or (skipped and not stream.may_skip):
         raise RunError(
             f"evaluation saw {figures['rows']} rows of {stream.dataset.rows}", where=stream.dataset.uri
         )
     all_logits, all_labels = gather_to_first(torch.cat(logits)), gather_to_first(torch.cat(labels))
     auc = exact_auc(all_logits, all_labels) if all_logits is not None else None
-    return {"auc": auc, **figures}
+    return {"auc": auc, **figures, "skipped_rows": skipped}

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from raytrec.config import RunConfig
+from raytrec.data.faults import SKIPPED, Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Order
 from raytrec.schema import Schema
@@ -70,6 +71,7 @@ class Rank:
             world=self.world,
             readers=data.readers,
             prefetch=data.prefetch,
+            faults=Faults(data.on_error == "skip", f"{self.task.config.run.dir}/{SKIPPED}"),
         )
 
     def ready(self, batches: Iterator) -> Iterator:

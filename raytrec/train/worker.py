@@ -30,7 +30,7 @@ def train_worker(task: Task) -> None:
     test = rank.stream("test", evaluation_order(config)) or valid
 
     total = total_steps(config, train.dataset.rows)
-    window, clock, done, rows = Sums(rank.device), Clock(), 0, 0
+    window, clock, done, rows, trained = Sums(rank.device), Clock(), 0, 0, 0
     rank.tell(kind="start", total=total, epochs=config.train.epochs, plan=describe(plan))
     for pause in pauses(total, config.train.eval_every_steps):
         clock.resume()
@@ -41,8 +41,10 @@ def train_worker(task: Task) -> None:
             clock.step(rows)
             if done % config.train.log_every_steps == 0 or done == total:
                 figures = window.reduce()
-                stop_if_not_finite(figures, done)
-                figures |= {"rows": rows, "rows_per_s": clock.rows_per_s}
+                if figures["rows"]:  # a window may have been left out as a whole (data.on_error)
+                    stop_if_not_finite(figures, done)
+                trained += figures["rows"]
+                figures |= {"rows": rows, "rows_per_s": clock.rows_per_s, "skipped_rows": rows - trained}
                 rank.tell(kind="train", step=done, **figures)
         if done < total:
             rank.tell(kind="eval", step=done, **evaluate(step, valid, rank.device))
@@ -50,7 +52,8 @@ def train_worker(task: Task) -> None:
 
     rank.tell(kind="phase", text="saving the checkpoint")
     checkpoint.save(step.model, task.checkpoint)
-    result = {"train.rows": rows, "train.steps": done, "train.samples_per_s": clock.rows_per_s}
+    result = {"train.rows": trained, "train.skipped_rows": rows - trained}
+    result |= {"train.steps": done, "train.samples_per_s": clock.rows_per_s}
     if test:
         rank.tell(kind="phase", text="evaluating")
         result |= {f"eval.{name}": value for name, value in evaluate(step, test, rank.device).items()}

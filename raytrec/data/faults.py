@@ -1,0 +1,63 @@
+"""What becomes of rows that cannot be read: the run stops, or they are left out and counted (no torch)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from raytrec.errors import DataError
+
+T = TypeVar("T")
+# Seconds before the second, third and last try to read from a store that does not answer.
+WAITS_S = (0.2, 1.0, 3.0)
+SKIPPED = "skipped.jsonl"  # in the run folder: what has been left out
+
+
+@dataclass(frozen=True)
+class Faults:
+    """data.on_error as the read tasks know it.
+
+    Attributes:
+        skip: leave out what cannot be read, instead of stopping.
+        log: a file on storage that all nodes share, which gets one line of JSON for everything left out:
+            {what, where, rows}; None: no record.
+    """
+
+    skip: bool = False
+    log: str | None = None
+
+    def leave_out(self, error: DataError, rows: int | None) -> None:
+        """Notes rows that are left out.
+
+        Raises:
+            DataError: the error itself, where the run is to stop.
+        """
+        if not self.skip:
+            raise error
+        if self.log:
+            with open(self.log, "a") as file:  # short lines, appended whole by each process
+                file.write(json.dumps({"what": error.what, "where": error.where, "rows": rows}) + "\n")
+
+
+def retried(uri: str, read: Callable[[], T]) -> T:
+    """The result of reading a file, tried again with growing pauses where the storage fails.
+
+    A file that is not there is so the next time, too; and pyarrow's OSErrors about local files that come
+    without an errno speak of their content.
+
+    Raises:
+        OSError: of the last try.
+    """
+    for wait in WAITS_S:
+        try:
+            return read()
+        except (FileNotFoundError, PermissionError, IsADirectoryError):
+            raise
+        except OSError as error:
+            if "://" not in uri and error.errno is None:
+                raise
+            time.sleep(wait)
+    return read()

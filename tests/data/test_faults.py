@@ -1,0 +1,155 @@
+"""Rows that cannot be read: left out one by one, counted, listed; storage that fails for a while."""
+
+import json
+
+import numpy as np
+import parquet
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from pyarrow import fs
+
+from raytrec.data import faults, fragments, rows
+from raytrec.data.faults import Faults
+from raytrec.data.order import Item, Part
+from raytrec.errors import DataError
+from raytrec.schema import Schema
+from raytrec.train import driver
+
+SCHEMA = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")
+
+
+def with_users(path, bad, count=1000):
+    """A file of 1000 rows in one row group; `bad` rows have a user that there is not."""
+    table = parquet.table(count, 0)
+    users = table["user"].to_numpy().copy()
+    users[bad] = 40
+    pq.write_table(table.set_column(table.column_names.index("user"), "user", [users]), path)
+    return Item(0, 0, (Part(str(path), 0, 100, count - 100),), None)
+
+
+def test_bad_rows_are_found_one_by_one(tmp_path):
+    item = with_users(tmp_path / "a.parquet", [50, 130, 131, 999])
+    log = tmp_path / "skipped.jsonl"
+    table = rows.read_item(item, SCHEMA, Faults(True, str(log)))
+    assert np.flatnonzero(~table["present"].to_numpy()).tolist() == [30, 31, 899]  # 50 is not of the item
+    notes = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(n["rows"], n["where"].rpartition("row ")[2]) for n in notes] == [
+        (1, "130"),
+        (1, "131"),
+        (1, "999"),
+    ]
+    assert "id 40 of feature 'user'" in notes[0]["what"]
+    with pytest.raises(DataError, match="id 40"):
+        rows.read_item(item, SCHEMA)
+
+
+def test_many_bad_rows_take_others_with_them_and_little_time(tmp_path):
+    item = with_users(tmp_path / "a.parquet", slice(500, 1000))
+    log = tmp_path / "skipped.jsonl"
+    present = rows.read_item(item, SCHEMA, Faults(True, str(log)))["present"].to_numpy()
+    assert present[:400].all() and not present[400:].any()
+    notes = [json.loads(line)["rows"] for line in log.read_text().splitlines()]
+    assert sum(notes) == 500 and len(notes) <= rows.MOST_BAD_ROWS + 10
+
+
+def test_a_file_that_has_shrunk_is_seen(tmp_path):
+    item = with_users(tmp_path / "a.parquet", [])
+    with_users(tmp_path / "a.parquet", [], count=400)
+    with pytest.raises(DataError, match="it has 400 rows, and had 1,000 or more before"):
+        rows.read_item(item, SCHEMA)
+
+
+class Flaky(fs.FileSystemHandler):
+    """A local file system whose opens fail at first, as an object store's may."""
+
+    def __init__(self, failures, error):
+        self.left, self.error, self.opened = failures, error, 0
+
+    def open_input_file(self, path):
+        self.opened += 1
+        if self.left:
+            self.left -= 1
+            raise self.error
+        return fs.LocalFileSystem().open_input_file(path)
+
+    def get_type_name(self):
+        return "flaky"
+
+
+for name in fs.FileSystemHandler.__abstractmethods__ - set(vars(Flaky)):
+    setattr(Flaky, name, lambda self, *_: None)
+Flaky.__abstractmethods__ = frozenset()
+
+
+@pytest.fixture
+def flaky(monkeypatch):
+    monkeypatch.setattr(faults, "WAITS_S", (0.01, 0.01, 0.01))
+
+    def make(failures, error):
+        handler = Flaky(failures, error)
+        for module in (rows, fragments):
+            opened = lambda uri: (fs.PyFileSystem(handler), uri.removeprefix("store://"))  # noqa: E731
+            monkeypatch.setattr(module, "open_filesystem", opened)
+        return handler
+
+    return make
+
+
+def test_storage_that_fails_for_a_while(flaky, tmp_path):
+    item = with_users(tmp_path / "a.parquet", [])
+    path = f"store://{tmp_path}/a.parquet"
+    remote = Item(0, 0, (Part(path, 0, 100, 900),), None)
+    expected = rows.read_item(item, SCHEMA)
+    handler = flaky(3, OSError("503 slow down"))
+    assert rows.read_item(remote, SCHEMA).equals(expected)
+    assert handler.opened == 4
+    flaky(2, OSError("503 slow down"))
+    assert fragments.read_footer(path).num_rows == 1000
+    handler = flaky(99, OSError("503 slow down"))
+    with pytest.raises(DataError, match="503 slow down") as error:
+        rows.read_item(remote, SCHEMA)
+    assert "a.parquet, row group 0" in str(error.value)
+    assert handler.opened == 4
+    handler = flaky(99, FileNotFoundError("no such key"))
+    with pytest.raises(DataError, match="no such key"):
+        rows.read_item(remote, SCHEMA)
+    assert handler.opened == 1
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_that_leaves_rows_out(tmp_path):
+    folder = parquet.dataset(tmp_path / "d")  # 2 files of 1000 rows, groups of 300
+    path = folder / "train/part-1.parquet"
+    table = pq.read_table(path)
+    users = table["user"].to_numpy().copy()
+    users[[10, 700]] = -5
+    pq.write_table(
+        table.set_column(table.column_names.index("user"), "user", [users]),
+        path,
+        row_group_size=300,
+        write_page_checksum=True,
+        compression="none",
+    )
+    data = bytearray(path.read_bytes())
+    start = pq.read_metadata(path).row_group(3).column(0).data_page_offset  # the last group, of 100 rows
+    data[start : start + 10] = bytes(10)
+    path.write_bytes(data)
+    (folder / "train/part-2.parquet").write_bytes(b"PAR1")
+    settings = parquet.settings(folder, tmp_path / "run", train__epochs=2)
+    with pytest.raises(DataError, match=r"part-2\.parquet"):
+        driver.train(settings)
+    settings["data"]["on_error"] = "skip"
+    figures = driver.train(settings).metrics
+    assert figures["train.skipped_rows"] == 2 * 102
+    assert figures["train.rows"] == 2 * (2000 - 102)
+    assert (figures["skipped_files"], figures["eval.skipped_rows"], figures["eval.rows"]) == (1, 0, 1003)
+    notes = [json.loads(line) for line in (tmp_path / "run/skipped.jsonl").read_text().splitlines()]
+    assert notes[0]["rows"] is None and "part-2.parquet" in notes[0]["where"]
+    assert sum(note["rows"] for note in notes[1:]) == 2 * 102
+    assert {note["where"].split("row group ")[1][0] for note in notes[1:]} == {"0", "2", "3"}
+
+    from mlflow import MlflowClient
+
+    run = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(figures["mlflow_run_id"])
+    assert run.data.metrics["train.skipped_rows"] == 204 and run.data.metrics["skipped_files"] == 1

@@ -1,0 +1,184 @@
+"""Good Parquet made bad in 60 ways: each ends in a message with its place, or in the very same rows."""
+
+import pickle
+import random
+from functools import cache
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from ranks import on_ranks
+
+from raytrec.schema import Schema
+
+ROWS, GROUP = 600, 150
+SCHEMA = Schema.parse(
+    {
+        "labels": ["label"],
+        "dense": ["price"],
+        "sparse": {
+            "user": {"table": "user"},
+            "tags": {"table": "tag", "weights": "tag_weights"},
+            "pair": {"table": "tag"},
+        },
+        "tables": {"user": {"rows": 50, "dim": 4}, "tag": {"rows": 9, "dim": 4}},
+    },
+    "test",
+)
+
+
+def good():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 4, ROWS)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.table(
+        {
+            "label": rng.integers(0, 2, ROWS),
+            "price": rng.normal(size=ROWS),
+            "user": rng.integers(0, 50, ROWS),
+            "tags": pa.ListArray.from_arrays(offsets, rng.integers(0, 9, offsets[-1])),
+            "tag_weights": pa.ListArray.from_arrays(offsets, rng.random(offsets[-1])),
+            "pair": pa.FixedSizeListArray.from_arrays(rng.integers(0, 9, 2 * ROWS), 2),
+        }
+    )
+
+
+def replaced(name, values):
+    table = good()
+    return table.set_column(table.column_names.index(name), name, values)
+
+
+def changed(name, row, value):
+    """One value of a column, of whatever kind."""
+    values = good()[name].to_pylist()
+    values[row] = value
+    return replaced(name, pa.array(values))
+
+
+def written(table):
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=GROUP, write_page_checksum=True)
+    return sink.getvalue().to_pybytes()
+
+
+def flipped(data, position):
+    data = bytearray(data)
+    data[position] ^= 1 << position % 8
+    return bytes(data)
+
+
+@cache
+def mutations():
+    """name → bytes of a file."""
+    whole = written(good())
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    shares = (0, 0.01, 0.3, 0.7, 0.95, 0.999)
+    out = {f"cut at {share:.1%}": whole[: int(len(whole) * share)] for share in shares}
+    rng = random.Random(0)
+    for position in sorted(rng.sample(range(4, footer), 20)):
+        out[f"bit flipped in the data, {position}"] = flipped(whole, position)
+    out |= {f"last byte {n} flipped": flipped(whole, len(whole) - n) for n in (1, 5, 8)}
+    out["zeros inside"] = whole[:2000] + bytes(500) + whole[2500:]
+    out["text"] = b"label,price\n0,1.5\n"
+    for name in good().column_names:
+        out[f"without {name}"] = written(good().drop_columns([name]))
+    for name, values in {
+        "label": pa.array(["yes"] * ROWS),
+        "price": good()["tags"],
+        "user": pa.array(np.zeros(ROWS)),
+        "tags": pa.array([[0.5]] * ROWS),
+        "tag_weights": pa.array([["a"]] * ROWS),
+        "pair": pa.array(["x"] * ROWS),
+    }.items():
+        out[f"{name} of type {values.type}"] = written(replaced(name, values))
+    for name, row, value in [
+        ("label", 311, None),
+        ("label", 5, 2),
+        ("label", 5, -1),
+        ("price", 599, None),
+        ("price", 7, float("nan")),
+        ("price", 7, float("inf")),
+        ("user", 160, -1),
+        ("user", 160, 50),
+        ("user", 160, 2**62),
+        ("user", 160, -(2**63)),
+        ("tags", 449, [1, None]),
+        ("tags", 449, [9]),
+        ("tag_weights", 450, [0.5] * 7),
+        ("tag_weights", 450, None),
+        ("pair", 33, [-3]),
+    ]:
+        out[f"{name} {value} in row {row}"] = written(changed(name, row, value))
+    users = good()["user"].to_numpy().astype(np.uint64)
+    users[10] = 2**64 - 1
+    out["user of 2**64 - 1"] = written(replaced("user", pa.array(users)))
+    out["no rows"] = written(good().slice(0, 0))
+    return out
+
+
+def outcome(rank, world, path, skip):
+    """What a reading of the folder comes to: (kind, text, rows in canonical form or None)."""
+    from raytrec.data.faults import Faults
+    from raytrec.data.fragments import scan
+    from raytrec.data.order import Order
+    from raytrec.data.rows import read_item
+    from raytrec.errors import DataError
+
+    try:
+        data = scan(path, SCHEMA, skip=skip)
+        items = Order(64, 1, "groups", permute=False).items(data, 0, 0, 1)
+        rows = [row for item in items for row in read_item(item, SCHEMA, Faults(skip)).to_pylist()]
+    except DataError as error:
+        return "error", str(error), None
+    return "rows", "", pickle.dumps(rows)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    path = tmp_path_factory.mktemp("good") / "a.parquet"
+    path.write_bytes(written(good()))
+    return {skip: outcome(0, 1, str(path), skip)[2] for skip in (False, True)}
+
+
+# Rows that are the same in other clothes: nothing is wrong with these.
+HARMLESS = {"tag_weights None in row 450"} if not good()["tags"][450].as_py() else set()
+
+
+@pytest.mark.parametrize("name", mutations())
+def test_ends_in_a_message_or_in_the_same_rows(name, expected, tmp_path):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(mutations()[name])
+    (kind, text, rows) = on_ranks(1, outcome, str(path), False)[0]
+    if kind == "rows":
+        assert rows == expected[False], "silently wrong"
+        assert "bit flipped" in name or "flipped" in name or name in HARMLESS, "not seen"
+        return
+    assert "a.parquet" in text and "Traceback" not in text
+    column = name.split()[0]
+    if column in good().column_names or name.startswith("without"):
+        assert (name.split()[1] if name.startswith("without") else column) in text
+    if "in row" in name:
+        assert f"row group {int(name.split()[-1]) // GROUP}" in text
+
+
+@pytest.mark.parametrize("name", mutations())
+def test_skipping_keeps_every_other_row(name, expected, tmp_path):
+    """Beside a good file: the good file's rows are all there, and of the bad one none that is wrong."""
+    whole = pickle.loads(expected[True])
+    (tmp_path / "a.parquet").write_bytes(mutations()[name])
+    (tmp_path / "b.parquet").write_bytes(written(good()))
+    kind, text, rows = on_ranks(1, outcome, str(tmp_path), True)[0]
+    assert kind == "rows", text
+    rows = pickle.loads(rows)
+    assert rows[-ROWS:] == whole
+    mine = rows[:-ROWS]
+    assert len(mine) in (0, ROWS)
+    for row, right in zip(mine, whole, strict=False):
+        assert row == right or not row["present"]
+    if "in row" in name:
+        assert [i for i, row in enumerate(mine) if not row["present"]] in ([int(name.split()[-1])], [])
+
+
+def test_there_are_enough():
+    assert len(mutations()) >= 50
