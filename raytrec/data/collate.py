@@ -15,49 +15,56 @@ from raytrec.schema import Schema
 
 
 @dataclass(frozen=True)
+class Lists:
+    """A list column as NumPy views of its buffers."""
+
+    offsets: np.ndarray  # int32 [n + 1]
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, array: pa.ListArray) -> Lists:
+        return cls(array.offsets.to_numpy(), array.values.to_numpy())
+
+    def part(self, first: int, last: int) -> np.ndarray:
+        """The values of rows [first, last)."""
+        return self.values[self.offsets[first] : self.offsets[last]]
+
+
+@dataclass(frozen=True)
 class Rows:
-    """A canonical table (see rows.py) as NumPy views of its buffers; slicing costs next to nothing."""
+    """Rows [first, last) of a canonical table (see rows.py); slicing costs nothing."""
 
     labels: np.ndarray  # float32 [n, labels]
     dense: np.ndarray  # float32 [n, dense]
     lengths: np.ndarray  # int32 [n, features]
-    offsets: np.ndarray  # int32 [n + 1], where a row's ids begin
-    ids: np.ndarray  # int64
-    weights: np.ndarray | None  # float32
+    ids: list[Lists]  # int64, of each feature
+    weights: list[Lists]  # float32, of each feature; empty when the schema has none
     present: np.ndarray | None  # bool [n]; None: all
+    first: int
+    last: int
 
     @classmethod
     def of(cls, table: pa.Table) -> Rows:
         columns = {name: one_array(table[name]) for name in table.column_names}
-        ids = columns["ids"]
+        features = range(columns["lengths"].type.list_size)
         return cls(
             _matrix(columns["labels"]),
             _matrix(columns["dense"]) if "dense" in columns else np.empty((len(table), 0), np.float32),
             _matrix(columns["lengths"]),
-            ids.offsets.to_numpy(),
-            ids.values.to_numpy(),
-            columns["weights"].values.to_numpy() if "weights" in columns else None,
+            [Lists.of(columns[f"ids.{f}"]) for f in features],
+            [Lists.of(columns[f"weights.{f}"]) for f in features if "weights.0" in columns],
             columns["present"].to_numpy(zero_copy_only=False) if "present" in columns else None,
+            0,
+            len(table),
         )
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return self.last - self.first
 
     def __getitem__(self, rows: slice) -> Rows:
         start, stop, _ = rows.indices(len(self))
-        return Rows(
-            self.labels[start:stop],
-            self.dense[start:stop],
-            self.lengths[start:stop],
-            self.offsets[start : stop + 1],
-            self.ids,
-            self.weights,
-            None if self.present is None else self.present[start:stop],
-        )
-
-    def values(self, array: np.ndarray) -> np.ndarray:
-        """The part of `ids` or `weights` that belongs to these rows."""
-        return array[self.offsets[0] : self.offsets[-1]]
+        first, last = self.first + start, self.first + stop
+        return Rows(self.labels, self.dense, self.lengths, self.ids, self.weights, self.present, first, last)
 
 
 def _matrix(array: pa.FixedSizeListArray) -> np.ndarray:
@@ -76,7 +83,6 @@ class Collator:
         self._keys = list(schema.sparse)
         self._shape = len(schema.labels), len(schema.dense), len(self._keys)
         self._weighted = schema.has_weights
-        self._orders: dict[int, torch.Tensor] = {}
 
     def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int) -> Batch:
         """A Batch of `padded_rows` rows; those after the pieces' rows, and rows left out, are padding."""
@@ -87,31 +93,26 @@ class Collator:
         lengths = torch.zeros(padded_rows, n_features, dtype=torch.int32)
         weights = torch.zeros(padded_rows)
         weights[:rows] = 1
-        if rows and pieces[0].present is not None:
-            np.concatenate([p.present for p in pieces], out=weights.numpy()[:rows])
         if rows:
-            np.concatenate([p.labels for p in pieces], out=labels.numpy()[:rows])
-            np.concatenate([p.dense for p in pieces], out=dense.numpy()[:rows])
-            np.concatenate([p.lengths for p in pieces], out=lengths.numpy()[:rows])
-        ids = np.concatenate([np.empty(0, np.int64), *(p.values(p.ids) for p in pieces)])
-        per_id = None
-        if self._weighted:
-            per_id = np.concatenate([np.empty(0, np.float32), *(p.values(p.weights) for p in pieces)])
-        return Batch(dense, self._by_feature(lengths, ids, per_id), labels, weights, global_rows)
-
-    def _by_feature(self, lengths_BF: torch.Tensor, ids: np.ndarray, per_id: np.ndarray | None):
-        """From row by row to feature by feature, which is how a KeyedJaggedTensor lies."""
-        order = self._order(lengths_BF.shape[0])
-        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
-            order,
-            lengths_BF.view(-1),
-            torch.from_numpy(ids),
-            None if per_id is None else torch.from_numpy(per_id),
+            for target, name in ((labels, "labels"), (dense, "dense"), (lengths, "lengths")):
+                parts = [getattr(piece, name)[piece.first : piece.last] for piece in pieces]
+                np.concatenate(parts, out=target.numpy()[:rows])
+            if pieces[0].present is not None:
+                parts = [piece.present[piece.first : piece.last] for piece in pieces]
+                np.concatenate(parts, out=weights.numpy()[:rows])
+        sparse = KeyedJaggedTensor(
+            self._keys,
+            torch.from_numpy(_by_feature([(p.ids, p) for p in pieces], n_features, np.int64)),
+            torch.from_numpy(_by_feature([(p.weights, p) for p in pieces], n_features, np.float32))
+            if self._weighted
+            else None,
+            lengths=lengths.t().reshape(-1),
+            stride=padded_rows,
         )
-        return KeyedJaggedTensor(self._keys, values, weights, lengths=lengths, stride=lengths_BF.shape[0])
+        return Batch(dense, sparse, labels, weights, global_rows)
 
-    def _order(self, rows: int) -> torch.Tensor:
-        if rows not in self._orders:
-            index = torch.arange(rows * len(self._keys), dtype=torch.int32)
-            self._orders[rows] = index.view(rows, -1).t().reshape(-1).contiguous()
-        return self._orders[rows]
+
+def _by_feature(pieces: list[tuple[list[Lists], Rows]], features: int, dtype: type) -> np.ndarray:
+    """All values, feature after feature, which is how a KeyedJaggedTensor lies."""
+    parts = [lists[f].part(rows.first, rows.last) for f in range(features) for lists, rows in pieces]
+    return np.concatenate(parts) if parts else np.empty(0, dtype)

@@ -117,7 +117,7 @@ class _Rows:
 
 def one_array(column: pa.ChunkedArray) -> pa.Array:
     """A column as one array, dictionaries decoded."""
-    array = column.combine_chunks()
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array

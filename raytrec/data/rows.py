@@ -5,18 +5,20 @@ The form is a table of few columns, so that later slicing and concatenating cost
     labels   fixed_size_list<float32>[labels]
     dense    fixed_size_list<float32>[dense]      (absent without dense columns)
     lengths  fixed_size_list<int32>[features]     ids of each feature in this row
-    ids      list<int64>                          the ids of all features, one feature after the other
-    weights  list<float32>                        their weights (absent when the schema has none)
+    ids.0    list<int64>                          the ids of the first feature, and so on
+    weights.0  list<float32>                      their weights (absent when the schema has none)
     present  bool                                 false: a row left out (only under data.on_error: skip)
 """
 
 from __future__ import annotations
 
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow.fs import FileInfo
 
 from raytrec.data.columns import Place, bags, numbers
 from raytrec.data.faults import Faults, retried
@@ -25,6 +27,7 @@ from raytrec.errors import DataError
 from raytrec.schema import Schema
 from raytrec.storage import open_filesystem
 
+_last_footer: dict[str, Any] = {}
 MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, what is left is left out
 
 
@@ -39,7 +42,7 @@ def read_item(item: Item, schema: Schema, faults: Faults | None = None) -> pa.Ta
     pieces = []
     for (path, group), parts in groupby(item.parts, key=lambda part: (part.path, part.group)):
         pieces.append(_read_group(path, group, list(parts), schema, faults))
-    table = pa.concat_tables(pieces).combine_chunks()
+    table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces).combine_chunks()
     if item.seed is not None:
         table = table.take(np.random.default_rng(item.seed).permutation(table.num_rows))
     return table.slice(item.skip) if item.skip else table
@@ -56,6 +59,8 @@ def _read_group(path: str, group: int, parts: list[Part], schema: Schema, faults
     first, last = min(part.first for part in parts), max(part.first + part.rows for part in parts)
     table, place = table.slice(first, last - first), Place(path, group, first)
     whole = _present(table, schema, place, faults) if faults.skip else canonical(table, schema, place)
+    if len(parts) == 1:
+        return whole
     return pa.concat_tables([whole.slice(part.first - first, part.rows) for part in parts])
 
 
@@ -65,7 +70,9 @@ def _decode(path: str, group: int, rows: int, columns: list[str]) -> pa.Table:
     def read() -> pa.Table:
         filesystem, inner = open_filesystem(path)
         with filesystem.open_input_file(inner) as file:
-            reader = pq.ParquetFile(file, pre_buffer=True, page_checksum_verification=True)
+            footer = _known_footer(path, filesystem.get_file_info(inner))
+            reader = pq.ParquetFile(file, metadata=footer, pre_buffer=True, page_checksum_verification=True)
+            _last_footer["metadata"] = reader.metadata
             return reader.read_row_group(group, columns=columns, use_threads=False)
 
     try:
@@ -82,6 +89,16 @@ def _decode(path: str, group: int, rows: int, columns: list[str]) -> pa.Table:
             do="write or copy the file again, or go on without its rows: data.on_error=skip",
         ) from None
     return table
+
+
+def _known_footer(path: str, info: FileInfo) -> pq.FileMetaData | None:
+    """The footer of the file that this process read last, if it is this file, unchanged. (Parsed for each of
+    many row groups, it would cost a good part of what decoding does.)"""
+    file = path, info.size, info.mtime_ns
+    if _last_footer.get("file") != file:
+        _last_footer.clear()
+        _last_footer["file"] = file
+    return _last_footer.get("metadata")
 
 
 def _present(
@@ -152,36 +169,23 @@ def _label(table: pa.Table, name: str, place: Place) -> np.ndarray:
     return values
 
 
-def _matrix(columns: list[np.ndarray], rows: int) -> pa.FixedSizeListArray:
+def _matrix(columns: list[np.ndarray], rows: int, dtype: type = np.float32) -> pa.FixedSizeListArray:
     """Columns of n values as n lists."""
-    packed = np.empty((rows, len(columns)), columns[0].dtype)
+    packed = np.empty((rows, len(columns)), dtype)
     for i, column in enumerate(columns):
         packed[:, i] = column
     return pa.FixedSizeListArray.from_arrays(packed.reshape(-1), len(columns))
 
 
 def _pack(features: list[tuple], weighted: bool) -> dict[str, pa.Array]:
-    """Features' (lengths [n], ids, weights or None) as lists that hold a row's ids of all features."""
-    lengths_NF = np.stack([lengths for lengths, _, _ in features], axis=1).astype(np.int32)
-    ends = np.cumsum(lengths_NF.reshape(-1), dtype=np.int64).reshape(lengths_NF.shape)
-    starts_NF = ends - lengths_NF
-    total = int(ends[-1, -1]) if ends.size else 0
-    ids = np.empty(total, np.int64)
-    weights = np.ones(total, np.float32) if weighted else None
-    for f, (lengths, values, per_id) in enumerate(features):
-        if (lengths == 1).all():
-            target = starts_NF[:, f]
-        else:
-            first = np.cumsum(lengths) - lengths
-            target = np.repeat(starts_NF[:, f] - first, lengths) + np.arange(len(values))
-        ids[target] = values
-        if per_id is not None:
-            weights[target] = per_id
-    offsets = np.concatenate([[0], ends[:, -1]]).astype(np.int32)
-    packed = {
-        "lengths": pa.FixedSizeListArray.from_arrays(lengths_NF.reshape(-1), len(features)),
-        "ids": pa.ListArray.from_arrays(offsets, ids),
-    }
-    if weighted:
-        packed["weights"] = pa.ListArray.from_arrays(offsets, weights)
+    """Features' (lengths [n], ids, weights or None) as a list column each, and all their lengths together."""
+    rows = len(features[0][0])
+    packed = {"lengths": _matrix([lengths for lengths, _, _ in features], rows, np.int32)}
+    for f, (lengths, ids, per_id) in enumerate(features):
+        offsets = np.zeros(len(lengths) + 1, np.int32)
+        np.cumsum(lengths, out=offsets[1:])
+        packed[f"ids.{f}"] = pa.ListArray.from_arrays(offsets, ids)
+        if weighted:
+            values = np.ones(len(ids), np.float32) if per_id is None else per_id
+            packed[f"weights.{f}"] = pa.ListArray.from_arrays(offsets, values)
     return packed

@@ -73,6 +73,9 @@ class Flaky(fs.FileSystemHandler):
             raise self.error
         return fs.LocalFileSystem().open_input_file(path)
 
+    def get_file_info(self, paths):
+        return fs.LocalFileSystem().get_file_info(paths)
+
     def get_type_name(self):
         return "flaky"
 
