@@ -18,6 +18,8 @@ from raytrec.data.rows import read_item
 from raytrec.errors import root_cause
 from raytrec.schema import Schema
 
+TASK_ROWS = 65_536  # of a Ray task, about: starting one costs as much as decoding some 20,000 rows
+
 
 class Stream:
     """The batches that one rank reads of a dataset, in an order that only the Order decides.
@@ -113,7 +115,7 @@ class Stream:
             )
 
     def _tables(self, items: list[Item]) -> Iterator[pa.Table]:
-        """The items' tables in their order; Ray may cut one into several."""
+        """The items' rows in their order; a table may hold several items, or a part of one."""
         import ray.data
 
         if not items:
@@ -123,9 +125,12 @@ class Stream:
         def read(index: pa.Table) -> pa.Table:
             import ray
 
-            return read_item(ray.get(tasks)[index["id"][0].as_py()], schema, faults)
+            mine = (ray.get(tasks)[i] for i in index["id"].to_pylist())
+            return pa.concat_tables([read_item(item, schema, faults) for item in mine])
 
-        dataset = ray.data.range(len(items), override_num_blocks=len(items)).map_batches(
+        rows = sum(item.rows for item in items)
+        blocks = min(len(items), -(-rows // TASK_ROWS))
+        dataset = ray.data.range(len(items), override_num_blocks=blocks).map_batches(
             read,
             batch_size=None,
             batch_format="pyarrow",
@@ -161,12 +166,14 @@ class Supply:
 
     def _receive(self) -> None:
         table = next(self._tables)
-        if self._due == 0:
-            item = next(self._items)
-            self._lane, self._due = item.lane, item.rows
-        assert table.num_rows <= self._due, "a read task gave more rows than its item has"
-        self._due -= table.num_rows
-        self._lanes.setdefault(self._lane, deque()).append(Rows.of(table))
+        while table.num_rows:
+            if self._due == 0:
+                item = next(self._items)
+                self._lane, self._due = item.lane, item.rows
+            rows = Rows.of(table.slice(0, self._due))
+            self._lanes.setdefault(self._lane, deque()).append(rows)
+            self._due -= len(rows)
+            table = table.slice(len(rows))
 
 
 def put(queue: Queue, value: object, stop: Event) -> bool:
