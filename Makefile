@@ -1,13 +1,13 @@
 # make train   everything from nothing to a trained, evaluated model on 2 CPU workers
 # make test    installs what it needs and runs the tests
 # make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
-# make overhead, make curves  what the README's figures on cost and on numbers of workers come from
+# make overhead, make curves, make bench-ingest  what the README's figures on cost, workers and reading come from
 PYTHON ?= python3.11
 DEVICE ?= cpu
 BIN := .venv/bin
 ROWS ?= 300000
 
-.PHONY: train test parity overhead curves lint format install lock clean
+.PHONY: train test parity overhead curves bench-ingest lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -23,6 +23,12 @@ overhead: install
 
 curves: install data/synthetic/schema.yaml
 	$(BIN)/python benchmarks/curves.py
+
+bench-ingest: install data/ingest/schema.yaml
+	$(BIN)/python -W ignore benchmarks/ingest.py
+
+data/ingest/schema.yaml: | install
+	$(BIN)/raytrec prepare synthetic --out data/ingest --rows 1250000
 
 lint: install
 	$(BIN)/ruff check .

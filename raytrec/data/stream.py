@@ -129,7 +129,7 @@ class Stream:
             return pa.concat_tables([read_item(item, schema, faults) for item in mine])
 
         rows = sum(item.rows for item in items)
-        blocks = min(len(items), -(-rows // TASK_ROWS))
+        blocks = min(len(items), max(-(-rows // TASK_ROWS), 4 * self._readers))
         dataset = ray.data.range(len(items), override_num_blocks=blocks).map_batches(
             read,
             batch_size=None,
