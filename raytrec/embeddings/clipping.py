@@ -51,7 +51,6 @@ class GlobalNormClip(OptimizerWrapper):
         super().__init__(optimizer)
         self.max_norm = max_norm
         self.last_norm: float | None = None
-        self._model = model
         self._cuts: list[_Cut] = []
         self._replicated = replicated_parameters(model)
         for kernel in sharded_kernels(model):
@@ -66,14 +65,13 @@ class GlobalNormClip(OptimizerWrapper):
         gradients = [p.grad for p in self._replicated if p.grad is not None]
         device = gradients[0].device
         shards = torch.zeros((), dtype=torch.float64, device=device)
-        for cut in self._cuts:
-            if cut.leaf.grad is not None:
-                shards += row_gradients_squared(cut.kernel, cut.features, cut.leaf.grad)
+        cuts = [cut for cut in self._cuts if cut.leaf.grad is not None]
+        for cut in cuts:
+            shards += row_gradients_squared(cut.kernel, cut.features, cut.leaf.grad)
         dist.all_reduce(shards)
         norm = (shards + sum(g.double().square().sum() for g in gradients)).sqrt()
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1).float()
         torch._foreach_mul_(gradients, scale)
-        cuts = [cut for cut in self._cuts if cut.leaf.grad is not None]
         with torch.enable_grad():
             torch.autograd.backward([c.output for c in cuts], [c.leaf.grad * scale for c in cuts])
         self._cuts.clear()

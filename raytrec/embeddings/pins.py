@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from raytrec.config import RunConfig
+from raytrec.embeddings.hosts import GIB
 from raytrec.errors import ConfigError, did_you_mean
 from raytrec.schema import Schema, Table
 
-GIB = 1024**3
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 

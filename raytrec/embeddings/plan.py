@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from raytrec.embeddings.hosts import GIB, hardware, memory_bytes, settle_hosts
 from raytrec.embeddings.pins import Pin, check_pins, column_parts
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
+from raytrec.sections import Sharding
 
 
 class BagSharder(EmbeddingBagCollectionSharder):
@@ -29,15 +31,7 @@ class BagSharder(EmbeddingBagCollectionSharder):
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [
-            "table_wise",
-            "row_wise",
-            "column_wise",
-            "data_parallel",
-            "table_row_wise",
-            "table_column_wise",
-            "grid_shard",
-        ]
+        return list(get_args(Sharding))
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         if sharding_type == "data_parallel":
