@@ -1,17 +1,20 @@
 """How fast rows come: raytrec's stream, against decoding alone and against other ways to read Parquet.
 
     raytrec prepare synthetic --out data/ingest --rows 1250000
-    python benchmarks/ingest.py [data/ingest/train] [--rounds 3] [--readers 1]
+    python benchmarks/ingest.py [data/ingest/train] [--rounds 3] [--readers 1] [--times 4]
 
-Every variant delivers all rows of the folder once, as batches of 4096 rows, from the same number of reading
-processes. The variants take turns, so that a machine that grows slower does so for all. What is printed is
-the median of the turns.
+Every variant delivers all rows of the folder, `times` times over as one epoch, as batches of 4096 rows, from the
+same number of reading processes. The variants take turns, so that a machine that grows slower does so for all.
+What is printed is the median of the turns.
 
-decode          pyarrow.parquet row-group decode and nothing else, in the reading processes: the limit
+decode          pyarrow.parquet row-group decode and nothing else, every file opened once, in the reading
+                processes: the limit
 stream          raytrec, shuffle: groups
 window          raytrec, shuffle: window
 numpy collate   ray.data iter_torch_batches(collate_fn) over NumPy, as in Ray's own recommender benchmark
 DataLoader      torch DataLoader with pyarrow in its worker processes, and a collate to a KeyedJaggedTensor
+
+Then the stream reads the folder once and eight times over, and the most memory that it took is compared.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import statistics
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -54,10 +57,9 @@ BATCH = 4096
 
 def decode_groups(groups: list[RowGroup], columns: list[str]) -> int:
     """Rows of these row groups, decoded in this process."""
+    files = {path: pq.ParquetFile(path, pre_buffer=True) for path in {group.path for group in groups}}
     return sum(
-        pq.ParquetFile(group.path, pre_buffer=True)
-        .read_row_group(group.index, columns=columns, use_threads=False)
-        .num_rows
+        files[group.path].read_row_group(group.index, columns=columns, use_threads=False).num_rows
         for group in groups
     )
 
@@ -69,14 +71,14 @@ def decode(dataset: Dataset, schema: Schema, readers: int, pool: ProcessPoolExec
 
 def stream(dataset: Dataset, schema: Schema, readers: int, _, shuffle: str) -> int:
     order = Order(BATCH, 24, shuffle, 2)
-    reading = Stream(dataset, schema, order, rank=0, world=1, readers=readers)
+    reading = Stream(dataset, order, rank=0, world=1, readers=readers)
     return sum(int(batch.weights.sum()) for batch in reading.batches())
 
 
 def numpy_collate(dataset: Dataset, schema: Schema, readers: int, _) -> int:
     import ray.data
 
-    files = sorted({group.path for group in dataset.groups})
+    files = [group.path for group in dataset.groups if group.index == 0]
     data = ray.data.read_parquet(files, columns=schema.columns, concurrency=readers)
     data.context.enable_progress_bars = False
     batches = data.iter_torch_batches(batch_size=BATCH, collate_fn=partial(collate_numpy, schema))
@@ -111,9 +113,12 @@ class Groups(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Iterator:
         worker = torch.utils.data.get_worker_info()
+        paths = {group.path for group in self.groups}
+        files = {path: pq.ParquetFile(path, pre_buffer=True) for path in paths}
         for group in self.groups[worker.id :: worker.num_workers]:
-            file = pq.ParquetFile(group.path, pre_buffer=True)
-            table = file.read_row_group(group.index, columns=self.schema.columns, use_threads=False)
+            table = files[group.path].read_row_group(
+                group.index, columns=self.schema.columns, use_threads=False
+            )
             for batch in table.to_batches(max_chunksize=BATCH):
                 columns = {
                     name: batch.column(i).to_numpy(zero_copy_only=False)
@@ -140,61 +145,80 @@ VARIANTS = {
 
 @dataclass
 class Measured:
-    """One turn: rows a second; CPU-µs a row over all processes; this process's CPU as a share of time; the
-    most memory that all processes held beyond what they held before, in MiB."""
+    """One turn: rows a second; CPU-µs a row over all processes; this process's CPU as a share of time."""
 
     rows_per_s: float
     cpu_us: float
     consumer: float
-    memory_mib: float
 
 
-def processes() -> dict[int, psutil.Process]:
+def processes() -> list[psutil.Process]:
     """This process and all below it: Ray's, too, which it has started."""
     me = psutil.Process()
-    return {p.pid: p for p in [me, *me.children(recursive=True)]}
+    return [me, *me.children(recursive=True)]
 
 
-def total(what: str) -> float:
-    """CPU seconds, or bytes of private memory, of all these processes."""
+def cpu_seconds() -> float:
+    """Of all these processes."""
     out = 0.0
-    for process in processes().values():
+    for process in processes():
         try:
-            if what == "cpu":
-                times = process.cpu_times()
-                out += times.user + times.system + times.children_user + times.children_system
-            else:
-                memory = process.memory_info()
-                out += memory.rss - memory.shared
+            times = process.cpu_times()
+            out += times.user + times.system + times.children_user + times.children_system
         except psutil.Error:
             continue
     return out
 
 
 def measure(variant, dataset: Dataset, schema: Schema, readers: int, pool) -> Measured:
-    over, most, before = Event(), [0.0], total("memory")
+    cpu, mine, began = cpu_seconds(), process_time(), perf_counter()
+    rows = variant(dataset, schema, readers, pool)
+    seconds, mine, cpu = perf_counter() - began, process_time() - mine, cpu_seconds() - cpu
+    assert rows == dataset.rows, (rows, dataset.rows)
+    return Measured(rows / seconds, cpu / rows * 1e6, mine / seconds)
+
+
+def memory_mib() -> float:
+    """What all these processes hold for themselves, and Ray's object store for them, in MiB."""
+    held = ray.cluster_resources()["object_store_memory"]
+    held -= ray.available_resources().get("object_store_memory", 0)
+    for process in processes():
+        try:
+            memory = process.memory_info()
+            held += memory.rss - memory.shared
+        except psutil.Error:
+            continue
+    return held / 2**20
+
+
+def most_memory(variant, dataset: Dataset, schema: Schema, readers: int) -> float:
+    """The most MiB while a variant runs."""
+    over, most = Event(), [memory_mib()]
 
     def watch() -> None:
-        while not over.wait(0.25):
-            most[0] = max(most[0], total("memory") - before)
+        while not over.wait(0.2):
+            most[0] = max(most[0], memory_mib())
 
     watcher = Thread(target=watch)
     watcher.start()
-    cpu, mine, began = total("cpu"), process_time(), perf_counter()
     try:
-        rows = variant(dataset, schema, readers, pool)
+        variant(dataset, schema, readers, None)
     finally:
-        seconds, mine, cpu = perf_counter() - began, process_time() - mine, total("cpu") - cpu
         over.set()
         watcher.join()
-    assert rows == dataset.rows, (rows, dataset.rows)
-    return Measured(rows / seconds, cpu / rows * 1e6, mine / seconds, most[0] / 2**20)
+    return most[0]
+
+
+def repeated(dataset: Dataset, times: int) -> Dataset:
+    """A dataset with the same row groups several times."""
+    return replace(dataset, groups=dataset.groups * times)
 
 
 def main(
     data: Annotated[str, typer.Argument(help="Folder of Parquet.")] = "data/ingest/train",
     rounds: Annotated[int, typer.Option(help="Turns of each variant.")] = 3,
     readers: Annotated[int, typer.Option(help="Reading processes.")] = 1,
+    times: Annotated[int, typer.Option(help="How often the folder is read as one epoch.")] = 4,
     only: Annotated[list[str] | None, typer.Option(help="These variants alone (repeatable).")] = None,
 ) -> None:
     """Prints the table and, with all variants, writes benchmarks/results/ingest.json."""
@@ -203,22 +227,27 @@ def main(
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
     torch.set_num_threads(1)
     schema = Schema.load(str(Path(data).parent / "schema.yaml"))
-    dataset = scan(data, schema)
+    once = scan(data, schema)
+    dataset = repeated(once, times)
     chosen = {name: VARIANTS[name] for name in only or VARIANTS}
     turns: dict[str, list[Measured]] = {name: [] for name in chosen}
+    memory = {}
     pool = ProcessPoolExecutor(readers, mp_context=get_context("spawn"))
-    with pool, ray_session(num_cpus=readers + 1):
-        for turn in range(rounds + 1):
-            for name, variant in chosen.items():
-                measured = measure(variant, dataset, schema, readers, pool)
-                if turn:  # the first starts processes
-                    turns[name].append(measured)
-    show(dataset, readers, turns)
+    with ray_session(num_cpus=readers + 1):
+        for size in (once, repeated(once, 8)):  # first, before other variants leave theirs behind
+            memory[size.rows] = most_memory(VARIANTS["stream"], size, schema, readers)
+        with pool:
+            for turn in range(rounds + 1):
+                for name, variant in chosen.items():
+                    measured = measure(variant, dataset, schema, readers, pool)
+                    if turn:  # the first starts processes
+                        turns[name].append(measured)
+    show(dataset.rows, readers, turns, memory)
 
 
-def show(dataset: Dataset, readers: int, turns: dict[str, list[Measured]]) -> None:
-    table = Table(title=f"{dataset.rows:,} rows, batch {BATCH}, {readers} reading process(es)")
-    for column in ("variant", "rows/s", "of decode", "CPU-µs/row", "consumer CPU", "memory MiB"):
+def show(rows: int, readers: int, turns: dict[str, list[Measured]], memory: dict[int, float]) -> None:
+    table = Table(title=f"{rows:,} rows, batch {BATCH}, {readers} reading process(es)")
+    for column in ("variant", "rows/s", "of decode", "CPU-µs/row", "consumer CPU"):
         table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
     middle = {
         name: Measured(
@@ -226,27 +255,25 @@ def show(dataset: Dataset, readers: int, turns: dict[str, list[Measured]]) -> No
         )
         for name, each in turns.items()
     }
-    limit = middle["decode"].rows_per_s if "decode" in middle else float("nan")
+    rate = {name: m.rows_per_s for name, m in middle.items()}
     for name, m in middle.items():
-        share = f"{m.rows_per_s / limit:.2f}"
-        table.add_row(
-            name,
-            f"{m.rows_per_s:,.0f}",
-            share,
-            f"{m.cpu_us:.2f}",
-            f"{m.consumer:.0%}",
-            f"{m.memory_mib:,.0f}",
-        )
-    Console().print(table)
+        share = f"{m.rows_per_s / rate['decode']:.2f}" if "decode" in rate else ""
+        table.add_row(name, f"{m.rows_per_s:,.0f}", share, f"{m.cpu_us:.2f}", f"{m.consumer:.0%}")
+    console = Console()
+    console.print(table)
+    small, large = memory.items()
+    console.print(
+        f"most memory of the stream, all processes and object store: {small[1]:,.0f} MiB for {small[0]:,} rows, "
+        f"{large[1]:,.0f} MiB for {large[0]:,}"
+    )
     if set(middle) == set(VARIANTS):
-        rate = {name: m.rows_per_s for name, m in middle.items()}
         values = {
-            "rows": dataset.rows,
+            "rows": rows,
             "readers": readers,
             "rows_per_s": rate,
             "cpu_us_per_row": {name: m.cpu_us for name, m in middle.items()},
             "consumer_cpu": {name: m.consumer for name, m in middle.items()},
-            "memory_mib": {name: m.memory_mib for name, m in middle.items()},
+            "stream_memory_mib": memory,
             "ratios": {
                 "stream_over_decode": rate["stream"] / rate["decode"],
                 "stream_over_numpy_collate": rate["stream"] / rate["numpy_collate"],

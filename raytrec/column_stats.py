@@ -154,7 +154,7 @@ def _spread(groups: list, total: int, max_rows: int | None) -> list:
 
 
 def _column(arrow_field) -> ColumnStats:
-    from raytrec.data.fragments import is_list, value_type
+    from raytrec.data.kinds import is_list, value_type
 
     return ColumnStats(
         arrow_field.name,
@@ -167,7 +167,7 @@ def _column(arrow_field) -> ColumnStats:
 def _base(kind) -> str:
     import pyarrow.types as t
 
-    from raytrec.data.fragments import is_text
+    from raytrec.data.kinds import is_text
 
     if t.is_temporal(kind):
         return "time"

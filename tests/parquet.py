@@ -78,3 +78,15 @@ def settings(folder, run_dir, **changes):
         section, _, name = key.partition("__")
         values.setdefault(section, {})[name] = value
     return values
+
+
+def plain_rows(table, form):
+    """A table in canonical form as dicts: labels, dense, weights, present; each feature's ids."""
+    rows = []
+    for row in table.to_pylist():
+        plain = {name: row[name] for name in ("labels", "dense", "present") if name in row}
+        plain |= {name: [i] * (i >= 0) for name, i in zip(form.singles, row.get("ids", []), strict=True)}
+        plain |= {name: row[f"ids.{name}"] for name in form.bags}
+        plain["weights"] = {n: row[f"weights.{n}"] for n in form.bags if f"weights.{n}" in row}
+        rows.append(plain)
+    return rows

@@ -10,8 +10,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.data.batch import Batch
-from raytrec.data.columns import one_array
-from raytrec.schema import Schema
+from raytrec.data.form import Form
 
 
 @dataclass(frozen=True)
@@ -32,87 +31,103 @@ class Lists:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [first, last) of a canonical table (see rows.py); slicing costs nothing."""
+    """Rows [first, last) of a table in canonical form (see form.py); slicing costs nothing."""
 
-    labels: np.ndarray  # float32 [n, labels]
-    dense: np.ndarray  # float32 [n, dense]
-    lengths: np.ndarray  # int32 [n, features]
-    ids: list[Lists]  # int64, of each feature
-    weights: list[Lists]  # float32, of each feature; empty when the schema has none
+    matrices: dict[str, np.ndarray]  # labels, dense, ids: [n, columns]
+    lists: dict[str, Lists]  # ids.NAME, weights.NAME
     present: np.ndarray | None  # bool [n]; None: all
     first: int
     last: int
 
     @classmethod
-    def of(cls, table: pa.Table) -> Rows:
-        columns = {name: one_array(table[name]) for name in table.column_names}
-        features = range(columns["lengths"].type.list_size)
-        return cls(
-            _matrix(columns["labels"]),
-            _matrix(columns["dense"]) if "dense" in columns else np.empty((len(table), 0), np.float32),
-            _matrix(columns["lengths"]),
-            [Lists.of(columns[f"ids.{f}"]) for f in features],
-            [Lists.of(columns[f"weights.{f}"]) for f in features if "weights.0" in columns],
-            columns["present"].to_numpy(zero_copy_only=False) if "present" in columns else None,
-            0,
-            len(table),
-        )
+    def of(cls, batch: pa.RecordBatch) -> Rows:
+        matrices, lists, present = {}, {}, None
+        for name, array in zip(batch.schema.names, batch.columns, strict=True):
+            if name == "present":
+                present = array.to_numpy(zero_copy_only=False)
+            elif pa.types.is_fixed_size_list(array.type):
+                matrices[name] = array.flatten().to_numpy().reshape(-1, array.type.list_size)
+            else:
+                lists[name] = Lists.of(array)
+        return cls(matrices, lists, present, 0, batch.num_rows)
 
     def __len__(self) -> int:
         return self.last - self.first
 
     def __getitem__(self, rows: slice) -> Rows:
         start, stop, _ = rows.indices(len(self))
-        first, last = self.first + start, self.first + stop
-        return Rows(self.labels, self.dense, self.lengths, self.ids, self.weights, self.present, first, last)
+        return Rows(self.matrices, self.lists, self.present, self.first + start, self.first + stop)
 
+    def matrix(self, name: str) -> np.ndarray:
+        """Its rows of a matrix."""
+        return self.matrices[name][self.first : self.last]
 
-def _matrix(array: pa.FixedSizeListArray) -> np.ndarray:
-    width = array.type.list_size
-    return array.flatten().to_numpy().reshape(-1, width)
+    def lengths(self, name: str) -> np.ndarray:
+        """Ids of each row in a bag column."""
+        return np.diff(self.lists[name].offsets[self.first : self.last + 1])
+
+    def values(self, name: str) -> np.ndarray:
+        """Values of its rows in a list column."""
+        return self.lists[name].part(self.first, self.last)
 
 
 class Collator:
     """Puts pieces of rows together as one rank's Batch.
 
     Args:
-        schema: gives the keys of the KeyedJaggedTensor and their order.
+        form: of the rows; its schema gives the keys of the KeyedJaggedTensor and their order.
     """
 
-    def __init__(self, schema: Schema):
-        self._keys = list(schema.sparse)
-        self._shape = len(schema.labels), len(schema.dense), len(self._keys)
-        self._weighted = schema.has_weights
+    def __init__(self, form: Form):
+        schema = form.schema
+        self._form, self._keys, self._weighted = form, list(schema.sparse), schema.has_weights
+        self._column = {name: i for i, name in enumerate(form.singles)}
+        self._widths = {"labels": len(schema.labels), "dense": len(schema.dense)}
 
     def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int) -> Batch:
         """A Batch of `padded_rows` rows; those after the pieces' rows, and rows left out, are padding."""
-        n_labels, n_dense, n_features = self._shape
         rows = sum(len(piece) for piece in pieces)
-        labels = torch.zeros(padded_rows, n_labels)
-        dense = torch.zeros(padded_rows, n_dense)
-        lengths = torch.zeros(padded_rows, n_features, dtype=torch.int32)
-        weights = torch.zeros(padded_rows)
+        matrices = {}
+        for name, width in self._widths.items():
+            matrices[name] = np.zeros((padded_rows, width), np.float32)
+            if rows and width:
+                np.concatenate([piece.matrix(name) for piece in pieces], out=matrices[name][:rows])
+        weights = np.zeros(padded_rows, np.float32)
         weights[:rows] = 1
-        if rows:
-            for target, name in ((labels, "labels"), (dense, "dense"), (lengths, "lengths")):
-                parts = [getattr(piece, name)[piece.first : piece.last] for piece in pieces]
-                np.concatenate(parts, out=target.numpy()[:rows])
-            if pieces[0].present is not None:
-                parts = [piece.present[piece.first : piece.last] for piece in pieces]
-                np.concatenate(parts, out=weights.numpy()[:rows])
-        sparse = KeyedJaggedTensor(
+        if rows and pieces[0].present is not None:
+            parts = [piece.present[piece.first : piece.last] for piece in pieces]
+            np.concatenate(parts, out=weights[:rows])
+        labels, dense, weights = map(torch.from_numpy, (matrices["labels"], matrices["dense"], weights))
+        return Batch(dense, self._sparse(pieces, rows, padded_rows), labels, weights, global_rows)
+
+    def _sparse(self, pieces: list[Rows], rows: int, padded_rows: int) -> KeyedJaggedTensor:
+        """The ids of feature after feature, which is how a KeyedJaggedTensor lies."""
+        lengths = np.zeros((len(self._keys), padded_rows), np.int32)
+        ids, weights = [], []
+        singles = np.concatenate([p.matrix("ids") for p in pieces]) if rows and self._column else None
+        some_missing = singles is not None and singles.min() < 0
+        for name, out in zip(self._keys if rows else (), lengths[:, :rows], strict=False):
+            if name in self._column:
+                column, out[:] = singles[:, self._column[name]], 1
+                if some_missing:
+                    out[:] = column >= 0
+                    column = column[column >= 0]
+                ids.append(column)
+            else:
+                np.concatenate([p.lengths(f"ids.{name}") for p in pieces], out=out)
+                ids += [p.values(f"ids.{name}") for p in pieces]
+            if self._weighted and self._form.schema.sparse[name].weights:
+                weights += [p.values(f"weights.{name}") for p in pieces]
+            elif self._weighted:
+                weights.append(np.ones(out.sum(), np.float32))
+        return KeyedJaggedTensor(
             self._keys,
-            torch.from_numpy(_by_feature([(p.ids, p) for p in pieces], n_features, np.int64)),
-            torch.from_numpy(_by_feature([(p.weights, p) for p in pieces], n_features, np.float32))
-            if self._weighted
-            else None,
-            lengths=lengths.t().reshape(-1),
+            _joined(ids, np.int64),
+            _joined(weights, np.float32) if self._weighted else None,
+            lengths=torch.from_numpy(lengths.reshape(-1)),
             stride=padded_rows,
         )
-        return Batch(dense, sparse, labels, weights, global_rows)
 
 
-def _by_feature(pieces: list[tuple[list[Lists], Rows]], features: int, dtype: type) -> np.ndarray:
-    """All values, feature after feature, which is how a KeyedJaggedTensor lies."""
-    parts = [lists[f].part(rows.first, rows.last) for f in range(features) for lists, rows in pieces]
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
+def _joined(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype))

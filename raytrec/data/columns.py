@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raytrec.data.fragments import is_list, is_text
+from raytrec.data.form import one_array
+from raytrec.data.kinds import is_list, is_text
 from raytrec.errors import DataError
 from raytrec.schema import Sparse, Table
 
@@ -45,16 +47,34 @@ def numbers(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     return values
 
 
-def _finite(values: np.ndarray, name: str, place: Place, rows: np.ndarray | None = None) -> None:
+def _finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], int] = int) -> None:
     bad = ~np.isfinite(values)
     if bad.any():
         at = int(bad.argmax())
         raise DataError(
             f"column '{name}' has {values[at]:g}".replace("nan", "NaN"),
-            where=place.of(name, at if rows is None else int(rows[at])),
+            where=place.of(name, rows(at)),
             expected="finite float32 numbers",
             do="clean the column when the data is written",
         )
+
+
+def single(column: pa.ChunkedArray, name: str, spec: Sparse, table: Table, place: Place) -> np.ndarray:
+    """A sparse column with one id a row: valid ids [n] of any integer type; -1 where there is none (null)."""
+    array = one_array(column)
+    if is_list(array.type):
+        raise DataError(
+            f"feature '{name}' is a list here",
+            where=place.of(name),
+            expected="one id a row, as when the files' columns were looked at",
+            do="do not change the files while they are read",
+        )
+    if array.null_count == 0 and pa.types.is_integer(array.type):
+        return _in_range(array.to_numpy(), name, spec, table, place, int)
+    offsets, flat = _unnest(array)
+    ids = np.full(len(array), -1, np.int64)
+    ids[np.diff(offsets) > 0] = _in_range(_ids(flat, table), name, spec, table, place, _Rows(offsets))
+    return ids
 
 
 def bags(
@@ -68,25 +88,25 @@ def bags(
     """A sparse column as bags of valid ids.
 
     Returns:
-        lengths int64 [n], ids int64 [Σ lengths], weights float32 [Σ lengths] or None. A null row is an empty
-        bag.
+        offsets int32 [n + 1] from 0, ids (of any integer type) [offsets[n]], weights float32 or None. A null
+        row is an empty bag.
     """
-    lengths, flat = _unnest(one_array(column))
-    rows = _Rows(lengths)
+    offsets, flat = _unnest(one_array(column))
+    rows = _Rows(offsets)
     if flat.null_count:
         at = pc.index(flat.is_null(), True).as_py()
         raise DataError(
             f"feature '{name}' has a null inside a list",
-            where=place.of(name, rows.of(at)),
+            where=place.of(name, rows(at)),
             expected="ids; an empty list, or null for the whole list, when there are none",
             do="leave nulls out when the data is written",
         )
-    ids = _ids(flat, table)
-    ids = _in_range(ids, name, spec, table, place, rows)
+    ids = _in_range(_ids(flat, table), name, spec, table, place, rows)
     if weights is None:
-        return lengths, ids, None
-    weight_lengths, weight_values = _unnest(one_array(weights))
-    if not np.array_equal(lengths, weight_lengths):
+        return offsets, ids, None
+    weight_offsets, weight_values = _unnest(one_array(weights))
+    if not np.array_equal(offsets, weight_offsets):
+        lengths, weight_lengths = np.diff(offsets), np.diff(weight_offsets)
         row = int((lengths != weight_lengths).argmax())
         raise DataError(
             f"'{spec.weights}' has {weight_lengths[row]} weights for {lengths[row]} ids of '{name}'",
@@ -97,42 +117,38 @@ def bags(
         at = pc.index(weight_values.is_null(), True).as_py()
         raise DataError(
             f"weights '{spec.weights}' have a null",
-            where=place.of(spec.weights, rows.of(at)),
+            where=place.of(spec.weights, rows(at)),
             expected="numbers",
         )
     per_id = weight_values.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
-    _finite(per_id, spec.weights, place, np.repeat(np.arange(len(lengths)), lengths))
-    return lengths, ids, per_id
+    _finite(per_id, spec.weights, place, rows)
+    return offsets, ids, per_id
 
 
 class _Rows:
-    """From a position in the flat values to its row; worked out for errors only."""
+    """From a position in the flat values to its row, for errors."""
 
-    def __init__(self, lengths: np.ndarray):
-        self._lengths = lengths
+    def __init__(self, offsets: np.ndarray):
+        self._offsets = offsets
 
-    def of(self, at: int) -> int:
-        return int(np.searchsorted(np.cumsum(self._lengths), at, side="right"))
-
-
-def one_array(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array, dictionaries decoded."""
-    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    def __call__(self, at: int) -> int:
+        return int(np.searchsorted(self._offsets, at, side="right")) - 1
 
 
 def _unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """(lengths int64 [n], flat values): lists as they are, scalars as lists of one, nulls as empty lists."""
-    if is_list(array.type):
-        lengths = pc.fill_null(pc.list_value_length(array), 0)
-        flat = array.flatten()
+    """(offsets int32 [n + 1] from 0, flat values): scalars as lists of one, nulls as empty lists."""
+    if pa.types.is_list(array.type) and not array.null_count:
+        offsets, flat = array.offsets.to_numpy(), array.flatten()
+        offsets = offsets - offsets[0] if offsets[0] else offsets
     else:
-        lengths, flat = array.is_valid().cast(pa.int64()), array.drop_null()
-    if pa.types.is_dictionary(flat.type):
-        flat = flat.dictionary_decode()
-    return lengths.to_numpy(zero_copy_only=False).astype(np.int64), flat
+        nested = is_list(array.type)
+        lengths = (
+            pc.fill_null(pc.list_value_length(array), 0) if nested else array.is_valid().cast(pa.int32())
+        )
+        flat = array.flatten() if nested else array.drop_null()
+        offsets = np.zeros(len(array) + 1, np.int32)
+        np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
+    return offsets, flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
 
 
 def _ids(flat: pa.Array, table: Table) -> np.ndarray:
@@ -147,18 +163,22 @@ def _ids(flat: pa.Array, table: Table) -> np.ndarray:
     return hashes.astype(np.int64)[encoded.indices.to_numpy(zero_copy_only=False)]
 
 
-def _in_range(ids, name: str, spec: Sparse, table: Table, place: Place, rows: _Rows) -> np.ndarray:
-    """int64 ids, all in [0, rows): the table's policy for others."""
-    if not len(ids):
-        return ids.astype(np.int64)
-    if int(ids.min()) >= 0 and int(ids.max()) < table.rows:
-        return ids.astype(np.int64, copy=False)
+def _in_range(
+    ids: np.ndarray, name: str, spec: Sparse, table: Table, place: Place, rows: Callable[[int], int]
+) -> np.ndarray:
+    """Ids that are all in [0, table.rows): the table's policy for others.
+
+    Args:
+        rows: position in `ids` → row, for errors.
+    """
+    if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < table.rows):
+        return ids
     outside = (ids < 0) | (ids >= table.rows)
     if table.out_of_range == "error":
         at = int(outside.argmax())
         raise DataError(
             f"id {ids[at]} of feature '{name}' is not in table '{spec.table}'",
-            where=place.of(name, rows.of(at)),
+            where=place.of(name, rows(at)),
             expected=f"0 ≤ id < {table.rows} (tables.{spec.table}.rows)",
             do=f"correct the data or tables.{spec.table}.rows, or set tables.{spec.table}.out_of_range to "
             "clamp or hash",

@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raytrec.data.faults import retried
-from raytrec.errors import DataError, did_you_mean
+from raytrec.data.form import Form
+from raytrec.data.kinds import check_columns, is_list
+from raytrec.errors import DataError
 from raytrec.schema import Schema
 from raytrec.storage import open_filesystem
 
@@ -25,11 +27,13 @@ class Dataset:
     """Row groups in file order: files by path, groups by index, empty ones left out.
 
     Attributes:
+        form: how its rows are read.
         left_out: what was wrong with files that are left out (data.on_error: skip).
     """
 
     uri: str
     groups: tuple[RowGroup, ...]
+    form: Form
     left_out: tuple[DataError, ...] = ()
 
     @property
@@ -51,17 +55,18 @@ def scan(uri: str, schema: Schema, key: str = "data", *, skip: bool = False) -> 
     """
     files, left_out = list_files(uri, key), []
 
-    def groups_of(file: str) -> list[RowGroup]:
+    def look(file: str) -> tuple[list[RowGroup], set[str]]:
         try:
-            return _row_groups(file, schema)
+            return _look(file, schema)
         except DataError as error:
             if not skip:
                 raise
             left_out.append(error)
-            return []
+            return [], set()
 
     with ThreadPoolExecutor(16) as pool:
-        groups = [group for per_file in pool.map(groups_of, files) for group in per_file]
+        seen = list(pool.map(look, files))
+    groups = tuple(group for per_file, _ in seen for group in per_file)
     if not groups:
         raise DataError(
             "there are no rows",
@@ -69,7 +74,8 @@ def scan(uri: str, schema: Schema, key: str = "data", *, skip: bool = False) -> 
             expected=f"rows in its {len(files)} Parquet files"
             + (f", of which {len(left_out)} are left out: {left_out[0].what}" if left_out else ""),
         )
-    return Dataset(uri, tuple(groups), tuple(left_out))
+    form = Form(schema, frozenset().union(*(lists for _, lists in seen)))
+    return Dataset(uri, groups, form, tuple(left_out))
 
 
 def list_files(uri: str, key: str) -> list[str]:
@@ -135,96 +141,11 @@ def read_footer(uri: str):
     return metadata
 
 
-def _row_groups(uri: str, schema: Schema) -> list[RowGroup]:
+def _look(uri: str, schema: Schema) -> tuple[list[RowGroup], set[str]]:
+    """A file's row groups, and the sparse features that are lists in it."""
     metadata = read_footer(uri)
-    _check_columns(metadata.schema.to_arrow_schema(), schema, uri)
+    arrow = metadata.schema.to_arrow_schema()
+    check_columns(arrow, schema, uri)
+    lists = {name for name in schema.sparse if is_list(arrow.field(schema.column_of(name)).type)}
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-    return [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
-
-
-def _check_columns(arrow, schema: Schema, uri: str) -> None:
-    for column in schema.columns:
-        if column not in arrow.names:
-            near = did_you_mean(column, arrow.names)
-            raise DataError(
-                f"column '{column}' is missing",
-                where=uri,
-                expected=f"the schema's columns; the file has {', '.join(arrow.names)}",
-                do=f"did you mean '{near}'? Correct the schema" if near else "correct the schema or the data",
-            )
-    for column in schema.labels:
-        _check_number(arrow.field(column).type, column, "label", uri)
-    for column in schema.dense:
-        _check_number(arrow.field(column).type, column, "dense column", uri)
-    for feature, spec in schema.sparse.items():
-        text_allowed = schema.tables[spec.table].out_of_range == "hash"
-        _check_ids(arrow.field(schema.column_of(feature)).type, feature, spec.table, text_allowed, uri)
-        if spec.weights:
-            _check_weights(arrow.field(spec.weights).type, spec.weights, uri)
-
-
-def _check_number(kind, column: str, role: str, uri: str) -> None:
-    import pyarrow.types as t
-
-    if not (t.is_integer(kind) or t.is_floating(kind) or t.is_boolean(kind) or t.is_decimal(kind)):
-        what = "a list" if is_list(kind) else str(kind)
-        raise DataError(
-            f"{role} '{column}' is {what} ({kind})"
-            if is_list(kind)
-            else f"{role} '{column}' is of type {kind}",
-            where=f"{uri}, column {column}",
-            expected="one number a row",
-            do="convert the column, or list it under sparse",
-        )
-
-
-def _check_ids(kind, feature: str, table: str, text_allowed: bool, uri: str) -> None:
-    import pyarrow.types as t
-
-    value = value_type(kind)
-    if t.is_integer(value) or (is_text(value) and text_allowed):
-        return
-    raise DataError(
-        f"sparse feature '{feature}' holds {value}",
-        where=f"{uri}, column {feature}",
-        expected="integer ids, or lists of them",
-        do=f"for text, set tables.{table}.out_of_range to hash"
-        if is_text(value)
-        else "convert the column, or list it under dense",
-    )
-
-
-def _check_weights(kind, column: str, uri: str) -> None:
-    import pyarrow.types as t
-
-    if not (is_list(kind) and (t.is_floating(kind.value_type) or t.is_integer(kind.value_type))):
-        raise DataError(
-            f"weights '{column}' are of type {kind}",
-            where=f"{uri}, column {column}",
-            expected="lists of numbers, one for each id",
-        )
-
-
-def is_list(kind) -> bool:
-    """Whether an Arrow type is any kind of list."""
-    import pyarrow.types as t
-
-    return t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
-
-
-def is_text(kind) -> bool:
-    """Whether an Arrow type is text or bytes."""
-    import pyarrow.types as t
-
-    return t.is_string(kind) or t.is_large_string(kind) or t.is_binary(kind) or t.is_large_binary(kind)
-
-
-def value_type(kind):
-    """The type of the ids inside lists and dictionaries."""
-    import pyarrow.types as t
-
-    while True:
-        if is_list(kind) or t.is_dictionary(kind):
-            kind = kind.value_type
-        else:
-            return kind
+    return [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows], lists

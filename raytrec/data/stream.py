@@ -13,12 +13,13 @@ from raytrec.data.batch import Batch
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.faults import Faults
 from raytrec.data.fragments import Dataset
+from raytrec.data.memory import keep_memory
 from raytrec.data.order import Item, Order
 from raytrec.data.rows import read_item
 from raytrec.errors import root_cause
-from raytrec.schema import Schema
 
-TASK_ROWS = 65_536  # of a Ray task, about: starting one costs as much as decoding some 20,000 rows
+TASK_ROWS = 524_288  # of a Ray task, about: starting one costs as much as decoding some 40,000 rows
+BLOCK_BYTES = 16 << 20  # of what a task hands over at a time
 
 
 class Stream:
@@ -37,7 +38,6 @@ class Stream:
     def __init__(
         self,
         dataset: Dataset,
-        schema: Schema,
         order: Order,
         *,
         rank: int,
@@ -46,7 +46,7 @@ class Stream:
         prefetch: int = 4,
         faults: Faults | None = None,
     ):
-        self.dataset, self.schema, self.order = dataset, schema, order
+        self.dataset, self.order = dataset, order
         self._rank, self._world = rank, world
         self._readers, self._prefetch, self._faults = readers, prefetch, faults
 
@@ -92,6 +92,7 @@ class Stream:
 
     def _fill(self, ready: Queue, stop: Event, epoch: int, start_step: int) -> None:
         """The thread: batches, then None, or the error."""
+        keep_memory()
         try:
             for batch in self._assemble(epoch, start_step):
                 if not put(ready, batch, stop):
@@ -103,7 +104,7 @@ class Stream:
     def _assemble(self, epoch: int, start_step: int) -> Iterator[Batch]:
         rows = self.dataset.rows
         items = self.order.items(self.dataset, epoch, self._rank, self._world, start_step)
-        supply, collate = Supply(items, self._tables(items)), Collator(self.schema)
+        supply, collate = Supply(items, self._tables(items)), Collator(self.dataset.form)
         for step in range(start_step, self.order.steps(rows)):
             pieces = [
                 piece
@@ -120,13 +121,13 @@ class Stream:
 
         if not items:
             return
-        schema, faults, tasks = self.schema, self._faults, ray.put(items)
+        form, faults, tasks = self.dataset.form, self._faults, ray.put(items)
 
-        def read(index: pa.Table) -> pa.Table:
+        def read(index: pa.Table) -> Iterator[pa.Table]:
             import ray
 
-            mine = (ray.get(tasks)[i] for i in index["id"].to_pylist())
-            return pa.concat_tables([read_item(item, schema, faults) for item in mine])
+            whole = ray.get(tasks)
+            yield from (read_item(whole[i], form, faults) for i in index["id"].to_pylist())
 
         rows = sum(item.rows for item in items)
         blocks = min(len(items), max(-(-rows // TASK_ROWS), 4 * self._readers))
@@ -140,6 +141,7 @@ class Stream:
         dataset.context.execution_options.preserve_order = True
         dataset.context.enable_progress_bars = False
         dataset.context.raise_original_map_exception = True  # else Ray wraps a DataError and loses it
+        dataset.context.target_max_block_size = BLOCK_BYTES
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
 
@@ -165,15 +167,16 @@ class Supply:
             yield rows
 
     def _receive(self) -> None:
-        table = next(self._tables)
-        while table.num_rows:
-            if self._due == 0:
-                item = next(self._items)
-                self._lane, self._due = item.lane, item.rows
-            rows = Rows.of(table.slice(0, self._due))
-            self._lanes.setdefault(self._lane, deque()).append(rows)
-            self._due -= len(rows)
-            table = table.slice(len(rows))
+        for chunk in next(self._tables).to_batches():
+            rows = Rows.of(chunk)
+            while rows:
+                if self._due == 0:
+                    item = next(self._items)
+                    self._lane, self._due = item.lane, item.rows
+                self._lanes.setdefault(self._lane, deque()).append(rows[: self._due])
+                rest = rows[self._due :]
+                self._due -= len(rows) - len(rest)
+                rows = rest
 
 
 def put(queue: Queue, value: object, stop: Event) -> bool:

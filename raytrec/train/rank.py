@@ -65,7 +65,6 @@ class Rank:
         data = self.task.config.data
         return Stream(
             self.task.datasets[name],
-            self.task.schema,
             order,
             rank=self.index,
             world=self.world,

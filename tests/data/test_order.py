@@ -11,7 +11,8 @@ from raytrec.data.order import Order
 
 
 def dataset(sizes):
-    return Dataset("d", tuple(RowGroup(f"f{i // 3}", i % 3, rows) for i, rows in enumerate(sizes)))
+    groups = tuple(RowGroup(f"f{i // 3}", i % 3, rows) for i, rows in enumerate(sizes))
+    return Dataset("d", groups, form=None)  # types do not matter here
 
 
 def rows_of(item):

@@ -1,12 +1,15 @@
 """The read task: canonical form of every kind of column, and each wrong value's message."""
 
 import numpy as np
+import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytrec.data.form import Form
+from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
 from raytrec.errors import DataError
@@ -39,16 +42,13 @@ def read(tmp_path, columns=None, spec=None, types=None, first=0, seed=None, skip
     path = tmp_path / "a.parquet"
     pq.write_table(table, path)
     part = Part(str(path), 0, first, table.num_rows - first)
-    return read_item(Item(0, 0, (part,), seed, skip), spec or schema()).to_pydict()
+    form = scan(str(path), spec or schema()).form
+    return parquet.plain_rows(read_item(Item(0, 0, (part,), seed, skip), form), form)
 
 
-def bags(result):
+def bags(rows):
     """[[ids of user], [ids of tags]] for each row."""
-    out = []
-    for lengths, *ids in zip(result["lengths"], result["ids.0"], result["ids.1"], strict=True):
-        assert lengths == [len(bag) for bag in ids]
-        out.append(ids)
-    return out
+    return [[row["user"], row["tags"]] for row in rows]
 
 
 EXPECTED = [[[1], [1]], [[2], []], [[3], [2, 3]]]
@@ -68,8 +68,8 @@ EXPECTED = [[[1], [1]], [[2], []], [[3], [2, 3]]]
 def test_types_give_one_form(tmp_path, types):
     result = read(tmp_path, types=types)
     assert bags(result) == EXPECTED
-    assert result["labels"] == [[0.0], [1.0], [1.0]]
-    assert result["dense"] == [[0.5], [1.5], [2.5]]
+    assert [row["labels"] for row in result] == [[0.0], [1.0], [1.0]]
+    assert [row["dense"] for row in result] == [[0.5], [1.5], [2.5]]
 
 
 def test_fixed_size_lists_nulls_and_slices(tmp_path):
@@ -88,8 +88,7 @@ def test_shuffle_keeps_rows_whole_and_skips_after_it(tmp_path):
 
 def test_weights(tmp_path):
     result = read(tmp_path, {"w": [[0.5], [], [2.0, 3.0]]}, schema(weights="w"))
-    assert result["weights.0"] == [[1.0], [1.0], [1.0]]
-    assert result["weights.1"] == [[0.5], [], [2.0, 3.0]]
+    assert [row["weights"] for row in result] == [{"tags": [0.5]}, {"tags": []}, {"tags": [2.0, 3.0]}]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_policies(tmp_path):
     spread = read(
         tmp_path, {**{k: v * 1000 for k, v in GOOD.items()}, "user": many}, schema("hash", rows=100)
     )
-    counts = np.bincount([ids[0] for ids in spread["ids.0"]], minlength=100)
+    counts = np.bincount([row["user"][0] for row in spread], minlength=100)
     assert counts.min() > 5 and counts.max() < 70, "the hash is uneven"
 
 
@@ -166,11 +165,11 @@ def test_broken_row_group(tmp_path):
     raw[200:900] = bytes(700)
     path.write_bytes(raw)
     with pytest.raises(DataError, match=r"cannot decode the row group") as error:
-        read_item(Item(0, 0, (Part(str(path), 0, 0, 15000),), None), schema())
+        read_item(Item(0, 0, (Part(str(path), 0, 0, 15000),), None), Form(schema(), frozenset({"tags"})))
     assert "a.parquet, row group 0" in str(error.value)
     path.unlink()
     with pytest.raises(DataError, match=r"a.parquet"):
-        read_item(Item(0, 0, (Part(str(path), 0, 0, 15000),), None), schema())
+        read_item(Item(0, 0, (Part(str(path), 0, 0, 15000),), None), Form(schema(), frozenset({"tags"})))
 
 
 @settings(max_examples=40, deadline=None)

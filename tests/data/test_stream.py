@@ -51,7 +51,7 @@ def global_batches(folder, order, world, epoch=0, start_step=0, readers=1):
     data = scan(str(folder), SCHEMA)
     ranks = []
     for rank in range(world):
-        stream = Stream(data, SCHEMA, order, rank=rank, world=world, readers=readers)
+        stream = Stream(data, order, rank=rank, world=world, readers=readers)
         ranks.append(list(stream.batches(epoch, start_step)))
     assert len({len(batches) for batches in ranks}) == 1, "ranks take different numbers of steps"
     for batches in zip(*ranks, strict=True):
@@ -106,7 +106,7 @@ def test_one_row_groups_and_empty_files(tmp_path):
 
 
 def test_leaving_early_leaves_nothing_running(folder):
-    stream = Stream(scan(str(folder), SCHEMA), SCHEMA, Order(64, 6), rank=0, world=1, prefetch=1)
+    stream = Stream(scan(str(folder), SCHEMA), Order(64, 6), rank=0, world=1, prefetch=1)
     batches = stream.batches()
     next(batches)
     batches.close()
@@ -119,6 +119,6 @@ def test_leaving_early_leaves_nothing_running(folder):
 def test_a_bad_value_is_a_data_error(folder):
     values = yaml.safe_load(yaml.safe_dump(VALUES))
     values["tables"]["row"]["rows"] = 900
-    stream = Stream(scan(str(folder), SCHEMA), Schema.parse(values, "t"), Order(64, 6), rank=0, world=1)
+    stream = Stream(scan(str(folder), Schema.parse(values, "t")), Order(64, 6), rank=0, world=1)
     with pytest.raises(DataError, match="of feature 'row' is not in table 'row'"):
         list(stream.batches())
