@@ -3,9 +3,9 @@
     raytrec prepare synthetic --out data/ingest --rows 1250000
     python benchmarks/ingest.py [data/ingest/train] [--rounds 3] [--readers 1] [--times 4]
 
-Every variant delivers all rows of the folder, `times` times over as one epoch, as batches of 4096 rows, from the
-same number of reading processes. The variants take turns, so that a machine that grows slower does so for all.
-What is printed is the median of the turns.
+Every variant delivers all rows of the folder, `times` times over as one epoch, as batches of 4096 rows, from
+the same number of reading processes. The variants take turns, so that a machine that grows slower does so for
+all. What is printed is the median of the turns.
 
 decode          pyarrow.parquet row-group decode and nothing else, every file opened once, in the reading
                 processes: the limit
@@ -36,7 +36,7 @@ from typing import Annotated
 
 import numpy as np
 import pyarrow.parquet as pq
-import ray  # noqa: F401 (before psutil, which it brings along)
+import ray  # before psutil, which it brings along
 import torch
 import typer
 
@@ -263,8 +263,8 @@ def show(rows: int, readers: int, turns: dict[str, list[Measured]], memory: dict
     console.print(table)
     small, large = memory.items()
     console.print(
-        f"most memory of the stream, all processes and object store: {small[1]:,.0f} MiB for {small[0]:,} rows, "
-        f"{large[1]:,.0f} MiB for {large[0]:,}"
+        f"most memory of the stream, all processes and object store: {small[1]:,.0f} MiB for {small[0]:,} "
+        f"rows, {large[1]:,.0f} MiB for {large[0]:,}"
     )
     if set(middle) == set(VARIANTS):
         values = {

@@ -42,12 +42,28 @@ def _options(
 
 @app.command()
 def train(
-    config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Begin with the weights of this run or checkpoint; without CONFIG, with its config, too.",
+        ),
+    ] = None,
+    json: Json = False,
 ):
     """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.workers=2"""
+    from raytrec.errors import ConfigError
     from raytrec.train.driver import train as run
 
-    _show(run(config, overrides or []), json)
+    overrides = overrides or []
+    if start_from and config and "=" in config:  # no CONFIG: the first argument is an override
+        config, overrides = None, [config, *overrides]
+    if config is None and start_from is None:
+        raise ConfigError("no config was given", expected="raytrec train CONFIG, or raytrec train --from RUN")
+    _show(run(config, overrides, start_from), json)
 
 
 @app.command()

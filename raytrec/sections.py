@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -14,13 +12,9 @@ from pydantic import (
     PositiveInt,
 )
 
+from raytrec.section import Section
 from raytrec.storage import sibling
-
-
-class Section(BaseModel):
-    """A part of the configuration; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True, validate_default=True)
+from raytrec.transforms import Transform
 
 
 class RunSection(Section):
@@ -28,15 +22,38 @@ class RunSection(Section):
     dir: str | None = Field(
         None, description="The run folder: result, checkpoint, config; default: runs/NAME."
     )
+    start_from: str | None = Field(
+        None, description="A run or checkpoint folder whose weights training begins with (warm start)."
+    )
     seed: NonNegativeInt = Field(0, description="Seeds initial weights, epoch order and dropout.")
 
 
+Folders = str | Annotated[list[str], Field(min_length=1)]
+
+
+def folders(value: Folders) -> list[str]:
+    """One folder or several, as a list."""
+    return [value] if isinstance(value, str) else value
+
+
 class DataSection(Section):
-    train: str = Field(description="Folder of Parquet files to train on (local, s3:// or gs://).")
-    valid: str | None = Field(None, description="Folder evaluated every train.eval_every_steps.")
-    test: str | None = Field(None, description="Folder evaluated at the end; default: data.valid.")
+    train: Folders = Field(
+        description="Folder of Parquet files to train on (local, s3:// or gs://), or a list of folders."
+    )
+    between: tuple[str | None, str | None] | None = Field(
+        None,
+        description="First and last partition of data.train, both included, of folders such as "
+        "date=2026-11-01/hour=07: [date=2026-11-01, date=2026-11-07/hour=11]. null: no bound.",
+    )
+    valid: Folders | None = Field(None, description="Evaluated every train.eval_every_steps.")
+    test: Folders | None = Field(None, description="Evaluated at the end; default: data.valid.")
     schema_path: str | None = Field(
         None, alias="schema", description="The schema.yaml; default: the one in the folder above data.train."
+    )
+    transforms: list[Transform] = Field(
+        default_factory=list,
+        description="What is done to columns before the schema sees them: fill_null, clip, log, bucketize, "
+        "hash, lookup_vocabulary, or module:function.",
     )
     global_batch_size: PositiveInt = Field(2048, description="Rows per step over all workers together.")
     shuffle: Literal["none", "groups", "window"] = Field(
@@ -61,8 +78,8 @@ class DataSection(Section):
 
     @property
     def schema_uri(self) -> str:
-        """Where the schema is: data.schema, or schema.yaml in the folder above data.train."""
-        return self.schema_path or sibling(self.train, "schema.yaml")
+        """Where the schema is: data.schema, or schema.yaml in the folder above (the first of) data.train."""
+        return self.schema_path or sibling(folders(self.train)[0], "schema.yaml")
 
 
 class ScalingSection(Section):

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrec.data.form import one_array
+from raytrec.data.hashing import hash_text, mix
 from raytrec.data.kinds import is_list, is_text
 from raytrec.errors import DataError
 from raytrec.schema import Sparse, Table
@@ -155,12 +156,7 @@ def _ids(flat: pa.Array, table: Table) -> np.ndarray:
     """Ids as integers of their own width (uint64 stays uint64); text hashed to rows."""
     if not is_text(flat.type):
         return flat.to_numpy(zero_copy_only=False)
-    from pandas.util import hash_array
-
-    encoded = flat.dictionary_encode()
-    unique = np.array(encoded.dictionary.to_pylist(), dtype=object)
-    hashes = hash_array(unique) % np.uint64(table.rows) if len(unique) else np.empty(0, np.uint64)
-    return hashes.astype(np.int64)[encoded.indices.to_numpy(zero_copy_only=False)]
+    return hash_text(flat, table.rows)
 
 
 def _in_range(
@@ -185,14 +181,5 @@ def _in_range(
         )
     if table.out_of_range == "clamp":
         return np.clip(ids, 0, table.rows - 1).astype(np.int64)
-    hashed = (_mix(ids.astype(np.uint64)) % np.uint64(table.rows)).astype(np.int64)
+    hashed = (mix(ids.astype(np.uint64)) % np.uint64(table.rows)).astype(np.int64)
     return np.where(outside, hashed, ids.astype(np.int64))
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """splitmix64 (Steele, Lea, Flood 2014): uint64 [n] → well-mixed uint64 [n]."""
-    with np.errstate(over="ignore"):
-        values = values + np.uint64(0x9E3779B97F4A7C15)
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

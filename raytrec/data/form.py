@@ -12,12 +12,13 @@ int is int32 where every table has at most 2³¹ rows, else int64. No torch here
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from raytrec.schema import Schema
+from raytrec.transforms import Transform, columns_before
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,19 @@ class Form:
     Args:
         lists: sparse features whose column is a list in some file. Those, and features with weights, are bags
             of any length; all others are single: a bag of one id or none.
+        transforms: what is done to columns first.
+        folder: where the transforms' modules may lie beside Python's own path.
     """
 
     schema: Schema
-    lists: frozenset[str] = field(default=frozenset())
+    lists: frozenset[str] = frozenset()
+    transforms: tuple[Transform, ...] = ()
+    folder: str | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns to read from files."""
+        return columns_before(self.transforms, self.schema.columns)
 
     @property
     def singles(self) -> list[str]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
 
 from raytrec.data.faults import retried
 from raytrec.data.form import Form
-from raytrec.data.kinds import check_columns, is_list
+from raytrec.data.kinds import check_present, check_types, is_list
+from raytrec.data.partitions import Between, in_order, within
+from raytrec.data.transform import transformed
 from raytrec.errors import DataError
 from raytrec.schema import Schema
 from raytrec.storage import open_filesystem
+from raytrec.transforms import Transform
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class Dataset:
     """Row groups in file order: files by path, groups by index, empty ones left out.
 
     Attributes:
+        uri: where it lies, for messages.
         form: how its rows are read.
         left_out: what was wrong with files that are left out (data.on_error: skip).
     """
@@ -42,22 +50,33 @@ class Dataset:
         return sum(group.rows for group in self.groups)
 
 
-def scan(uri: str, schema: Schema, key: str = "data", *, skip: bool = False) -> Dataset:
-    """Reads the footers of a folder (or file) of Parquet and checks every file's columns against the schema.
+def scan(
+    places: str | list[str],
+    schema: Schema,
+    key: str = "data",
+    *,
+    transforms: tuple[Transform, ...] = (),
+    between: Between | None = None,
+    skip: bool = False,
+) -> Dataset:
+    """Reads the footers of folders (or files) of Parquet and checks every file's columns against the schema.
 
     Args:
-        uri: folder (searched in depth; names that begin with `_` or `.` are left out) or one file.
-        key: the config key that named it, for messages.
+        places: folders (searched in depth; names that begin with `_` or `.` are left out) or files, in order.
+        key: the config key that named them, for messages.
+        transforms: what is done to columns before they are held to the schema.
+        between: first and last partition to read.
         skip: leave out files that are not whole, or whose columns are not the schema's.
 
     Raises:
         DataError: nothing there, no rows, a file that is not whole, a column missing or of the wrong type.
     """
-    files, left_out = list_files(uri, key), []
+    files, left_out = list_files(places, key, between), []
+    form = Form(schema, transforms=transforms, folder=os.getcwd())
 
     def look(file: str) -> tuple[list[RowGroup], set[str]]:
         try:
-            return _look(file, schema)
+            return _look(file, form)
         except DataError as error:
             if not skip:
                 raise
@@ -70,16 +89,35 @@ def scan(uri: str, schema: Schema, key: str = "data", *, skip: bool = False) -> 
     if not groups:
         raise DataError(
             "there are no rows",
-            where=f"{key}={uri}",
+            where=f"{key}={name_of(places)}",
             expected=f"rows in its {len(files)} Parquet files"
             + (f", of which {len(left_out)} are left out: {left_out[0].what}" if left_out else ""),
         )
-    form = Form(schema, frozenset().union(*(lists for _, lists in seen)))
-    return Dataset(uri, groups, form, tuple(left_out))
+    lists = frozenset().union(*(lists for _, lists in seen))
+    return Dataset(name_of(places), groups, replace(form, lists=lists), tuple(left_out))
 
 
-def list_files(uri: str, key: str) -> list[str]:
-    """The Parquet files of a folder (in depth, by path), or the one file."""
+def name_of(places: str | list[str]) -> str:
+    """Folders as one text."""
+    return places if isinstance(places, str) else ", ".join(places)
+
+
+def list_files(places: str | list[str], key: str, between: Between | None = None) -> list[str]:
+    """The Parquet files of folders, in their order; in each all depths, by path."""
+    places = [places] if isinstance(places, str) else places
+    files = [file for place in places for file in _files_of(place, key, between)]
+    twice = [file for file, count in Counter(files).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"{len(twice)} files are named twice, the first is {twice[0]}",
+            where=f"{key}={name_of(places)}",
+            expected="folders that do not hold each other",
+            do="name each folder once: every row is trained once an epoch",
+        )
+    return files
+
+
+def _files_of(uri: str, key: str, between: Between | None) -> list[str]:
     from pyarrow import fs
 
     filesystem, path = open_filesystem(uri)
@@ -98,15 +136,13 @@ def list_files(uri: str, key: str) -> list[str]:
         found = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
     except OSError as error:
         raise DataError(f"cannot list the folder: {error}", where=f"{key}={uri}") from None
-    names = sorted(
-        f.path
-        for f in found
-        if f.type == fs.FileType.File and f.extension == "parquet" and not _hidden(f.path.removeprefix(path))
-    )
+    names = [f.path for f in found if f.type == fs.FileType.File and f.extension == "parquet"]
+    names = sorted((n for n in names if not _hidden(n.removeprefix(path))), key=in_order)
     if not names:
         raise DataError(
             "the folder holds no Parquet files", where=f"{key}={uri}", expected="files named *.parquet"
         )
+    names = within(names, path, between, uri) if between else names
     return [prefix + name for name in names]
 
 
@@ -141,11 +177,16 @@ def read_footer(uri: str):
     return metadata
 
 
-def _look(uri: str, schema: Schema) -> tuple[list[RowGroup], set[str]]:
-    """A file's row groups, and the sparse features that are lists in it."""
-    metadata = read_footer(uri)
+def _look(uri: str, form: Form) -> tuple[list[RowGroup], set[str]]:
+    """A file's row groups, and the sparse features that are lists in it (after the transforms)."""
+    metadata, schema = read_footer(uri), form.schema
     arrow = metadata.schema.to_arrow_schema()
-    check_columns(arrow, schema, uri)
+    check_present(arrow, form.columns, uri)
+    if form.transforms:
+        empty = pa.schema([arrow.field(name) for name in form.columns]).empty_table()
+        arrow = transformed(empty, form.transforms, uri, form.folder).schema
+        check_present(arrow, schema.columns, f"{uri}, after data.transforms")
+    check_types(arrow, schema, uri)
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.column_of(name)).type)}
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     return [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows], lists

@@ -9,21 +9,29 @@ from raytrec.errors import DataError, did_you_mean
 from raytrec.schema import Schema
 
 
-def check_columns(arrow: pa.Schema, schema: Schema, uri: str) -> None:
-    """Looks at the columns that the schema names.
+def check_present(arrow: pa.Schema, columns: list[str], where: str) -> None:
+    """Looks whether columns are there.
 
     Raises:
-        DataError: a column that is missing or of the wrong type.
+        DataError: one is missing; names the nearest there is.
     """
-    for column in schema.columns:
+    for column in columns:
         if column not in arrow.names:
             near = did_you_mean(column, arrow.names)
             raise DataError(
                 f"column '{column}' is missing",
-                where=uri,
-                expected=f"the schema's columns; the file has {', '.join(arrow.names)}",
+                where=where,
+                expected=f"what the schema and data.transforms read; there are {', '.join(arrow.names)}",
                 do=f"did you mean '{near}'? Correct the schema" if near else "correct the schema or the data",
             )
+
+
+def check_types(arrow: pa.Schema, schema: Schema, uri: str) -> None:
+    """Looks at the types of the columns that the schema names.
+
+    Raises:
+        DataError: a column of the wrong type.
+    """
     for column in schema.labels:
         _check_number(arrow.field(column).type, column, "label", uri)
     for column in schema.dense:

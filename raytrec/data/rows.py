@@ -1,4 +1,4 @@
-"""The read task: decode one item's row groups, validate them, bring them into one form. No torch here."""
+"""The read task: decode one item's row groups, transform, check, bring into one form. No torch here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from raytrec.data.faults import Faults, retried
 from raytrec.data.form import Form, shuffled
 from raytrec.data.memory import keep_memory
 from raytrec.data.order import Item, Part
+from raytrec.data.transform import transformed
 from raytrec.errors import DataError
 from raytrec.schema import Sparse, Table
 from raytrec.storage import open_filesystem
@@ -43,7 +44,8 @@ def read_item(item: Item, form: Form, faults: Faults | None = None) -> pa.Table:
 def _read_group(path: str, group: int, parts: list[Part], form: Form, faults: Faults) -> pa.Table:
     """The parts of one row group, which is decoded once."""
     try:
-        table = _decode(path, group, max(part.first + part.rows for part in parts), form.schema.columns)
+        table = _decode(path, group, max(part.first + part.rows for part in parts), form.columns)
+        table = transformed(table, form.transforms, f"{path}, row group {group}", form.folder)
     except DataError as error:
         rows = sum(part.rows for part in parts)
         faults.leave_out(error, rows)

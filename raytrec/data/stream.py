@@ -19,7 +19,7 @@ from raytrec.data.rows import read_item
 from raytrec.errors import root_cause
 
 TASK_ROWS = 524_288  # of a Ray task, about: starting one costs as much as decoding some 40,000 rows
-BLOCK_BYTES = 16 << 20  # of what a task hands over at a time
+BLOCK_BYTES = 32 << 20  # of what a task hands over at a time
 
 
 class Stream:
@@ -141,6 +141,9 @@ class Stream:
         dataset.context.execution_options.preserve_order = True
         dataset.context.enable_progress_bars = False
         dataset.context.raise_original_map_exception = True  # else Ray wraps a DataError and loses it
+        dataset.context.memory_usage_poll_interval_s = (
+            None  # a thread in each reader, for figures nobody reads
+        )
         dataset.context.target_max_block_size = BLOCK_BYTES
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 

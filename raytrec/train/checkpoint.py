@@ -25,7 +25,7 @@ def save(model: DistributedModelParallel, folder: Path) -> None:
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
 
 
-def load(model: DistributedModelParallel, folder: Path) -> None:
+def load(model: DistributedModelParallel, folder: str | Path) -> None:
     """Reads weights into a sharded model, in place; a collective."""
     import torch.distributed.checkpoint as dcp
 

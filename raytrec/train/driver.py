@@ -22,6 +22,8 @@ from raytrec.tracking.mlflow import Tracker
 from raytrec.train import checkpoint
 from raytrec.train.console import RunConsole
 from raytrec.train.group import Watch, local_cpus, run_group, write_json
+from raytrec.train.warm import check_fits, config_from
+from raytrec.transforms import LookupVocabulary
 
 RESULT = "result.json"
 
@@ -42,12 +44,17 @@ class Result:
     next_steps: list[str] = field(default_factory=list)
 
 
-def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = None) -> Result:
+def train(
+    source: str | Path | dict | RunConfig | None,
+    overrides: list[str] | None = None,
+    start_from: str | Path | None = None,
+) -> Result:
     """Trains, evaluates and saves a run.
 
     Args:
-        source: a config file, its values, or a RunConfig.
+        source: a config file, its values, or a RunConfig; None: the configuration of `start_from`.
         overrides: `section.key=value` strings.
+        start_from: a run or checkpoint folder whose weights training begins with (run.start_from).
 
     Returns:
         Result: figures of the final evaluation (data.test, else data.valid) and of training.
@@ -57,9 +64,16 @@ def train(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
         RunError: when a worker failed for another reason; its traceback is in the run folder's error.txt.
     """
     began = perf_counter()
-    config = resolve(load_config(source, overrides), source)
+    overrides = overrides or []
+    if source is None:
+        config = resolve(*config_from(start_from, overrides))
+    else:
+        overrides = [*overrides, f"run.start_from={start_from}"] if start_from else overrides
+        config = resolve(load_config(source, overrides), source)
     folder = Path(config.run.dir)
     schema, datasets = _open_data(config)
+    if config.run.start_from:
+        check_fits(config, schema)
     pins(config, schema)  # names of plan.tables and plan.together, before anything starts
     _make_folder(folder, config, schema)
     left_out = _note_left_out(folder, datasets)
@@ -136,7 +150,7 @@ def evaluate(
     config = load_config(folder / "config.yaml", changes)
     config.run.dir = absolute(str(place))  # the run may have been moved since
     schema = Schema.load(folder / "schema.yaml")
-    datasets = {"test": scan(absolute(data), schema, "--data")}
+    datasets = {"test": scan(absolute(data), schema, "--data", transforms=tuple(config.data.transforms))}
     with RunConsole(config.run.name) as console, ray_session(config.scaling.address, local_cpus(config)):
         watch = Watch(console, None, None)
         figures = run_group("evaluate_worker", config, schema, datasets, folder, watch)
@@ -177,26 +191,38 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
             do="use a local or mounted folder; object stores are not supported as run folders",
         )
     run.dir = absolute(run.dir)
+    run.start_from = run.start_from and str(checkpoint.find(run.start_from))
     for key in ("train", "valid", "test", "schema_path"):
         if value := getattr(data, key):
-            setattr(data, key, absolute(value))
+            setattr(data, key, absolute(value) if isinstance(value, str) else [*map(absolute, value)])
+    for transform in data.transforms:
+        if isinstance(transform, LookupVocabulary):
+            transform.vocabulary = absolute(transform.vocabulary)
     tracking.uri = tracking.uri or f"sqlite:///{Path(run.dir).parent}/mlflow.db"
     return config
 
 
 def _open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
-    list_files(config.data.train, "data.train")  # before the schema, which is looked for beside it
-    schema = Schema.load(config.data.schema_uri)
+    data = config.data
+    list_files(data.train, "data.train")  # before the schema, which is looked for beside it
+    schema = Schema.load(data.schema_uri)
     datasets = {
-        name: scan(uri, schema, f"data.{name}", skip=config.data.on_error == "skip")
+        name: scan(
+            places,
+            schema,
+            f"data.{name}",
+            transforms=tuple(data.transforms),
+            between=data.between if name == "train" else None,
+            skip=data.on_error == "skip",
+        )
         for name in ("train", "valid", "test")
-        if (uri := getattr(config.data, name))
+        if (places := getattr(data, name))
     }
     rows = datasets["train"].rows
     if rows < config.data.global_batch_size:
         raise DataError(
             f"data.train has {rows:,} rows, fewer than one global batch",
-            where=f"{config.data.train}, data.global_batch_size={config.data.global_batch_size}",
+            where=f"{datasets['train'].uri}, data.global_batch_size={config.data.global_batch_size}",
             expected=f"at least {config.data.global_batch_size:,} rows",
             do=f"lower data.global_batch_size to {rows} or less",
         )

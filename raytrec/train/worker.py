@@ -26,6 +26,8 @@ def train_worker(task: Task) -> None:
     batches = rank.ready(train.epochs(config.train.epochs))  # reads while the model is built
     rank.tell(kind="phase", text="building the model")
     step, plan = build_step(config, task.schema, rank.device)
+    if config.run.start_from:
+        checkpoint.load(step.model, config.run.start_from)
     valid = rank.stream("valid", evaluation_order(config)) or rank.stream("test", evaluation_order(config))
     test = rank.stream("test", evaluation_order(config)) or valid
 

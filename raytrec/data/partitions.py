@@ -1,0 +1,73 @@
+"""Folders named key=value (Hive's layout): their order, and a range of them."""
+
+from __future__ import annotations
+
+import re
+
+from raytrec.errors import DataError
+
+Between = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
+
+
+def in_order(path: str) -> list[tuple]:
+    """Sorts paths as text, and the values of key=value folders that are whole numbers as numbers."""
+    return [_rank(part) for part in path.split("/")]
+
+
+def _rank(part: str) -> tuple:
+    key, equals, value = part.partition("=")
+    return (key, 0, int(value), "") if equals and value.isdigit() else (key, 1, 0, value if equals else "")
+
+
+def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]:
+    """The paths whose partition lies in a range.
+
+    A bound names the first partition keys, or all: `date=2026-11-07` as the last takes in its every hour.
+
+    Args:
+        paths: of files below `root`.
+        uri: the folder's name in messages.
+
+    Raises:
+        DataError: a bound that does not name the folders' keys, or nothing between the bounds.
+    """
+    first, last = (_parse(bound) for bound in between)
+    chosen = []
+    for path in paths:
+        partition = [p.partition("=")[::2] for p in path.removeprefix(root).split("/") if "=" in p]
+        for bound in (first, last):
+            if [key for key, _ in bound] != [key for key, _ in partition[: len(bound)]]:
+                raise DataError(
+                    f"a file's partition is {_text(partition) or 'none'}; data.between says {_text(bound)}",
+                    where=path,
+                    expected="folders key=value with data.between's keys, from the outermost on",
+                    do="correct data.between, or remove files that are not in such folders",
+                )
+        ranks = [_rank("=".join(pair)) for pair in partition]
+        if [_rank("=".join(p)) for p in first] <= ranks[: len(first)] and (
+            ranks[: len(last)] <= [_rank("=".join(p)) for p in last]
+        ):
+            chosen.append(path)
+    if not chosen:
+        raise DataError(
+            f"no partition lies between {between[0] or 'the first'} and {between[1] or 'the last'}",
+            where=f"data.between, {uri}",
+            expected=f"some of the {len(paths)} files there, such as {paths[0].removeprefix(root)}",
+        )
+    return chosen
+
+
+def _parse(bound: str | None) -> list[tuple[str, str]]:
+    parts = bound.strip("/").split("/") if bound else []
+    for part in parts:
+        if not re.fullmatch(r"[^=/]+=[^=/]+", part):
+            raise DataError(
+                f"'{bound}' is not a partition",
+                where="data.between",
+                expected="key=value, or several with / between them: date=2026-11-07/hour=11",
+            )
+    return [tuple(part.split("=")) for part in parts]
+
+
+def _text(partition: list[tuple[str, str]]) -> str:
+    return "/".join("=".join(pair) for pair in partition)

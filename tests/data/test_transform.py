@@ -1,0 +1,183 @@
+"""Each transform against plain Python, in plain columns and in lists; functions of the user's own."""
+
+import math
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import TypeAdapter
+
+from raytrec.data.fragments import scan
+from raytrec.data.order import Item, Part
+from raytrec.data.rows import read_item
+from raytrec.data.transform import transformed
+from raytrec.errors import DataError
+from raytrec.schema import Schema
+from raytrec.transforms import Transform, columns_before
+
+parse = TypeAdapter(list[Transform]).validate_python
+
+
+def run(column, **spec):
+    """The column `x` after one transform."""
+    table = pa.table({"x": column, "other": pa.nulls(len(column))})
+    (transform,) = parse([{"columns": ["x"], **spec}])
+    after = transformed(table, (transform,), "test")
+    assert after.column_names == ["x", "other"]
+    return after["x"].to_pylist()
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "spec,column,expected",
+    [
+        ({"do": "fill_null", "value": 7}, [1, None, 3], [1, 7, 3]),
+        ({"do": "fill_null", "value": 0.5}, [1.5, None, NAN], [1.5, 0.5, 0.5]),
+        ({"do": "fill_null", "value": "?"}, ["a", None], ["a", "?"]),
+        ({"do": "fill_null", "value": 9}, [[1, None], None, []], [[1, 9], [], []]),
+        ({"do": "clip", "low": 0, "high": 10}, [-1, None, 5, 11], [0, None, 5, 10]),
+        ({"do": "clip", "high": 2}, [1.5, 2.5], [1.5, 2.0]),
+        ({"do": "clip", "low": 0}, [[-4, 4], [], [1]], [[0, 4], [], [1]]),
+        ({"do": "bucketize", "boundaries": [1, 2.5]}, [0, 1, 2, 3, None], [0, 1, 1, 2, None]),
+        ({"do": "bucketize", "boundaries": [0]}, [[-1.0, NAN, 1.0], []], [[0, 1], []]),
+    ],
+)
+def test_built_in(spec, column, expected):
+    assert run(column, **spec) == expected
+
+
+def test_log():
+    got = run([0, 9, -9, None], do="log")
+    assert got == [0, pytest.approx(math.log(10)), pytest.approx(-math.log(10)), None]
+    assert run([[0.0], [math.e - 1]], do="log") == [[0], [pytest.approx(1)]]
+
+
+def test_hash():
+    ints, text = run([*range(1000), None], do="hash", rows=50), run([*"abcab", None], do="hash", rows=50)
+    assert ints[-1] is None and text[-1] is None
+    assert all(0 <= i < 50 for i in ints[:-1] + text[:-1])
+    assert len(set(ints)) == 51 and text[:2] == text[3:5]
+    assert run([[1, 2], [], [1]], do="hash", rows=50) == [ints[1:3], [], ints[1:2]]
+    assert ints == run([*range(1000), None], do="hash", rows=50), "the same in every run"
+
+
+def test_lookup_vocabulary(tmp_path):
+    text, table = tmp_path / "v.txt", tmp_path / "v.parquet"
+    text.write_text("red\ngreen\nblue\n")
+    pq.write_table(pa.table({"value": [30, 10, 20]}), table)
+    spec = {"do": "lookup_vocabulary", "vocabulary": str(text)}
+    assert run(["blue", "grey", None], **spec) == [2, None, None]
+    assert run(["blue", "grey", None], **spec, unknown=3) == [2, 3, None]
+    assert run([["blue", "grey", "red"], []], **spec) == [[2, 0], []]
+    dictionary = pa.array(["green", "red"]).dictionary_encode()
+    assert run(dictionary, **spec) == [1, 0]
+    assert run([10, 11], do="lookup_vocabulary", vocabulary=str(table), unknown=0) == [1, 0]
+    (tmp_path / "w.txt").write_text("red\nred\n")
+    with pytest.raises(DataError, match="twice"):
+        run(["x"], do="lookup_vocabulary", vocabulary=str(tmp_path / "w.txt"))
+
+
+def test_every_kind_of_list():
+    for kind in (pa.large_list(pa.int64()), pa.list_(pa.int32(), 2)):
+        assert run(pa.array([[1, 20], [3, 4]], kind), do="clip", high=10) == [[1, 10], [3, 4]]
+    sliced = pa.array([[9], None, [1, 20], [3, 4]])[1:]
+    assert run(sliced, do="clip", high=10) == [[], [1, 10], [3, 4]]
+
+
+def test_columns_before():
+    steps = parse(
+        [
+            {"do": "log", "columns": ["a"]},
+            {"do": "hash", "columns": ["b", "c"], "into": ["B", "C"], "rows": 5},
+            {"do": "m:f", "reads": ["a", "d"], "writes": ["e"]},
+        ]
+    )
+    assert sorted(columns_before(steps, ["a", "B", "e", "z"])) == ["a", "b", "c", "d", "z"]
+
+
+@pytest.mark.parametrize(
+    "spec,says",
+    [
+        ({"do": "log"}, r"data.transforms\[0\] \(log\) failed: "),
+        ({"do": "lookup_vocabulary", "vocabulary": "no-such.txt"}, "no-such.txt"),
+        ({"do": "fill_null", "value": "many"}, "fill_null"),
+    ],
+)
+def test_what_fails_is_named(spec, says):
+    with pytest.raises(DataError, match=says) as error:
+        run([1, 2] if spec["do"] == "fill_null" else ["a", "b"], **spec)
+    assert "test" in str(error.value)
+
+
+OWN = """
+import pyarrow.compute as pc
+
+def ratio(table, smooth):
+    value = pc.divide(table["clicks"].cast("float64"), pc.add(table["views"], smooth))
+    return table.append_column("ratio", value)
+
+def shorter(table):
+    return table.slice(1)
+
+def nothing(table):
+    return None
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "my_features.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+
+
+def dataset(tmp_path, transforms, **columns):
+    schema = {
+        "labels": ["label"],
+        "dense": ["ratio"],
+        "sparse": {"city": {"table": "city"}},
+        "tables": {"city": {"rows": 100, "dim": 4}},
+    }
+    table = {"label": [0, 1, 1], "clicks": [1, 2, 3], "views": [9, 18, 27], "city": ["x", "y", None]}
+    pq.write_table(pa.table({**table, **columns}), tmp_path / "a.parquet")
+    return scan(str(tmp_path / "a.parquet"), Schema.parse(schema, "t"), transforms=tuple(parse(transforms)))
+
+
+RATIO = {
+    "do": "my_features:ratio",
+    "reads": ["clicks", "views"],
+    "writes": ["ratio"],
+    "options": {"smooth": 1},
+}
+HASH = {"do": "hash", "columns": ["city"], "rows": 100}
+
+
+def test_from_files_that_do_not_fit_to_rows_that_do(own, tmp_path):
+    data = dataset(tmp_path, [RATIO, HASH], unused=[None] * 3)
+    assert set(data.form.columns) == {"label", "clicks", "views", "city"}
+    table = read_item(Item(0, 0, (Part(str(tmp_path / "a.parquet"), 0, 0, 3),), None), data.form)
+    assert table["dense"].to_pylist() == [[pytest.approx(x)] for x in (0.1, 2 / 19, 3 / 28)]
+    ids = [i for (i,) in table["ids"].to_pylist()]
+    assert ids[2] == -1 and 0 <= min(ids[:2]) and max(ids) < 100
+
+
+def test_wrong_results_are_seen_before_anything_starts(own, tmp_path):
+    with pytest.raises(DataError, match="column 'ratio' is missing"):
+        dataset(tmp_path, [HASH])
+    with pytest.raises(DataError, match="column 'ratio' is missing") as error:
+        dataset(tmp_path, [{**RATIO, "do": "my_features:shorter", "options": {}}, HASH])
+    assert "after data.transforms" in str(error.value)
+    with pytest.raises(DataError, match="sparse feature 'city' holds string"):
+        dataset(tmp_path, [RATIO])
+    with pytest.raises(DataError, match=r"\(my_features:nothing\) failed: it returned"):
+        dataset(tmp_path, [{**RATIO, "do": "my_features:nothing", "options": {}}])
+    with pytest.raises(DataError, match="No module named 'nowhere'"):
+        dataset(tmp_path, [{**RATIO, "do": "nowhere:f"}])
+
+
+def test_rows_that_get_lost_are_an_error(own, tmp_path):
+    data = dataset(tmp_path, [RATIO, {"do": "my_features:shorter"}, HASH])
+    with pytest.raises(DataError, match="it returned 2 rows for 3") as error:
+        read_item(Item(0, 0, (Part(str(tmp_path / "a.parquet"), 0, 0, 3),), None), data.form)
+    assert "a.parquet, row group 0" in str(error.value)
