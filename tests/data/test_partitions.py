@@ -1,0 +1,83 @@
+"""Folders key=value: their order, ranges of them; several folders."""
+
+import parquet
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from raytrec.data.fragments import list_files, scan
+from raytrec.errors import DataError
+from raytrec.schema import Schema
+
+SCHEMA = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")
+HOURS = [f"date=2026-11-0{day}/hour={hour}" for day in (1, 2, 3) for hour in (2, 9, 10)]
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory):
+    root = tmp_path_factory.mktemp("lake") / "clicks"
+    for hour in HOURS:
+        (root / hour).mkdir(parents=True)
+        pq.write_table(parquet.table(3, 0), root / hour / "a.parquet")
+    return root
+
+
+def between(root, first, last):
+    """The partitions that a range takes in."""
+    files = list_files(str(root), "data.train", (first, last))
+    return [file.removeprefix(f"{root}/").removesuffix("/a.parquet") for file in files]
+
+
+def test_order_is_that_of_time(clicks):
+    assert between(clicks, None, None) == HOURS, "hour 9 comes before hour 10"
+    assert [group.path.split("hour=")[1][0] for group in scan(str(clicks), SCHEMA).groups[:3]] == list("291")
+
+
+@pytest.mark.parametrize(
+    "first,last,expected",
+    [
+        ("date=2026-11-02", None, HOURS[3:]),
+        (None, "date=2026-11-02", HOURS[:6]),
+        ("date=2026-11-02", "date=2026-11-02", HOURS[3:6]),
+        ("date=2026-11-01/hour=9", "date=2026-11-02/hour=2", HOURS[1:4]),
+        ("date=2026-11-01/hour=10", "date=2026-11-02", HOURS[2:6]),
+        ("date=2026-11-01/hour=3", "date=2026-11-01/hour=09", HOURS[1:2]),
+    ],
+)
+def test_ranges(clicks, first, last, expected):
+    assert between(clicks, first, last) == expected
+
+
+@pytest.mark.parametrize(
+    "first,last,says",
+    [
+        ("2026-11-02", None, "'2026-11-02' is not a partition"),
+        ("day=2026-11-02", None, "data.between says day=2026-11-02"),
+        ("hour=9", None, "a file's partition is date=2026-11-01/hour=2"),
+        ("date=2027-01-01", None, "no partition lies between date=2027-01-01 and the last"),
+        ("date=2026-11-03", "date=2026-11-01", "no partition lies between"),
+    ],
+)
+def test_wrong_ranges(clicks, first, last, says):
+    with pytest.raises(DataError, match=says):
+        between(clicks, first, last)
+
+
+def test_files_outside_of_partitions(clicks, tmp_path):
+    parquet.write(tmp_path / "plain", 10, 0, files=1)
+    with pytest.raises(DataError, match="a file's partition is none"):
+        between(tmp_path / "plain", "date=2026-11-01", None)
+
+
+def test_several_folders_in_their_order(clicks):
+    late, early = (str(clicks / HOURS[i]) for i in (4, 0))
+    data = scan([late, early], SCHEMA)
+    assert [group.path.split("clicks/")[1][:23] for group in data.groups] == [
+        "date=2026-11-02/hour=9/",
+        "date=2026-11-01/hour=2/",
+    ]
+    assert data.rows == 6
+    with pytest.raises(DataError, match="1 files are named twice"):
+        scan([str(clicks), late], SCHEMA, "data.train")
+    with pytest.raises(DataError, match=r"data.train=.*no such folder|no such folder"):
+        scan([late, str(clicks / "gone")], SCHEMA, "data.train")

@@ -1,0 +1,105 @@
+"""Warm starts, transforms and partitions in whole runs."""
+
+import json
+
+import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.errors import ConfigError, RunError, SchemaError
+from raytrec.train import driver
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+STILL = ["optim.embeddings.lr=1e-30", "optim.dense.lr=1e-30"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("warm") / "d")
+
+
+@pytest.fixture(scope="module")
+def first(folder, tmp_path_factory):
+    place = tmp_path_factory.mktemp("first")
+    return driver.train(parquet.settings(folder, place / "run", train__epochs=2))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_goes_on_with_the_weights(first, folder, tmp_path, workers):
+    """A warm start that learns nothing ends with the first run's figures; on other data, by another plan."""
+    new = parquet.write(tmp_path / "new", 1500, seed=77)
+    changes = [f"data.train={new}", f"run.dir={tmp_path / 'run'}", f"scaling.workers={workers}", *STILL]
+    second = driver.train(None, [*changes, "plan.sharding=[row_wise]"], start_from=first.path)
+    assert second.metrics["train.rows"] == 2 * 1500
+    for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
+        assert second.metrics[name] == pytest.approx(first.metrics[name], abs=1e-6)
+    assert (second.path / "config.yaml").read_text().count(str(first.path)) == 2, "says where it comes from"
+
+
+def test_with_a_config_of_its_own_and_again(first, folder, tmp_path):
+    settings = parquet.settings(folder, tmp_path / "second")
+    second = driver.train(settings, start_from=first.path / "checkpoints/final")
+    assert second.metrics["eval.logloss"] != pytest.approx(first.metrics["eval.logloss"], abs=1e-6)
+    again = driver.train(None, [f"run.dir={tmp_path / 'third'}", *STILL], start_from=second.path)
+    assert again.metrics["eval.logloss"] == pytest.approx(second.metrics["eval.logloss"], abs=1e-6)
+
+
+def test_what_does_not_fit(first, folder, tmp_path):
+    def fails(kind, says, start_from=first.path, **changes):
+        with pytest.raises(kind, match=says):
+            settings = parquet.settings(folder, tmp_path / "run", **changes)
+            driver.train(settings, start_from=start_from)
+
+    fails(ConfigError, r"model.top_mlp is \[8\], and the checkpoint has \[16\]", model__top_mlp=[8])
+    fails(RunError, "there is no finished run or checkpoint here", start_from=tmp_path)
+    larger = tmp_path / "larger.yaml"
+    larger.write_text(parquet.SCHEMA_YAML.replace("rows: 40", "rows: 50"))
+    fails(SchemaError, r"tables.user: 50 × 8 now, 40 × 8 in the checkpoint", data__schema=str(larger))
+    assert not (tmp_path / "run").exists()
+
+
+def test_partitions_and_transforms_in_a_run(folder, tmp_path):
+    """Raw columns, by day, become the very run that their prepared form gives."""
+    whole = pq.read_table(folder / "train")
+    rows = len(whole)
+    names = pa.array([f"user {i}" for i in range(40)])
+    raw = whole.set_column(
+        whole.column_names.index("user"), "user_name", names.take(whole["user"].combine_chunks())
+    )
+    for day, (start, count) in enumerate([(0, 500), (500, rows - 500), (0, 300)]):
+        path = tmp_path / f"raw/date=2026-11-0{day + 1}"
+        path.mkdir(parents=True)
+        pq.write_table(raw.slice(start, count), path / "a.parquet", row_group_size=300)
+    (tmp_path / "users.txt").write_text("\n".join(names.to_pylist()))
+    plain = parquet.settings(folder, tmp_path / "a", train__max_steps=10)
+    plain["data"] |= {"shuffle": "none", "valid": None, "test": None}
+    settings = json.loads(json.dumps(plain))
+    settings["run"]["dir"] = str(tmp_path / "b")
+    settings["data"] |= {
+        "train": str(tmp_path / "raw"),
+        "between": [None, "date=2026-11-02"],
+        "schema": str(folder / "schema.yaml"),
+        "transforms": [
+            {
+                "do": "lookup_vocabulary",
+                "columns": ["user_name"],
+                "into": ["user"],
+                "vocabulary": str(tmp_path / "users.txt"),
+            }
+        ],
+    }
+    for values in (plain, settings):
+        driver.train(values)
+
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    weights = []
+    for name in ("a", "b"):
+        dcp_to_torch_save(tmp_path / name / "checkpoints/final", tmp_path / f"{name}.pt")
+        import torch
+
+        weights.append(torch.load(tmp_path / f"{name}.pt", weights_only=False)["model"])
+    assert len(weights[0]) > 5 and weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
