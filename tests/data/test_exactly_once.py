@@ -68,7 +68,7 @@ class Direct(Stream):
             rest = table if rest is None else pa.concat_tables([rest, table])
             while rest.num_rows and rng.random() < 0.7:
                 cut = rng.randint(1, rest.num_rows)
-                yield rest.slice(0, cut)
+                yield rest.slice(0, cut).combine_chunks()  # as blocks are after their journey
                 rest = rest.slice(cut)
         if rest is not None and rest.num_rows:
             yield rest
