@@ -74,6 +74,9 @@ class DataSection(Section):
     )
     drop_last: bool = Field(False, description="Leave out an epoch's last, smaller batch.")
     readers: PositiveInt = Field(1, description="Ray Data tasks that read for one worker at the same time.")
+    buffer_gib: PositiveFloat = Field(
+        0.5, description="What Ray's object store may hold, in GiB, of rows read ahead for one worker."
+    )
     prefetch: PositiveInt = Field(4, description="Batches made ready ahead of the step, for each worker.")
 
     @property

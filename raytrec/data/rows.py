@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +24,23 @@ from raytrec.storage import open_filesystem
 _footers: dict[tuple, pq.FileMetaData] = {}  # (path, size, mtime) → footer, of this process
 FOOTER_BYTES = 16 << 20
 MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, what is left is left out
+
+
+def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -> Iterator[pa.Table]:
+    """One Ray Data task: the items whose places in the list stand in the column `id` of `index`.
+
+    Args:
+        items: ray.ObjectRef of the whole list.
+    """
+    whole = _fetched(items)
+    yield from (read_item(whole[i], form, faults) for i in index["id"].to_pylist())
+
+
+@lru_cache(maxsize=2)  # of this epoch and the next
+def _fetched(items: Any) -> list[Item]:
+    import ray
+
+    return ray.get(items)
 
 
 def read_item(item: Item, form: Form, faults: Faults | None = None) -> pa.Table:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from queue import Empty, Full, Queue
+from collections.abc import Callable, Iterator
+from functools import partial
+from queue import Full, Queue
 from threading import Event, Thread
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ from raytrec.data.faults import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.memory import keep_memory
 from raytrec.data.order import Item, Order
-from raytrec.data.rows import read_item
+from raytrec.data.rows import read_items
 from raytrec.errors import root_cause
 
 TASK_ROWS = 524_288  # of a Ray task, about: starting one costs as much as decoding some 40,000 rows
@@ -33,6 +34,8 @@ class Stream:
         readers: read tasks at the same time.
         prefetch: batches made ready ahead.
         faults: what becomes of rows that cannot be read; default: a DataError.
+        buffer_bytes: what Ray's object store may hold of rows that have been read and not yet taken over.
+        pin_memory: batches in page-locked memory, from which a GPU copies while it computes.
     """
 
     def __init__(
@@ -45,17 +48,20 @@ class Stream:
         readers: int = 1,
         prefetch: int = 4,
         faults: Faults | None = None,
+        buffer_bytes: int = 1 << 29,
+        pin_memory: bool = False,
     ):
         self.dataset, self.order = dataset, order
         self._rank, self._world = rank, world
-        self._readers, self._prefetch, self._faults = readers, prefetch, faults
+        self._readers, self._prefetch = readers, prefetch
+        self._faults, self._buffer_bytes, self._pin_memory = faults, buffer_bytes, pin_memory
 
     @property
     def may_skip(self) -> bool:
         """Whether rows that cannot be read are left out."""
         return bool(self._faults and self._faults.skip)
 
-    def batches(self, epoch: int = 0, start_step: int = 0) -> Iterator[Batch]:
+    def batches(self, epoch: int = 0, start_step: int = 0) -> Reading:
         """The rest of an epoch: one Batch for each step from start_step on, the same number on every rank.
 
         Reading begins now, not with the first batch that is asked for.
@@ -63,45 +69,29 @@ class Stream:
         Raises:
             DataError: what a read task found wrong.
         """
-        ready: Queue = Queue(self._prefetch)
-        stop = Event()
-        thread = Thread(target=self._fill, args=(ready, stop, epoch, start_step), name="stream", daemon=True)
-        thread.start()
-        return self._deliver(ready, stop, thread)
+        return Reading(lambda reading: self._assemble(reading, epoch, start_step), self._prefetch)
 
     def epochs(self, count: int) -> Iterator[Batch]:
         """The batches of epochs 0 to count - 1, one after the other; reading begins now."""
         return self._chain(self.batches(0), count)
 
-    def _chain(self, first: Iterator[Batch], count: int) -> Iterator[Batch]:
-        yield from first
-        for epoch in range(1, count):
-            yield from self.batches(epoch)
-
-    def _deliver(self, ready: Queue, stop: Event, thread: Thread) -> Iterator[Batch]:
+    def _chain(self, current: Reading, count: int) -> Iterator[Batch]:
+        """Begins to read an epoch when the one before has been read, which is long before it is trained."""
+        following = None
         try:
-            while (batch := ready.get()) is not None:
-                if isinstance(batch, BaseException):
-                    raise root_cause(batch)
-                yield batch
+            for epoch in range(1, count + 1):
+                for batch in current:
+                    if following is None and epoch < count and current.all_read.is_set():
+                        following = self.batches(epoch)
+                    yield batch
+                if epoch < count:
+                    current, following = following or self.batches(epoch), None
         finally:
-            stop.set()
-            while thread.is_alive():
-                with_room(ready)
-                thread.join(0.05)
+            for reading in (current, following):
+                if reading is not None:
+                    reading.close()
 
-    def _fill(self, ready: Queue, stop: Event, epoch: int, start_step: int) -> None:
-        """The thread: batches, then None, or the error."""
-        keep_memory()
-        try:
-            for batch in self._assemble(epoch, start_step):
-                if not put(ready, batch, stop):
-                    return
-            put(ready, None, stop)
-        except BaseException as error:
-            put(ready, error, stop)
-
-    def _assemble(self, epoch: int, start_step: int) -> Iterator[Batch]:
+    def _assemble(self, reading: Reading, epoch: int, start_step: int) -> Iterator[Batch]:
         rows = self.dataset.rows
         items = self.order.items(self.dataset, epoch, self._rank, self._world, start_step)
         supply, collate = Supply(items, self._tables(items)), Collator(self.dataset.form)
@@ -111,9 +101,12 @@ class Stream:
                 for lane, count in self.order.shares(rows, step, self._rank, self._world)
                 for piece in supply.take(lane, count)
             ]
-            yield collate(
+            if not supply.due:
+                reading.all_read.set()
+            batch = collate(
                 pieces, self.order.padded_rows(rows, step, self._world), self.order.global_rows(rows, step)
             )
+            yield batch.pin_memory() if self._pin_memory else batch
 
     def _tables(self, items: list[Item]) -> Iterator[pa.Table]:
         """The items' rows in their order; a table may hold several items, or a part of one."""
@@ -121,14 +114,7 @@ class Stream:
 
         if not items:
             return
-        form, faults, tasks = self.dataset.form, self._faults, ray.put(items)
-
-        def read(index: pa.Table) -> Iterator[pa.Table]:
-            import ray
-
-            whole = ray.get(tasks)
-            yield from (read_item(whole[i], form, faults) for i in index["id"].to_pylist())
-
+        read = partial(read_items, ray.put(items), self.dataset.form, self._faults)
         rows = sum(item.rows for item in items)
         blocks = min(len(items), max(-(-rows // TASK_ROWS), 4 * self._readers))
         dataset = ray.data.range(len(items), override_num_blocks=blocks).map_batches(
@@ -138,23 +124,83 @@ class Stream:
             num_cpus=1,
             compute=ray.data.TaskPoolStrategy(size=self._readers),
         )
-        dataset.context.execution_options.preserve_order = True
-        dataset.context.enable_progress_bars = False
-        dataset.context.raise_original_map_exception = True  # else Ray wraps a DataError and loses it
-        dataset.context.memory_usage_poll_interval_s = (
-            None  # a thread in each reader, for figures nobody reads
-        )
-        dataset.context.target_max_block_size = BLOCK_BYTES
+        context, limits = dataset.context, ray.data.ExecutionResources.for_limits
+        context.execution_options.preserve_order = True
+        context.execution_options.resource_limits = limits(object_store_memory=self._buffer_bytes)
+        context.target_max_block_size = BLOCK_BYTES
+        context.raise_original_map_exception = True  # else Ray wraps a DataError and loses it
+        context.enable_progress_bars = False
+        context.memory_usage_poll_interval_s = None  # a thread in each reader, for figures nobody reads
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
 
+class Reading:
+    """An iterator over batches that a thread makes, `prefetch` of them ahead.
+
+    Attributes:
+        all_read: set when nothing more is to be read for the batches that are still to come.
+    """
+
+    def __init__(self, make: Callable[[Reading], Iterator[Batch]], prefetch: int):
+        self.all_read = Event()
+        self._ready: Queue = Queue(prefetch)
+        self._stop = Event()
+        self._thread = Thread(target=self._fill, args=(make,), name="stream", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Reading:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = None if self._stop.is_set() else self._ready.get()
+        if isinstance(batch, BaseException):
+            self.close()
+            raise root_cause(batch)
+        if batch is None:
+            self.close()
+            raise StopIteration
+        return batch
+
+    def close(self) -> None:
+        """Ends the thread; what it has made is dropped."""
+        self._stop.set()
+        while self._thread.is_alive():
+            self._thread.join(0.05)
+
+    def _fill(self, make: Callable[[Reading], Iterator[Batch]]) -> None:
+        """The thread: batches, then None, or the error."""
+        keep_memory()
+        try:
+            for batch in make(self):
+                if not self._put(batch):
+                    return
+            self._put(None)
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, value: object) -> bool:
+        """Puts a value when there is room; False when the reader has gone."""
+        while not self._stop.is_set():
+            try:
+                self._ready.put(value, timeout=0.1)
+                return True
+            except Full:
+                continue
+        return False
+
+
 class Supply:
-    """What has been read of each lane and not yet been taken."""
+    """What has been read of each lane and not yet been taken.
+
+    Attributes:
+        due: rows that have not been read yet.
+    """
 
     def __init__(self, items: list[Item], tables: Iterator[pa.Table]):
+        self.due = sum(item.rows for item in items)
         self._items, self._tables = iter(items), tables
         self._lanes: dict[int, deque[Rows]] = {}
-        self._lane, self._due = 0, 0  # the item that is arriving: its lane, and its rows still to come
+        self._lane, self._left = 0, 0  # the item that is arriving: its lane, and its rows still to come
 
     def take(self, lane: int, count: int) -> Iterator[Rows]:
         """The lane's next `count` rows."""
@@ -173,30 +219,10 @@ class Supply:
         for chunk in next(self._tables).to_batches():
             rows = Rows.of(chunk)
             while rows:
-                if self._due == 0:
+                if self._left == 0:
                     item = next(self._items)
-                    self._lane, self._due = item.lane, item.rows
-                self._lanes.setdefault(self._lane, deque()).append(rows[: self._due])
-                rest = rows[self._due :]
-                self._due -= len(rows) - len(rest)
-                rows = rest
-
-
-def put(queue: Queue, value: object, stop: Event) -> bool:
-    """Puts a value when there is room; False when the reader has gone."""
-    while not stop.is_set():
-        try:
-            queue.put(value, timeout=0.1)
-            return True
-        except Full:
-            continue
-    return False
-
-
-def with_room(queue: Queue) -> None:
-    """Empties the queue, so that who waits to put sees that it is over."""
-    try:
-        while True:
-            queue.get_nowait()
-    except Empty:
-        return
+                    self._lane, self._left = item.lane, item.rows
+                mine, rows = rows[: self._left], rows[self._left :]
+                self._lanes.setdefault(self._lane, deque()).append(mine)
+                self._left -= len(mine)
+                self.due -= len(mine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -71,11 +70,9 @@ class Rank:
             readers=data.readers,
             prefetch=data.prefetch,
             faults=Faults(data.on_error == "skip", f"{self.task.config.run.dir}/{SKIPPED}"),
+            buffer_bytes=int(data.buffer_gib * 2**30),
+            pin_memory=self.device.type == "cuda",
         )
-
-    def ready(self, batches: Iterator) -> Iterator:
-        """The batches, in page-locked memory where a GPU will copy them."""
-        return (batch.pin_memory() for batch in batches) if self.device.type == "cuda" else batches
 
     def tell(self, **message: Any) -> None:
         """Sends a message to the driver; only rank 0 speaks."""

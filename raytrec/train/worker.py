@@ -23,7 +23,7 @@ def train_worker(task: Task) -> None:
     rank = Rank.enter(task)
     config, order = task.config, train_order(task.config)
     train = rank.stream("train", order)
-    batches = rank.ready(train.epochs(config.train.epochs))  # reads while the model is built
+    batches = train.epochs(config.train.epochs)  # reads while the model is built
     rank.tell(kind="phase", text="building the model")
     step, plan = build_step(config, task.schema, rank.device)
     if config.run.start_from:
