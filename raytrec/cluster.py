@@ -36,7 +36,7 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
     if address:
         options["address"] = address
     else:
-        _stay_on_loopback()
+        stay_on_loopback()
         options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     try:
         ray.init(**options)
@@ -52,7 +52,7 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
         ray.shutdown()
 
 
-def _stay_on_loopback() -> None:
+def stay_on_loopback() -> None:
     """Lets nothing of a local Ray, or of gloo between its workers, listen beyond this machine.
 
     Ray 2.60 turns a node address of 127.0.0.1 back into the machine's own and its servers then listen on all

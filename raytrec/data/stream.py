@@ -16,6 +16,7 @@ from raytrec.data.faults import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.memory import keep_memory
 from raytrec.data.order import Item, Order
+from raytrec.data.placement import place
 from raytrec.data.rows import read_items
 from raytrec.errors import root_cause
 
@@ -123,6 +124,7 @@ class Stream:
             batch_format="pyarrow",
             num_cpus=1,
             compute=ray.data.TaskPoolStrategy(size=self._readers),
+            ray_remote_args_fn=place,
         )
         context, limits = dataset.context, ray.data.ExecutionResources.for_limits
         context.execution_options.preserve_order = True

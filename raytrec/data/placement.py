@@ -1,0 +1,36 @@
+"""Where read tasks run: on nodes without GPUs, as long as there are any."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from time import monotonic
+from typing import Any
+
+LOOK_EVERY_S = 10.0  # nodes come and go
+
+
+def place() -> dict[str, Any]:
+    """Ray options for one read task.
+
+    On a cluster of both kinds, the CPUs beside GPUs belong to those who train: a node without GPUs is chosen
+    at random, which gives the task away again if it is full or gone. Else Ray chooses, this node first.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = _nodes(int(monotonic() / LOOK_EVERY_S))
+    if not nodes:
+        return {"scheduling_strategy": "DEFAULT"}
+    chosen = NodeAffinitySchedulingStrategy(random.choice(nodes), soft=True, _spill_on_unavailable=True)
+    return {"scheduling_strategy": chosen}
+
+
+@lru_cache(maxsize=1)
+def _nodes(_: int) -> list[str]:
+    """Ids of nodes with CPUs and without GPUs; none where all nodes are of one kind."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    if not any(node["Resources"].get("GPU") for node in alive):
+        return []
+    return [n["NodeID"] for n in alive if n["Resources"].get("CPU") and not n["Resources"].get("GPU")]

@@ -1,0 +1,77 @@
+"""On a cluster with and without GPUs, rows are read where no GPU is."""
+
+import time
+from collections import Counter
+
+import parquet
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from raytrec.schema import Schema
+from raytrec.transforms import Transform
+
+TRANSFORM = {"do": "where_am_i:note", "options": {"log": None}}
+MODULE = """
+import os, ray
+
+def note(table, log):
+    if len(table):
+        with open(log, "a") as file:
+            file.write(ray.get_runtime_context().get_node_id() + "\\n")
+    return table
+"""
+
+
+@pytest.fixture
+def mixed():
+    """Two nodes (two raylets on loopback): one with a GPU, as far as Ray knows, and one without."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from raytrec.cluster import stay_on_loopback
+
+    stay_on_loopback()
+    gpu = {"num_cpus": 4, "num_gpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 200 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=gpu)
+    try:
+        plain = cluster.add_node(num_cpus=4, node_ip_address="127.0.0.1", object_store_memory=200 << 20)
+        ray.init(cluster.address, log_to_driver=False)
+        yield cluster, plain
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_reading_keeps_off_the_gpu_nodes(mixed, tmp_path, monkeypatch):
+    import ray
+
+    from raytrec.data.fragments import scan
+    from raytrec.data.order import Order
+    from raytrec.data.stream import Stream
+
+    (tmp_path / "where_am_i.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    folder, log = parquet.write(tmp_path / "d", 3000, 0, row_group=50), tmp_path / "log"
+    transforms = TypeAdapter(list[Transform]).validate_python([{**TRANSFORM, "options": {"log": str(log)}}])
+    schema = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")
+    data = scan(str(folder), schema, transforms=tuple(transforms))
+
+    @ray.remote(num_gpus=1, num_cpus=1)
+    def train():
+        stream = Stream(data, Order(100, 6, "groups"), rank=0, world=1, readers=2)
+        rows = 0
+        for batch in stream.batches():
+            time.sleep(0.01)
+            rows += int(batch.weights.sum())
+        return ray.get_runtime_context().get_node_id(), rows
+
+    cluster, plain = mixed
+    node, rows = ray.get(train.remote(), timeout=90)
+    assert rows == 3000 and node != plain.node_id
+    nodes = Counter(log.read_text().split())
+    assert set(nodes) == {plain.node_id}, f"row groups read by node: {nodes}"
+    log.unlink()
+    cluster.remove_node(plain)
+    assert ray.get(train.remote(), timeout=90) == (node, 3000)
+    assert set(log.read_text().split()) == {node}, "where no other node is left, GPU nodes read"
