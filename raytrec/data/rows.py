@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from raytrec.data.columns import Place, bags, numbers, single
-from raytrec.data.faults import Faults, retried
+from raytrec.data.decode import decode
+from raytrec.data.faults import Faults
 from raytrec.data.form import Form, shuffled
 from raytrec.data.memory import keep_memory
 from raytrec.data.order import Item, Part
 from raytrec.data.transform import transformed
 from raytrec.errors import DataError
 from raytrec.schema import Sparse, Table
-from raytrec.storage import open_filesystem
 
-_footers: dict[tuple, pq.FileMetaData] = {}  # (path, size, mtime) → footer, of this process
-FOOTER_BYTES = 16 << 20
+AHEAD = 2  # items that are decoded before they are asked for
 MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, what is left is left out
 
 
 def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -> Iterator[pa.Table]:
     """One Ray Data task: the items whose places in the list stand in the column `id` of `index`.
 
+    The next items are decoded in a thread while this one is checked and handed over.
+
     Args:
         items: ray.ObjectRef of the whole list.
     """
     whole = _fetched(items)
-    yield from (read_item(whole[i], form, faults) for i in index["id"].to_pylist())
+    mine = [whole[i] for i in index["id"].to_pylist()]
+    with ThreadPoolExecutor(1) as thread:
+        coming = deque(thread.submit(decode_item, item, form.columns) for item in mine[:AHEAD])
+        for item, following in zip_longest(mine, mine[AHEAD:]):
+            decoded = coming.popleft().result()
+            if following is not None:
+                coming.append(thread.submit(decode_item, following, form.columns))
+            yield finish_item(item, decoded, form, faults)
 
 
 @lru_cache(maxsize=2)  # of this epoch and the next
@@ -50,70 +60,59 @@ def read_item(item: Item, form: Form, faults: Faults | None = None) -> pa.Table:
         DataError: a row group that cannot be decoded, or a value that the schema does not allow; names file,
             row group, column and row. Under `faults.skip` those rows are not present instead.
     """
+    return finish_item(item, decode_item(item, form.columns), form, faults)
+
+
+def decode_item(item: Item, columns: list[str]) -> list[pa.Table | DataError]:
+    """Each row group of an item, decoded once, or what is wrong with it."""
     keep_memory()
-    faults = faults or Faults()
+    decoded: list[pa.Table | DataError] = []
+    for (path, group), parts in _groups(item):
+        try:
+            decoded.append(decode(path, group, max(part.first + part.rows for part in parts), columns))
+        except DataError as error:
+            decoded.append(error)
+    return decoded
+
+
+def finish_item(
+    item: Item, decoded: list[pa.Table | DataError], form: Form, faults: Faults | None = None
+) -> pa.Table:
+    """What `read_item` says, after `decode_item`."""
     pieces = []
-    for (path, group), parts in groupby(item.parts, key=lambda part: (part.path, part.group)):
-        pieces.append(_read_group(path, group, list(parts), form, faults))
+    for ((path, group), parts), table in zip(_groups(item), decoded, strict=True):
+        pieces.append(_finish_group(Place(path, group, 0), parts, table, form, faults or Faults()))
     table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces)
     if item.seed is not None:
         table = shuffled(table, np.random.default_rng(item.seed))
     return table.slice(item.skip) if item.skip else table
 
 
-def _read_group(path: str, group: int, parts: list[Part], form: Form, faults: Faults) -> pa.Table:
-    """The parts of one row group, which is decoded once."""
+def _groups(item: Item) -> list[tuple[tuple[str, int], list[Part]]]:
+    """((file, row group), its parts) of an item."""
+    return [
+        (key, list(parts)) for key, parts in groupby(item.parts, key=lambda part: (part.path, part.group))
+    ]
+
+
+def _finish_group(
+    place: Place, parts: list[Part], table: pa.Table | DataError, form: Form, faults: Faults
+) -> pa.Table:
+    """The parts of one row group."""
     try:
-        table = _decode(path, group, max(part.first + part.rows for part in parts), form.columns)
-        table = transformed(table, form.transforms, f"{path}, row group {group}", form.folder)
+        if isinstance(table, DataError):
+            raise table
+        table = transformed(table, form.transforms, f"{place.path}, row group {place.group}", form.folder)
     except DataError as error:
         rows = sum(part.rows for part in parts)
         faults.leave_out(error, rows)
         return _absent(rows, form)
     first, last = min(part.first for part in parts), max(part.first + part.rows for part in parts)
-    table, place = table.slice(first, last - first), Place(path, group, first)
+    table, place = table.slice(first, last - first), replace(place, first=first)
     whole = _present(table, form, place, faults) if faults.skip else canonical(table, form, place)
     if len(parts) == 1:
         return whole
     return pa.concat_tables([whole.slice(part.first - first, part.rows) for part in parts])
-
-
-def _decode(path: str, group: int, rows: int, columns: list[str]) -> pa.Table:
-    """A row group that has at least `rows` rows, those columns of it."""
-
-    def read() -> pa.Table:
-        filesystem, inner = open_filesystem(path)
-        info = filesystem.get_file_info(inner)
-        with filesystem.open_input_file(inner) as file:
-            version = path, info.size, info.mtime_ns
-            footer = _footers.get(version)
-            reader = pq.ParquetFile(file, metadata=footer, pre_buffer=True, page_checksum_verification=True)
-            if footer is None:
-                _remember(version, reader.metadata)
-            return reader.read_row_group(group, columns=columns, use_threads=False)
-
-    try:
-        table = retried(path, read)
-        if table.num_rows < rows:
-            raise IndexError(f"it has {table.num_rows:,} rows, and had {rows:,} or more before")
-        if missing := set(columns) - set(table.column_names):
-            raise KeyError(f"column {', '.join(sorted(missing))} is gone")
-    except (pa.ArrowException, OSError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
-            where=f"{path}, row group {group}",
-            expected="a whole Parquet file that does not change while it is read",
-            do="write or copy the file again, or go on without its rows: data.on_error=skip",
-        ) from None
-    return table
-
-
-def _remember(version: tuple, footer: pq.FileMetaData) -> None:
-    """Keeps a footer for the file's other row groups; the oldest go when they take too much memory. (Parsed
-    for each row group, a footer costs a good part of what decoding does.)"""
-    _footers[version] = footer
-    while sum(known.serialized_size for known in _footers.values()) > FOOTER_BYTES and len(_footers) > 1:
-        del _footers[next(iter(_footers))]
 
 
 def _present(table: pa.Table, form: Form, place: Place, faults: Faults, left: list | None = None) -> pa.Table:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pyarrow import fs
 
-from raytrec.data import faults, fragments, rows
+from raytrec.data import decode, faults, fragments, rows
 from raytrec.data.faults import Faults
 from raytrec.data.form import Form
 from raytrec.data.order import Item, Part
@@ -93,7 +93,7 @@ def flaky(monkeypatch):
 
     def make(failures, error):
         handler = Flaky(failures, error)
-        for module in (rows, fragments):
+        for module in (decode, fragments):
             opened = lambda uri: (fs.PyFileSystem(handler), uri.removeprefix("store://"))  # noqa: E731
             monkeypatch.setattr(module, "open_filesystem", opened)
         return handler
