@@ -60,6 +60,12 @@ class Form:
         """NumPy's type of ids on their way to the worker."""
         return np.int32 if max(table.rows for table in self.schema.tables.values()) <= 2**31 else np.int64
 
+    @property
+    def row_bytes(self) -> int:
+        """About how many bytes a row takes, if bags have 8 ids."""
+        numbers = len(self.schema.labels) + len(self.schema.dense)
+        return 4 * numbers + np.dtype(self.id_dtype).itemsize * (len(self.singles) + 8 * len(self.bags))
+
     def table(
         self,
         labels: list[np.ndarray],

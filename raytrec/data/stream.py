@@ -20,8 +20,8 @@ from raytrec.data.placement import place
 from raytrec.data.rows import read_items
 from raytrec.errors import root_cause
 
-TASK_ROWS = 524_288  # of a Ray task, about: starting one costs as much as decoding some 40,000 rows
-BLOCK_BYTES = 32 << 20  # of what a task hands over at a time
+LEAST_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows
+BLOCK_BYTES = 16 << 20  # of what a task hands over at a time
 
 
 class Stream:
@@ -117,7 +117,11 @@ class Stream:
             return
         read = partial(read_items, ray.put(items), self.dataset.form, self._faults)
         rows = sum(item.rows for item in items)
-        blocks = min(len(items), max(-(-rows // TASK_ROWS), 4 * self._readers))
+        # Tasks in turn: what the others bring must find room until the first has ended.
+        task_rows = max(
+            LEAST_TASK_ROWS, self._buffer_bytes // (2 * self._readers * self.dataset.form.row_bytes)
+        )
+        blocks = min(len(items), max(-(-rows // task_rows), 4 * self._readers))
         dataset = ray.data.range(len(items), override_num_blocks=blocks).map_batches(
             read,
             batch_size=None,
