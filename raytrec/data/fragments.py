@@ -6,8 +6,11 @@ import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
 
 from raytrec.data.faults import retried
 from raytrec.data.form import Form
@@ -44,7 +47,7 @@ class Dataset:
     form: Form
     left_out: tuple[DataError, ...] = ()
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of all groups."""
         return sum(group.rows for group in self.groups)
@@ -118,8 +121,6 @@ def list_files(places: str | list[str], key: str, between: Between | None = None
 
 
 def _files_of(uri: str, key: str, between: Between | None) -> list[str]:
-    from pyarrow import fs
-
     filesystem, path = open_filesystem(uri)
     prefix = uri.partition("://")[0] + "://" if "://" in uri else ""
     try:
@@ -150,16 +151,14 @@ def _hidden(path: str) -> bool:
     return any(part[0] in "_." for part in path.split("/") if part)
 
 
-def read_footer(uri: str):
-    """The metadata of a Parquet file (pyarrow.parquet.FileMetaData).
+def read_footer(uri: str) -> pq.FileMetaData:
+    """The metadata of a Parquet file.
 
     Raises:
         DataError: when the file is cut off, empty or no Parquet.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    def read():
+    def read() -> pq.FileMetaData:
         filesystem, path = open_filesystem(uri)
         with filesystem.open_input_file(path) as file:
             return pq.read_metadata(file)

@@ -62,8 +62,8 @@ def _apply(transform: t.Transform, table: pa.Table, folder: str | None) -> pa.Ta
     if isinstance(transform, t.Python):
         return _function(transform.do, folder)(table, **transform.options)
     on_values = partial(BUILT_IN[type(transform)], transform)
-    for source, target in zip(transform.reads, transform.writes, strict=True):
-        column = _within_lists(one_array(table[source]), on_values)
+    columns = [_within_lists(one_array(table[name]), on_values) for name in transform.reads]
+    for target, column in zip(transform.writes, columns, strict=True):
         if target in table.column_names:
             table = table.set_column(table.column_names.index(target), target, column)
         else:

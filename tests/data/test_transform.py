@@ -181,3 +181,9 @@ def test_rows_that_get_lost_are_an_error(own, tmp_path):
     with pytest.raises(DataError, match="it returned 2 rows for 3") as error:
         read_item(Item(0, 0, (Part(str(tmp_path / "a.parquet"), 0, 0, 3),), None), data.form)
     assert "a.parquet, row group 0" in str(error.value)
+
+
+def test_columns_may_change_places():
+    table = pa.table({"a": [1], "b": [5]})
+    (swap,) = parse([{"do": "clip", "columns": ["a", "b"], "into": ["b", "a"], "high": 9}])
+    assert transformed(table, (swap,), "test").to_pylist() == [{"a": 5, "b": 1}]
