@@ -73,7 +73,9 @@ def root_cause(error: BaseException) -> BaseException:
         if id(current) in seen:
             continue
         seen.add(id(current))
-        if isinstance(current, RaytrecError):
+        # Ray's wrapper is of the wrapped error's class, too, and says where in Ray it has been.
+        wrapped = isinstance(getattr(current, "cause", None), BaseException)
+        if isinstance(current, RaytrecError) and not wrapped:
             return current
         inner = [getattr(current, name, None) for name in ("cause", "__cause__", "__context__")]
         failures = getattr(current, "worker_failures", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.data.faults import retried
+from raytrec.data.faults import answering, retried
 from raytrec.errors import DataError
 from raytrec.storage import open_filesystem
 
@@ -41,7 +41,7 @@ def decode(path: str, group: int, rows: int, columns: list[str]) -> pa.Table:
         raise DataError(
             f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
             where=f"{path}, row group {group}",
-            expected="a whole Parquet file that does not change while it is read",
+            expected=answering(path) + "a whole Parquet file that does not change while it is read",
             do="write or copy the file again, or go on without its rows: data.on_error=skip",
         ) from None
     return table

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from raytrec.data.faults import retried
+from raytrec.data.faults import answering, retried
 from raytrec.data.form import Form
 from raytrec.data.kinds import check_present, check_types, is_list
 from raytrec.data.partitions import Between, in_order, within
@@ -170,7 +170,7 @@ def read_footer(uri: str) -> pq.FileMetaData:
         raise DataError(
             f"not a whole Parquet file: {str(error).splitlines()[0]}",
             where=uri,
-            expected="a readable footer; the file may be cut off, or still being written",
+            expected=answering(uri) + "a readable footer; the file may be cut off, or still being written",
             do="write or copy the file again, or remove it",
         ) from None
     return metadata
