@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raytrec.data.form import one_array
-from raytrec.data.hashing import hash_text, mix
+from raytrec.data.form import one_array, unnest
+from raytrec.data.hashing import hash_integers, hash_text
 from raytrec.data.kinds import is_list, is_text
 from raytrec.errors import DataError
 from raytrec.schema import Sparse, Table
@@ -72,7 +72,7 @@ def single(column: pa.ChunkedArray, name: str, spec: Sparse, table: Table, place
         )
     if array.null_count == 0 and pa.types.is_integer(array.type):
         return _in_range(array.to_numpy(), name, spec, table, place, int)
-    offsets, flat = _unnest(array)
+    offsets, flat = unnest(array)
     ids = np.full(len(array), -1, np.int64)
     ids[np.diff(offsets) > 0] = _in_range(_ids(flat, table), name, spec, table, place, _Rows(offsets))
     return ids
@@ -92,7 +92,7 @@ def bags(
         offsets int32 [n + 1] from 0, ids (of any integer type) [offsets[n]], weights float32 or None. A null
         row is an empty bag.
     """
-    offsets, flat = _unnest(one_array(column))
+    offsets, flat = unnest(one_array(column))
     rows = _Rows(offsets)
     if flat.null_count:
         at = pc.index(flat.is_null(), True).as_py()
@@ -105,7 +105,7 @@ def bags(
     ids = _in_range(_ids(flat, table), name, spec, table, place, rows)
     if weights is None:
         return offsets, ids, None
-    weight_offsets, weight_values = _unnest(one_array(weights))
+    weight_offsets, weight_values = unnest(one_array(weights))
     if not np.array_equal(offsets, weight_offsets):
         lengths, weight_lengths = np.diff(offsets), np.diff(weight_offsets)
         row = int((lengths != weight_lengths).argmax())
@@ -134,22 +134,6 @@ class _Rows:
 
     def __call__(self, at: int) -> int:
         return int(np.searchsorted(self._offsets, at, side="right")) - 1
-
-
-def _unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """(offsets int32 [n + 1] from 0, flat values): scalars as lists of one, nulls as empty lists."""
-    if pa.types.is_list(array.type) and not array.null_count:
-        offsets, flat = array.offsets.to_numpy(), array.flatten()
-        offsets = offsets - offsets[0] if offsets[0] else offsets
-    else:
-        nested = is_list(array.type)
-        lengths = (
-            pc.fill_null(pc.list_value_length(array), 0) if nested else array.is_valid().cast(pa.int32())
-        )
-        flat = array.flatten() if nested else array.drop_null()
-        offsets = np.zeros(len(array) + 1, np.int32)
-        np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
-    return offsets, flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
 
 
 def _ids(flat: pa.Array, table: Table) -> np.ndarray:
@@ -181,5 +165,4 @@ def _in_range(
         )
     if table.out_of_range == "clamp":
         return np.clip(ids, 0, table.rows - 1).astype(np.int64)
-    hashed = (mix(ids.astype(np.uint64)) % np.uint64(table.rows)).astype(np.int64)
-    return np.where(outside, hashed, ids.astype(np.int64))
+    return np.where(outside, hash_integers(ids, table.rows), ids.astype(np.int64))

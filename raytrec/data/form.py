@@ -13,10 +13,13 @@ int is int32 where every table has at most 2³¹ rows, else int64. No torch here
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from raytrec.data.kinds import is_list
 from raytrec.schema import Schema
 from raytrec.transforms import Transform, columns_before
 
@@ -37,17 +40,17 @@ class Form:
     transforms: tuple[Transform, ...] = ()
     folder: str | None = None
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         """The columns to read from files."""
         return columns_before(self.transforms, self.schema.columns)
 
-    @property
+    @cached_property
     def singles(self) -> list[str]:
         """Single features, in the schema's order."""
         return [name for name in self.schema.sparse if not self._is_list(name)]
 
-    @property
+    @cached_property
     def bags(self) -> list[str]:
         """All other features, in the schema's order."""
         return [name for name in self.schema.sparse if self._is_list(name)]
@@ -55,12 +58,12 @@ class Form:
     def _is_list(self, feature: str) -> bool:
         return feature in self.lists or self.schema.sparse[feature].weights is not None
 
-    @property
+    @cached_property
     def id_dtype(self) -> type:
         """NumPy's type of ids on their way to the worker."""
         return np.int32 if max(table.rows for table in self.schema.tables.values()) <= 2**31 else np.int64
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """About how many bytes a row takes, if bags have 8 ids."""
         numbers = len(self.schema.labels) + len(self.schema.dense)
@@ -133,3 +136,19 @@ def one_array(column: pa.ChunkedArray) -> pa.Array:
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
+    """(offsets int32 [n + 1] from 0, flat values): scalars as lists of one, nulls as empty lists."""
+    if pa.types.is_list(array.type) and not array.null_count:
+        offsets, flat = array.offsets.to_numpy(), array.flatten()
+        offsets = offsets - offsets[0] if offsets[0] else offsets
+    else:
+        nested = is_list(array.type)
+        lengths = (
+            pc.fill_null(pc.list_value_length(array), 0) if nested else array.is_valid().cast(pa.int32())
+        )
+        flat = array.flatten() if nested else array.drop_null()
+        offsets = np.zeros(len(array) + 1, np.int32)
+        np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
+    return offsets, flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat

@@ -19,6 +19,7 @@ from raytrec.data.partitions import Between, in_order, within
 from raytrec.data.transform import transformed
 from raytrec.errors import DataError
 from raytrec.schema import Schema
+from raytrec.sections import folders
 from raytrec.storage import open_filesystem
 from raytrec.transforms import Transform
 
@@ -102,13 +103,12 @@ def scan(
 
 def name_of(places: str | list[str]) -> str:
     """Folders as one text."""
-    return places if isinstance(places, str) else ", ".join(places)
+    return ", ".join(folders(places))
 
 
 def list_files(places: str | list[str], key: str, between: Between | None = None) -> list[str]:
     """The Parquet files of folders, in their order; in each all depths, by path."""
-    places = [places] if isinstance(places, str) else places
-    files = [file for place in places for file in _files_of(place, key, between)]
+    files = [file for place in folders(places) for file in _files_of(place, key, between)]
     twice = [file for file, count in Counter(files).items() if count > 1]
     if twice:
         raise DataError(

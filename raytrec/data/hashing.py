@@ -6,7 +6,12 @@ import numpy as np
 import pyarrow as pa
 
 
-def mix(values: np.ndarray) -> np.ndarray:
+def hash_integers(ids: np.ndarray, rows: int) -> np.ndarray:
+    """Integers [n] of any type → int64 [n] in [0, rows)."""
+    return (_mix(ids.astype(np.uint64)) % np.uint64(rows)).astype(np.int64)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
     """splitmix64 (Steele, Lea, Flood 2014): uint64 [n] → well-mixed uint64 [n]."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)

@@ -31,22 +31,20 @@ def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]
     Raises:
         DataError: a bound that does not name the folders' keys, or nothing between the bounds.
     """
-    first, last = (_parse(bound) for bound in between)
+    first, last = (in_order(_checked(bound)) if bound else [] for bound in between)
     chosen = []
     for path in paths:
-        partition = [p.partition("=")[::2] for p in path.removeprefix(root).split("/") if "=" in p]
-        for bound in (first, last):
-            if [key for key, _ in bound] != [key for key, _ in partition[: len(bound)]]:
+        partition = "/".join(part for part in path.removeprefix(root).split("/") if "=" in part)
+        ranks = in_order(partition)
+        for rank, bound in ((first, between[0]), (last, between[1])):
+            if [key for key, *_ in rank] != [key for key, *_ in ranks[: len(rank)]]:
                 raise DataError(
-                    f"a file's partition is {_text(partition) or 'none'}; data.between says {_text(bound)}",
+                    f"a file's partition is {partition or 'none'}; data.between says {bound}",
                     where=path,
                     expected="folders key=value with data.between's keys, from the outermost on",
                     do="correct data.between, or remove files that are not in such folders",
                 )
-        ranks = [_rank("=".join(pair)) for pair in partition]
-        if [_rank("=".join(p)) for p in first] <= ranks[: len(first)] and (
-            ranks[: len(last)] <= [_rank("=".join(p)) for p in last]
-        ):
+        if first <= ranks[: len(first)] and ranks[: len(last)] <= last:
             chosen.append(path)
     if not chosen:
         raise DataError(
@@ -57,17 +55,12 @@ def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]
     return chosen
 
 
-def _parse(bound: str | None) -> list[tuple[str, str]]:
-    parts = bound.strip("/").split("/") if bound else []
-    for part in parts:
-        if not re.fullmatch(r"[^=/]+=[^=/]+", part):
-            raise DataError(
-                f"'{bound}' is not a partition",
-                where="data.between",
-                expected="key=value, or several with / between them: date=2026-11-07/hour=11",
-            )
-    return [tuple(part.split("=")) for part in parts]
-
-
-def _text(partition: list[tuple[str, str]]) -> str:
-    return "/".join("=".join(pair) for pair in partition)
+def _checked(bound: str) -> str:
+    parts = bound.strip("/").split("/")
+    if not all(re.fullmatch(r"[^=/]+=[^=/]+", part) for part in parts):
+        raise DataError(
+            f"'{bound}' is not a partition",
+            where="data.between",
+            expected="key=value, or several with / between them: date=2026-11-07/hour=11",
+        )
+    return "/".join(parts)

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raytrec import transforms as t
-from raytrec.data.form import one_array
-from raytrec.data.hashing import hash_text, mix
+from raytrec.data.form import one_array, unnest
+from raytrec.data.hashing import hash_integers, hash_text
 from raytrec.data.kinds import is_list, is_text
 from raytrec.errors import DataError
 from raytrec.storage import open_filesystem, read_text
@@ -88,13 +88,7 @@ def _within_lists(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) ->
     """The function's result on an array, or on what its lists hold."""
     if not is_list(array.type):
         return on_values(array)
-    if pa.types.is_fixed_size_list(array.type):
-        array = array.cast(pa.list_(array.type.value_type))
-    flat = array.flatten()  # without what lies under null lists
-    flat = flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-    offsets = np.zeros(len(array) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
+    offsets, flat = unnest(array)
     values = on_values(flat)
     if values.null_count:  # e.g. not in the vocabulary: no id, so the bag gets shorter
         kept = values.is_valid().to_numpy(zero_copy_only=False)
@@ -137,7 +131,7 @@ def _hash(spec: t.Hash, array: pa.Array) -> pa.Array:
     else:
         if not pa.types.is_integer(flat.type):
             raise TypeError(f"hash takes integers or text, not {flat.type}")
-        ids = (mix(flat.to_numpy().astype(np.uint64)) % np.uint64(spec.rows)).astype(np.int64)
+        ids = hash_integers(flat.to_numpy(), spec.rows)
     out = np.zeros(len(array), np.int64)
     out[valid] = ids
     return pa.array(out, mask=~valid)

@@ -35,9 +35,9 @@ def check_fits(config: RunConfig, schema: Schema) -> None:
     """Looks whether the weights of run.start_from belong to this model and schema.
 
     Raises:
-        RunError: no checkpoint there. ConfigError, SchemaError: what differs.
+        ConfigError, SchemaError: what differs.
     """
-    folder = checkpoint.find(config.run.start_from)
+    folder = Path(config.run.start_from)  # found when the configuration was resolved
     before = load_config(folder / "config.yaml")
     for key in ("name", "bottom_mlp", "top_mlp"):
         old, new = getattr(before.model, key), getattr(config.model, key)

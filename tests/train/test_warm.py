@@ -92,13 +92,12 @@ def test_partitions_and_transforms_in_a_run(folder, tmp_path):
     for values in (plain, settings):
         driver.train(values)
 
+    import torch
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     weights = []
     for name in ("a", "b"):
         dcp_to_torch_save(tmp_path / name / "checkpoints/final", tmp_path / f"{name}.pt")
-        import torch
-
         weights.append(torch.load(tmp_path / f"{name}.pt", weights_only=False)["model"])
     assert len(weights[0]) > 5 and weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
