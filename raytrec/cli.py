@@ -52,18 +52,31 @@ def train(
             help="Begin with the weights of this run or checkpoint; without CONFIG, with its config, too.",
         ),
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN",
+            help="Go on with this run from its newest checkpoint; with CONFIG, if that means the same.",
+        ),
+    ] = None,
     json: Json = False,
 ):
     """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.workers=2"""
     from raytrec.errors import ConfigError
     from raytrec.train.driver import train as run
 
-    overrides = overrides or []
-    if start_from and config and "=" in config:  # no CONFIG: the first argument is an override
+    overrides, earlier = overrides or [], start_from or resume
+    if earlier and config and "=" in config:  # no CONFIG: the first argument is an override
         config, overrides = None, [config, *overrides]
-    if config is None and start_from is None:
-        raise ConfigError("no config was given", expected="raytrec train CONFIG, or raytrec train --from RUN")
-    _show(run(config, overrides, start_from), json)
+    if start_from and resume:
+        raise ConfigError("--from and --resume are two different things", expected="one of them")
+    if config is None and earlier is None:
+        raise ConfigError(
+            "no config was given",
+            expected="raytrec train CONFIG, or raytrec train --from RUN, or --resume RUN",
+        )
+    _show(run(config, overrides, start_from, resume), json)
 
 
 @app.command()
@@ -152,6 +165,6 @@ def main(arguments: list[str] | None = None) -> None:
         prefix = "\033[1;31merror:\033[0m" if sys.stderr.isatty() else "error:"
         print(f"{prefix} {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + getattr(interrupt, "signal", 2))

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from raytrec.errors import ConfigError, did_you_mean
 from raytrec.sections import (
+    CheckpointSection,
     DataSection,
     ModelSection,
     OptimSection,
@@ -35,27 +36,40 @@ class RunConfig(Section):
     optim: OptimSection = Field(default_factory=OptimSection)
     plan: PlanSection = Field(default_factory=PlanSection)
     train: TrainSection = Field(default_factory=TrainSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
-        if self.data.lanes < self.scaling.workers:
+        workers = self.scaling.most
+        if self.scaling.least > workers:
             raise ValueError(
-                f"data.lanes is {self.data.lanes} and scaling.workers {self.scaling.workers}: each worker "
+                f"scaling.workers is {list(self.scaling.workers)}: first the least, then the most"
+            )
+        if self.data.lanes < workers:
+            raise ValueError(
+                f"data.lanes is {self.data.lanes} and scaling.workers {workers}: each worker "
                 "reads at least one lane; raise data.lanes"
             )
-        if self.data.global_batch_size < self.scaling.workers:
+        if self.data.global_batch_size < workers:
             raise ValueError(
                 f"data.global_batch_size is {self.data.global_batch_size} and scaling.workers "
-                f"{self.scaling.workers}: each worker needs at least one row of a batch"
+                f"{workers}: each worker needs at least one row of a batch"
             )
+        if self.checkpoint.keep_best and not self.train.eval_every_steps:
+            raise ValueError("checkpoint.keep_best is set, but train.eval_every_steps is not")
         if self.train.eval_every_steps and not (self.data.valid or self.data.test):
             raise ValueError("train.eval_every_steps is set, but neither data.valid nor data.test is")
         return self
 
+    @property
+    def checkpoint_root(self) -> str:
+        """The folder of all checkpoints of a run whose folder is settled."""
+        return (self.checkpoint.dir or f"{self.run.dir}/checkpoints").rstrip("/")
+
     def to_yaml(self) -> str:
         """The resolved whole, every default included, in the file's own spelling."""
-        return yaml.safe_dump(self.model_dump(by_alias=True), sort_keys=False)
+        return yaml.safe_dump(self.model_dump(by_alias=True, mode="json"), sort_keys=False)
 
 
 def load_config(source: str | Path | dict | RunConfig, overrides: list[str] | None = None) -> RunConfig:

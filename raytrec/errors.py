@@ -78,8 +78,8 @@ def root_cause(error: BaseException) -> BaseException:
         if isinstance(current, RaytrecError) and not wrapped:
             return current
         inner = [getattr(current, name, None) for name in ("cause", "__cause__", "__context__")]
-        failures = getattr(current, "worker_failures", None)
-        if isinstance(failures, dict):
-            inner += list(failures.values())
+        for name in ("worker_failures", "failures"):  # Ray's training errors, torch's CheckpointException
+            if isinstance(failures := getattr(current, name, None), dict):
+                inner += [f[0] if isinstance(f, tuple) else f for f in failures.values()]
         queue += [e for e in inner if isinstance(e, BaseException)]
     return error

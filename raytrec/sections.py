@@ -25,6 +25,16 @@ class RunSection(Section):
     start_from: str | None = Field(
         None, description="A run or checkpoint folder whose weights training begins with (warm start)."
     )
+    start_state: bool = Field(False, description="A warm start also takes over the optimizers' state.")
+    start_tables: dict[str, Literal["exact", "resize", "new", "drop"]] = Field(
+        default_factory=dict,
+        description="What a warm start does with tables (or patterns such as 'item*') that have changed. "
+        "exact (default): nothing may have. resize: the rows that both have; further ones begin anew. "
+        "new: all begin anew. drop: the checkpoint's table is left out.",
+    )
+    start_dense: Literal["exact", "matching"] = Field(
+        "exact", description="matching: dense parameters whose shape has changed begin anew in a warm start."
+    )
     seed: NonNegativeInt = Field(0, description="Seeds initial weights, epoch order and dropout.")
 
 
@@ -86,7 +96,11 @@ class DataSection(Section):
 
 
 class ScalingSection(Section):
-    workers: PositiveInt = Field(2, description="Worker processes; on GPUs one for each GPU.")
+    workers: PositiveInt | tuple[PositiveInt, PositiveInt] = Field(
+        2,
+        description="Worker processes; on GPUs one for each GPU. [least, most]: as many as the cluster has "
+        "room for; the run shrinks and grows with it, at the same global batch size.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where Ray has GPUs.")
     cpus_per_worker: PositiveInt = Field(1, description="CPUs that Ray sets aside for one worker.")
     address: str | None = Field(
@@ -94,7 +108,58 @@ class ScalingSection(Section):
         description="Ray cluster to join ('auto' or HOST:PORT); default: the one of a Ray job, else a "
         "local one on loopback, ended with the run.",
     )
-    timeout_s: PositiveInt = Field(300, description="Seconds that a collective may wait for another rank.")
+    timeout_s: PositiveInt = Field(
+        300, description="Seconds that building, restoring, saving or one read of data may take on a rank."
+    )
+    hang_s: PositiveFloat = Field(
+        45, description="Seconds without any step, once training goes, after which the group is restarted."
+    )
+    max_failures: NonNegativeInt = Field(
+        8, description="Failures of workers that a run survives. Nodes that are taken away do not count."
+    )
+    grow_every_s: PositiveFloat = Field(
+        30, description="Seconds between two looks for room for more workers, when fewer than the most run."
+    )
+    stop_s: PositiveFloat = Field(
+        30, description="Seconds that Ctrl-C, SIGTERM or `ray job stop` wait for a last checkpoint."
+    )
+
+    @property
+    def least(self) -> int:
+        """Workers without which the run waits."""
+        return self.workers[0] if isinstance(self.workers, tuple) else self.workers
+
+    @property
+    def most(self) -> int:
+        """Workers that the run never exceeds."""
+        return self.workers[1] if isinstance(self.workers, tuple) else self.workers
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers may change."""
+        return self.least < self.most
+
+
+class CheckpointSection(Section):
+    dir: str | None = Field(
+        None,
+        description="Where checkpoints go: a folder that all nodes share, s3:// or gs://; default: "
+        "checkpoints/ in the run folder.",
+    )
+    every_steps: PositiveInt | None = Field(None, description="Save this often, in steps.")
+    every_s: PositiveFloat | None = Field(
+        300, description="Save when this many seconds have passed since the last; null: not by time."
+    )
+    keep_last: PositiveInt = Field(2, description="The newest so many checkpoints are kept.")
+    keep_best: NonNegativeInt = Field(
+        0, description="Also the best so many, by the evaluations of train.eval_every_steps; saves at each."
+    )
+    best_by: Literal["ne", "logloss", "auc"] = Field("ne", description="What keep_best goes by.")
+    asynchronous: bool = Field(
+        True,
+        description="Write from a copy in host memory while training goes on. false: without the copy, "
+        "training waits.",
+    )
 
 
 class ModelSection(Section):
@@ -192,6 +257,11 @@ class TrainSection(Section):
     )
     clip_norm: PositiveFloat | None = Field(
         None, description="Largest L2 norm of the whole gradient, tables included; default: no clipping."
+    )
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop",
+        description="A loss that is not finite: stop, with the batch in the run folder; or leave the step "
+        "out on all ranks, and count it.",
     )
 
 

@@ -72,21 +72,26 @@ class Stream:
         """
         return Reading(lambda reading: self._assemble(reading, epoch, start_step), self._prefetch)
 
-    def epochs(self, count: int) -> Iterator[Batch]:
-        """The batches of epochs 0 to count - 1, one after the other; reading begins now."""
-        return self._chain(self.batches(0), count)
+    def epochs(self, count: int, first_step: int = 0) -> Iterator[Batch]:
+        """The batches of epochs 0 to count - 1, one after the other; reading begins now.
 
-    def _chain(self, current: Reading, count: int) -> Iterator[Batch]:
+        Args:
+            first_step: steps over all epochs that are left out, because they have been trained.
+        """
+        epoch, start_step = divmod(first_step, self.order.steps(self.dataset.rows))
+        return self._chain(self.batches(epoch, start_step) if epoch < count else None, epoch, count)
+
+    def _chain(self, current: Reading | None, epoch: int, count: int) -> Iterator[Batch]:
         """Begins to read an epoch when the one before has been read, which is long before it is trained."""
         following = None
         try:
-            for epoch in range(1, count + 1):
+            while current is not None:
+                epoch += 1
                 for batch in current:
                     if following is None and epoch < count and current.all_read.is_set():
                         following = self.batches(epoch)
                     yield batch
-                if epoch < count:
-                    current, following = following or self.batches(epoch), None
+                current, following = following or (self.batches(epoch) if epoch < count else None), None
         finally:
             for reading in (current, following):
                 if reading is not None:

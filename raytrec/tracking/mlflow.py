@@ -23,9 +23,11 @@ class Tracker:
         experiment: created if it does not exist.
         name: name of the run.
         artifacts: folder for artifacts where the store is a local database.
+        run_id: of a run to go on with; if the store does not have it, a new one is made.
     """
 
-    def __init__(self, uri: str, experiment: str, name: str, artifacts: Path):
+    def __init__(self, uri: str, experiment: str, name: str, artifacts: Path, run_id: str | None = None):
+        self._before = run_id
         self.uri, self._experiment, self._name, self._artifacts = uri, experiment, name, artifacts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
         self._pending: list[Future] = []
@@ -43,7 +45,19 @@ class Tracker:
             experiment_id = self._client.create_experiment(self._experiment, artifact_location=local)
         else:
             experiment_id = experiment.experiment_id
+        if self._before and self._go_on(self._before):
+            return
         self._run = self._client.create_run(experiment_id, run_name=self._name).info.run_id
+
+    def _go_on(self, run_id: str) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except MlflowException:
+            return False
+        self._run = run_id
+        return True
 
     def ready(self) -> str:
         """Waits until the store has the run; its id.

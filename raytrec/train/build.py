@@ -18,13 +18,19 @@ from raytrec.embeddings.plan import BagSharder, make_plan
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models import build_model
 from raytrec.schema import Schema
+from raytrec.train.nan import SkipBad
 from raytrec.train.step import Head, LossModel, Step
 
 
-def build_step(config: RunConfig, schema: Schema, device: torch.device) -> tuple[Step, ShardingPlan]:
+def build_step(
+    config: RunConfig, schema: Schema, device: torch.device, *, fill: bool = True
+) -> tuple[Step, ShardingPlan]:
     """Model, plan, optimizers and pipeline of this rank; a collective.
 
     Initial weights depend on run.seed alone: dense layers are drawn alike on every rank, tables row by row.
+
+    Args:
+        fill: whether tables get their initial values; a checkpoint that is read next brings others.
     """
     require_gradient_division()
     model = _unsharded(config, schema, device)
@@ -33,12 +39,14 @@ def build_step(config: RunConfig, schema: Schema, device: torch.device) -> tuple
     plan = _plan(model, config, schema, device)
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[BagSharder()])
     pad_empty_shards(sharded)
-    fill_tables(sharded, schema, config.run.seed)
+    if fill:
+        fill_tables(sharded, schema, config.run.seed)
     optimizer = combine(sharded, config.optim)
     if config.train.clip_norm:
         optimizer = GlobalNormClip(optimizer, sharded, config.train.clip_norm)
-    torch.manual_seed(config.run.seed + dist.get_rank())  # dropout differs between ranks
-    return Step(sharded, optimizer, device), plan
+    if config.train.on_nan == "skip":
+        optimizer = SkipBad(optimizer, model.head)
+    return Step(sharded, optimizer, device, config.run.seed), plan
 
 
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
@@ -50,7 +58,8 @@ def _unsharded(config: RunConfig, schema: Schema, device: torch.device) -> LossM
     torch.manual_seed(config.run.seed)
     dense = build_model(schema, config.model).to(device)
     dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
-    head = Head(dense, dist.get_world_size(), config.train.loss, config.train.micro_batches)
+    skip_bad = config.train.on_nan == "skip"
+    head = Head(dense, dist.get_world_size(), config.train.loss, config.train.micro_batches, skip_bad)
     return LossModel(PooledEmbeddings(schema, dtypes), head)
 
 

@@ -98,14 +98,14 @@ def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
                 run_id = tracker.ready()
                 tracker.params(config)
                 watch = Watch(console, None, None)
-                found = run_group("check_worker", config, schema, {}, folder, watch)
+                found = run_group("check_worker", config, schema, {}, "", watch)
             seconds = round(perf_counter() - began, 3)
             result = CheckResult(
                 config.run.name,
                 found["findings"],
                 found["plan"],
                 folder,
-                config.scaling.workers,
+                found["world_size"],
                 seconds,
                 run_id,
                 [f"look at it   mlflow ui --backend-store-uri {short(tracker.uri)}"],

@@ -6,6 +6,7 @@ from time import monotonic
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -56,9 +57,32 @@ class RunConsole:
         self._progress.update(self._task, figures=text)
         self._plain(text, always=True)
 
-    def start(self, total: int, **_: Any) -> None:
-        self._progress.reset(self._task, total=total, figures=f"step 0/{total}")
+    def start(self, total: int, step: int = 0, workers: int = 0, **_: Any) -> None:
+        self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total = total
+        if step:
+            self.note(f"goes on at step {step} with {workers} workers")
+
+    def event(self, event: str, cause: str = "", reason: str = "", again: bool = False, **_: Any) -> None:
+        """Something that happened to the run: a failure, a restart that was asked for."""
+        if event == "failed":
+            self.warn(f"{cause}; {'starting again' if again else 'giving up'}")
+        elif event in ("hang", "waiting"):
+            self.warn(cause)
+        elif event == "asked":
+            self.note(f"{reason}: saving")
+
+    def saved(self, step: int, error: str | None, **_: Any) -> None:
+        """A checkpoint has been written, or not (which is said by a warning of its own)."""
+        if not error:
+            self._plain(f"step {step}: saved", always=False)
+
+    def stopped(self, step: int) -> None:
+        self.note(f"stopped at step {step}, saved")
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(f"{self._name}  {text}", highlight=False, soft_wrap=True)
 
     def train(self, step: int, logloss: float, ne: float, rows_per_s: float | None, **_: Any) -> None:
         speed = f"{rows_per_s:,.0f} rows/s  " if rows_per_s else ""
@@ -73,7 +97,7 @@ class RunConsole:
         self._plain(text, always=True)
 
     def warn(self, text: str) -> None:
-        self._console.print(f"[yellow]warning:[/yellow] {text}", highlight=False)
+        self._console.print("[yellow]warning:[/yellow]", escape(text), highlight=False, soft_wrap=True)
 
     def _plain(self, text: str, always: bool) -> None:
         now = monotonic()
@@ -100,11 +124,20 @@ LABELS = {
     "train.rows": ("rows trained", "{:,}"),
     "train.skipped_rows": ("rows left out of training", "{:,}"),
     "skipped_files": ("files left out", "{:,}"),
+    "train.nan_steps": ("steps left out for their loss", "{:,}"),
     "train.steps": ("steps", "{:,}"),
     "train.samples_per_s": ("rows/s in training", "{:,.0f}"),
     "world_size": ("workers", "{}"),
     "seconds": ("seconds in all", "{:.1f}"),
 }
+
+
+WHEN_ANY = (
+    "eval.skipped_rows",
+    "train.skipped_rows",
+    "skipped_files",
+    "train.nan_steps",
+)  # 0 is not worth a line
 
 
 def print_result(result: Any) -> None:
@@ -119,7 +152,7 @@ def print_result(result: Any) -> None:
     table.add_column("figure")
     table.add_column("value", justify="right")
     for key, (label, form) in LABELS.items():
-        if key in result.metrics and (result.metrics[key] or "skipped" not in key):
+        if key in result.metrics and (result.metrics[key] or key not in WHEN_ANY):
             value = result.metrics[key]
             table.add_row(label, "–" if value is None else form.format(value))
     console.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import import_module
@@ -10,6 +11,7 @@ from threading import Thread
 from time import perf_counter
 from typing import Any
 
+from raytrec.checkpoint.files import find, steps
 from raytrec.cluster import ray_session
 from raytrec.config import RunConfig, load_config
 from raytrec.data.faults import SKIPPED, Faults
@@ -19,13 +21,14 @@ from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.schema import Schema
 from raytrec.storage import absolute, relative
 from raytrec.tracking.mlflow import Tracker
-from raytrec.train import checkpoint
 from raytrec.train.console import RunConsole
-from raytrec.train.group import Watch, local_cpus, run_group, write_json
-from raytrec.train.warm import check_fits, config_from
+from raytrec.train.group import Watch, fingerprint, local_cpus, run_group, write_json, write_text
+from raytrec.train.resume import check_same_data, resume_config
+from raytrec.train.warm import check_fits, config_from, schema_of
 from raytrec.transforms import LookupVocabulary
 
 RESULT = "result.json"
+TRACKED = "mlflow_run_id"
 
 
 @dataclass(frozen=True)
@@ -48,58 +51,63 @@ def train(
     source: str | Path | dict | RunConfig | None,
     overrides: list[str] | None = None,
     start_from: str | Path | None = None,
+    resume: str | Path | None = None,
 ) -> Result:
     """Trains, evaluates and saves a run.
 
     Args:
-        source: a config file, its values, or a RunConfig; None: the configuration of `start_from`.
+        source: a config file, its values, or a RunConfig; None: that of `start_from` or `resume`.
         overrides: `section.key=value` strings.
         start_from: a run or checkpoint folder whose weights training begins with (run.start_from).
+        resume: the folder of a run that was interrupted, to go on with.
 
     Returns:
         Result: figures of the final evaluation (data.test, else data.valid) and of training.
 
     Raises:
         ConfigError, SchemaError, DataError: what is wrong with the input, before or during training.
-        RunError: when a worker failed for another reason; its traceback is in the run folder's error.txt.
+        RunError: workers failed more often than scaling.max_failures; error.txt in the run folder has the
+            traceback. Interrupted: Ctrl-C or SIGTERM; the run can be resumed.
     """
     began = perf_counter()
     overrides = overrides or []
-    if source is None:
+    if resume:
+        config = resolve(resume_config(resume, source, overrides), source)
+    elif source is None:
         config = resolve(*config_from(start_from, overrides))
     else:
         overrides = [*overrides, f"run.start_from={start_from}"] if start_from else overrides
         config = resolve(load_config(source, overrides), source)
-    folder = Path(config.run.dir)
+    folder, root = Path(config.run.dir), config.checkpoint_root
     schema, datasets = _open_data(config)
-    if config.run.start_from:
-        check_fits(config, schema)
+    lines = check_fits(config, schema) if config.run.start_from and not resume else []
     pins(config, schema)  # names of plan.tables and plan.together, before anything starts
-    _make_folder(folder, config, schema)
-    left_out = _note_left_out(folder, datasets)
-    tracker = Tracker(
-        config.tracking.uri, config.tracking.experiment, config.run.name, folder.parent / "mlartifacts"
-    )
+    if resume:
+        check_same_data(folder, root, schema, fingerprint(datasets["train"]))
+        write_text(folder / "config.yaml", config.to_yaml())
+    else:
+        _make_folder(folder, config, schema)
+    lines += _note_left_out(folder, datasets)
+    tracker = _tracker(config)
     status = "FAILED"
     with RunConsole(config.run.name) as console:
-        for line in left_out:
+        for line in lines:
             console.warn(line)
         try:
             console.phase("starting Ray")
             _import_early()
             with ray_session(config.scaling.address, local_cpus(config)):
                 run_id = tracker.ready()
-                tracker.params(config)
+                write_text(folder / TRACKED, run_id)
+                if not resume:
+                    tracker.params(config)
                 tracker.file(folder / "config.yaml")
                 tracker.file(folder / "schema.yaml")
                 watch = Watch(console, tracker, folder)
-                figures = run_group(
-                    "train_worker", config, schema, datasets, folder / checkpoint.FINAL, watch
-                )
+                figures = run_group("train_worker", config, schema, datasets, root, watch, saves=True)
             metrics = {
                 **figures,
-                "skipped_files": len(left_out),
-                "world_size": config.scaling.workers,
+                "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
                 "seconds": round(perf_counter() - began, 3),
                 "mlflow_run_id": run_id,
                 "name": config.run.name,
@@ -110,7 +118,7 @@ def train(
             status = "FINISHED"
         except KeyboardInterrupt:
             status = "KILLED"
-            console.warn(f"interrupted: {relative(folder)} has no result")
+            console.note(f"go on with: raytrec train --resume {relative(folder)}")
             raise
         finally:
             if lost := tracker.close(status):
@@ -124,6 +132,13 @@ def train(
             f"again        raytrec evaluate {relative(folder)} --data PARQUET",
         ],
     )
+
+
+def _tracker(config: RunConfig) -> Tracker:
+    """The MLflow run: that of before, where a run is resumed."""
+    folder, tracking = Path(config.run.dir), config.tracking
+    before = (folder / TRACKED).read_text() if (folder / TRACKED).is_file() else None
+    return Tracker(tracking.uri, tracking.experiment, config.run.name, folder.parent / "mlartifacts", before)
 
 
 def evaluate(
@@ -144,23 +159,22 @@ def evaluate(
         RunError: no checkpoint there. ConfigError, DataError: as in `train`.
     """
     began = perf_counter()
-    folder = checkpoint.find(place)
+    folder, index = find(place)
     changes = [f"scaling.workers={workers}"] if workers else []
     changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
-    config = load_config(folder / "config.yaml", changes)
-    config.run.dir = absolute(str(place))  # the run may have been moved since
-    schema = Schema.load(folder / "schema.yaml")
+    config = load_config(index["about"]["config"], changes)
+    config.run.dir = folder if "://" not in folder else str(Path(tempfile.gettempdir()) / "raytrec")
+    schema = schema_of(index["about"])
     datasets = {"test": scan(absolute(data), schema, "--data", transforms=tuple(config.data.transforms))}
     with RunConsole(config.run.name) as console, ray_session(config.scaling.address, local_cpus(config)):
         watch = Watch(console, None, None)
         figures = run_group("evaluate_worker", config, schema, datasets, folder, watch)
     metrics = {
         **figures,
-        "world_size": config.scaling.workers,
         "seconds": round(perf_counter() - began, 3),
         "name": f"{config.run.name} on {data}",
     }
-    return Result(metrics, folder)
+    return Result(metrics, Path(folder))
 
 
 def short(uri: str) -> str:
@@ -191,7 +205,9 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
             do="use a local or mounted folder; object stores are not supported as run folders",
         )
     run.dir = absolute(run.dir)
-    run.start_from = run.start_from and str(checkpoint.find(run.start_from))
+    run.start_from = run.start_from and find(run.start_from)[0]
+    if config.checkpoint.dir:
+        config.checkpoint.dir = absolute(config.checkpoint.dir)
     for key in ("train", "valid", "test", "schema_path"):
         if value := getattr(data, key):
             setattr(data, key, absolute(value) if isinstance(value, str) else [*map(absolute, value)])
@@ -246,8 +262,17 @@ def _make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
             expected="a new folder",
             do="choose another run.dir or run.name, or remove the folder",
         )
+    if held := steps(config.checkpoint_root):
+        raise RunError(
+            f"there are checkpoints already, up to step {held[0]}",
+            where=config.checkpoint_root,
+            expected="a new folder",
+            do=f"go on with that run: raytrec train --resume {relative(folder)}; or choose another run.dir "
+            "or checkpoint.dir",
+        )
     try:
-        checkpoint.describe(folder, config, schema)
-        checkpoint.describe(folder / checkpoint.FINAL, config, schema)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "config.yaml", config.to_yaml())
+        write_text(folder / "schema.yaml", schema.to_yaml())
     except OSError as error:
         raise RunError(f"cannot write the run folder: {error.strerror}", where=str(folder)) from None

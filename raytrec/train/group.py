@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
-from threading import Event, Thread, current_thread, main_thread
+from threading import Event, Thread, Timer
+from time import time
 from typing import Any
 
 from raytrec.config import RunConfig
@@ -19,13 +20,17 @@ from raytrec.embeddings.hosts import GIB, host_memory
 from raytrec.embeddings.pins import check_pins
 from raytrec.errors import ConfigError, RaytrecError, RunError, root_cause
 from raytrec.schema import Schema
+from raytrec.storage import open_filesystem
+from raytrec.train.hub import Command
 from raytrec.train.rank import Task
+
+EVENTS = "events.jsonl"
 
 
 def local_cpus(config: RunConfig) -> int:
     """Logical CPUs of a local cluster: the workers', and one for each reader, which must not wait."""
     scaling = config.scaling
-    return scaling.workers * (scaling.cpus_per_worker + config.data.readers)
+    return scaling.most * (scaling.cpus_per_worker + config.data.readers)
 
 
 def _device(config: RunConfig) -> str:
@@ -39,17 +44,17 @@ def _device(config: RunConfig) -> str:
     have, scaling = ray.cluster_resources(), config.scaling
     gpus, cpus = int(have.get("GPU", 0)), int(have.get("CPU", 0))
     device = scaling.device if scaling.device != "auto" else ("cuda" if gpus else "cpu")
-    if device == "cuda" and gpus < scaling.workers:
+    if device == "cuda" and gpus < scaling.least:
         raise ConfigError(
-            f"the cluster has {gpus} GPUs for {scaling.workers} workers",
+            f"the cluster has {gpus} GPUs for {scaling.least} workers",
             where="scaling.workers, scaling.device",
             expected="one GPU for each worker",
             do="lower scaling.workers, or set scaling.device=cpu",
         )
-    needed = scaling.workers * scaling.cpus_per_worker + 1
+    needed = scaling.least * scaling.cpus_per_worker + 1
     if cpus < needed:
         raise ConfigError(
-            f"the cluster has {cpus} CPUs for {scaling.workers} workers and their readers",
+            f"the cluster has {cpus} CPUs for {scaling.least} workers and their readers",
             where="scaling.workers, scaling.cpus_per_worker",
             expected=f"at least {needed}: {scaling.cpus_per_worker} for each worker, and one to read data",
             do="lower scaling.workers, or join a larger cluster",
@@ -57,18 +62,19 @@ def _device(config: RunConfig) -> str:
     return device
 
 
-def _shape(config: RunConfig, device: str, local: bool) -> dict[str, int | None]:
-    """What is known of hosts and of memory for tables before workers have their places."""
+def _check_pins(config: RunConfig, schema: Schema, device: str, local: bool) -> None:
+    """Whether pins can be kept with every number of workers, as far as hosts and memory are known."""
     import ray
 
-    plan, workers = config.plan, config.scaling.workers
+    plan, most = config.plan, config.scaling.most
     memory = int(plan.memory_gib * GIB) if plan.memory_gib else None
     if memory is None and device == "cuda" and (plan.together or plan.tables):
         memory = ray.get(ray.remote(num_gpus=1, num_cpus=0)(_gpu_memory).remote(), timeout=60)
     elif memory is None and device == "cpu" and local:
-        memory = host_memory() // workers
-    hosts = plan.ranks_per_host or (workers if local else None)
-    return {"world": workers, "ranks_per_host": hosts, "memory": memory}
+        memory = host_memory() // most
+    for workers in range(config.scaling.least, most + 1):
+        hosts = plan.ranks_per_host or (workers if local else None)
+        check_pins(config, schema, device, world=workers, ranks_per_host=hosts, memory=memory)
 
 
 def _gpu_memory() -> int:
@@ -78,71 +84,167 @@ def _gpu_memory() -> int:
 
 
 def run_group(
-    worker: str, config: RunConfig, schema: Schema, datasets: dict[str, Dataset], folder: Path, watch: Watch
+    worker: str,
+    config: RunConfig,
+    schema: Schema,
+    datasets: dict[str, Dataset],
+    checkpoint: str,
+    watch: Watch,
+    *,
+    saves: bool = False,
 ) -> dict[str, Any]:
-    """Runs a function of `train.worker` on a Ray Train worker group; the figures that rank 0 reports."""
+    """Runs a function of `train.worker` on a Ray Train worker group; the figures that rank 0 reports.
+
+    Args:
+        checkpoint: the folder of all checkpoints, or the one to read.
+        saves: whether the function saves, so that it can be started again and asked to stop.
+
+    Raises:
+        Interrupted: Ctrl-C or SIGTERM. RaytrecError: why the group failed, after all attempts.
+    """
     import ray
 
-    device = _device(config)
+    device, scaling = _device(config), config.scaling
     local = all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
-    check_pins(config, schema, device, **_shape(config, device, local))
+    _check_pins(config, schema, device, local)
     watch.console.phase("starting the workers")
-    os.environ.setdefault(
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5"
-    )  # how soon the end, or an error, is seen
+    for name, value in RAY_TRAIN.items():
+        os.environ.setdefault(name, value)
     import ray.train
-    from ray.train.torch import TorchConfig, TorchTrainer
-    from ray.util.queue import Queue
+    from ray.train.torch import TorchConfig
 
     from raytrec.train import worker as workers
+    from raytrec.train.hub import start_hub
     from raytrec.train.loopback import LoopbackTorchConfig
+    from raytrec.train.policies import FailuresWithReason, RoomOnNodes, Trainer
 
-    mailbox = Queue(actor_options={"num_cpus": 0})
-    task = Task(config, schema, datasets, mailbox, folder)
-    if local:  # nobody takes this machine away, and the watcher is one more process to start
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    trainer = TorchTrainer(
+    hub = start_hub(scaling.hang_s, scaling.timeout_s)
+    bundle = {"CPU": scaling.cpus_per_worker} | ({"GPU": 1} if device == "cuda" else {})
+    ray_scaling = ray.train.ScalingConfig(
+        num_workers=(scaling.least, scaling.most) if scaling.elastic else scaling.most,
+        use_gpu=device == "cuda",
+        resources_per_worker=bundle,
+        placement_strategy="PACK" if device == "cuda" else "SPREAD",
+    )
+    demand = bundle if device == "cuda" else {"CPU": scaling.cpus_per_worker + config.data.readers}
+    room = RoomOnNodes(ray_scaling, hub, demand, scaling.least, scaling.most, scaling.grow_every_s)
+    failures = FailuresWithReason(ray.train.FailureConfig(), hub, scaling.max_failures if saves else 0)
+    stop = Stop(hub, scaling.stop_s if saves else 0)
+    task = Task(config, schema, datasets, hub, checkpoint, fingerprint(datasets.get("train")))
+    trainer = Trainer(
         getattr(workers, worker),
         train_loop_config=task,
         torch_config=(LoopbackTorchConfig if local else TorchConfig)(
-            backend="nccl" if device == "cuda" else "gloo", timeout_s=config.scaling.timeout_s
+            backend="nccl" if device == "cuda" else "gloo", timeout_s=scaling.timeout_s
         ),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=config.scaling.workers,
-            use_gpu=device == "cuda",
-            resources_per_worker={"CPU": config.scaling.cpus_per_worker}
-            | ({"GPU": 1} if device == "cuda" else {}),
-        ),
-        run_config=ray.train.RunConfig(name="ray", storage_path=config.run.dir),
+        scaling_config=ray_scaling,
+        run_config=_ray_run(checkpoint if saves else f"{config.run.dir}/ray"),
+        policies={"scaling_policy": room, "failure_policy": failures},
+        on_signal=stop.install,
     )
-    with watch.reading(mailbox), _interruptible():
+    with stop, watch.reading(hub):
         try:
             trainer.fit()
         except Exception as error:
-            raise _explain(error, config) from None
+            if stop.signal is None:
+                raise _explain(error, config, ray.get(hub.cause.remote(), timeout=10)) from None
+    if watch.result is None and stop.signal is not None:
+        raise Interrupted(stop.signal, watch.stopped_at)
     if watch.result is None:
         raise RunError("the workers ended without a result", where=config.run.dir)
     return watch.result
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C is a KeyboardInterrupt again, and the handler of before comes back.
+# How soon the end, or an error, is seen; how long Ray waits for places that are not there after all; and no
+# watcher for nodes that will go, because policies.RoomOnNodes looks for them sooner and needs no barrier.
+RAY_TRAIN = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+}
+
+
+def _ray_run(folder: str) -> Any:
+    """Ray Train's own folder is that of the checkpoints, because it is told of those inside it only.
+
+    What an earlier driver noted there is removed: half written, it would keep Ray Train from starting. Which
+    checkpoint is the newest is found out by looking (checkpoint.files).
+    """
+    import ray.train
+
+    filesystem, path = open_filesystem(f"{folder}/checkpoint_manager_snapshot.json")
+    if filesystem.get_file_info(path).is_file:
+        filesystem.delete_file(path)
+    place, _, name = folder.rstrip("/").rpartition("/")
+    return ray.train.RunConfig(name=name, storage_path=place)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM ended a group.
+
+    Attributes:
+        signal: which one.
+        step: at which its state was saved; None when it was not.
+    """
+
+    def __init__(self, signal: int, step: int | None):
+        super().__init__(f"by signal {signal}")
+        self.signal, self.step = signal, step
+
+
+class Stop:
+    """Ctrl-C and SIGTERM while a group runs: the first asks it to save and end, the second ends it at once.
 
     Ray Train 2.60 installs a handler of its own that ends the workers and then the process, without a word.
+
+    Args:
+        patience_s: seconds until it is ended although it has not saved; 0: at once.
     """
-    in_main = current_thread() is main_thread()
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    except SystemExit:
-        raise KeyboardInterrupt from None
-    finally:
-        if in_main:
-            signal.signal(signal.SIGINT, before)
+
+    def __init__(self, hub: Any, patience_s: float):
+        self._hub, self._patience_s, self.signal = hub, patience_s, None
+        self._before: dict[int, Any] = {}
+        self._timer: Timer | None = None
+
+    def install(self, controller: Any) -> None:
+        """Called by the trainer, in the main thread, when it has a controller."""
+        self._controller = controller
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        again, self.signal = self.signal is not None, number
+        if again or not self._patience_s:
+            return self._abort()
+        self._hub.ask.remote(Command.STOP, signal.Signals(number).name)
+        self._timer = Timer(self._patience_s, self._abort)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _abort(self) -> None:
+        self._controller.abort.remote()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer:
+            self._timer.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
-def _explain(error: Exception, config: RunConfig) -> RaytrecError:
+def fingerprint(dataset: Dataset | None) -> str:
+    """Of the row groups that the cursor counts: their files' names and rows, in order; not where they lie."""
+    if dataset is None:
+        return ""
+    text = "\n".join(
+        f"{group.path.rpartition('/')[2]} {group.index} {group.rows}" for group in dataset.groups
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _explain(error: Exception, config: RunConfig, sentence: str) -> RaytrecError:
     """The error for people behind what Ray raised; the whole story goes to error.txt in the run folder."""
     cause = root_cause(error)
     story = Path(config.run.dir) / "error.txt"
@@ -151,7 +253,7 @@ def _explain(error: Exception, config: RunConfig) -> RaytrecError:
         return cause
     last = [line for line in str(cause).splitlines() if line.strip()]
     return RunError(
-        f"training failed: {last[-1] if last else type(cause).__name__}",
+        f"training failed: {sentence or (last[-1] if last else type(cause).__name__)}",
         where=f"the traceback is in {story}",
     )
 
@@ -160,12 +262,12 @@ class Watch:
     """Reads what rank 0 says, while Ray Train runs, and passes it to the terminal and to MLflow."""
 
     def __init__(self, console: Any, tracker: Any | None, folder: Path | None):
-        self.console, self.result = console, None
+        self.console, self.result, self.stopped_at = console, None, None
         self._tracker, self._folder = tracker, folder
 
-    def reading(self, mailbox: Any) -> _Reading:
-        """A block in which a thread reads the mailbox; at its end nothing is left in it."""
-        return _Reading(mailbox, self._receive)
+    def reading(self, hub: Any) -> _Reading:
+        """A block in which a thread reads the hub's messages; at its end nothing is left there."""
+        return _Reading(hub, self._receive)
 
     def _receive(self, kind: str, **message: Any) -> None:
         if kind == "result":
@@ -173,6 +275,10 @@ class Watch:
             undefined = {k for k, v in message["figures"].items() if isinstance(v, float) and not isfinite(v)}
             self.result = {k: None if k in undefined else v for k, v in message["figures"].items()}
             return
+        if kind == "stopped":
+            self.stopped_at = message["step"]
+        if kind in ("event", "saved", "start", "stopped") and self._folder:
+            self._note(kind, message)
         getattr(self.console, kind)(**message)
         if self._tracker is None:
             return
@@ -183,11 +289,18 @@ class Watch:
             step = message.pop("step")
             self._tracker.metrics({f"{kind}.{name}": value for name, value in message.items()}, step)
 
+    def _note(self, kind: str, message: dict[str, Any]) -> None:
+        """Keeps what happened to the run, a line each, in events.jsonl."""
+        entry = {"event": kind, "unix_s": time(), **message}
+        entry.pop("plan", None)
+        with open(self._folder / EVENTS, "a") as file:
+            file.write(json.dumps(entry) + "\n")
+
 
 class _Reading:
-    def __init__(self, mailbox: Any, receive: Callable):
-        self._mailbox, self._receive, self._over = mailbox, receive, Event()
-        self._thread = Thread(target=self._read, name="mailbox", daemon=True)
+    def __init__(self, hub: Any, receive: Callable):
+        self._hub, self._receive, self._over = hub, receive, Event()
+        self._thread = Thread(target=self._read, name="hub", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -195,21 +308,28 @@ class _Reading:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        self._mailbox.shutdown()
+        import ray
+
+        ray.kill(self._hub)
 
     def _read(self) -> None:
-        from ray.util.queue import Empty
+        import ray
 
         while True:
-            try:
-                self._receive(**self._mailbox.get(timeout=0.5))
-            except Empty:
-                if self._over.is_set():
-                    return
+            last = self._over.is_set()
+            for message in ray.get(self._hub.get.remote(0 if last else 0.5)):
+                self._receive(**message)
+            if last:
+                return
 
 
 def write_json(path: Path, values: Any) -> None:
     """Written whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n")
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Written whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
     partial.replace(path)

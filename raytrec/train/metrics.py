@@ -30,6 +30,17 @@ class Sums:
         parts = [ne[name] for name in self.NAMES] + list(calibration.values())
         self._sums += torch.stack([p.double() for p in parts])
 
+    def total(self) -> list[float]:
+        """The sums since the last `reduce` over all ranks, for `resume`; a collective."""
+        sums = self._sums.clone()
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+    def resume(self, total: list[float]) -> None:
+        """Goes on from what `total` gave, with any number of ranks."""
+        if dist.get_rank() == 0:
+            self._sums += torch.tensor(total, dtype=torch.float64, device=self._sums.device)
+
     def reduce(self) -> dict[str, float]:
         """Figures over all ranks since the last call; a collective. Then starts anew.
 

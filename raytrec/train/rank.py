@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +13,8 @@ from raytrec.data.faults import SKIPPED, Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Order
 from raytrec.schema import Schema
+from raytrec.storage import open_filesystem
+from raytrec.train.pulse import Pulse
 
 
 @dataclass
@@ -20,25 +23,29 @@ class Task:
 
     Attributes:
         datasets: "train", "valid", "test" → Dataset, as far as there are any.
-        mailbox: ray.util.queue.Queue that rank 0 puts messages into (see `console` for their kinds).
-        checkpoint: the folder to write (training) or to read (evaluation).
+        hub: the actor of hub.start_hub.
+        checkpoint: the folder of all checkpoints (training), or the one to read (evaluation).
+        fingerprint: of the training data's row groups; "" where nothing is trained.
     """
 
     config: RunConfig
     schema: Schema
     datasets: dict[str, Dataset]
-    mailbox: Any
-    checkpoint: Path
+    hub: Any
+    checkpoint: str
+    fingerprint: str = ""
 
 
 @dataclass
 class Rank:
-    """This process's place in the worker group: its device, its streams, its voice."""
+    """This process's place in the worker group: its device, its streams, its voice, its pulse."""
 
     index: int
     world: int
     device: Any
     task: Task
+    pulse: Pulse
+    attempt: int
 
     @classmethod
     def enter(cls, task: Task) -> Rank:
@@ -46,6 +53,7 @@ class Rank:
         import ray.train
         import ray.train.torch
         import torch
+        import torch.distributed as dist
 
         context = ray.train.get_context()
         device = ray.train.torch.get_device()
@@ -53,7 +61,11 @@ class Rank:
             torch.cuda.set_device(device)
         else:
             torch.set_num_threads(task.config.scaling.cpus_per_worker)
-        return cls(context.get_world_rank(), context.get_world_size(), device, task)
+        index, world, group = context.get_world_rank(), context.get_world_size(), [uuid.uuid4().hex]
+        dist.broadcast_object_list(group)
+        node = ray.util.get_node_ip_address()
+        attempt = ray.get(task.hub.enter.remote(group[0], index, world, os.getpid(), node), timeout=60)
+        return cls(index, world, device, task, Pulse(task.hub, group[0], index), attempt)
 
     def stream(self, name: str, order: Order):
         """This rank's Stream of one of the task's datasets, or None when the task has none of that name."""
@@ -74,32 +86,79 @@ class Rank:
             pin_memory=self.device.type == "cuda",
         )
 
+    def streams(self, train: Order, evaluation: Order):
+        """The Streams of training, of evaluations while training, and of the last one (or None)."""
+        valid, test = self.stream("valid", evaluation), self.stream("test", evaluation)
+        return self.stream("train", train), valid or test, test or valid
+
+    def watched(self, stream):
+        """The same stream; each batch is a sign of progress."""
+        return Watched(stream, self.pulse)
+
+    def leave(self) -> None:
+        """This rank has done what it had to."""
+        self.pulse.close()
+
     def tell(self, **message: Any) -> None:
         """Sends a message to the driver; only rank 0 speaks."""
         if self.index == 0:
-            self.task.mailbox.put_nowait(message)
+            self.task.hub.put.remote(message)
+
+    def report(self, checkpoint: str, step: int) -> None:
+        """Tells Ray Train of a checkpoint that all ranks have written; a collective."""
+        import ray.train
+        from ray.train import Checkpoint, CheckpointUploadMode
+
+        filesystem, path = open_filesystem(checkpoint)
+        ray.train.report(
+            {"step": step},
+            checkpoint=Checkpoint(path, filesystem),
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+        )
+
+    def phase(self, text: str, kind: str) -> None:
+        """What this rank does from now on, for people and for the hub (hub.PATIENT)."""
+        self.pulse.tick(kind)
+        self.tell(kind="phase", text=text)
+
+
+@dataclass
+class Watched:
+    """A Stream whose batches tick the pulse."""
+
+    stream: Any
+    pulse: Pulse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def batches(self):
+        return self.pulse.reading(self.stream.batches())
 
 
 class Clock:
-    """Rows per second of training: pauses are left out, and the first step, which sets everything up."""
+    """Rows per second of training: pauses are left out, and the first step, which sets everything up.
+
+    Attributes:
+        seconds, rows: of training, through all restarts.
+    """
 
     def __init__(self):
-        self.seconds, self._rows, self._rows_before, self._last = 0.0, 0, None, 0.0
+        self.seconds, self.rows, self._begun, self._last = 0.0, 0, False, 0.0
 
     def resume(self) -> None:
         """Starts anew after a pause."""
         self._last = perf_counter()
 
     def step(self, rows: int) -> None:
-        """Notes that `rows` rows have been trained by now."""
+        """Notes that a step of `rows` rows has ended."""
         now = perf_counter()
-        if self._rows_before is None:
-            self._rows_before = rows
-        else:
+        if self._begun:
             self.seconds += now - self._last
-        self._last, self._rows = now, rows
+            self.rows += rows
+        self._begun, self._last = True, now
 
     @property
     def rows_per_s(self) -> float | None:
         """None until the second step."""
-        return (self._rows - self._rows_before) / self.seconds if self.seconds else None
+        return self.rows / self.seconds if self.seconds else None

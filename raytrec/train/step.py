@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -15,14 +17,19 @@ from torchrec.optim.keyed import KeyedOptimizer
 from raytrec.data.batch import Batch
 from raytrec.embeddings.gradients import PieceByPiece, rank_loss
 from raytrec.embeddings.pooling import PooledEmbeddings
+from raytrec.train.nan import Gate, bad_anywhere
 
 
 class Outputs(NamedTuple):
-    """What one rank's step hands to the metrics; all detached, float32 [B]."""
+    """What one rank's step hands to the metrics; all detached, float32 [B].
+
+    A step that was left out on all ranks (train.on_nan: skip) has zero logits and weights.
+    """
 
     logits: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
+    left_out: bool = False
 
 
 class LossModel(nn.Module):
@@ -53,20 +60,40 @@ class Head(nn.Module):
         world: number of ranks.
         reduction: of the loss over the global batch: mean or sum.
         micro_batches: pieces in which the model sees a batch in training.
+        skip_bad: leave out training steps with a loss that is not finite on any rank.
+
+    Attributes:
+        left_out: whether the last step is left out: no gradient reaches a table, and `nan.SkipBad` keeps the
+            optimizers still.
     """
 
-    def __init__(self, model: nn.Module, world: int, reduction: str = "mean", micro_batches: int = 1):
+    def __init__(
+        self,
+        model: nn.Module,
+        world: int,
+        reduction: str = "mean",
+        micro_batches: int = 1,
+        skip_bad: bool = False,
+    ):
         super().__init__()
         self.model = model
         self.world, self.reduction, self.micro_batches = world, reduction, micro_batches
+        self.skip_bad, self.left_out = skip_bad, False
 
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
         labels_B = batch.labels[:, 0]
+        guarded = self.skip_bad and self.training
+        if guarded:
+            pooled = {feature: Gate.apply(values, self) for feature, values in pooled.items()}
         if self.training and self.micro_batches > 1:
             loss, logits_B = self._in_pieces(pooled, batch)
         else:
             logits_B = self.model(batch.dense, pooled)
             loss = self._loss(logits_B, labels_B, batch.weights, batch.global_rows)
+        self.left_out = guarded and bad_anywhere(loss)
+        if self.left_out:
+            nothing_B = torch.zeros_like(labels_B)
+            return loss, Outputs(nothing_B, labels_B.nan_to_num(), nothing_B, True)
         return loss, Outputs(logits_B.detach(), labels_B, batch.weights)
 
     def _loss(self, logits_B, labels_B, weights_B, global_rows: int) -> torch.Tensor:
@@ -91,29 +118,48 @@ class Step:
     """Owns TorchRec's train pipeline, which every forward must pass once it has rewritten the model.
 
     The pipeline looks two batches ahead, so batches are given to it in segments that it runs empty: between
-    two segments no batch is in flight, and the model may be evaluated or saved.
+    two segments no batch is in flight, and the model may be evaluated. Between two steps of a segment it may
+    be saved: what has begun of the next ones is their exchange of ids, which depends on no weight.
+
+    Attributes:
+        trained: steps that the model has been trained; dropout depends on it, the seed and the rank alone, so
+            that a run that was restored goes on like the one that was saved.
     """
 
-    def __init__(self, model: DistributedModelParallel, optimizer: KeyedOptimizer, device: torch.device):
+    def __init__(
+        self, model: DistributedModelParallel, optimizer: KeyedOptimizer, device: torch.device, seed: int = 0
+    ):
         self.model = model
         self.optimizer = optimizer
+        self.trained, self._seed = 0, seed
         self._pipeline = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
 
     def train(self, batches: Iterator[Batch], steps: int) -> Iterator[Outputs]:
         """Trains on the next `steps` batches, yielding after each."""
         self.model.train()
-        yield from self._run(islice(batches, steps))
+        batches = islice(batches, steps)
+        while True:
+            torch.manual_seed(seed_of(self._seed, self.trained, dist.get_rank()))
+            if (outputs := self._progress(batches)) is None:
+                return
+            self.trained += 1
+            yield outputs
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
         """Forward only, over all batches."""
         self.model.eval()
         with torch.no_grad():
-            yield from self._run(batches)
+            while (outputs := self._progress(batches)) is not None:
+                yield outputs
 
-    def _run(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
-        while True:
-            try:
-                outputs = self._pipeline.progress(batches)
-            except StopIteration:
-                return
-            yield outputs
+    def _progress(self, batches: Iterator[Batch]) -> Outputs | None:
+        """One step of the pipeline; None when it has run empty."""
+        try:
+            return self._pipeline.progress(batches)
+        except StopIteration:
+            return None
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed of several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)

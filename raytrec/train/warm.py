@@ -3,64 +3,146 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import yaml
 
+from raytrec.checkpoint.files import find
+from raytrec.checkpoint.index import read_index
 from raytrec.config import RunConfig, load_config
 from raytrec.errors import ConfigError, SchemaError
 from raytrec.schema import Schema
-from raytrec.train import checkpoint
 
 
 def config_from(place: str | Path, overrides: list[str]) -> tuple[RunConfig, str]:
     """The configuration of a checkpoint for a new run, and that run's name without its time.
 
     Args:
-        place: run folder or checkpoint folder; its schema.yaml stays the schema.
+        place: run folder or checkpoint folder; its schema stays the schema.
         overrides: `section.key=value` strings, at least a new data.train.
 
     Raises:
         RunError: no checkpoint there. ConfigError: as in `load_config`.
     """
-    folder = checkpoint.find(place)
-    values = yaml.safe_load((folder / "config.yaml").read_text())
+    folder, index = find(place)
+    values = index["about"]["config"]
     name = re.sub(r"-\d{8}-\d{6}$", "", values["run"]["name"])
-    values["run"] |= {"name": None, "dir": None, "start_from": str(folder)}
-    values["data"]["schema"] = str(folder / "schema.yaml")
+    values["run"] |= {"name": None, "dir": None, "start_from": folder}
+    values["checkpoint"]["dir"] = None
     return load_config(values, overrides), name
 
 
-def check_fits(config: RunConfig, schema: Schema) -> None:
-    """Looks whether the weights of run.start_from belong to this model and schema.
+@dataclass(frozen=True)
+class TableStart:
+    """How a table of the new run begins.
+
+    Attributes:
+        policy: exact, resize, new or drop.
+        rows: that are taken over.
+        told: a line about it, where it is not simply taken over.
+    """
+
+    policy: str
+    rows: int
+    told: str | None
+
+
+def table_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str, TableStart]:
+    """table → how it begins, under run.start_tables, tables of the checkpoint that have gone included.
 
     Raises:
-        ConfigError, SchemaError: what differs.
+        SchemaError: a table that has changed in a way that nothing is said about.
     """
-    folder = Path(config.run.start_from)  # found when the configuration was resolved
-    before = load_config(folder / "config.yaml")
+    return {
+        table: _start(table, before.tables.get(table), schema.tables.get(table), _policy(config, table))
+        for table in {**before.tables, **schema.tables}
+    }
+
+
+def _policy(config: RunConfig, table: str) -> str:
+    """The last pattern that matches."""
+    return (
+        [p for pattern, p in config.run.start_tables.items() if fnmatchcase(table, pattern)] or ["exact"]
+    )[-1]
+
+
+def _start(table: str, old, new, policy: str) -> TableStart:
+    had, has = (f"{t.rows:,} × {t.dim}" if t else "none" for t in (old, new))
+    if new is None and policy == "drop":
+        return TableStart("drop", 0, f"table {table} ({had}) of the checkpoint is left out")
+    if new is not None and policy == "new":
+        return TableStart("new", 0, f"table {table} ({has}) begins anew")
+    if old and new and (old.rows, old.dim) == (new.rows, new.dim):
+        return TableStart("exact", new.rows, None)
+    if old and new and old.dim == new.dim and policy == "resize":
+        rest = (
+            f"{new.rows - old.rows:,} rows begin anew"
+            if new.rows > old.rows
+            else (f"the checkpoint's last {old.rows - new.rows:,} rows are left out")
+        )
+        return TableStart("resize", min(old.rows, new.rows), f"table {table}: {rest}")
+    fitting = "drop" if new is None else "resize" if old and old.dim == new.dim else "new"
+    raise SchemaError(
+        f"tables.{table}: {has} now, {had} in the checkpoint",
+        where="run.start_from",
+        expected="the checkpoint's tables, or a word on what becomes of those that differ",
+        do=f"set run.start_tables.{table}={fitting}, or train with the checkpoint's schema",
+    )
+
+
+def check_fits(config: RunConfig, schema: Schema) -> list[str]:
+    """Looks whether run.start_from belongs to this model and schema; lines about what is not taken over.
+
+    Raises:
+        ConfigError, SchemaError: what differs, and nothing is said about in run.start_tables and start_dense.
+    """
+    about = read_index(config.run.start_from)["about"]
+    before, old_schema = about["config"], schema_of(about)
+    lines = [start.told for start in table_starts(config, old_schema, schema).values() if start.told]
+    if config.run.start_dense == "exact":
+        _check_dense(config, before, old_schema, schema)
+    old, new = before["optim"]["embeddings"]["name"], config.optim.embeddings.name
+    dense_old, dense_new = before["optim"]["dense"]["name"], config.optim.dense.name
+    if config.run.start_state and (old, dense_old) != (new, dense_new):
+        raise ConfigError(
+            f"the optimizers are {new} and {dense_new}, the checkpoint has state of {old} and {dense_old}",
+            where=f"run.start_from={config.run.start_from}",
+            expected="the checkpoint's optimizers",
+            do="set run.start_state=false, or optim.embeddings.name and optim.dense.name to the checkpoint's",
+        )
+    return lines
+
+
+def schema_of(about: dict) -> Schema:
+    """The schema in a checkpoint."""
+    return Schema.parse(yaml.safe_load(about["schema"]), "the checkpoint's schema")
+
+
+def _check_dense(config: RunConfig, before: dict, old_schema: Schema, schema: Schema) -> None:
+    where, hint = f"run.start_from={config.run.start_from}", ", or run.start_dense=matching"
     for key in ("name", "bottom_mlp", "top_mlp"):
-        old, new = getattr(before.model, key), getattr(config.model, key)
+        old, new = before["model"][key], getattr(config.model, key)
         if old != new:
             raise ConfigError(
                 f"model.{key} is {new}, and the checkpoint has {old}",
-                where=f"run.start_from={folder}",
+                where=where,
                 expected="the checkpoint's model",
-                do=f"set model.{key}={old}".replace(" ", ""),
+                do=f"set model.{key}={old}".replace(" ", "").replace("set", "set ") + hint,
             )
-    old, new = _shapes(Schema.load(folder / "schema.yaml")), _shapes(schema)
-    for what in {**old, **new}:
-        if old.get(what) != new.get(what):
+    old_parts, parts = _dense_parts(old_schema), _dense_parts(schema)
+    for what, new in parts.items():
+        if new != old_parts[what]:
             raise SchemaError(
-                f"{what}: {new.get(what, 'none')} now, {old.get(what, 'none')} in the checkpoint",
-                where=f"run.start_from={folder}",
-                expected="the checkpoint's labels, dense columns, sparse features and tables",
-                do="train with the checkpoint's schema.yaml",
+                f"{what}: {new} now, {old_parts[what]} in the checkpoint",
+                where=where,
+                expected="the checkpoint's labels, dense columns and sparse features",
+                do="train with the checkpoint's schema" + hint,
             )
 
 
-def _shapes(schema: Schema) -> dict[str, object]:
-    """What the shapes and the meaning of the weights depend on."""
-    shapes: dict[str, object] = {"labels": schema.labels, "dense": schema.dense}
-    shapes["sparse"] = [f"{name} → {spec.table}" for name, spec in schema.sparse.items()]
-    return shapes | {f"tables.{name}": f"{t.rows} × {t.dim}" for name, t in schema.tables.items()}
+def _dense_parts(schema: Schema) -> dict[str, object]:
+    """What the shapes and the meaning of dense weights depend on."""
+    sparse = [f"{name} → {spec.table}" for name, spec in schema.sparse.items()]
+    return {"labels": schema.labels, "dense": schema.dense, "sparse": sparse}

@@ -2,79 +2,89 @@
 
 from __future__ import annotations
 
-from math import isfinite
-
 from raytrec.config import RunConfig
 from raytrec.data.order import Order
-from raytrec.errors import RunError
-from raytrec.train.rank import Clock, Rank, Task
+from raytrec.train.rank import Rank, Task
 
 CHECK_STEPS = 20
 
 
 def train_worker(task: Task) -> None:
-    """Trains, evaluates and saves as one rank of a Ray Train worker group."""
+    """Trains, evaluates and saves as one rank of a Ray Train worker group; goes on where an earlier group of
+    the same run was interrupted."""
     from raytrec.embeddings.plan import describe
-    from raytrec.train import checkpoint
+    from raytrec.train.begin import begin
     from raytrec.train.build import build_step
     from raytrec.train.evaluate import evaluate
     from raytrec.train.metrics import Sums
+    from raytrec.train.nan import Recent
+    from raytrec.train.progress import Progress
+    from raytrec.train.survive import Stopped, Survival
 
     rank = Rank.enter(task)
     config, order = task.config, train_order(task.config)
-    train = rank.stream("train", order)
-    batches = train.epochs(config.train.epochs)  # reads while the model is built
-    rank.tell(kind="phase", text="building the model")
-    step, plan = build_step(config, task.schema, rank.device)
-    if config.run.start_from:
-        checkpoint.load(step.model, config.run.start_from)
-    valid = rank.stream("valid", evaluation_order(config)) or rank.stream("test", evaluation_order(config))
-    test = rank.stream("test", evaluation_order(config)) or valid
+    train, valid, test = rank.streams(order, evaluation_order(config))
+    epoch_steps, total = order.steps(train.dataset.rows), total_steps(config, train.dataset.rows)
 
-    total = total_steps(config, train.dataset.rows)
-    window, clock, done, rows, trained = Sums(rank.device), Clock(), 0, 0, 0
-    rank.tell(kind="start", total=total, epochs=config.train.epochs, plan=describe(plan))
-    for pause in pauses(total, config.train.eval_every_steps):
-        clock.resume()
-        for outputs in step.train(batches, pause - done):
-            done += 1
-            rows += order.global_rows(train.dataset.rows, (done - 1) % order.steps(train.dataset.rows))
-            window.add(outputs)
-            clock.step(rows)
-            if done % config.train.log_every_steps == 0 or done == total:
-                figures = window.reduce()
-                if figures["rows"]:  # a window may have been left out as a whole (data.on_error)
-                    stop_if_not_finite(figures, done)
-                trained += figures["rows"]
-                figures |= {"rows": rows, "rows_per_s": clock.rows_per_s, "skipped_rows": rows - trained}
-                rank.tell(kind="train", step=done, **figures)
-        if done < total:
-            rank.tell(kind="eval", step=done, **evaluate(step, valid, rank.device))
-    batches.close()
+    rank.phase("building the model", "plan")
+    step, plan = build_step(config, task.schema, rank.device, fill=False)
+    progress = Progress(Sums(rank.device))
+    survival = Survival(rank, step, plan, progress, total)
+    rank.phase("restoring", "restore")
+    found = survival.restore()
+    if not found.folder:
+        begin(step, config, task.schema)
+    batches = train.epochs(config.train.epochs, progress.step)
+    survival.batches = Recent(rank.pulse.reading(batches), progress.step)
+    rank.tell(kind="start", total=total, step=progress.step, workers=rank.world, plan=describe(plan))
+    try:
+        for pause in pauses(total, config.train.eval_every_steps, progress.step):
+            progress.clock.resume()
+            for outputs in step.train(survival.batches, pause - progress.step):
+                rows = order.global_rows(train.dataset.rows, progress.step % epoch_steps)
+                progress.count(rows, outputs)
+                if progress.step % config.train.log_every_steps == 0 or progress.step == total:
+                    rank.tell(kind="train", step=progress.step, **progress.report())
+                survival.after_step(outputs)
+            if progress.step < total and not progress.evaluated:
+                progress.evaluation = {
+                    "step": progress.step,
+                    **evaluate(step, rank.watched(valid), rank.device),
+                }
+                rank.tell(kind="eval", **progress.evaluation)
+                survival.after_evaluation()
+        survival.finish()
+    except Stopped:
+        rank.tell(kind="stopped", step=progress.step)
+        return rank.leave()
+    finally:
+        batches.close()
 
-    rank.tell(kind="phase", text="saving the checkpoint")
-    checkpoint.save(step.model, task.checkpoint)
-    result = {"train.rows": trained, "train.skipped_rows": rows - trained}
-    result |= {"train.steps": done, "train.samples_per_s": clock.rows_per_s}
+    result = progress.result() | {"world_size": rank.world}
     if test:
-        rank.tell(kind="phase", text="evaluating")
-        result |= {f"eval.{name}": value for name, value in evaluate(step, test, rank.device).items()}
-    rank.tell(kind="result", step=done, figures=result)
+        rank.phase("evaluating", "step")
+        figures = evaluate(step, rank.watched(test), rank.device)
+        result |= {f"eval.{name}": value for name, value in figures.items()}
+    rank.tell(kind="result", step=progress.step, figures=result)
+    return rank.leave()
 
 
 def evaluate_worker(task: Task) -> None:
     """Loads a checkpoint and evaluates it as one rank of a Ray Train worker group."""
-    from raytrec.train import checkpoint
+    from raytrec.checkpoint.restore import load
+    from raytrec.checkpoint.state import LogicalState
     from raytrec.train.build import build_step
     from raytrec.train.evaluate import evaluate
 
     rank = Rank.enter(task)
-    rank.tell(kind="phase", text="loading the checkpoint")
-    step, _ = build_step(task.config, task.schema, rank.device)
-    checkpoint.load(step.model, task.checkpoint)
-    rank.tell(kind="phase", text="evaluating")
-    figures = evaluate(step, rank.stream("test", evaluation_order(task.config)), rank.device)
-    rank.tell(kind="result", step=0, figures={f"eval.{name}": value for name, value in figures.items()})
+    rank.phase("loading the checkpoint", "restore")
+    step, _ = build_step(task.config, task.schema, rank.device, fill=False)
+    load(task.checkpoint, LogicalState(step.model, step.optimizer, with_optimizer=False).tensors())
+    rank.phase("evaluating", "step")
+    figures = evaluate(step, rank.watched(rank.stream("test", evaluation_order(task.config))), rank.device)
+    figures = {f"eval.{name}": value for name, value in figures.items()} | {"world_size": rank.world}
+    rank.tell(kind="result", step=0, figures=figures)
+    rank.leave()
 
 
 def check_worker(task: Task) -> None:
@@ -85,14 +95,19 @@ def check_worker(task: Task) -> None:
     from raytrec.train.build import build_step, plan_of
 
     rank = Rank.enter(task)
-    rank.tell(kind="phase", text="planning")
+    rank.phase("planning", "plan")
     plan = plan_of(task.config, task.schema, rank.device)
     config, schema = shrink(task.config, task.schema, plan)
-    rank.tell(kind="phase", text=f"{CHECK_STEPS} steps, sharded and on one process")
+    rank.phase(f"{CHECK_STEPS} steps, sharded and on one process", "plan")
     rows = max(24, 8 * rank.world)
     findings = compare(build_step, config, schema, rank.device, rows=rows, steps=CHECK_STEPS)
-    figures = {"plan": describe(plan), "findings": [finding.record() for finding in findings]}
+    figures = {
+        "world_size": rank.world,
+        "plan": describe(plan),
+        "findings": [finding.record() for finding in findings],
+    }
     rank.tell(kind="result", step=0, figures=figures)
+    rank.leave()
 
 
 def train_order(config: RunConfig) -> Order:
@@ -119,17 +134,6 @@ def total_steps(config: RunConfig, rows: int) -> int:
     return min(steps, config.train.max_steps or steps)
 
 
-def pauses(total: int, every: int | None) -> list[int]:
-    """The steps after which training pauses to evaluate; the last is the end."""
-    return [*range(every, total, every), total] if every else [total]
-
-
-def stop_if_not_finite(figures: dict[str, float], step: int) -> None:
-    """Every rank sees the same global figures, so all stop together."""
-    if not isfinite(figures["logloss"]):
-        raise RunError(
-            f"the loss is {figures['logloss']}",
-            where=f"step {step}",
-            expected="a finite loss",
-            do="lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about ±10",
-        )
+def pauses(total: int, every: int | None, start: int = 0) -> list[int]:
+    """The steps after which training pauses to evaluate, from `start` on; the last is the end."""
+    return [*range(-(-max(start, 1) // every) * every, total, every), total] if every else [total]

@@ -86,7 +86,7 @@ def test_evaluate_again_with_other_workers(runs, folder, workers):
 
 def test_evaluate_takes_a_checkpoint_folder_and_one_file(runs, folder):
     again = driver.evaluate(
-        runs[1].path / "checkpoints/final", str(folder / "valid/part-1.parquet"), workers=1
+        runs[1].path / "checkpoints", str(folder / "valid/part-1.parquet"), workers=1
     )
     assert again.metrics["eval.rows"] == 250
 
@@ -103,8 +103,8 @@ def test_figures_that_labels_of_one_kind_do_not_define(runs, folder, tmp_path):
 def test_a_run_can_be_moved(runs, folder, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(runs[1].path, moved)
-    config = (moved / "checkpoints/final/config.yaml").read_text()
-    (moved / "checkpoints/final/config.yaml").write_text(config.replace(str(runs[1].path), "/nowhere/run"))
+    config = (moved / "config.yaml").read_text()
+    (moved / "config.yaml").write_text(config.replace(str(runs[1].path), "/nowhere/run"))
     again = driver.evaluate(moved, str(folder / "test"), workers=1)
     assert again.metrics["eval.auc"] == pytest.approx(runs[1].metrics["eval.auc"], abs=1e-6)
     assert not Path("/nowhere").exists()

@@ -1,0 +1,190 @@
+"""The index of a checkpoint: what is in it, and where. It is written last, so that writing it is the commit.
+
+No pickle: JSON, with a hash of itself. No torch either: the driver reads it, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from raytrec.data.faults import answering, retried
+from raytrec.errors import RunError
+from raytrec.storage import open_filesystem
+
+INDEX = "checkpoint.json"
+FORMAT = 1
+
+
+class CheckpointError(RunError):
+    """A checkpoint is damaged, or cannot be read or written."""
+
+
+def read_index(folder: str) -> dict:
+    """What a checkpoint says of itself.
+
+    Args:
+        folder: a local path or a URI.
+
+    Returns:
+        {"format", "attempt", "block_bytes", "tensors", "about", "sha256"}: see `storage.ShardWriter`.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, of another format, or the storage does not answer.
+    """
+    where = f"{folder.rstrip('/')}/{INDEX}"
+    filesystem, path = open_filesystem(where)
+
+    def read() -> bytes:
+        with filesystem.open_input_stream(path) as stream:
+            return stream.read()
+
+    try:
+        text = retried(where, read)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            "there is no whole checkpoint here",
+            where=where,
+            expected=f"{INDEX}, which is written when all else has been",
+            do="name the folder of a checkpoint; what an interrupted save left behind cannot be loaded",
+        ) from None
+    except OSError as error:
+        raise unreadable(reason(error), where) from None
+    try:
+        index = json.loads(text)
+        version, found = index["format"], index["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise unreadable(f"damaged ({error})", where) from None
+    if version != FORMAT:
+        raise CheckpointError(
+            f"the checkpoint is of format {version}", where=where, expected=f"format {FORMAT}"
+        )
+    if found != _digest(index):
+        raise unreadable("damaged (it does not match its own hash)", where)
+    return index
+
+
+def write_index(folder: str, content: dict) -> None:
+    """Commits a checkpoint, in one step, so that there is never a part of an index.
+
+    Args:
+        folder: a local path or a URI; it exists.
+        content: the index without format and hash: `as_json` has passed it, and it has an "attempt".
+
+    Raises:
+        CheckpointError: it cannot be written; there is none then, or the one that was there before.
+    """
+    index = {"format": FORMAT, **content}
+    text = _canonical({**index, "sha256": _digest(index)})
+    filesystem, path = open_filesystem(folder)
+    with writing(f"{folder.rstrip('/')}/{INDEX}"):
+        if is_local(filesystem):
+            _replace(Path(path), content["attempt"], text)
+        else:  # an object appears whole when its stream is closed
+            retried(folder, lambda: _put(filesystem, f"{path}/{INDEX}", text))
+
+
+def as_json(value: dict, where: str) -> dict:
+    """A value as it will be read back: tuples are lists, keys are strings.
+
+    Raises:
+        CheckpointError: it has something else than JSON in it. NaN and infinity are not JSON.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot be written as JSON: {error}",
+            where=where,
+            expected="dicts, lists, strings, finite numbers, booleans and None",
+        ) from None
+
+
+def unreadable(what: str, where: str) -> CheckpointError:
+    """The error of a part of a checkpoint that is damaged or cannot be read."""
+    return CheckpointError(
+        f"the checkpoint cannot be read: {what}",
+        where=where,
+        expected=answering(where) + "the file as it was written",
+        do="load another checkpoint, or restore this file from a copy",
+    )
+
+
+@contextmanager
+def writing(where: str) -> Iterator[None]:
+    """Gives errors of the file system their place.
+
+    Raises:
+        CheckpointError: instead of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint cannot be written: {reason(error)}",
+            where=where,
+            expected="a folder that all workers can write to, with room for the checkpoint",
+            do="make room, or choose another folder; earlier checkpoints are as they were",
+        ) from error
+
+
+def reason(error: OSError) -> str:
+    """What the operating system or the store says, in one line."""
+    return error.strerror or (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def is_local(filesystem) -> bool:
+    """Whether a pyarrow file system is this machine's (or mounted here)."""
+    return filesystem.type_name == "local"
+
+
+def make_folder(path: Path) -> None:
+    """A local folder, and those above it, so that they outlast a power cut."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a local folder outlast a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(folder: Path, attempt: str, text: bytes) -> None:
+    partial = folder / f"{INDEX}.partial-{attempt}"
+    try:
+        with open(partial, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, folder / INDEX)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    sync_folder(folder)
+
+
+def _put(filesystem, path: str, text: bytes) -> None:
+    with filesystem.open_output_stream(path) as stream:
+        stream.write(text)
+
+
+def _canonical(index: dict) -> bytes:
+    return json.dumps(index, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _digest(index: dict) -> str:
+    """sha256 over all but itself."""
+    return hashlib.sha256(
+        _canonical({key: value for key, value in index.items() if key != "sha256"})
+    ).hexdigest()

@@ -1,0 +1,127 @@
+"""Reading checkpoints into live models, whatever the plan and the number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+
+from raytrec.checkpoint.files import folder_of, steps
+from raytrec.checkpoint.index import CheckpointError, read_index
+from raytrec.checkpoint.state import LogicalState, State
+from raytrec.checkpoint.storage import ShardReader
+from raytrec.errors import root_cause
+
+
+@dataclass
+class Restored:
+    """What has been read.
+
+    Attributes:
+        folder: the checkpoint; None when there was none to begin with.
+        about: what its index says beside the tensors.
+        passed_over: why newer ones have not been taken.
+    """
+
+    folder: str | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    passed_over: list[str] = field(default_factory=list)
+
+
+def restore(root: str, state: LogicalState) -> Restored:
+    """Reads the newest checkpoint that is whole into a model; a collective.
+
+    Incomplete ones are passed over, and so are those whose data turn out to be damaged.
+
+    Raises:
+        CheckpointError: there are complete checkpoints, and none of them can be read.
+    """
+    out = Restored()
+    folders = None
+    for folder, about, reason in _from_first_rank(root):
+        if reason:
+            out.passed_over.append(reason)
+            continue
+        try:
+            load(folder, state.tensors())
+        except CheckpointError as error:
+            out.passed_over.append(f"{error.what} ({error.where})")
+            folders = [*(folders or []), folder]
+            continue
+        state.written()
+        out.folder, out.about = folder, about
+        return out
+    if folders:
+        raise CheckpointError(
+            f"none of {len(folders)} checkpoints can be read: " + "; ".join(out.passed_over),
+            where=root,
+            do="bring one of them back from a copy, or remove them to begin anew",
+        )
+    return out
+
+
+def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> None:
+    """Reads tensors from a checkpoint, in place; a collective.
+
+    Args:
+        tensors: name → where it goes; every name must be in the checkpoint, with the same shape.
+        rows: table → only its first rows, which is then the shape that counts.
+
+    Raises:
+        CheckpointError: damaged or missing data, on every rank, with the place.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations inside torch that users cannot act on
+            dcp.load(tensors, storage_reader=_FirstRows(folder, rows or {}))
+    except Exception as error:
+        cause = root_cause(error)
+        if isinstance(cause, CheckpointError):
+            raise cause from None
+        raise
+
+
+class _FirstRows(ShardReader):
+    """A checkpoint of which only the first rows of some tables are seen."""
+
+    def __init__(self, folder: str, rows: dict[str, int]):
+        super().__init__(folder)
+        self._rows = rows
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = super().read_metadata(*args, **kwargs)
+        for name, entry in metadata.state_dict_metadata.items():
+            rows = self._rows.get(name.split("/")[1]) if name.startswith("tables/") else None
+            if rows is not None and len(entry.size):
+                metadata.state_dict_metadata[name] = TensorStorageMetadata(
+                    entry.properties, torch.Size((rows, *entry.size[1:])), _cut(entry.chunks, rows)
+                )
+        return metadata
+
+
+def _cut(chunks: list[ChunkStorageMetadata], rows: int) -> list[ChunkStorageMetadata]:
+    return [
+        ChunkStorageMetadata(c.offsets, torch.Size((min(c.sizes[0], rows - c.offsets[0]), *c.sizes[1:])))
+        for c in chunks
+        if c.offsets[0] < rows
+    ]
+
+
+def _from_first_rank(root: str) -> list[tuple[str, dict, str | None]]:
+    """(folder, about, why it is not complete) of all checkpoints, the newest first, as rank 0 sees them."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        found[0] = []
+        for step in steps(root):
+            folder = folder_of(root, step)
+            try:
+                found[0].append((folder, read_index(folder)["about"], None))
+            except CheckpointError as error:
+                found[0].append((folder, {}, f"{error.what} ({error.where})"))
+    dist.broadcast_object_list(found)
+    return found[0]

@@ -1,0 +1,131 @@
+"""Saving while training goes on: a copy is taken at the step, a thread writes it."""
+
+from __future__ import annotations
+
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+
+from raytrec.checkpoint.files import discard, folder_of, keep
+from raytrec.checkpoint.state import State
+from raytrec.checkpoint.storage import ShardWriter
+from raytrec.errors import RunError, root_cause
+from raytrec.sections import CheckpointSection
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What became of a save.
+
+    Attributes:
+        step: of the run.
+        folder: the checkpoint.
+        error: why there is none.
+        blocked_s: seconds that the step waited for the copy.
+        seconds: until it was committed.
+    """
+
+    step: int
+    folder: str
+    error: RunError | None
+    blocked_s: float
+    seconds: float
+
+
+class Saver:
+    """Writes checkpoints of this rank's part of a run; making one is a collective, as is each `save`.
+
+    Args:
+        root: the folder of all checkpoints, local or s3:// or gs://.
+        config: how many to keep, and whether training goes on while one is written.
+    """
+
+    def __init__(self, root: str, config: CheckpointSection):
+        self._root, self._config = root, config
+        # A group of its own, because its collectives run beside those of training; gloo, for host memory.
+        self._group = dist.new_group(backend="gloo")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: Future[Saved] | None = None
+        self._copies: State = {}
+        self.last_step: int | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written."""
+        return self._running is not None and not self._running.done()
+
+    def save(self, step: int, tensors: State, about: dict[str, Any]) -> None:
+        """Begins to save; returns when training may change the tensors.
+
+        Args:
+            step: of the run: steps that have been trained.
+            tensors: LogicalState.tensors().
+            about: what else belongs to the state, JSON; the same on every rank.
+        """
+        assert self._running is None, "the last save has not been taken"
+        began = perf_counter()
+        attempt = [uuid.uuid4().hex[:8]]
+        dist.broadcast_object_list(attempt, group=self._group)
+        if self._config.asynchronous:
+            tensors = self._copy(tensors)
+        blocked = perf_counter() - began
+        self.last_step = step
+        self._running = self._thread.submit(self._write, step, attempt[0], tensors, about, began, blocked)
+        if not self._config.asynchronous:
+            self._running.result()
+
+    def taken(self) -> Saved | None:
+        """The outcome of the last save, once; waits for it. None when there is none."""
+        if self._running is None:
+            return None
+        saved, self._running = self._running.result(), None
+        return saved
+
+    def _write(
+        self, step: int, attempt: str, tensors: State, about: dict, began: float, blocked: float
+    ) -> Saved:
+        folder, error = folder_of(self._root, step), None
+        try:
+            writer = ShardWriter(folder, attempt, about)
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+        except Exception as failure:
+            cause = root_cause(failure)
+            error = cause if isinstance(cause, RunError) else RunError(str(cause), where=folder)
+        if dist.get_rank() == 0:
+            if error is None:
+                keep(self._root, self._config.keep_last, self._config.keep_best, self._config.best_by)
+            else:
+                discard(folder, attempt)
+        return Saved(step, folder, error, blocked, perf_counter() - began)
+
+    def _copy(self, tensors: State) -> State:
+        """The values in host memory, in buffers that are used again by the next save."""
+        copies: State = {}
+        for name, value in tensors.items():
+            if isinstance(value, ShardedTensor):
+                local = [
+                    Shard(self._buffer(f"{name}/{i}", shard.tensor), shard.metadata)
+                    for i, shard in enumerate(value.local_shards())
+                ]
+                copies[name] = ShardedTensor._init_from_local_shards_and_global_metadata(
+                    local, value.metadata()
+                )
+            else:
+                copies[name] = self._buffer(name, value)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copies
+
+    def _buffer(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        buffer = self._copies.get(name)
+        if buffer is None or buffer.shape != value.shape:
+            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            self._copies[name] = buffer
+        return buffer.copy_(value, non_blocking=True)

@@ -1,0 +1,172 @@
+"""The logical state of a run: tables, dense layers and optimizers under names that no plan changes.
+
+    tables/NAME/weight     [rows, dim]
+    tables/NAME/KIND       optimizer state: [rows, dim], or [rows] with one value a row
+    tables/NAME/step       updates that Adam has made (0-dim)
+    dense/FQN/value        a parameter or buffer of the dense layers
+    dense/FQN/KIND         its optimizer state
+
+TorchRec's own keys are of the plan (its issue #2394: a data-parallel table's state has another key than a
+row-wise one's), so that its state dicts go back only into the plan that they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
+
+from raytrec.embeddings.bags import table_of
+from raytrec.embeddings.kernels import sharded_kernels
+from raytrec.embeddings.tables import Parts, Table, tables
+
+State = dict[str, torch.Tensor | ShardedTensor]
+
+
+class LogicalState:
+    """The live state of a sharded model and its optimizer; making it is a collective.
+
+    Reading its tensors reads the model, writing them (and then `written`) changes it.
+
+    Args:
+        model, optimizer: of `train.build.build_step`.
+        with_optimizer: also the optimizers' state.
+    """
+
+    def __init__(
+        self, model: DistributedModelParallel, optimizer: KeyedOptimizer, *, with_optimizer: bool = True
+    ):
+        plain = _unwrapped(optimizer)
+        if with_optimizer:
+            _make_lazy_state(plain)
+        self.tables: dict[str, Table] = tables(model, plain if with_optimizer else None)
+        self.dense = dict(_dense_values(model))
+        self._fused_steps: list[tuple[Any, torch.Tensor]] = []
+        if with_optimizer:
+            self.dense |= dict(_dense_state(plain))
+            self.dense |= self._table_steps(model, plain)
+
+    def tensors(self, rows: dict[str, int] | None = None, leave_out: set[str] = frozenset()) -> State:
+        """name → live tensor: ShardedTensor for what is sharded, a plain tensor for what every rank has.
+
+        Args:
+            rows: table → only its first rows.
+            leave_out: tables that are not wanted.
+        """
+        for fused, step in self._fused_steps:
+            step.fill_(float(fused.iter[0]))
+        out: State = {name: value for name, value in self.dense.items() if _owner(name) not in leave_out}
+        for name, table in self.tables.items():
+            if name in leave_out:
+                continue
+            for kind, parts in {"weight": table.weight, **table.state}.items():
+                out[f"tables/{name}/{kind}"] = sharded(parts, (rows or {}).get(name))
+        return out
+
+    def written(self) -> None:
+        """To be called after the tensors have been written: kernels take over what they keep elsewhere."""
+        for fused, step in self._fused_steps:
+            fused.set_optimizer_step(int(step))
+            fused.iter_cpu.fill_(int(step))  # fbgemm-gpu 1.8.0 looks at `iter` only while this one is 0
+
+    def _table_steps(self, model: DistributedModelParallel, optimizer: KeyedOptimizer) -> State:
+        """Adam's count of updates of each table that this rank has a shard of."""
+        steps: State = {}
+        for fqn, states in optimizer.state_dict()["state"].items():
+            if (table := table_of(fqn)) and isinstance(states.get("step"), torch.Tensor):
+                steps[f"tables/{table}/step"] = states["step"]
+        for kernel in sharded_kernels(model):
+            fused = kernel.emb_module
+            adam = [t for t in kernel.config.embedding_tables if "exp_avg_sq" in self.tables[t.name].state]
+            if not adam or not hasattr(fused, "set_optimizer_step"):
+                continue
+            step = torch.tensor(0.0)  # torch's Adam counts in float32, too
+            steps |= {f"tables/{table.name}/step": step for table in adam}
+            self._fused_steps.append((fused, step))
+        return steps
+
+
+def sharded(parts: Parts, rows: int | None = None) -> torch.Tensor | ShardedTensor:
+    """Parts of a table as torch.distributed.checkpoint takes them, over the live values.
+
+    Args:
+        rows: only the first so many.
+    """
+    rows = parts.shape[0] if rows is None else rows
+    if parts.replicated:
+        return parts.shards[0].values[:rows]
+    local, everywhere = [], []
+    for shard in parts.shards:
+        count = max(0, min(shard.rows.stop, rows) - shard.rows.start)
+        if not count:
+            continue
+        flat = len(parts.shape) == 1
+        data = ShardMetadata(
+            shard_offsets=[shard.rows.start] if flat else [shard.rows.start, shard.columns.start],
+            shard_sizes=[count] if flat else [count, len(shard.columns)],
+            placement=f"rank:{shard.rank}/{parts.device}",
+        )
+        everywhere.append(data)
+        if shard.values is not None:
+            local.append(Shard(shard.values[:count], data))
+    whole = ShardedTensorMetadata(
+        everywhere,
+        torch.Size((rows, *parts.shape[1:])),
+        TensorProperties(dtype=parts.dtype),
+    )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, whole)
+
+
+def _owner(name: str) -> str | None:
+    """The table that a name belongs to."""
+    return name.split("/")[1] if name.startswith("tables/") else None
+
+
+def _unwrapped(optimizer: KeyedOptimizer) -> KeyedOptimizer:
+    """The optimizer inside wrappers such as GlobalNormClip."""
+    while isinstance(optimizer, OptimizerWrapper):
+        optimizer = optimizer._optimizer
+    return optimizer
+
+
+def _torch_optimizers(optimizer: KeyedOptimizer) -> Iterator[torch.optim.Optimizer]:
+    """The torch optimizers of what is not updated in backward."""
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, part in optimizer.optimizers:
+            yield from _torch_optimizers(part)
+    elif isinstance(inner := getattr(optimizer, "_optimizer", None), torch.optim.Optimizer):
+        yield inner
+
+
+def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
+    """Adam makes its state at its first step (torch 2.13.0); reading into it comes before that."""
+    for inner in _torch_optimizers(optimizer):
+        if not isinstance(inner, torch.optim.Adam):
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def _dense_values(model: DistributedModelParallel) -> Iterator[tuple[str, torch.Tensor]]:
+    for fqn, value in model.state_dict().items():
+        if table_of(fqn) is None:
+            yield f"dense/{fqn}/value", value.detach()
+
+
+def _dense_state(optimizer: KeyedOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for fqn, states in optimizer.state_dict()["state"].items():
+        if table_of(fqn) is None:
+            for kind, value in states.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"dense/{fqn}/{kind}", value

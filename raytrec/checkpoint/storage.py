@@ -1,0 +1,571 @@
+"""Tensors on storage for torch.distributed.checkpoint: raw bytes with checksums, and no pickle.
+
+Each rank writes one file, ATTEMPT-RANK.bin: its chunks (whole tensors, or shards of them), as little-endian
+values in row-major order, each from a multiple of 64 bytes on. The index says where each is, and has a crc32
+for every block of it. A block is what is read at a time, so memory does not grow with tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from io import FileIO
+from itertools import groupby
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from raytrec.checkpoint.index import (
+    INDEX,
+    CheckpointError,
+    as_json,
+    is_local,
+    make_folder,
+    read_index,
+    reason,
+    sync_folder,
+    unreadable,
+    write_index,
+    writing,
+)
+from raytrec.data.faults import retried
+from raytrec.storage import open_filesystem
+
+__all__ = ["BLOCK_BYTES", "INDEX", "CheckpointError", "ShardReader", "ShardWriter", "read_index"]
+
+BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the largest element
+ALIGNMENT = 64  # bytes
+# Blocks in work at a time. Two on a disk: one is read while the other is checked. An object store answers
+# late, so that its speed is that of the requests under way.
+READS, REMOTE_READS = 2, 8
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    )
+}
+
+
+class ShardWriter(StorageWriter):
+    """Writes the tensors and ShardedTensors of a state dict, for `torch.distributed.checkpoint.save`.
+
+    The checkpoint exists from the moment at which rank 0 has written the index,
+
+        {"format": 1, "attempt": str, "block_bytes": int, "about": dict, "sha256": of all the rest,
+         "tensors": {name: {"dtype": "float32", "shape": [...], "chunks": [
+            {"offsets": [...], "sizes": [...], "file": str, "start": bytes, "crc32": [of each block]}]}}}
+
+    An index that was in the folder before is replaced; nothing else is. Files are on the disk by then, not
+    only in the system's memory. Errors reach all ranks, as CheckpointErrors in torch's CheckpointException.
+
+    Args:
+        folder: a local path, made when there is none, or a URI; the same place for all ranks.
+        attempt: begins the names of files; never used before in this folder.
+        about: what else the index is to say: JSON.
+
+    Raises:
+        CheckpointError: `about` is not JSON.
+    """
+
+    def __init__(self, folder: str, attempt: str, about: dict):
+        self._folder, self._attempt = folder.rstrip("/"), attempt
+        self._about = as_json(about, f"{self._folder}/{INDEX}: about")
+        self._block_bytes = BLOCK_BYTES
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self._folder = str(checkpoint_id).rstrip("/")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
+        filesystem, path = open_filesystem(self._folder)
+        with writing(self._folder):
+            if is_local(filesystem):
+                make_folder(Path(path))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuses what is not a tensor; leaves out shards without a value.
+
+        An empty shard may begin where another rank's begins. To torch's planner, these are copies of one
+        shard, of which it would write either.
+        """
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                raise CheckpointError(f"only tensors can be saved, and {item.index.fqn!r} is none")
+            dtype = item.tensor_data.properties.dtype
+            if dtype not in DTYPES.values():
+                raise CheckpointError(
+                    f"cannot save {item.index.fqn!r} of {dtype}", expected=", ".join(DTYPES)
+                )
+        return dataclasses.replace(plan, items=[item for item in plan.items if _has_values(item)])
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Gives each rank its file's name."""
+        return [
+            dataclasses.replace(plan, storage_data=f"{self._attempt}-{rank:05d}.bin")
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(plan, planner) if plan.items else [])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits, on rank 0, when all ranks have written.
+
+        Raises:
+            CheckpointError: the index cannot be written, or this rank does not see what the others wrote.
+        """
+        chunks = {result.index: result.storage_data for each in results for result in each}
+        tensors = {}
+        for fqn, saved in metadata.state_dict_metadata.items():
+            parts = [chunks[MetadataIndex(fqn, chunk.offsets)] for chunk in saved.chunks]
+            name = str(saved.properties.dtype).removeprefix("torch.")
+            tensors[fqn] = {"dtype": name, "shape": list(saved.size), "chunks": parts}
+        sizes: dict[str, int] = {}
+        for result in (result for each in results for result in each):
+            file, end = result.storage_data["file"], result.storage_data["start"] + result.size_in_bytes
+            sizes[file] = max(sizes.get(file, 0), end)
+        self._check_files(sizes)
+        content = {"attempt": self._attempt, "block_bytes": self._block_bytes}
+        write_index(self._folder, {**content, "tensors": tensors, "about": self._about})
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self._folder)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        results = []
+        with ExitStack() as stack:
+            stack.enter_context(writing(f"{self._folder}/{plan.storage_data}"))
+            file = stack.enter_context(_Sink(self._folder, plan.storage_data))
+            checks = stack.enter_context(ThreadPoolExecutor(1))
+            for item in plan.items:
+                tensor = planner.resolve_data(item).detach().as_subclass(torch.Tensor)
+                start, crc32 = file.align(), []
+                for block in _blocks(_checked(tensor, item), self._block_bytes):
+                    crc = checks.submit(zlib.crc32, block)  # while it is written
+                    file.write(block)
+                    crc32.append(crc.result())
+                chunk = item.tensor_data.chunk
+                place = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+                place |= {"file": plan.storage_data, "start": start, "crc32": crc32}
+                results.append(WriteResult(item.index, file.size - start, place))
+            file.sync()
+        return results
+
+    def _check_files(self, sizes: dict[str, int]) -> None:
+        """Workers that do not share the folder would make a checkpoint that nobody can load."""
+        filesystem, path = open_filesystem(self._folder)
+        with writing(self._folder):
+            found = filesystem.get_file_info([f"{path}/{name}" for name in sizes])
+        for (name, size), info in zip(sizes.items(), found, strict=True):
+            if info.size != size:
+                seen = "is not there" if info.size is None else f"has {info.size:,} bytes, not {size:,}"
+                raise CheckpointError(
+                    f"{name}, which a worker has written, {seen} as the first worker sees it",
+                    where=self._folder,
+                    expected="a folder that all workers share",
+                    do="put checkpoints on storage that all nodes reach under the same path",
+                )
+
+
+class ShardReader(StorageReader):
+    """Reads a checkpoint into the tensors of a state dict, for `torch.distributed.checkpoint.load`.
+
+    Shards may be others than those saved. Values are cast where a tensor has another dtype than was saved.
+    Tensors are written in place while blocks are checked, so that after an error they hold anything.
+
+    Memory: `READS` blocks (`REMOTE_READS` for object stores) beside the tensors, whatever their size.
+
+    Args:
+        folder: a local path or a URI.
+    """
+
+    def __init__(self, folder: str):
+        self.reset(folder)
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self._folder = str(checkpoint_id).rstrip("/")
+        self._error: CheckpointError | None = None
+        self._chunks: dict[MetadataIndex, StoredChunk] = {}
+        self._block_bytes = BLOCK_BYTES
+
+    def read_metadata(self, *args) -> Metadata:
+        """What there is to load; nothing where the index cannot be read.
+
+        torch's loader turns an error here into another one without its parts, so that it is raised in the
+        next step. Where the loader is not used, `read_index` tells.
+        """
+        try:
+            index = read_index(self._folder)
+            self._block_bytes = index["block_bytes"]
+            return _metadata(index, f"{self._folder}/{INDEX}")
+        except CheckpointError as error:
+            self._error = error
+            return Metadata({}, storage_data={})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args) -> None:
+        if self._error is not None:
+            raise self._error
+        self._chunks = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leaves out reads of nothing, which empty shards bring."""
+        return dataclasses.replace(plan, items=[item for item in plan.items if math.prod(item.lengths)])
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[StoredChunk, list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault(self._chunks[item.storage_index], []).append(item)
+        in_order = sorted(wanted, key=lambda chunk: (chunk.file, chunk.start))
+        for _, chunks in groupby(in_order, key=lambda chunk: chunk.file):
+            self._read_file(list(chunks), wanted, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    def _read_file(self, chunks: list[StoredChunk], wanted: dict, planner: LoadPlanner) -> None:
+        try:
+            source = _Source(self._folder, chunks[0].file)
+        except OSError as error:
+            raise unreadable(reason(error), chunks[0].where(self._folder)) from None
+        buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
+        largest = max(min(chunk.nbytes, self._block_bytes) for chunk in chunks)
+        for _ in range(source.reads):
+            buffers.put(torch.empty(largest, dtype=torch.uint8))
+        with source, ThreadPoolExecutor(source.reads) as pool:
+            for chunk in chunks:
+                items = wanted[chunk]
+                targets = [_Target(chunk, item, planner.resolve_tensor(item)) for item in items]
+                size = self._block_bytes
+                blocks = {n for t in targets for n in range(t.begin // size, math.ceil(t.end / size))}
+                read = partial(self._read_block, source, chunk, targets, buffers)
+                for _ in pool.map(read, sorted(blocks)):
+                    pass  # raises the first error, and cancels the rest
+                for item, target in zip(items, targets, strict=True):
+                    planner.commit_tensor(item, target.tensor)
+
+    def _read_block(
+        self, source: _Source, chunk: StoredChunk, targets: list[_Target], buffers: SimpleQueue, number: int
+    ) -> None:
+        """Reads a block, checks it, and copies it to where it belongs. It runs in several threads."""
+        begin = number * self._block_bytes
+        end = min(begin + self._block_bytes, chunk.nbytes)
+        takers = [target for target in targets if target.begin < end and begin < target.end]
+        if len(takers) == 1 and (into := takers[0].memory(begin, end)) is not None:
+            self._fill(source, chunk, number, begin, into)
+            return
+        buffer = buffers.get()
+        try:
+            self._fill(source, chunk, number, begin, memoryview(buffer.numpy())[: end - begin])
+            for target in takers:
+                target.take(buffer[: end - begin].view(chunk.dtype), begin)
+        finally:
+            buffers.put(buffer)
+
+    def _fill(self, source: _Source, chunk: StoredChunk, number: int, begin: int, into: memoryview) -> None:
+        where = chunk.where(self._folder, begin, begin + len(into))
+        try:
+            got = source.read(chunk.start + begin, into)
+        except OSError as error:
+            raise unreadable(reason(error), where) from None
+        if got < len(into):
+            raise unreadable(f"the file ends {len(into) - got:,} bytes too early", where)
+        if zlib.crc32(into) != chunk.crc32[number]:
+            raise unreadable("damaged (the bytes do not match their checksum)", where)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredChunk:
+    """A tensor, or a shard of one, as it lies in a file.
+
+    Attributes:
+        fqn: the tensor.
+        dtype, sizes: of the chunk.
+        file: name, within the checkpoint.
+        start: bytes before it in the file.
+        crc32: of each block.
+    """
+
+    fqn: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    crc32: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+    def where(self, folder: str, begin: int = 0, end: int | None = None) -> str:
+        """Bytes of it, for people; counted from the beginning of the file."""
+        end = self.nbytes if end is None else end
+        place = f"bytes {self.start + begin} to {self.start + end - 1}"
+        return f"{folder}/{self.file}, tensor {self.fqn}, {place}"
+
+
+class _Target:
+    """A tensor that wants a box of a chunk.
+
+    Attributes:
+        tensor: of the box's shape.
+        begin, end: bytes of the chunk between which all of the box lies.
+    """
+
+    def __init__(self, chunk: StoredChunk, item: ReadItem, tensor: torch.Tensor):
+        self.tensor = tensor.detach().as_subclass(torch.Tensor)
+        if self.tensor.shape != item.lengths:
+            raise CheckpointError(
+                f"{tuple(item.lengths)} values of {chunk.fqn} for a tensor of {tuple(self.tensor.shape)}"
+            )
+        self._sizes, self._offsets = chunk.sizes, tuple(item.storage_offsets)
+        strides = [math.prod(chunk.sizes[d + 1 :]) for d in range(len(chunk.sizes))]
+        first = sum(o * s for o, s in zip(self._offsets, strides, strict=True))
+        count = 1 + sum((n - 1) * s for n, s in zip(item.lengths, strides, strict=True))
+        self.begin, self.end = (n * chunk.dtype.itemsize for n in (first, first + count))
+        solid = count == self.tensor.numel() and self.tensor.dtype == chunk.dtype
+        self._memory = _memory(self.tensor) if solid and _is_plain(self.tensor) else None
+
+    def memory(self, begin: int, end: int) -> memoryview | None:
+        """Where these bytes of the chunk belong, when they can be read to there as they are."""
+        if self._memory is None or begin < self.begin or end > self.end:
+            return None
+        return self._memory[begin - self.begin : end - self.begin]
+
+    def take(self, block: torch.Tensor, begin: int) -> None:
+        """Copies what belongs here of a block of values, which begins at this byte of the chunk."""
+        first = begin // block.element_size()
+        for values, box in _overlaps(block, first, self._sizes, self._offsets, self.tensor):
+            box.copy_(values)
+
+
+class _Sink:
+    """A new file that is written from beginning to end; removed when something goes wrong, where it is local.
+
+    Attributes:
+        size: bytes written.
+
+    Raises:
+        OSError: from all of it; FileExistsError, where there is such a file: it may belong to a checkpoint.
+    """
+
+    def __init__(self, folder: str, name: str):
+        filesystem, path = open_filesystem(f"{folder}/{name}")
+        self.size, self._path, self._local = 0, Path(path), is_local(filesystem)
+        if self._local:
+            self._file = FileIO(path, "x")
+        elif filesystem.get_file_info(path).is_file:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        else:
+            self._file = filesystem.open_output_stream(path)
+
+    def __enter__(self) -> _Sink:
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        # Closing an object's stream would make an object of what has been written.
+        if kind is None or self._local:
+            self._file.close()
+        if kind is not None and self._local:
+            with suppress(OSError):
+                self._path.unlink()
+
+    def align(self) -> int:
+        """Fills up to where the next chunk can start; gives that place, in bytes."""
+        if gap := -self.size % ALIGNMENT:
+            self.write(memoryview(bytes(gap)))
+        return self.size
+
+    def write(self, data: memoryview) -> None:
+        self.size += len(data)
+        while len(data):
+            data = data[self._file.write(data) :]
+
+    def sync(self) -> None:
+        """Makes the file outlast a power cut."""
+        if self._local:
+            os.fsync(self._file.fileno())
+            sync_folder(self._path.parent)
+
+
+class _Source:
+    """A file read at any place, from several threads.
+
+    Attributes:
+        reads: how many at a time are worth it.
+
+    Raises:
+        OSError: from all of it.
+    """
+
+    def __init__(self, folder: str, name: str):
+        self._uri = f"{folder}/{name}"
+        filesystem, path = open_filesystem(self._uri)
+        if is_local(filesystem):
+            self.reads, self._file = READS, FileIO(path)
+            self._read = self._read_local
+        else:
+            self.reads = REMOTE_READS
+            self._file = retried(self._uri, partial(filesystem.open_input_file, path))
+            self._read = self._read_remote
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+    def read(self, start: int, into: memoryview) -> int:
+        """Fills memory from this byte on; gives the number of bytes, fewer only at the file's end."""
+        return self._read(start, into)
+
+    def _read_local(self, start: int, into: memoryview) -> int:
+        got = 0
+        while got < len(into) and (more := os.preadv(self._file.fileno(), [into[got:]], start + got)):
+            got += more
+        return got
+
+    def _read_remote(self, start: int, into: memoryview) -> int:
+        data = retried(self._uri, lambda: self._file.read_at(len(into), start))
+        into[: len(data)] = data
+        return len(data)
+
+
+def _metadata(index: dict, where: str) -> Metadata:
+    """The index in torch's words, with a StoredChunk for every chunk."""
+    tensors, chunks = {}, {}
+    for fqn, entry in index["tensors"].items():
+        dtype, boxes = DTYPES[entry["dtype"]], []
+        for number, part in enumerate(entry["chunks"]):
+            box = ChunkStorageMetadata(torch.Size(part["offsets"]), torch.Size(part["sizes"]))
+            if Path(part["file"]).name != part["file"]:
+                raise unreadable(f"damaged (it names a file of another folder: {part['file']})", where)
+            key = MetadataIndex(fqn, box.offsets, number)
+            sizes, crc32 = tuple(part["sizes"]), tuple(part["crc32"])
+            chunks[key] = StoredChunk(fqn, dtype, sizes, part["file"], part["start"], crc32)
+            boxes.append(box)
+        if sum(math.prod(box.sizes) for box in boxes) != math.prod(entry["shape"]):
+            raise unreadable(f"damaged (it does not have all of tensor {fqn})", where)
+        properties = TensorProperties(dtype=dtype)
+        tensors[fqn] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), boxes)
+    return Metadata(tensors, storage_data=chunks)
+
+
+def _has_values(item: WriteItem) -> bool:
+    """Whether there is something to write of it; a tensor that is empty as a whole is kept."""
+    return bool(math.prod(item.tensor_data.chunk.sizes)) or not math.prod(item.tensor_data.size)
+
+
+def _checked(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
+    expected = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
+    if (tensor.dtype, tensor.shape) != expected:
+        raise CheckpointError(
+            f"a shard of {item.index.fqn!r} has {tensor.dtype} {tuple(tensor.shape)}",
+            where=f"offset {tuple(item.tensor_data.chunk.offsets)}",
+            expected=f"{expected[0]} {tuple(expected[1])}, as its metadata say",
+        )
+    return tensor
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory is its values, one after the other."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a plain tensor; no copy."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
+    """The bytes of a tensor, block by block; each is there until the next one is asked for."""
+    if _is_plain(tensor):
+        data = _memory(tensor)
+        yield from (data[i : i + block_bytes] for i in range(0, len(data), block_bytes))
+        return
+    count = block_bytes // tensor.element_size()
+    buffer = torch.empty(min(count, tensor.numel()), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    for first in range(0, tensor.numel(), count):
+        block = buffer[: tensor.numel() - first]
+        for values, box in _overlaps(block, first, tensor.shape, (0,) * tensor.dim(), tensor):
+            values.copy_(box)
+        yield _memory(block)
+
+
+def _overlaps(
+    block: torch.Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], box: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What a block of a chunk and a box in it have in common, as views of the one and of the other.
+
+    Rows that the block has whole are one view; of the two that it may have in part, each is again a chunk,
+    with one dimension less.
+
+    Args:
+        block: [n], consecutive values of the chunk.
+        first: the place of the first of them in the chunk.
+        sizes: of the chunk.
+        offsets: of the box in the chunk.
+        box: the box; its shape is its size.
+    """
+    if not sizes:
+        yield block[0], box
+        return
+    width = math.prod(sizes[1:])
+    while len(block):
+        row, within = divmod(first, width)
+        if within or len(block) < width:
+            part = block[: width - within]
+            if offsets[0] <= row < offsets[0] + len(box):
+                yield from _overlaps(part, within, sizes[1:], offsets[1:], box[row - offsets[0]])
+        else:
+            rows = len(block) // width
+            part = block[: rows * width]
+            low, high = max(row, offsets[0]), min(row + rows, offsets[0] + len(box))
+            if low < high:
+                values = part.view(rows, *sizes[1:])[low - row : high - row]
+                for d in range(1, box.dim()):
+                    values = values.narrow(d, offsets[d], box.shape[d])
+                yield values, box[low - offsets[0] : high - offsets[0]]
+        block, first = block[len(part) :], first + len(part)

@@ -1,0 +1,95 @@
+"""What made a worker group fail: the root cause among the errors that it led to on other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from raytrec.errors import RaytrecError, root_cause
+
+
+class Restart(Exception):
+    """Raised by all ranks when the state is saved and the group is to be started again: no failure."""
+
+
+class Kind(IntEnum):
+    """Kinds of errors, the ones that explain the others first."""
+
+    RESTART = 0  # asked for
+    OURS = 1  # an error for people; trying again would lead to it again
+    NODE = 2  # the node has gone
+    DEATH = 3  # the process has gone
+    ERROR = 4  # an exception of its own
+    FOLLOWED = 5  # a collective that another rank did not take part in
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a rank failed.
+
+    Attributes:
+        text: one line.
+        error: the error itself.
+    """
+
+    kind: Kind
+    rank: int
+    text: str
+    error: BaseException
+
+    @property
+    def sentence(self) -> str:
+        """The text, with the rank where it does not say so itself."""
+        if self.kind in (Kind.OURS, Kind.RESTART):
+            return self.text
+        return f"rank {self.rank} {self.text}"
+
+
+# What gloo and NCCL say when a rank has gone (torch 2.13.0).
+COLLECTIVE = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "timed out waiting",
+    "socket",
+    "c10d",
+    "connection reset",
+)
+
+
+def find_cause(failures: dict[int, BaseException]) -> Cause:
+    """The one that explains the others.
+
+    Args:
+        failures: rank → what its process raised, or what Ray says about its end.
+    """
+    return min((_classify(rank, error) for rank, error in failures.items()), key=lambda c: (c.kind, c.rank))
+
+
+def _classify(rank: int, error: BaseException) -> Cause:
+    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RaySystemError
+
+    inner = getattr(error, "health_check_failure", None) or error
+    cause = root_cause(inner)
+    text = str(cause).strip()
+    if isinstance(cause, RaytrecError):
+        return Cause(Kind.OURS, rank, cause.what, cause)
+    if isinstance(cause, Restart):
+        return Cause(Kind.RESTART, rank, text, cause)
+    if isinstance(inner, NodeDiedError) or getattr(inner, "preempted", False) or "node has died" in text:
+        return Cause(Kind.NODE, rank, "lost its node", cause)
+    if isinstance(inner, OutOfMemoryError) or "OOM" in text or "out of memory" in text.lower():
+        return Cause(Kind.DEATH, rank, "was ended for lack of memory", cause)
+    if isinstance(inner, (RayActorError, RaySystemError)):
+        return Cause(Kind.DEATH, rank, "died" + _exit_detail(text), cause)
+    last = text.splitlines()[-1] if text else ""
+    kind = Kind.FOLLOWED if any(word in text.lower() for word in COLLECTIVE) else Kind.ERROR
+    return Cause(kind, rank, f"raised {type(cause).__name__}: {last}", cause)
+
+
+def _exit_detail(text: str) -> str:
+    """What Ray knows about how a process ended."""
+    for line in text.splitlines():
+        if "exit_detail:" in line or "exit detail:" in line.lower():
+            return f": {line.partition(':')[2].strip()}"
+    return ""

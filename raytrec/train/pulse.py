@@ -1,0 +1,152 @@
+"""A rank's side of the hub: a thread that sends heartbeats, and what all ranks agree on at each step."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from threading import Event, Thread, main_thread
+from typing import Any, NamedTuple, TypeVar
+
+from raytrec.train.hub import BEAT_S, Command
+
+T = TypeVar("T")
+# A frame in one of these files means: waiting for other ranks.
+WAITS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
+
+
+class Pulse:
+    """Tells the hub how this rank gets on; ends the process when the hub says so.
+
+    Attributes:
+        command: what the hub wants.
+        phase: what this rank is doing; see hub.PATIENT.
+    """
+
+    def __init__(self, hub: Any, attempt: str, rank: int):
+        self._hub, self._attempt, self._rank = hub, attempt, rank
+        self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
+        # The thread that trains: Ray Train runs the worker's function in one that is not the main thread.
+        self._watched = _this_thread()
+        self._over = Event()
+        self._thread = Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread.start()
+
+    def tick(self, phase: str | None = None, step: int | None = None) -> None:
+        """Notes progress, with another phase or step if given."""
+        self._ticks += 1
+        self.phase = phase or self.phase
+        self._step = self._step if step is None else step
+
+    def reading(self, batches: Iterator[T], after: str = "step") -> Iterator[T]:
+        """The same iterator; waiting for it is the phase "data"."""
+        while True:
+            self.tick("data")
+            batch = next(batches, None)
+            self.tick(after)
+            if batch is None:
+                return
+            yield batch
+
+    def close(self) -> None:
+        """The rank has ended well."""
+        self._over.set()
+        self._thread.join(5)
+
+    def _beat(self) -> None:
+        import ray
+
+        last, where, waiting = -1, "", False
+        while not self._over.wait(BEAT_S):
+            ticks = self._ticks
+            where, waiting = (_place(self._watched)) if ticks == last else ("", False)
+            last = ticks
+            try:
+                beat = self._hub.beat.remote(
+                    self._attempt, self._rank, ticks, self._step, self.phase, where, waiting
+                )
+                command = Command(ray.get(beat, timeout=10))
+            except ray.exceptions.GetTimeoutError:
+                continue
+            except Exception:  # the driver has gone, and with it this rank's work
+                return
+            if command == Command.ABORT and not self._over.is_set():
+                faulthandler.dump_traceback(sys.stderr)
+                os._exit(70)
+            self.command = command
+        try:
+            ray.get(self._hub.leave.remote(self._attempt, self._rank), timeout=10)
+        except Exception:
+            return
+
+
+def _this_thread() -> int:
+    from threading import get_ident
+
+    return get_ident()
+
+
+def _place(thread: int) -> tuple[str, bool]:
+    """Where a thread is: function, file:line; and whether it waits there for other ranks."""
+    frame = sys._current_frames().get(thread) or sys._current_frames().get(main_thread().ident)
+    innermost, waiting = frame, False
+    while frame is not None:
+        if any(part in frame.f_code.co_filename for part in WAITS):
+            waiting = True
+            break
+        if "/raytrec/" in frame.f_code.co_filename:
+            break
+        frame = frame.f_back
+    if innermost is None:
+        return "", False
+    file = "/".join(innermost.f_code.co_filename.split("/")[-2:])
+    return f"{innermost.f_code.co_name}, {file}:{innermost.f_lineno}", waiting
+
+
+class Agreed(NamedTuple):
+    """What any rank has said at a step; the same on all ranks.
+
+    Attributes:
+        command: the highest Command.
+        bad: whether a loss was not a finite number.
+        busy: whether a checkpoint is still being written.
+    """
+
+    command: Command
+    bad: bool
+    busy: bool
+
+
+class Signals:
+    """An exchange of a few bytes at each step, over gloo, that nobody waits for: it is read a step later.
+
+    Making it is a collective; every rank calls `exchange` after each step.
+    """
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._group = dist.new_group(backend="gloo")
+        self._begun: deque = deque()
+
+    def exchange(self, command: Command, bad: bool, busy: bool) -> Agreed | None:
+        """Says this step's, and returns what was agreed on at the step before (None at the first)."""
+        import torch
+        import torch.distributed as dist
+
+        values = torch.tensor([command, bad, busy])
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._begun.append((work, values))
+        return self._finish() if len(self._begun) > 1 else None
+
+    def settle(self) -> Agreed | None:
+        """What was agreed on at this step; waits for it. None when it is known already."""
+        return self._finish() if self._begun else None
+
+    def _finish(self) -> Agreed:
+        work, values = self._begun.popleft()
+        work.wait()
+        command, bad, busy = values.tolist()
+        return Agreed(Command(command), bool(bad), bool(busy))

@@ -1,0 +1,202 @@
+"""What keeps a run's work: checkpoints while it trains, and what the ranks agree on at each step."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from math import inf
+from time import monotonic, time
+from typing import Any
+
+import torch
+from torchrec.distributed.types import ShardingPlan
+
+from raytrec.checkpoint.restore import Restored, restore
+from raytrec.checkpoint.save import Saved, Saver
+from raytrec.checkpoint.state import LogicalState
+from raytrec.embeddings.plan import describe
+from raytrec.errors import RunError
+from raytrec.train.causes import Restart
+from raytrec.train.hub import Command
+from raytrec.train.nan import FOLDER, Recent, dump
+from raytrec.train.progress import Progress
+from raytrec.train.pulse import Agreed, Signals
+from raytrec.train.rank import Rank
+from raytrec.train.step import Outputs, Step
+
+PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
+
+
+class Stopped(Exception):
+    """Raised by all ranks when the state is saved and the run is to end: somebody asked for it."""
+
+
+class Survival:
+    """Saves and restores a run, and does what the hub asks for; every method is a collective.
+
+    Args:
+        last_step: where the run ends; it is saved there in any case.
+
+    Attributes:
+        batches: what is being trained, so that a bad one can be looked at.
+    """
+
+    def __init__(self, rank: Rank, step: Step, plan: ShardingPlan, progress: Progress, last_step: int):
+        self.batches: Recent | None = None
+        self._rank, self._step, self._plan, self._progress = rank, step, plan, progress
+        self._config, self._last_step = rank.task.config, last_step
+        self._state = LogicalState(step.model, step.optimizer)
+        self._saver = Saver(rank.task.checkpoint, self._config.checkpoint)
+        self._signals = Signals()
+        self._saved_at, self._asked, self._finite = monotonic(), False, []
+
+    def restore(self) -> Restored:
+        """Goes on from the newest checkpoint that is whole, if there is one."""
+        found = restore(self._rank.task.checkpoint, self._state)
+        for reason in found.passed_over:
+            self._rank.tell(kind="warn", text=f"passed over a checkpoint: {reason}")
+        if found.folder:
+            self._progress.resume(found.about["progress"])
+            self._step.trained = self._progress.step
+            self._saver.last_step = self._progress.step
+        return found
+
+    def after_step(self, outputs: Outputs) -> None:
+        """Exchanges what ranks have to say about this step, and does what was agreed on at the one before.
+
+        Raises:
+            Restart, Stopped: the state has been saved. RunError: a loss was not finite.
+        """
+        rank, step = self._rank, self._progress.step
+        rank.pulse.tick("step", step)
+        command = rank.pulse.command
+        if rank.index == 0 and command == Command.GO and self._time_is_up():
+            command, self._asked = Command.SAVE, True
+        agreed = self._signals.exchange(command, self._not_finite(outputs), self._saver.busy)
+        if agreed is None:
+            agreed = Agreed(Command.GO, False, True)
+        self._stop_if_bad(agreed, step - 1)
+        began = self._saver.last_step
+        if not agreed.busy and began is not None and began < step - 1:
+            self._take()
+        self._obey(agreed.command)
+
+    def _obey(self, command: Command) -> None:
+        step = self._progress.step
+        if command in (Command.RESTART, Command.STOP) and step < self._last_step:
+            self.save(wait=True)
+            raise {Command.RESTART: Restart, Command.STOP: Stopped}[command](f"at step {step}")
+        every = self._config.checkpoint.every_steps
+        if command == Command.SAVE or (every and step % every == 0):
+            self.save()
+
+    def after_evaluation(self) -> None:
+        """Saves what may be one of the best."""
+        if self._config.checkpoint.keep_best:
+            self.save(again=True)
+
+    def save(self, *, wait: bool = False, again: bool = False) -> None:
+        """Begins a checkpoint of this step, unless there is one.
+
+        Args:
+            wait: until it is committed.
+            again: even if there is one.
+
+        Raises:
+            RunError: a loss was not finite in the last step, so that this state must not be kept.
+        """
+        rank, step = self._rank, self._progress.step
+        if (last := self._signals.settle()) is not None:
+            self._stop_if_bad(last, step)
+        if again or self._saver.last_step != step:
+            rank.pulse.tick("save")
+            self._take()
+            self._saver.save(step, self._state.tensors(), self._about())
+            self._saved_at, self._asked = monotonic(), False
+        if wait:
+            rank.pulse.tick("save")
+            self._take()
+        rank.pulse.tick("step")
+
+    def finish(self) -> None:
+        """The last checkpoint of the run.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        self._rank.phase("saving the checkpoint", "save")
+        self.save()
+        saved = self._take()
+        if saved and saved.error:
+            raise saved.error
+
+    def _take(self) -> Saved | None:
+        """The outcome of the last save: told, and handed to Ray Train."""
+        saved = self._saver.taken()
+        if saved is None:
+            return None
+        if saved.error:
+            self._rank.tell(kind="warn", text=f"no checkpoint of step {saved.step}: {saved.error.what}")
+        else:
+            self._rank.report(saved.folder, saved.step)
+        self._rank.tell(
+            kind="saved",
+            step=saved.step,
+            folder=saved.folder,
+            error=saved.error and str(saved.error),
+            blocked_s=saved.blocked_s,
+            seconds=saved.seconds,
+        )
+        return saved
+
+    def _time_is_up(self) -> bool:
+        return not self._asked and monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
+
+    def _not_finite(self, outputs: Outputs) -> bool:
+        """Whether a loss of this rank was not finite: on CPU of this step, on a GPU, which is still computing
+        it, of the step before."""
+        self._finite.append(torch.isfinite(outputs.logits.sum() + outputs.labels.sum()))
+        late = int(outputs.logits.is_cuda)
+        return len(self._finite) > late and not self._finite.pop(0)
+
+    def _stop_if_bad(self, agreed: Agreed, step: int) -> None:
+        """Args: step: at which the ranks said so."""
+        if not agreed.bad:
+            return
+        rank = self._rank
+        step -= int(rank.device.type == "cuda")
+        batch, folder = self.batches.at(step), self._config.run.dir
+        if batch is not None:
+            dump(batch, rank.task.schema, folder, step, rank.index)
+        raise RunError(
+            "the loss is not a finite number",
+            where=f"step {step}; its batch is in {folder}/{FOLDER}",
+            expected="a finite loss",
+            do="look at the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
+            "±10; or set train.on_nan=skip",
+        )
+
+    def _about(self) -> dict[str, Any]:
+        config, task = self._config, self._rank.task
+        return {
+            "name": config.run.name,
+            "saved_unix_s": time(),
+            "progress": self._progress.record(),
+            "evaluation": self._progress.last_evaluation,
+            "data": task.fingerprint,
+            "config": config.model_dump(by_alias=True, mode="json"),
+            "schema": task.schema.to_yaml(),
+            "plan": describe(self._plan),
+            "world_size": self._rank.world,
+            "versions": versions(),
+        }
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that a checkpoint comes from."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,98 @@
+"""What was saved under one plan comes back under every other, to the last bit."""
+
+import itertools
+import shutil
+
+import checkpoints
+import pytest
+import torch
+from ranks import on_ranks
+from small import SCHEMA, batches, build, config, train
+
+# (world size, hosts, plan for all tables). Kernels differ, too.
+PLANS = {
+    "row-wise@4": (4, 1, {"sharding": "row_wise"}),
+    "table-wise@2": (2, 1, {"sharding": "table_wise"}),
+    "grid@3": (3, 1, {"sharding": "grid_shard"}),
+    "data-parallel@1": (1, 1, {"sharding": "data_parallel"}),
+    "column-wise@2": (2, 1, {"sharding": "column_wise"}),
+    "table-row-wise@4": (4, 2, {"sharding": "table_row_wise"}),
+    "dense kernel@3": (3, 1, {"sharding": "row_wise", "kernel": "dense"}),
+    "uvm@2": (2, 1, {"sharding": "row_wise", "kernel": "fused_uvm"}),
+    "data-parallel@3": (3, 1, {"sharding": "data_parallel"}),
+    "table-wise@1": (1, 1, {"sharding": "table_wise"}),
+}
+COLUMNS = ("grid@3", "column-wise@2")  # row-wise Adagrad is refused for these
+OPTIMIZERS = {
+    "sgd": list(PLANS),
+    "adagrad": list(PLANS),
+    "rowwise_adagrad": [p for p in PLANS if p not in COLUMNS],
+    "adam": [p for p in PLANS if p != "uvm@2"],  # on CPU, Adam is a dense update
+}
+
+
+def settings(name, optimizer):
+    world, _, plan = PLANS[name]
+    out = config(world, plan, optimizer)
+    out.optim.dense.name = "adam" if optimizer == "adam" else "adagrad"
+    return out
+
+
+def saved(rank, world, name, optimizer, root):
+    """Trains a little and saves."""
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+
+    config = settings(name, optimizer)
+    step = build(config)
+    state = LogicalState(step.model, step.optimizer)
+    train(step, batches(3, rank, world)[1])
+    saver = Saver(root, config.checkpoint)
+    saver.save(3, state.tensors(), {})
+    outcome = saver.taken()
+    if outcome.error:
+        raise outcome.error
+    return outcome.folder
+
+
+def passed_on(rank, world, name, optimizer, source, root):
+    """Restores, and saves again what it has restored; then trains on."""
+    from raytrec.checkpoint.restore import restore
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+
+    config = settings(name, optimizer)
+    step = build(config)
+    state = LogicalState(step.model, step.optimizer)
+    found = restore(source, state)
+    saver = Saver(root, config.checkpoint)
+    saver.save(3, state.tensors(), {})
+    assert found.folder and not found.passed_over
+    assert saver.taken().error is None
+    train(step, batches(5, rank, world)[1][3:])
+    saver.save(5, state.tensors(), {})
+    assert saver.taken().error is None
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_plan_hands_over_to_the_next(optimizer, tmp_path):
+    """A chain through all plans, at 1 to 4 ranks: what the first saved is what the last one saves."""
+    plans = OPTIMIZERS[optimizer]
+    first = on_ranks(PLANS[plans[0]][0], saved, plans[0], optimizer, str(tmp_path / "0"))[0]
+    values = checkpoints.whole(first)
+    kinds = {"sgd": 1, "adagrad": 2, "rowwise_adagrad": 2, "adam": 4}[optimizer]
+    assert sum(name.startswith("tables/") for name in values) == kinds * len(SCHEMA.tables)
+    assert all(value.abs().sum() > 0 for value in values.values())
+    ends = {}
+    for number, name in enumerate(plans[1:] + plans[:1]):
+        world, hosts, _ = PLANS[name]
+        source, target = str(tmp_path / str(number)), str(tmp_path / str(number + 1))
+        on_ranks(world, passed_on, name, optimizer, source, target, hosts=hosts)
+        folder = f"{target}/step-{3:010d}"
+        assert checkpoints.equal(first, folder) == [], f"{optimizer}: {name}"
+        ends[name] = checkpoints.whole(f"{target}/step-{5:010d}")
+        shutil.rmtree(f"{target}/step-{5:010d}")
+    # Trained on from there, all plans go the same way, up to the order of sums.
+    for (one, a), (other, b) in itertools.pairwise(ends.items()):
+        for key, value in a.items():
+            torch.testing.assert_close(b[key], value, rtol=2e-4, atol=2e-5, msg=f"{one} → {other}: {key}")

@@ -1,0 +1,652 @@
+"""Tensors to storage and back: other shardings, damage, full disks, killed writers, memory; no pickle."""
+
+import errno
+import io
+import json
+import os
+import pickle
+import pickletools
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from pyarrow import fs
+from ranks import on_ranks
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from raytrec.checkpoint import index, storage
+from raytrec.checkpoint.index import INDEX, CheckpointError, read_index
+from raytrec.checkpoint.storage import ShardReader, ShardWriter
+from raytrec.data import faults
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+BLOCK = 64  # bytes: tensors of a few rows have several
+DTYPES = list(storage.DTYPES.values())
+WHOLE = {
+    "rows": ((37, 5), torch.float32),
+    "columns": ((19, 12), torch.float32),
+    "grid": ((23, 10), torch.bfloat16),
+    "uneven": ((11, 3, 2), torch.float64),
+    "gaps": ((9, 4), torch.int32),
+    "wide": ((3, 100), torch.float32),  # rows longer than a block
+    "per_row": ((41,), torch.float32),
+    "nothing": ((0, 4), torch.float32),
+}
+# How many of the parts of a table each cut gives to rows and columns.
+CUTS = {"rows": (4, 1), "columns": (1, 3), "grid": (3, 2), "few": (2, 2), "one": (1, 1)}
+
+
+def values(shape, dtype, seed):
+    """Any bits; for floats, NaNs too."""
+    draw = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel()
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=draw).bool().reshape(shape)
+    raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=draw, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same(one, other):
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
+
+
+def spans(size, parts, gap):
+    """[(start, length)]: uneven ones; with `gap`, empty ones where others begin."""
+    borders = [-(-size * i * i // (parts * parts)) for i in range(parts + 1)]
+    found = [(a, b - a) for a, b in pairwise(borders)]
+    return [span for a, n in found for span in ([(a, 0)] if gap else []) + [(a, n)]]
+
+
+def sharded(whole, cut, rank, world, gap):
+    """The shards of this rank, dealt out in turn, the first one to the last rank."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensorMetadata
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+    from torch.distributed._shard.sharding_spec import ShardMetadata
+
+    row_parts, column_parts = CUTS[cut]
+    boxes = [
+        ((row, *(0,) * (whole.dim() - 1)), (rows, *whole.shape[1:]))
+        if whole.dim() == 1
+        else ((row, column, *(0,) * (whole.dim() - 2)), (rows, columns, *whole.shape[2:]))
+        for row, rows in spans(whole.shape[0], row_parts, gap)
+        for column, columns in (spans(whole.shape[1], column_parts, False) if whole.dim() > 1 else [(0, 0)])
+    ]
+    metadata = [
+        ShardMetadata(list(offsets), list(sizes), f"rank:{(world - 1 + i) % world}/cpu")
+        for i, (offsets, sizes) in enumerate(boxes)
+    ]
+    local = []
+    for box in metadata:
+        if box.placement.rank() == rank:
+            part = whole
+            for d, (offset, size) in enumerate(zip(box.shard_offsets, box.shard_sizes, strict=True)):
+                part = part.narrow(d, offset, size)
+            local.append(Shard(part.contiguous(), box))
+    properties = TensorProperties(dtype=whole.dtype)
+    every = ShardedTensorMetadata(metadata, whole.size(), properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, every)
+
+
+def state(rank, world, cuts, empty=False):
+    """A state dict and its tensors whole; `empty`: with zeros to be loaded into."""
+    wholes = {name: values(shape, dtype, i) for i, (name, (shape, dtype)) in enumerate(WHOLE.items())}
+    plain = {f"plain/{dtype}": values((7, 3), dtype, 50 + i) for i, dtype in enumerate(DTYPES)}
+    plain |= {"scalar": torch.tensor(3.25), "count": torch.tensor(7, dtype=torch.int64)}
+    plain |= {"turned": values((6, 9), torch.float32, 90).t(), "empty": torch.empty(0)}
+    live = {name: torch.zeros_like(whole) if empty else whole for name, whole in wholes.items()}
+    found = {
+        # (One rank with two shards of the same beginning is more than torch can save.)
+        name: sharded(whole, cuts[name], rank, world, gap=name == "gaps" and (empty or world > 1))
+        for name, whole in live.items()
+    }
+    found |= {name: torch.zeros_like(t) if empty else t for name, t in plain.items()}
+    return found, wholes, plain
+
+
+SAVED = {"rows": "rows", "columns": "columns", "grid": "grid", "uneven": "rows", "gaps": "rows"} | {
+    "wide": "few",
+    "per_row": "rows",
+    "nothing": "one",
+}
+
+
+def save(rank, world, folder, attempt="a"):
+    torch.set_num_threads(1)
+    storage.BLOCK_BYTES = BLOCK
+    tensors, _, _ = state(rank, world, SAVED)
+    # In a thread and a group of its own, as a run does it.
+    group = torch.distributed.new_group(backend="gloo")
+    writer = ShardWriter(folder, attempt, {"step": 5, "who": [1, "x", None]})
+    failed = []
+
+    def work():
+        try:
+            dcp.save(tensors, storage_writer=writer, process_group=group)
+        except BaseException as error:
+            failed.append(repr(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    return failed
+
+
+def load(rank, world, folder, cuts):
+    torch.set_num_threads(1)
+    tensors, wholes, plain = state(rank, world, cuts, empty=True)
+    dcp.load(tensors, storage_reader=ShardReader(folder))
+    wrong = [name for name, tensor in plain.items() if not same(tensors[name], tensor)]
+    for name, whole in wholes.items():
+        for shard in tensors[name].local_shards():
+            part = whole
+            for d, (o, n) in enumerate(
+                zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+            ):
+                part = part.narrow(d, o, n)
+            if not same(shard.tensor, part):
+                wrong.append(f"{name} at {shard.metadata.shard_offsets}")
+    return wrong
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3])
+def test_other_ranks_and_shards_read_the_same_bits(writers, tmp_path):
+    folder = str(tmp_path / "new" / "step-5")
+    assert on_ranks(writers, save, folder) == [[]] * writers
+    saved = read_index(folder)
+    assert saved["about"] == {"step": 5, "who": [1, "x", None]}
+    files = [chunk["file"] for entry in saved["tensors"].values() for chunk in entry["chunks"]]
+    assert sorted(set(files)) == [f"a-{rank:05d}.bin" for rank in range(writers)]
+    assert sorted(p.name for p in Path(folder).iterdir()) == sorted({*files, INDEX})
+    plain = [c["file"] for name, e in saved["tensors"].items() if "plain" in name for c in e["chunks"]]
+    assert len(plain) == len(DTYPES), "of equal copies, one"
+    assert all(c["start"] % 64 == 0 for e in saved["tensors"].values() for c in e["chunks"])
+    for readers, cut in [(1, "one"), (1, "grid"), (2, "rows"), (2, "columns"), (3, "few"), (3, "grid")]:
+        cuts = dict.fromkeys(WHOLE, cut) | {"nothing": "one"}
+        assert on_ranks(readers, load, folder, cuts) == [[]] * readers, (readers, cut)
+
+
+def save_copies(rank, world, folder):
+    dcp.save({f"t{i}": torch.full((50,), i) for i in range(9)}, storage_writer=ShardWriter(folder, "a", {}))
+
+
+def test_ranks_share_the_writing_of_what_all_have(tmp_path):
+    on_ranks(3, save_copies, str(tmp_path))
+    entries = read_index(str(tmp_path))["tensors"].values()
+    files = [chunk["file"] for entry in entries for chunk in entry["chunks"]]
+    assert sorted(files) == [f"a-{rank:05d}.bin" for rank in range(3) for _ in range(3)]
+
+
+def alone(folder, tensors, attempt="a", **about):
+    dcp.save(tensors, storage_writer=ShardWriter(str(folder), attempt, about), no_dist=True)
+
+
+def back(folder, tensors):
+    out = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(out, storage_reader=ShardReader(str(folder)), no_dist=True)
+    return out
+
+
+def failure(call, *args):
+    """The CheckpointError that torch wraps."""
+    with pytest.raises(CheckpointException) as raised:
+        call(*args)
+    (error, _), *_ = raised.value.failures.values()
+    assert isinstance(error, CheckpointError), error
+    assert pickle.loads(pickle.dumps(error)).where == error.where
+    return error
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(storage, "BLOCK_BYTES", BLOCK)
+
+
+@pytest.fixture
+def saved(small, tmp_path):
+    tensors = {"first": values((10, 5), torch.float32, 1), "second": values((33,), torch.int64, 2)}
+    alone(tmp_path / "c", tensors)
+    return tmp_path / "c", tensors
+
+
+def chunk(folder, name):
+    (found,) = read_index(str(folder))["tensors"][name]["chunks"]
+    return found
+
+
+def test_a_flipped_bit_in_the_data_is_found_wherever_it_is(saved):
+    folder, tensors = saved
+    path = folder / "a-00000.bin"
+    good = path.read_bytes()
+    starts = {name: chunk(folder, name)["start"] for name in tensors}
+    for at in range(len(good)):
+        name = "first" if at < starts["second"] else "second"
+        within = at - starts[name]
+        path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
+        if within >= tensors[name].nbytes:  # between two tensors
+            assert back(folder, tensors).keys() == tensors.keys()
+            continue
+        error = failure(back, folder, tensors)
+        block = within // BLOCK * BLOCK
+        end = starts[name] + min(block + BLOCK, tensors[name].nbytes) - 1
+        assert "checksum" in error.what
+        assert error.where == f"{path}, tensor {name}, bytes {starts[name] + block} to {end}"
+    path.write_bytes(good)
+    assert all(same(tensor, tensors[name]) for name, tensor in back(folder, tensors).items())
+
+
+def test_only_blocks_that_are_wanted_are_read(saved, monkeypatch):
+    folder, tensors = saved
+    path = folder / "a-00000.bin"
+    start = chunk(folder, "first")["start"]
+    data = bytearray(path.read_bytes())
+    data[start + 150] ^= 1  # row 7
+    path.write_bytes(data)
+    read, fill = [], storage._Source.read
+    monkeypatch.setattr(
+        storage._Source, "read", lambda self, at, into: (read.append(at), fill(self, at, into))[1]
+    )
+    out = {"second": torch.zeros_like(tensors["second"])}
+    dcp.load(out, storage_reader=ShardReader(str(folder)), no_dist=True)
+    assert same(out["second"], tensors["second"])
+    second = chunk(folder, "second")["start"]
+    assert sorted(read) == [second + i * BLOCK for i in range(5)]
+
+
+def read_places(rank, world, folder):
+    """Where this rank reads, for its part of the rows of one table and half of the columns of another."""
+    read, places = storage._Source.read, []
+    storage._Source.read = lambda self, at, into: (places.append(at), read(self, at, into))[1]
+    rows = sharded(torch.zeros(40, 4), "rows", rank, world, gap=False)
+    columns = sharded(torch.zeros(40, 4), "few", rank, world, gap=False)
+    try:
+        dcp.load({"rows": rows, "columns": columns}, storage_reader=ShardReader(folder))
+    finally:
+        storage._Source.read = read
+    return sorted(places)
+
+
+def test_a_rank_reads_its_part_and_each_block_once(small, tmp_path):
+    alone(tmp_path, {name: torch.rand(40, 4) for name in ("rows", "columns")})
+    start = {name: chunk(tmp_path, name)["start"] // BLOCK for name in ("rows", "columns")}
+    # Blocks of 4 rows. Of the rows, cut at 3, 10 and 23, each rank has every other part.
+    rows = [(*range(3, 10), *range(23, 40)), (*range(3), *range(10, 23))]
+    for rank, places in enumerate(on_ranks(2, read_places, str(tmp_path))):
+        expected = {start["rows"] + row // 4 for row in rows[rank]}
+        expected |= {start["columns"] + block for block in range(10)}
+        assert [place // BLOCK for place in places] == sorted(expected)
+
+
+def test_missing_and_short_data(saved):
+    folder, tensors = saved
+    path = folder / "a-00000.bin"
+    good = path.read_bytes()
+    path.write_bytes(good[:-5])
+    error = failure(back, folder, tensors)
+    assert "5 bytes too early" in error.what
+    assert str(path) in error.where and "second" in error.where
+    path.unlink()
+    error = failure(back, folder, tensors)
+    assert "No such file" in error.what and str(path) in error.where and "first" in error.where
+
+
+def test_a_damaged_index_is_found_wherever_it_is(saved):
+    folder, tensors = saved
+    path = folder / INDEX
+    good = path.read_bytes()
+    for at in range(len(good)):
+        for bad in (good[:at], good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]):
+            path.write_bytes(bad)
+            with pytest.raises(CheckpointError) as error:
+                read_index(str(folder))
+            assert error.value.where == str(path)
+    path.write_bytes(good[:100])
+    assert "damaged" in failure(back, folder, tensors).what
+    path.unlink()
+    assert "no whole checkpoint" in failure(back, folder, tensors).what
+
+
+def test_an_index_of_another_format(saved):
+    folder, _ = saved
+    path = folder / INDEX
+    path.write_text(path.read_text().replace('"format":1', '"format":2'))
+    with pytest.raises(CheckpointError, match="of format 2"):
+        read_index(str(folder))
+
+
+def test_an_index_without_a_shard(saved):
+    """A hash that is right does not make a checkpoint whole."""
+    folder, tensors = saved
+    content = {k: v for k, v in read_index(str(folder)).items() if k not in ("format", "sha256")}
+    content["tensors"]["second"]["chunks"][0]["sizes"] = [32]
+    index.write_index(str(folder), content)
+    assert "all of tensor second" in failure(back, folder, tensors).what
+    content["tensors"]["second"]["chunks"][0] |= {"sizes": [33], "file": "../a-00000.bin"}
+    index.write_index(str(folder), content)
+    assert "another folder" in failure(back, folder, tensors).what
+
+
+def test_no_pickle(saved, monkeypatch):
+    folder, tensors = saved
+
+    def never(*_, **__):
+        raise AssertionError("pickle was asked")
+
+    names = [(pickle, n) for n in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler")]
+    for module, name in [*names, (torch, "load"), (torch, "save")]:
+        monkeypatch.setattr(module, name, never)
+    alone(folder.parent / "again", tensors)
+    found = back(folder.parent / "again", tensors)
+    assert all(same(tensor, tensors[name]) for name, tensor in found.items())
+    monkeypatch.undo()
+    for path in (folder.parent / "again").iterdir():
+        if path.name == INDEX:
+            json.loads(path.read_bytes())
+        with pytest.raises((ValueError, UnicodeDecodeError)):
+            pickletools.dis(path.read_bytes(), out=io.StringIO())
+
+
+def test_only_tensors_and_only_known_types(small, tmp_path):
+    assert "'a' is none" in failure(alone, tmp_path / "c", {"a": 3, "b": torch.zeros(2)}).what
+    assert "complex64" in failure(alone, tmp_path / "c", {"a": torch.zeros(2, dtype=torch.complex64)}).what
+    with pytest.raises(CheckpointError, match="JSON"):
+        ShardWriter(str(tmp_path), "a", {"loss": float("nan")})
+    with pytest.raises(CheckpointError, match="JSON"):
+        ShardWriter(str(tmp_path), "a", {"bad": torch.zeros(2)})
+    assert not (tmp_path / "c" / INDEX).exists()
+
+
+def test_values_are_cast_where_asked(saved):
+    folder, tensors = saved
+    out = {"second": torch.zeros(33, dtype=torch.float64)}
+    dcp.load(out, storage_reader=ShardReader(str(folder)), no_dist=True)
+    assert torch.equal(out["second"], tensors["second"].double())
+
+
+def test_a_new_save_replaces_an_old_one_and_keeps_its_files(saved):
+    folder, tensors = saved
+    other = {name: tensor.flip(0) for name, tensor in tensors.items()}
+    error = failure(alone, folder, other)
+    assert "File exists" in error.what
+    assert all(same(t, tensors[n]) for n, t in back(folder, tensors).items()), "an attempt has its own names"
+    alone(folder, other, attempt="b")
+    assert all(same(t, other[n]) for n, t in back(folder, tensors).items())
+    assert sorted(p.name for p in folder.iterdir()) == ["a-00000.bin", "b-00000.bin", INDEX]
+
+
+def test_data_and_names_are_on_the_disk_before_the_index_is(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append("commit"), replace(a, b)))
+    folder = tmp_path / "new" / "step"
+    alone(folder, {"a": torch.ones(8)})
+    parts = [folder / "a-00000.bin", folder, f"{folder}/{INDEX}.partial-a"]
+    before = sorted(map(str, [tmp_path, tmp_path / "new", *parts]))
+    assert sorted(done[: done.index("commit")]) == before
+    assert done[done.index("commit") + 1 :] == [str(folder)]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a file system takes root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk(small_disk):
+    tensors = {"a": values((50_000,), torch.uint8, 0)}
+    alone(small_disk / "one", tensors)
+    large = {"a": values((200_000,), torch.uint8, 1), "b": torch.zeros(1_000_000, dtype=torch.uint8)}
+    for folder in (small_disk / "two", small_disk / "one"):
+        error = failure(lambda folder=folder: alone(folder, large, attempt="b"))
+        assert "No space left" in error.what and error.where == f"{folder}/b-00000.bin"
+        assert not (folder / "b-00000.bin").exists(), "room for the next try"
+    assert not (small_disk / "two" / INDEX).exists()
+    assert same(back(small_disk / "one", tensors)["a"], tensors["a"])
+
+
+def test_a_full_disk_at_the_index(small_disk):
+    """The data fit, the index does not."""
+    alone(small_disk / "one", {"a": torch.ones(8)})
+    before = (small_disk / "one" / INDEX).read_bytes()
+    room = os.statvfs(small_disk)
+    data = torch.zeros((room.f_bavail - 3) * room.f_frsize, dtype=torch.uint8)
+    error = failure(lambda: alone(small_disk / "one", {"a": data}, attempt="b", text="x" * 50_000))
+    assert "No space left" in error.what and error.where.endswith(INDEX)
+    assert (small_disk / "one" / INDEX).read_bytes() == before
+    assert not [p for p in (small_disk / "one").iterdir() if "partial" in p.name]
+    assert torch.equal(back(small_disk / "one", {"a": torch.zeros(8)})["a"], torch.ones(8))
+
+
+def test_a_limit_of_the_system(tmp_path):
+    """As a full disk, where none can be mounted: the system refuses to let a file grow."""
+    alone(tmp_path / "one", {"a": torch.ones(8)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        large = {"a": torch.zeros(300_000, dtype=torch.uint8)}
+        error = failure(lambda: alone(tmp_path / "one", large, attempt="b"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert "File too large" in error.what
+    assert torch.equal(back(tmp_path / "one", {"a": torch.zeros(8)})["a"], torch.ones(8))
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    error = failure(alone, tmp_path / "file" / "c", {"a": torch.ones(8)})
+    assert error.where == str(tmp_path / "file" / "c") and "cannot be written" in error.what
+
+
+def one_fails(rank, world, folder):
+    """Rank 1's disk is full."""
+    import raytrec.checkpoint.storage as module
+
+    write = module._Sink.write
+
+    def full(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    module._Sink.write = full if rank == 1 else write
+    try:
+        dcp.save({f"t{rank}": torch.ones(5)}, storage_writer=ShardWriter(folder, "b", {}))
+    except BaseException as error:
+        return {r: (str(e.where), type(e).__name__) for r, (e, _) in error.failures.items()}
+    finally:
+        module._Sink.write = write
+
+
+def test_an_error_of_one_rank_reaches_all(tmp_path):
+    folder = str(tmp_path / "c")
+    expected = {1: (f"{folder}/b-00001.bin", "CheckpointError")}
+    assert on_ranks(2, one_fails, folder) == [expected] * 2
+    assert not (tmp_path / "c" / INDEX).exists()
+
+
+def not_shared(rank, world, folder):
+    """Each rank writes to a folder that the other does not see."""
+    try:
+        dcp.save({f"t{rank}": torch.ones(5)}, storage_writer=ShardWriter(f"{folder}/{rank}", "b", {}))
+    except BaseException as error:
+        return [e.what for e, _ in error.failures.values()]
+
+
+def test_workers_that_do_not_share_the_folder(tmp_path):
+    for (what,) in on_ranks(2, not_shared, str(tmp_path)):
+        assert "b-00001.bin, which a worker has written, is not there" in what
+    assert not list(tmp_path.glob(f"*/{INDEX}"))
+
+
+KILLED = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from raytrec.checkpoint import storage
+torch.set_num_threads(1)
+storage.BLOCK_BYTES = 1 << 16
+writer = storage.ShardWriter(sys.argv[1], "b", {})
+tensors = dict.fromkeys([f"t{i}" for i in range(500)], torch.ones(1 << 20))
+dcp.save(tensors, storage_writer=writer, no_dist=True)
+print("ended", flush=True)
+"""
+
+
+def test_a_writer_that_is_killed(tmp_path):
+    alone(tmp_path / "c", {"a": torch.ones(8)})
+    for folder, survives in ((tmp_path / "c", True), (tmp_path / "d", False)):
+        command = [sys.executable, "-W", "ignore", "-c", KILLED, str(folder)]
+        writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            deadline = time.monotonic() + 60
+            while not (list(folder.glob("b-*.bin")) and next(folder.glob("b-*.bin")).stat().st_size):
+                assert time.monotonic() < deadline and writer.poll() is None
+                time.sleep(0.002)
+        finally:
+            writer.kill()
+            out = writer.communicate()[0]
+        assert "ended" not in out
+        if survives:
+            assert torch.equal(back(folder, {"a": torch.zeros(8)})["a"], torch.ones(8))
+        else:
+            assert not (folder / INDEX).exists()
+            with pytest.raises(CheckpointError, match="no whole checkpoint"):
+                read_index(str(folder))
+
+
+MEMORY = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from raytrec.checkpoint import storage
+torch.set_num_threads(1)
+
+def status(key):
+    for line in open("/proc/self/status"):
+        if line.startswith(key):
+            return int(line.split()[1]) << 10
+
+def extra(call):
+    open("/proc/self/clear_refs", "w").write("5")  # the most so far = now
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before
+
+tensor = torch.arange(1 << 26, dtype=torch.float32).view(-1, 16)  # 256 MiB
+assert tensor.nbytes == 1 << 28
+small = {"w": torch.ones(40_000, 16)}
+for turn in range(2):  # the first loads code
+    writer = storage.ShardWriter(f"{sys.argv[1]}/{turn}", "a", {})
+    tensors = {"w": tensor} if turn else small
+    print(extra(lambda: dcp.save(tensors, storage_writer=writer, no_dist=True)))
+    # A view of columns, which takes the other way of writing.
+    writer = storage.ShardWriter(f"{sys.argv[1]}/{turn}v", "a", {})
+    view = {"w": tensors["w"][:, 3:11]}
+    print(extra(lambda: dcp.save(view, storage_writer=writer, no_dist=True)))
+    for into in (torch.ones_like(tensors["w"]), torch.ones_like(tensors["w"], dtype=torch.float64)):
+        reader = storage.ShardReader(f"{sys.argv[1]}/{turn}")
+        print(extra(lambda: dcp.load({"w": into}, storage_reader=reader, no_dist=True)))
+        assert torch.equal(into, tensors["w"].to(into.dtype))
+"""
+
+
+def test_memory_does_not_grow_with_the_tensors(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", MEMORY, str(tmp_path)]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert not out.returncode, out.stderr
+    figures = dict(zip(("save", "save view", "load", "cast"), map(int, out.stdout.split()[4:]), strict=True))
+    assert all(extra < 0.1 * (1 << 28) for extra in figures.values()), figures
+
+
+class Store(fs.FileSystemHandler):
+    """An object store, of files in a local folder, which fails at times."""
+
+    def __init__(self, root, failures=0):
+        self.root, self.left, self.tries = Path(root), failures, 0
+
+    def _answer(self):
+        self.tries += 1
+        if self.left:
+            self.left -= 1
+            raise OSError("503 slow down")
+
+    def get_type_name(self):
+        return "store"
+
+    def get_file_info(self, paths):
+        return fs.LocalFileSystem().get_file_info([str(self.root / path) for path in paths])
+
+    def open_input_stream(self, path):
+        self._answer()
+        return fs.LocalFileSystem().open_input_stream(str(self.root / path))
+
+    def open_input_file(self, path):
+        self._answer()
+        return fs.LocalFileSystem().open_input_file(str(self.root / path))
+
+    def open_output_stream(self, path, metadata):
+        if path.endswith(INDEX):
+            self._answer()
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        return fs.LocalFileSystem().open_output_stream(str(self.root / path))
+
+
+for name in fs.FileSystemHandler.__abstractmethods__ - set(vars(Store)):
+    setattr(Store, name, lambda self, *_: None)
+Store.__abstractmethods__ = frozenset()
+
+
+def test_an_object_store(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(faults, "WAITS_S", (0.01, 0.01, 0.01))
+    store = Store(tmp_path)
+    for module in (index, storage):
+        monkeypatch.setattr(
+            module, "open_filesystem", lambda uri: (fs.PyFileSystem(store), uri.removeprefix("store://"))
+        )
+    tensors = {"a": values((40, 3), torch.float32, 1), "b": values((5, 9), torch.bfloat16, 2).t()}
+    store.left = 2
+    alone("store://bucket/c", tensors, note="x")
+    store.left = 3
+    assert read_index("store://bucket/c")["about"] == {"note": "x"}
+    store.left = 2
+    assert all(same(t, tensors[n]) for n, t in back("store://bucket/c", tensors).items())
+    assert "File exists" in failure(lambda: alone("store://bucket/c", tensors)).what
+    assert sorted(p.name for p in (tmp_path / "bucket/c").iterdir()) == ["a-00000.bin", INDEX]
+    store.left = 99
+    assert "503" in failure(lambda: alone("store://bucket/d", tensors)).what
+    assert not (tmp_path / "bucket/d" / INDEX).exists()
+    store.left = 99
+    with pytest.raises(CheckpointError, match="503 slow down") as error:
+        read_index("store://bucket/c")
+    assert "asked 4 times" in error.value.expected
+    store.left = 0
+    data = bytearray((tmp_path / "bucket/c/a-00000.bin").read_bytes())
+    data[70] ^= 1
+    (tmp_path / "bucket/c/a-00000.bin").write_bytes(data)
+    assert "tensor a, bytes 64 to 127" in failure(back, "store://bucket/c", tensors).where
+
+
+def test_the_driver_reads_an_index_without_torch(saved):
+    code = (
+        "import sys; from raytrec.checkpoint.index import read_index;"
+        "assert not {'torch', 'numpy', 'pyarrow'} & set(sys.modules); read_index(sys.argv[1]);"
+        "print({'torch'} & set(sys.modules))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(saved[0])], capture_output=True, text=True, timeout=60
+    )
+    assert out.stdout == "set()\n", out.stderr

@@ -1,0 +1,41 @@
+"""Checkpoints read by hand: from the index and the raw files, with neither torch.distributed nor our reader."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import torch
+
+
+def newest(run):
+    """The folder of the newest checkpoint of a run that has an index."""
+    return sorted(p.parent for p in (Path(run) / "checkpoints").glob("step-*/checkpoint.json"))[-1]
+
+
+def about(folder):
+    return json.loads((Path(folder) / "checkpoint.json").read_text())["about"]
+
+
+def whole(folder):
+    """{name: tensor} of a checkpoint folder, every tensor put together from its chunks; each value once."""
+    folder, out = Path(folder), {}
+    for name, entry in json.loads((folder / "checkpoint.json").read_text())["tensors"].items():
+        dtype = getattr(torch, entry["dtype"])
+        values, seen = torch.zeros(entry["shape"], dtype=dtype), torch.zeros(entry["shape"], dtype=torch.int8)
+        for chunk in entry["chunks"]:
+            count = prod(chunk["sizes"])
+            raw = bytearray((folder / chunk["file"]).read_bytes()[chunk["start"] :][: count * dtype.itemsize])
+            piece = torch.frombuffer(raw, dtype=dtype) if count else torch.zeros(0, dtype=dtype)
+            place = tuple(slice(o, o + s) for o, s in zip(chunk["offsets"], chunk["sizes"], strict=True))
+            values[place] = piece.reshape(chunk["sizes"])
+            seen[place] += 1
+        assert (seen == 1).all(), f"{name}: values that are there twice, or not at all"
+        out[name] = values
+    return out
+
+
+def equal(one, other):
+    """Whether two checkpoints hold the same values, to the last bit; which do not."""
+    one, other = whole(one), whole(other)
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
