@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from raytrec.checkpoint.files import folder_of, steps
@@ -79,7 +80,7 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside torch that users cannot act on
             dcp.load(tensors, storage_reader=_FirstRows(folder, rows or {}))
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is a BaseException
         cause = root_cause(error)
         if isinstance(cause, CheckpointError):
             raise cause from None

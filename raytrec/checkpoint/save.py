@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from raytrec.checkpoint.files import discard, folder_of, keep
 from raytrec.checkpoint.state import State
@@ -95,7 +96,7 @@ class Saver:
         try:
             writer = ShardWriter(folder, attempt, about)
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
-        except Exception as failure:
+        except (Exception, CheckpointException) as failure:  # torch's is a BaseException
             cause = root_cause(failure)
             error = cause if isinstance(cause, RunError) else RunError(str(cause), where=folder)
         if dist.get_rank() == 0:

@@ -79,7 +79,8 @@ class LogicalState:
         """Adam's count of updates of each table that this rank has a shard of."""
         steps: State = {}
         for fqn, states in optimizer.state_dict()["state"].items():
-            if (table := table_of(fqn)) and isinstance(states.get("step"), torch.Tensor):
+            # Adagrad counts, too, for a decay of the learning rate that nobody can set.
+            if (table := table_of(fqn)) and "exp_avg_sq" in states:
                 steps[f"tables/{table}/step"] = states["step"]
         for kernel in sharded_kernels(model):
             fused = kernel.emb_module

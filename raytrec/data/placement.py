@@ -1,4 +1,4 @@
-"""Where read tasks run: on nodes without GPUs, as long as there are any."""
+"""Where read tasks run: on nodes without GPUs, as long as there are any. And that they run at all."""
 
 from __future__ import annotations
 
@@ -34,3 +34,17 @@ def _nodes(_: int) -> list[str]:
     if not any(node["Resources"].get("GPU") for node in alive):
         return []
     return [n["NodeID"] for n in alive if n["Resources"].get("CPU") and not n["Resources"].get("GPU")]
+
+
+def leave_room_to_ray() -> None:
+    """Lets Ray Data start read tasks without asking what other parts of Ray have reserved.
+
+    Ray Data 2.60 starts no task where Ray Train's workers have reserved all CPUs of the cluster, not even one
+    that asks for no CPU, and waits for ever without a word (`get_total_resources` is then zero, the object
+    store included). Our tasks are limited in number and in memory by the stream itself; whether there is a CPU
+    for them is for Ray's scheduler to say.
+    """
+    from ray.data import ExecutionResources
+    from ray.data._internal.cluster_autoscaler import RateBasedClusterAutoscaler
+
+    RateBasedClusterAutoscaler.get_total_resources = lambda self: ExecutionResources.for_limits()

@@ -8,6 +8,7 @@ from functools import partial
 from queue import Full, Queue
 from threading import Event, Thread
 
+import numpy as np
 import pyarrow as pa
 
 from raytrec.data.batch import Batch
@@ -16,7 +17,7 @@ from raytrec.data.faults import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.memory import keep_memory
 from raytrec.data.order import Item, Order
-from raytrec.data.placement import place
+from raytrec.data.placement import leave_room_to_ray, place
 from raytrec.data.rows import read_items
 from raytrec.errors import root_cause
 
@@ -33,6 +34,7 @@ class Stream:
     Args:
         rank, world: this rank and their number.
         readers: read tasks at the same time.
+        reader_cpus: what each asks Ray for; 0: CPUs have been set aside for them elsewhere.
         prefetch: batches made ready ahead.
         faults: what becomes of rows that cannot be read; default: a DataError.
         buffer_bytes: what Ray's object store may hold of rows that have been read and not yet taken over.
@@ -47,6 +49,7 @@ class Stream:
         rank: int,
         world: int,
         readers: int = 1,
+        reader_cpus: int = 1,
         prefetch: int = 4,
         faults: Faults | None = None,
         buffer_bytes: int = 1 << 29,
@@ -54,7 +57,7 @@ class Stream:
     ):
         self.dataset, self.order = dataset, order
         self._rank, self._world = rank, world
-        self._readers, self._prefetch = readers, prefetch
+        self._readers, self._reader_cpus, self._prefetch = readers, reader_cpus, prefetch
         self._faults, self._buffer_bytes, self._pin_memory = faults, buffer_bytes, pin_memory
 
     @property
@@ -120,6 +123,7 @@ class Stream:
 
         if not items:
             return
+        leave_room_to_ray()
         read = partial(read_items, ray.put(items), self.dataset.form, self._faults)
         rows = sum(item.rows for item in items)
         # Tasks in turn: what the others bring must find room until the first has ended.
@@ -127,11 +131,13 @@ class Stream:
             LEAST_TASK_ROWS, self._buffer_bytes // (2 * self._readers * self.dataset.form.row_bytes)
         )
         blocks = min(len(items), max(-(-rows // task_rows), 4 * self._readers))
-        dataset = ray.data.range(len(items), override_num_blocks=blocks).map_batches(
+        # Not ray.data.range or from_arrow, whose own tasks would ask for a CPU where there may be none left.
+        parts = np.array_split(np.arange(len(items)), blocks)
+        dataset = ray.data.from_blocks([pa.table({"id": part}) for part in parts]).map_batches(
             read,
             batch_size=None,
             batch_format="pyarrow",
-            num_cpus=1,
+            num_cpus=self._reader_cpus,
             compute=ray.data.TaskPoolStrategy(size=self._readers),
             ray_remote_args_fn=place,
         )

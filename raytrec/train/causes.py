@@ -78,18 +78,10 @@ def _classify(rank: int, error: BaseException) -> Cause:
         return Cause(Kind.RESTART, rank, text, cause)
     if isinstance(inner, NodeDiedError) or getattr(inner, "preempted", False) or "node has died" in text:
         return Cause(Kind.NODE, rank, "lost its node", cause)
-    if isinstance(inner, OutOfMemoryError) or "OOM" in text or "out of memory" in text.lower():
-        return Cause(Kind.DEATH, rank, "was ended for lack of memory", cause)
+    if isinstance(inner, OutOfMemoryError) or "running low on memory" in text:
+        return Cause(Kind.DEATH, rank, "was ended by Ray, because its node ran low on memory", cause)
     if isinstance(inner, (RayActorError, RaySystemError)):
-        return Cause(Kind.DEATH, rank, "died" + _exit_detail(text), cause)
+        return Cause(Kind.DEATH, rank, "died: its process was ended, or crashed", cause)
     last = text.splitlines()[-1] if text else ""
     kind = Kind.FOLLOWED if any(word in text.lower() for word in COLLECTIVE) else Kind.ERROR
     return Cause(kind, rank, f"raised {type(cause).__name__}: {last}", cause)
-
-
-def _exit_detail(text: str) -> str:
-    """What Ray knows about how a process ended."""
-    for line in text.splitlines():
-        if "exit_detail:" in line or "exit detail:" in line.lower():
-            return f": {line.partition(':')[2].strip()}"
-    return ""

@@ -67,7 +67,7 @@ class RunConsole:
         """Something that happened to the run: a failure, a restart that was asked for."""
         if event == "failed":
             self.warn(f"{cause}; {'starting again' if again else 'giving up'}")
-        elif event in ("hang", "waiting"):
+        elif event == "waiting":
             self.warn(cause)
         elif event == "asked":
             self.note(f"{reason}: saving")

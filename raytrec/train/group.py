@@ -51,12 +51,14 @@ def _device(config: RunConfig) -> str:
             expected="one GPU for each worker",
             do="lower scaling.workers, or set scaling.device=cpu",
         )
-    needed = scaling.least * scaling.cpus_per_worker + 1
+    each = bundle(config, device)["CPU"]
+    needed = int(scaling.least * each + (device == "cuda"))
     if cpus < needed:
         raise ConfigError(
             f"the cluster has {cpus} CPUs for {scaling.least} workers and their readers",
-            where="scaling.workers, scaling.cpus_per_worker",
-            expected=f"at least {needed}: {scaling.cpus_per_worker} for each worker, and one to read data",
+            where="scaling.workers, scaling.cpus_per_worker, data.readers",
+            expected=f"at least {needed}: {each} for each worker"
+            + (", and one to read" * (device == "cuda")),
             do="lower scaling.workers, or join a larger cluster",
         )
     return device
@@ -119,15 +121,14 @@ def run_group(
     from raytrec.train.policies import FailuresWithReason, RoomOnNodes, Trainer
 
     hub = start_hub(scaling.hang_s, scaling.timeout_s)
-    bundle = {"CPU": scaling.cpus_per_worker} | ({"GPU": 1} if device == "cuda" else {})
+    places = bundle(config, device)
     ray_scaling = ray.train.ScalingConfig(
         num_workers=(scaling.least, scaling.most) if scaling.elastic else scaling.most,
         use_gpu=device == "cuda",
-        resources_per_worker=bundle,
+        resources_per_worker=places,
         placement_strategy="PACK" if device == "cuda" else "SPREAD",
     )
-    demand = bundle if device == "cuda" else {"CPU": scaling.cpus_per_worker + config.data.readers}
-    room = RoomOnNodes(ray_scaling, hub, demand, scaling.least, scaling.most, scaling.grow_every_s)
+    room = RoomOnNodes(ray_scaling, hub, scaling.least, scaling.most, scaling.grow_every_s)
     failures = FailuresWithReason(ray.train.FailureConfig(), hub, scaling.max_failures if saves else 0)
     stop = Stop(hub, scaling.stop_s if saves else 0)
     task = Task(config, schema, datasets, hub, checkpoint, fingerprint(datasets.get("train")))
@@ -153,6 +154,18 @@ def run_group(
     if watch.result is None:
         raise RunError("the workers ended without a result", where=config.run.dir)
     return watch.result
+
+
+def bundle(config: RunConfig, device: str) -> dict[str, float]:
+    """What Ray sets aside for a worker.
+
+    Without GPUs this has the CPUs of the worker's readers, whose tasks then ask for none: workers that take all
+    CPUs of the nodes that are left would wait for ever for their data. With GPUs reading goes to other nodes.
+    """
+    scaling = config.scaling
+    if device == "cuda":
+        return {"CPU": scaling.cpus_per_worker, "GPU": 1}
+    return {"CPU": scaling.cpus_per_worker + config.data.readers}
 
 
 # How soon the end, or an error, is seen; how long Ray waits for places that are not there after all; and no

@@ -15,6 +15,14 @@ from typing import Any
 
 BEAT_S = 0.5
 SILENT_S = 3.0  # without a heartbeat for so long, a process stands still (or has ended)
+PHASES = {
+    "start": "starting",
+    "plan": "building the model",
+    "restore": "restoring",
+    "data": "waiting for data",
+    "step": "computing",
+    "save": "saving",
+}
 # What may take long without being stuck: it ends, or fails, by itself.
 PATIENT = ("start", "plan", "restore", "data", "save")
 
@@ -34,8 +42,9 @@ class Member:
     """What is known of a rank: its process, and when it has made how much progress.
 
     Attributes:
+        phase: one of PHASES.
         where: the place in the code, while no progress is made.
-        colliding: whether that place is a wait for other ranks.
+        waiting: whether that place is a wait for other ranks.
     """
 
     rank: int
@@ -204,7 +213,7 @@ class Hub:
             what = f"all ranks wait for one another for {idle:.0f} s; {culprit}"
         else:
             what = f"{culprit} has made no progress for {idle:.0f} s"
-        where = f", {culprit.phase}" + (f" ({culprit.where})" if culprit.where else "")
+        where = f", {PHASES[culprit.phase]}" + (f" ({culprit.where})" if culprit.where else "")
         waiting = f"; rank {others[0].rank} waits at {others[0].where}" if others and others[0].where else ""
         return f"{what} at step {culprit.step}{where}{waiting}"
 

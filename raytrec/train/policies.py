@@ -7,6 +7,7 @@ retry errors that come again for certain, and resize a running group without a c
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from time import monotonic
 from typing import Any
@@ -22,6 +23,7 @@ from raytrec.train.causes import Cause, Kind, find_cause
 from raytrec.train.hub import Command
 
 SETTLE_S = 2.0  # after a failure, until what has gone is no longer counted, and what comes back is
+ANSWER_S = 1.0
 GIVE_UP_S = 10.0  # then the old group is given up, whatever seems to be free
 
 
@@ -92,37 +94,28 @@ class RoomOnNodes(ScalingPolicy):
     A running group is never resized from here: it is asked to save and to end, so that no step is lost.
 
     Args:
-        demand: what a worker takes, with its share of reading: resource → amount.
         least, most: workers.
         grow_every_s: seconds between two looks for more room.
     """
 
-    def __init__(
-        self,
-        scaling_config: Any,
-        hub: Any,
-        demand: dict[str, float],
-        least: int,
-        most: int,
-        grow_every_s: float,
-    ):
+    def __init__(self, scaling_config: Any, hub: Any, least: int, most: int, grow_every_s: float):
         super().__init__(scaling_config)
-        self._hub, self._demand, self._least, self._most = hub, demand, least, most
+        self._hub, self._least, self._most = hub, least, most
         self._grow_every_s, self._looked, self._roomy = grow_every_s, monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group
         self._since: float | None = None  # when the group was found to be down
-        self._told = False
+        self._told, self._asked_for = False, 0
 
     def make_decision_for_non_running_worker_group(self) -> NoopDecision | ResizeDecision:
         self._maybe_send_resource_request()
-        first, now = self._since is None and not self._held, monotonic()
+        first, now = not self._asked_for, monotonic()
         self._since = self._since or now
         room, waited, before = self._room(self._held), now - self._since, self._held.total()
         wanted = min(self._most, max(before, self._least))
         if room < wanted and not first and waited < SETTLE_S:
             return NoopDecision()
         if room < self._least:
-            if waited > GIVE_UP_S and before:  # its processes may hold what we wait for
+            if waited > GIVE_UP_S and self._asked_for:  # its processes may hold what we wait for
                 return self._resize(self._least)
             if not self._told:
                 self._told = True
@@ -153,23 +146,33 @@ class RoomOnNodes(ScalingPolicy):
         self._roomy = room > nodes.total()
 
     def _resize(self, workers: int) -> ResizeDecision:
-        self._held, self._since, self._told = Counter(), None, False
+        self._held, self._since, self._told, self._asked_for = Counter(), None, False, workers
         return ResizeDecision(workers, self.scaling_config._resources_per_worker_not_none)
 
     def _room(self, held: Counter[str]) -> int:
         """Workers for which there is room, beside what others use, counting our own places as free."""
+        bundle = self.scaling_config._resources_per_worker_not_none
         free, going, room = ray._private.state.available_resources_per_node(), _draining(), 0
         for node in ray.nodes():
             if not node["Alive"] or node["NodeID"] in going:
                 continue
-            have = free.get(node["NodeID"], {})
-            ours, bundle = held[node["NodeID"]], self.scaling_config._resources_per_worker_not_none
-            total = {r: have.get(r, 0) + ours * bundle.get(r, 0) for r in self._demand}
-            room += int(max(ours, min(total[r] // amount for r, amount in self._demand.items())))
+            have, ours = free.get(node["NodeID"], {}), held[node["NodeID"]]
+            if ours and not _answers(node):
+                continue
+            room += ours + int(min(have.get(r, 0) // amount for r, amount in bundle.items()))
         return room
 
     def _get_num_workers_for_resource_request(self) -> int:
         return self._most
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    """Whether a node's raylet takes connections. Ray itself counts a node for some seconds after it has gone."""
+    try:
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S):
+            return True
+    except OSError:
+        return False
 
 
 def _draining() -> set[str]:

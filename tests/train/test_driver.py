@@ -85,9 +85,7 @@ def test_evaluate_again_with_other_workers(runs, folder, workers):
 
 
 def test_evaluate_takes_a_checkpoint_folder_and_one_file(runs, folder):
-    again = driver.evaluate(
-        runs[1].path / "checkpoints", str(folder / "valid/part-1.parquet"), workers=1
-    )
+    again = driver.evaluate(runs[1].path / "checkpoints", str(folder / "valid/part-1.parquet"), workers=1)
     assert again.metrics["eval.rows"] == 250
 
 
@@ -202,5 +200,5 @@ def test_store_that_cannot_be_opened(folder, tmp_path):
 
 
 def test_no_checkpoint_there(tmp_path, folder):
-    with pytest.raises(RunError, match="no finished run or checkpoint"):
+    with pytest.raises(RunError, match="no run or checkpoint"):
         driver.evaluate(tmp_path, str(folder / "test"))
