@@ -65,6 +65,7 @@ def train(
     """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.workers=2"""
     from raytrec.errors import ConfigError
     from raytrec.train.driver import train as run
+    from raytrec.train.group import Interrupted
 
     overrides, earlier = overrides or [], start_from or resume
     if earlier and config and "=" in config:  # no CONFIG: the first argument is an override
@@ -76,7 +77,11 @@ def train(
             "no config was given",
             expected="raytrec train CONFIG, or raytrec train --from RUN, or --resume RUN",
         )
-    _show(run(config, overrides, start_from, resume), json)
+    try:
+        result = run(config, overrides, start_from, resume)
+    except Interrupted as interrupt:  # the run has said so itself
+        raise typer.Exit(128 + interrupt.signal) from None
+    _show(result, json)
 
 
 @app.command()
@@ -165,6 +170,6 @@ def main(arguments: list[str] | None = None) -> None:
         prefix = "\033[1;31merror:\033[0m" if sys.stderr.isatty() else "error:"
         print(f"{prefix} {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt as interrupt:
+    except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(128 + getattr(interrupt, "signal", 2))
+        sys.exit(130)

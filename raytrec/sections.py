@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import cos, pi
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -10,6 +11,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 
 from raytrec.section import Section
@@ -186,9 +188,37 @@ class DenseOptim(Section):
     weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty.")
 
 
+class Schedule(Section):
+    """Factor on both learning rates as a function of the step alone, so that nothing of it needs saving."""
+
+    warmup_steps: NonNegativeInt = Field(0, description="Steps in which the factor grows to 1, in a line.")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows.")
+    decay_steps: PositiveInt | None = Field(
+        None, description="Steps after the warm-up in which the factor falls to floor, where it stays."
+    )
+    floor: float = Field(0.0, ge=0, le=1, description="The lowest factor of the decay.")
+
+    @model_validator(mode="after")
+    def _known(self) -> Schedule:
+        if (self.decay == "constant") != (self.decay_steps is None):
+            raise ValueError("optim.schedule: linear and cosine need decay_steps, and constant has none")
+        return self
+
+    def factor(self, step: int) -> float:
+        """The factor at a step, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.decay_steps is None:
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / self.decay_steps)
+        left = 1 - done if self.decay == "linear" else (1 + cos(pi * done)) / 2
+        return self.floor + (1 - self.floor) * left
+
+
 class OptimSection(Section):
     embeddings: EmbeddingOptim = Field(default_factory=EmbeddingOptim)
     dense: DenseOptim = Field(default_factory=DenseOptim)
+    schedule: Schedule = Field(default_factory=Schedule)
 
 
 Sharding = Literal[

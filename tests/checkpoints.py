@@ -1,4 +1,4 @@
-"""Checkpoints read by hand: from the index and the raw files, with neither torch.distributed nor our reader."""
+"""Checkpoints read by hand: from the index and the raw files, with neither DCP nor our reader."""
 
 import json
 from math import prod

@@ -7,6 +7,7 @@ for every block of it. A block is what is read at a time, so memory does not gro
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import errno
 import math
@@ -64,6 +65,7 @@ __all__ = ["BLOCK_BYTES", "INDEX", "CheckpointError", "ShardReader", "ShardWrite
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the largest element
 ALIGNMENT = 64  # bytes
 SEND_BYTES = 32 << 20  # after how many the disk is set to work
+SYNC_FILE_RANGE_WRITE = 2  # of Linux
 # Blocks in work at a time. Two on a disk: one is read while the other is checked. An object store answers
 # late, so that its speed is that of the requests under way.
 READS, REMOTE_READS = 2, 8
@@ -425,12 +427,7 @@ class _Sink:
         while len(data):
             data = data[self._file.write(data) :]
         if self._local and self.size - self._sent >= SEND_BYTES:
-            # Linux begins to write these bytes to the disk, beside what goes on here, and does not wait. Without
-            # this, it would begin at the sync at the end.
-            with suppress(OSError):
-                os.posix_fadvise(
-                    self._file.fileno(), self._sent, self.size - self._sent, os.POSIX_FADV_DONTNEED
-                )
+            _send(self._file.fileno(), self._sent, self.size - self._sent)
             self._sent = self.size
 
     def sync(self) -> None:
@@ -438,6 +435,16 @@ class _Sink:
         if self._local:
             os.fsync(self._file.fileno())
             sync_folder(self._path.parent)
+
+
+def _send(descriptor: int, start: int, count: int) -> None:
+    """Lets Linux begin to write bytes of a file to the disk, beside what goes on here; it does not wait.
+
+    Without this, the disk has nothing to do until the sync at the end. It is only advice, so errors and systems
+    without the call do not matter. (posix_fadvise would do it, too, but then forgets part of the file.)
+    """
+    if begin := getattr(ctypes.CDLL(None), "sync_file_range", None):
+        begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), SYNC_FILE_RANGE_WRITE)
 
 
 class _Source:

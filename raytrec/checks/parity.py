@@ -15,6 +15,7 @@ from raytrec.checks.reference import GlobalBatch, Reference
 from raytrec.checks.sharded import Sharded
 from raytrec.config import RunConfig
 from raytrec.schema import Schema
+from raytrec.sections import Schedule
 
 # Largest error allowed, as a share of the largest value of the tensor. Tables in fp16 and bf16 are held to
 # one rounding, of 11 and 8 bits, in each step: see _steps.
@@ -102,6 +103,7 @@ def _gradient(
     config.optim.embeddings.name = config.optim.dense.name = "sgd"
     config.optim.embeddings.lr = config.optim.dense.lr = GRADIENT_LR
     config.optim.dense.weight_decay, config.train.clip_norm = 0.0, None
+    config.optim.schedule = Schedule()
     run = Sharded(build, config, schema, device, bounds)
     before, one = run.weights(), run.reference()
     batch = _clear_of_kinks(one, choices)
@@ -136,6 +138,7 @@ def _steps(
     run = Sharded(build, config, schema, device, bounds)
     start, one = run.weights(), run.reference()
     optimizers = _optimizers(run, one) if one else {}
+    rates = [(group, group["lr"]) for each in optimizers.values() for group in each.param_groups]
     t = config.train
     settings = {"reduction": t.loss, "clip_norm": t.clip_norm, "micro_batches": t.micro_batches}
     every_step = set(run.dtypes.values()) != {"fp32"}
@@ -143,6 +146,8 @@ def _steps(
     ahead = []  # batches that the reference alone has trained
     for number, of_step in enumerate(choices, start=1):
         ahead.append(_clear_of_kinks(one, of_step))
+        for group, rate in rates:
+            group["lr"] = rate * config.optim.schedule.factor(number - 1)
         if one:
             reference.train(one, ahead[-1:], list(optimizers.values()), **settings)
         if not every_step and number < len(choices):

@@ -39,10 +39,9 @@ def _nodes(_: int) -> list[str]:
 def leave_room_to_ray() -> None:
     """Lets Ray Data start read tasks without asking what other parts of Ray have reserved.
 
-    Ray Data 2.60 starts no task where Ray Train's workers have reserved all CPUs of the cluster, not even one
-    that asks for no CPU, and waits for ever without a word (`get_total_resources` is then zero, the object
-    store included). Our tasks are limited in number and in memory by the stream itself; whether there is a CPU
-    for them is for Ray's scheduler to say.
+    Where Ray Train's workers have reserved all CPUs of a cluster, Ray Data 2.60 starts no task, not even one
+    that asks for no CPU, and waits for ever without a word (`get_total_resources` is then zero). The stream
+    itself limits its tasks in number and memory; whether there is a CPU for them, Ray's scheduler says.
     """
     from ray.data import ExecutionResources
     from ray.data._internal.cluster_autoscaler import RateBasedClusterAutoscaler

@@ -46,7 +46,7 @@ def build_step(
         optimizer = GlobalNormClip(optimizer, sharded, config.train.clip_norm)
     if config.train.on_nan == "skip":
         optimizer = SkipBad(optimizer, model.head)
-    return Step(sharded, optimizer, device, config.run.seed), plan
+    return Step(sharded, optimizer, device, config.run.seed, config.optim.schedule), plan
 
 
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:

@@ -159,8 +159,8 @@ def run_group(
 def bundle(config: RunConfig, device: str) -> dict[str, float]:
     """What Ray sets aside for a worker.
 
-    Without GPUs this has the CPUs of the worker's readers, whose tasks then ask for none: workers that take all
-    CPUs of the nodes that are left would wait for ever for their data. With GPUs reading goes to other nodes.
+    Without GPUs this has the CPUs of the worker's readers, whose tasks then ask for none: workers that take
+    all CPUs of the nodes that are left would wait for ever for data. With GPUs, other nodes read.
     """
     scaling = config.scaling
     if device == "cuda":

@@ -167,7 +167,7 @@ class RoomOnNodes(ScalingPolicy):
 
 
 def _answers(node: dict[str, Any]) -> bool:
-    """Whether a node's raylet takes connections. Ray itself counts a node for some seconds after it has gone."""
+    """Whether a node's raylet takes connections. Ray itself counts a node for seconds after it has gone."""
     try:
         with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S):
             return True

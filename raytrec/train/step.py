@@ -17,6 +17,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from raytrec.data.batch import Batch
 from raytrec.embeddings.gradients import PieceByPiece, rank_loss
 from raytrec.embeddings.pooling import PooledEmbeddings
+from raytrec.sections import Schedule
 from raytrec.train.nan import Gate, bad_anywhere
 
 
@@ -122,16 +123,22 @@ class Step:
     be saved: what has begun of the next ones is their exchange of ids, which depends on no weight.
 
     Attributes:
-        trained: steps that the model has been trained; dropout depends on it, the seed and the rank alone, so
-            that a run that was restored goes on like the one that was saved.
+        trained: steps that the model has been trained; dropout (with seed and rank) and learning rates depend
+            on it alone, so that a run that was restored goes on like the one that was saved.
     """
 
     def __init__(
-        self, model: DistributedModelParallel, optimizer: KeyedOptimizer, device: torch.device, seed: int = 0
+        self,
+        model: DistributedModelParallel,
+        optimizer: KeyedOptimizer,
+        device: torch.device,
+        seed: int = 0,
+        schedule: Schedule | None = None,
     ):
         self.model = model
         self.optimizer = optimizer
-        self.trained, self._seed = 0, seed
+        self.trained, self._seed, self._schedule = 0, seed, schedule or Schedule()
+        self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
         self._pipeline = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
 
     def train(self, batches: Iterator[Batch], steps: int) -> Iterator[Outputs]:
@@ -139,11 +146,18 @@ class Step:
         self.model.train()
         batches = islice(batches, steps)
         while True:
-            torch.manual_seed(seed_of(self._seed, self.trained, dist.get_rank()))
+            self._set_out()
             if (outputs := self._progress(batches)) is None:
                 return
             self.trained += 1
             yield outputs
+
+    def _set_out(self) -> None:
+        """What a step depends on beside its batch and the model: learning rates and random numbers."""
+        torch.manual_seed(seed_of(self._seed, self.trained, dist.get_rank()))
+        factor = self._schedule.factor(self.trained)
+        for group, rate in self._rates:  # kernels take it over at zero_grad, with which the pipeline begins
+            group["lr"] = rate * factor
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
         """Forward only, over all batches."""

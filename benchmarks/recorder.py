@@ -1,0 +1,161 @@
+"""Which rows a run trains: the `raytrec` command with a record of every step, and the reading of it.
+
+    python benchmarks/recorder.py train CONFIG run.dir=RUN
+
+Every rank appends a line for each step to a file of its own, RUN/rows/ATTEMPT-RANK-PID.jsonl, before anything
+else can happen at that step: number of ranks, step, time, ids of the rows. The ids come from the batch that has
+been trained, so the data needs a sparse feature `row` with one id, the row's own.
+
+RUN/pace, if there is such a file, has the seconds that each step is to take longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FEATURE, ROWS, PACE = "row", "rows", "pace"
+
+
+class Writer:
+    """One rank's file."""
+
+    def __init__(self, survival: Any):
+        rank = survival._rank
+        self._folder, self._world = Path(rank.task.config.run.dir), rank.world
+        self._attempt = rank.pulse._attempt  # the same word on all ranks, and another one after a restart
+        place = self._folder / ROWS
+        place.mkdir(exist_ok=True)
+        name = f"{self._attempt}-{rank.index}-{os.getpid()}.jsonl"
+        self._file = open(place / name, "ab", buffering=0)  # noqa: SIM115 (lives as long as the process)
+
+    def step(self, survival: Any) -> None:
+        step = survival._progress.step
+        batch = survival.batches.at(step - 1)  # counted from 0 there
+        rows = batch.sparse[FEATURE].values().tolist()
+        assert len(rows) == int((batch.weights > 0).sum()), "each row has one id"
+        line = {"world": self._world, "step": step, "unix_s": time.time(), "rows": rows}
+        self._file.write(json.dumps(line).encode() + b"\n")
+        with suppress(OSError, ValueError):
+            time.sleep(float((self._folder / PACE).read_text()))
+
+
+def recorded_train_worker(task: Any) -> None:
+    """`train_worker` with a record; runs in the workers."""
+    from raytrec.train.survive import Survival
+    from raytrec.train.worker import train_worker
+
+    after_step, writers = Survival.after_step, {}
+
+    def recorded(self: Any, outputs: Any) -> None:
+        if self not in writers:
+            writers[self] = Writer(self)
+        writers[self].step(self)
+        after_step(self, outputs)
+
+    Survival.after_step = recorded
+    train_worker(task)
+
+
+@dataclass
+class Attempt:
+    """What one worker group has recorded.
+
+    Attributes:
+        ranks: rank → process id.
+        rows: step → rank → ids of the rows.
+        times: step → when the first rank had trained it.
+    """
+
+    name: str
+    world: int = 0
+    ranks: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
+    times: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def began(self) -> float:
+        return min(self.times.values())
+
+    @property
+    def first(self) -> int:
+        return min(self.times)
+
+    @property
+    def last(self) -> int:
+        return max(self.times)
+
+
+class Record:
+    """All attempts of a run, read as they grow.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._read = folder / ROWS, {}
+        self._attempts: dict[str, Attempt] = {}
+
+    def look(self) -> list[Attempt]:
+        """Reads what is new; all attempts, the earliest first."""
+        for path in self._folder.glob("*.jsonl"):
+            with open(path, "rb") as file:
+                file.seek(self._read.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            for line in whole.splitlines():
+                self._add(*path.stem.split("-"), **json.loads(line))
+        return sorted(self._attempts.values(), key=lambda attempt: attempt.began)
+
+    def _add(self, name: str, rank: str, pid: str, world: int, step: int, unix_s: float, rows: list) -> None:
+        attempt = self._attempts.setdefault(name, Attempt(name))
+        attempt.world, attempt.ranks[int(rank)] = world, int(pid)
+        attempt.rows.setdefault(step, {})[int(rank)] = np.array(rows, np.int64)
+        attempt.times[step] = min(unix_s, attempt.times.get(step, unix_s))
+
+    def trained(self) -> dict[int, np.ndarray]:
+        """Step → rows, sorted, as the final model has seen them: a step counts as it was trained last."""
+        last = {step: ranks for attempt in self.look() for step, ranks in attempt.rows.items()}
+        return {step: np.sort(np.concatenate(list(ranks.values()))) for step, ranks in last.items()}
+
+
+def compare(trained: dict[int, np.ndarray], other: dict[int, np.ndarray], rows: int, epochs: int) -> dict:
+    """Whether every row was trained once in each epoch, and in the same step as in another run."""
+    each = len(other) // epochs
+    lost = doubled = 0
+    for epoch in range(epochs):
+        seen = [trained[s] for s in range(epoch * each + 1, (epoch + 1) * each + 1) if s in trained]
+        counts = np.bincount(np.concatenate([*seen, np.empty(0, np.int64)]), minlength=rows)
+        lost += int((counts == 0).sum())
+        doubled += int((counts[counts > 1] - 1).sum())
+    different = [s for s in {*trained, *other} if not _same(trained.get(s), other.get(s))]
+    return {"rows_lost": lost, "rows_doubled": doubled, "steps_with_other_rows": len(different)}
+
+
+def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is not None and other is not None and np.array_equal(one, other)
+
+
+def main() -> None:
+    """The `raytrec` command; workers find the function by its name in this module."""
+    import recorder
+
+    from raytrec import cli
+    from raytrec.train import worker
+
+    worker.train_worker = recorder.recorded_train_worker
+    cli.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
