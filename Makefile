@@ -1,19 +1,30 @@
 # make train   everything from nothing to a trained, evaluated model on 2 CPU workers
 # make test    installs what it needs and runs the tests
 # make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
-# make overhead, make curves, make bench-ingest  what the README's figures on cost, workers and reading come from
+# make chaos   a run on several nodes with at least 20 faults; writes benchmarks/results/chaos.json
+# make test-survive  every way of disturbing a run; make test has the quicker ones
+# make overhead, make curves, make bench-ingest, make bench-checkpoint  what the README's other figures come from
 PYTHON ?= python3.11
 DEVICE ?= cpu
 BIN := .venv/bin
 ROWS ?= 300000
 
-.PHONY: train test parity overhead curves bench-ingest lint format install lock clean
+.PHONY: train test test-survive parity chaos overhead curves bench-ingest bench-checkpoint lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
 
 test: install
 	$(BIN)/pytest
+
+test-survive: install
+	$(BIN)/pytest tests/train/test_survive.py -m "survive or not survive"
+
+chaos: install
+	$(BIN)/python -W ignore benchmarks/chaos.py
+
+bench-checkpoint: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py
 
 parity: install
 	$(BIN)/pytest tests/parity -m "parity or not parity"

@@ -50,12 +50,16 @@ def events(run, kind=None):
 
 
 def workers():
-    """Process ids of this machine's Ray Train workers: those of this test's cluster, as no other runs."""
-    found = []
+    """Process ids of the Ray Train workers of this test's own cluster."""
+    import ray
+
+    session, found = ray.get_runtime_context().get_session_name(), []
     for place in Path("/proc").iterdir():
         try:
             if place.name.isdigit() and b"RayTrainWorker" in (place / "cmdline").read_bytes()[:60]:
-                found.append(int(place.name))
+                parent = (place / "stat").read_text().rpartition(")")[2].split()[1]
+                if session in Path(f"/proc/{parent}/cmdline").read_text():  # the raylet
+                    found.append(int(place.name))
         except OSError:
             continue
     return sorted(found)
@@ -99,6 +103,7 @@ def same(one, other):
             assert other.metrics[name] == value, name
 
 
+@pytest.mark.survive
 def test_a_worker_that_stands_still_is_found_and_named(undisturbed, folder, tmp_path):
     stopper = disturb(tmp_path / "run", signal.SIGSTOP)
     disturbed = driver.train(settings(folder, tmp_path / "run", scaling__hang_s=6))
@@ -123,7 +128,10 @@ def run_file(folder, tmp_path, **changes):
     return path
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+SIGTERM = pytest.param(signal.SIGTERM, marks=pytest.mark.survive)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, SIGTERM, signal.SIGKILL])
 def test_the_driver_is_ended_and_the_run_resumed(undisturbed, folder, tmp_path, number):
     """Ctrl-C and SIGTERM save first; after SIGKILL the run goes on from its last checkpoint."""
     run, process = tmp_path / "run", command("train", run_file(folder, tmp_path))
@@ -195,9 +203,9 @@ def test_nothing_left_to_go_on_from_is_an_error(interrupted):
         driver.train(None, resume=interrupted)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.survive)])
 def test_another_number_of_workers(undisturbed, interrupted, workers):
-    """Up to the order in which float32 numbers are added, the same model; to the last row, the same batches."""
+    """The same batches to the last row; the same model up to the order in which float32s are added."""
     resumed = driver.train(None, [f"scaling.workers={workers}"], resume=interrupted)
     assert resumed.metrics["world_size"] == workers
     assert resumed.metrics["train.rows"] == undisturbed.metrics["train.rows"]
@@ -238,7 +246,9 @@ def test_keeps_the_last_and_the_best(folder, tmp_path):
     values["optim"] = {"embeddings": {"lr": 0.5}, "dense": {"lr": 0.02}}  # overfits: the best are early
     driver.train(values)
     root = tmp_path / "run/checkpoints"
-    kept = {int(p.parent.name[5:]): read_index(str(p.parent))["about"] for p in root.glob("*/checkpoint.json")}
+    kept = {
+        int(p.parent.name[5:]): read_index(str(p.parent))["about"] for p in root.glob("*/checkpoint.json")
+    }
     assert max(kept) == STEPS and len(kept) == 3
     assert sorted(p.name for p in root.glob("step-*")) == [f"step-{s:010d}" for s in sorted(kept)]
     from mlflow import MlflowClient

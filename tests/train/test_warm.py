@@ -5,11 +5,15 @@ import json
 import checkpoints
 import parquet
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 
+from raytrec.embeddings.initial import initial_rows
 from raytrec.errors import ConfigError, RunError, SchemaError
+from raytrec.schema import Schema
 from raytrec.train import driver
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -98,3 +102,68 @@ def test_partitions_and_transforms_in_a_run(folder, tmp_path):
     assert len(weights[0]) > 5 and weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def changed_schema(folder, tmp_path, **rows):
+    """A schema whose tables have other numbers of rows."""
+    values = yaml.safe_load(parquet.SCHEMA_YAML)
+    for table, count in rows.items():
+        values["tables"][table]["rows"] = count
+    path = tmp_path / "schema.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_tables_that_have_grown_or_begin_anew(first, folder, tmp_path, capfd):
+    """user: 40 rows became 50; tag begins anew. What both have is taken over, state included."""
+    schema = changed_schema(folder, tmp_path, user=50)
+    changes = {
+        "run.start_tables": "{'us*': resize, tag: new}",
+        "run.start_state": "true",
+        "scaling.workers": 3,
+    }
+    overrides = [f"run.dir={tmp_path / 'run'}", f"data.schema={schema}", *STILL, "train.max_steps=1"]
+    second = driver.train(None, overrides + [f"{k}={v}" for k, v in changes.items()], start_from=first.path)
+    said = " ".join(capfd.readouterr().err.split())
+    assert "table user: 10 rows begin anew" in said and "table tag (12 × 8) begins anew" in said
+    old, new = (checkpoints.whole(checkpoints.newest(run.path)) for run in (first, second))
+    initial = Schema.parse(yaml.safe_load(schema.read_text()), "test")
+    torch.testing.assert_close(new["tables/user/weight"][:40], old["tables/user/weight"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(new["tables/user/weight"][40:], initial_rows(initial, "user", 0, 40, 50))
+    torch.testing.assert_close(new["tables/tag/weight"], initial_rows(initial, "tag", 0, 0, 12))
+    assert (new["tables/user/sum"][:40] >= old["tables/user/sum"]).all()
+    assert (new["tables/user/sum"][40:] == 0).all() and old["tables/user/sum"].min() > 0
+    steps = {name: value for name, value in new.items() if name.endswith("/step")}
+    assert steps and all(value == old[name] + 1 for name, value in steps.items())
+
+
+def test_tables_that_have_shrunk_or_gone(first, tmp_path):
+    """Ids of other data end at 30, and there are no tags: the dense layers begin anew."""
+    data = parquet.dataset(tmp_path / "d")
+    for path in data.glob("*/*.parquet"):
+        table = pq.read_table(path)
+        table = table.filter(pc.less(table["user"], 30)).drop_columns("tags")
+        pq.write_table(table, path)
+    schema = data / "schema.yaml"
+    schema.write_text(
+        "labels: [label]\ndense: [price]\nsparse: {user: {table: user}}\ntables: {user: {rows: 30, dim: 8}}\n"
+    )
+    settings = parquet.settings(data, tmp_path / "run", train__max_steps=1)
+    settings["optim"] = {"embeddings": {"lr": 1e-30}, "dense": {"lr": 1e-30}}
+    settings["run"]["start_tables"] = {"user": "resize", "tag": "drop"}
+
+    def fails(says):
+        with pytest.raises(SchemaError, match=says):
+            driver.train(settings, start_from=first.path)
+
+    fails("run.start_dense=matching")
+    settings["run"]["start_dense"] = "matching"
+    del settings["run"]["start_tables"]["tag"]
+    fails("tables.tag: none now, 12 × 8 in the checkpoint")
+    settings["run"]["start_tables"]["tag"] = "drop"
+    second = driver.train(settings, start_from=first.path)
+    old, new = (checkpoints.whole(checkpoints.newest(run.path)) for run in (first, second))
+    torch.testing.assert_close(new["tables/user/weight"], old["tables/user/weight"][:30], rtol=0, atol=1e-12)
+    dense = [n for n in new if n.startswith("dense/") and n.endswith("/value")]
+    assert any(n in old and old[n].shape == new[n].shape and torch.equal(old[n], new[n]) for n in dense)
+    assert any(old[n].shape != new[n].shape for n in dense)
