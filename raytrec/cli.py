@@ -65,7 +65,7 @@ def train(
     """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.workers=2"""
     from raytrec.errors import ConfigError
     from raytrec.train.driver import train as run
-    from raytrec.train.group import Interrupted
+    from raytrec.train.stop import Interrupted
 
     overrides, earlier = overrides or [], start_from or resume
     if earlier and config and "=" in config:  # no CONFIG: the first argument is an override

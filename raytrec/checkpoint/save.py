@@ -28,7 +28,8 @@ class Saved:
     Attributes:
         step: of the run.
         folder: the checkpoint.
-        error: why there is none.
+        error: why there is none; the same on every rank.
+        note: what else is to be said, on rank 0.
         blocked_s: seconds that the step waited for the copy.
         seconds: until it was committed.
     """
@@ -36,6 +37,7 @@ class Saved:
     step: int
     folder: str
     error: RunError | None
+    note: str | None
     blocked_s: float
     seconds: float
 
@@ -99,12 +101,19 @@ class Saver:
         except (Exception, CheckpointException) as failure:  # torch's is a BaseException
             cause = root_cause(failure)
             error = cause if isinstance(cause, RunError) else RunError(str(cause), where=folder)
+        note = None
         if dist.get_rank() == 0:
-            if error is None:
-                keep(self._root, self._config.keep_last, self._config.keep_best, self._config.best_by)
-            else:
-                discard(folder, attempt)
-        return Saved(step, folder, error, blocked, perf_counter() - began)
+            try:
+                self._tidy(folder, attempt, error)
+            except (OSError, RunError) as failure:
+                note = f"older checkpoints could not be removed: {str(failure).splitlines()[0]}"
+        return Saved(step, folder, error, note, blocked, perf_counter() - began)
+
+    def _tidy(self, folder: str, attempt: str, error: RunError | None) -> None:
+        if error is None:
+            keep(self._root, self._config.keep_last, self._config.keep_best, self._config.best_by)
+        else:
+            discard(folder, attempt)
 
     def _copy(self, tensors: State) -> State:
         """The values in host memory, in buffers that are used again by the next save."""

@@ -441,7 +441,7 @@ def _send(descriptor: int, start: int, count: int) -> None:
     """Lets Linux begin to write bytes of a file to the disk, beside what goes on here; it does not wait.
 
     Without this, the disk has nothing to do until the sync at the end. It is only advice, so errors and
-    systems without the call do not matter. (posix_fadvise would do it, too, but then forgets part of the file.)
+    systems without the call do not matter. (posix_fadvise would do it, too, but forgets part of the file.)
     """
     if begin := getattr(ctypes.CDLL(None), "sync_file_range", None):
         begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), SYNC_FILE_RANGE_WRITE)

@@ -15,7 +15,8 @@ from raytrec.schema import Schema
 from raytrec.tracking.mlflow import Tracker
 from raytrec.train.console import RunConsole
 from raytrec.train.driver import resolve, short
-from raytrec.train.group import Watch, local_cpus, run_group, write_json
+from raytrec.train.group import local_cpus, run_group
+from raytrec.train.watch import Watch, write_json
 
 RESULT = "check.json"
 CHECKS = ("forward", "gradient", "weights", "state")

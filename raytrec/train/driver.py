@@ -22,9 +22,10 @@ from raytrec.schema import Schema
 from raytrec.storage import absolute, relative
 from raytrec.tracking.mlflow import Tracker
 from raytrec.train.console import RunConsole
-from raytrec.train.group import Watch, fingerprint, local_cpus, run_group, write_json, write_text
+from raytrec.train.group import fingerprint, local_cpus, run_group
 from raytrec.train.resume import check_same_data, resume_config
 from raytrec.train.warm import check_fits, config_from, schema_of
+from raytrec.train.watch import Watch, write_json, write_text
 from raytrec.transforms import LookupVocabulary
 
 RESULT = "result.json"

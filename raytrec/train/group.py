@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import signal
 import traceback
-from collections.abc import Callable
-from math import isfinite
 from pathlib import Path
-from threading import Event, Thread, Timer
-from time import time
 from typing import Any
 
 from raytrec.config import RunConfig
@@ -21,10 +15,9 @@ from raytrec.embeddings.pins import check_pins
 from raytrec.errors import ConfigError, RaytrecError, RunError, root_cause
 from raytrec.schema import Schema
 from raytrec.storage import open_filesystem
-from raytrec.train.hub import Command
 from raytrec.train.rank import Task
-
-EVENTS = "events.jsonl"
+from raytrec.train.stop import Interrupted, Stop
+from raytrec.train.watch import Watch
 
 
 def local_cpus(config: RunConfig) -> int:
@@ -192,61 +185,6 @@ def _ray_run(folder: str) -> Any:
     return ray.train.RunConfig(name=name, storage_path=place)
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM ended a group.
-
-    Attributes:
-        signal: which one.
-        step: at which its state was saved; None when it was not.
-    """
-
-    def __init__(self, signal: int, step: int | None):
-        super().__init__(f"by signal {signal}")
-        self.signal, self.step = signal, step
-
-
-class Stop:
-    """Ctrl-C and SIGTERM while a group runs: the first asks it to save and end, the second ends it at once.
-
-    Ray Train 2.60 installs a handler of its own that ends the workers and then the process, without a word.
-
-    Args:
-        patience_s: seconds until it is ended although it has not saved; 0: at once.
-    """
-
-    def __init__(self, hub: Any, patience_s: float):
-        self._hub, self._patience_s, self.signal = hub, patience_s, None
-        self._before: dict[int, Any] = {}
-        self._timer: Timer | None = None
-
-    def install(self, controller: Any) -> None:
-        """Called by the trainer, in the main thread, when it has a controller."""
-        self._controller = controller
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, _frame: Any) -> None:
-        again, self.signal = self.signal is not None, number
-        if again or not self._patience_s:
-            return self._abort()
-        self._hub.ask.remote(Command.STOP, signal.Signals(number).name)
-        self._timer = Timer(self._patience_s, self._abort)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _abort(self) -> None:
-        self._controller.abort.remote()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        if self._timer:
-            self._timer.cancel()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
 def fingerprint(dataset: Dataset | None) -> str:
     """Of the row groups that the cursor counts: their files' names and rows, in order; not where they lie."""
     if dataset is None:
@@ -269,80 +207,3 @@ def _explain(error: Exception, config: RunConfig, sentence: str) -> RaytrecError
         f"training failed: {sentence or (last[-1] if last else type(cause).__name__)}",
         where=f"the traceback is in {story}",
     )
-
-
-class Watch:
-    """Reads what rank 0 says, while Ray Train runs, and passes it to the terminal and to MLflow."""
-
-    def __init__(self, console: Any, tracker: Any | None, folder: Path | None):
-        self.console, self.result, self.stopped_at = console, None, None
-        self._tracker, self._folder = tracker, folder
-
-    def reading(self, hub: Any) -> _Reading:
-        """A block in which a thread reads the hub's messages; at its end nothing is left there."""
-        return _Reading(hub, self._receive)
-
-    def _receive(self, kind: str, **message: Any) -> None:
-        if kind == "result":
-            # JSON has no NaN: a figure that is not defined (NE and AUC of labels that are all equal) is null.
-            undefined = {k for k, v in message["figures"].items() if isinstance(v, float) and not isfinite(v)}
-            self.result = {k: None if k in undefined else v for k, v in message["figures"].items()}
-            return
-        if kind == "stopped":
-            self.stopped_at = message["step"]
-        if kind in ("event", "saved", "start", "stopped") and self._folder:
-            self._note(kind, message)
-        getattr(self.console, kind)(**message)
-        if self._tracker is None:
-            return
-        if kind == "start":
-            write_json(self._folder / "plan.json", message["plan"])
-            self._tracker.file(self._folder / "plan.json")
-        elif kind in ("train", "eval"):
-            step = message.pop("step")
-            self._tracker.metrics({f"{kind}.{name}": value for name, value in message.items()}, step)
-
-    def _note(self, kind: str, message: dict[str, Any]) -> None:
-        """Keeps what happened to the run, a line each, in events.jsonl."""
-        entry = {"event": kind, "unix_s": time(), **message}
-        entry.pop("plan", None)
-        with open(self._folder / EVENTS, "a") as file:
-            file.write(json.dumps(entry) + "\n")
-
-
-class _Reading:
-    def __init__(self, hub: Any, receive: Callable):
-        self._hub, self._receive, self._over = hub, receive, Event()
-        self._thread = Thread(target=self._read, name="hub", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        import ray
-
-        ray.kill(self._hub)
-
-    def _read(self) -> None:
-        import ray
-
-        while True:
-            last = self._over.is_set()
-            for message in ray.get(self._hub.get.remote(0 if last else 0.5)):
-                self._receive(**message)
-            if last:
-                return
-
-
-def write_json(path: Path, values: Any) -> None:
-    """Written whole or not at all."""
-    write_text(path, json.dumps(values, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Written whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)

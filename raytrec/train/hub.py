@@ -21,10 +21,11 @@ PHASES = {
     "restore": "restoring",
     "data": "waiting for data",
     "step": "computing",
+    "evaluate": "evaluating",
     "save": "saving",
 }
 # What may take long without being stuck: it ends, or fails, by itself.
-PATIENT = ("start", "plan", "restore", "data", "save")
+PATIENT = ("start", "plan", "restore", "data", "evaluate", "save")
 
 
 class Command(IntEnum):

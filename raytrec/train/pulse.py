@@ -28,6 +28,7 @@ class Pulse:
     def __init__(self, hub: Any, attempt: str, rank: int):
         self._hub, self._attempt, self._rank = hub, attempt, rank
         self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
+        self._going = False  # the first step sets everything up, and may take long
         # The thread that trains: Ray Train runs the worker's function in one that is not the main thread.
         self._watched = _this_thread()
         self._over = Event()
@@ -38,14 +39,15 @@ class Pulse:
         """Notes progress, with another phase or step if given."""
         self._ticks += 1
         self.phase = phase or self.phase
-        self._step = self._step if step is None else step
+        if step is not None:
+            self._step, self._going = step, True
 
     def reading(self, batches: Iterator[T], after: str = "step") -> Iterator[T]:
         """The same iterator; waiting for it is the phase "data"."""
         while True:
             self.tick("data")
             batch = next(batches, None)
-            self.tick(after)
+            self.tick(after if self._going else "start")
             if batch is None:
                 return
             yield batch

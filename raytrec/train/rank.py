@@ -134,7 +134,7 @@ class Watched:
         return getattr(self.stream, name)
 
     def batches(self):
-        return self.pulse.reading(self.stream.batches())
+        return self.pulse.reading(self.stream.batches(), "evaluate")
 
 
 class Clock:

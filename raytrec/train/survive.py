@@ -138,6 +138,8 @@ class Survival:
             self._rank.tell(kind="warn", text=f"no checkpoint of step {saved.step}: {saved.error.what}")
         else:
             self._rank.report(saved.folder, saved.step)
+        if saved.note:
+            self._rank.tell(kind="warn", text=saved.note)
         self._rank.tell(
             kind="saved",
             step=saved.step,

@@ -15,6 +15,7 @@ def train_worker(task: Task) -> None:
     from raytrec.embeddings.plan import describe
     from raytrec.train.begin import begin
     from raytrec.train.build import build_step
+    from raytrec.train.causes import Restart
     from raytrec.train.evaluate import evaluate
     from raytrec.train.metrics import Sums
     from raytrec.train.nan import Recent
@@ -57,12 +58,15 @@ def train_worker(task: Task) -> None:
     except Stopped:
         rank.tell(kind="stopped", step=progress.step)
         return rank.leave()
+    except Restart:
+        rank.leave()
+        raise
     finally:
         batches.close()
 
     result = progress.result() | {"world_size": rank.world}
     if test:
-        rank.phase("evaluating", "step")
+        rank.phase("evaluating", "evaluate")
         figures = evaluate(step, rank.watched(test), rank.device)
         result |= {f"eval.{name}": value for name, value in figures.items()}
     rank.tell(kind="result", step=progress.step, figures=result)
@@ -80,7 +84,7 @@ def evaluate_worker(task: Task) -> None:
     rank.phase("loading the checkpoint", "restore")
     step, _ = build_step(task.config, task.schema, rank.device, fill=False)
     load(task.checkpoint, LogicalState(step.model, step.optimizer, with_optimizer=False).tensors())
-    rank.phase("evaluating", "step")
+    rank.phase("evaluating", "evaluate")
     figures = evaluate(step, rank.watched(rank.stream("test", evaluation_order(task.config))), rank.device)
     figures = {f"eval.{name}": value for name, value in figures.items()} | {"world_size": rank.world}
     rank.tell(kind="result", step=0, figures=figures)

@@ -2,12 +2,16 @@
 
 import itertools
 import shutil
+from pathlib import Path
 
 import checkpoints
 import pytest
 import torch
 from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
+
+from raytrec.embeddings.initial import initial_rows
+from raytrec.schema import Schema
 
 # (world size, hosts, plan for all tables). Kernels differ, too.
 PLANS = {
@@ -96,3 +100,68 @@ def test_every_plan_hands_over_to_the_next(optimizer, tmp_path):
     for (one, a), (other, b) in itertools.pairwise(ends.items()):
         for key, value in a.items():
             torch.testing.assert_close(b[key], value, rtol=2e-4, atol=2e-5, msg=f"{one} → {other}: {key}")
+
+
+BIG = Schema.parse(
+    {
+        "labels": ["y"],
+        "dense": ["a"],
+        "sparse": {"user": {"table": "user"}},
+        "tables": {"user": {"rows": 4_000_000, "dim": 16}},  # 244 MiB, and 15 MiB of state
+    },
+    "big",
+)
+
+
+def resident(what):
+    """Bytes: VmRSS of now, VmHWM: the most since the mark was reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+def big_step(world, sharding, fill):
+    from raytrec.train.build import build_step
+
+    settings = config(world, {"sharding": sharding}, "rowwise_adagrad")
+    return build_step(settings, BIG, torch.device("cpu"), fill=fill)[0]
+
+
+def save_big(rank, world, root):
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.sections import CheckpointSection
+
+    step = big_step(world, "row_wise", True)
+    saver = Saver(root, CheckpointSection(asynchronous=False))
+    saver.save(1, LogicalState(step.model, step.optimizer).tensors(), {})
+    assert saver.taken().error is None
+
+
+def restore_big(rank, world, root):
+    """(bytes that a restored rank takes at the most beyond what it took before, bytes of its shards)."""
+    from raytrec.checkpoint.restore import restore
+    from raytrec.checkpoint.state import LogicalState
+
+    big_step(1 * world, "row_wise", False)  # code and libraries that any model needs
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    step = big_step(world, "table_wise", False)
+    state = LogicalState(step.model, step.optimizer)
+    assert restore(root, state).folder
+    held = sum(
+        shard.values.nbytes
+        for table in state.tables.values()
+        for parts in (table.weight, *table.state.values())
+        for shard in parts.local
+    )
+    return resident("VmHWM") - before, held, state.tables["user"].weight.dense(range(3_999_990, 4_000_000))
+
+
+def test_restoring_takes_little_more_than_the_shards(tmp_path):
+    """From row-wise on 2 ranks to a whole table on one of 2: at most 1.2 × what it holds."""
+    on_ranks(2, save_big, str(tmp_path))
+    found = on_ranks(2, restore_big, str(tmp_path), hosts=2)
+    grown, held, last = max(found, key=lambda f: f[1])
+    assert held > 250e6
+    assert grown < 1.2 * held, f"{grown / 2**20:.0f} MiB for {held / 2**20:.0f} MiB"
+    assert torch.equal(last, initial_rows(BIG, "user", 3, 3_999_990, 4_000_000))

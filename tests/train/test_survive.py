@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 def settings(folder, place, **changes):
     """Adam for the dense layers and dropout: state that a restart could lose."""
     values = parquet.settings(folder, place, train__epochs=15, checkpoint__every_steps=20, **changes)
-    values["model"] = values.get("model", {}) | {"dropout": 0.1, "top_mlp": [256, 256]}
+    values["model"] = {"dropout": 0.1} | values["model"] | {"top_mlp": [256, 256]}
     return values
 
 
@@ -155,11 +155,17 @@ def test_the_driver_is_ended_and_the_run_resumed(undisturbed, folder, tmp_path, 
     assert resumed.metrics["mlflow_run_id"] == (run / "mlflow_run_id").read_text()
 
 
+@pytest.fixture(scope="module")
+def no_dropout(ray_cluster, folder, tmp_path_factory):
+    """Which rank a row is on decides its dropout, so that numbers of workers are compared without."""
+    return driver.train(settings(folder, tmp_path_factory.mktemp("plain") / "run", model__dropout=0.0))
+
+
 @pytest.fixture
-def interrupted(undisturbed, tmp_path):
-    """The undisturbed run as it was at an earlier checkpoint; a copy."""
+def interrupted(no_dropout, tmp_path):
+    """A run as it was at an earlier checkpoint; a copy."""
     run = tmp_path / "run"
-    shutil.copytree(undisturbed.path, run)
+    shutil.copytree(no_dropout.path, run)
     (run / "result.json").unlink()
     shutil.rmtree(checkpoints.newest(run))
     return run
@@ -204,25 +210,25 @@ def test_nothing_left_to_go_on_from_is_an_error(interrupted):
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.survive)])
-def test_another_number_of_workers(undisturbed, interrupted, workers):
+def test_another_number_of_workers(no_dropout, interrupted, workers):
     """The same batches to the last row; the same model up to the order in which float32s are added."""
     resumed = driver.train(None, [f"scaling.workers={workers}"], resume=interrupted)
     assert resumed.metrics["world_size"] == workers
-    assert resumed.metrics["train.rows"] == undisturbed.metrics["train.rows"]
-    one, other = (checkpoints.whole(checkpoints.newest(r.path)) for r in (undisturbed, resumed))
+    assert resumed.metrics["train.rows"] == no_dropout.metrics["train.rows"]
+    one, other = (checkpoints.whole(checkpoints.newest(r.path)) for r in (no_dropout, resumed))
     for name, value in one.items():
-        torch.testing.assert_close(other[name], value, rtol=1e-2, atol=2e-2, msg=name)
-    assert resumed.metrics["eval.auc"] == pytest.approx(undisturbed.metrics["eval.auc"], abs=5e-3)
+        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    assert resumed.metrics["eval.auc"] == pytest.approx(no_dropout.metrics["eval.auc"], abs=1e-4)
 
 
-def test_what_cannot_be_resumed(undisturbed, interrupted, folder, tmp_path):
+def test_what_cannot_be_resumed(no_dropout, interrupted, folder, tmp_path):
     def refused(kind, *says, resume=interrupted, source=None, overrides=()):
         with pytest.raises(kind) as error:
             driver.train(source, list(overrides), resume=resume)
         for text in says:
             assert text in str(error.value)
 
-    refused(RunError, "this run has finished", "--from", resume=undisturbed.path)
+    refused(RunError, "this run has finished", "--from", resume=no_dropout.path)
     refused(RunError, "there is no run here", resume=tmp_path / "nowhere")
     refused(
         ConfigError,
@@ -262,15 +268,15 @@ def test_keeps_the_last_and_the_best(folder, tmp_path):
 
 
 def test_a_full_disk_does_not_stop_training(undisturbed, folder, tmp_path, capfd):
-    """The file system of the checkpoints has room for one at the most."""
+    """The file system of the checkpoints has no room for one; then somebody makes some."""
     place = tmp_path / "small"
     place.mkdir()
     size = sum(p.stat().st_size for p in checkpoints.newest(undisturbed.path).iterdir())
-    mounted = ["mount", "-t", "tmpfs", "-o", f"size={3 * size}", "tmpfs", str(place)]
+    mounted = ["mount", "-t", "tmpfs", "-o", f"size={6 * size}", "tmpfs", str(place)]
     if subprocess.run(mounted, capture_output=True).returncode:
         pytest.skip("needs to mount a small file system")
     try:
-        (place / "ballast").write_bytes(bytes(int(2.2 * size)))
+        (place / "ballast").write_bytes(bytes(int(5.2 * size)))
         values = settings(folder, tmp_path / "run", checkpoint__dir=str(place / "checkpoints"))
 
         def make_room():
