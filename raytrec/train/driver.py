@@ -24,7 +24,7 @@ from raytrec.tracking.mlflow import Tracker
 from raytrec.train.console import RunConsole
 from raytrec.train.group import fingerprint, local_cpus, run_group
 from raytrec.train.resume import check_same_data, resume_config
-from raytrec.train.warm import check_fits, config_from, schema_of
+from raytrec.train.warm import check_fits, config_from, schema_at, schema_of
 from raytrec.train.watch import Watch, write_json, write_text
 from raytrec.transforms import LookupVocabulary
 
@@ -222,7 +222,7 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
 def _open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     data = config.data
     list_files(data.train, "data.train")  # before the schema, which is looked for beside it
-    schema = Schema.load(data.schema_uri)
+    schema = schema_at(data.schema_uri)
     datasets = {
         name: scan(
             places,

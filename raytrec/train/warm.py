@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from raytrec.checkpoint.files import find
-from raytrec.checkpoint.index import read_index
+from raytrec.checkpoint.index import INDEX, read_index
 from raytrec.config import RunConfig, load_config
 from raytrec.errors import ConfigError, SchemaError
 from raytrec.schema import Schema
@@ -31,6 +31,7 @@ def config_from(place: str | Path, overrides: list[str]) -> tuple[RunConfig, str
     name = re.sub(r"-\d{8}-\d{6}$", "", values["run"]["name"])
     values["run"] |= {"name": None, "dir": None, "start_from": folder}
     values["checkpoint"]["dir"] = None
+    values["data"]["schema"] = f"{folder}/{INDEX}"
     return load_config(values, overrides), name
 
 
@@ -113,6 +114,12 @@ def check_fits(config: RunConfig, schema: Schema) -> list[str]:
             do="set run.start_state=false, or optim.embeddings.name and optim.dense.name to the checkpoint's",
         )
     return lines
+
+
+def schema_at(uri: str) -> Schema:
+    """The schema of a schema.yaml, or of a checkpoint (its checkpoint.json)."""
+    folder, _, name = uri.rpartition("/")
+    return schema_of(read_index(folder)["about"]) if name == INDEX else Schema.load(uri)
 
 
 def schema_of(about: dict) -> Schema:

@@ -110,7 +110,7 @@ def changed_schema(folder, tmp_path, **rows):
     for table, count in rows.items():
         values["tables"][table]["rows"] = count
     path = tmp_path / "schema.yaml"
-    path.write_text(yaml.safe_dump(values))
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
     return path
 
 
