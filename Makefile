@@ -18,7 +18,7 @@ test: install
 	$(BIN)/pytest
 
 test-survive: install
-	$(BIN)/pytest tests/train/test_survive.py -m "survive or not survive"
+	$(BIN)/pytest tests/train tests/checkpoint -m survive
 
 chaos: install
 	$(BIN)/python -W ignore benchmarks/chaos.py

@@ -43,6 +43,7 @@ def test_stops_and_keeps_the_batch(folder, tmp_path):
     assert {(r["user"][0], round(r["price"], 4), r["label"]) for r in table.to_pylist()} <= known
 
 
+@pytest.mark.survive
 @pytest.mark.usefixtures("ray_cluster")
 def test_leaves_the_steps_out_and_counts_them(folder, tmp_path):
     metrics = driver.train(diverging(folder, tmp_path / "run", on_nan="skip")).metrics

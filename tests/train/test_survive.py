@@ -128,10 +128,10 @@ def run_file(folder, tmp_path, **changes):
     return path
 
 
-SIGTERM = pytest.param(signal.SIGTERM, marks=pytest.mark.survive)
+SLOWER = [pytest.param(s, marks=pytest.mark.survive) for s in (signal.SIGTERM, signal.SIGKILL)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, *SLOWER])
 def test_the_driver_is_ended_and_the_run_resumed(undisturbed, folder, tmp_path, number):
     """Ctrl-C and SIGTERM save first; after SIGKILL the run goes on from its last checkpoint."""
     run, process = tmp_path / "run", command("train", run_file(folder, tmp_path))
@@ -161,11 +161,9 @@ def no_dropout(ray_cluster, folder, tmp_path_factory):
     return driver.train(settings(folder, tmp_path_factory.mktemp("plain") / "run", model__dropout=0.0))
 
 
-@pytest.fixture
-def interrupted(no_dropout, tmp_path):
-    """A run as it was at an earlier checkpoint; a copy."""
-    run = tmp_path / "run"
-    shutil.copytree(no_dropout.path, run)
+def as_it_was(result, run):
+    """A copy of a run as it was at its last checkpoint but one."""
+    shutil.copytree(result.path, run)
     (run / "result.json").unlink()
     shutil.rmtree(checkpoints.newest(run))
     return run
@@ -177,6 +175,7 @@ def flip(path, place):
     path.write_bytes(bytes(data))
 
 
+@pytest.mark.survive
 def test_damaged_and_incomplete_checkpoints_are_passed_over(undisturbed, folder, tmp_path, capfd):
     """Of four, the newest has a flipped bit in its data, the next one in its index, the third no index."""
     run = tmp_path / "run"
@@ -202,16 +201,20 @@ def test_damaged_and_incomplete_checkpoints_are_passed_over(undisturbed, folder,
     same(undisturbed, resumed)
 
 
-def test_nothing_left_to_go_on_from_is_an_error(interrupted):
+@pytest.mark.survive
+def test_nothing_left_to_go_on_from_is_an_error(undisturbed, tmp_path):
+    interrupted = as_it_was(undisturbed, tmp_path / "run")
     for index in interrupted.glob("checkpoints/step-*/*.bin"):
         index.unlink()
     with pytest.raises(RunError, match="none of 1 checkpoints can be read"):
         driver.train(None, resume=interrupted)
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.survive)])
-def test_another_number_of_workers(no_dropout, interrupted, workers):
+@pytest.mark.survive
+@pytest.mark.parametrize("workers", [1, 3])
+def test_another_number_of_workers(no_dropout, tmp_path, workers):
     """The same batches to the last row; the same model up to the order in which float32s are added."""
+    interrupted = as_it_was(no_dropout, tmp_path / "run")
     resumed = driver.train(None, [f"scaling.workers={workers}"], resume=interrupted)
     assert resumed.metrics["world_size"] == workers
     assert resumed.metrics["train.rows"] == no_dropout.metrics["train.rows"]
@@ -221,14 +224,16 @@ def test_another_number_of_workers(no_dropout, interrupted, workers):
     assert resumed.metrics["eval.auc"] == pytest.approx(no_dropout.metrics["eval.auc"], abs=1e-4)
 
 
-def test_what_cannot_be_resumed(no_dropout, interrupted, folder, tmp_path):
+def test_what_cannot_be_resumed(undisturbed, folder, tmp_path):
+    interrupted = as_it_was(undisturbed, tmp_path / "run")
+
     def refused(kind, *says, resume=interrupted, source=None, overrides=()):
         with pytest.raises(kind) as error:
             driver.train(source, list(overrides), resume=resume)
         for text in says:
             assert text in str(error.value)
 
-    refused(RunError, "this run has finished", "--from", resume=no_dropout.path)
+    refused(RunError, "this run has finished", "--from", resume=undisturbed.path)
     refused(RunError, "there is no run here", resume=tmp_path / "nowhere")
     refused(
         ConfigError,
@@ -246,6 +251,7 @@ def test_what_cannot_be_resumed(no_dropout, interrupted, folder, tmp_path):
     assert not (interrupted / "result.json").exists()
 
 
+@pytest.mark.survive
 def test_keeps_the_last_and_the_best(folder, tmp_path):
     values = settings(folder, tmp_path / "run", train__eval_every_steps=20, checkpoint__keep_best=2)
     values["checkpoint"]["keep_last"] = 1
@@ -267,6 +273,7 @@ def test_keeps_the_last_and_the_best(folder, tmp_path):
         assert kept[step]["evaluation"]["ne"] == dict((s, v) for v, s in by_ne)[step]
 
 
+@pytest.mark.survive
 def test_a_full_disk_does_not_stop_training(undisturbed, folder, tmp_path, capfd):
     """The file system of the checkpoints has no room for one; then somebody makes some."""
     place = tmp_path / "small"

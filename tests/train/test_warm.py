@@ -137,6 +137,7 @@ def test_tables_that_have_grown_or_begin_anew(first, folder, tmp_path, capfd):
     assert steps and all(value == old[name] + 1 for name, value in steps.items())
 
 
+@pytest.mark.survive
 def test_tables_that_have_shrunk_or_gone(first, tmp_path):
     """Ids of other data end at 30, and there are no tags: the dense layers begin anew."""
     data = parquet.dataset(tmp_path / "d")
