@@ -69,17 +69,19 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
 
 def keep(root: str, last: int, best: int, by: str) -> list[str]:
     """Removes all complete checkpoints but the newest `last` and the `best` ones by a metric, and incomplete
-    ones that are older than the newest complete one.
+    ones that are older than the newest complete one. What cannot be read is left alone: perhaps it can later.
 
     Returns:
         What has been removed.
     """
     found: dict[int, dict | None] = {}
     for step in steps(root):
+        folder = folder_of(root, step)
         try:
-            found[step] = read_index(folder_of(root, step))["about"]
+            found[step] = read_index(folder)["about"]
         except CheckpointError:
-            found[step] = None
+            if not _exists(f"{folder}/{INDEX}"):
+                found[step] = None
     complete = [step for step, about in found.items() if about is not None]
     kept = set(complete[:last])
     rated = [(s, m) for s in complete if (m := (found[s].get("evaluation") or {}).get(by)) is not None]

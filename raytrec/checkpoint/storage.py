@@ -7,18 +7,13 @@ for every block of it. A block is what is read at a time, so memory does not gro
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import errno
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import partial
-from io import FileIO
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
@@ -44,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from raytrec.checkpoint.blocks import StoredChunk, Target, blocks
 from raytrec.checkpoint.index import (
     INDEX,
     CheckpointError,
@@ -52,23 +48,16 @@ from raytrec.checkpoint.index import (
     make_folder,
     read_index,
     reason,
-    sync_folder,
     unreadable,
     write_index,
     writing,
 )
-from raytrec.data.faults import retried
+from raytrec.checkpoint.rawfile import Sink, Source
 from raytrec.storage import open_filesystem
 
 __all__ = ["BLOCK_BYTES", "INDEX", "CheckpointError", "ShardReader", "ShardWriter", "read_index"]
 
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the largest element
-ALIGNMENT = 64  # bytes
-SEND_BYTES = 32 << 20  # after how many the disk is set to work
-SYNC_FILE_RANGE_WRITE = 2  # of Linux
-# Blocks in work at a time. Two on a disk: one is read while the other is checked. An object store answers
-# late, so that its speed is that of the requests under way.
-READS, REMOTE_READS = 2, 8
 DTYPES = {
     name: getattr(torch, name)
     for name in (
@@ -173,12 +162,12 @@ class ShardWriter(StorageWriter):
         results = []
         with ExitStack() as stack:
             stack.enter_context(writing(f"{self._folder}/{plan.storage_data}"))
-            file = stack.enter_context(_Sink(self._folder, plan.storage_data))
+            file = stack.enter_context(Sink(self._folder, plan.storage_data))
             checks = stack.enter_context(ThreadPoolExecutor(1))
             for item in plan.items:
                 tensor = planner.resolve_data(item).detach().as_subclass(torch.Tensor)
                 start, crc32 = file.align(), []
-                for block in _blocks(_checked(tensor, item), self._block_bytes):
+                for block in blocks(_checked(tensor, item), self._block_bytes):
                     crc = checks.submit(zlib.crc32, block)  # while it is written
                     file.write(block)
                     crc32.append(crc.result())
@@ -270,7 +259,7 @@ class ShardReader(StorageReader):
 
     def _read_file(self, chunks: list[StoredChunk], wanted: dict, planner: LoadPlanner) -> None:
         try:
-            source = _Source(self._folder, chunks[0].file)
+            source = Source(self._folder, chunks[0].file)
         except OSError as error:
             raise unreadable(reason(error), chunks[0].where(self._folder)) from None
         buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -280,17 +269,17 @@ class ShardReader(StorageReader):
         with source, ThreadPoolExecutor(source.reads) as pool:
             for chunk in chunks:
                 items = wanted[chunk]
-                targets = [_Target(chunk, item, planner.resolve_tensor(item)) for item in items]
+                targets = [Target(chunk, item, planner.resolve_tensor(item)) for item in items]
                 size = self._block_bytes
-                blocks = {n for t in targets for n in range(t.begin // size, math.ceil(t.end / size))}
+                numbers = {n for t in targets for n in range(t.begin // size, math.ceil(t.end / size))}
                 read = partial(self._read_block, source, chunk, targets, buffers)
-                for _ in pool.map(read, sorted(blocks)):
+                for _ in pool.map(read, sorted(numbers)):
                     pass  # raises the first error, and cancels the rest
                 for item, target in zip(items, targets, strict=True):
                     planner.commit_tensor(item, target.tensor)
 
     def _read_block(
-        self, source: _Source, chunk: StoredChunk, targets: list[_Target], buffers: SimpleQueue, number: int
+        self, source: Source, chunk: StoredChunk, targets: list[Target], buffers: SimpleQueue, number: int
     ) -> None:
         """Reads a block, checks it, and copies it to where it belongs. It runs in several threads."""
         begin = number * self._block_bytes
@@ -307,7 +296,7 @@ class ShardReader(StorageReader):
         finally:
             buffers.put(buffer)
 
-    def _fill(self, source: _Source, chunk: StoredChunk, number: int, begin: int, into: memoryview) -> None:
+    def _fill(self, source: Source, chunk: StoredChunk, number: int, begin: int, into: memoryview) -> None:
         where = chunk.where(self._folder, begin, begin + len(into))
         try:
             got = source.read(chunk.start + begin, into)
@@ -317,177 +306,6 @@ class ShardReader(StorageReader):
             raise unreadable(f"the file ends {len(into) - got:,} bytes too early", where)
         if zlib.crc32(into) != chunk.crc32[number]:
             raise unreadable("damaged (the bytes do not match their checksum)", where)
-
-
-@dataclass(frozen=True, eq=False)
-class StoredChunk:
-    """A tensor, or a shard of one, as it lies in a file.
-
-    Attributes:
-        fqn: the tensor.
-        dtype, sizes: of the chunk.
-        file: name, within the checkpoint.
-        start: bytes before it in the file.
-        crc32: of each block.
-    """
-
-    fqn: str
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    file: str
-    start: int
-    crc32: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
-
-    def where(self, folder: str, begin: int = 0, end: int | None = None) -> str:
-        """Bytes of it, for people; counted from the beginning of the file."""
-        end = self.nbytes if end is None else end
-        place = f"bytes {self.start + begin} to {self.start + end - 1}"
-        return f"{folder}/{self.file}, tensor {self.fqn}, {place}"
-
-
-class _Target:
-    """A tensor that wants a box of a chunk.
-
-    Attributes:
-        tensor: of the box's shape.
-        begin, end: bytes of the chunk between which all of the box lies.
-    """
-
-    def __init__(self, chunk: StoredChunk, item: ReadItem, tensor: torch.Tensor):
-        self.tensor = tensor.detach().as_subclass(torch.Tensor)
-        if self.tensor.shape != item.lengths:
-            raise CheckpointError(
-                f"{tuple(item.lengths)} values of {chunk.fqn} for a tensor of {tuple(self.tensor.shape)}"
-            )
-        self._sizes, self._offsets = chunk.sizes, tuple(item.storage_offsets)
-        strides = [math.prod(chunk.sizes[d + 1 :]) for d in range(len(chunk.sizes))]
-        first = sum(o * s for o, s in zip(self._offsets, strides, strict=True))
-        count = 1 + sum((n - 1) * s for n, s in zip(item.lengths, strides, strict=True))
-        self.begin, self.end = (n * chunk.dtype.itemsize for n in (first, first + count))
-        solid = count == self.tensor.numel() and self.tensor.dtype == chunk.dtype
-        self._memory = _memory(self.tensor) if solid and _is_plain(self.tensor) else None
-
-    def memory(self, begin: int, end: int) -> memoryview | None:
-        """Where these bytes of the chunk belong, when they can be read to there as they are."""
-        if self._memory is None or begin < self.begin or end > self.end:
-            return None
-        return self._memory[begin - self.begin : end - self.begin]
-
-    def take(self, block: torch.Tensor, begin: int) -> None:
-        """Copies what belongs here of a block of values, which begins at this byte of the chunk."""
-        first = begin // block.element_size()
-        for values, box in _overlaps(block, first, self._sizes, self._offsets, self.tensor):
-            box.copy_(values)
-
-
-class _Sink:
-    """A new file that is written from beginning to end; removed when something goes wrong, where it is local.
-
-    Attributes:
-        size: bytes written.
-
-    Raises:
-        OSError: from all of it; FileExistsError, where there is such a file: it may belong to a checkpoint.
-    """
-
-    def __init__(self, folder: str, name: str):
-        filesystem, path = open_filesystem(f"{folder}/{name}")
-        self.size, self._path, self._local = 0, Path(path), is_local(filesystem)
-        self._sent = 0
-        if self._local:
-            self._file = FileIO(path, "x")
-        elif filesystem.get_file_info(path).is_file:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        else:
-            self._file = filesystem.open_output_stream(path)
-
-    def __enter__(self) -> _Sink:
-        return self
-
-    def __exit__(self, kind, *_) -> None:
-        # Closing an object's stream would make an object of what has been written.
-        if kind is None or self._local:
-            self._file.close()
-        if kind is not None and self._local:
-            with suppress(OSError):
-                self._path.unlink()
-
-    def align(self) -> int:
-        """Fills up to where the next chunk can start; gives that place, in bytes."""
-        if gap := -self.size % ALIGNMENT:
-            self.write(memoryview(bytes(gap)))
-        return self.size
-
-    def write(self, data: memoryview) -> None:
-        self.size += len(data)
-        while len(data):
-            data = data[self._file.write(data) :]
-        if self._local and self.size - self._sent >= SEND_BYTES:
-            _send(self._file.fileno(), self._sent, self.size - self._sent)
-            self._sent = self.size
-
-    def sync(self) -> None:
-        """Makes the file outlast a power cut."""
-        if self._local:
-            os.fsync(self._file.fileno())
-            sync_folder(self._path.parent)
-
-
-def _send(descriptor: int, start: int, count: int) -> None:
-    """Lets Linux begin to write bytes of a file to the disk, beside what goes on here; it does not wait.
-
-    Without this, the disk has nothing to do until the sync at the end. It is only advice, so errors and
-    systems without the call do not matter. (posix_fadvise would do it, too, but forgets part of the file.)
-    """
-    if begin := getattr(ctypes.CDLL(None), "sync_file_range", None):
-        begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), SYNC_FILE_RANGE_WRITE)
-
-
-class _Source:
-    """A file read at any place, from several threads.
-
-    Attributes:
-        reads: how many at a time are worth it.
-
-    Raises:
-        OSError: from all of it.
-    """
-
-    def __init__(self, folder: str, name: str):
-        self._uri = f"{folder}/{name}"
-        filesystem, path = open_filesystem(self._uri)
-        if is_local(filesystem):
-            self.reads, self._file = READS, FileIO(path)
-            self._read = self._read_local
-        else:
-            self.reads = REMOTE_READS
-            self._file = retried(self._uri, partial(filesystem.open_input_file, path))
-            self._read = self._read_remote
-
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._file.close()
-
-    def read(self, start: int, into: memoryview) -> int:
-        """Fills memory from this byte on; gives the number of bytes, fewer only at the file's end."""
-        return self._read(start, into)
-
-    def _read_local(self, start: int, into: memoryview) -> int:
-        got = 0
-        while got < len(into) and (more := os.preadv(self._file.fileno(), [into[got:]], start + got)):
-            got += more
-        return got
-
-    def _read_remote(self, start: int, into: memoryview) -> int:
-        data = retried(self._uri, lambda: self._file.read_at(len(into), start))
-        into[: len(data)] = data
-        return len(data)
 
 
 def _metadata(index: dict, where: str) -> Metadata:
@@ -524,65 +342,3 @@ def _checked(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
             expected=f"{expected[0]} {tuple(expected[1])}, as its metadata say",
         )
     return tensor
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory is its values, one after the other."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a plain tensor; no copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
-def _blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a tensor, block by block; each is there until the next one is asked for."""
-    if _is_plain(tensor):
-        data = _memory(tensor)
-        yield from (data[i : i + block_bytes] for i in range(0, len(data), block_bytes))
-        return
-    count = block_bytes // tensor.element_size()
-    buffer = torch.empty(min(count, tensor.numel()), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    for first in range(0, tensor.numel(), count):
-        block = buffer[: tensor.numel() - first]
-        for values, box in _overlaps(block, first, tensor.shape, (0,) * tensor.dim(), tensor):
-            values.copy_(box)
-        yield _memory(block)
-
-
-def _overlaps(
-    block: torch.Tensor, first: int, sizes: Sequence[int], offsets: Sequence[int], box: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What a block of a chunk and a box in it have in common, as views of the one and of the other.
-
-    Rows that the block has whole are one view; of the two that it may have in part, each is again a chunk,
-    with one dimension less.
-
-    Args:
-        block: [n], consecutive values of the chunk.
-        first: the place of the first of them in the chunk.
-        sizes: of the chunk.
-        offsets: of the box in the chunk.
-        box: the box; its shape is its size.
-    """
-    if not sizes:
-        yield block[0], box
-        return
-    width = math.prod(sizes[1:])
-    while len(block):
-        row, within = divmod(first, width)
-        if within or len(block) < width:
-            part = block[: width - within]
-            if offsets[0] <= row < offsets[0] + len(box):
-                yield from _overlaps(part, within, sizes[1:], offsets[1:], box[row - offsets[0]])
-        else:
-            rows = len(block) // width
-            part = block[: rows * width]
-            low, high = max(row, offsets[0]), min(row + rows, offsets[0] + len(box))
-            if low < high:
-                values = part.view(rows, *sizes[1:])[low - row : high - row]
-                for d in range(1, box.dim()):
-                    values = values.narrow(d, offsets[d], box.shape[d])
-                yield values, box[low - offsets[0] : high - offsets[0]]
-        block, first = block[len(part) :], first + len(part)

@@ -23,7 +23,7 @@ from ranks import on_ranks
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from raytrec.checkpoint import index, storage
+from raytrec.checkpoint import index, rawfile, storage
 from raytrec.checkpoint.index import INDEX, CheckpointError, read_index
 from raytrec.checkpoint.storage import ShardReader, ShardWriter
 from raytrec.data import faults
@@ -254,9 +254,9 @@ def test_only_blocks_that_are_wanted_are_read(saved, monkeypatch):
     data = bytearray(path.read_bytes())
     data[start + 150] ^= 1  # row 7
     path.write_bytes(data)
-    read, fill = [], storage._Source.read
+    read, fill = [], rawfile.Source.read
     monkeypatch.setattr(
-        storage._Source, "read", lambda self, at, into: (read.append(at), fill(self, at, into))[1]
+        rawfile.Source, "read", lambda self, at, into: (read.append(at), fill(self, at, into))[1]
     )
     out = {"second": torch.zeros_like(tensors["second"])}
     dcp.load(out, storage_reader=ShardReader(str(folder)), no_dist=True)
@@ -267,14 +267,14 @@ def test_only_blocks_that_are_wanted_are_read(saved, monkeypatch):
 
 def read_places(rank, world, folder):
     """Where this rank reads, for its part of the rows of one table and half of the columns of another."""
-    read, places = storage._Source.read, []
-    storage._Source.read = lambda self, at, into: (places.append(at), read(self, at, into))[1]
+    read, places = rawfile.Source.read, []
+    rawfile.Source.read = lambda self, at, into: (places.append(at), read(self, at, into))[1]
     rows = sharded(torch.zeros(40, 4), "rows", rank, world, gap=False)
     columns = sharded(torch.zeros(40, 4), "few", rank, world, gap=False)
     try:
         dcp.load({"rows": rows, "columns": columns}, storage_reader=ShardReader(folder))
     finally:
-        storage._Source.read = read
+        rawfile.Source.read = read
     return sorted(places)
 
 
@@ -459,20 +459,20 @@ def test_a_place_that_cannot_be_written(tmp_path):
 
 def one_fails(rank, world, folder):
     """Rank 1's disk is full."""
-    import raytrec.checkpoint.storage as module
+    import raytrec.checkpoint.rawfile as module
 
-    write = module._Sink.write
+    write = module.Sink.write
 
     def full(self, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    module._Sink.write = full if rank == 1 else write
+    module.Sink.write = full if rank == 1 else write
     try:
         dcp.save({f"t{rank}": torch.ones(5)}, storage_writer=ShardWriter(folder, "b", {}))
     except BaseException as error:
         return {r: (str(e.where), type(e).__name__) for r, (e, _) in error.failures.items()}
     finally:
-        module._Sink.write = write
+        module.Sink.write = write
 
 
 def test_an_error_of_one_rank_reaches_all(tmp_path):
@@ -613,7 +613,7 @@ Store.__abstractmethods__ = frozenset()
 def test_an_object_store(small, tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "WAITS_S", (0.01, 0.01, 0.01))
     store = Store(tmp_path)
-    for module in (index, storage):
+    for module in (index, rawfile, storage):
         monkeypatch.setattr(
             module, "open_filesystem", lambda uri: (fs.PyFileSystem(store), uri.removeprefix("store://"))
         )

@@ -1,0 +1,128 @@
+"""Files of raw bytes, on disks and object stores: written from beginning to end, read at any place."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from contextlib import suppress
+from functools import partial
+from io import FileIO
+from pathlib import Path
+
+from raytrec.checkpoint.index import is_local, sync_folder
+from raytrec.data.faults import retried
+from raytrec.storage import open_filesystem
+
+ALIGNMENT = 64  # bytes
+SEND_BYTES = 32 << 20  # after how many the disk is set to work
+SYNC_FILE_RANGE_WRITE = 2  # of Linux
+# Blocks in work at a time. Two on a disk: one is read while the other is checked. An object store answers
+# late, so that its speed is that of the requests under way.
+READS, REMOTE_READS = 2, 8
+
+
+class Sink:
+    """A new file that is written from beginning to end; removed when something goes wrong, where it is local.
+
+    Attributes:
+        size: bytes written.
+
+    Raises:
+        OSError: from all of it; FileExistsError, where there is such a file: it may belong to a checkpoint.
+    """
+
+    def __init__(self, folder: str, name: str):
+        filesystem, path = open_filesystem(f"{folder}/{name}")
+        self.size, self._path, self._local = 0, Path(path), is_local(filesystem)
+        self._sent = 0
+        if self._local:
+            self._file = FileIO(path, "x")
+        elif filesystem.get_file_info(path).is_file:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        else:
+            self._file = filesystem.open_output_stream(path)
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        # Closing an object's stream would make an object of what has been written.
+        if kind is None or self._local:
+            self._file.close()
+        if kind is not None and self._local:
+            with suppress(OSError):
+                self._path.unlink()
+
+    def align(self) -> int:
+        """Fills up to where the next chunk can start; gives that place, in bytes."""
+        if gap := -self.size % ALIGNMENT:
+            self.write(memoryview(bytes(gap)))
+        return self.size
+
+    def write(self, data: memoryview) -> None:
+        self.size += len(data)
+        while len(data):
+            data = data[self._file.write(data) :]
+        if self._local and self.size - self._sent >= SEND_BYTES:
+            _send(self._file.fileno(), self._sent, self.size - self._sent)
+            self._sent = self.size
+
+    def sync(self) -> None:
+        """Makes the file outlast a power cut."""
+        if self._local:
+            os.fsync(self._file.fileno())
+            sync_folder(self._path.parent)
+
+
+def _send(descriptor: int, start: int, count: int) -> None:
+    """Lets Linux begin to write bytes of a file to the disk, beside what goes on here; it does not wait.
+
+    Without this, the disk has nothing to do until the sync at the end. It is only advice, so errors and
+    systems without the call do not matter. (posix_fadvise would do it, too, but forgets part of the file.)
+    """
+    if begin := getattr(ctypes.CDLL(None), "sync_file_range", None):
+        begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), SYNC_FILE_RANGE_WRITE)
+
+
+class Source:
+    """A file read at any place, from several threads.
+
+    Attributes:
+        reads: how many at a time are worth it.
+
+    Raises:
+        OSError: from all of it.
+    """
+
+    def __init__(self, folder: str, name: str):
+        self._uri = f"{folder}/{name}"
+        filesystem, path = open_filesystem(self._uri)
+        if is_local(filesystem):
+            self.reads, self._file = READS, FileIO(path)
+            self._read = self._read_local
+        else:
+            self.reads = REMOTE_READS
+            self._file = retried(self._uri, partial(filesystem.open_input_file, path))
+            self._read = self._read_remote
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+    def read(self, start: int, into: memoryview) -> int:
+        """Fills memory from this byte on; gives the number of bytes, fewer only at the file's end."""
+        return self._read(start, into)
+
+    def _read_local(self, start: int, into: memoryview) -> int:
+        got = 0
+        while got < len(into) and (more := os.preadv(self._file.fileno(), [into[got:]], start + got)):
+            got += more
+        return got
+
+    def _read_remote(self, start: int, into: memoryview) -> int:
+        data = retried(self._uri, lambda: self._file.read_at(len(into), start))
+        into[: len(data)] = data
+        return len(data)
