@@ -1,225 +1,25 @@
-"""A run on a cluster of several nodes on this machine, and what can happen to it.
+"""What can happen to a run: faults, done to real processes, nodes, disks and files.
 
-Faults are done to real processes, nodes, disks and files; see FAULTS.
+Each does it, helps the run where a person would have to, and returns when it was done.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
 
-from ray._raylet import GcsClient
-from ray.cluster_utils import Cluster
-from ray.core.generated import autoscaler_pb2
-from recorder import PACE, Attempt, Record
+from watched import Problem, Run
 
-from raytrec.checkpoint.files import folder_of, steps
-from raytrec.checkpoint.index import INDEX
-from raytrec.cluster import stay_on_loopback
+from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.index import INDEX, read_index
 
-T = TypeVar("T")
-HERE = Path(__file__).parent
-MOST = 2  # workers
 NOTICE_S = 15.0  # before a drained node is taken away
-LONGEST_S = 240.0  # that the run may take for anything
-SETTLED_STEPS = 30  # in a row, and a checkpoint: then the run has got over a fault
-PREEMPTION = "DRAIN_NODE_REASON_PREEMPTION"
-
-
-class Problem(Exception):
-    """The run did not do what it had to."""
-
-
-class Nodes:
-    """A Ray cluster on loopback: a head without CPUs, and nodes with room for one worker and its reader."""
-
-    def __init__(self, temporary: Path):
-        stay_on_loopback()
-        paths = [os.environ.get("PYTHONPATH"), str(HERE)]  # workers import recorder
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        self._cluster = Cluster(
-            initialize_head=True,
-            head_node_args=self._node(0, temp_dir=str(temporary), include_dashboard=False),
-        )
-        self.address = self._cluster.address
-        self._gcs = GcsClient(address=self.address)
-        self.all: list[Any] = []
-
-    def _node(self, cpus: int, **more: Any) -> dict[str, Any]:
-        return {"num_cpus": cpus, "node_ip_address": "127.0.0.1", "object_store_memory": 200 << 20, **more}
-
-    def add(self) -> None:
-        self.all.append(self._cluster.add_node(**self._node(2)))
-
-    def kill(self, node: Any) -> None:
-        """Ends the processes of a node, without notice."""
-        self.all.remove(node)
-        self._cluster.remove_node(node, allow_graceful=False)
-
-    def drain(self, node: Any) -> None:
-        """Gives notice that a node will go."""
-        deadline = int((time.time() + NOTICE_S) * 1000)
-        reason = autoscaler_pb2.DrainNodeReason.Value(PREEMPTION)
-        accepted, why = self._gcs.drain_node(node.node_id, reason, "chaos", deadline)
-        if not accepted:
-            raise Problem(f"the node could not be drained: {why}")
-
-    def of(self, pid: int) -> Any:
-        """The node that a worker is on."""
-        above = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        return next(node for node in self.all if self._raylet(node) == above)
-
-    def _raylet(self, node: Any) -> int:
-        return node.all_processes["raylet"][0].process.pid
-
-    def close(self) -> None:
-        self._cluster.shutdown()
-
-
-class Run:
-    """`raytrec train` in a process of its own, watched from outside.
-
-    Args:
-        folder: of the run.
-        checkpoints: where it saves.
-        config: the file.
-        until: the moment (monotonic) at which this all has to be over.
-    """
-
-    def __init__(self, folder: Path, checkpoints: Path, config: Path, nodes: Nodes, until: float):
-        self.folder, self.checkpoints, self.nodes = folder, str(checkpoints), nodes
-        self.record, self.log = Record(folder), folder.with_suffix(".log")
-        self._config, self._until, self._began = config, until, time.monotonic()
-        self._process: subprocess.Popen | None = None
-
-    def start(self, *arguments: str) -> None:
-        command = [sys.executable, str(HERE / "recorder.py"), "train", *arguments]
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # a Ctrl-C is for this process here, which ends the other
-                env=os.environ | {"RAY_ADDRESS": self.nodes.address},
-            )
-
-    def begin(self) -> None:
-        self.start(str(self._config), f"run.dir={self.folder}", f"checkpoint.dir={self.checkpoints}")
-
-    def resume(self) -> None:
-        self.start("--resume", str(self.folder))
-
-    def signal(self, number: int) -> int:
-        """Sends the driver a signal and waits for its end; the exit code."""
-        self._process.send_signal(number)
-        return self._process.wait(90)
-
-    def kill(self) -> None:
-        if self._process and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait(30)
-
-    def ended(self) -> int | None:
-        return self._process.poll()
-
-    def say(self, text: str) -> None:
-        attempts = self.record.look()
-        step = attempts[-1].last if attempts else 0
-        print(f"{time.monotonic() - self._began:6.1f} s  step {step:5}  {text}", flush=True)
-
-    def wait(self, what: str, found: Callable[[], T], seconds: float = LONGEST_S, alive: bool = True) -> T:
-        """Waits until something is found.
-
-        Raises:
-            Problem: it takes too long, or the driver has ended although it should be alive.
-        """
-        end = min(time.monotonic() + seconds, self._until)
-        while not (value := found()):
-            if alive and self.ended() is not None:
-                raise Problem(f"{what}: the driver has ended with exit code {self.ended()}\n{self.tail()}")
-            if time.monotonic() > end:
-                raise Problem(f"{what}: nothing for {seconds:.0f} s, or no time is left\n{self.tail()}")
-            time.sleep(0.02)
-        return value
-
-    def tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
-
-    def events(self, since: float = 0) -> list[dict[str, Any]]:
-        """What the run has noted about itself."""
-        out = []
-        with suppress(FileNotFoundError):
-            for line in (self.folder / "events.jsonl").read_text().splitlines():
-                with suppress(json.JSONDecodeError):  # the driver was killed while it wrote
-                    out.append(json.loads(line))
-        return [event for event in out if event["unix_s"] >= since]
-
-    def attempt(self) -> Attempt:
-        return self.record.look()[-1]
-
-    def since(self, unix_s: float) -> list[Attempt]:
-        """Attempts that have begun since."""
-        return [attempt for attempt in self.record.look() if attempt.began > unix_s]
-
-    def settled(self) -> bool:
-        """Whether there are as many workers as can be, steps have been trained, and one of them saved."""
-        attempts = self.record.look()
-        if not attempts or attempts[-1].world != min(MOST, len(self.nodes.all)):
-            return False
-        newest = attempts[-1]
-        return newest.last - newest.first >= SETTLED_STEPS and any(
-            event["event"] == "saved" and not event["error"] and event["step"] > newest.first
-            for event in self.events(newest.began)
-        )
-
-    def pace(self, seconds: float) -> None:
-        """How much longer a step takes from now on."""
-        partial = self.folder / (PACE + ".partial")
-        partial.write_text(str(seconds))
-        partial.replace(self.folder / PACE)
-
-    def worker(self, rng: random.Random) -> tuple[int, int]:
-        """(rank, process id) of any worker."""
-        return rng.choice(sorted(self.attempt().ranks.items()))
-
-    def saved(self) -> list[int]:
-        """Steps of complete checkpoints, the newest first."""
-        return [
-            s for s in steps(self.checkpoints) if os.path.exists(f"{folder_of(self.checkpoints, s)}/{INDEX}")
-        ]
-
-    def half_saved(self) -> str | None:
-        """A checkpoint that is being written, if there is one."""
-        folders = [folder_of(self.checkpoints, step) for step in steps(self.checkpoints)[:1]]
-        return next((folder for folder in folders if not os.path.exists(f"{folder}/{INDEX}")), None)
-
-    def new_checkpoint(self) -> int:
-        """Waits for the next one; its step."""
-        before = self.saved()[:1]
-        return self.wait("a new checkpoint", lambda: self.saved()[:1] != before and self.saved())[0]
-
-
-@contextmanager
-def small_disk(place: Path, mib: int) -> Iterator[None]:
-    """A file system of its own in memory."""
-    place.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "chaos", str(place)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-# Faults: each does it, helps the run where a person would have to, and returns when it was done.
 
 
 def kill_worker(run: Run, rng: random.Random) -> float:
@@ -252,25 +52,35 @@ def kill_in_commit(run: Run, rng: random.Random) -> float:
 
 
 def corrupt_data(run: Run, rng: random.Random) -> float:
-    return _corrupt(run, rng, "*.bin")
+    """In the largest tensor, because there are bytes between tensors that mean nothing."""
+    step = run.new_checkpoint()
+    folder = Path(folder_of(run.checkpoints, step))
+    chunks = [chunk for tensor in read_index(str(folder))["tensors"].values() for chunk in tensor["chunks"]]
+    chunk = max(chunks, key=lambda chunk: prod(chunk["sizes"]))
+    return _corrupt(
+        run, rng, step, folder / chunk["file"], chunk["start"] + rng.randrange(prod(chunk["sizes"]))
+    )
 
 
 def corrupt_index(run: Run, rng: random.Random) -> float:
-    return _corrupt(run, rng, INDEX)
-
-
-def _corrupt(run: Run, rng: random.Random, pattern: str) -> float:
-    """Flips a byte of the newest checkpoint, and kills a worker, so that it is restored."""
     step = run.new_checkpoint()
-    path = max(Path(folder_of(run.checkpoints, step)).glob(pattern), key=lambda path: path.stat().st_size)
-    at = rng.randrange(path.stat().st_size)
+    path = Path(folder_of(run.checkpoints, step)) / INDEX
+    return _corrupt(run, rng, step, path, rng.randrange(path.stat().st_size))
+
+
+def _corrupt(run: Run, rng: random.Random, step: int, path: Path, at: int) -> float:
+    """Flips a bit of the newest checkpoint, and kills a worker, so that one is restored: an earlier one."""
     with open(path, "r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1 << rng.randrange(8)]))
     run.say(f"a bit of byte {at:,} of {path.parent.name}/{path.name} has been flipped")
-    return kill_worker(run, rng)
+    done = kill_worker(run, rng)
+    restored = run.wait("training again", lambda: run.since(done))[0].first - 1
+    if restored >= step:
+        raise Problem(f"step {restored} has been restored, although {path} is damaged")
+    return done
 
 
 def kill_node(run: Run, rng: random.Random) -> float:
@@ -296,7 +106,7 @@ def drain_node(run: Run, rng: random.Random) -> float:
     node = run.nodes.of(run.worker(rng)[1])
     run.say(f"a node will go in {NOTICE_S:.0f} s")
     done = time.time()
-    run.nodes.drain(node)
+    run.nodes.drain(node, NOTICE_S)
     time.sleep(NOTICE_S)
     run.nodes.kill(node)
     run.say("it has gone")

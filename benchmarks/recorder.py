@@ -3,8 +3,8 @@
     python benchmarks/recorder.py train CONFIG run.dir=RUN
 
 Every rank appends a line for each step to a file of its own, RUN/rows/ATTEMPT-RANK-PID.jsonl, before anything
-else can happen at that step: number of ranks, step, time, ids of the rows. The ids come from the batch that has
-been trained, so the data needs a sparse feature `row` with one id, the row's own.
+else can happen at that step: number of ranks, step, time, ids of the rows, their loss. The ids come from the
+batch that has been trained, so the data needs a sparse feature `row` with one id, the row's own.
 
 RUN/pace, if there is such a file, has the seconds that each step is to take longer.
 """
@@ -37,12 +37,15 @@ class Writer:
         name = f"{self._attempt}-{rank.index}-{os.getpid()}.jsonl"
         self._file = open(place / name, "ab", buffering=0)  # noqa: SIM115 (lives as long as the process)
 
-    def step(self, survival: Any) -> None:
+    def step(self, survival: Any, outputs: Any) -> None:
+        from torch.nn.functional import binary_cross_entropy_with_logits as entropy
+
         step = survival._progress.step
         batch = survival.batches.at(step - 1)  # counted from 0 there
         rows = batch.sparse[FEATURE].values().tolist()
         assert len(rows) == int((batch.weights > 0).sum()), "each row has one id"
-        line = {"world": self._world, "step": step, "unix_s": time.time(), "rows": rows}
+        loss = entropy(outputs.logits.double(), outputs.labels.double(), outputs.weights, reduction="sum")
+        line = {"world": self._world, "step": step, "unix_s": time.time(), "rows": rows, "loss": float(loss)}
         self._file.write(json.dumps(line).encode() + b"\n")
         with suppress(OSError, ValueError):
             time.sleep(float((self._folder / PACE).read_text()))
@@ -58,7 +61,7 @@ def recorded_train_worker(task: Any) -> None:
     def recorded(self: Any, outputs: Any) -> None:
         if self not in writers:
             writers[self] = Writer(self)
-        writers[self].step(self)
+        writers[self].step(self, outputs)
         after_step(self, outputs)
 
     Survival.after_step = recorded
@@ -73,6 +76,7 @@ class Attempt:
         ranks: rank → process id.
         rows: step → rank → ids of the rows.
         times: step → when the first rank had trained it.
+        losses: step → rank → sum of the rows' losses, before the step's update.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Attempt:
     ranks: dict[int, int] = field(default_factory=dict)
     rows: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
     times: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, dict[int, float]] = field(default_factory=dict)
 
     @property
     def began(self) -> float:
@@ -117,16 +122,24 @@ class Record:
                 self._add(*path.stem.split("-"), **json.loads(line))
         return sorted(self._attempts.values(), key=lambda attempt: attempt.began)
 
-    def _add(self, name: str, rank: str, pid: str, world: int, step: int, unix_s: float, rows: list) -> None:
+    def _add(
+        self, name: str, rank: str, pid: str, world: int, step: int, unix_s: float, rows: list, loss: float
+    ) -> None:
         attempt = self._attempts.setdefault(name, Attempt(name))
         attempt.world, attempt.ranks[int(rank)] = world, int(pid)
         attempt.rows.setdefault(step, {})[int(rank)] = np.array(rows, np.int64)
+        attempt.losses.setdefault(step, {})[int(rank)] = loss
         attempt.times[step] = min(unix_s, attempt.times.get(step, unix_s))
 
     def trained(self) -> dict[int, np.ndarray]:
         """Step → rows, sorted, as the final model has seen them: a step counts as it was trained last."""
         last = {step: ranks for attempt in self.look() for step, ranks in attempt.rows.items()}
         return {step: np.sort(np.concatenate(list(ranks.values()))) for step, ranks in last.items()}
+
+    def losses(self) -> dict[int, float]:
+        """Step → mean loss of its rows, as it was trained last."""
+        last = {step: (ranks, a.rows[step]) for a in self.look() for step, ranks in a.losses.items()}
+        return {s: sum(ls.values()) / sum(map(len, rows.values())) for s, (ls, rows) in last.items()}
 
 
 def compare(trained: dict[int, np.ndarray], other: dict[int, np.ndarray], rows: int, epochs: int) -> dict:

@@ -1,0 +1,73 @@
+"""A cluster of several Ray nodes on this machine, which come and go; a disk that can be full."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
+
+from raytrec.cluster import stay_on_loopback
+
+HERE = Path(__file__).parent
+PREEMPTION = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+
+
+class Nodes:
+    """A Ray cluster on loopback: a head without CPUs, and nodes with room for one worker and its reader."""
+
+    def __init__(self, temporary: Path):
+        stay_on_loopback()
+        paths = [os.environ.get("PYTHONPATH"), str(HERE)]  # workers import recorder
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        head = self._node(0, temp_dir=str(temporary), include_dashboard=False)
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.address = self._cluster.address
+        self._gcs = GcsClient(address=self.address)
+        self.all: list[Any] = []
+
+    def _node(self, cpus: int, **more: Any) -> dict[str, Any]:
+        return {"num_cpus": cpus, "node_ip_address": "127.0.0.1", "object_store_memory": 200 << 20, **more}
+
+    def add(self) -> None:
+        self.all.append(self._cluster.add_node(**self._node(2)))
+
+    def kill(self, node: Any) -> None:
+        """Ends the processes of a node, without notice."""
+        self.all.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def drain(self, node: Any, seconds: float) -> None:
+        """Gives notice that a node will go in so many seconds."""
+        deadline = int((time.time() + seconds) * 1000)
+        accepted, why = self._gcs.drain_node(node.node_id, PREEMPTION, "chaos", deadline)
+        assert accepted, why
+
+    def of(self, pid: int) -> Any:
+        """The node that a worker is on."""
+        above = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return next(node for node in self.all if self._raylet(node) == above)
+
+    def _raylet(self, node: Any) -> int:
+        return node.all_processes["raylet"][0].process.pid
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def small_disk(place: Path, mib: int) -> Iterator[None]:
+    """A file system of its own in memory."""
+    place.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "chaos", str(place)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)

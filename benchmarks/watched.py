@@ -1,0 +1,173 @@
+"""A run of `raytrec train` as a process of its own, watched from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nodes import HERE, Nodes
+from recorder import PACE, Attempt, Record
+
+from raytrec.checkpoint.files import folder_of, steps
+from raytrec.checkpoint.index import INDEX
+
+T = TypeVar("T")
+MOST = 2  # workers
+LONGEST_S, FINISH_S = 240.0, 900.0  # that the run may take for anything, and for all that is left
+SETTLED_STEPS = 30  # in a row, and a checkpoint: then the run has got over a fault
+
+
+class Problem(Exception):
+    """The run did not do what it had to."""
+
+
+class Run:
+    """`raytrec train` in a process of its own, watched from outside.
+
+    Args:
+        folder: of the run.
+        checkpoints: where it saves.
+        config: the file.
+        until: the moment (monotonic) at which this all has to be over.
+    """
+
+    def __init__(self, folder: Path, checkpoints: Path, config: Path, nodes: Nodes, until: float):
+        self.folder, self.checkpoints, self.nodes = folder, str(checkpoints), nodes
+        self.record, self.log = Record(folder), folder.with_suffix(".log")
+        self._config, self._until, self._began = config, until, time.monotonic()
+        self._process: subprocess.Popen | None = None
+
+    def start(self, *arguments: str) -> None:
+        command = [sys.executable, str(HERE / "recorder.py"), "train", *arguments]
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a Ctrl-C is for this process here, which ends the other
+                env=os.environ | {"RAY_ADDRESS": self.nodes.address},
+            )
+
+    def resume(self) -> None:
+        self.start("--resume", str(self.folder))
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Starts it; it ends with the block."""
+        command = [str(self._config), f"run.dir={self.folder}", f"checkpoint.dir={self.checkpoints}"]
+        self.start(*command)
+        try:
+            yield
+        finally:
+            self.kill()
+
+    def finish(self) -> None:
+        """Waits for its end.
+
+        Raises:
+            Problem: it has failed.
+        """
+        self.wait("the end of the run", lambda: self.ended() is not None, FINISH_S, alive=False)
+        if self.ended() or not (self.folder / "result.json").exists():
+            raise Problem(f"the run has ended with exit code {self.ended()}\n{self.tail()}")
+        self.say("the run has finished")
+
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.folder / "result.json").read_text())
+
+    def signal(self, number: int) -> int:
+        """Sends the driver a signal and waits for its end; the exit code."""
+        self._process.send_signal(number)
+        return self._process.wait(90)
+
+    def kill(self) -> None:
+        if self._process and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(30)
+
+    def ended(self) -> int | None:
+        return self._process.poll()
+
+    def say(self, text: str) -> None:
+        attempts = self.record.look()
+        step = attempts[-1].last if attempts else 0
+        print(f"{time.monotonic() - self._began:6.1f} s  step {step:5}  {text}", flush=True)
+
+    def wait(self, what: str, found: Callable[[], T], seconds: float = LONGEST_S, alive: bool = True) -> T:
+        """Waits until something is found.
+
+        Raises:
+            Problem: it takes too long, or the driver has ended although it should be alive.
+        """
+        end = min(time.monotonic() + seconds, self._until)
+        while not (value := found()):
+            if alive and self.ended() is not None:
+                raise Problem(f"{what}: the driver has ended with exit code {self.ended()}\n{self.tail()}")
+            if time.monotonic() > end:
+                raise Problem(f"{what}: nothing for {seconds:.0f} s, or no time is left\n{self.tail()}")
+            time.sleep(0.02)
+        return value
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+
+    def events(self, since: float = 0) -> list[dict[str, Any]]:
+        """What the run has noted about itself."""
+        out = []
+        with suppress(FileNotFoundError):
+            for line in (self.folder / "events.jsonl").read_text().splitlines():
+                with suppress(json.JSONDecodeError):  # the driver was killed while it wrote
+                    out.append(json.loads(line))
+        return [event for event in out if event["unix_s"] >= since]
+
+    def attempt(self) -> Attempt:
+        return self.record.look()[-1]
+
+    def since(self, unix_s: float) -> list[Attempt]:
+        """Attempts that have begun since."""
+        return [attempt for attempt in self.record.look() if attempt.began > unix_s]
+
+    def settled(self) -> bool:
+        """Whether there are as many workers as can be, steps have been trained, and one of them saved."""
+        attempts = self.record.look()
+        if not attempts or attempts[-1].world != min(MOST, len(self.nodes.all)):
+            return False
+        newest = attempts[-1]
+        return newest.last - newest.first >= SETTLED_STEPS and any(
+            event["event"] == "saved" and not event["error"] and event["step"] > newest.first
+            for event in self.events(newest.began)
+        )
+
+    def pace(self, seconds: float) -> None:
+        """How much longer a step takes from now on."""
+        partial = self.folder / (PACE + ".partial")
+        partial.write_text(str(seconds))
+        partial.replace(self.folder / PACE)
+
+    def worker(self, rng: random.Random) -> tuple[int, int]:
+        """(rank, process id) of any worker."""
+        return rng.choice(sorted(self.attempt().ranks.items()))
+
+    def saved(self) -> list[int]:
+        """Steps of complete checkpoints, the newest first."""
+        return [
+            s for s in steps(self.checkpoints) if os.path.exists(f"{folder_of(self.checkpoints, s)}/{INDEX}")
+        ]
+
+    def half_saved(self) -> str | None:
+        """A checkpoint that is being written, if there is one."""
+        folders = [folder_of(self.checkpoints, step) for step in steps(self.checkpoints)[:1]]
+        return next((folder for folder in folders if not os.path.exists(f"{folder}/{INDEX}")), None)
+
+    def new_checkpoint(self) -> int:
+        """Waits for the next one; its step."""
+        before = self.saved()[:1]
+        return self.wait("a new checkpoint", lambda: self.saved()[:1] != before and self.saved())[0]
