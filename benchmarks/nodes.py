@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -32,12 +33,14 @@ class Nodes:
         self.address = self._cluster.address
         self._gcs = GcsClient(address=self.address)
         self.all: list[Any] = []
+        _end_in_order()
 
     def _node(self, cpus: int, **more: Any) -> dict[str, Any]:
         return {"num_cpus": cpus, "node_ip_address": "127.0.0.1", "object_store_memory": 200 << 20, **more}
 
     def add(self) -> None:
         self.all.append(self._cluster.add_node(**self._node(2)))
+        _end_in_order()
 
     def kill(self, node: Any) -> None:
         """Ends the processes of a node, without notice."""
@@ -60,6 +63,11 @@ class Nodes:
 
     def close(self) -> None:
         self._cluster.shutdown()
+
+
+def _end_in_order() -> None:
+    """SIGTERM is a Ctrl-C, so that nothing stays behind; each Ray node brings a handler of its own."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextmanager

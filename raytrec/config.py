@@ -136,7 +136,8 @@ def _apply(values: dict, override: str) -> None:
 
 
 def _explain(error: dict) -> str:
-    place = ".".join(str(p) for p in error["loc"])
+    # pydantic names the member of a union, too, which is no key of a file.
+    place = ".".join(str(p) for p in error["loc"] if not str(p).startswith(("constrained-int", "tuple[")))
     if error["type"] == "extra_forbidden":
         near = _nearest(place)
         return f"{place}: unknown key" + (f"; did you mean {near}?" if near else "")

@@ -37,7 +37,7 @@ def _nodes(_: int) -> list[str]:
 
 
 def leave_room_to_ray() -> None:
-    """Lets Ray Data start read tasks without asking what other parts of Ray have reserved.
+    """Lets Ray Data start read tasks where other parts of Ray have reserved all that there is.
 
     Where Ray Train's workers have reserved all CPUs of a cluster, Ray Data 2.60 starts no task, not even one
     that asks for no CPU, and waits for ever without a word (`get_total_resources` is then zero). The stream
@@ -46,4 +46,13 @@ def leave_room_to_ray() -> None:
     from ray.data import ExecutionResources
     from ray.data._internal.cluster_autoscaler import RateBasedClusterAutoscaler
 
-    RateBasedClusterAutoscaler.get_total_resources = lambda self: ExecutionResources.for_limits()
+    before = RateBasedClusterAutoscaler.get_total_resources
+    if before.__name__ == "at_least_something":
+        return
+    enough = ExecutionResources.for_limits(cpu=10_000, object_store_memory=2**50, memory=2**50)
+
+    def at_least_something(self: RateBasedClusterAutoscaler) -> ExecutionResources:
+        total = before(self)
+        return total if total.cpu and total.object_store_memory else enough
+
+    RateBasedClusterAutoscaler.get_total_resources = at_least_something
