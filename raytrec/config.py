@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from raytrec.errors import ConfigError, did_you_mean
 from raytrec.sections import (
     CheckpointSection,
+    ChecksSection,
     DataSection,
     ModelSection,
     OptimSection,
@@ -37,6 +38,7 @@ class RunConfig(Section):
     plan: PlanSection = Field(default_factory=PlanSection)
     train: TrainSection = Field(default_factory=TrainSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    checks: ChecksSection = Field(default_factory=ChecksSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
 
     @model_validator(mode="after")

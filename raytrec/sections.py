@@ -296,7 +296,53 @@ class TrainSection(Section):
 
 
 class TrackingSection(Section):
+    enabled: bool = Field(
+        True, description="Record the run in MLflow. false: in the run folder alone, which has all figures."
+    )
     uri: str | None = Field(
         None, description="MLflow store or server; default: mlflow.db (sqlite) beside the run folder."
     )
     experiment: str = Field("raytrec", description="MLflow experiment.")
+    sweep: str | None = Field(
+        None, description="Name of a sweep: the run becomes a child of the MLflow run of that name."
+    )
+    tags: dict[str, str] = Field(default_factory=dict, description="Further tags of the MLflow run.")
+    every_steps: PositiveInt | None = Field(
+        100,
+        description="Record statistics of tables, phase times and load of every rank this often, and at the "
+        "end; null: never.",
+    )
+    cells: NonNegativeInt = Field(
+        64,
+        description="Up to so many ranks × tables, MLflow has the figures of each table on each rank; beyond, "
+        "those of each table and each rank. The run folder always has all.",
+    )
+    report: bool = Field(True, description="Pictures and report.html at the end of the run.")
+
+
+Reaction = Literal["off", "warn", "stop"]
+
+
+class ChecksSection(Section):
+    """What is checked while training, and what a failure does."""
+
+    every_steps: PositiveInt | None = Field(
+        500, description="Check this often, in steps, beside the start; null: at the start alone."
+    )
+    at_checkpoints: bool = Field(True, description="Check before each checkpoint, too.")
+    alike: Reaction = Field(
+        "stop", description="Configuration, schema, code and libraries are the same on all ranks."
+    )
+    shards: Reaction = Field("stop", description="Shards cover every row of every table once.")
+    replicas: Reaction = Field(
+        "stop", description="Dense layers, data-parallel tables and their state are equal on all ranks."
+    )
+    parity: Reaction = Field(
+        "stop", description="Pooled embeddings and gradients of a live batch are those of one process."
+    )
+    conservation: Reaction = Field(
+        "stop", description="No id and no row is lost between ranks; all are at the same step."
+    )
+    numbers: Reaction = Field(
+        "warn", description="No NaN or infinity, no exploding norm, no drift of calibration."
+    )

@@ -20,6 +20,9 @@ class Batch(Pipelineable):
         labels: float32 [B, number of labels].
         weights: float32 [B]; 1 for a row, 0 for padding (whose bags are empty and other values 0).
         global_rows: rows of the global batch over all ranks, padding not counted.
+        step: the step of the run that the rows belong to, from 0 (of an evaluation: the step in it).
+        changed: int64 [2, sparse features]: ids that were brought into range (clamped or hashed), and all
+            ids, of row groups that were read on the way; None where no table takes ids out of range.
     """
 
     dense: torch.Tensor
@@ -27,6 +30,8 @@ class Batch(Pipelineable):
     labels: torch.Tensor
     weights: torch.Tensor
     global_rows: int
+    step: int = 0
+    changed: torch.Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The batch on another device."""
@@ -36,6 +41,8 @@ class Batch(Pipelineable):
             self.labels.to(device, non_blocking=non_blocking),
             self.weights.to(device, non_blocking=non_blocking),
             self.global_rows,
+            self.step,
+            self.changed,
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -51,4 +58,6 @@ class Batch(Pipelineable):
             self.labels.pin_memory(),
             self.weights.pin_memory(),
             self.global_rows,
+            self.step,
+            self.changed,
         )

@@ -84,7 +84,7 @@ class Collator:
         self._column = {name: i for i, name in enumerate(form.singles)}
         self._widths = {"labels": len(schema.labels), "dense": len(schema.dense)}
 
-    def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int) -> Batch:
+    def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int, step: int = 0) -> Batch:
         """A Batch of `padded_rows` rows; those after the pieces' rows, and rows left out, are padding."""
         rows = sum(len(piece) for piece in pieces)
         matrices = {}
@@ -98,7 +98,16 @@ class Collator:
             parts = [piece.present[piece.first : piece.last] for piece in pieces]
             np.concatenate(parts, out=weights[:rows])
         labels, dense, weights = map(torch.from_numpy, (matrices["labels"], matrices["dense"], weights))
-        return Batch(dense, self._sparse(pieces, rows, padded_rows), labels, weights, global_rows)
+        sparse = self._sparse(pieces, rows, padded_rows)
+        return Batch(dense, sparse, labels, weights, global_rows, step, self._changed(pieces))
+
+    def _changed(self, pieces: list[Rows]) -> torch.Tensor | None:
+        """Σ of the counts that rows of the batch carry: int64 [2, sparse features]."""
+        if not self._form.counts_changes:
+            return None
+        counts = [np.zeros(2 * len(self._keys), np.int64), *(p.values("changed") for p in pieces)]
+        flat = np.concatenate(counts, dtype=np.int64)
+        return torch.from_numpy(flat.reshape(-1, 2, len(self._keys)).sum(0))
 
     def _sparse(self, pieces: list[Rows], rows: int, padded_rows: int) -> KeyedJaggedTensor:
         """The ids of feature after feature, which is how a KeyedJaggedTensor lies."""

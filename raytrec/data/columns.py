@@ -60,7 +60,16 @@ def _finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], i
         )
 
 
-def single(column: pa.ChunkedArray, name: str, spec: Sparse, table: Table, place: Place) -> np.ndarray:
+class Tally(dict[str, list[int]]):
+    """feature → [ids that were brought into range, all ids]."""
+
+    def count(self, feature: str, changed: int, ids: int) -> None:
+        self[feature] = [changed, ids]
+
+
+def single(
+    column: pa.ChunkedArray, name: str, spec: Sparse, table: Table, place: Place, tally: Tally
+) -> np.ndarray:
     """A sparse column with one id a row: valid ids [n] of any integer type; -1 where there is none (null)."""
     array = one_array(column)
     if is_list(array.type):
@@ -71,10 +80,13 @@ def single(column: pa.ChunkedArray, name: str, spec: Sparse, table: Table, place
             do="do not change the files while they are read",
         )
     if array.null_count == 0 and pa.types.is_integer(array.type):
-        return _in_range(array.to_numpy(), name, spec, table, place, int)
+        return _in_range(array.to_numpy(), name, spec, table, place, int, tally)
     offsets, flat = unnest(array)
     ids = np.full(len(array), -1, np.int64)
-    ids[np.diff(offsets) > 0] = _in_range(_ids(flat, table), name, spec, table, place, _Rows(offsets))
+    valid = _in_range(_ids(flat, table), name, spec, table, place, _Rows(offsets), tally)
+    ids[np.diff(offsets) > 0] = valid
+    if is_text(flat.type):
+        tally.count(name, len(flat), len(flat))
     return ids
 
 
@@ -85,6 +97,7 @@ def bags(
     spec: Sparse,
     table: Table,
     place: Place,
+    tally: Tally,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """A sparse column as bags of valid ids.
 
@@ -102,7 +115,9 @@ def bags(
             expected="ids; an empty list, or null for the whole list, when there are none",
             do="leave nulls out when the data is written",
         )
-    ids = _in_range(_ids(flat, table), name, spec, table, place, rows)
+    ids = _in_range(_ids(flat, table), name, spec, table, place, rows, tally)
+    if is_text(flat.type):
+        tally.count(name, len(flat), len(flat))
     if weights is None:
         return offsets, ids, None
     weight_offsets, weight_values = unnest(one_array(weights))
@@ -144,16 +159,24 @@ def _ids(flat: pa.Array, table: Table) -> np.ndarray:
 
 
 def _in_range(
-    ids: np.ndarray, name: str, spec: Sparse, table: Table, place: Place, rows: Callable[[int], int]
+    ids: np.ndarray,
+    name: str,
+    spec: Sparse,
+    table: Table,
+    place: Place,
+    rows: Callable[[int], int],
+    tally: Tally,
 ) -> np.ndarray:
     """Ids that are all in [0, table.rows): the table's policy for others.
 
     Args:
         rows: position in `ids` → row, for errors.
     """
+    tally.count(name, 0, len(ids))
     if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < table.rows):
         return ids
     outside = (ids < 0) | (ids >= table.rows)
+    tally.count(name, int(outside.sum()), len(ids))
     if table.out_of_range == "error":
         at = int(outside.argmax())
         raise DataError(

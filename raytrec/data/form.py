@@ -6,6 +6,8 @@
     ids.NAME   list<int>                                   of each other feature
     weights.NAME  list<float32>                            of each feature that has weights
     present    bool      false: a row left out (only under data.on_error: skip)
+    changed    list<int32>  in one row of many, for all of those: for each sparse feature, how many ids were
+                         brought into range, then how many there are (only where a table takes such ids)
 
 int is int32 where every table has at most 2³¹ rows, else int64. No torch here.
 """
@@ -59,6 +61,11 @@ class Form:
         return feature in self.lists or self.schema.sparse[feature].weights is not None
 
     @cached_property
+    def counts_changes(self) -> bool:
+        """Whether any table takes ids that are out of range."""
+        return any(table.out_of_range != "error" for table in self.schema.tables.values())
+
+    @cached_property
     def id_dtype(self) -> type:
         """NumPy's type of ids on their way to the worker."""
         return np.int32 if max(table.rows for table in self.schema.tables.values()) <= 2**31 else np.int64
@@ -76,6 +83,7 @@ class Form:
         singles: list[np.ndarray],
         bags: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
         rows: int,
+        tally: dict[str, list[int]] | None = None,
     ) -> pa.Table:
         """A table of this form.
 
@@ -83,6 +91,7 @@ class Form:
             labels, dense, singles: n values for each column.
             bags: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights or None) for each.
             rows: n.
+            tally: of ids that were brought into range; see columns.Tally.
         """
         columns = {"labels": _matrix(labels, rows, np.float32)}
         if dense:
@@ -93,7 +102,16 @@ class Form:
             columns[f"ids.{name}"] = pa.ListArray.from_arrays(offsets, ids.astype(self.id_dtype, copy=False))
             if weights is not None:
                 columns[f"weights.{name}"] = pa.ListArray.from_arrays(offsets, weights)
+        if self.counts_changes:
+            columns["changed"] = self._changes(tally, rows)
         return pa.table(columns)
+
+    def _changes(self, tally: dict[str, list[int]] | None, rows: int) -> pa.ListArray:
+        """The first row has the counts; they go wherever that row goes."""
+        counts = np.array([tally[f] for f in self.schema.sparse], np.int32).T if tally and rows else None
+        offsets = np.full(rows + 1, 0 if counts is None else counts.size, np.int32)
+        offsets[0] = 0
+        return pa.ListArray.from_arrays(offsets, np.empty(0, np.int32) if counts is None else counts.ravel())
 
     def nothing(self, rows: int) -> pa.Table:
         """Rows in which there is nothing."""

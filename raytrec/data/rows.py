@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raytrec.data.columns import Place, bags, numbers, single
+from raytrec.data.columns import Place, Tally, bags, numbers, single
 from raytrec.data.decode import decode
 from raytrec.data.faults import Faults
 from raytrec.data.form import Form, shuffled
@@ -147,10 +147,10 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
         table: any table with the schema's columns.
         place: where its first row lies, for errors.
     """
-    schema = form.schema
+    schema, tally = form.schema, Tally()
 
-    def spec(name: str) -> tuple[str, Sparse, Table, Place]:
-        return name, schema.sparse[name], schema.tables[schema.sparse[name].table], place
+    def spec(name: str) -> tuple[str, Sparse, Table, Place, Tally]:
+        return name, schema.sparse[name], schema.tables[schema.sparse[name].table], place, tally
 
     def weights(name: str) -> pa.ChunkedArray | None:
         column = schema.sparse[name].weights
@@ -162,6 +162,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
         [single(table[schema.column_of(name)], *spec(name)) for name in form.singles],
         [bags(table[schema.column_of(name)], weights(name), *spec(name)) for name in form.bags],
         table.num_rows,
+        tally,
     )
 
 

@@ -112,9 +112,11 @@ class Stream:
             ]
             if not supply.due:
                 reading.all_read.set()
-            batch = collate(
-                pieces, self.order.padded_rows(rows, step, self._world), self.order.global_rows(rows, step)
+            padded, whole = (
+                self.order.padded_rows(rows, step, self._world),
+                self.order.global_rows(rows, step),
             )
+            batch = collate(pieces, padded, whole, epoch * self.order.steps(rows) + step)
             yield batch.pin_memory() if self._pin_memory else batch
 
     def _tables(self, items: list[Item]) -> Iterator[pa.Table]:

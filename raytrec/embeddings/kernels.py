@@ -21,6 +21,15 @@ def sharded_kernels(model: nn.Module) -> Iterator[nn.Module]:
                     yield from lookup._emb_modules
 
 
+def replicated_kernels(model: nn.Module) -> Iterator[nn.Module]:
+    """The lookups of data-parallel tables, which every rank holds whole."""
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            for lookup in module._lookups:
+                if isinstance(lookup, DistributedDataParallel):
+                    yield from lookup.module._emb_modules
+
+
 def pad_empty_shards(model: nn.Module) -> None:
     """Lets kernels run on a rank where tables have no row (row-wise, fewer rows than ranks).
 

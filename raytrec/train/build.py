@@ -19,6 +19,7 @@ from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models import build_model
 from raytrec.schema import Schema
 from raytrec.train.nan import SkipBad
+from raytrec.train.phases import Phases
 from raytrec.train.step import Head, LossModel, Step
 
 
@@ -37,7 +38,7 @@ def build_step(
     if is_fused(config.optim.embeddings, device):
         fuse(model.embeddings.bags, config.optim.embeddings)
     plan = _plan(model, config, schema, device)
-    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[BagSharder()])
+    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[_sharder(plan, device)])
     pad_empty_shards(sharded)
     if fill:
         fill_tables(sharded, schema, config.run.seed)
@@ -46,12 +47,20 @@ def build_step(
         optimizer = GlobalNormClip(optimizer, sharded, config.train.clip_norm)
     if config.train.on_nan == "skip":
         optimizer = SkipBad(optimizer, model.head)
-    return Step(sharded, optimizer, device, config.run.seed, config.optim.schedule), plan
+    phases = Phases(device) if config.tracking.every_steps else None
+    return Step(sharded, optimizer, device, config.run.seed, config.optim.schedule, phases), plan
 
 
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
     """The plan that `build_step` would use, without making any table; a collective."""
     return _plan(_unsharded(config, schema, device), config, schema, device)
+
+
+def _sharder(plan: ShardingPlan, device: torch.device) -> BagSharder:
+    """With hits counted where kernels have a cache."""
+    kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
+    cached = device.type == "cuda" and "fused_uvm_caching" in kernels
+    return BagSharder(fused_params={"gather_uvm_cache_stats": True} if cached else None)
 
 
 def _unsharded(config: RunConfig, schema: Schema, device: torch.device) -> LossModel:

@@ -12,9 +12,8 @@ from raytrec.config import RunConfig, load_config
 from raytrec.embeddings.pins import pins
 from raytrec.errors import RunError
 from raytrec.schema import Schema
-from raytrec.tracking.mlflow import Tracker
 from raytrec.train.console import RunConsole
-from raytrec.train.driver import resolve, short
+from raytrec.train.driver import open_tracker, resolve, short
 from raytrec.train.group import local_cpus, run_group
 from raytrec.train.watch import Watch, write_json
 
@@ -39,7 +38,7 @@ class CheckResult:
     path: Path
     world_size: int
     seconds: float
-    mlflow_run_id: str
+    mlflow_run_id: str | None
     next_steps: list[str]
 
     @property
@@ -88,17 +87,15 @@ def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
     schema = Schema.load(config.data.schema_uri)
     pins(config, schema)
     _make_folder(folder)
-    tracker = Tracker(
-        config.tracking.uri, config.tracking.experiment, config.run.name, folder.parent / "mlartifacts"
-    )
     status = "FAILED"
     with RunConsole(config.run.name) as console:
+        tracker = open_tracker(config, console)
         try:
             console.phase("starting Ray")
             with ray_session(config.scaling.address, local_cpus(config)):
-                run_id = tracker.ready()
+                tracker.ready()
                 tracker.params(config)
-                watch = Watch(console, None, None)
+                watch = Watch(console)
                 found = run_group("check_worker", config, schema, {}, "", watch)
             seconds = round(perf_counter() - began, 3)
             result = CheckResult(
@@ -108,8 +105,8 @@ def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
                 folder,
                 found["world_size"],
                 seconds,
-                run_id,
-                [f"look at it   mlflow ui --backend-store-uri {short(tracker.uri)}"],
+                tracker.run_id,
+                [f"look at it   mlflow ui --backend-store-uri {short(tracker.uri)}"] if tracker.uri else [],
             )
             write_json(folder / RESULT, result.metrics | {"plan": result.plan, "findings": result.findings})
             tracker.metrics(result.metrics, step=0)

@@ -72,6 +72,11 @@ class RunConsole:
         elif event == "asked":
             self.note(f"{reason}: saving")
 
+    def check(self, check: str, step: int, passed: bool, text: str, **_: Any) -> None:
+        """A consistency check; only failures are worth a line."""
+        if not passed:
+            self.warn(f"check {check} failed at step {step}: {text}")
+
     def saved(self, step: int, error: str | None, **_: Any) -> None:
         """A checkpoint has been written, or not (which is said by a warning of its own)."""
         if not error:
@@ -127,6 +132,8 @@ LABELS = {
     "train.nan_steps": ("steps left out for their loss", "{:,}"),
     "train.steps": ("steps", "{:,}"),
     "train.samples_per_s": ("rows/s in training", "{:,.0f}"),
+    "checks.passed": ("checks passed", "{:,}"),
+    "checks.failed": ("checks failed", "{:,}"),
     "world_size": ("workers", "{}"),
     "seconds": ("seconds in all", "{:.1f}"),
 }
@@ -137,6 +144,8 @@ WHEN_ANY = (
     "train.skipped_rows",
     "skipped_files",
     "train.nan_steps",
+    "checks.passed",
+    "checks.failed",
 )  # 0 is not worth a line
 
 

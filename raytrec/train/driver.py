@@ -20,15 +20,16 @@ from raytrec.embeddings.pins import pins
 from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.schema import Schema
 from raytrec.storage import absolute, relative
-from raytrec.tracking.mlflow import Tracker
+from raytrec.tracking.mlflow import NoTracker, Tracker
+from raytrec.tracking.tags import run_tags
 from raytrec.train.console import RunConsole
 from raytrec.train.group import fingerprint, local_cpus, run_group
 from raytrec.train.resume import check_same_data, resume_config
 from raytrec.train.warm import check_fits, config_from, schema_at, schema_of
-from raytrec.train.watch import Watch, write_json, write_text
+from raytrec.train.watch import Record, Watch, write_json, write_text
 from raytrec.transforms import LookupVocabulary
 
-RESULT = "result.json"
+RESULT, REPORT = "result.json", "report.html"
 TRACKED = "mlflow_run_id"
 
 
@@ -38,7 +39,8 @@ class Result:
 
     Attributes:
         metrics: the content of result.json: eval.auc, eval.ne, eval.logloss (nats), eval.calibration,
-            eval.rows, train.rows, train.steps, train.samples_per_s, world_size, seconds, mlflow_run_id, name.
+            eval.rows, train.rows, train.steps, train.samples_per_s, world_size, seconds, checks.passed,
+            checks.failed, mlflow_run_id (None without MLflow, or while it cannot be reached), name.
         path: the run folder (of an evaluation: the checkpoint).
         next_steps: lines that say where to look.
     """
@@ -89,32 +91,35 @@ def train(
     else:
         _make_folder(folder, config, schema)
     lines += _note_left_out(folder, datasets)
-    tracker = _tracker(config)
     status = "FAILED"
     with RunConsole(config.run.name) as console:
+        tracker = open_tracker(config, console)
         for line in lines:
             console.warn(line)
         try:
             console.phase("starting Ray")
             _import_early()
             with ray_session(config.scaling.address, local_cpus(config)):
-                run_id = tracker.ready()
-                write_text(folder / TRACKED, run_id)
+                tracker.ready()
+                tracker.tags(run_tags() | config.tracking.tags)
                 if not resume:
                     tracker.params(config)
                 tracker.file(folder / "config.yaml")
                 tracker.file(folder / "schema.yaml")
-                watch = Watch(console, tracker, folder)
+                record = Record(tracker, folder, config.run.name, config.tracking.cells)
+                watch = Watch(console, record)
                 figures = run_group("train_worker", config, schema, datasets, root, watch, saves=True)
             metrics = {
                 **figures,
                 "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
                 "seconds": round(perf_counter() - began, 3),
-                "mlflow_run_id": run_id,
+                **record.summary(),
+                "mlflow_run_id": tracker.run_id,
                 "name": config.run.name,
             }
             write_json(folder / RESULT, metrics)
-            tracker.metrics({k: v for k, v in metrics.items() if k != "name"}, step=metrics["train.steps"])
+            figures = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
+            tracker.metrics(figures, step=metrics["train.steps"])
             tracker.file(folder / RESULT)
             status = "FINISHED"
         except KeyboardInterrupt:
@@ -122,24 +127,53 @@ def train(
             console.note(f"go on with: raytrec train --resume {relative(folder)}")
             raise
         finally:
+            if config.tracking.report:
+                console.phase("drawing the report")
+                _draw(folder, tracker, console)
+            if tracker.run_id:
+                write_text(folder / TRACKED, tracker.run_id)
             if lost := tracker.close(status):
                 console.warn(lost)
-    return Result(
-        metrics,
-        folder,
-        [
-            f"run folder   {relative(folder)}",
-            f"look at it   mlflow ui --backend-store-uri {short(tracker.uri)}",
-            f"again        raytrec evaluate {relative(folder)} --data PARQUET",
-        ],
+    return Result(metrics, folder, _next_steps(config, folder, tracker))
+
+
+def _next_steps(config: RunConfig, folder: Path, tracker: Tracker | NoTracker) -> list[str]:
+    """Where to look at a run that has ended well."""
+    lines = [f"run folder   {relative(folder)}"]
+    if config.tracking.report:
+        lines.append(f"pictures     {relative(folder / REPORT)}")
+    if config.tracking.enabled:
+        lines.append(f"look at it   mlflow ui --backend-store-uri {short(tracker.uri)}")
+    return [*lines, f"again        raytrec evaluate {relative(folder)} --data PARQUET"]
+
+
+def open_tracker(config: RunConfig, console: RunConsole) -> Tracker | NoTracker:
+    """Begins the MLflow run, or goes on with that of before, where a run is resumed."""
+    folder, tracking = Path(config.run.dir), config.tracking
+    if not tracking.enabled:
+        return NoTracker()
+    before = (folder / TRACKED).read_text() if (folder / TRACKED).is_file() else None
+    return Tracker(
+        tracking.uri,
+        tracking.experiment,
+        config.run.name,
+        folder.parent / "mlartifacts",
+        before,
+        sweep=tracking.sweep,
+        on_trouble=console.warn,
     )
 
 
-def _tracker(config: RunConfig) -> Tracker:
-    """The MLflow run: that of before, where a run is resumed."""
-    folder, tracking = Path(config.run.dir), config.tracking
-    before = (folder / TRACKED).read_text() if (folder / TRACKED).is_file() else None
-    return Tracker(tracking.uri, tracking.experiment, config.run.name, folder.parent / "mlartifacts", before)
+def _draw(folder: Path, tracker: Tracker | NoTracker, console: RunConsole) -> None:
+    """The report and its pictures, in the run folder and in MLflow. A run does not fail for them."""
+    from raytrec.tracking.report import build, pictures
+
+    try:
+        for picture in pictures(folder):
+            tracker.file(picture, "pictures")
+        tracker.file(build(folder))
+    except Exception as error:
+        console.warn(f"no report: {type(error).__name__}: {error}; try again with raytrec report {folder}")
 
 
 def evaluate(
@@ -168,7 +202,7 @@ def evaluate(
     schema = schema_of(index["about"])
     datasets = {"test": scan(absolute(data), schema, "--data", transforms=tuple(config.data.transforms))}
     with RunConsole(config.run.name) as console, ray_session(config.scaling.address, local_cpus(config)):
-        watch = Watch(console, None, None)
+        watch = Watch(console)
         figures = run_group("evaluate_worker", config, schema, datasets, folder, watch)
     metrics = {
         **figures,

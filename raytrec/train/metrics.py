@@ -46,7 +46,8 @@ class Sums:
 
         Returns:
             rows; logloss in nats; ne, the cross-entropy ÷ that of always predicting the mean label (He et al.
-            2014), NaN where all labels are equal; calibration, the sum of predictions ÷ sum of labels.
+            2014), NaN where all labels are equal; calibration, the sum of predictions ÷ sum of labels;
+            positives, the sum of labels.
         """
         sums = self._sums.clone()
         self._sums.zero_()
@@ -58,6 +59,7 @@ class Sums:
             "logloss": float(compute_logloss(ce, positive.clone(), negative, ETA)) * log(2),
             "ne": float("nan") if one_class else float(compute_ne(ce, rows, positive, negative, ETA)),
             "calibration": float(compute_calibration(predicted, labelled)),
+            "positives": float(positive),
         }
 
 

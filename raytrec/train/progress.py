@@ -22,6 +22,7 @@ class Progress:
         nan_steps: steps that were left out because their loss was not finite (train.on_nan: skip).
         window: sums for the metrics since they were last reported.
         clock: seconds and rows of training.
+        reported: the figures of the last window.
         evaluation: figures of the last evaluation of train.eval_every_steps, and its step.
     """
 
@@ -31,6 +32,7 @@ class Progress:
     trained: int = 0
     nan_steps: int = 0
     clock: Clock = field(default_factory=Clock)
+    reported: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -86,7 +88,7 @@ class Progress:
 
     def report(self) -> dict[str, Any]:
         """Figures of the window, which then begins anew; a collective."""
-        figures = self.window.reduce()
+        figures = self.reported = self.window.reduce()
         self.trained += figures["rows"]
         return figures | {
             "rows": self.rows,

@@ -103,7 +103,11 @@ class Rank:
     def tell(self, **message: Any) -> None:
         """Sends a message to the driver; only rank 0 speaks."""
         if self.index == 0:
-            self.task.hub.put.remote(message)
+            self.say(**message)
+
+    def say(self, **message: Any) -> None:
+        """Sends a message to the driver; nobody waits for it."""
+        self.task.hub.put.remote(message)
 
     def report(self, checkpoint: str, step: int) -> None:
         """Tells Ray Train of a checkpoint that all ranks have written; a collective."""

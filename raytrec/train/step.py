@@ -19,6 +19,7 @@ from raytrec.embeddings.gradients import PieceByPiece, rank_loss
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.sections import Schedule
 from raytrec.train.nan import Gate, bad_anywhere
+from raytrec.train.phases import Phases, TimedPipeline
 
 
 class Outputs(NamedTuple):
@@ -125,6 +126,7 @@ class Step:
     Attributes:
         trained: steps that the model has been trained; dropout (with seed and rank) and learning rates depend
             on it alone, so that a run that was restored goes on like the one that was saved.
+        phases: where the time of training goes; counts only if it was given.
     """
 
     def __init__(
@@ -134,21 +136,28 @@ class Step:
         device: torch.device,
         seed: int = 0,
         schedule: Schedule | None = None,
+        phases: Phases | None = None,
     ):
         self.model = model
         self.optimizer = optimizer
         self.trained, self._seed, self._schedule = 0, seed, schedule or Schedule()
         self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
-        self._pipeline = TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+        self.phases = phases or Phases(device)
+        self._pipeline = (
+            TimedPipeline(model, optimizer, device, phases)
+            if phases
+            else TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+        )
 
     def train(self, batches: Iterator[Batch], steps: int) -> Iterator[Outputs]:
         """Trains on the next `steps` batches, yielding after each."""
         self.model.train()
+        self.phases.resume()
         batches = islice(batches, steps)
         while True:
             self._set_out()
             if (outputs := self._progress(batches)) is None:
-                return
+                return self.phases.pause()
             self.trained += 1
             yield outputs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from math import inf
 from time import monotonic, time
 from typing import Any
@@ -38,20 +39,23 @@ class Survival:
 
     Attributes:
         batches: what is being trained, so that a bad one can be looked at.
+        before_save: called before a state is saved; a collective that raises where it must not be kept.
+        state: under names that no plan changes.
     """
 
     def __init__(self, rank: Rank, step: Step, plan: ShardingPlan, progress: Progress, last_step: int):
         self.batches: Recent | None = None
+        self.before_save: Callable[[], None] | None = None
         self._rank, self._step, self._plan, self._progress = rank, step, plan, progress
         self._config, self._last_step = rank.task.config, last_step
-        self._state = LogicalState(step.model, step.optimizer)
+        self.state = LogicalState(step.model, step.optimizer)
         self._saver = Saver(rank.task.checkpoint, self._config.checkpoint)
         self._signals = Signals()
         self._saved_at, self._asked, self._finite = monotonic(), False, []
 
     def restore(self) -> Restored:
         """Goes on from the newest checkpoint that is whole, if there is one."""
-        found = restore(self._rank.task.checkpoint, self._state)
+        found = restore(self._rank.task.checkpoint, self.state)
         for reason in found.passed_over:
             self._rank.tell(kind="warn", text=f"passed over a checkpoint: {reason}")
         if found.folder:
@@ -110,7 +114,9 @@ class Survival:
         if again or self._saver.last_step != step:
             rank.pulse.tick("save")
             self._take()
-            self._saver.save(step, self._state.tensors(), self._about())
+            if self.before_save:
+                self.before_save()
+            self._saver.save(step, self.state.tensors(), self._about())
             self._saved_at, self._asked = monotonic(), False
         if wait:
             rank.pulse.tick("save")

@@ -1,4 +1,4 @@
-"""What a group says, read on the driver's side while Ray Train runs."""
+"""What a group says, read on the driver's side while Ray Train runs: shown, and written down."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ from threading import Event, Thread
 from time import time
 from typing import Any
 
-EVENTS = "events.jsonl"
+from raytrec.tracking.advice import hot_rank, low_utilisation, straggler
+from raytrec.tracking.gauges import Gauges
+from raytrec.tracking.ranks import Lines, rank_metrics
+
+EVENTS, METRICS, RANKS, CHECKS = "events.jsonl", "metrics.jsonl", "ranks.jsonl", "checks.jsonl"
 
 
 class Watch:
-    """Reads what rank 0 says, while Ray Train runs, and passes it to the terminal and to MLflow."""
+    """Reads what ranks say, while Ray Train runs, and passes it on.
 
-    def __init__(self, console: Any, tracker: Any | None, folder: Path | None):
+    Args:
+        console: shows it.
+        record: keeps it; None where nothing is trained.
+    """
+
+    def __init__(self, console: Any, record: Record | None = None):
         self.console, self.result, self.stopped_at = console, None, None
-        self._tracker, self._folder = tracker, folder
+        self._record = record
 
     def reading(self, hub: Any) -> _Reading:
         """A block in which a thread reads the hub's messages; at its end nothing is left there."""
@@ -26,29 +35,94 @@ class Watch:
 
     def _receive(self, kind: str, **message: Any) -> None:
         if kind == "result":
-            # JSON has no NaN: a figure that is not defined (NE and AUC of labels that are all equal) is null.
-            undefined = {k for k, v in message["figures"].items() if isinstance(v, float) and not isfinite(v)}
-            self.result = {k: None if k in undefined else v for k, v in message["figures"].items()}
+            self.result = finite(message["figures"])
             return
         if kind == "stopped":
             self.stopped_at = message["step"]
-        if kind in ("event", "saved", "start", "stopped") and self._folder:
-            self._note(kind, message)
-        getattr(self.console, kind)(**message)
-        if self._tracker is None:
-            return
+        if self._record:
+            for warning in self._record.keep(kind, message):
+                self.console.warn(warning)
+        if show := getattr(self.console, kind, None):
+            show(**message)
+
+
+class Record:
+    """Writes what ranks say into the run folder, to MLflow, and to Ray's metrics.
+
+    Args:
+        tracker: of tracking.mlflow.
+        folder: of the run.
+        name: of the run.
+        cells: tracking.cells.
+
+    Attributes:
+        checks: check → [passed, failed], counted.
+    """
+
+    def __init__(self, tracker: Any, folder: Path, name: str, cells: int):
+        self.checks: dict[str, list[int]] = {}
+        self._tracker, self._folder, self._cells = tracker, folder, cells
+        self._gauges, self._lines, self._advised = Gauges(name), Lines(), set()
+        self._attempt: int | None = None  # whose first interval is over
+
+    def summary(self) -> dict[str, int]:
+        """How many checks have passed and failed."""
+        passed, failed = map(sum, zip(*self.checks.values(), strict=True)) if self.checks else (0, 0)
+        return {"checks.passed": passed, "checks.failed": failed}
+
+    def keep(self, kind: str, message: dict[str, Any]) -> list[str]:
+        """Writes one message down; what people should be told of it."""
+        if kind in ("event", "saved", "start", "stopped"):
+            self._append(EVENTS, {"event": kind, "unix_s": time(), **message}, without="plan")
+        elif kind in ("train", "eval", "final"):
+            self._append(METRICS, {"kind": kind, "unix_s": time(), **message})
+            self._measured(kind, message)
+        elif kind == "check":
+            self._append(CHECKS, message)
+            self._checked(message)
+        elif kind == "rank":
+            self._append(RANKS, message)
+            return self._spoken(message)
         if kind == "start":
             write_json(self._folder / "plan.json", message["plan"])
             self._tracker.file(self._folder / "plan.json")
-        elif kind in ("train", "eval"):
-            step = message.pop("step")
-            self._tracker.metrics({f"{kind}.{name}": value for name, value in message.items()}, step)
+        return []
 
-    def _note(self, kind: str, message: dict[str, Any]) -> None:
-        """Keeps what happened to the run, a line each, in events.jsonl."""
-        entry = {"event": kind, "unix_s": time(), **message}
-        entry.pop("plan", None)
-        with open(self._folder / EVENTS, "a") as file:
+    def _measured(self, kind: str, message: dict[str, Any]) -> None:
+        figures = {k: v for k, v in message.items() if k not in ("step", "curves")}
+        self._gauges.set({"step": message["step"], **figures})
+        if kind != "final":  # whose figures the driver logs with the result
+            named = {f"{kind}.{name}": value for name, value in figures.items()}
+            self._tracker.metrics(named, message["step"])
+
+    def _checked(self, message: dict[str, Any]) -> None:
+        name, passed = message["check"], message["passed"]
+        self.checks.setdefault(name, [0, 0])[not passed] += 1
+        figures = {f"check/{name}": int(passed), f"check/{name}_figure": message["figure"]}
+        self._tracker.metrics(figures, message["step"])
+
+    def _spoken(self, line: dict[str, Any]) -> list[str]:
+        """What the lines of all ranks, once they are there, tell; each kind of advice is given once."""
+        lines = self._lines.add(line)
+        if lines is None:
+            return []
+        self._tracker.metrics(rank_metrics(lines, self._cells), line["step"], line["unix_s"])
+        waited = sum(each["phases_s"]["data"] for each in lines)
+        self._gauges.set({"data_wait_share": waited / max(1e-9, sum(each["seconds"] for each in lines))})
+        found = []
+        if line["attempt"] != self._attempt:  # the first interval waits for readers that are only starting
+            self._attempt = line["attempt"]
+            return found
+        for advise in (straggler, low_utilisation, hot_rank):
+            if advise not in self._advised and (sentence := advise(lines)):
+                self._advised.add(advise)
+                found.append(sentence)
+        return found
+
+    def _append(self, name: str, entry: dict[str, Any], without: str = "") -> None:
+        """A line of JSON, which has no NaN."""
+        entry = finite({key: value for key, value in entry.items() if key != without})
+        with open(self._folder / name, "a") as file:
             file.write(json.dumps(entry) + "\n")
 
 
@@ -76,6 +150,11 @@ class _Reading:
                 self._receive(**message)
             if last:
                 return
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON can hold it: a figure that is not defined (NE and AUC of labels that are all equal) is None."""
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
 
 def write_json(path: Path, values: Any) -> None:

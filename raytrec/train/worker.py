@@ -19,6 +19,7 @@ def train_worker(task: Task) -> None:
     from raytrec.train.evaluate import evaluate
     from raytrec.train.metrics import Sums
     from raytrec.train.nan import Recent
+    from raytrec.train.observe import Observation
     from raytrec.train.progress import Progress
     from raytrec.train.survive import Stopped, Survival
 
@@ -35,24 +36,26 @@ def train_worker(task: Task) -> None:
     found = survival.restore()
     if not found.folder:
         begin(step, config, task.schema)
-    batches = train.epochs(config.train.epochs, progress.step)
-    survival.batches = Recent(rank.pulse.reading(batches), progress.step)
+    reading = train.epochs(config.train.epochs, progress.step)
+    batches = survival.batches = Recent(rank.pulse.reading(reading), progress.step)
+    observation = Observation(rank, step, survival.state, progress, batches, total)
+    survival.before_save = observation.before_save
     rank.tell(kind="start", total=total, step=progress.step, workers=rank.world, plan=describe(plan))
     try:
+        observation.begin()
         for pause in pauses(total, config.train.eval_every_steps, progress.step):
             progress.clock.resume()
-            for outputs in step.train(survival.batches, pause - progress.step):
+            for outputs in step.train(batches, pause - progress.step):
                 rows = order.global_rows(train.dataset.rows, progress.step % epoch_steps)
                 progress.count(rows, outputs)
                 if progress.step % config.train.log_every_steps == 0 or progress.step == total:
                     rank.tell(kind="train", step=progress.step, **progress.report())
+                observation.after_step(rows)
                 survival.after_step(outputs)
             if progress.step < total and not progress.evaluated:
-                progress.evaluation = {
-                    "step": progress.step,
-                    **evaluate(step, rank.watched(valid), rank.device),
-                }
-                rank.tell(kind="eval", **progress.evaluation)
+                figures, curves = evaluate(step, rank.watched(valid), rank.device)
+                progress.evaluation = {"step": progress.step, **figures}
+                rank.tell(kind="eval", curves=curves, **progress.evaluation)
                 survival.after_evaluation()
         survival.finish()
     except Stopped:
@@ -62,12 +65,13 @@ def train_worker(task: Task) -> None:
         rank.leave()
         raise
     finally:
-        batches.close()
+        reading.close()
 
     result = progress.result() | {"world_size": rank.world}
     if test:
         rank.phase("evaluating", "evaluate")
-        figures = evaluate(step, rank.watched(test), rank.device)
+        figures, curves = evaluate(step, rank.watched(test), rank.device)
+        rank.tell(kind="final", step=progress.step, curves=curves, **figures)
         result |= {f"eval.{name}": value for name, value in figures.items()}
     rank.tell(kind="result", step=progress.step, figures=result)
     return rank.leave()
@@ -85,7 +89,8 @@ def evaluate_worker(task: Task) -> None:
     step, _ = build_step(task.config, task.schema, rank.device, fill=False)
     load(task.checkpoint, LogicalState(step.model, step.optimizer, with_optimizer=False).tensors())
     rank.phase("evaluating", "evaluate")
-    figures = evaluate(step, rank.watched(rank.stream("test", evaluation_order(task.config))), rank.device)
+    stream = rank.stream("test", evaluation_order(task.config))
+    figures, _ = evaluate(step, rank.watched(stream), rank.device)
     figures = {f"eval.{name}": value for name, value in figures.items()} | {"world_size": rank.world}
     rank.tell(kind="result", step=0, figures=figures)
     rank.leave()

@@ -1,50 +1,245 @@
-"""The tracker on a real sqlite store."""
+"""The tracker on a real sqlite store, and on servers that refuse."""
+
+import inspect
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from time import perf_counter
 
 import pytest
 
 from raytrec.config import load_config
 from raytrec.errors import ConfigError
-from raytrec.tracking.mlflow import Tracker, _without_password
+from raytrec.tracking.mlflow import NoTracker, Tracker
+from raytrec.tracking.outbox import Outbox
+from raytrec.tracking.store import KEY, Store
+from raytrec.tracking.tags import run_tags
 
 
-def test_what_is_handed_over_is_in_the_store(tmp_path):
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder whose store keeps its tables from one test to the next: making them takes seconds."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture
+def track(place, request):
+    """Makes trackers of one experiment; returns (tracker, what it said of trouble)."""
+
+    def make(name="run", **options):
+        said = []
+        uri = f"sqlite:///{place}/new/mlflow.db"
+        experiment = request.node.name
+        return Tracker(uri, experiment, name, place / "artifacts", on_trouble=said.append, **options), said
+
+    return make
+
+
+def client(tracker):
     from mlflow import MlflowClient
 
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    tracker = Tracker(uri, "exp", "run", tmp_path / "artifacts")
+    return MlflowClient(tracker.uri)
+
+
+def test_what_is_handed_over_is_in_the_store(track, place):
+    tracker, said = track(tags={"team": "ads"})
     run_id = tracker.ready()
     plan = {"tables": {"item*": {"sharding": "row_wise"}, "user": {"ranks": [0]}}}
-    tracker.params(load_config({"data": {"train": "d/train"}, "plan": plan}))
+    config = load_config({"data": {"train": "d/train"}, "plan": plan})
+    config.tracking.uri = "http://me:secret@host:5000"
+    tracker.params(config)
+    tracker.tags({"cluster.nodes": "3", "team": "search"})
     for step in range(50):
-        tracker.metrics({"loss": 1 / (step + 1), "auc": None, "ne": float("nan")}, step)
-    (tmp_path / "note.txt").write_text("kept")
-    tracker.file(tmp_path / "note.txt")
+        tracker.metrics({"loss": 1 / (step + 1), "auc": None, "ne": float("nan")}, step, unix_s=1e9 + step)
+    tracker.metrics({"table/item*/rows": 3, **{f"many/{i}": i for i in range(2500)}}, 7)
+    (place / "note.txt").write_text("first")
+    tracker.file(place / "note.txt")
+    tracker.file(place / "note.txt", "pictures")
     assert tracker.close("FINISHED") is None
+    assert said == []
 
-    client = MlflowClient(uri)
-    run = client.get_run(run_id)
+    run = client(tracker).get_run(run_id)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     assert run.data.params["optim.embeddings.name"] == "rowwise_adagrad"
+    assert run.data.params["tracking.uri"] == "http://me:***@host:5000"
     assert "'item*': {'sharding': 'row_wise'" in run.data.params["plan.tables"]
-    assert set(run.data.metrics) == {"loss"}
-    assert [m.step for m in client.get_metric_history(run_id, "loss")] == list(range(50))
-    assert [a.path for a in client.list_artifacts(run_id)] == ["note.txt"]
-    assert (tmp_path / "artifacts" / run_id / "artifacts/note.txt").read_text() == "kept"
+    assert (run.data.tags["cluster.nodes"], run.data.tags["team"]) == ("3", "search")
+    many = {f"many/{i}": float(i) for i in range(2500)}
+    assert run.data.metrics == {"loss": 1 / 50, "table/item_/rows": 3.0, **many}
+    history = client(tracker).get_metric_history(run_id, "loss")
+    assert [m.step for m in history] == list(range(50))
+    assert [m.timestamp for m in history] == [(10**9 + step) * 1000 for step in range(50)]
+    assert [a.path for a in client(tracker).list_artifacts(run_id)] == ["note.txt", "pictures"]
+    kept = place / "artifacts" / run_id / "artifacts"
+    assert (kept / "note.txt").read_text() == (kept / "pictures/note.txt").read_text() == "first"
 
-    second = Tracker(uri, "exp", "again", tmp_path / "artifacts")
-    assert second.ready() != run_id
-    second.file(tmp_path / "missing.txt")
-    assert "1 of 2 records did not reach MLflow" in second.close("FAILED")
+
+def test_what_the_store_refuses_is_dropped_and_said_and_the_rest_is_there(track, place):
+    tracker, said = track()
+    tracker.ready()
+    first, second = ({"data": {"train": "d"}, "run": {"seed": seed}} for seed in (1, 2))
+    tracker.params(load_config(first))
+    tracker.metrics({"loss": 1.0}, 1)
+    tracker.params(load_config(second))  # MLflow keeps a param as it was first written
+    tracker.metrics({"loss": 2.0}, 2)
+    tracker.file(place / "missing.txt")
+    lost = tracker.close("FAILED")
+    assert "lacks 2 records" in lost and "the run folder has everything" in lost
+    assert said == [], "nothing that waiting would help"
+    run = client(tracker).get_run(tracker.run_id)
+    assert (run.info.status, run.data.params["run.seed"]) == ("FAILED", "1")
+    assert [m.value for m in client(tracker).get_metric_history(tracker.run_id, "loss")] == [1.0, 2.0]
 
 
-def test_store_that_cannot_be_opened(tmp_path):
-    (tmp_path / "file").write_text("")
-    tracker = Tracker(f"sqlite:///{tmp_path}/file/mlflow.db", "exp", "run", tmp_path)
+def test_a_run_goes_on_or_a_new_one_is_made(track):
+    tracker, _ = track()
+    before = tracker.ready()
+    tracker.metrics({"loss": 1.0}, 1)
+    tracker.close("FAILED")
+    again, _ = track(run_id=before)
+    assert again.ready() == before
+    assert client(again).get_run(before).info.status == "RUNNING"
+    again.metrics({"loss": 0.5}, 2)
+    again.close("FINISHED")
+    assert [m.step for m in client(again).get_metric_history(before, "loss")] == [1, 2]
+
+    client(again).delete_run(before)
+    other, _ = track(run_id=before)
+    assert other.ready() not in (None, before)
+    other.close("FINISHED")
+
+
+def test_a_run_is_made_once_although_the_answer_got_lost(place):
+    store = Store(f"sqlite:///{place}/new/mlflow.db", "lost", "run", place, None, None, {})
+    store.load()
+    store.open()
+    made, store.run_id = store.run_id, None
+    store.open()
+    assert store.run_id == made
+    assert store._client.get_run(made).data.tags[KEY] == store._key
+
+
+def test_records_that_fit_are_merged_and_refused_ones_taken_alone():
+    outbox = Outbox()
+    for step in range(6):
+        outbox.put_metrics({f"m{i}": 1.0 for i in range(300)}, step, 0.0)
+    assert [record.step for record in outbox.first_records()] == [0, 1, 2], "1000 metrics at most"
+    outbox.refused(3)
+    assert [record.step for record in outbox.first_records()] == [0]
+    outbox.refused(1)
+    outbox.written(1)
+    outbox.written(1)
+    assert [record.step for record in outbox.first_records()] == [3, 4, 5]
+    assert (outbox.dropped, outbox.records) == (1, 3)
+
+
+@pytest.mark.parametrize("wrong", ["folder", "content", "scheme", "port"])
+def test_store_that_cannot_be_opened(tmp_path, wrong):
+    (tmp_path / "file").write_text("no database" * 1000)
+    uri = {
+        "folder": f"sqlite:///{tmp_path}/file/mlflow.db",
+        "content": f"sqlite:///{tmp_path}/file",
+        "scheme": "htp://me:secret@127.0.0.1:5000",
+        "port": "http://me:secret@127.0.0.1:port",
+    }[wrong]
+    began = perf_counter()
+    tracker = Tracker(uri, "exp", "run", tmp_path)
+    with pytest.raises(ConfigError, match="cannot open the MLflow store") as error:
+        tracker.ready()
+    assert "secret" not in str(error.value)
+    tracker.metrics({"loss": 1.0}, 1)
+    assert tracker.close("FAILED") is None
+    assert perf_counter() - began < 60, "MLflow itself tries for 100 s"
+
+
+@pytest.fixture
+def answers():
+    """Serves the given HTTP status on loopback; returns its address and the times of requests."""
+    servers = []
+
+    def serve(status, headers=()):
+        asked = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                asked.append(perf_counter())
+                self.send_response(status)
+                for header in headers:
+                    self.send_header(*header)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            do_POST = do_GET
+
+            def log_message(self, *_):
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}", asked
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_server_that_wants_somebody_else(answers, tmp_path, status):
+    tracker = Tracker(answers(status)[0], "exp", "run", tmp_path)
     with pytest.raises(ConfigError, match="cannot open the MLflow store"):
         tracker.ready()
     assert tracker.close("FAILED") is None
 
 
-def test_passwords_are_hidden():
-    assert _without_password("http://me:secret@host:5000/x") == "http://me:***@host:5000/x"
-    assert _without_password("sqlite:////a/b.db") == "sqlite:////a/b.db"
+def test_server_that_fails_is_asked_again_at_our_pace(answers, tmp_path):
+    address, asked = answers(503, [("Retry-After", "3600")])
+    said = []
+    tracker = Tracker(address, "exp", "run", tmp_path, on_trouble=said.append)
+    assert tracker.ready() is None
+    tracker.metrics({"loss": 1.0}, 1)
+    began = perf_counter()
+    lost = tracker.close("FINISHED", patience_s=2.5)
+    assert 2 < perf_counter() - began < 10
+    assert "lacks 1 record and the end of the run" in lost and "503" in lost
+    assert len(said) == 1 and "does not answer" in said[0]
+    assert 4 <= len(asked) <= 10, "at once and after about 1 s, 2 s, each time twice"
+
+
+def test_run_tags(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/home/me/bin/raytrec", "train", "tracking.uri=http://me:secret@host"])
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+    tags = run_tags()
+    assert tags["version.torch"].startswith("2.13") and tags["version.python"].startswith("3.")
+    assert tags["mlflow.source.name"] == "raytrec" and "secret" not in str(tags)
+    assert "mlflow.source.git.commit" not in tags and "cluster.nodes" not in tags
+
+    def git(*words):
+        me = ["-c", "user.name=me", "-c", "user.email=me@host"]
+        return subprocess.run(["git", *me, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init")
+    assert "mlflow.source.git.commit" not in run_tags(), "nothing is committed yet"
+    Path("a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "a")
+    Path("untracked").write_text("1")
+    tags = run_tags()
+    assert tags["mlflow.source.git.commit"] == git("rev-parse", "HEAD")
+    assert tags["mlflow.source.git.dirty"] == "false"
+    Path("a").write_text("2")
+    assert run_tags()["mlflow.source.git.dirty"] == "true"
+
+
+def test_no_tracker_takes_the_same_calls(tmp_path):
+    def calls(cls):
+        methods = inspect.getmembers(cls, inspect.isfunction)
+        return {name: list(inspect.signature(m).parameters) for name, m in methods if name[0] != "_"}
+
+    assert calls(NoTracker) == calls(Tracker)
+    nothing = NoTracker()
+    nothing.metrics({"loss": 1.0}, 1)
+    assert nothing.ready() is nothing.run_id is nothing.close("FINISHED") is None

@@ -1,0 +1,180 @@
+"""What it costs to watch a run: steps with recording and checks off, as they come, and all the time.
+
+    python benchmarks/watching.py [--workers 2] [--device cpu|cuda] [--rounds 15]
+
+Three copies of one model (tables half table-wise, half row-wise, half of them means) take turns in the same
+processes, 100 steps each: without tracking and checks; with their defaults (statistics every 100 steps,
+checks every 500); with statistics and checks every 10 steps. What ranks say goes to a process that writes
+the run folder and an MLflow store on sqlite, on the same cores. Compared are the times of each round.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from queue import Empty
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import typer
+from overhead import batches_of, config_of, schema_of
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from raytrec.checkpoint.state import LogicalState
+from raytrec.config import RunConfig
+from raytrec.data.batch import Batch
+from raytrec.tracking.mlflow import Tracker
+from raytrec.train.build import build_step
+from raytrec.train.metrics import Sums
+from raytrec.train.nan import Recent
+from raytrec.train.observe import Observation
+from raytrec.train.progress import Progress
+from raytrec.train.rank import Rank, Task
+from raytrec.train.watch import Record
+
+RESULTS = Path(__file__).parent / "results" / "watching.json"
+STEPS = 100
+CHECKS = ("alike", "shards", "replicas", "parity", "conservation", "numbers")
+SIDES: dict[str, dict[str, Any]] = {
+    "off": {"tracking": {"every_steps": None}, "checks": dict.fromkeys(CHECKS, "off")},
+    "default": {},
+    "everything": {"tracking": {"every_steps": 10}, "checks": {"every_steps": 10}},
+}
+
+
+@dataclass
+class Mailbox:
+    """In the place of the hub: what ranks say goes to the process that started them."""
+
+    queue: Any
+
+    @property
+    def put(self) -> Mailbox:
+        return self
+
+    def remote(self, message: dict[str, Any]) -> None:
+        self.queue.put(message)
+
+
+class Side:
+    """One of the copies, with its own model, pipeline and observation."""
+
+    def __init__(self, config: RunConfig, rank: int, device: torch.device, queue: Any):
+        schema, world, rows = schema_of("half"), config.scaling.most, config.data.global_batch_size
+        task = Task(config, schema, {}, Mailbox(queue), "")
+        here = Rank(rank, world, device, task, None, 0)
+        self._step, _ = build_step(config, schema, device)
+        self._progress, self._rows, self._device = Progress(Sums(device)), rows, device
+        state = LogicalState(self._step.model, self._step.optimizer)
+        source = _endless(batches_of(rows // world, world, seed=rank))
+        self._batches = Recent(source, 0)
+        self._observation = Observation(here, self._step, state, self._progress, self._batches, 10**9)
+        self._observation.begin()
+
+    def turn(self) -> float:
+        """Seconds of STEPS steps."""
+        dist.barrier()
+        began = perf_counter()
+        for outputs in self._step.train(self._batches, STEPS):
+            self._progress.count(self._rows, outputs)
+            self._observation.after_step(self._rows)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        return perf_counter() - began
+
+
+def _endless(batches: list[Batch]) -> Iterator[Batch]:
+    step = 0
+    while True:
+        yield replace(batches[step % len(batches)], step=step)
+        step += 1
+
+
+def measure(rank: int, workers: int, device: str, rounds: int, batch: int, folder: str, queue: Any) -> None:
+    """One rank; rank 0 leaves the seconds of every turn in the folder."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    os.environ |= {"LOCAL_WORLD_SIZE": str(workers), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    here = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(here)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=workers,
+        timeout=timedelta(seconds=120),
+    )
+    plain = config_of("both", workers, batch).model_dump(by_alias=True)
+    sides = [Side(RunConfig.model_validate(plain | changes), rank, here, queue) for changes in SIDES.values()]
+    seconds = []
+    with Bar(disable=rank > 0) as bar:
+        for turn in bar.track(range(rounds + 1), description="rounds"):
+            order = [(turn + i) % len(sides) for i in range(len(sides))]
+            of_round = {side: sides[side].turn() for side in order}
+            seconds.append([of_round[side] for side in range(len(sides))])
+    if rank == 0:
+        (Path(folder) / "times.json").write_text(json.dumps(seconds[1:]))  # the first warms up
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(
+    workers: Annotated[int, typer.Option(help="Ranks, each a process (on CUDA: a GPU).")] = 2,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 15,
+    batch: Annotated[int, typer.Option(help="Rows of a batch on each rank.")] = 512,
+) -> None:
+    """Prints the table and writes benchmarks/results/watching.json."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, queue = Path(name), mp.get_context("spawn").Queue()
+        tracker = Tracker(f"sqlite:///{folder}/mlflow.db", "benchmark", "watching", folder / "artifacts")
+        tracker.ready()
+        record = Record(tracker, folder, "watching", cells=64)
+        ranks = mp.spawn(measure, (workers, device, rounds, batch, name, queue), nprocs=workers, join=False)
+        while not ranks.join(timeout=0.01):
+            with suppress(Empty):
+                message = queue.get(timeout=0.5)
+                record.keep(message.pop("kind"), message)
+        lost = tracker.close("FINISHED")
+        seconds = json.loads((folder / "times.json").read_text())
+    _show(seconds, f"{workers} × {device}, {batch} rows a rank, {rounds} turns of {STEPS} steps")
+    if lost:
+        print(lost)
+
+
+def _show(seconds: list[list[float]], title: str) -> None:
+    table = Table(title=title)
+    for column in ("recording and checks", "ms a step", "added", "95 % interval"):
+        table.add_column(column, justify="left" if column.startswith("rec") else "right", no_wrap=True)
+    results = {}
+    for side, name in enumerate(SIDES):
+        # Checks come in one turn of five: means, not medians.
+        ratios = [of_round[side] / of_round[0] - 1 for of_round in seconds]
+        mean, error = statistics.fmean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
+        ms = statistics.fmean(of_round[side] for of_round in seconds) / STEPS * 1e3
+        results[name] = {"ms": ms, "added": mean, "low": mean - 2 * error, "high": mean + 2 * error}
+        interval = f"{mean - 2 * error:+.1%} to {mean + 2 * error:+.1%}" if side else ""
+        table.add_row(name, f"{ms:.1f}", f"{mean:+.1%}" if side else "", interval)
+    Console().print(table)
+    RESULTS.write_text(json.dumps({"title": title, "sides": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,91 @@
+"""Bags of ids taken apart in plain torch, for the parity check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+LONGEST = 1024  # ids in a bag that is compared
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a KeyedJaggedTensor.
+
+    Attributes:
+        ids: int64 [N]. bag: int64 [N], the bag of each. weights: float32 [N], 1 where there are none.
+        lengths: int64 [B].
+    """
+
+    ids: torch.Tensor
+    bag: torch.Tensor
+    weights: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Bags of one feature.
+
+    Attributes:
+        at: int64 [S], which bags of the batch.
+        ids: int64 [N]. bag: int64 [N], the bag of each id, from 0 to S − 1.
+        factors: float32 [N], what each row is multiplied with: w, for means w ÷ Σ w of its bag.
+        doubt: float32 [S], how much larger a rounding error may be than that of weights that are all
+            positive: Σ|w| ÷ |Σ w| (1 for sums).
+    """
+
+    at: torch.Tensor
+    ids: torch.Tensor
+    bag: torch.Tensor
+    factors: torch.Tensor
+    doubt: torch.Tensor
+
+
+def keys_of(features: KeyedJaggedTensor, count: int) -> Iterator[Key]:
+    """Its `count` keys in order, even where a name comes twice."""
+    lengths_KB = features.lengths().view(count, -1).long()
+    sizes = lengths_KB.sum(1).tolist()
+    weights = features.weights_or_none()
+    if weights is None:
+        weights = torch.ones_like(features.values(), dtype=torch.float32)
+    bags = torch.arange(lengths_KB.shape[1], device=lengths_KB.device)
+    for lengths, ids, of_ids in zip(
+        lengths_KB, features.values().split(sizes), weights.split(sizes), strict=True
+    ):
+        yield Key(ids, bags.repeat_interleave(lengths, output_size=len(ids)), of_ids, lengths)
+
+
+def factors_of(
+    weights_N: torch.Tensor, bag_N: torch.Tensor, bags: int, mean: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each row of a bag is multiplied with, and the doubt of each bag; see Bags."""
+    if not mean:
+        return weights_N, weights_N.new_ones(bags)
+    totals_B = weights_N.new_zeros(bags).index_add_(0, bag_N, weights_N)
+    sizes_B = weights_N.new_zeros(bags).index_add_(0, bag_N, weights_N.abs())
+    totals_B = totals_B.masked_fill(totals_B == 0, 1)
+    return weights_N / totals_B[bag_N], (sizes_B / totals_B.abs()).clamp(min=1)
+
+
+def some_bags(key: Key, first: torch.Tensor, mean: bool, device: torch.device) -> Bags:
+    """The `first` bags of a feature, and the longest; those of more than `LONGEST` ids left out."""
+    short = key.lengths.masked_fill(key.lengths > LONGEST, 0)
+    at = torch.cat([first, short.argmax().view(1)])
+    at = at[key.lengths[at] <= LONGEST]
+    lengths = key.lengths[at]
+    starts = (key.lengths.cumsum(0) - key.lengths)[at] - (lengths.cumsum(0) - lengths)
+    bag = torch.arange(len(at)).repeat_interleave(lengths)
+    places = torch.arange(len(bag)) + starts[bag]
+    factors, doubt = factors_of(key.weights[places], bag, len(at), mean)
+    return Bags(*(x.to(device) for x in (at, key.ids[places], bag, factors, doubt)))
+
+
+def found(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of ids that are among (sorted, not empty) rows, and where among them they are."""
+    at = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
+    hits = (rows[at] == ids).nonzero().squeeze(1)
+    return hits, at[hits]

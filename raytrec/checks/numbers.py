@@ -1,0 +1,176 @@
+"""numbers: nothing is NaN or infinite, no norm explodes, predicted rates do not drift from real ones."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from statistics import median
+
+import torch
+from torch.nn.functional import pad
+
+from raytrec.checks.outcome import Check, Outcome, Position, ranks
+from raytrec.embeddings.tables import Shard
+
+ROWS = 4096  # of a shard that are looked at each time, and of those that a probed step touched
+GROWTH = 100.0  # times the median of the earlier looks
+LEARN = 3  # looks
+KEPT = 100  # looks that the median is taken of
+# What begins near 0 may grow to this in any run: tables of many rows start with values of 1e-3 and less.
+FLOOR = {"value": 0.1, "gradient": 0.0}
+DRIFT = 0.75, 1.33  # predicted ÷ real
+SIGMAS = 6.0  # a ratio of rates over n positives varies by about 1 ÷ √n by chance
+SETTLED = 200  # steps after which rates are compared
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one rank sees.
+
+    Attributes:
+        values: name → max |value| of weights. state: the same of optimizer state.
+        squares: name → Σ of the squared gradient.
+    """
+
+    values: dict[str, float]
+    state: dict[str, float]
+    squares: dict[str, float]
+    figures: dict[str, float]
+
+
+class Numbers(Check):
+    """Looks at dense layers whole, and at another part of each shard every time."""
+
+    name = "numbers"
+    do = (
+        "lower optim.dense.lr or optim.embeddings.lr, set train.clip_norm, or look at the data of the last "
+        "steps; go on from the last checkpoint: raytrec train --resume RUN"
+    )
+
+    def __init__(self, run):
+        super().__init__(run)
+        self._looks = 0
+        self._earlier: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+
+    @torch.no_grad()
+    def look(self, position: Position, probed: bool) -> Look:
+        values, state = list(self._dense_values()), list(self._dense_state())
+        for table in self.run.tables.values():
+            for shard in table.weight.local:
+                values += [(f"table {table.name}", part) for part in self._parts(table.name, shard, probed)]
+            for kind, parts in table.state.items():
+                state += [(f"table {table.name}'s {kind}", self._sample(s)) for s in parts.local]
+        self._looks += 1
+        figures = {k: v for k, v in position.figures.items() if isinstance(v, int | float)}
+        squares = self._squares(probed)
+        return Look(_largest(values), _largest(state), squares, {**figures, "step": position.step})
+
+    def judge(self, looks: list[Look], step: int) -> Outcome:
+        problems, worst = [*_not_finite(looks)], 0.0
+        for kind, of_rank in (("value", [x.values for x in looks]), ("gradient", [x.squares for x in looks])):
+            for name in dict.fromkeys(name for values in of_rank for name in values):
+                found = {
+                    rank: v[name] for rank, v in enumerate(of_rank) if isfinite(v.get(name, float("nan")))
+                }
+                if not found:
+                    continue
+                rank = max(found, key=found.get)
+                size = found[rank] if kind == "value" else sqrt(sum(found.values()))
+                growth = self._growth(kind, name, size)
+                worst = max(worst, growth)
+                if growth > GROWTH:
+                    what = "max |value|" if kind == "value" else "the norm of the gradient"
+                    problems.append(
+                        f"{name}: {what} is {size:.3g} (largest on rank {rank}), {growth:,.0f} × what is usual"
+                    )
+        problems += _drift(looks[0].figures)
+        return self.outcome(step, problems, "all numbers are finite and of usual size", worst, GROWTH)
+
+    def _growth(self, kind: str, name: str, size: float) -> float:
+        """How many times the usual size this is; 0 while it is being learned."""
+        earlier = self._earlier[kind, name]
+        usual = max(median(earlier), FLOOR[kind]) if len(earlier) >= LEARN else None
+        if size:  # a gradient of 0: no id of the table was in the batch
+            earlier.append(size)
+        return size / usual if usual else 0.0
+
+    def _dense_values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in self.run.dense.items():
+            if name.endswith("/value"):
+                yield name, value
+
+    def _dense_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in self.run.dense.items():
+            if not name.endswith("/value"):
+                yield name, value
+
+    def _sample(self, shard: Shard) -> torch.Tensor:
+        """About `ROWS` rows of a shard, over a number of looks all of them."""
+        stride = max(1, -(-len(shard.rows) // ROWS))
+        return shard.values[self._looks % stride :: stride]
+
+    def _parts(self, table: str, shard: Shard, probed: bool) -> Iterator[torch.Tensor]:
+        """What is looked at of a shard: a sample, and rows that the probed step has touched."""
+        yield self._sample(shard)
+        for lookup in self.run.taps.lookups if probed else []:
+            if table not in lookup.tables or lookup.ids is None or not len(shard.rows):
+                continue
+            ids = lookup.ids.values().split(lookup.ids.lengths().view(len(lookup.tables), -1).sum(1).tolist())
+            for key, of_key in zip(lookup.tables, ids, strict=True):
+                if key == table:
+                    stride = max(1, -(-len(of_key) // ROWS))
+                    yield shard.values.index_select(0, of_key[::stride])
+
+    def _squares(self, probed: bool) -> dict[str, float]:
+        """Σ of the squared gradients of dense parameters, and of what the lookups of each table gave."""
+        found = [
+            (name, p.grad.square().sum()) for name, p in self.run.parameters.items() if p.grad is not None
+        ]
+        for lookup in self.run.taps.lookups if probed else []:
+            if lookup.gradient is not None:
+                ends = pad(lookup.gradient.square().sum(0).cumsum(0), (1, 0))
+                at = [0]
+                for columns in lookup.columns:
+                    at.append(at[-1] + columns)
+                sums = ends[at].diff()
+                found += [(f"table {table}", part) for table, part in zip(lookup.tables, sums, strict=True)]
+        out: dict[str, float] = defaultdict(float)
+        if found:
+            for (name, _), value in zip(found, torch.stack([v for _, v in found]).tolist(), strict=True):
+                out[name] += value
+        return dict(out)
+
+
+def _largest(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
+    """name → max |value|; NaN where one is NaN."""
+    some = [(name, t) for name, t in tensors if t.numel() and t.is_floating_point()]
+    if not some:
+        return {}
+    # Many times faster on CPU than torch.linalg.vector_norm(t, inf), and hands NaN on, too.
+    ends = torch.stack([end.float() for _, t in some for end in t.aminmax()])
+    sizes = ends.view(-1, 2).abs().amax(1).tolist()
+    out: dict[str, float] = {}
+    for (name, _), size in zip(some, sizes, strict=True):
+        out[name] = size if not isfinite(size) else max(size, out.get(name, 0.0))
+    return out
+
+
+def _not_finite(looks: list[Look]) -> Iterator[str]:
+    for what in ("values", "state", "squares"):
+        of_rank = [getattr(look, what) for look in looks]
+        for name in dict.fromkeys(name for values in of_rank for name in values):
+            bad = [rank for rank, values in enumerate(of_rank) if not isfinite(values.get(name, 0.0))]
+            if bad:
+                part = "the gradient" if what == "squares" else "a value"
+                yield f"{name}: {part} is NaN or infinite on {ranks(bad)}"
+
+
+def _drift(figures: dict[str, float]) -> Iterator[str]:
+    ratio, positives = figures.get("calibration"), figures.get("positives")
+    if ratio is None or not positives or figures["step"] < SETTLED:
+        return
+    by_chance = SIGMAS / sqrt(positives)
+    if not DRIFT[0] <= ratio <= DRIFT[1] and abs(ratio - 1) > by_chance:
+        yield f"predicted ÷ real rate is {ratio:.3g} over {positives:,.0f} positives"

@@ -1,0 +1,123 @@
+"""What passes through a sharded model's lookups while it trains: counted at every step, kept where asked for.
+
+Ids are counted where batches come in (sent) and where tables are (received). At a probed step the ids
+themselves, the pooled embeddings and both their gradients are kept, too, until the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.embeddings.kernels import replicated_kernels, sharded_kernels
+
+
+@dataclass
+class Lookup:
+    """One kernel of this rank: FBGEMM's lookup of the shards of some tables.
+
+    Attributes:
+        features: its keys' names, in order; a feature that several of its tables' shards read comes again.
+        tables: of each key, the table.
+        columns: of each key, the columns of this rank's shard.
+        replicated: whether the tables are data-parallel.
+        received: int64 [keys], ids looked up in training, since the start.
+        ids: of the probed step: the ids that were looked up, as rows of this rank's shards.
+        gradient: float [B, Σ columns], of what the lookup gave in the probed step; before clipping.
+    """
+
+    kernel: nn.Module
+    features: list[str]
+    tables: list[str]
+    columns: list[int]
+    replicated: bool
+    received: torch.Tensor
+    ids: KeyedJaggedTensor | None = None
+    gradient: torch.Tensor | None = None
+
+
+@dataclass
+class Input:
+    """What this rank's dense layers were given in the probed step.
+
+    Attributes:
+        pooled: feature → float32 [B, dim].
+        gradient: feature → float32 [B, dim] of this rank's loss (gradients.py); before clipping.
+        batch: a data.batch.Batch.
+    """
+
+    pooled: dict[str, torch.Tensor]
+    gradient: dict[str, torch.Tensor]
+    batch: Any
+
+
+class Taps:
+    """Hooks on the lookups and on the dense layers of a sharded model.
+
+    Args:
+        model: the DistributedModelParallel.
+        head: the module that takes (pooled, batch); see train.step.Head.
+        features: the schema's sparse features, in its order.
+
+    Attributes:
+        lookups: of this rank.
+        sent: int64 [features], ids in this rank's part of the batches, since the start.
+        rows: int64 scalar, rows in it that are no padding.
+        probing: set it before a step to keep what passes at that step.
+        input: of the probed step.
+    """
+
+    def __init__(self, model: DistributedModelParallel, head: nn.Module, features: list[str]):
+        device = next(head.parameters()).device
+        self.features, self.probing, self.input = features, False, None
+        self.sent = torch.zeros(len(features), dtype=torch.int64, device=device)
+        self.rows = torch.zeros((), dtype=torch.int64, device=device)
+        self.lookups = [self._tap(kernel, False, device) for kernel in sharded_kernels(model)]
+        self.lookups += [self._tap(kernel, True, device) for kernel in replicated_kernels(model)]
+        head.register_forward_pre_hook(self._before_head)
+
+    def forget(self) -> None:
+        """Lets go of what the probed step has left."""
+        self.probing, self.input = False, None
+        for lookup in self.lookups:
+            lookup.ids = lookup.gradient = None
+
+    def _tap(self, kernel: nn.Module, replicated: bool, device: torch.device) -> Lookup:
+        keys = [
+            (feature, table.name, table.local_cols)
+            for table in kernel.config.embedding_tables
+            for feature in table.feature_names
+        ]
+        features, tables, columns = map(list, zip(*keys, strict=True))
+        received = torch.zeros(len(keys), dtype=torch.int64, device=device)
+        lookup = Lookup(kernel, features, tables, columns, replicated, received)
+
+        def after(_: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+            if not (kernel.training and torch.is_grad_enabled()):
+                return
+            lookup.received += inputs[0].lengths().view(len(keys), -1).sum(1)
+            if self.probing:
+                lookup.ids, lookup.gradient = inputs[0], None
+                output.register_hook(lambda gradient: setattr(lookup, "gradient", gradient))
+
+        kernel.register_forward_hook(after)
+        return lookup
+
+    def _before_head(self, head: nn.Module, inputs: tuple) -> None:
+        pooled, batch = inputs
+        if not head.training:
+            return
+        self.sent += batch.sparse.lengths().view(len(self.features), -1).sum(1)
+        self.rows += (batch.weights > 0).sum()
+        if self.probing:
+            self.input = Input({name: values.detach() for name, values in pooled.items()}, {}, batch)
+            for name, values in pooled.items():
+                values.register_hook(lambda gradient, name=name: self._keep(name, gradient))
+
+    def _keep(self, feature: str, gradient: torch.Tensor) -> None:
+        self.input.gradient[feature] = gradient

@@ -1,0 +1,68 @@
+"""What errors of an MLflow store mean: whether the same call may work later, and how to say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from raytrec.tracking.redact import hide
+
+WAITING_HELPS = (401, 403, 408, 409, 429, 499)  # of the 4xx: those that are not about what was sent
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same call may work later: the store does not answer, is locked, or fails on its side.
+
+    What is left comes again for certain: the store refuses this record, or a file is missing.
+    """
+    if _no_answer(error):
+        return True
+    if (status := _status(error)) is not None:
+        return status >= 500 or status in WAITING_HELPS
+    return isinstance(error, OSError) and not isinstance(
+        error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+    )
+
+
+def unreachable(error: BaseException) -> bool:
+    """At the start: whether the store is merely not there, rather than wrong or closed to us."""
+    from requests.exceptions import SSLError
+
+    return _no_answer(error) and not any(isinstance(cause, SSLError) for cause in _chain(error))
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in at most 200 characters, without secrets: the words of the innermost error."""
+    said = [str(cause).strip() for cause in _chain(error)]
+    text = next((words for words in reversed(said) if words), type(error).__name__)
+    return hide(text.splitlines()[0])[:200]
+
+
+def _no_answer(error: BaseException) -> bool:
+    """No connection, no answer in time, answers of 5xx only, or a database that is locked or down."""
+    from requests.exceptions import ConnectionError, RetryError, Timeout
+    from sqlalchemy.exc import OperationalError
+
+    kinds = (ConnectionError, RetryError, Timeout, OperationalError)
+    return any(isinstance(cause, kinds) for cause in _chain(error))
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error of MLflow or of an upload stands for."""
+    from mlflow.exceptions import MlflowException
+    from requests.exceptions import HTTPError
+
+    if isinstance(error, MlflowException):
+        return error.get_http_status_code()
+    if isinstance(error, HTTPError) and error.response is not None:
+        return error.response.status_code
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on inwards."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__

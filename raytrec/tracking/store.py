@@ -1,0 +1,232 @@
+"""One run in an MLflow store: opened, written to, ended. Every call waits for the store and may fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import sleep, time
+from typing import Any
+from uuid import uuid4
+
+from raytrec.tracking.failures import may_pass
+from raytrec.tracking.outbox import Record
+
+# The Tracker tries again by itself, so MLflow's client need not for minutes (by default 7 times, 120 s each).
+# One more try is for connections that an idle server has closed. Nothing is printed, nothing is told to
+# MLflow's makers. What the user has set stays.
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds without an answer
+    "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+QUIET = {  # what these say of an outage, the Tracker says
+    "alembic": logging.WARNING,  # the migrations of a new database, line by line
+    "mlflow.store": logging.WARNING,
+    "mlflow.store.db.utils": logging.CRITICAL,
+    "urllib3.connectionpool": logging.ERROR,
+}
+KEY, SWEEP, PARENT = "raytrec.key", "raytrec.sweep", "mlflow.parentRunId"
+SETTLE_S = 1.0  # runs of a sweep that start at once see each other's parent after that
+
+
+class Store:
+    """One MLflow run.
+
+    Args:
+        uri: tracking store or server, for example sqlite:////runs/mlflow.db or http://127.0.0.1:5000.
+        experiment: made if it does not exist.
+        name: name of the run.
+        artifacts: folder for artifacts where the store is an sqlite file.
+        before: id of a run to go on with; if the store does not have it, a new one is made.
+        sweep: name of the parent that the run gets, made if the experiment has none of that name.
+        tags: of a new run.
+
+    Attributes:
+        run_id: None until `open` has found or made the run.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        name: str,
+        artifacts: Path,
+        before: str | None,
+        sweep: str | None,
+        tags: dict[str, str],
+    ):
+        self.uri, self.run_id = uri, None
+        self._experiment, self._name, self._artifacts = experiment, name, artifacts
+        self._before, self._sweep, self._tags = before, sweep, tags
+        self._key, self._asked = uuid4().hex, False
+        self._parent_made: str | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether the store is an sqlite file rather than a server."""
+        return self.uri.startswith("sqlite")
+
+    def load(self) -> None:
+        """Imports MLflow, which takes seconds and asks nobody."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        for name, level in QUIET.items():
+            logging.getLogger(name).setLevel(level)
+        import mlflow  # noqa: F401
+
+    def open(self) -> None:
+        """Finds or makes the experiment and the run; after a failure it may be called again."""
+        from mlflow import MlflowClient
+
+        if self.local:
+            with _sqlite_file(self.uri):
+                self._client = MlflowClient(tracking_uri=self.uri)
+        else:
+            self._client = MlflowClient(tracking_uri=self.uri)
+        self._experiment_id = self._find_experiment()
+        self.run_id = self._go_on() or self._answer_lost() or self._make()
+
+    def write(self, records: list[Record]) -> None:
+        """All in one call (more where that exceeds MLflow's limits). Writing them again does no harm."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        self._client.log_batch(
+            self.run_id,
+            metrics=[
+                Metric(name, value, record.unix_ms, record.step)
+                for record in records
+                for name, value in zip(record.names, record.values, strict=True)
+            ],
+            params=[Param(k, v) for record in records for k, v in record.params.items()],
+            tags=[RunTag(k, v) for record in records for k, v in record.tags.items()],
+        )
+
+    def upload(self, path: Path, folder: str) -> None:
+        """A file as an artifact of the run, in a folder of its artifacts ('' for the top)."""
+        self._client.log_artifact(self.run_id, str(path), folder or None)
+
+    def end(self, status: str) -> None:
+        """Ends the run with FINISHED, FAILED or KILLED."""
+        self._client.set_terminated(self.run_id, status)
+
+    def join_sweep(self) -> None:
+        """Makes the run a child of the sweep's parent: of the oldest, where several were made at once.
+
+        Who starts a sweep makes a parent, looks again when the others have had time to, and removes its own
+        if it is not the oldest. Called once more at the end, for parents that took longer to appear.
+        """
+        if not self._sweep:
+            return
+        parents = self._parents()
+        if not parents:
+            self._parent_made = self._make_parent()
+        if not parents or time() * 1000 - parents[0].info.start_time < 5 * SETTLE_S * 1000:
+            sleep(SETTLE_S)
+            parents = self._parents()
+        oldest = parents[0].info.run_id
+        self._client.set_tag(self.run_id, PARENT, oldest)
+        if self._parent_made and self._parent_made != oldest:
+            self._client.delete_run(self._parent_made)
+            self._parent_made = None
+
+    def _parents(self) -> list[Any]:
+        """Parents of the sweep, the oldest first."""
+        found = self._client.search_runs([self._experiment_id], f"tags.`{SWEEP}` LIKE '%'")
+        parents = [run for run in found if run.data.tags[SWEEP] == self._sweep]
+        return sorted(parents, key=lambda run: (run.info.start_time, run.info.run_id))
+
+    def _make_parent(self) -> str:
+        tags = {SWEEP: self._sweep}
+        run_id = self._client.create_run(self._experiment_id, run_name=self._sweep, tags=tags).info.run_id
+        self._client.set_terminated(run_id)  # it has nothing of its own to wait for
+        return run_id
+
+    def _find_experiment(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        local = self._artifacts.as_uri() if self.local else None
+        if found := self._client.get_experiment_by_name(self._experiment):
+            return found.experiment_id
+        try:
+            return self._client.create_experiment(self._experiment, artifact_location=local)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            return self._client.get_experiment_by_name(self._experiment).experiment_id  # another was faster
+
+    def _go_on(self) -> str | None:
+        """The run of before, if the store has it."""
+        from mlflow.exceptions import MlflowException
+
+        if not self._before:
+            return None
+        try:
+            self._client.update_run(self._before, status="RUNNING")
+        except MlflowException as error:
+            if may_pass(error):
+                raise
+            return None
+        return self._before
+
+    def _answer_lost(self) -> str | None:
+        """The run that an earlier call made, although its answer did not arrive."""
+        if not self._asked:
+            return None
+        found = self._client.search_runs([self._experiment_id], f"tags.`{KEY}` = '{self._key}'")
+        return found[0].info.run_id if found else None
+
+    def _make(self) -> str:
+        self._asked = True
+        tags = {**self._tags, KEY: self._key}
+        return self._client.create_run(self._experiment_id, run_name=self._name, tags=tags).info.run_id
+
+
+@contextmanager
+def _sqlite_file(uri: str) -> Iterator[None]:
+    """Opens the file, so that what is wrong with it is said at once, and lets one process at a time go on.
+
+    MLflow 3.17 tries for 100 s to open what is no database, and processes that make the tables of a new
+    database at the same time fail: its constructor (SqlAlchemyStore.__init__) takes no lock. Ours is on the
+    folder, where it leaves nothing behind; file systems without such locks do without.
+
+    Raises:
+        OSError, sqlite3.DatabaseError: there is no such folder, or it is no database, or cannot be written.
+    """
+    import fcntl
+
+    from sqlalchemy.engine import make_url
+
+    path = make_url(uri).database
+    if not path or path == ":memory:":
+        yield
+        return
+    folder = Path(path).absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            logging.getLogger(__name__).debug("no lock on %s", folder)
+        _try_to_write(path)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _try_to_write(path: str) -> None:
+    import sqlite3
+
+    database = sqlite3.connect(path, timeout=20)
+    try:
+        database.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        if "locked" not in str(error):  # that passes
+            raise
+    finally:
+        database.close()

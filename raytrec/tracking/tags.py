@@ -1,0 +1,85 @@
+"""What an MLflow run is tagged with: versions, commit, user, the cluster's shape."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import subprocess
+import sys
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray", "mlflow")
+ACCELERATOR = "accelerator_type:"  # the resource by which Ray names a node's kind of GPU
+
+
+def run_tags() -> dict[str, str]:
+    """Tags of a run that is started here and now; what cannot be told is left out.
+
+    Nothing of the environment or of the command's arguments is in them, so no secrets.
+
+    Returns:
+        version.PACKAGE, version.python; mlflow.source.git.commit and mlflow.source.git.dirty (the working
+        directory's, where it is a git checkout); mlflow.user, mlflow.source.name; where Ray runs:
+        cluster.nodes, cluster.cpus, cluster.gpus, cluster.gpu_types (such as '8 x H200').
+    """
+    return {**_versions(), **_commit(), **_who(), **_cluster()}
+
+
+def _versions() -> dict[str, str]:
+    tags = {"version.python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            tags[f"version.{package}"] = version(package)
+        except PackageNotFoundError:
+            continue
+    return tags
+
+
+def _commit() -> dict[str, str]:
+    command = ["git", "--no-optional-locks", "status", "--porcelain=2", "--branch", "--untracked-files=no"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):  # no git here, no checkout, or a very slow disk
+        return {}
+    head, changes = "", False
+    for line in lines.splitlines():
+        if line.startswith("# branch.oid "):
+            head = line.split()[-1]
+        changes |= not line.startswith("#")
+    if not head or head == "(initial)":
+        return {}
+    return {"mlflow.source.git.commit": head, "mlflow.source.git.dirty": str(changes).lower()}
+
+
+def _who() -> dict[str, str]:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError, ImportError):  # a container whose user has no name
+        user = f"uid {os.getuid()}"
+    program = Path(sys.argv[0]).name
+    if not program or program.startswith("-"):  # python -c
+        program = "python"
+    return {"mlflow.user": user, "mlflow.source.name": program, "mlflow.source.type": "LOCAL"}
+
+
+def _cluster() -> dict[str, str]:
+    """The nodes that are alive now. Does not import Ray: where nobody has, there is no cluster."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return {}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = Counter()
+    for resources in nodes:
+        kinds = [name.removeprefix(ACCELERATOR) for name in resources if name.startswith(ACCELERATOR)]
+        gpus[kinds[0] if kinds else "GPU"] += int(resources.get("GPU", 0))
+    tags = {
+        "cluster.nodes": str(len(nodes)),
+        "cluster.cpus": f"{sum(resources.get('CPU', 0) for resources in nodes):g}",
+        "cluster.gpus": str(gpus.total()),
+    }
+    if gpus.total():
+        tags["cluster.gpu_types"] = ", ".join(f"{n} x {kind}" for kind, n in sorted(gpus.items()) if n)
+    return tags

@@ -1,0 +1,78 @@
+"""Numbers and names: as files have them, and as people read them."""
+
+from __future__ import annotations
+
+from math import isfinite, isnan, nan
+from typing import Any
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def number(value: Any) -> float:
+    """A finite number of a file, or NaN for anything else, null included."""
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if usable and isfinite(value) else nan
+
+
+def or_0(value: Any) -> float:
+    """A finite number of a file, or 0 for anything else."""
+    return 0.0 if isnan(found := number(value)) else found
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value is a count: 0 or a whole number above it."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def percent(share: float) -> str:
+    """A share of 1: `0.708` is "71 %"; small ones keep a digit. NaN is "–"."""
+    if isnan(share):
+        return "–"
+    digits = 0 if abs(share) >= 0.0995 or share == 0 else 1
+    return f"{share * 100:.{digits}f} %"
+
+
+def bytes_text(count: float) -> str:
+    """Bytes in the largest unit that leaves at least 1: `2_500_000` is "2.4 MiB". NaN is "–"."""
+    if isnan(count):
+        return "–"
+    for unit in UNITS:
+        if abs(count) < 1024 or unit == UNITS[-1]:
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if count >= 100 or unit == "B" else f"{count:.3g} {unit}"
+
+
+def figure(value: float) -> str:
+    """A number with four significant digits: "1,234,567", "0.8104", "3.2e-07". NaN is "–"."""
+    if isnan(value):
+        return "–"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
+
+
+def count(number: int, what: str) -> str:
+    """ "1 failure", "2 failures"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """ "12 s", "3 min 5 s", "2 h 7 min"."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
+
+
+def short(name: object, most: int = 20) -> str:
+    """A name of at most so many characters, its middle left out; nothing in it that cannot be printed."""
+    text = "".join(c if c.isprintable() else "?" for c in str(name))
+    if len(text) <= most:
+        return text
+    tail = (most - 1) // 2
+    return f"{text[: most - 1 - tail]}…{text[-tail:]}"

@@ -1,0 +1,156 @@
+"""Where a rank's time goes: every moment of training belongs to one phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+PHASES = (
+    "data",  # waiting for the next batch
+    "copy",  # bringing it to the device
+    "input_exchange",  # ids on their way to the ranks that hold their rows
+    "forward",
+    "backward",  # on CPU with the update of sharded tables, and waiting for the dense layers' all-reduce
+    "optimizer",  # of dense layers and data-parallel tables
+    "collectives",  # waiting for other ranks anywhere else: pooled embeddings, their gradients
+    "other",
+)
+SETTLE = 2000  # CUDA events that are kept before those that have passed are read
+
+
+class Phases:
+    """Seconds of each phase, exclusive: a phase inside another stops the other's clock.
+
+    On CPU they are those of this thread. On CUDA they are the time between two events on the current stream:
+    how long the GPU computed in a phase, or stood idle because the host was in it.
+
+    Args:
+        device: of the rank.
+    """
+
+    def __init__(self, device: torch.device):
+        self._cuda, self._thread = device.type == "cuda", get_ident()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._current, self._running = "other", False
+        self._mark: Any = None
+        self._passed: list[tuple[str, Any, Any]] = []  # phase, its first event, its last
+
+    def resume(self) -> None:
+        """Training begins or goes on."""
+        self._mark, self._current, self._running = self._now(), "other", True
+
+    def pause(self) -> None:
+        """What follows is no training."""
+        if self._running:
+            self._switch("other")
+        self._running = False
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each phase since the last call."""
+        if self._running:
+            self._switch(self._current)
+        self._settle()
+        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A block that belongs to a phase."""
+        if not self._running:
+            yield
+            return
+        outer = self._current
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def waits(self, wait: Callable) -> Callable:
+        """A wait for other ranks that belongs to "collectives", unless what it is for has a phase."""
+
+        def timed(*args: Any, **options: Any) -> Any:
+            if get_ident() != self._thread or self._current == "input_exchange":
+                return wait(*args, **options)
+            with self.phase("collectives"):
+                return wait(*args, **options)
+
+        return timed
+
+    def _switch(self, to: str) -> None:
+        now = self._now()
+        if self._cuda:
+            self._passed.append((self._current, self._mark, now))
+            if len(self._passed) > SETTLE:
+                self._settle()
+        else:
+            self._seconds[self._current] += now - self._mark
+        self._mark, self._current = now, to
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _settle(self) -> None:
+        """Reads the CUDA events."""
+        if self._passed:
+            self._passed[-1][2].synchronize()
+        for phase, first, last in self._passed:
+            self._seconds[phase] += first.elapsed_time(last) / 1e3
+        self._passed.clear()
+
+
+class TimedPipeline(TrainPipelineSparseDist):
+    """TorchRec's pipeline (1.8.0) with its parts timed; it does the same.
+
+    Args:
+        phases: that the parts' times are added to. It also times waits for other ranks, in this process, by
+            wrapping torch.distributed.Work.wait: TorchRec waits within autograd functions of its own.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, device: torch.device, phases: Phases):
+        self.phases = phases
+        super().__init__(
+            model, optimizer, device, execute_all_batches=True, custom_model_fwd=self._timed_forward
+        )
+        waiting = getattr(dist.Work.wait, "untimed", dist.Work.wait)
+        dist.Work.wait = phases.waits(waiting)
+        dist.Work.wait.untimed = waiting
+
+    def _timed_forward(self, batch: Any) -> Any:
+        with self.phases.phase("forward"):
+            return self._model(batch)
+
+    def _next_batch(self, dataloader_iter: Iterator) -> Any:
+        with self.phases.phase("data"):
+            return super()._next_batch(dataloader_iter)
+
+    def copy_batch_to_gpu(self, dataloader_iter: Iterator) -> Any:
+        with self.phases.phase("copy"):
+            return super().copy_batch_to_gpu(dataloader_iter)
+
+    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
+        with self.phases.phase("input_exchange"):
+            super().start_sparse_data_dist(batch, context)
+
+    def wait_sparse_data_dist(self, context: Any) -> None:
+        with self.phases.phase("input_exchange"):
+            super().wait_sparse_data_dist(context)
+
+    def _backward(self, losses: torch.Tensor) -> None:
+        with self.phases.phase("backward"):
+            super()._backward(losses)
+
+    def _optimizer_step(self) -> None:
+        with self.phases.phase("optimizer"):
+            super()._optimizer_step()

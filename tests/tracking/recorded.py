@@ -1,0 +1,190 @@
+"""A run folder as a run leaves it, made up, with every figure known to the test that asks for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+BEGIN_S = 1.8e9
+PHASES = ("data", "copy", "input_exchange", "forward", "backward", "optimizer", "collectives", "other")
+PHASE_S = (0.1, 0.02, 0.2, 1.0, 1.2, 0.1, 0.6, 0.28)  # of an interval of 100 steps, 3.5 s together
+CAUSE = "rank 1 (pid 7 on 10.0.0.7) died at step 220"
+EVENTS = (
+    {"event": "started", "unix_s": 0, "attempt": 1, "workers": 2},
+    {"event": "start", "unix_s": 1, "total": 500, "step": 0, "workers": 2},
+    {"event": "saved", "unix_s": 6, "step": 150, "error": None, "blocked_s": 0.01, "seconds": 0.2},
+    {"event": "failed", "unix_s": 9, "cause": CAUSE, "rank": 1, "step": 220, "again": True},
+    {"event": "started", "unix_s": 20, "attempt": 2, "workers": 2},
+    {"event": "start", "unix_s": 21, "total": 500, "step": 150, "workers": 2},
+    {"event": "saved", "unix_s": 33, "step": 500, "error": None, "blocked_s": 0.03, "seconds": 0.2},
+)
+CONFIG = """run: {name: recorded, dir: /runs/recorded}
+data: {train: data/train, global_batch_size: 2048}
+optim: {embeddings: {lr: 0.02}}
+tracking: {uri: 'http://me:sesame@mlflow:5000'}
+"""
+
+
+def write_lines(path: Path, lines: list[dict], *, more: str = "") -> None:
+    """A file of JSON lines; `more` is put at its end as it is."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + more)
+
+
+def record(
+    folder: Path, *, tables: int = 3, ranks: int = 2, intervals: int = 5, names: list[str] | None = None
+) -> Path:
+    """Writes every file of a run: `intervals` times 100 steps of tables placed on the ranks in turns.
+
+    Table i has 100 × (i + 1) rows of 16 float32 on rank i % ranks, except the first, whose rows are halved
+    over all ranks. In each interval a rank looks up 6400 × (i + 1) bytes of it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    names = names or [f"table_{i}" for i in range(tables)]
+    lines = [interval(names, rank, ranks, 100 * k) for k in range(1, intervals + 1) for rank in range(ranks)]
+    write_lines(folder / "ranks.jsonl", lines)
+    write_lines(folder / "metrics.jsonl", metrics(100 * intervals))
+    write_lines(folder / "checks.jsonl", checks(100 * intervals))
+    write_lines(folder / "events.jsonl", [e | {"unix_s": e["unix_s"] + BEGIN_S} for e in EVENTS])
+    plan = [
+        {
+            "table": name,
+            "sharding": "table_wise" if i else "row_wise",
+            "kernel": "fused",
+            "ranks": holders(i, ranks),
+        }
+        for i, name in enumerate(names)
+    ]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "config.yaml").write_text(CONFIG)
+    spec = {"tables": {name: {"rows": 100 * (i + 1), "dim": 16} for i, name in enumerate(names)}}
+    (folder / "schema.yaml").write_text(json.dumps(spec))  # JSON is YAML
+    (folder / "result.json").write_text(json.dumps(result(100 * intervals)))
+    return folder
+
+
+def holders(table: int, ranks: int) -> list[int]:
+    """The ranks that hold a table."""
+    return list(range(ranks)) if table == 0 else [table % ranks]
+
+
+def interval(names: list[str], rank: int, world: int, step: int, attempt: int = 0, **changes) -> dict:
+    """A line of ranks.jsonl."""
+    tables = {
+        name: shard(i, world if i == 0 else 1) for i, name in enumerate(names) if rank in holders(i, world)
+    }
+    return {
+        "step": step,
+        "first_step": step - 100,
+        "unix_s": BEGIN_S + step / 100 * 3.5,
+        "rank": rank,
+        "world": world,
+        "attempt": attempt,
+        "steps": 100,
+        "seconds": 3.5,
+        "phases_s": dict(zip(PHASES, PHASE_S, strict=True)),
+        "system": {"cpu_percent": 98.0, "rss_bytes": 2**30, "host_memory_percent": 40.0, "gpu_percent": None},
+        "tables": tables,
+    } | changes
+
+
+def shard(table: int, parts: int) -> dict:
+    """What a rank says of its part of table number `table`."""
+    rows = 100 * (table + 1) // parts
+    counts = np.zeros(30, int)
+    counts[12 + table % 4 : 15 + table % 4] = rows // 4, rows // 2, rows - rows // 4 - rows // 2
+    return {
+        "rows": rows,
+        "columns": 16,
+        "weight_bytes": rows * 64,
+        "state_bytes": rows * 4,
+        "device": "cpu",
+        "lookups": 100 * (table + 1),
+        "lookup_bytes": 6400 * (table + 1),
+        "touched_rows": rows // 2,
+        "unique_ratio": 0.5,
+        "row_norm_p05": 0.1,
+        "row_norm_p50": 0.2,
+        "row_norm_p95": 0.4,
+        "row_norm_max": 0.5,
+        "row_norm_counts": counts.tolist(),
+        "max_abs": 0.3,
+        "weight_norm": 3.0,
+        "gradient_norm": 0.04,
+        "update_norm": 0.004,
+        "state_norm": None,
+        "dead_share": 0.25,
+        "changed_share": None,
+        "cache_hit_rate": None,
+        "collision_rate": None,
+    }
+
+
+def metrics(last: int) -> list[dict]:
+    """Training figures each 20 steps, an evaluation each 100, and the final one."""
+    lines = []
+    for step in range(20, last + 1, 20):
+        figures = {
+            "logloss": 0.5 + 2 / step,
+            "ne": 0.9 + 2 / step,
+            "calibration": 1 + 1 / step,
+            "rows": 20 * 2048,
+        }
+        when = {"step": step, "unix_s": BEGIN_S + 1 + step / 100 * 3.5}
+        lines.append({"kind": "train", **when, **figures, "rows_per_s": 60_000.0})
+        if step % 100 == 0:
+            lines.append({"kind": "eval", **when, **figures, "auc": 0.8 - 2 / step, "curves": curves()})
+    lines.append({**lines[-1], "kind": "final", "auc": 0.81, "step": last})
+    return lines
+
+
+def curves() -> dict:
+    """A ROC and a calibration curve."""
+    grid = np.linspace(0, 1, 50)
+    bins = (np.arange(20) + 0.5) / 20
+    return {
+        "roc": {"fpr": grid.tolist(), "tpr": (grid**0.3).tolist()},
+        "calibration": {
+            "predicted": bins.tolist(),
+            "actual": (bins**1.1).tolist(),
+            "rows": [1000 - 40 * i for i in range(20)],
+        },
+    }
+
+
+def checks(last: int) -> list[dict]:
+    """Five checks each 100 steps; parity fails once."""
+    names = ("shards", "replicas", "parity", "conservation", "numbers")
+    return [
+        {
+            "step": step,
+            "unix_s": BEGIN_S + step,
+            "check": name,
+            "passed": not (name == "parity" and step == 300),
+            "figure": 1e-7,
+            "limit": 1e-4,
+            "text": "table table_1 on rank 1 differs by 0.2"
+            if name == "parity" and step == 300
+            else "as it should",
+        }
+        for step in range(0, last + 1, 100)
+        for name in names
+    ]
+
+
+def result(steps: int) -> dict:
+    """result.json."""
+    return {
+        "train.rows": 2048 * steps,
+        "train.steps": steps,
+        "train.samples_per_s": 60_000.0,
+        "eval.auc": 0.81,
+        "eval.rows": 30_000,
+        "eval.logloss": 0.43,
+        "eval.ne": 0.78,
+        "eval.calibration": 0.99,
+        "world_size": 2,
+        "seconds": 31.4,
+        "name": "recorded",
+    }
