@@ -5,7 +5,9 @@
 Three copies of one model (tables half table-wise, half row-wise, half of them means) take turns in the same
 processes, 100 steps each: without tracking and checks; with their defaults (statistics every 100 steps,
 checks every 500); with statistics and checks every 10 steps. What ranks say goes to a process that writes
-the run folder and an MLflow store on sqlite, on the same cores. Compared are the times of each round.
+the run folder and an MLflow store on sqlite, on the same cores: what a side has said in one turn is written
+during its next, and a turn begins when nothing of another side's is left. Compared are the times of each
+round.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from queue import Empty
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Annotated, Any
 
 import torch
@@ -58,24 +60,25 @@ SIDES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Mailbox:
-    """In the place of the hub: what ranks say goes to the process that started them."""
+    """In the place of the hub: what ranks of a side say goes to the process that started them."""
 
     queue: Any
+    side: int
 
     @property
     def put(self) -> Mailbox:
         return self
 
     def remote(self, message: dict[str, Any]) -> None:
-        self.queue.put(message)
+        self.queue.put((self.side, message))
 
 
 class Side:
     """One of the copies, with its own model, pipeline and observation."""
 
-    def __init__(self, config: RunConfig, rank: int, device: torch.device, queue: Any):
+    def __init__(self, config: RunConfig, rank: int, device: torch.device, mailbox: Mailbox):
         schema, world, rows = schema_of("half"), config.scaling.most, config.data.global_batch_size
-        task = Task(config, schema, {}, Mailbox(queue), "")
+        task = Task(config, schema, {}, mailbox, "")
         here = Rank(rank, world, device, task, None, 0)
         self._step, _ = build_step(config, schema, device)
         self._progress, self._rows, self._device = Progress(Sums(device)), rows, device
@@ -105,7 +108,9 @@ def _endless(batches: list[Batch]) -> Iterator[Batch]:
         step += 1
 
 
-def measure(rank: int, workers: int, device: str, rounds: int, batch: int, folder: str, queue: Any) -> None:
+def measure(
+    rank: int, workers: int, device: str, rounds: int, batch: int, folder: str, queue: Any, turns: Any
+) -> None:
     """One rank; rank 0 leaves the seconds of every turn in the folder."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -122,12 +127,20 @@ def measure(rank: int, workers: int, device: str, rounds: int, batch: int, folde
         timeout=timedelta(seconds=120),
     )
     plain = config_of("both", workers, batch).model_dump(by_alias=True)
-    sides = [Side(RunConfig.model_validate(plain | changes), rank, here, queue) for changes in SIDES.values()]
+    sides = [
+        Side(RunConfig.model_validate(plain | changes), rank, here, Mailbox(queue, number))
+        for number, changes in enumerate(SIDES.values())
+    ]
     seconds = []
     with Bar(disable=rank > 0) as bar:
         for turn in bar.track(range(rounds + 1), description="rounds"):
             order = [(turn + i) % len(sides) for i in range(len(sides))]
-            of_round = {side: sides[side].turn() for side in order}
+            of_round = {}
+            for side in order:
+                if rank == 0:
+                    queue.put((side, None))
+                    turns.acquire()  # until the other sides' have been written
+                of_round[side] = sides[side].turn()
             seconds.append([of_round[side] for side in range(len(sides))])
     if rank == 0:
         (Path(folder) / "times.json").write_text(json.dumps(seconds[1:]))  # the first warms up
@@ -146,12 +159,23 @@ def main(
         folder, queue = Path(name), mp.get_context("spawn").Queue()
         tracker = Tracker(f"sqlite:///{folder}/mlflow.db", "benchmark", "watching", folder / "artifacts")
         tracker.ready()
-        record = Record(tracker, folder, "watching", cells=64)
-        ranks = mp.spawn(measure, (workers, device, rounds, batch, name, queue), nprocs=workers, join=False)
+        record, turns = Record(tracker, folder, "watching", cells=64), mp.get_context("spawn").Semaphore(0)
+        said: dict[int, list[dict[str, Any]]] = {side: [] for side in range(len(SIDES))}
+        ranks = mp.spawn(
+            measure, (workers, device, rounds, batch, name, queue, turns), nprocs=workers, join=False
+        )
         while not ranks.join(timeout=0.01):
             with suppress(Empty):
-                message = queue.get(timeout=0.5)
-                record.keep(message.pop("kind"), message)
+                side, message = queue.get(timeout=0.5)
+                if message is not None:
+                    said[side].append(message)
+                    continue
+                while tracker.waiting:
+                    sleep(0.05)
+                turns.release()
+                for earlier in said.pop(side):
+                    record.keep(earlier.pop("kind"), earlier)
+                said[side] = []
         lost = tracker.close("FINISHED")
         seconds = json.loads((folder / "times.json").read_text())
     _show(seconds, f"{workers} × {device}, {batch} rows a rank, {rounds} turns of {STEPS} steps")

@@ -115,6 +115,33 @@ def check(
 
 
 @app.command()
+def report(run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]):
+    """Builds a run's report.html anew, from what its folder records, and its pictures."""
+    from raytrec.storage import relative
+    from raytrec.tracking.history import run_folder
+    from raytrec.tracking.report import build_with_pictures
+
+    page, pictures = build_with_pictures(run_folder(run).absolute())
+    print(f"report       {relative(page)}")
+    if pictures:
+        print(f"pictures     {relative(pictures[0].parent)}")
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Run folders.")],
+    out: Annotated[str, typer.Option(help="The page to write.")] = "compare.html",
+):
+    """Lays runs over one another: results, configurations and curves, here and on a page."""
+    from raytrec.tracking.compare import compare as read
+    from raytrec.tracking.compare import print_table, write
+
+    comparison = read(runs)
+    print_table(comparison)
+    print(f"page         {write(comparison, out)}")
+
+
+@app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="Folder or file of Parquet: local, s3:// or gs://.")],
     out: Annotated[str | None, typer.Option(help="Write the schema here instead of to stdout.")] = None,

@@ -6,6 +6,7 @@ from math import cos, pi
 from typing import Annotated, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -320,7 +321,10 @@ class TrackingSection(Section):
     report: bool = Field(True, description="Pictures and report.html at the end of the run.")
 
 
-Reaction = Literal["off", "warn", "stop"]
+# YAML reads a plain `off` as false.
+Reaction = Annotated[
+    Literal["off", "warn", "stop"], BeforeValidator(lambda value: "off" if value is False else value)
+]
 
 
 class ChecksSection(Section):

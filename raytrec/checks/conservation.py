@@ -31,8 +31,8 @@ class Conservation(Check):
     name = "conservation"
     moments = frozenset({STEP, CHECKPOINT})
     do = (
-        "go on from the last checkpoint: raytrec train --resume RUN; if it comes back, look at the network and "
-        "at the versions of torchrec and fbgemm"
+        "go on from the last checkpoint: raytrec train --resume RUN; if it comes back, look at the network "
+        "and at the versions of torchrec and fbgemm"
     )
 
     def look(self, position: Position, probed: bool) -> Look:

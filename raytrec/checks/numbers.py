@@ -56,19 +56,21 @@ class Numbers(Check):
 
     @torch.no_grad()
     def look(self, position: Position, probed: bool) -> Look:
-        values, state = list(self._dense_values()), list(self._dense_state())
+        values, state = [], []
         for table in self.run.tables.values():
             for shard in table.weight.local:
                 values += [(f"table {table.name}", part) for part in self._parts(table.name, shard, probed)]
             for kind, parts in table.state.items():
                 state += [(f"table {table.name}'s {kind}", self._sample(s)) for s in parts.local]
+        for name, value in self.run.dense.items():
+            (values if name.endswith("/value") else state).append((name, value))
         self._looks += 1
         figures = {k: v for k, v in position.figures.items() if isinstance(v, int | float)}
         squares = self._squares(probed)
         return Look(_largest(values), _largest(state), squares, {**figures, "step": position.step})
 
     def judge(self, looks: list[Look], step: int) -> Outcome:
-        problems, worst = [*_not_finite(looks)], 0.0
+        problems, worst = _not_finite(looks), 0.0
         for kind, of_rank in (("value", [x.values for x in looks]), ("gradient", [x.squares for x in looks])):
             for name in dict.fromkeys(name for values in of_rank for name in values):
                 found = {
@@ -82,9 +84,8 @@ class Numbers(Check):
                 worst = max(worst, growth)
                 if growth > GROWTH:
                     what = "max |value|" if kind == "value" else "the norm of the gradient"
-                    problems.append(
-                        f"{name}: {what} is {size:.3g} (largest on rank {rank}), {growth:,.0f} × what is usual"
-                    )
+                    where = f"(largest on rank {rank})"
+                    problems.append(f"{name}: {what} is {size:.3g} {where}, {growth:,.0f} × what is usual")
         problems += _drift(looks[0].figures)
         return self.outcome(step, problems, "all numbers are finite and of usual size", worst, GROWTH)
 
@@ -95,16 +96,6 @@ class Numbers(Check):
         if size:  # a gradient of 0: no id of the table was in the batch
             earlier.append(size)
         return size / usual if usual else 0.0
-
-    def _dense_values(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in self.run.dense.items():
-            if name.endswith("/value"):
-                yield name, value
-
-    def _dense_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, value in self.run.dense.items():
-            if not name.endswith("/value"):
-                yield name, value
 
     def _sample(self, shard: Shard) -> torch.Tensor:
         """About `ROWS` rows of a shard, over a number of looks all of them."""
@@ -157,14 +148,17 @@ def _largest(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
     return out
 
 
-def _not_finite(looks: list[Look]) -> Iterator[str]:
+def _not_finite(looks: list[Look]) -> list[str]:
+    """What is on the fewest ranks comes first: what has begun on one is soon on all."""
+    found = []
     for what in ("values", "state", "squares"):
         of_rank = [getattr(look, what) for look in looks]
         for name in dict.fromkeys(name for values in of_rank for name in values):
             bad = [rank for rank, values in enumerate(of_rank) if not isfinite(values.get(name, 0.0))]
             if bad:
                 part = "the gradient" if what == "squares" else "a value"
-                yield f"{name}: {part} is NaN or infinite on {ranks(bad)}"
+                found.append((len(bad), f"{name}: {part} is NaN or infinite on {ranks(bad)}"))
+    return [text for _, text in sorted(found, key=lambda pair: pair[0])]
 
 
 def _drift(figures: dict[str, float]) -> Iterator[str]:

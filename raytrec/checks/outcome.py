@@ -148,7 +148,9 @@ def ranks(numbers: list[int]) -> str:
 
 
 def odd_ones(values: list[Any]) -> list[int]:
-    """The ranks whose value is not that of most ranks (where no value has a majority, not rank 0's)."""
-    counted = [sum(other == value for other in values) for value in values]
-    best = max(range(len(values)), key=lambda rank: counted[rank])
-    return [rank for rank, value in enumerate(values) if value != values[best]]
+    """The ranks whose value is not the commonest one; of several, that of the lowest rank."""
+    if all(value == values[0] for value in values):
+        return []
+    counts = [sum(other == value for other in values) for value in values]
+    usual = values[counts.index(max(counts))]
+    return [rank for rank, value in enumerate(values) if value != usual]

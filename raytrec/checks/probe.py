@@ -42,9 +42,9 @@ class Look:
 class Parity(Check):
     """Compares a step with what one process would have computed.
 
-    An error is seen against Σ of the sizes of what is added up, bag by bag and row by row, so that terms which
-    cancel do not make rounding look large. Measured: up to 5e-7. A wrong divisor, row or factor gives 0.1 or
-    more.
+    An error is seen against Σ of the sizes of what is added up, bag by bag and row by row, so that terms
+    which cancel do not make rounding look large. Measured: up to 5e-7. A wrong divisor, row or factor gives
+    0.1 or more.
     """
 
     name = "parity"
@@ -93,16 +93,16 @@ class Parity(Check):
             worst = max(worst, error)
             if error > LIMIT:
                 problems.append(
-                    f"table {spec.table}, feature {feature}: on rank {rank} pooled embeddings are not those of "
-                    f"one process, by {error:.2g} of their size"
+                    f"table {spec.table}, feature {feature}: on rank {rank} pooled embeddings are not those "
+                    f"of one process, by {error:.2g} of their size"
                 )
         for table in self.run.tables:
             error, holder = max(look.gradient[table] for look in looks)
             worst = max(worst, error)
             if error > LIMIT:
                 problems.append(
-                    f"table {table}: the gradient that reaches rank {holder} is not that of the global loss, by "
-                    f"{error:.2g} of its size"
+                    f"table {table}: the gradient that reaches rank {holder} is not that of the global loss, "
+                    f"by {error:.2g} of its size"
                 )
         good = "pooled embeddings and gradients are those of one process"
         return self.outcome(step, problems, good, worst, LIMIT)

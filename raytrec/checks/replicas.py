@@ -20,8 +20,8 @@ class Replicas(Check):
 
     name = "replicas"
     do = (
-        "go on from the last checkpoint: raytrec train --resume RUN; the same rank again: look at its hardware, "
-        "and at code that changes a parameter or random numbers on one rank alone"
+        "go on from the last checkpoint: raytrec train --resume RUN; if it is the same rank again, look at "
+        "its hardware; else at code that changes a parameter, or draws random numbers, on one rank alone"
     )
 
     def look(self, position: Position, probed: bool) -> dict[str, int]:

@@ -21,7 +21,10 @@ class Shards(Check):
     """
 
     name = "shards"
-    do = "go on from the last checkpoint: raytrec train --resume RUN; the same on every start is a defect"
+    do = (
+        "go on from the last checkpoint: raytrec train --resume RUN; if it comes back, look at plan.tables "
+        "and at the version of torchrec"
+    )
 
     def look(self, position: Position, probed: bool) -> Look:
         """Weights or state → (a hash of where this rank believes all shards to be, what is wrong here)."""
@@ -56,7 +59,7 @@ def _digest(parts: Parts) -> str:
 
 
 def _gaps(parts: Parts) -> Iterator[str]:
-    """Values that no shard has, or several have, on the grid that all borders of shards cut the table into."""
+    """Values that no shard has, or several, on the grid into which all borders of shards cut the table."""
     width = parts.shape[1] if len(parts.shape) == 2 else 1
     boxes = [(s.rows, s.columns if len(parts.shape) == 2 else range(1)) for s in parts.shards]
     rows = sorted({0, parts.shape[0], *(e for r, _ in boxes for e in (r.start, r.stop))})

@@ -11,7 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from raytrec.tracking.totals import PHASES, WAITING, lookup_bytes, own_time, phases_of
-from raytrec.tracking.units import number, percent
+from raytrec.tracking.units import number, or_0, percent
 
 SLOWER = (
     0.15  # of the interval: more of its own time than the median of the others, and a rank is a straggler
@@ -57,11 +57,11 @@ def straggler(lines: list[dict[str, Any]]) -> str | None:
     mine = phases_of(slow)
     more = {p: mine[p] - median(phases_of(o)[p] for o in others) for p in PHASES if p not in WAITING}
     phase = max(more, key=lambda p: more[p])
-    steps = steps if (steps := number(slow.get("steps"))) >= 1 else 1.0
-    own, added = own_time(slow) / steps * 1e3, more[phase] / steps * 1e3
+    steps = max(1.0, or_0(slow.get("steps")))
+    own, over, added = (seconds / steps * 1e3 for seconds in (own_time(slow), excess, more[phase]))
     return (
-        f"rank {slow['rank']} is slower than the others: {own:.1f} ms of its own a step, "
-        f"{excess / steps * 1e3:.1f} ms more than their median, most of it in {phase} (+{added:.1f} ms)"
+        f"rank {slow['rank']} is slow: {own:.1f} ms of its own a step, {over:.1f} ms more than the "
+        f"median of the others, most of it in {phase} (+{added:.1f} ms)"
     )
 
 

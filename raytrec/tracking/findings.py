@@ -7,7 +7,7 @@ from math import isnan
 from raytrec.tracking.advice import hot_rank, low_utilisation, straggler
 from raytrec.tracking.history import History
 from raytrec.tracking.story import story
-from raytrec.tracking.totals import begin, by_step, last_group, load_order, over_time
+from raytrec.tracking.totals import by_step, load_order, over_time, settled
 from raytrec.tracking.units import duration, number, percent
 
 DEAD = 0.9  # share of a table's rows: more, and its size is worth a thought
@@ -16,6 +16,7 @@ COLLIDED = 0.1
 MISSED = 0.5  # of a cached table's lookups
 OFF = 0.1  # of calibration from 1
 MOST_OF_A_KIND = 5
+BAD = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was not saved"}
 
 
 def findings(history: History) -> list[str]:
@@ -37,7 +38,9 @@ def _story(history: History) -> list[str]:
     told = story(history)
     bad = [mark for mark in told.marks if mark.bad]
     said = [
-        f"{mark.kind} after {duration(mark.at_s)}: {mark.text.splitlines()[0]}" for mark in bad if mark.text
+        f"{BAD[mark.kind]} after {duration(mark.at_s)}: {mark.text.splitlines()[0]}"
+        for mark in bad
+        if mark.text
     ]
     if history.events and not history.result:
         said.append(
@@ -47,17 +50,17 @@ def _story(history: History) -> list[str]:
 
 
 def _model(history: History) -> list[str]:
-    last = [number(m.get("calibration")) for m in history.figures("eval", "final")]
+    measured = [number(m.get("calibration")) for m in history.figures("eval", "final")]
+    last = [
+        value for value in [number(history.result.get("eval.calibration")), *measured] if not isnan(value)
+    ]
     if last and abs(last[-1] - 1) > OFF:
         return [f"predictions are off: their sum is {percent(last[-1])} of that of the labels (calibration)"]
     return []
 
 
 def _ranks(history: History) -> list[str]:
-    """Over the intervals of the last group of workers; without its first one, in which readers start."""
-    group = last_group(history.ranks)
-    first = min((begin(line) for line in group), default=0)
-    lines = over_time([line for line in group if begin(line) > first] or group)
+    lines = over_time(settled(history.ranks))
     return [said for advise in (straggler, low_utilisation, hot_rank) if (said := advise(lines))]
 
 

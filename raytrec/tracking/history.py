@@ -10,13 +10,14 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from raytrec.errors import RunError
-from raytrec.tracking.totals import begin, by_step, over_time, table_over_ranks, tables_of
+from raytrec.tracking.totals import begin, by_step, load_order, over_time, table_over_ranks, tables_of
 from raytrec.tracking.units import is_step, number
 
 FILES = ("config.yaml", "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl", "result.json")
@@ -56,7 +57,7 @@ class History:
         metrics, checks = list(metrics), list(checks)
         intervals = _Intervals()
         for line in _lines(folder / "ranks.jsonl", steps=True):
-            intervals.add(line)
+            intervals.add(_sound(line))
         plan, result = (_json(folder / name) for name in ("plan.json", "result.json"))
         return cls(
             folder=folder,
@@ -69,7 +70,7 @@ class History:
             checks=_newest(checks, "check"),
             failures=[line for line in checks if line.get("passed") is False],
             events=list(_lines(folder / "events.jsonl")),
-            progress=[(number(m.get("unix_s")), m["step"]) for m in metrics if m.get("kind") == "train"],
+            progress=[(when(m), m["step"]) for m in metrics if m.get("kind") == "train"],
         )
 
     @cached_property
@@ -95,7 +96,8 @@ class History:
 
     def table_size(self, table: str) -> tuple[int, int] | None:
         """(rows, columns) of a whole table, where schema.yaml says so."""
-        spec = (self.schema.get("tables") or {}).get(table)
+        tables = self.schema.get("tables")
+        spec = tables.get(table) if isinstance(tables, dict) else None
         if isinstance(spec, dict) and is_step(spec.get("rows")) and is_step(spec.get("dim")):
             return spec["rows"], spec["dim"]
         return None
@@ -104,15 +106,22 @@ class History:
         """What a table's shards come to together, at one step (`totals.table_over_ranks`)."""
         return table_over_ranks(lines, table, self.planned(table).get("sharding") == "data_parallel")
 
-    def series(self, table: str) -> dict[int, dict[str, Any]]:
-        """Step → `over_ranks`, at the steps at which a rank had a shard of the table."""
-        steps = by_step(self.ranks).items()
-        here = {step: lines for step, lines in steps if any(table in tables_of(line) for line in lines)}
-        return {step: self.over_ranks(lines, table) for step, lines in here.items()}
+    @cached_property
+    def tables(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """Table → step → `over_ranks`; the table with the most bytes looked up first."""
+        series: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in load_order(self.ranks)}
+        for step, lines in by_step(self.ranks).items():
+            for name in {name for line in lines for name in tables_of(line)}:
+                series[name][step] = self.over_ranks(lines, name)
+        return series
+
+    @cached_property
+    def _plans(self) -> dict[str, dict[str, Any]]:
+        return {str(entry.get("table")): entry for entry in self.plan}
 
     def planned(self, table: str) -> dict[str, Any]:
         """The table's entry in plan.json; empty where there is none."""
-        return next((entry for entry in self.plan if entry.get("table") == table), {})
+        return self._plans.get(table, {})
 
 
 def run_folder(place: str | Path) -> Path:
@@ -136,6 +145,12 @@ def run_folder(place: str | Path) -> Path:
             do="name the folder of a run, not the one above it",
         )
     return folder
+
+
+def when(line: dict[str, Any]) -> float:
+    """The seconds since 1970 of a line; NaN where it does not say them, or a time that cannot be."""
+    unix_s = number(line.get("unix_s"))
+    return unix_s if 0 < unix_s < 1e11 else nan
 
 
 class _Intervals:
@@ -173,6 +188,13 @@ class _Intervals:
                 pairs = [line for rank in other for line in (one[rank], other[rank])]
                 self._steps[later] = {line["rank"]: line for line in over_time(pairs)}
                 del self._steps[earlier]
+
+
+def _sound(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of ranks.jsonl in which all that says something of a table is a mapping."""
+    tables = line.get("tables")
+    tables = tables if isinstance(tables, dict) else {}
+    return {**line, "tables": {name: entry for name, entry in tables.items() if isinstance(entry, dict)}}
 
 
 def _newest(lines: Iterable[dict], key: str) -> list[dict]:

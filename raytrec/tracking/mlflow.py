@@ -108,6 +108,11 @@ class Tracker:
         """The run's id, as soon as the store has said it."""
         return self._store.run_id
 
+    @property
+    def waiting(self) -> int:
+        """Records that have not been written yet."""
+        return self._outbox.records
+
     def ready(self) -> str | None:
         """Waits until the store has the run.
 
@@ -189,7 +194,7 @@ class Tracker:
         """The thread, round after round. It ends with the run, or when `close` waits no longer."""
         try:
             self._store.load()
-        except ImportError as error:
+        except Exception as error:
             self._refusal = error
             self._tried.set()
         self._loaded.set()
@@ -242,7 +247,10 @@ class Tracker:
         return self.run_id is not None
 
     def _write(self, until: float) -> None:
-        while records := self._outbox.first_records():
+        """Writes what waits by now; what comes meanwhile shares the calls of the next round."""
+        left = self._outbox.records
+        while left > 0 and (records := self._outbox.first_records()):
+            left -= len(records)
             refused = partial(self._outbox.refused, len(records))
             if not self._call(RECORDS, partial(self._send, records), refused) or self._is_time(until):
                 return
@@ -262,8 +270,8 @@ class Tracker:
         self._outbox.uploaded(path, folder)
 
     def _end(self) -> None:
-        self._store.join_sweep()
         self._store.end(self._status)
+        self._store.join_sweep()
 
     def _is_time(self, until: float) -> bool:
         return self._over.is_set() or (monotonic() > until and not self._closing.is_set())

@@ -17,10 +17,11 @@ from raytrec.tracking.totals import (
     over_time,
     own_time,
     phases_of,
+    settled,
     table_bytes,
     tables_of,
 )
-from raytrec.tracking.units import bytes_text, duration, figure, number, or_0, percent
+from raytrec.tracking.units import bytes_text, count, duration, figure, number, or_0, percent
 
 MOST_EVENTS = 200
 
@@ -43,7 +44,7 @@ class Sheet:
 
 def ranks(history: History) -> Sheet | None:
     """One row for each rank of the last group of workers."""
-    lines = over_time(last_group(history.ranks))
+    lines = over_time(settled(history.ranks))
     if not lines:
         return None
     total = sum(lookup_bytes(line) for line in lines)
@@ -137,7 +138,7 @@ def saves(history: History) -> str:
         return "No checkpoint was recorded."
     waits = [w for e in good if not isnan(w := number(e.get("blocked_s")))]
     wait = f"; a save held training up for {1e3 * sum(waits) / len(waits):.0f} ms on average" if waits else ""
-    return f"Saved {len(good):,} times, last at step {good[-1].get('step')}{wait}."
+    return f"Saved {count(len(good), 'time')}, last at step {good[-1].get('step')}{wait}."
 
 
 def _about(
@@ -191,7 +192,7 @@ def _system(line: dict, key: str) -> float:
 
 def _started(workers: int, resumed_after_s: float | None) -> str:
     later = f", resumed after {duration(resumed_after_s)}" if resumed_after_s else ""
-    return f"{workers} worker{'' if workers == 1 else 's'}{later}"
+    return count(workers, "worker") + later
 
 
 def _ranges(ranks: list) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isnan
 from typing import Any
+
+from raytrec.tracking.units import number
 
 LABELS = {
     "eval.auc": ("AUC", "{:.4f}"),
@@ -43,5 +46,4 @@ def as_text(key: str, value: Any) -> str:
     """A figure as it is written; what is no number, as it is."""
     if value is None:
         return "–"
-    usable = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return LABELS[key][1].format(value) if usable else str(value)
+    return str(value) if isnan(number(value)) else LABELS[key][1].format(value)

@@ -17,7 +17,7 @@ from raytrec.embeddings.tables import Shard, Table
 from raytrec.embeddings.taps import Lookup, Taps
 from raytrec.schema import Schema
 
-SAMPLE = 4096  # rows of a shard
+SAMPLE = 1024  # rows of a shard, or up to twice as many
 NORM_EDGES = (-4.0, 2.0, 30)  # bins of row norms: from 1e-4 to 1e2, on a logarithmic scale
 SECOND_MOMENTS = ("sum", "exp_avg_sq")  # state that is 0 until a row's first gradient
 
@@ -106,15 +106,15 @@ class Statistics:
             **self._norms(shard.values, state, table),
         }
         if probed:
+            now = shard.values[probed.ids].float()
             figures |= {
                 "touched_rows": probed.distinct,
                 "unique_ratio": probed.distinct / max(1, probed.lookups),
                 "gradient_norm": self._gradient_norm(table, probed),
+                "max_abs": torch.maximum(figures["max_abs"], _largest(now)),
             }
             if not _has_cache(probed.lookup):  # new values may still be in it
-                change = shard.values[probed.ids].float() - probed.before
-                figures["update_norm"] = _scaled(change, probed)
-            figures["max_abs"] = torch.maximum(figures["max_abs"], _largest(shard.values[probed.ids]))
+                figures["update_norm"] = _scaled(now - probed.before, probed)
         figures |= cache_hits(probed.lookup.kernel if probed else None)
         return figures
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
-from raytrec.tracking.history import History
-from raytrec.tracking.units import number
+from raytrec.tracking.history import History, when
+from raytrec.tracking.units import is_step, number
 
 DOWN = ("failed", "hang", "stopped")  # events after which no worker is left
 PAUSE_S = 300.0  # between a driver that ended and the next one: a longer wait is cut out of the timeline
@@ -67,16 +67,17 @@ class Story:
 
 def story(history: History) -> Story:
     """The story of a run; empty where nothing was recorded."""
-    events = [e for e in history.events if not isnan(number(e.get("unix_s")))]
-    records = sorted([e["unix_s"] for e in events] + [t for t, _ in history.progress if not isnan(t)])
+    events = [e for e in history.events if not isnan(when(e))]
+    trained = [(t, step) for t, step in history.progress if not isnan(t)]
+    records = sorted([e["unix_s"] for e in events] + [t for t, _ in trained])
     if not records:
         return Story([], [], [])
     clock = _Clock(records[0])
     groups = _groups(events, records, clock)
-    progress = [(clock(t), step) for t, step in history.progress if not isnan(t)]
-    progress += [(clock(e["unix_s"]), e["step"]) for e in events if e.get("event") in ("start", "saved")]
+    known = [e for e in events if e.get("event") in ("start", "saved") and is_step(e.get("step"))]
+    progress = [(clock(t), step) for t, step in trained] + [(clock(e["unix_s"]), e["step"]) for e in known]
     marks = [_mark(e, clock) for e in events if e.get("event") not in ("start", "started")]
-    return Story(groups, marks, sorted(p for p in progress if isinstance(p[1], int)))
+    return Story(groups, marks, sorted(progress))
 
 
 class _Clock:
@@ -120,6 +121,6 @@ def _mark(event: dict[str, Any], clock: _Clock) -> Mark:
         clock(event["unix_s"]),
         "not saved" if failed_save else kind,
         text,
-        step if isinstance(step, int) else None,
+        step if is_step(step) else None,
         failed_save or kind in ("failed", "hang"),
     )

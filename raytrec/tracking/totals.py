@@ -34,9 +34,7 @@ def phases_of(line: dict[str, Any]) -> dict[str, float]:
 
 def tables_of(line: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Table → what a rank says of its shards."""
-    tables = line.get("tables")
-    tables = tables if isinstance(tables, dict) else {}
-    return {name: entry for name, entry in tables.items() if isinstance(entry, dict)}
+    return line.get("tables") or {}
 
 
 def lookup_bytes(line: dict[str, Any]) -> float:
@@ -82,6 +80,13 @@ def last_group(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept[::-1]
 
 
+def settled(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of the last group, where there are others without its first interval: readers start in it."""
+    group = last_group(lines)
+    first = min((begin(line) for line in group), default=0)
+    return [line for line in group if begin(line) > first] or group
+
+
 def over_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One line for each rank: seconds, steps, phases, lookups summed; the rest as of its last interval.
 
@@ -117,13 +122,15 @@ def table_over_ranks(lines: list[dict[str, Any]], table: str, replicated: bool) 
 
     Args:
         lines: of all ranks at the step.
-        replicated: whether every rank holds the whole table, so that norms are those of one rank.
+        replicated: whether every rank holds the whole table, so that norms are those of one rank; the
+            entries may say so, too.
 
     Returns:
         The contract's keys of a table, summed, averaged by rows or lookups, or as the norm over all shards;
         NaN where no rank has a figure; `row_norm_counts` a list of 30 floats, or None.
     """
     entries = [tables_of(line)[table] for line in lines if table in tables_of(line)]
+    replicated = replicated or any(entry.get("replicated") is True for entry in entries)
     out: dict[str, Any] = {key: _known(entries, key, sum) for key in SUMMED}
     out |= {key: _known(entries, key, max) for key in LARGEST}
     out |= {key: _known(entries, key, max if replicated else _root_of_squares) for key in NORMS}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from math import isfinite, isnan, nan
+from math import isnan, nan
 from typing import Any
 
+LARGEST = 1e60  # of numbers that are believed
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def number(value: Any) -> float:
-    """A finite number of a file, or NaN for anything else, null included."""
-    usable = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if usable and isfinite(value) else nan
+    """A number of a file; NaN for anything else: null, what is not finite, what can only be a mistake."""
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+    return float(value) if usable else nan
 
 
 def or_0(value: Any) -> float:
@@ -21,13 +22,15 @@ def or_0(value: Any) -> float:
 
 def is_step(value: Any) -> bool:
     """Whether a value is a count: 0 or a whole number above it."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def percent(share: float) -> str:
-    """A share of 1: `0.708` is "71 %"; small ones keep a digit. NaN is "–"."""
+    """A share of 1: `0.708` is "71 %"; small ones keep digits. NaN is "–"."""
     if isnan(share):
         return "–"
+    if 0 < abs(share) < 0.0005:
+        return f"{share * 100:.2g} %"
     digits = 0 if abs(share) >= 0.0995 or share == 0 else 1
     return f"{share * 100:.{digits}f} %"
 

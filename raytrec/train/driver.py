@@ -26,7 +26,7 @@ from raytrec.train.console import RunConsole
 from raytrec.train.group import fingerprint, local_cpus, run_group
 from raytrec.train.resume import check_same_data, resume_config
 from raytrec.train.warm import check_fits, config_from, schema_at, schema_of
-from raytrec.train.watch import Record, Watch, write_json, write_text
+from raytrec.train.watch import METRICS, Record, Watch, write_json, write_text
 from raytrec.transforms import LookupVocabulary
 
 RESULT, REPORT = "result.json", "report.html"
@@ -127,7 +127,7 @@ def train(
             console.note(f"go on with: raytrec train --resume {relative(folder)}")
             raise
         finally:
-            if config.tracking.report:
+            if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
                 console.phase("drawing the report")
                 _draw(folder, tracker, console)
             if tracker.run_id:
@@ -166,9 +166,9 @@ def open_tracker(config: RunConfig, console: RunConsole) -> Tracker | NoTracker:
 
 def _draw(folder: Path, tracker: Tracker | NoTracker, console: RunConsole) -> None:
     """The report and its pictures, in the run folder and in MLflow. A run does not fail for them."""
-    from raytrec.tracking.report import build, pictures
-
     try:
+        from raytrec.tracking.report import build, pictures
+
         for picture in pictures(folder):
             tracker.file(picture, "pictures")
         tracker.file(build(folder))

@@ -64,7 +64,13 @@ def loop(
         scene.taps = Taps(scene.step.model, scene.head, list(schema.sparse))
         parameters = dict(scene.head.named_parameters())
         scene.checks = LiveChecks(
-            settings, schema, scene.state.tables, scene.state.dense, scene.taps, torch.device("cpu"), parameters
+            settings,
+            schema,
+            scene.state.tables,
+            scene.state.dense,
+            scene.taps,
+            torch.device("cpu"),
+            parameters,
         )
         outcomes, rows = scene.checks.at_start(scene.about), 0
         stream = (scene.local[i] for i in range(steps))  # taken as late as the pipeline takes it

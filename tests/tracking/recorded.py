@@ -18,7 +18,7 @@ EVENTS = (
     {"event": "failed", "unix_s": 9, "cause": CAUSE, "rank": 1, "step": 220, "again": True},
     {"event": "started", "unix_s": 20, "attempt": 2, "workers": 2},
     {"event": "start", "unix_s": 21, "total": 500, "step": 150, "workers": 2},
-    {"event": "saved", "unix_s": 33, "step": 500, "error": None, "blocked_s": 0.03, "seconds": 0.2},
+    {"event": "saved", "unix_s": 34, "step": 500, "error": None, "blocked_s": 0.03, "seconds": 0.2},
 )
 CONFIG = """run: {name: recorded, dir: /runs/recorded}
 data: {train: data/train, global_batch_size: 2048}
@@ -122,16 +122,21 @@ def shard(table: int, parts: int) -> dict:
 
 
 def metrics(last: int) -> list[dict]:
-    """Training figures each 20 steps, an evaluation each 100, and the final one."""
+    """Training figures each 20 steps, an evaluation each 100, and the final one.
+
+    As in EVENTS, workers die after step 220, and all steps after 150 are trained again.
+    """
+    first = [(step, 1 + 0.035 * step) for step in range(20, min(last, 220) + 1, 20)]
+    again = [(step, 21 + 0.035 * (step - 150)) for step in range(160, last + 1, 20)]
     lines = []
-    for step in range(20, last + 1, 20):
+    for step, at_s in first + again:
         figures = {
             "logloss": 0.5 + 2 / step,
             "ne": 0.9 + 2 / step,
             "calibration": 1 + 1 / step,
             "rows": 20 * 2048,
         }
-        when = {"step": step, "unix_s": BEGIN_S + 1 + step / 100 * 3.5}
+        when = {"step": step, "unix_s": BEGIN_S + at_s}
         lines.append({"kind": "train", **when, **figures, "rows_per_s": 60_000.0})
         if step % 100 == 0:
             lines.append({"kind": "eval", **when, **figures, "auc": 0.8 - 2 / step, "curves": curves()})

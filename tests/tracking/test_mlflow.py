@@ -3,9 +3,10 @@
 import inspect
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 from time import perf_counter
 
 import pytest
@@ -14,7 +15,7 @@ from raytrec.config import load_config
 from raytrec.errors import ConfigError
 from raytrec.tracking.mlflow import NoTracker, Tracker
 from raytrec.tracking.outbox import Outbox
-from raytrec.tracking.store import KEY, Store
+from raytrec.tracking.store import KEY, SWEEP, Store
 from raytrec.tracking.tags import run_tags
 
 
@@ -121,6 +122,46 @@ def test_a_run_is_made_once_although_the_answer_got_lost(place):
     assert store._client.get_run(made).data.tags[KEY] == store._key
 
 
+class LooksBeforeOthersMake(Store):
+    """Makes a parent only when all have looked and found none."""
+
+    gate = Barrier(4, timeout=30)
+
+    def _make_parent(self):
+        self.gate.wait()
+        return super()._make_parent()
+
+
+def test_a_sweep_that_starts_four_runs_at_once_has_one_parent(place):
+    def open_store(kind, sweep):
+        store = kind(f"sqlite:///{place}/new/mlflow.db", "sweep", "run", place, None, sweep, {})
+        store.load()
+        store.open()
+        return store
+
+    def parents(name):
+        runs = stores[0]._client.search_runs([stores[0]._experiment_id])
+        return [run.info.run_id for run in runs if run.info.run_name == name]
+
+    def parent_of(store):
+        return store._client.get_run(store.run_id).data.tags["mlflow.parentRunId"]
+
+    stores = [open_store(LooksBeforeOthersMake, "it's a grid") for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda store: store.join_sweep(), stores))
+    assert [parent_of(store) for store in stores] == parents("it's a grid") * 4
+    later, other = open_store(Store, "it's a grid"), open_store(Store, "another")
+    later.join_sweep()
+    other.join_sweep()
+    assert parent_of(later) == parent_of(stores[0])
+    assert [parent_of(other)] == parents("another") != parents("it's a grid")
+
+    tags = {SWEEP: "another"}  # somebody's who was first, but whose call took very long
+    first = other._client.create_run(other._experiment_id, start_time=1000, run_name="another", tags=tags)
+    other.join_sweep()
+    assert [parent_of(other)] == parents("another") == [first.info.run_id]
+
+
 def test_records_that_fit_are_merged_and_refused_ones_taken_alone():
     outbox = Outbox()
     for step in range(6):
@@ -135,12 +176,13 @@ def test_records_that_fit_are_merged_and_refused_ones_taken_alone():
     assert (outbox.dropped, outbox.records) == (1, 3)
 
 
-@pytest.mark.parametrize("wrong", ["folder", "content", "scheme", "port"])
+@pytest.mark.parametrize("wrong", ["folder", "content", "not a file", "scheme", "port"])
 def test_store_that_cannot_be_opened(tmp_path, wrong):
     (tmp_path / "file").write_text("no database" * 1000)
     uri = {
         "folder": f"sqlite:///{tmp_path}/file/mlflow.db",
         "content": f"sqlite:///{tmp_path}/file",
+        "not a file": f"sqlite:///{tmp_path}",
         "scheme": "htp://me:secret@127.0.0.1:5000",
         "port": "http://me:secret@127.0.0.1:port",
     }[wrong]

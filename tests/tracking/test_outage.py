@@ -115,15 +115,15 @@ def test_server_killed_while_metrics_come_in(server, tmp_path):
     steps = iter(range(10**6))
 
     def hand_over(seconds, state, until=lambda: False):
-        """As a training loop does, with 60 figures a step."""
+        """As a training loop does, with 20 figures a step."""
         end = monotonic() + seconds
         while monotonic() < end and not until():
             step = next(steps)
-            figures = {f"m{i}": step + i for i in range(60)}
+            figures = {f"m{i}": step + i for i in range(20)}
             began = perf_counter()
             tracker.metrics(figures, step)
             took_s[state].append(perf_counter() - began)
-            sleep(0.01)
+            sleep(0.02)
 
     hand_over(3, "up")
     wait_until(lambda: history(server.uri, run_id, "m0"))
@@ -140,7 +140,7 @@ def test_server_killed_while_metrics_come_in(server, tmp_path):
     assert len(said) == 2, said
 
     sent = next(steps)
-    for name, more in (("m0", 0), ("m59", 59)):
+    for name, more in (("m0", 0), ("m19", 19)):
         assert history(server.uri, run_id, name) == [(step, float(step + more)) for step in range(sent)]
     assert [a.path for a in client(server.uri).list_artifacts(run_id)] == ["during.txt"]
     assert client(server.uri).get_run(run_id).info.status == "FINISHED"
@@ -229,9 +229,7 @@ def test_eight_threads_feed_one_tracker(tmp_path, monkeypatch):
         thread.join()
     seconds = monotonic() - began
     assert tracker.close("FINISHED") is None
-    assert len(calls) <= 4000 / 1000 + 2 * (seconds + 1), (
-        "about one a second, not one for each of 800 records"
-    )
+    assert len(calls) <= seconds + 4, "about one a second, not one for each record"
     for rank in range(8):
         for i in range(5):
             found = history(tracker.uri, tracker.run_id, f"rank_{rank}/m{i}")

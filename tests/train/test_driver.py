@@ -33,6 +33,8 @@ def runs(folder, tmp_path_factory):
                 scaling__workers=workers,
                 train__epochs=3,
                 train__eval_every_steps=20,
+                tracking__every_steps=20,
+                checks__every_steps=20,
             )
         )
         for workers in (1, 2, 3)
@@ -72,8 +74,47 @@ def test_mlflow_has_the_run(runs):
     steps = [m.step for m in client.get_metric_history(run.info.run_id, "train.logloss")]
     assert steps == [20, 40, 48]
     assert [m.step for m in client.get_metric_history(run.info.run_id, "eval.ne")] == [20, 40, 48]
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "table/tag/dead_share")] == [
+        20,
+        40,
+        48,
+    ]
+    assert run.data.metrics["rank/1/backward_ms"] > 0 and run.data.metrics["check/parity"] == 1
+    assert run.data.metrics["system/rank_0/process_memory_usage_megabytes"] > 100
+    assert run.data.tags["version.torchrec"] and run.data.tags["cluster.nodes"] == "1"
     names = {a.path for a in client.list_artifacts(run.info.run_id)}
-    assert names == {"config.yaml", "schema.yaml", "plan.json", "result.json"}
+    assert names == {"config.yaml", "schema.yaml", "plan.json", "result.json", "report.html", "pictures"}
+    assert len(client.list_artifacts(run.info.run_id, "pictures")) > 3
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_what_the_ranks_did(runs, folder, workers):
+    """Every id of every epoch was looked up once, on some rank; every check has passed."""
+    lines = [json.loads(line) for line in (runs[workers].path / "ranks.jsonl").read_text().splitlines()]
+    assert sorted((line["step"], line["rank"]) for line in lines) == [
+        (step, rank) for step in (20, 40, 48) for rank in range(workers)
+    ]
+    data = pq.read_table(folder / "train")
+    ids = {"user": data.num_rows, "tag": pc.sum(pc.list_value_length(data["tags"])).as_py()}
+    for name, count in ids.items():
+        looked_up = sum(line["tables"][name]["lookups"] for line in lines if name in line["tables"])
+        assert looked_up == 3 * count
+    checks = [json.loads(line) for line in (runs[workers].path / "checks.jsonl").read_text().splitlines()]
+    assert {c["check"] for c in checks} == {
+        "alike", "shards", "replicas", "parity", "conservation", "numbers"
+    }  # fmt: skip
+    assert [c for c in checks if not c["passed"]] == []
+    assert runs[workers].metrics["checks.passed"] == len(checks)
+
+
+def test_the_curves_of_the_final_evaluation(runs):
+    lines = (runs[2].path / "metrics.jsonl").read_text().splitlines()
+    final = next(line for line in map(json.loads, lines) if line["kind"] == "final")
+    roc, calibration = final["curves"]["roc"], final["curves"]["calibration"]
+    steps = zip(roc["fpr"], roc["fpr"][1:], roc["tpr"], roc["tpr"][1:], strict=False)
+    area = sum((x2 - x1) * (y1 + y2) / 2 for x1, x2, y1, y2 in steps)
+    assert area == pytest.approx(final["auc"], abs=2e-3)
+    assert sum(calibration["rows"]) == 1003
 
 
 @pytest.mark.parametrize("workers", [1, 3])

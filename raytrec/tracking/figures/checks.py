@@ -22,6 +22,8 @@ def strip(history: History) -> Figure | None:
         (passed, GREEN, "o", 12, "passed"),
         (failed, VERMILION, "X", 45, "failed"),
     ):
+        if not lines:
+            continue
         places = [names.index(str(line.get("check"))) for line in lines]
         axes.scatter([line["step"] for line in lines], places, c=colour, marker=marker, s=size, label=label)
     axes.set_yticks(range(len(names)), [short(name) for name in names])

@@ -42,6 +42,7 @@ PICTURES = (
         "calibration_plot", "learning", "Predicted and actual rates", learning.calibration_plot, NO_CURVES
     ),
     Picture("roc", "learning", "ROC curve", learning.roc, NO_CURVES),
+    Picture("speed", "speed", "Rows a second over steps", phases.throughput, NO_METRICS),
     Picture("phases", "speed", "Time in each phase, by rank", phases.in_total, NO_RANKS),
     Picture("phases_over_steps", "speed", "Time in each phase, over steps", phases.over_steps, NO_RANKS),
     Picture("memory_map", "tables", "Memory of tables by rank", shards.by_memory, NO_TABLES),

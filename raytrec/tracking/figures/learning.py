@@ -25,7 +25,6 @@ from raytrec.tracking.figures.style import (
     thinned,
 )
 from raytrec.tracking.history import History
-from raytrec.tracking.units import figure as as_figure
 from raytrec.tracking.units import number
 
 LABELS = {"train": "training", "eval": "evaluation", "final": "final evaluation"}
@@ -36,7 +35,7 @@ NAMES = {"logloss": "log loss (nats)", "ne": "NE", "auc": "AUC"}
 def curves(history: History) -> Figure | None:
     """Log loss, NE and AUC over steps: of training, of evaluations, of the final one."""
     found = [
-        name for name in NAMES if any(_points(history, kind, name)[0] for kind in ("train", "eval", "final"))
+        name for name in NAMES if any(points(history, kind, name)[0] for kind in ("train", "eval", "final"))
     ]
     if not found:
         return None
@@ -52,7 +51,7 @@ def curves(history: History) -> Figure | None:
 @styled
 def calibration_over_steps(history: History) -> Figure | None:
     """Sum of predictions ÷ sum of labels over steps; 1 is right."""
-    if not any(_points(history, kind, "calibration")[0] for kind in ("train", "eval", "final")):
+    if not any(points(history, kind, "calibration")[0] for kind in ("train", "eval", "final")):
         return None
     last = [number(m.get("calibration")) for m in history.figures("eval", "final")]
     reached = f", {last[-1]:.3f} at the end" if last and not isnan(last[-1]) else ""
@@ -67,11 +66,11 @@ def calibration_over_steps(history: History) -> Figure | None:
 
 @styled
 def calibration_plot(history: History) -> Figure | None:
-    """Predicted against actual rates of the last evaluation, by bins of predictions, and the bins' sizes."""
+    """Predicted against actual rates of the last evaluation, by bins of predictions, and the bins' rows."""
     evaluation, curve = _last_curve(history, "calibration", ("predicted", "actual"))
     if curve is None:
         return None
-    title = f"Predicted and actual rates, {_where(evaluation)}"
+    title = f"Predicted and actual rates at step {evaluation['step']:,}"
     made, (above, below) = new_figure(title, 3.6, 2, sharex=True, height_ratios=(4, 1))
     top = 1.05 * max(*curve["predicted"], *curve["actual"], 1e-9)
     above.plot([0, top], [0, top], color=MUTED, linewidth=0.8, label="as predicted")
@@ -99,7 +98,7 @@ def roc(history: History) -> Figure | None:
         return None
     auc = number(evaluation.get("auc"))
     named = "" if isnan(auc) else f": AUC {auc:.4f}"
-    made, (axes,) = new_figure(f"ROC of the {_where(evaluation)}{named}", WIDTH * 0.8)
+    made, (axes,) = new_figure(f"ROC at step {evaluation['step']:,}{named}", WIDTH * 0.8)
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.8, label="chance")
     axes.plot(curve["fpr"], curve["tpr"], color=BLUE, label="this model")
     axes.set(xlabel="false positive rate", ylabel="true positive rate", xlim=(0, 1), ylim=(0, 1.01))
@@ -116,7 +115,7 @@ def _draw(axes: Axes, history: History, name: str) -> None:
         ("eval", ORANGE, "o", 3.5),
         ("final", GREEN, "D", 5),
     ):
-        steps, values = _points(history, kind, name)
+        steps, values = points(history, kind, name)
         if steps:
             steps, values = thinned(steps, values)
             axes.plot(steps, values, color=colour, marker=marker, markersize=size, label=LABELS[kind])
@@ -125,7 +124,7 @@ def _draw(axes: Axes, history: History, name: str) -> None:
     few_ticks(axes.yaxis)
 
 
-def _points(history: History, kind: str, name: str) -> tuple[list[int], list[float]]:
+def points(history: History, kind: str, name: str) -> tuple[list[int], list[float]]:
     points = [(m["step"], number(m.get(name))) for m in history.figures(kind)]
     points = [(step, value) for step, value in points if not isnan(value)]
     return [step for step, _ in points], [value for _, value in points]
@@ -133,10 +132,10 @@ def _points(history: History, kind: str, name: str) -> tuple[list[int], list[flo
 
 def _what_was_reached(history: History) -> str:
     last = (history.figures("final") or history.figures("eval") or history.figures("train"))[-1]
-    parts = [
-        f"{NAMES[n].split(' (')[0]} {as_figure(v)}" for n in NAMES if not isnan(v := number(last.get(n)))
-    ]
-    return f"{', '.join(parts)} at step {last['step']:,}" if parts else "Training and evaluation over steps"
+    reached = {name: number(last.get(name)) for name in ("auc", "ne", "logloss")}
+    parts = [f"{NAMES[name].split(' (')[0]} {v:.4f}" for name, v in reached.items() if not isnan(v)]
+    text = ", ".join(parts) or "figures"
+    return f"{text[0].upper()}{text[1:]} at step {last['step']:,}"
 
 
 def _last_curve(history: History, name: str, keys: tuple[str, str]) -> tuple[dict, dict | None]:
@@ -154,8 +153,3 @@ def _last_curve(history: History, name: str, keys: tuple[str, str]) -> tuple[dic
 
 def _list(value: Any) -> list:
     return value if isinstance(value, list) else []
-
-
-def _where(evaluation: dict) -> str:
-    kind = "final evaluation" if evaluation["kind"] == "final" else "evaluation"
-    return f"{kind} at step {evaluation['step']:,}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import isnan
+from statistics import median
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -14,16 +17,19 @@ from raytrec.tracking.figures.style import (
     PURPLE,
     SKY,
     VERMILION,
+    WHOLE,
     YELLOW,
     few_ticks,
+    lowest_panels,
     new_figure,
     restart_lines,
     step_axis,
     styled,
+    thinned,
 )
 from raytrec.tracking.history import History
-from raytrec.tracking.totals import PHASES, begin, by_rank, last_group, over_time, own_time, phases_of
-from raytrec.tracking.units import or_0
+from raytrec.tracking.totals import PHASES, begin, by_rank, over_time, own_time, phases_of, settled
+from raytrec.tracking.units import number, or_0
 
 COLOURS = dict(zip(PHASES, (ORANGE, YELLOW, PURPLE, SKY, BLUE, GREEN, VERMILION, GREY), strict=True))
 MOST_BARS = 16
@@ -31,13 +37,32 @@ MOST_PANELS = 6
 
 
 @styled
+def throughput(history: History) -> Figure | None:
+    """Rows trained a second by all ranks together, over steps."""
+    points = [(m["step"], number(m.get("rows_per_s"))) for m in history.figures("train")]
+    points = [(step, rate) for step, rate in points if not isnan(rate)]
+    if not points:
+        return None
+    usual = median(rate for _, rate in points)
+    made, (axes,) = new_figure(f"Speed: {usual:,.0f} rows/s in the median", 1.9)
+    axes.plot(*thinned(*zip(*points, strict=True)), color=BLUE)
+    restart_lines(axes, history.restarts())
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("rows/s")
+    few_ticks(axes.yaxis)
+    axes.yaxis.set_major_formatter(WHOLE)
+    step_axis(axes)
+    return made
+
+
+@styled
 def in_total(history: History) -> Figure | None:
-    """Milliseconds a step in each phase, a bar for each rank, since the group of workers last changed."""
-    ranks = [line for line in over_time(last_group(history.ranks)) if _steps(line)]
+    """Milliseconds a step in each phase, a bar for each rank of the last group of workers."""
+    ranks = [line for line in over_time(settled(history.ranks)) if _steps(line)]
     if not ranks:
         return None
     shown, which = _slowest(ranks, MOST_BARS)
-    title = _first_clause(straggler(ranks)) or f"Time of a step{which}"
+    title = _title(ranks) or f"Time of a step{which}"
     made, (axes,) = new_figure(title, 1.6 + 0.2 * len(shown))
     left = [0.0] * len(shown)
     for phase in PHASES:
@@ -72,11 +97,7 @@ def over_steps(history: History) -> Figure | None:
         axes.set_title(f"rank {total['rank']}")
         restart_lines(axes, history.restarts(), label=None)
         few_ticks(axes.yaxis)
-    for axes in panels[len(shown) :]:
-        axes.set_axis_off()
-    for axes in panels[-columns:]:
-        step_axis(axes)
-        few_ticks(axes.xaxis, 3)
+    lowest_panels(panels, len(shown), columns)
     made.supylabel("ms a step", fontsize=8.5)
     made.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
     return made
@@ -118,5 +139,7 @@ def _words(phase: str) -> str:
     return phase.replace("_", " ")
 
 
-def _first_clause(sentence: str | None) -> str | None:
-    return sentence and sentence[0].upper() + sentence[1:].partition(":")[0]
+def _title(ranks: list[dict]) -> str | None:
+    """Names the straggler, if there is one."""
+    sentence = straggler(ranks)
+    return sentence and f"Time of a step: {sentence.partition(':')[0]}"

@@ -34,7 +34,7 @@ MAP = "cividis"
 def by_memory(history: History) -> Figure | None:
     """Tables × ranks: bytes of weights and optimizer state, as of each rank's last interval."""
     ranks = over_time(last_group(history.ranks))
-    held, names = _matrix(ranks, table_bytes)
+    held, names = _matrix(ranks, lambda entry: table_bytes(entry) // 1)
     if not held.sum():
         return None
     each = f", {_spread(held)}" if len(ranks) > 1 else ""
@@ -69,7 +69,7 @@ def _matrix(ranks: list[dict], value: Callable[[dict], float]) -> tuple[np.ndarr
     for column, line in enumerate(ranks):
         for name, entry in tables_of(line).items():
             row = cells.setdefault(name, np.zeros(len(ranks)))
-            row[column] += np.nan_to_num(value(entry))
+            row[column] += max(0.0, np.nan_to_num(value(entry)))
     if not cells:
         return np.zeros((0, len(ranks))), []
     names = sorted(cells, key=lambda name: (-cells[name].sum(), name))

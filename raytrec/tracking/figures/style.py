@@ -26,13 +26,12 @@ TITLE_WIDTH = 54  # characters
 MOST_POINTS = 1000  # of one line
 ROUND = (1, 2, 2.5, 5, 10)  # what ticks are multiples of
 
-# Of the page, by their role: the report replaces these in SVG by its own, which depend on light and dark.
+# Of the page, by their role. In SVG they become the page's own, which depend on light and dark (THEME).
 INK, MUTED, GRID = "#24292f", "#6a737d", "#d7dce1"
-THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)"}
-
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 BLUE, ORANGE, GREEN, VERMILION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 PURPLE, SKY, YELLOW, GREY = "#cc79a7", "#56b4e9", "#f0e442", "#999999"
+THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", BLUE: "var(--blue)"}
 LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
 
 STYLE = {
@@ -75,7 +74,6 @@ STYLE = {
     "savefig.facecolor": "white",
     "figure.dpi": 96,
     "svg.fonttype": "none",  # text stays text: smaller, searchable, read aloud
-    "svg.hashsalt": "raytrec",
 }
 
 
@@ -116,16 +114,18 @@ def save_png(figure: Figure, path: Path) -> None:
 
 @styled
 def to_svg(figure: Figure, label: str) -> str:
-    """The <svg> element of a picture, for a page that says --ink, --muted and --grid.
+    """The <svg> element of a picture, for a page that says what the variables in THEME are.
 
     Args:
-        label: what it shows, for those who have it read aloud.
+        label: what it shows, for those who have it read aloud; no other picture of the page has it.
     """
     text = io.StringIO()
-    with warnings.catch_warnings():
+    # Names of what is drawn more than once are hashes: the salt makes them this picture's own.
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": label}):
         warnings.filterwarnings("ignore", "Glyph .* missing")
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", dpi=150, facecolor="none", metadata=no_metadata)
+    figure.set_layout_engine("none")  # it is laid out now, also for another format
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in each picture of a page
@@ -149,12 +149,22 @@ def step_axis(axes: Axes) -> None:
     """Steps along x: whole numbers, with commas."""
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=ROUND))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter(WHOLE)
 
 
 def few_ticks(axis: Axis, most: int = 4, whole: bool = False) -> None:
     """At most so many round values on an axis."""
     axis.set_major_locator(MaxNLocator(most, integer=whole, steps=ROUND))
+
+
+def lowest_panels(panels: list[Axes], used: int, columns: int) -> None:
+    """Steps along x of shared axes, below the lowest panel of each column; unused panels are taken off."""
+    for axes in panels[used:]:
+        axes.set_axis_off()
+    for axes in panels[max(0, used - columns) : used]:
+        step_axis(axes)
+        few_ticks(axes.xaxis, 3)
+        axes.tick_params(labelbottom=True)
 
 
 def restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "restart") -> None:
@@ -165,6 +175,7 @@ def restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "restart
 
 PERCENT = FuncFormatter(lambda value, _: percent(round(value, 6)))
 BYTES = FuncFormatter(lambda value, _: bytes_text(value))
+WHOLE = FuncFormatter(lambda value, _: f"{value:,.0f}")
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # also of logarithmic axes, without powers of ten
 
 

@@ -16,13 +16,14 @@ from raytrec.tracking.figures.style import (
     PERCENT,
     PLAIN,
     few_ticks,
+    lowest_panels,
     new_figure,
     restart_lines,
     step_axis,
     styled,
 )
 from raytrec.tracking.history import History
-from raytrec.tracking.totals import BINS, load_order
+from raytrec.tracking.totals import BINS
 from raytrec.tracking.units import short
 
 EDGES = np.logspace(-4, 2, BINS + 1)  # of row_norm_counts
@@ -42,10 +43,9 @@ PANELS = (
 @styled
 def row_norms(history: History) -> Figure | None:
     """How the norms of a table's rows are spread, over steps: a panel for each of the most loaded tables."""
-    series = {name: history.series(name) for name in load_order(history.ranks)}
     measured = {
         name: points
-        for name, steps in series.items()
+        for name, steps in history.tables.items()
         if (points := {s: e["row_norm_counts"] for s, e in steps.items() if sum(e["row_norm_counts"] or [0])})
     }
     if not measured:
@@ -66,16 +66,12 @@ def row_norms(history: History) -> Figure | None:
         steps = sorted(measured[name])
         shares = np.array([np.array(measured[name][s]) / sum(measured[name][s]) for s in steps]).T
         axes.pcolormesh(_borders(steps), EDGES, shares, cmap=FADING, vmin=0, rasterized=True)
-        axes.set_title(short(name, 26))
+        axes.set_title(short(name, 22))
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator([1e-4, 1e-2, 1, 100]))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(PLAIN)
-    for axes in panels[len(shown) :]:
-        axes.set_axis_off()
-    for axes in panels[-columns:]:
-        step_axis(axes)
-        few_ticks(axes.xaxis, 3)
+    lowest_panels(panels, len(shown), columns)
     made.supylabel("norm of a row", fontsize=8.5)
     return made
 
@@ -83,13 +79,12 @@ def row_norms(history: History) -> Figure | None:
 @styled
 def health(history: History) -> Figure | None:
     """Dead rows, distinct ids, gradient and update norms of all tables over steps; the highest are named."""
-    series = {name: history.series(name) for name in load_order(history.ranks)}
-    lines = {key: _known(series, key) for key, _, _ in PANELS}
+    lines = {key: _known(history.tables, key) for key, _, _ in PANELS}
     found = [panel for panel in PANELS if lines[panel[0]]]
     if not found:
         return None
     title = "Tables over steps" + (
-        f" (the {MOST_NAMED} highest at the end are named)" if len(series) > MOST_NAMED else ""
+        f" (the {MOST_NAMED} highest at the end are named)" if len(history.tables) > MOST_NAMED else ""
     )
     made, panels = new_figure(title, 0.6 + 1.2 * len(found), len(found), sharex=True)
     for axes, (key, label, is_share) in zip(panels, found, strict=True):

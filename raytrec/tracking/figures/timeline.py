@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from raytrec.tracking.figures.style import (
     BLUE,
@@ -16,6 +15,7 @@ from raytrec.tracking.figures.style import (
     PURPLE,
     SKY,
     VERMILION,
+    WHOLE,
     few_ticks,
     new_figure,
     styled,
@@ -66,9 +66,10 @@ def _workers(axes: Axes, told: Story, unit_s: int) -> None:
 
 
 def _steps(axes: Axes, told: Story, unit_s: int) -> None:
-    axes.plot(
-        [at / unit_s for at, _ in told.progress], [step for _, step in told.progress], color=BLUE, linewidth=1
-    )
+    begins = [group.begin_s for group in told.groups]
+    for begin, end in zip(begins, [*begins[1:], float("inf")], strict=True):
+        points = [(at / unit_s, step) for at, step in told.progress if begin <= at < end]
+        axes.plot([at for at, _ in points], [step for _, step in points], color=BLUE, linewidth=1)
     for kind, (name, colour, marker) in MARKS.items():
         marks = [mark for mark in told.marks if mark.kind == kind]
         times, heights = [mark.at_s / unit_s for mark in marks], [_height(mark, told) for mark in marks]
@@ -76,7 +77,7 @@ def _steps(axes: Axes, told: Story, unit_s: int) -> None:
             axes.scatter(times, heights, c=colour, marker=marker, s=32, label=name, zorder=3)
     axes.set_ylabel("step")
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_formatter(WHOLE)
     few_ticks(axes.yaxis, whole=True)
 
 
