@@ -36,7 +36,7 @@ def run(config: str, overrides: list[str], workers: int, folder: Path) -> dict:
     store = f"sqlite:///{folder}/mlflow.db"
     settings = [f"run.dir={folder}/w{workers}", f"tracking.uri={store}", f"scaling.workers={workers}"]
     result = train(config, ["train.log_every_steps=2", *overrides, *settings]).metrics
-    history = MlflowClient(store).get_metric_history(result["mlflow_run_id"], "train.logloss")
+    history = MlflowClient(store).get_metric_history(result["mlflow_run_id"], "train/logloss")
     loss = [[point.step, point.value] for point in sorted(history, key=lambda point: point.step)]
     return {"auc": result["eval.auc"], "ne": result["eval.ne"], "loss": loss}
 

@@ -310,13 +310,13 @@ class TrackingSection(Section):
     tags: dict[str, str] = Field(default_factory=dict, description="Further tags of the MLflow run.")
     every_steps: PositiveInt | None = Field(
         100,
-        description="Record statistics of tables, phase times and load of every rank this often, and at the "
-        "end; null: never.",
+        description="Record statistics of tables, phase times and load of every rank this often, and at "
+        "the end; null: never.",
     )
     cells: NonNegativeInt = Field(
         64,
-        description="Up to so many ranks × tables, MLflow has the figures of each table on each rank; beyond, "
-        "those of each table and each rank. The run folder always has all.",
+        description="Up to so many ranks × tables, MLflow has the figures of each table on each rank; "
+        "beyond, those of each table and each rank. The run folder always has all.",
     )
     report: bool = Field(True, description="Pictures and report.html at the end of the run.")
 

@@ -9,7 +9,6 @@ from math import isfinite, sqrt
 from statistics import median
 
 import torch
-from torch.nn.functional import pad
 
 from raytrec.checks.outcome import Check, Outcome, Position, ranks
 from raytrec.embeddings.tables import Shard
@@ -19,10 +18,11 @@ GROWTH = 100.0  # times the median of the earlier looks
 LEARN = 3  # looks
 KEPT = 100  # looks that the median is taken of
 # What begins near 0 may grow to this in any run: tables of many rows start with values of 1e-3 and less.
-FLOOR = {"value": 0.1, "gradient": 0.0}
+FLOOR = 0.1
 DRIFT = 0.75, 1.33  # predicted ÷ real
 SIGMAS = 6.0  # a ratio of rates over n positives varies by about 1 ÷ √n by chance
 SETTLED = 200  # steps after which rates are compared
+DENSE = "dense layers'"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Look:
 
     Attributes:
         values: name → max |value| of weights. state: the same of optimizer state.
-        squares: name → Σ of the squared gradient.
+        squares: after a probed step, name → Σ of the squared gradient.
+        figures: of the position, and its step.
     """
 
     values: dict[str, float]
@@ -52,7 +53,7 @@ class Numbers(Check):
     def __init__(self, run):
         super().__init__(run)
         self._looks = 0
-        self._earlier: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
 
     @torch.no_grad()
     def look(self, position: Position, probed: bool) -> Look:
@@ -66,35 +67,36 @@ class Numbers(Check):
             (values if name.endswith("/value") else state).append((name, value))
         self._looks += 1
         figures = {k: v for k, v in position.figures.items() if isinstance(v, int | float)}
-        squares = self._squares(probed)
+        squares = self._squares() if probed else {}
         return Look(_largest(values), _largest(state), squares, {**figures, "step": position.step})
 
     def judge(self, looks: list[Look], step: int) -> Outcome:
-        problems, worst = _not_finite(looks), 0.0
-        for kind, of_rank in (("value", [x.values for x in looks]), ("gradient", [x.squares for x in looks])):
-            for name in dict.fromkeys(name for values in of_rank for name in values):
-                found = {
-                    rank: v[name] for rank, v in enumerate(of_rank) if isfinite(v.get(name, float("nan")))
-                }
-                if not found:
-                    continue
-                rank = max(found, key=found.get)
-                size = found[rank] if kind == "value" else sqrt(sum(found.values()))
-                growth = self._growth(kind, name, size)
-                worst = max(worst, growth)
-                if growth > GROWTH:
-                    what = "max |value|" if kind == "value" else "the norm of the gradient"
-                    where = f"(largest on rank {rank})"
-                    problems.append(f"{name}: {what} is {size:.3g} {where}, {growth:,.0f} × what is usual")
+        problems = _not_finite(looks)
+        growths = [0.0]
+        for name in dict.fromkeys(name for look in looks for name in look.values):
+            size, rank = max((look.values.get(name, 0.0), rank) for rank, look in enumerate(looks))
+            growths.append(self._growth(name, size, FLOOR))
+            if growths[-1] > GROWTH:
+                problems.append(
+                    f"{name}: max |value| is {size:.3g} (on rank {rank}), {growths[-1]:,.0f} × what is usual"
+                )
+        norm, most = _norm(looks)
+        growths.append(self._growth("the gradient", norm, 0.0))
+        if growths[-1] > GROWTH:
+            times = f"{growths[-1]:,.0f} × what is usual"
+            problems.append(
+                f"the norm of the whole gradient is {norm:.3g}, {times}; most of it is that of {most}"
+            )
         problems += _drift(looks[0].figures)
-        return self.outcome(step, problems, "all numbers are finite and of usual size", worst, GROWTH)
+        return self.outcome(step, problems, "all numbers are finite and of usual size", max(growths), GROWTH)
 
-    def _growth(self, kind: str, name: str, size: float) -> float:
-        """How many times the usual size this is; 0 while it is being learned."""
-        earlier = self._earlier[kind, name]
-        usual = max(median(earlier), FLOOR[kind]) if len(earlier) >= LEARN else None
-        if size:  # a gradient of 0: no id of the table was in the batch
-            earlier.append(size)
+    def _growth(self, name: str, size: float, floor: float) -> float:
+        """How many times its usual size something has; 0 while that is being learned."""
+        earlier = self._earlier[name]
+        usual = max(median(earlier), floor) if len(earlier) >= LEARN else None
+        if not size or not isfinite(size):
+            return 0.0
+        earlier.append(size)
         return size / usual if usual else 0.0
 
     def _sample(self, shard: Shard) -> torch.Tensor:
@@ -114,19 +116,17 @@ class Numbers(Check):
                     stride = max(1, -(-len(of_key) // ROWS))
                     yield shard.values.index_select(0, of_key[::stride])
 
-    def _squares(self, probed: bool) -> dict[str, float]:
-        """Σ of the squared gradients of dense parameters, and of what the lookups of each table gave."""
+    def _squares(self) -> dict[str, float]:
+        """Of dense parameters, and of what the lookups of each table gave."""
         found = [
-            (name, p.grad.square().sum()) for name, p in self.run.parameters.items() if p.grad is not None
+            (f"{DENSE} {name}", p.grad.square().sum())
+            for name, p in self.run.parameters.items()
+            if p.grad is not None
         ]
-        for lookup in self.run.taps.lookups if probed else []:
+        for lookup in self.run.taps.lookups:
             if lookup.gradient is not None:
-                ends = pad(lookup.gradient.square().sum(0).cumsum(0), (1, 0))
-                at = [0]
-                for columns in lookup.columns:
-                    at.append(at[-1] + columns)
-                sums = ends[at].diff()
-                found += [(f"table {table}", part) for table, part in zip(lookup.tables, sums, strict=True)]
+                parts = lookup.gradient.square().sum(0).split(lookup.columns)
+                found += [(f"table {t}", part.sum()) for t, part in zip(lookup.tables, parts, strict=True)]
         out: dict[str, float] = defaultdict(float)
         if found:
             for (name, _), value in zip(found, torch.stack([v for _, v in found]).tolist(), strict=True):
@@ -159,6 +159,22 @@ def _not_finite(looks: list[Look]) -> list[str]:
                 part = "the gradient" if what == "squares" else "a value"
                 found.append((len(bad), f"{name}: {part} is NaN or infinite on {ranks(bad)}"))
     return [text for _, text in sorted(found, key=lambda pair: pair[0])]
+
+
+def _norm(looks: list[Look]) -> tuple[float, str]:
+    """The norm of the gradient of dense layers (which all ranks have) and of all tables together (of which
+    each has parts), and what most of it is of. 0 where no step was probed.
+
+    Parts alone may grow a thousandfold where training leaves a plateau.
+    """
+    squares: dict[str, float] = {}
+    for look in looks:
+        for name, value in look.squares.items():
+            before = squares.get(name, 0.0)
+            squares[name] = max(before, value) if name.startswith(DENSE) else before + value
+    if not squares:
+        return 0.0, ""
+    return sqrt(sum(squares.values())), max(squares, key=squares.get)
 
 
 def _drift(figures: dict[str, float]) -> Iterator[str]:

@@ -13,9 +13,7 @@ from typing import Any
 from raytrec.tracking.totals import PHASES, WAITING, lookup_bytes, own_time, phases_of
 from raytrec.tracking.units import number, or_0, percent
 
-SLOWER = (
-    0.15  # of the interval: more of its own time than the median of the others, and a rank is a straggler
-)
+SLOWER = 0.15  # share of the interval by which a straggler's own time exceeds the median of the others'
 IDLE_GPU_PERCENT = 50
 DATA_WAIT = 0.30  # share of the time
 HOT = 1.5  # times the mean of all ranks' lookup bytes

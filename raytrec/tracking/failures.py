@@ -30,6 +30,11 @@ def unreachable(error: BaseException) -> bool:
     return _no_answer(error) and not any(isinstance(cause, SSLError) for cause in _chain(error))
 
 
+def closed_to_us(error: BaseException) -> bool:
+    """Whether the store wants another user."""
+    return _status(error) in (401, 403)
+
+
 def reason(error: BaseException) -> str:
     """What went wrong, in at most 200 characters, without secrets: the words of the innermost error."""
     said = [str(cause).strip() for cause in _chain(error)]

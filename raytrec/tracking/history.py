@@ -156,8 +156,8 @@ def when(line: dict[str, Any]) -> float:
 class _Intervals:
     """Takes lines of ranks.jsonl as they were written; keeps those that count.
 
-    A line of another attempt, or of a step that its rank has been at before, means that the run has gone back
-    to where that line's interval begins: all later steps are about to be trained again, maybe by fewer ranks.
+    A line of another attempt, or one that begins before its rank's last one has ended, means that the run has
+    gone back to where it begins: all later steps are about to be trained again, maybe by fewer ranks.
     """
 
     def __init__(self):
@@ -168,7 +168,7 @@ class _Intervals:
         step, rank = line["step"], line.get("rank")
         if not is_step(rank):
             return
-        if line.get("attempt") != self._attempt or step <= self._last.get(rank, -1):
+        if line.get("attempt") != self._attempt or begin(line) < self._last.get(rank, 0):
             self._steps = {s: lines for s, lines in self._steps.items() if s <= begin(line)}
             self._attempt, self._last = line.get("attempt"), {}
         self._last[rank] = step

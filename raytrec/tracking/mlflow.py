@@ -10,7 +10,7 @@ from time import monotonic, time
 
 from raytrec.config import RunConfig
 from raytrec.errors import ConfigError
-from raytrec.tracking.failures import may_pass, reason, unreachable
+from raytrec.tracking.failures import closed_to_us, may_pass, reason, unreachable
 from raytrec.tracking.outbox import Outbox, Record
 from raytrec.tracking.redact import hide
 from raytrec.tracking.store import Store
@@ -20,33 +20,26 @@ READY_S = 5.0  # a server that has not answered by then is waited for no longer
 EVERY_S = 1.0  # from the beginning of one round of writing to the next
 WRITE_S = 0.25  # of each round: writing shares the driver's processors with training
 RECORDS, FILES = "records", "files"  # the two ways to a store: artifacts may lie elsewhere
+CORRECT = "correct tracking.uri, or leave it out for a local sqlite store"
+LOG_IN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 KEPT = "training goes on; what there is to record is kept and written when it is back"
 BACK = "MLflow is back; what waited is being written"
 
 
 class NoTracker:
-    """In the place of a Tracker where nothing is to be recorded (tracking.enabled=false)."""
+    """In a Tracker's place where nothing is to be recorded (tracking.enabled=false): calls do nothing."""
 
     uri: str | None = None
     run_id: str | None = None
 
-    def ready(self) -> None:
-        """Nothing to wait for."""
-
-    def params(self, config: RunConfig) -> None:
-        """Not kept."""
-
-    def tags(self, tags: Mapping[str, str]) -> None:
-        """Not kept."""
-
-    def metrics(self, figures: Mapping[str, float | None], step: int, unix_s: float | None = None) -> None:
-        """Not kept."""
-
-    def file(self, path: Path, folder: str = "") -> None:
-        """Not kept."""
-
-    def close(self, status: str, patience_s: float = 0.0) -> None:
-        """Nothing is missing."""
+    def ready(self) -> None: ...
+    def params(self, config: RunConfig) -> None: ...
+    def tags(self, tags: Mapping[str, str]) -> None: ...
+    def metrics(
+        self, figures: Mapping[str, float | None], step: int, unix_s: float | None = None
+    ) -> None: ...
+    def file(self, path: Path, folder: str = "") -> None: ...
+    def close(self, status: str, patience_s: float = 0.0) -> None: ...
 
 
 class Tracker:
@@ -132,7 +125,7 @@ class Tracker:
                 f"cannot open the MLflow store: {reason(self._refusal)}",
                 where=f"tracking.uri={hide(self.uri)}",
                 expected="sqlite:///FILE or the address of an MLflow server",
-                do="correct tracking.uri, or leave it out for a local sqlite store",
+                do=LOG_IN if closed_to_us(self._refusal) else CORRECT,
             ) from None
         if not tried:
             self._failed(RECORDS, TimeoutError(f"no answer within {READY_S:.0f} s"))
@@ -191,7 +184,7 @@ class Tracker:
         return f"MLflow lacks {' and '.join(missing)}{why}; the run folder has everything"
 
     def _work(self) -> None:
-        """The thread, round after round. It ends with the run, or when `close` waits no longer."""
+        """The thread: rounds until the run is ended, or `close` waits no longer."""
         try:
             self._store.load()
         except Exception as error:

@@ -49,8 +49,9 @@ def rank_metrics(lines: list[dict[str, Any]], cells: int) -> dict[str, float | N
         cells: up to so many ranks × tables, those of each table on each rank are among them.
 
     Returns:
-        rank/R/…: load, memory and milliseconds of each phase a step; table/NAME/…: sums, norms and maxima
-        over ranks, and averages of shares and quantiles, weighted by rows; rank/R/table/NAME/….
+        watch/rank/R/…: load, memory and milliseconds of each phase a step; watch/table/NAME/…: sums, norms
+        and maxima over ranks, and averages of shares and quantiles, weighted by rows;
+        watch/rank/R/table/NAME/…; system/rank_R/….
     """
     out: dict[str, float | None] = {}
     names = sorted({name for line in lines for name in line["tables"]})
@@ -58,15 +59,16 @@ def rank_metrics(lines: list[dict[str, Any]], cells: int) -> dict[str, float | N
         out |= _of_rank(line)
         if len(lines) * len(names) <= cells:
             for name, figures in line["tables"].items():
-                out |= {f"rank/{line['rank']}/table/{name}/{key}": figures.get(key) for key in PER_RANK}
+                place = f"watch/rank/{line['rank']}/table/{name}"
+                out |= {f"{place}/{key}": figures.get(key) for key in PER_RANK}
     for name in names:
         shards = [line["tables"][name] for line in lines if name in line["tables"]]
-        out |= {f"table/{name}/{key}": value for key, value in over_ranks(shards).items()}
+        out |= {f"watch/table/{name}/{key}": value for key, value in over_ranks(shards).items()}
     return out
 
 
 def _of_rank(line: dict[str, Any]) -> dict[str, float | None]:
-    place, steps = f"rank/{line['rank']}", max(1, line["steps"])
+    place, steps = f"watch/rank/{line['rank']}", max(1, line["steps"])
     out = {f"{place}/{phase}_ms": 1e3 * s / steps for phase, s in line["phases_s"].items()}
     out[f"{place}/step_ms"] = 1e3 * line["seconds"] / steps
     for key in ADDED:

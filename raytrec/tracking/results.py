@@ -21,8 +21,8 @@ LABELS = {
     "train.nan_steps": ("steps left out for their loss", "{:,}"),
     "train.steps": ("steps", "{:,}"),
     "train.samples_per_s": ("rows/s in training", "{:,.0f}"),
-    "checks.passed": ("checks passed", "{:,}"),
-    "checks.failed": ("checks failed", "{:,}"),
+    "train.checks_passed": ("checks passed", "{:,}"),
+    "train.checks_failed": ("checks failed", "{:,}"),
     "world_size": ("workers", "{}"),
     "seconds": ("seconds in all", "{:.1f}"),
 }
@@ -31,8 +31,8 @@ WHEN_ANY = (  # 0 is not worth a line
     "train.skipped_rows",
     "skipped_files",
     "train.nan_steps",
-    "checks.passed",
-    "checks.failed",
+    "train.checks_passed",
+    "train.checks_failed",
 )
 
 

@@ -153,7 +153,9 @@ class Store:
         if found := self._client.get_experiment_by_name(self._experiment):
             return found.experiment_id
         try:
-            return self._client.create_experiment(self._experiment, artifact_location=local)
+            # Else MLflow's pages show what training has measured as evaluations of an agent.
+            kind = {"mlflow.experimentKind": "custom_model_development"}
+            return self._client.create_experiment(self._experiment, artifact_location=local, tags=kind)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise

@@ -17,6 +17,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from raytrec.tracking.results import LABELS, shown
+
 PLAIN_EVERY_S = 10.0  # seconds between progress lines where stderr is not a terminal
 
 
@@ -119,36 +121,6 @@ def _figures(figures: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-LABELS = {
-    "eval.auc": ("AUC", "{:.4f}"),
-    "eval.ne": ("NE (normalised entropy)", "{:.4f}"),
-    "eval.logloss": ("log loss (nats)", "{:.4f}"),
-    "eval.calibration": ("calibration (predicted ÷ real)", "{:.4f}"),
-    "eval.rows": ("rows evaluated", "{:,}"),
-    "eval.skipped_rows": ("rows left out of it", "{:,}"),
-    "train.rows": ("rows trained", "{:,}"),
-    "train.skipped_rows": ("rows left out of training", "{:,}"),
-    "skipped_files": ("files left out", "{:,}"),
-    "train.nan_steps": ("steps left out for their loss", "{:,}"),
-    "train.steps": ("steps", "{:,}"),
-    "train.samples_per_s": ("rows/s in training", "{:,.0f}"),
-    "checks.passed": ("checks passed", "{:,}"),
-    "checks.failed": ("checks failed", "{:,}"),
-    "world_size": ("workers", "{}"),
-    "seconds": ("seconds in all", "{:.1f}"),
-}
-
-
-WHEN_ANY = (
-    "eval.skipped_rows",
-    "train.skipped_rows",
-    "skipped_files",
-    "train.nan_steps",
-    "checks.passed",
-    "checks.failed",
-)  # 0 is not worth a line
-
-
 def print_result(result: Any) -> None:
     """The result as a table on stdout, and where to look next.
 
@@ -160,10 +132,8 @@ def print_result(result: Any) -> None:
     table = Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")
-    for key, (label, form) in LABELS.items():
-        if key in result.metrics and (result.metrics[key] or key not in WHEN_ANY):
-            value = result.metrics[key]
-            table.add_row(label, "–" if value is None else form.format(value))
+    for key, text in shown(result.metrics).items():
+        table.add_row(LABELS[key][0], text)
     console.print(table)
     for line in result.next_steps:
         console.print(line, highlight=False, soft_wrap=True)

@@ -26,11 +26,10 @@ from raytrec.train.console import RunConsole
 from raytrec.train.group import fingerprint, local_cpus, run_group
 from raytrec.train.resume import check_same_data, resume_config
 from raytrec.train.warm import check_fits, config_from, schema_at, schema_of
-from raytrec.train.watch import METRICS, Record, Watch, write_json, write_text
+from raytrec.train.watch import METRICS, RESULT, TRACKED, Record, Watch, write_json, write_text
 from raytrec.transforms import LookupVocabulary
 
-RESULT, REPORT = "result.json", "report.html"
-TRACKED = "mlflow_run_id"
+REPORT = "report.html"
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class Result:
 
     Attributes:
         metrics: the content of result.json: eval.auc, eval.ne, eval.logloss (nats), eval.calibration,
-            eval.rows, train.rows, train.steps, train.samples_per_s, world_size, seconds, checks.passed,
-            checks.failed, mlflow_run_id (None without MLflow, or while it cannot be reached), name.
+            eval.rows, train.rows, train.steps, train.samples_per_s, train.checks_passed,
+            train.checks_failed, world_size, seconds, name, mlflow_run_id (None without MLflow).
         path: the run folder (of an evaluation: the checkpoint).
         next_steps: lines that say where to look.
     """
@@ -94,19 +93,14 @@ def train(
     status = "FAILED"
     with RunConsole(config.run.name) as console:
         tracker = open_tracker(config, console)
+        record = Record(tracker, folder, config.run.name, config.tracking.cells)
         for line in lines:
             console.warn(line)
         try:
             console.phase("starting Ray")
             _import_early()
             with ray_session(config.scaling.address, local_cpus(config)):
-                tracker.ready()
-                tracker.tags(run_tags() | config.tracking.tags)
-                if not resume:
-                    tracker.params(config)
-                tracker.file(folder / "config.yaml")
-                tracker.file(folder / "schema.yaml")
-                record = Record(tracker, folder, config.run.name, config.tracking.cells)
+                _begin_record(record, tracker, config, new=not resume)
                 watch = Watch(console, record)
                 figures = run_group("train_worker", config, schema, datasets, root, watch, saves=True)
             metrics = {
@@ -118,9 +112,7 @@ def train(
                 "name": config.run.name,
             }
             write_json(folder / RESULT, metrics)
-            figures = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
-            tracker.metrics(figures, step=metrics["train.steps"])
-            tracker.file(folder / RESULT)
+            record.result(metrics)
             status = "FINISHED"
         except KeyboardInterrupt:
             status = "KILLED"
@@ -130,11 +122,20 @@ def train(
             if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
                 console.phase("drawing the report")
                 _draw(folder, tracker, console)
-            if tracker.run_id:
-                write_text(folder / TRACKED, tracker.run_id)
-            if lost := tracker.close(status):
+            if lost := record.close(status):
                 console.warn(lost)
     return Result(metrics, folder, _next_steps(config, folder, tracker))
+
+
+def _begin_record(record: Record, tracker: Tracker | NoTracker, config: RunConfig, *, new: bool) -> None:
+    """What the MLflow run begins with; waits until the store has it, if it can be reached."""
+    tracker.ready()
+    record.remember_run()
+    tracker.tags(run_tags() | config.tracking.tags)
+    if new:
+        tracker.params(config)
+    for name in ("config.yaml", "schema.yaml"):
+        tracker.file(Path(config.run.dir) / name)
 
 
 def _next_steps(config: RunConfig, folder: Path, tracker: Tracker | NoTracker) -> list[str]:

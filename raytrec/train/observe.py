@@ -86,6 +86,11 @@ class Observation:
         self._taps.forget()
         self._look_ahead()
 
+    def close(self) -> None:
+        """Ends what runs beside training."""
+        if self._system:
+            self._system.close()
+
     def before_save(self) -> None:
         """Checks what can be checked between steps, so that no bad state is kept; a collective.
 

@@ -15,6 +15,7 @@ from raytrec.tracking.gauges import Gauges
 from raytrec.tracking.ranks import Lines, rank_metrics
 
 EVENTS, METRICS, RANKS, CHECKS = "events.jsonl", "metrics.jsonl", "ranks.jsonl", "checks.jsonl"
+RESULT, TRACKED = "result.json", "mlflow_run_id"
 
 
 class Watch:
@@ -63,15 +64,36 @@ class Record:
         self.checks: dict[str, list[int]] = {}
         self._tracker, self._folder, self._cells = tracker, folder, cells
         self._gauges, self._lines, self._advised = Gauges(name), Lines(), set()
+        self._remembered = False
         self._attempt: int | None = None  # whose first interval is over
 
     def summary(self) -> dict[str, int]:
         """How many checks have passed and failed."""
         passed, failed = map(sum, zip(*self.checks.values(), strict=True)) if self.checks else (0, 0)
-        return {"checks.passed": passed, "checks.failed": failed}
+        return {"train.checks_passed": passed, "train.checks_failed": failed}
+
+    def remember_run(self) -> None:
+        """Notes the MLflow run, once there is one, for whoever resumes this run."""
+        if self._tracker.run_id and not self._remembered:
+            write_text(self._folder / TRACKED, self._tracker.run_id)
+            self._remembered = True
+
+    def result(self, metrics: dict[str, Any]) -> None:
+        """The figures of result.json, which has been written."""
+        figures = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
+        self._log("", figures, metrics["train.steps"])
+        self._tracker.file(self._folder / RESULT)
+
+    def close(self, status: str) -> str | None:
+        """Writes what is left; what is missing in MLflow in the end."""
+        self._gauges.close()
+        lost = self._tracker.close(status)
+        self.remember_run()
+        return lost
 
     def keep(self, kind: str, message: dict[str, Any]) -> list[str]:
         """Writes one message down; what people should be told of it."""
+        self.remember_run()
         if kind in ("event", "saved", "start", "stopped"):
             self._append(EVENTS, {"event": kind, "unix_s": time(), **message}, without="plan")
         elif kind in ("train", "eval", "final"):
@@ -92,13 +114,17 @@ class Record:
         figures = {k: v for k, v in message.items() if k not in ("step", "curves")}
         self._gauges.set({"step": message["step"], **figures})
         if kind != "final":  # whose figures the driver logs with the result
-            named = {f"{kind}.{name}": value for name, value in figures.items()}
-            self._tracker.metrics(named, message["step"])
+            self._log(f"{kind}.", figures, message["step"])
+
+    def _log(self, prefix: str, figures: dict[str, Any], step: int) -> None:
+        """To MLflow, whose pages have a section for each train/…, eval/… and so on."""
+        named = {(prefix + name).replace(".", "/", 1): value for name, value in figures.items()}
+        self._tracker.metrics(named, step)
 
     def _checked(self, message: dict[str, Any]) -> None:
         name, passed = message["check"], message["passed"]
         self.checks.setdefault(name, [0, 0])[not passed] += 1
-        figures = {f"check/{name}": int(passed), f"check/{name}_figure": message["figure"]}
+        figures = {f"watch/check/{name}": int(passed), f"watch/check/{name}_figure": message["figure"]}
         self._tracker.metrics(figures, message["step"])
 
     def _spoken(self, line: dict[str, Any]) -> list[str]:

@@ -66,6 +66,7 @@ def train_worker(task: Task) -> None:
         raise
     finally:
         reading.close()
+        observation.close()
 
     result = progress.result() | {"world_size": rank.world}
     if test:

@@ -64,6 +64,24 @@ def run(rank, world, plan, fault, settings):
     return loop(rank, world, plan, fault, **settings)
 
 
+def a_gradient_altered(scene):
+    table, step = scene.state.tables["tag"], scene.step.optimizer.step
+
+    def altered():
+        table.parameter.grad.mul_(1.001)
+        step()
+
+    if scene.rank == 1:
+        scene.step.optimizer.step = altered
+
+
+def test_a_gradient_of_one_replica():
+    found = failed(on_ranks(2, run, COPIES, a_gradient_altered, {}))
+    texts = {o["check"]: o["text"] for o in found if o["step"] == 6}
+    assert texts["parity"].startswith("table tag: the gradient that reaches rank 1 is not")
+    assert texts["replicas"] == "tables/tag/weight on rank 1 is not what it is on rank 0"
+
+
 def without_all_reduce(scene):
     for wrapped in scene.modules("DistributedDataParallel"):
         wrapped.require_backward_grad_sync = False
@@ -306,7 +324,7 @@ def nan_in_state(scene):
     [
         (nan, "sgd", 12, "table tag: a value is NaN or infinite on rank 1"),
         (nan, "sgd", 10, "a value is NaN or infinite on ranks 0 and 1"),
-        (huge, "sgd", 10, "table tag: max |value| is 1e+05 (largest on rank 1)"),
+        (huge, "sgd", 10, "table tag: max |value| is 1e+05 (on rank 1)"),
         (nan_in_state, "adagrad", 12, "table user's sum: a value is NaN or infinite on rank 1"),
     ],
 )

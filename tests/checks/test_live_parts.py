@@ -104,7 +104,30 @@ def test_growth_is_seen_against_the_median_of_earlier_looks():
     small = Numbers(None)
     assert all(judged(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), "tables begin near 0"
     rare = Numbers(None)
-    assert all(judged(rare, gradient=x).passed for x in (0, 0, 0, 0, 1e-3, 1.0)), "no id for long"
+    assert all(judged(rare, gradient=x).passed for x in (0, 0, 0, 0, 0.1, 0.1, 0.1)), "no id for long"
+    assert not judged(rare, gradient=20.0).passed
+
+
+def test_the_norm_is_that_of_the_whole_gradient():
+    dense, table = "dense layers' top.0.bias", "table t"
+
+    def judge(numbers, *squares):
+        return numbers.judge([Look({}, {}, part, {"step": 1}) for part in squares], 1)
+
+    numbers = Numbers(None)
+    usual = {dense: 9.0, table: 8.0}, {dense: 9.0, table: 8.0}
+    assert all(judge(numbers, *usual).passed for _ in range(3))
+    assert judge(numbers, *usual).figure == 1.0, "5 against 5"
+    grown = judge(numbers, {dense: 9.0, table: 2e5}, {dense: 9.0, table: 4e5})
+    assert (
+        not grown.passed
+        and "gradient is 775, 155 × what is usual" in grown.text
+        and "of table t" in grown.text
+    )
+    other = judge(numbers, {dense: 4e5, table: 1.0}, {dense: 4e5, table: 1.0})
+    assert "is 632, 126 ×" in other.text and other.text.endswith("of dense layers' top.0.bias")
+    assert judge(numbers, {dense: 9.0, table: 1e-9}, usual[1]).passed
+    assert judge(numbers, {dense: 9.0, table: 1e4}, usual[1]).passed, "a part may leave a plateau"
 
 
 @pytest.mark.parametrize(

@@ -158,4 +158,4 @@ def test_a_run_that_leaves_rows_out(tmp_path):
     from mlflow import MlflowClient
 
     run = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(figures["mlflow_run_id"])
-    assert run.data.metrics["train.skipped_rows"] == 204 and run.data.metrics["skipped_files"] == 1
+    assert run.data.metrics["train/skipped_rows"] == 204 and run.data.metrics["skipped_files"] == 1

@@ -140,19 +140,19 @@ def metrics(last: int) -> list[dict]:
         lines.append({"kind": "train", **when, **figures, "rows_per_s": 60_000.0})
         if step % 100 == 0:
             lines.append({"kind": "eval", **when, **figures, "auc": 0.8 - 2 / step, "curves": curves()})
-    lines.append({**lines[-1], "kind": "final", "auc": 0.81, "step": last})
+    lines.append({**lines[-1], "kind": "final", "auc": 0.81, "step": last, "curves": curves(0.2)})
     return lines
 
 
-def curves() -> dict:
-    """A ROC and a calibration curve."""
+def curves(power: float = 0.3) -> dict:
+    """A ROC and a calibration curve; the higher the power, the worse the model."""
     grid = np.linspace(0, 1, 50)
     bins = (np.arange(20) + 0.5) / 20
     return {
-        "roc": {"fpr": grid.tolist(), "tpr": (grid**0.3).tolist()},
+        "roc": {"fpr": grid.tolist(), "tpr": (grid**power).tolist()},
         "calibration": {
             "predicted": bins.tolist(),
-            "actual": (bins**1.1).tolist(),
+            "actual": (bins ** (1 + power)).tolist(),
             "rows": [1000 - 40 * i for i in range(20)],
         },
     }

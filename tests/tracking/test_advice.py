@@ -43,6 +43,11 @@ def test_waiting_for_others_is_not_slowness():
     assert straggler([slow, quick]) is None
 
 
+def test_waiting_is_not_to_blame_for_slowness():
+    ranks = lines({"input_exchange": 2.0, "data": 1.0}, {}, seconds=5.5)
+    assert "most of it in data (+9.0 ms)" in straggler(ranks)
+
+
 def test_one_rank_alone_and_ranks_without_times_are_no_stragglers():
     assert straggler(lines({})) is None
     assert straggler([]) is None

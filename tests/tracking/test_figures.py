@@ -74,6 +74,12 @@ def test_maps_of_many_tables_put_the_small_ones_together(tmp_path):
     assert size[0] == style.WIDTH and size[1] < 12
 
 
+def test_a_map_of_one_table_on_one_rank(tmp_path):
+    history = History.read(record(tmp_path, tables=1, ranks=1))
+    for draw, text in ((shards.by_memory, "6.64 KiB"), (shards.by_load, "100 %")):
+        assert [t.get_text() for t in draw(history).axes[1].texts] == [text]
+
+
 def test_only_the_last_group_of_workers_is_on_the_map(tmp_path):
     before = [interval(["a", "b"], rank, 3, 100) for rank in range(3)]
     after = [interval(["a", "b"], rank, 2, 200, attempt=1) for rank in range(2)]
@@ -169,14 +175,14 @@ def test_speed_is_rows_a_second(history):
     assert axes.lines[0].get_ydata() == pytest.approx([60_000] * 25)
 
 
-def test_all_have_the_style_and_leave_none_behind(history):
-    before = dict(matplotlib.rcParams)
+def test_all_have_the_style_and_leave_nothing_of_it_behind(history):
     for picture in PICTURES:
         made = picture.draw(history)
         assert made.get_size_inches()[0] == style.WIDTH, picture.name
         assert made.get_suptitle(), picture.name
         style.to_svg(made, picture.label)
-    assert dict(matplotlib.rcParams) == before
+    for key in style.STYLE:
+        assert matplotlib.rcParams[key] == matplotlib.rcParamsDefault[key], key
 
 
 def test_long_lines_are_means_of_neighbours():

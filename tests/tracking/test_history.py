@@ -84,8 +84,8 @@ def test_a_failed_check_stays_known_when_its_step_is_trained_again(tmp_path):
 
 
 def test_of_intervals_that_were_trained_again_the_later_count(tmp_path):
-    """Two ranks fail after step 300; one goes on from 150, so that nothing of rank 1 after 150 is true."""
-    before = [interval(NAMES, rank, 2, step) for step in (100, 200, 300) for rank in (0, 1)]
+    """Ranks fail after step 200; one goes on from 150, so that nothing of rank 1 after 150 is true."""
+    before = [interval(NAMES, rank, 2, step) for step in (100, 200) for rank in (0, 1)]
     after = [interval(NAMES, 0, 1, step, attempt=1) for step in (250, 350)]  # first steps 150 and 250
     write_lines(tmp_path / "ranks.jsonl", before + after)
     history = History.read(tmp_path)
@@ -96,18 +96,29 @@ def test_of_intervals_that_were_trained_again_the_later_count(tmp_path):
     assert [line["step"] for line in settled(history.ranks)] == [350]
 
 
+def test_a_new_rank_says_that_the_run_has_gone_back(tmp_path):
+    before = [interval(NAMES, 0, 1, step) for step in (100, 200)]
+    after = [interval(NAMES, rank, 2, 250, attempt=1) for rank in (1, 0)]
+    write_lines(tmp_path / "ranks.jsonl", before + after)
+    assert [(line["step"], line["rank"]) for line in History.read(tmp_path).ranks] == [
+        (100, 0),
+        (250, 0),
+        (250, 1),
+    ]
+
+
 def test_a_resumed_run_counts_attempts_from_0_again(tmp_path):
     first = [interval(NAMES, rank, 2, step, seconds=1.0) for step in (100, 200) for rank in (0, 1)]
-    second = [interval(NAMES, rank, 2, step, seconds=2.0) for step in (200, 300) for rank in (1, 0)]
+    second = [interval(NAMES, rank, 2, step, seconds=2.0) for step in (250, 350) for rank in (1, 0)]
     write_lines(tmp_path / "ranks.jsonl", first + second)
     seconds = [(line["step"], line["rank"], line["seconds"]) for line in History.read(tmp_path).ranks]
     assert seconds == [
         (100, 0, 1.0),
         (100, 1, 1.0),
-        (200, 0, 2.0),
-        (200, 1, 2.0),
-        (300, 0, 2.0),
-        (300, 1, 2.0),
+        (250, 0, 2.0),
+        (250, 1, 2.0),
+        (350, 0, 2.0),
+        (350, 1, 2.0),
     ]
 
 
@@ -165,20 +176,22 @@ def test_the_story_of_a_run_that_failed_and_was_resumed_a_day_later(tmp_path):
     record(tmp_path)
     later = [
         {"event": "hang", "unix_s": 50, "cause": "rank 0 has made no progress"},
-        {"event": "started", "unix_s": 86_450, "attempt": 1, "workers": 4},
-        {"event": "start", "unix_s": 86_451, "step": 500, "workers": 4},
-        {"event": "saved", "unix_s": 86_460, "step": 700, "error": "disk full"},
+        {"event": "waiting", "unix_s": 55, "cause": "there is room for 0 workers; waiting for 1"},
+        {"event": "started", "unix_s": 86_455, "attempt": 1, "workers": 4},
+        {"event": "start", "unix_s": 86_456, "step": 500, "workers": 4},
+        {"event": "saved", "unix_s": 86_465, "step": 700, "error": "disk full"},
     ]
     with open(tmp_path / "events.jsonl", "a") as file:
         file.writelines(json.dumps(e | {"unix_s": e["unix_s"] + BEGIN_S}) + "\n" for e in later)
     told = story(History.read(tmp_path))
-    assert [(g.begin_s, g.end_s, g.workers) for g in told.groups] == [(0, 9, 2), (20, 50, 2), (50, 60, 4)]
+    assert [(g.begin_s, g.end_s, g.workers) for g in told.groups] == [(0, 9, 2), (20, 50, 2), (55, 65, 4)]
     assert [g.resumed_after_s for g in told.groups] == [None, None, 86_400]
     assert [(m.kind, m.bad) for m in told.marks] == [
-        ("saved", False), ("failed", True), ("saved", False), ("hang", True), ("not saved", True)
+        ("saved", False), ("failed", True), ("saved", False), ("hang", True), ("waiting", False),
+        ("not saved", True),
     ]  # fmt: skip
     assert told.restarts == 2
-    assert told.progress == sorted(told.progress) and told.progress[-1] == (60, 700)
+    assert told.progress == sorted(told.progress) and told.progress[-1] == (65, 700)
 
 
 def test_folders_that_are_no_runs_are_errors_for_people(tmp_path):

@@ -4,10 +4,11 @@ import inspect
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Barrier, Thread
-from time import perf_counter
+from time import perf_counter, sleep, time
 
 import pytest
 
@@ -123,12 +124,15 @@ def test_a_run_is_made_once_although_the_answer_got_lost(place):
 
 
 class LooksBeforeOthersMake(Store):
-    """Makes a parent only when all have looked and found none."""
+    """Makes a parent only when all have looked and found none; the call that began first takes longest."""
 
     gate = Barrier(4, timeout=30)
 
     def _make_parent(self):
-        self.gate.wait()
+        turn = self.gate.wait()
+        began_ms = int(time() * 1000) - 100 * turn
+        sleep(0.15 * turn)
+        self._client.create_run = partial(self._client.create_run, start_time=began_ms)
         return super()._make_parent()
 
 
@@ -231,8 +235,9 @@ def answers():
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_server_that_wants_somebody_else(answers, tmp_path, status):
     tracker = Tracker(answers(status)[0], "exp", "run", tmp_path)
-    with pytest.raises(ConfigError, match="cannot open the MLflow store"):
+    with pytest.raises(ConfigError, match="cannot open the MLflow store") as error:
         tracker.ready()
+    assert ("MLFLOW_TRACKING_TOKEN" in error.value.do) == (status != 404)
     assert tracker.close("FAILED") is None
 
 

@@ -117,7 +117,7 @@ def test_no_file_is_needed(tmp_path, left_out):
 
 
 def test_hostile_texts_are_texts(tmp_path):
-    record(tmp_path, names=[HOSTILE, "a" * 300, "plain"])
+    record(tmp_path, names=[HOSTILE, "a" * 300, r"$\frac$"])
     line = {"step": 100, "check": HOSTILE, "passed": False, "text": HOSTILE, "figure": HOSTILE}
     write_lines(tmp_path / "checks.jsonl", [line])
     events = [

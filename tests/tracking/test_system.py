@@ -118,29 +118,41 @@ def test_gauges_without_ray_do_nothing():
 
 @pytest.fixture(scope="module")
 def ray_that_reports_soon():
-    """A local Ray whose node updates its Prometheus page every half second instead of every 10."""
+    """A local Ray whose node updates its Prometheus page every second instead of every 10."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_metrics_report_interval_ms", "500")
+        patch.setenv("RAY_metrics_report_interval_ms", "1000")
         with ray_session(num_cpus=2):
             yield
 
 
-def test_gauges_arrive_at_the_nodes_prometheus_page(ray_that_reports_soon):
+def exported(run):
+    """Our gauges of a run on the node's Prometheus page."""
     import ray
 
-    gauges = Gauges("run-1")
-    gauges.set({"step": 20, "rows_per_s": 25.5, "auc": None, "eval.ne": 0.75, "logloss": float("nan")})
-    gauges.set({"step": 40})
     address = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
-    expected = {"ray_raytrec_step": 40.0, "ray_raytrec_rows_per_s": 25.5, "ray_raytrec_eval_ne": 0.75}
+    lines = urlopen(address, timeout=10).read().decode().splitlines()
+    ours = [line for line in lines if line.startswith("ray_raytrec_") and f'run="{run}"' in line]
+    return {line.partition("{")[0]: float(line.split()[-1]) for line in ours}
+
+
+def wait_until_exported(run, expected):
     until = time.monotonic() + 40
-    found = None
-    while found != expected and time.monotonic() < until:
+    while exported(run) != expected and time.monotonic() < until:
         time.sleep(0.3)
-        lines = urlopen(address, timeout=10).read().decode().splitlines()
-        ours = [line for line in lines if line.startswith("ray_raytrec_") and 'run="run-1"' in line]
-        found = {line.partition("{")[0]: float(line.split()[-1]) for line in ours}
-    assert found == expected
+    assert exported(run) == expected
+
+
+def test_gauges_arrive_at_the_nodes_prometheus_page_and_stay(ray_that_reports_soon, monkeypatch):
+    monkeypatch.setattr("raytrec.tracking.gauges.REPEAT_S", 0.5)
+    gauges = Gauges("run-1")
+    gauges.set({"step": 20, "rows_per_s": 25.5, "auc": None, "eval.ne": 0.75})
+    gauges.set({"step": 40, "rows_per_s": float("nan")})
+    expected = {"ray_raytrec_step": 40.0, "ray_raytrec_rows_per_s": 25.5, "ray_raytrec_eval_ne": 0.75}
+    wait_until_exported("run-1", expected)
+    time.sleep(5)  # Ray forgets a gauge after two reports
+    assert exported("run-1") == expected
+    gauges.close()
+    wait_until_exported("run-1", {})
 
 
 def test_tags_say_the_clusters_shape(ray_that_reports_soon):

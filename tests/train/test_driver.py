@@ -70,16 +70,16 @@ def test_mlflow_has_the_run(runs):
     run = client.get_run(runs[2].metrics["mlflow_run_id"])
     assert run.info.status == "FINISHED"
     assert run.data.params["data.global_batch_size"] == "128"
-    assert run.data.metrics["eval.auc"] == pytest.approx(runs[2].metrics["eval.auc"])
-    steps = [m.step for m in client.get_metric_history(run.info.run_id, "train.logloss")]
+    assert run.data.metrics["eval/auc"] == pytest.approx(runs[2].metrics["eval.auc"])
+    steps = [m.step for m in client.get_metric_history(run.info.run_id, "train/logloss")]
     assert steps == [20, 40, 48]
-    assert [m.step for m in client.get_metric_history(run.info.run_id, "eval.ne")] == [20, 40, 48]
-    assert [m.step for m in client.get_metric_history(run.info.run_id, "table/tag/dead_share")] == [
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "eval/ne")] == [20, 40, 48]
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "watch/table/tag/dead_share")] == [
         20,
         40,
         48,
     ]
-    assert run.data.metrics["rank/1/backward_ms"] > 0 and run.data.metrics["check/parity"] == 1
+    assert run.data.metrics["watch/rank/1/backward_ms"] > 0 and run.data.metrics["watch/check/parity"] == 1
     assert run.data.metrics["system/rank_0/process_memory_usage_megabytes"] > 100
     assert run.data.tags["version.torchrec"] and run.data.tags["cluster.nodes"] == "1"
     names = {a.path for a in client.list_artifacts(run.info.run_id)}
@@ -104,7 +104,7 @@ def test_what_the_ranks_did(runs, folder, workers):
         "alike", "shards", "replicas", "parity", "conservation", "numbers"
     }  # fmt: skip
     assert [c for c in checks if not c["passed"]] == []
-    assert runs[workers].metrics["checks.passed"] == len(checks)
+    assert runs[workers].metrics["train.checks_passed"] == len(checks)
 
 
 def test_the_curves_of_the_final_evaluation(runs):

@@ -267,7 +267,7 @@ def test_keeps_the_last_and_the_best(folder, tmp_path):
 
     store = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     run = (tmp_path / "run/mlflow_run_id").read_text()
-    by_ne = sorted((m.value, m.step) for m in store.get_metric_history(run, "eval.ne") if m.step < STEPS)
+    by_ne = sorted((m.value, m.step) for m in store.get_metric_history(run, "eval/ne") if m.step < STEPS)
     assert set(kept) - {STEPS} == {step for _, step in by_ne[:2]}
     for step in set(kept) - {STEPS}:
         assert kept[step]["evaluation"]["ne"] == dict((s, v) for v, s in by_ne)[step]

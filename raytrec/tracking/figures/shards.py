@@ -39,7 +39,7 @@ def by_memory(history: History) -> Figure | None:
         return None
     each = f", {_spread(held)}" if len(ranks) > 1 else ""
     title = f"Memory of tables: {bytes_text(held.sum())} on {_ranks(ranks)}{each}"
-    made, axes = _draw(held, names, ranks, title, BYTES, LogNorm(held[held > 0].min(), held.max()))
+    made, axes = _draw(held, names, ranks, title, BYTES, LogNorm(held[held > 0].min() / 2, held.max()))
     axes.set_ylabel("total")
     return made
 
