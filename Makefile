@@ -3,13 +3,14 @@
 # make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
 # make chaos   a run on several nodes with at least 20 faults; writes benchmarks/results/chaos.json
 # make test-survive  every way of disturbing a run; make test has the quicker ones
-# make overhead, make curves, make bench-ingest, make bench-checkpoint  what the README's other figures come from
+# make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
+#              what the README's other figures come from
 PYTHON ?= python3.11
 DEVICE ?= cpu
 BIN := .venv/bin
 ROWS ?= 300000
 
-.PHONY: train test test-survive parity chaos overhead curves bench-ingest bench-checkpoint lint format install lock clean
+.PHONY: train test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -25,6 +26,9 @@ chaos: install
 
 bench-checkpoint: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py
+
+bench-watching: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/watching.py
 
 parity: install
 	$(BIN)/pytest tests/parity -m "parity or not parity"

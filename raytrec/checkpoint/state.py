@@ -45,6 +45,7 @@ class LogicalState:
         plain = _unwrapped(optimizer)
         if with_optimizer:
             _make_lazy_state(plain)
+        self._kernels = list(sharded_kernels(model))
         self.tables: dict[str, Table] = tables(model, plain if with_optimizer else None)
         self.dense = dict(_dense_values(model))
         self._fused_steps: list[tuple[Any, torch.Tensor]] = []
@@ -59,6 +60,8 @@ class LogicalState:
             rows: table → only its first rows.
             leave_out: tables that are not wanted.
         """
+        for kernel in self._kernels:
+            kernel.flush()  # rows that a kernel has in a cache, to where the shards are
         for fused, step in self._fused_steps:
             step.fill_(float(fused.iter[0]))
         out: State = {name: value for name, value in self.dense.items() if _owner(name) not in leave_out}
@@ -71,6 +74,8 @@ class LogicalState:
 
     def written(self) -> None:
         """To be called after the tensors have been written: kernels take over what they keep elsewhere."""
+        for kernel in self._kernels:
+            kernel.purge()  # of rows in a cache
         for fused, step in self._fused_steps:
             fused.set_optimizer_step(int(step))
             fused.iter_cpu.fill_(int(step))  # fbgemm-gpu 1.8.0 looks at `iter` only while this one is 0

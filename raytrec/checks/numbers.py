@@ -68,25 +68,25 @@ class Numbers(Check):
         self._looks += 1
         figures = {k: v for k, v in position.figures.items() if isinstance(v, int | float)}
         squares = self._squares() if probed else {}
+        if self.run.config.train.on_nan == "skip" and not all(map(isfinite, squares.values())):
+            squares = {}  # of a step that is left out and counted: it has changed nothing
         return Look(_largest(values), _largest(state), squares, {**figures, "step": position.step})
 
     def judge(self, looks: list[Look], step: int) -> Outcome:
         problems = _not_finite(looks)
-        growths = [0.0]
+        norm, most = _norm(looks)
+        growths = [self._growth("the gradient", norm, 0.0)]
+        if growths[0] > GROWTH:
+            times = f"{growths[0]:,.0f} × what is usual"
+            problems.append(
+                f"the norm of the whole gradient is {norm:.3g}, {times}; most of it is that of {most}"
+            )
         for name in dict.fromkeys(name for look in looks for name in look.values):
             size, rank = max((look.values.get(name, 0.0), rank) for rank, look in enumerate(looks))
             growths.append(self._growth(name, size, FLOOR))
             if growths[-1] > GROWTH:
-                problems.append(
-                    f"{name}: max |value| is {size:.3g} (on rank {rank}), {growths[-1]:,.0f} × what is usual"
-                )
-        norm, most = _norm(looks)
-        growths.append(self._growth("the gradient", norm, 0.0))
-        if growths[-1] > GROWTH:
-            times = f"{growths[-1]:,.0f} × what is usual"
-            problems.append(
-                f"the norm of the whole gradient is {norm:.3g}, {times}; most of it is that of {most}"
-            )
+                times = f"{growths[-1]:,.0f} × what is usual"
+                problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {times}")
         problems += _drift(looks[0].figures)
         return self.outcome(step, problems, "all numbers are finite and of usual size", max(growths), GROWTH)
 
@@ -144,7 +144,8 @@ def _largest(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
     sizes = ends.view(-1, 2).abs().amax(1).tolist()
     out: dict[str, float] = {}
     for (name, _), size in zip(some, sizes, strict=True):
-        out[name] = size if not isfinite(size) else max(size, out.get(name, 0.0))
+        before = out.get(name, 0.0)
+        out[name] = max(size, before) if isfinite(size + before) else float("nan")
     return out
 
 

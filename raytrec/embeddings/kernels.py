@@ -30,6 +30,12 @@ def replicated_kernels(model: nn.Module) -> Iterator[nn.Module]:
                     yield from lookup.module._emb_modules
 
 
+def has_cache(kernel: nn.Module) -> bool:
+    """Whether a kernel keeps rows on the device that lie in host memory (fused_uvm_caching on a GPU)."""
+    cache = getattr(kernel.emb_module, "lxu_cache_weights", None)
+    return cache is not None and cache.numel() > 0
+
+
 def pad_empty_shards(model: nn.Module) -> None:
     """Lets kernels run on a rank where tables have no row (row-wise, fewer rows than ranks).
 

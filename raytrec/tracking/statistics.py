@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.embeddings.kernels import has_cache
 from raytrec.embeddings.tables import Shard, Table
 from raytrec.embeddings.taps import Lookup, Taps
 from raytrec.schema import Schema
@@ -71,8 +72,8 @@ class Statistics:
     def collect(self) -> dict[str, dict[str, Any]]:
         """Figures of each table since the last call (see docs/watch.md); ends the probe."""
         lookups = self._lookups()
-        for lookup in filter(_has_cache, self._taps.lookups):
-            lookup.kernel.emb_module.flush()
+        for lookup in self._taps.lookups:
+            lookup.kernel.flush()  # rows that a kernel has in a cache, to where the shards are
         found = {name: self._of(table, lookups.get(name, 0)) for name, table in self._tables.items()}
         self._turn += 1
         self._probed.clear()
@@ -113,7 +114,7 @@ class Statistics:
                 "gradient_norm": self._gradient_norm(table, probed),
                 "max_abs": torch.maximum(figures["max_abs"], _largest(now)),
             }
-            if not _has_cache(probed.lookup):  # new values may still be in it
+            if not has_cache(probed.lookup.kernel):  # new values may still be in it
                 figures["update_norm"] = _scaled(now - probed.before, probed)
         figures |= cache_hits(probed.lookup.kernel if probed else None)
         return figures
@@ -240,11 +241,6 @@ def cache_hits(kernel: torch.nn.Module | None) -> dict[str, float]:
     _, _, distinct, misses, *_ = lookup.get_uvm_cache_stats(use_local_cache=False).tolist()
     lookup.reset_uvm_cache_stats()
     return {"cache_hit_rate": 1 - misses / distinct} if distinct else {}
-
-
-def _has_cache(lookup: Lookup) -> bool:
-    cache = getattr(getattr(lookup.kernel, "emb_module", None), "lxu_cache_weights", None)
-    return cache is not None and cache.numel() > 0
 
 
 def _scaled(rows: torch.Tensor, probed: Probed) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import raytrec
 from raytrec.checkpoint.state import LogicalState
-from raytrec.checks.live import LiveChecks, Outcome, Position, verdict
+from raytrec.checks.live import CHECKS, LiveChecks, Outcome, Position, verdict
 from raytrec.embeddings.taps import Taps
 from raytrec.tracking.statistics import Statistics
 from raytrec.tracking.system import System
@@ -18,8 +18,6 @@ from raytrec.train.progress import Progress
 from raytrec.train.rank import Rank
 from raytrec.train.step import Head, Step
 from raytrec.train.survive import versions
-
-REACTIONS = ("alike", "shards", "replicas", "parity", "conservation", "numbers")
 
 
 class Observation:
@@ -150,7 +148,7 @@ class Observation:
 
 def checks_any(config: Any) -> bool:
     """Whether any check is on."""
-    return any(getattr(config.checks, name) != "off" for name in REACTIONS)
+    return any(getattr(config.checks, check.name) != "off" for check in CHECKS)
 
 
 def about(rank: Rank) -> dict[str, Any]:

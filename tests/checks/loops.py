@@ -5,6 +5,18 @@ from typing import Any
 
 from small import SCHEMA, batches, config
 
+ROW_WISE, COPIES = {"sharding": "row_wise"}, {"sharding": "data_parallel"}
+PLANS = {
+    "row-wise": ROW_WISE,
+    "table-wise": {"sharding": "table_wise"},
+    "column-wise": {"sharding": "column_wise"},
+    "table-row-wise": {"sharding": "table_row_wise"},
+    "table-column-wise": {"sharding": "table_column_wise"},
+    "grid": {"sharding": "grid_shard"},
+    "data-parallel": COPIES,
+    "dense": {"sharding": "row_wise", "kernel": "dense"},
+    "fp16": {"sharding": "table_wise", "dtype": "fp16"},
+}
 ABOUT = {"config": "a: 1", "schema": "tables: {}", "torch": "2.13.0"}
 
 
@@ -96,3 +108,15 @@ def failed(answers, check=None):
     """Of the answers of all ranks, which must be the same: the outcomes that failed."""
     assert all(answer == answers[0] for answer in answers), "ranks do not agree"
     return [o for o in answers[0] if not o["passed"] and check in (None, o["check"])]
+
+
+def run(rank, world, plan, fault, settings):
+    return loop(rank, world, plan, fault, **settings)
+
+
+def the_one(answers, check, step=6):
+    """The text of the check that found it, which is the only one to fail at that step."""
+    found = [o for o in failed(answers) if o["step"] == step]
+    assert found and {o["check"] for o in found} == {check}, found
+    assert failed(answers)[0]["step"] == step, "found before it was there"
+    return found[0]["text"]

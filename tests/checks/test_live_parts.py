@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checks.keys import LONGEST, keys_of, some_bags
 from raytrec.checks.live import CHECKS, verdict
-from raytrec.checks.numbers import GROWTH, ROWS, Look, Numbers
+from raytrec.checks.numbers import GROWTH, ROWS, Look, Numbers, _largest
 from raytrec.checks.outcome import Outcome, Position, Watched, odd_ones, ranks
 from raytrec.checks.probe import error_of
 from raytrec.checks.replicas import CHUNK, _multipliers, fingerprint
@@ -108,6 +108,21 @@ def test_growth_is_seen_against_the_median_of_earlier_looks():
     assert not judged(rare, gradient=20.0).passed
 
 
+def test_what_is_not_finite():
+    nan, inf = float("nan"), float("inf")
+    both = [("t", torch.tensor([nan])), ("t", torch.tensor([2.0])), ("u", torch.tensor([-3.0, 1.0]))]
+    for parts in (both, both[::-1]):
+        assert str(_largest(parts)["t"]) == "nan" and _largest(parts)["u"] == 3.0
+    looks = [Look({"dense": nan, "table": x}, {"table's sum": 1.0}, {}, {"step": 1}) for x in (1.0, inf)]
+    assert (
+        Numbers(None).judge(looks, 1).text.startswith("table: a value is NaN or infinite on rank 1; dense: ")
+    )
+    numbers = Numbers(None)
+    assert all(judged(numbers, values=0.5).passed for _ in range(3))
+    assert not any(judged(numbers, values=x).passed for x in (inf, nan, inf, nan, inf))
+    assert not judged(numbers, values=51.0).passed, "what is not finite is not usual"
+
+
 def test_the_norm_is_that_of_the_whole_gradient():
     dense, table = "dense layers' top.0.bias", "table t"
 
@@ -170,7 +185,7 @@ def test_rows_that_a_probed_step_touched_are_looked_at():
     lookup = Lookup(None, ["a", "b"], ["other", "t"], [2, 2], False, torch.zeros(2), ids)
     for touched, expected in [(777, True), (778, False)]:
         ids.values()[2] = touched
-        run = Watched(None, None, {"t": table}, {}, SimpleNamespace(lookups=[lookup]), values.device)
+        run = Watched(config(1, {}), None, {"t": table}, {}, SimpleNamespace(lookups=[lookup]), values.device)
         numbers = Numbers(run)
         for probed in (False, True):
             outcome = numbers.judge([numbers.look(Position(1), probed)], 1)
