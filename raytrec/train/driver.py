@@ -168,11 +168,12 @@ def open_tracker(config: RunConfig, console: RunConsole) -> Tracker | NoTracker:
 def _draw(folder: Path, tracker: Tracker | NoTracker, console: RunConsole) -> None:
     """The report and its pictures, in the run folder and in MLflow. A run does not fail for them."""
     try:
-        from raytrec.tracking.report import build, pictures
+        from raytrec.tracking.report import build_with_pictures
 
-        for picture in pictures(folder):
+        page, pictures = build_with_pictures(folder)
+        tracker.file(page)
+        for picture in pictures:
             tracker.file(picture, "pictures")
-        tracker.file(build(folder))
     except Exception as error:
         console.warn(f"no report: {type(error).__name__}: {error}; try again with raytrec report {folder}")
 
