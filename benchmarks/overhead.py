@@ -122,8 +122,8 @@ def torchrec_pipeline(config: RunConfig, schema: Schema, device: torch.device, p
     return TrainPipelineSparseDist(model, combine(model, config.optim), device, execute_all_batches=True)
 
 
-def measure(rank: int, workers: int, device: str, rounds: int, batch: int, folder: str) -> None:
-    """One rank; rank 0 leaves the seconds of every turn of every case in the folder."""
+def join(rank: int, workers: int, device: str, folder: str) -> torch.device:
+    """Makes this process a rank of a group; its device."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     os.environ |= {"LOCAL_WORLD_SIZE": str(workers), "GLOO_SOCKET_IFNAME": "lo"}
@@ -138,7 +138,12 @@ def measure(rank: int, workers: int, device: str, rounds: int, batch: int, folde
         world_size=workers,
         timeout=timedelta(seconds=120),
     )
-    times = {}
+    return here
+
+
+def measure(rank: int, workers: int, device: str, rounds: int, batch: int, folder: str) -> None:
+    """One rank; rank 0 leaves the seconds of every turn of every case in the folder."""
+    here, times = join(rank, workers, device, folder), {}
     with Progress(disable=rank > 0) as progress:
         for sharding, pooling in CASES:
             config, schema = config_of(sharding, workers, batch), schema_of(pooling)

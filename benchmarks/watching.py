@@ -13,15 +13,11 @@ round.
 from __future__ import annotations
 
 import json
-import logging
-import os
 import statistics
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from queue import Empty
 from time import perf_counter, sleep
@@ -31,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
-from overhead import batches_of, config_of, schema_of
+from overhead import batches_of, config_of, join, schema_of
 from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -112,20 +108,7 @@ def measure(
     rank: int, workers: int, device: str, rounds: int, batch: int, folder: str, queue: Any, turns: Any
 ) -> None:
     """One rank; rank 0 leaves the seconds of every turn in the folder."""
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    os.environ |= {"LOCAL_WORLD_SIZE": str(workers), "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
-    here = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
-    if device == "cuda":
-        torch.cuda.set_device(here)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=workers,
-        timeout=timedelta(seconds=120),
-    )
+    here = join(rank, workers, device, folder)
     plain = config_of("both", workers, batch).model_dump(by_alias=True)
     sides = [
         Side(RunConfig.model_validate(plain | changes), rank, here, Mailbox(queue, number))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.checks.keys import Key, found, keys_of
 from raytrec.embeddings.kernels import has_cache
 from raytrec.embeddings.tables import Shard, Table
 from raytrec.embeddings.taps import Lookup, Taps
@@ -60,6 +61,7 @@ class Statistics:
         self._changed = torch.zeros(2, len(schema.sparse), dtype=torch.int64)
         self._seen: dict[str, torch.Tensor] = {}
         self._probed: dict[str, Probed] = {}
+        self._keys: dict[int, list[Key]] = {}  # of each lookup of the probed step
         for lookup in taps.lookups:
             lookup.kernel.register_forward_hook(self._before_update(lookup))
 
@@ -74,11 +76,14 @@ class Statistics:
         lookups = self._lookups()
         for lookup in self._taps.lookups:
             lookup.kernel.flush()  # rows that a kernel has in a cache, to where the shards are
-        found = {name: self._of(table, lookups.get(name, 0)) for name, table in self._tables.items()}
+        probed = {id(p.lookup): p.lookup for p in self._probed.values()}
+        self._keys = {i: list(keys_of(lookup.ids, len(lookup.features))) for i, lookup in probed.items()}
+        figures = {name: self._of(table, lookups.get(name, 0)) for name, table in self._tables.items()}
         self._turn += 1
         self._probed.clear()
+        self._keys.clear()
         self._changed.zero_()
-        return _plain(found)
+        return _plain(figures)
 
     def _lookups(self) -> dict[str, int]:
         """table → ids looked up by this rank since the last call."""
@@ -160,7 +165,7 @@ class Statistics:
             return None if gradient is None else torch.linalg.vector_norm(gradient.float())
         if probed.lookup.gradient is None:
             return None
-        return _scaled(row_gradients(probed), probed)
+        return _scaled(row_gradients(probed, self._keys[id(probed.lookup)]), probed)
 
     def _before_update(self, lookup: Lookup) -> Any:
         """A hook that keeps what a probed step's update will change."""
@@ -203,21 +208,23 @@ class Statistics:
         return self._schema.tables[table].out_of_range == "hash" and self._changed_share(table) == 1.0
 
 
-def row_gradients(probed: Probed) -> torch.Tensor:
+def row_gradients(probed: Probed, keys: list[Key]) -> torch.Tensor:
     """The gradients of a probed step's rows: float32 [n, columns].
 
     A row's gradient is Σ over the bags that hold it of w × the bag's gradient (w: 1 without weights).
+
+    Args:
+        keys: of the lookup.
     """
-    lookup, out = probed.lookup, torch.zeros_like(probed.before)
-    starts = torch.tensor(lookup.columns).cumsum(0).tolist()
-    for key in probed.keys:
-        lengths, weights = _lengths(lookup.ids, key), _weights(lookup.ids, key)
-        ids = _ids(lookup.ids, key)
-        at = torch.searchsorted(probed.ids, ids).clamp_max(len(probed.ids) - 1)
-        known = probed.ids[at] == ids
-        bags = torch.repeat_interleave(lengths)[known]
-        gradient = lookup.gradient[bags, starts[key] - lookup.columns[key] : starts[key]].float()
-        out.index_add_(0, at[known], gradient if weights is None else gradient * weights[known].unsqueeze(1))
+    out, gradients = (
+        torch.zeros_like(probed.before),
+        probed.lookup.gradient.split(probed.lookup.columns, dim=1),
+    )
+    for number in probed.keys if len(out) else ():
+        key = keys[number]
+        hits, at = found(probed.ids, key.ids)
+        of_bags = gradients[number][key.bag[hits]].float()
+        out.index_add_(0, at, of_bags * key.weights[hits].unsqueeze(1))
     return out
 
 
@@ -269,15 +276,6 @@ def _device(table: Table, shard: Shard) -> str:
 def _ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
     ends = features.offset_per_key()
     return features.values()[ends[key] : ends[key + 1]]
-
-
-def _weights(features: KeyedJaggedTensor, key: int) -> torch.Tensor | None:
-    weights, ends = features.weights_or_none(), features.offset_per_key()
-    return None if weights is None else weights[ends[key] : ends[key + 1]]
-
-
-def _lengths(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
-    return features.lengths().view(len(features.keys()), -1)[key]
 
 
 def _plain(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -34,6 +34,7 @@ def runs(folder, tmp_path_factory):
                 train__epochs=3,
                 train__eval_every_steps=20,
                 tracking__every_steps=20,
+                tracking__report=True,
                 checks__every_steps=20,
             )
         )
