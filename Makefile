@@ -2,7 +2,7 @@
 # make test    installs what it needs and runs the tests
 # make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
 # make chaos   a run on several nodes with at least 20 faults; writes benchmarks/results/chaos.json
-# make test-survive  every way of disturbing a run; make test has the quicker ones
+# make test-survive  the slower tests of whole runs, most of which disturb them
 # make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
 #              what the README's other figures come from
 PYTHON ?= python3.11

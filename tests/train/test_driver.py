@@ -118,7 +118,7 @@ def test_the_curves_of_the_final_evaluation(runs):
     assert sum(calibration["rows"]) == 1003
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.survive), 3])
 def test_evaluate_again_with_other_workers(runs, folder, workers):
     again = driver.evaluate(runs[2].path, str(folder / "test"), workers=workers)
     assert again.metrics["eval.rows"] == 1003
@@ -126,6 +126,7 @@ def test_evaluate_again_with_other_workers(runs, folder, workers):
         assert again.metrics[name] == pytest.approx(runs[2].metrics[name], abs=1e-6)
 
 
+@pytest.mark.survive
 def test_evaluate_takes_a_checkpoint_folder_and_one_file(runs, folder):
     again = driver.evaluate(runs[1].path / "checkpoints", str(folder / "valid/part-1.parquet"), workers=1)
     assert again.metrics["eval.rows"] == 250
@@ -140,6 +141,7 @@ def test_figures_that_labels_of_one_kind_do_not_define(runs, folder, tmp_path):
     json.dumps(figures, allow_nan=False)
 
 
+@pytest.mark.survive
 def test_a_run_can_be_moved(runs, folder, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(runs[1].path, moved)

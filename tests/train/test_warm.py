@@ -31,7 +31,7 @@ def first(folder, tmp_path_factory):
     return driver.train(parquet.settings(folder, place / "run", train__epochs=2))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.survive), 2])
 def test_goes_on_with_the_weights(first, folder, tmp_path, workers):
     """A warm start that learns nothing ends with the first run's figures; on other data, by another plan."""
     new = parquet.write(tmp_path / "new", 1500, seed=77)
@@ -43,6 +43,7 @@ def test_goes_on_with_the_weights(first, folder, tmp_path, workers):
     assert (second.path / "config.yaml").read_text().count(str(first.path)) == 2, "says where it comes from"
 
 
+@pytest.mark.survive
 def test_with_a_config_of_its_own_and_again(first, folder, tmp_path):
     settings = parquet.settings(folder, tmp_path / "second")
     second = driver.train(settings, start_from=first.path / "checkpoints")
@@ -65,6 +66,7 @@ def test_what_does_not_fit(first, folder, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.survive
 def test_partitions_and_transforms_in_a_run(folder, tmp_path):
     """Raw columns, by day, become the very run that their prepared form gives."""
     whole = pq.read_table(folder / "train")
