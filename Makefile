@@ -2,6 +2,7 @@
 # make test    installs what it needs and runs the tests
 # make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
 # make chaos   a run on several nodes with at least 20 faults; writes benchmarks/results/chaos.json
+# make cluster-test  every way to run on a cluster, from a notebook and in an image, for real
 # make test-survive  the slower tests of whole runs, most of which disturb them
 # make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
 #              what the README's other figures come from
@@ -10,13 +11,16 @@ DEVICE ?= cpu
 BIN := .venv/bin
 ROWS ?= 300000
 
-.PHONY: train test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching lint format install lock clean
+.PHONY: train test cluster-test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
 
 test: install
 	$(BIN)/pytest
+
+cluster-test: install
+	$(BIN)/pytest tests/cluster -m "cluster or not cluster"
 
 test-survive: install
 	$(BIN)/pytest tests/train tests/checkpoint -m survive

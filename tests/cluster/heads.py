@@ -1,0 +1,130 @@
+"""A real Ray cluster of one node, as a user starts one: `ray start --head`, with job API, Ray client and token."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+PYTHON = sys.executable
+RAY = str(Path(sys.executable).with_name("ray"))
+RAYTREC = str(Path(sys.executable).with_name("raytrec"))
+
+
+class Head:
+    """`with Head(folder) as head:` runs a Ray head on loopback, and ends it.
+
+    Args:
+        folder: an empty folder for the token, Ray's files and the shared root.
+        cpus: logical CPUs.
+        environment: more variables of Ray's processes, which those of jobs inherit.
+
+    Attributes:
+        url: of the job API. client: ray:// address. address: HOST:PORT of the cluster itself.
+        root: RAYTREC_ROOT of the cluster's nodes.
+        token: path of the token file.
+        env: environment for commands of somebody who may use the cluster.
+    """
+
+    def __init__(self, folder: Path, cpus: int = 6, environment: dict[str, str] | None = None):
+        self.folder, self.root, self.token = folder, folder / "root", folder / "auth_token"
+        self.root.mkdir(parents=True)
+        self.token.write_text(secrets.token_hex(32))
+        self.token.chmod(0o600)
+        port, dashboard, client = free_ports(3)
+        self.address = f"127.0.0.1:{port}"
+        self.url, self.client = f"http://127.0.0.1:{dashboard}", f"ray://127.0.0.1:{client}"
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
+        self.env = kept | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        # `python` and `raytrec` of a job are those beside us, as in an activated environment.
+        path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+        self.env |= {"OMP_NUM_THREADS": "1", "PATH": path}
+        # As raytrec.cluster.stay_on_loopback does in a process of its own.
+        ours = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        self._environment = self.env | ours | {"RAYTREC_ROOT": str(self.root)} | (environment or {})
+        self._command = [RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1"]
+        self._command += ["--port", str(port), "--dashboard-host", "127.0.0.1"]
+        self._command += ["--dashboard-port", str(dashboard), "--ray-client-server-port", str(client)]
+        self._command += ["--num-cpus", str(cpus), "--object-store-memory", str(400 << 20)]
+        self._command += ["--temp-dir", str(short_folder(folder)), "--disable-usage-stats"]
+
+    def __enter__(self) -> Head:
+        with (self.folder / "ray.log").open("w") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        deadline = time.monotonic() + 90
+        while not self._answers():
+            assert self._process.poll() is None, (self.folder / "ray.log").read_text()
+            assert time.monotonic() < deadline, "the head has not come up"
+            time.sleep(0.3)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end(self._process)
+
+    def run(self, *command: str, timeout: float = 240, **options) -> subprocess.CompletedProcess:
+        """A command of somebody who may use the cluster, to its end; stdout and stderr as text."""
+        return subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=timeout, **options
+        )
+
+    def _answers(self) -> bool:
+        request = urllib.request.Request(f"{self.url}/api/jobs/")
+        request.add_header("Authorization", f"Bearer {self.token.read_text()}")
+        try:
+            return urllib.request.urlopen(request, timeout=5).status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends `ray start --block` and all that it started."""
+    if process.poll() is None:
+        children = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)  # it ends its own
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pid in children:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of children, theirs, and so on."""
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def short_folder(folder: Path) -> Path:
+    """A link with a short path: addresses of Unix sockets, which Ray makes below, are at most 107 bytes long."""
+    link = Path(tempfile.mkdtemp(prefix="rt")) / "r"
+    (folder / "ray").mkdir(exist_ok=True)
+    link.symlink_to(folder / "ray")
+    return link
