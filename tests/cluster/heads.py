@@ -1,4 +1,4 @@
-"""A real Ray cluster of one node, as a user starts one: `ray start --head`, with job API, Ray client and token."""
+"""A real Ray cluster of one node, as a user starts one: `ray start --head`, with all that listens."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def short_folder(folder: Path) -> Path:
-    """A link with a short path: addresses of Unix sockets, which Ray makes below, are at most 107 bytes long."""
+    """A link with a short path: addresses of Unix sockets are at most 107 bytes long, and Ray makes them below."""
     link = Path(tempfile.mkdtemp(prefix="rt")) / "r"
     (folder / "ray").mkdir(exist_ok=True)
     link.symlink_to(folder / "ray")

@@ -1,0 +1,67 @@
+"""Ray's token: asked for by default, found where Ray looks for it, and readable by its owner alone.
+
+Without it, whoever reaches a cluster's ports runs code there (docs/security.md). Ray 2.60 looks for a token
+in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, and ~/.ray/auth_token, where RAY_AUTH_MODE=token.
+No Ray is imported here, because Ray reads that variable when it is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from raytrec.errors import RunError
+
+MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray sets in the environment of a job's driver
+
+
+def use_token(*, create: bool = False) -> None:
+    """Makes this process, and those it starts, ask for and send Ray's token; to be called before Ray is used.
+
+    Whoever has set RAY_AUTH_MODE has chosen; a job's driver uses what its cluster uses.
+
+    Args:
+        create: makes a token where there is none, for a new cluster.
+
+    Raises:
+        RunError: there is no token, and none is to be made.
+    """
+    if MODE not in os.environ and IN_JOB in os.environ:
+        return
+    if os.environ.get(MODE, "token").lower() != "token":
+        return
+    if not os.environ.get(TOKEN):
+        _find_file(create)
+    os.environ[MODE] = "token"
+    if "ray" in sys.modules:  # which has read its settings
+        from ray._raylet import Config
+
+        Config.initialize("")
+
+
+def token_file() -> Path:
+    """The file in which Ray looks for the token."""
+    named = os.environ.get(PATH)
+    return Path(named).expanduser() if named else Path.home() / ".ray" / "auth_token"
+
+
+def _find_file(create: bool) -> None:
+    file = token_file()
+    if create and not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Not write_text and chmod: between the two, others could read it.
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(secrets.token_hex(32))
+    if not file.is_file():
+        raise RunError(
+            "there is no token for the Ray cluster",
+            where=f"{TOKEN} is not set, and there is no file {file}",
+            expected="the token of the cluster, which its owner has",
+            do=f"put it into {file} (chmod 600), or set {PATH}=FILE; for a cluster of your own that "
+            f"asks for none set {MODE}=disabled",
+        )
+    if file.stat().st_uid == os.getuid() and file.stat().st_mode & 0o077:
+        file.chmod(0o600)  # `ray get-auth-token --generate` writes it readable by all

@@ -1,0 +1,27 @@
+"""Whether the Ray of a cluster is the one that raytrec is made for."""
+
+from __future__ import annotations
+
+from raytrec.errors import RunError
+
+RAY = "2.60.0"  # raytrec touches private parts of Ray, each place read for this version
+
+
+def check_ray(cluster: str, *, where: str) -> None:
+    """Compares the version of a cluster's Ray with ours.
+
+    Args:
+        cluster: its version.
+        where: its address, for the error.
+
+    Raises:
+        RunError: it is another one.
+    """
+    if cluster != RAY:
+        raise RunError(
+            f"the cluster runs Ray {cluster}, and this raytrec is made for Ray {RAY}",
+            where=where,
+            expected=f"Ray {RAY} on every node",
+            do="install requirements/cuda.txt (or cpu.txt) of this raytrec on the cluster, or use the "
+            "raytrec that the cluster was set up with",
+        )
