@@ -1,1 +1,1 @@
-"""Running raytrec somewhere else: as a job of a Ray cluster, or from a notebook. Needs neither torch nor torchrec."""
+"""Running raytrec somewhere else: as a job of a cluster, or from a notebook. Without torch or torchrec here."""

@@ -23,6 +23,7 @@ from raytrec.remote.versions import check_ray
 
 DEFAULT = "http://127.0.0.1:8265"
 ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which Ray's client takes before what it is given
+YOUNG_S = 60.0  # within which a cluster that answers must be ready for jobs
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 T = TypeVar("T")
 
@@ -31,8 +32,7 @@ class Jobs:
     """Jobs of a cluster.
 
     Args:
-        address: http(s)://HOST:PORT of the cluster's dashboard; default: RAY_API_SERVER_ADDRESS, else the one
-            of this machine.
+        address: http(s)://HOST:PORT of the dashboard; default: RAY_API_SERVER_ADDRESS, else this machine's.
 
     Raises:
         ConfigError: no such address. RunError: the cluster cannot be reached, refuses the token, or runs
@@ -66,7 +66,7 @@ class Jobs:
             source: a config file, its values, or a RunConfig; paths in it are those of the cluster.
             overrides: `section.key=value` strings.
             include: further files and folders that the job needs.
-            root: folder on the cluster that relative paths are taken from; default: the cluster's RAYTREC_ROOT.
+            root: folder on the cluster for relative paths; default: the cluster's RAYTREC_ROOT.
         """
         name = config_name(source)
         patience = load_config(source, overrides).scaling.stop_s + 30
@@ -82,9 +82,18 @@ class Jobs:
     def start(self, command: str, runtime_env: dict[str, Any], name: str) -> str:
         """Starts a command as a job; its id begins with `name`."""
         job = f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-        return self._asked(
-            lambda: self._client.submit_job(entrypoint=command, submission_id=job, runtime_env=runtime_env)
-        )
+        deadline = time.monotonic() + YOUNG_S
+        while True:
+            try:
+                return self._asked(
+                    lambda: self._client.submit_job(
+                        entrypoint=command, submission_id=job, runtime_env=runtime_env
+                    )
+                )
+            except RunError as error:  # the cluster has only just been started
+                if "No available agent" not in error.what or time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
 
     def status(self, job: str) -> str:
         """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""

@@ -39,7 +39,7 @@ class Head:
         self.root.mkdir(parents=True)
         self.token.write_text(secrets.token_hex(32))
         self.token.chmod(0o600)
-        port, dashboard, client = free_ports(3)
+        port, dashboard, client, agent = free_ports(4)
         self.address = f"127.0.0.1:{port}"
         self.url, self.client = f"http://127.0.0.1:{dashboard}", f"ray://127.0.0.1:{client}"
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
@@ -53,6 +53,8 @@ class Head:
         self._command = [RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1"]
         self._command += ["--port", str(port), "--dashboard-host", "127.0.0.1"]
         self._command += ["--dashboard-port", str(dashboard), "--ray-client-server-port", str(client)]
+        # Jobs are started by an agent whose default port another Ray on this machine may have.
+        self._command += ["--dashboard-agent-listen-port", str(agent)]
         self._command += ["--num-cpus", str(cpus), "--object-store-memory", str(400 << 20)]
         self._command += ["--temp-dir", str(short_folder(folder)), "--disable-usage-stats"]
 
@@ -123,7 +125,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def short_folder(folder: Path) -> Path:
-    """A link with a short path: addresses of Unix sockets are at most 107 bytes long, and Ray makes them below."""
+    """A link with a short path: Ray makes Unix sockets below, whose addresses are at most 107 bytes long."""
     link = Path(tempfile.mkdtemp(prefix="rt")) / "r"
     (folder / "ray").mkdir(exist_ok=True)
     link.symlink_to(folder / "ray")
