@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.table import Table
 
 from raytrec.tracking.results import LABELS, shown
+from raytrec.train import lines
 
 PLAIN_EVERY_S = 10.0  # seconds between progress lines where stderr is not a terminal
 
@@ -30,9 +31,10 @@ class RunConsole:
     """
 
     def __init__(self, name: str):
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, emoji=False)  # a path may have : and [ in it
         self._name = name
-        self._last_plain = 0.0
+        self._last_plain, self._total = 0.0, 0
+        self._begin: tuple[float, int] | None = None  # when and at which step the time left began to be known
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -61,7 +63,7 @@ class RunConsole:
 
     def start(self, total: int, step: int = 0, workers: int = 0, **_: Any) -> None:
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
-        self._total = total
+        self._total, self._begin = total, None
         if step:
             self.note(f"goes on at step {step} with {workers} workers")
 
@@ -89,19 +91,25 @@ class RunConsole:
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(f"{self._name}  {text}", highlight=False, soft_wrap=True)
+        self._console.print(f"{self._name}  {text}", highlight=False, soft_wrap=True, markup=False)
 
     def train(self, step: int, logloss: float, ne: float, rows_per_s: float | None, **_: Any) -> None:
-        speed = f"{rows_per_s:,.0f} rows/s  " if rows_per_s else ""
-        text = f"step {step}/{self._total}  {speed}loss {logloss:.4f}  NE {ne:.4f}"
+        text = lines.progress(step, self._total, rows_per_s, logloss, ne)
         self._progress.update(self._task, completed=step, figures=text)
-        self._plain(text, always=step == self._total)
+        left = self._left(step)
+        self._plain(text if left is None else f"{text}  {lines.remaining(left)}", always=step == self._total)
 
     def eval(self, step: int, **figures: Any) -> None:
-        text = f"step {step}: {_figures(figures)}"
+        text = lines.evaluation(step, figures)
         if self._console.is_terminal:
             self._progress.print(f"{self._name}  {text}", highlight=False)
         self._plain(text, always=True)
+
+    def _left(self, step: int) -> float | None:
+        """Seconds until the last step, at the speed since the first figures; None while there is none."""
+        now = monotonic()
+        began, first = self._begin = self._begin or (now, step)
+        return (now - began) / (step - first) * (self._total - step) if step > first else None
 
     def warn(self, text: str) -> None:
         self._console.print("[yellow]warning:[/yellow]", escape(text), highlight=False, soft_wrap=True)
@@ -110,15 +118,7 @@ class RunConsole:
         now = monotonic()
         if not self._console.is_terminal and (always or now - self._last_plain >= PLAIN_EVERY_S):
             self._last_plain = now
-            self._console.print(f"{self._name}  {text}", highlight=False, soft_wrap=True)
-
-
-def _figures(figures: dict[str, Any]) -> str:
-    parts = []
-    for name in ("auc", "ne", "logloss", "calibration"):
-        if (value := figures.get(name)) is not None:
-            parts.append(f"{name.upper() if name in ('auc', 'ne') else name} {value:.4f}")
-    return "  ".join(parts)
+            self._console.print(f"{self._name}  {text}", highlight=False, soft_wrap=True, markup=False)
 
 
 def print_result(result: Any) -> None:
