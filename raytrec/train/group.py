@@ -106,12 +106,11 @@ def run_group(
     for name, value in RAY_TRAIN.items():
         os.environ.setdefault(name, value)
     import ray.train
-    from ray.train.torch import TorchConfig
 
     from raytrec.train import worker as workers
     from raytrec.train.hub import start_hub
-    from raytrec.train.loopback import LoopbackTorchConfig
     from raytrec.train.policies import FailuresWithReason, RoomOnNodes, Trainer
+    from raytrec.train.rendezvous import OwnAddressTorchConfig
 
     hub = start_hub(scaling.hang_s, scaling.timeout_s)
     places = bundle(config, device)
@@ -128,7 +127,7 @@ def run_group(
     trainer = Trainer(
         getattr(workers, worker),
         train_loop_config=task,
-        torch_config=(LoopbackTorchConfig if local else TorchConfig)(
+        torch_config=OwnAddressTorchConfig(
             backend="nccl" if device == "cuda" else "gloo", timeout_s=scaling.timeout_s
         ),
         scaling_config=ray_scaling,
