@@ -1,4 +1,4 @@
-"""Who drives a run: a note in its folder, by which others find the process, and what it said in plain lines."""
+"""Who drives a run: a note in its folder, by which others find the process, and what it has said."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import time
 from typing import Any, TextIO
@@ -131,10 +131,8 @@ class _Both:
         self._stream, self._file = stream, file
 
     def write(self, text: str) -> int:
-        try:
+        with suppress(OSError, ValueError):  # no room on the disk; or a thread that outlives the run
             self._file.write(text)
-        except (OSError, ValueError):  # no room on the disk; or a thread that outlives the run
-            pass
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
