@@ -1,8 +1,11 @@
-"""ray job submit --working-dir . -- python jobs/train.py jobs/synthetic.yaml scaling.workers=2"""
+"""ray job submit --working-dir . -- python jobs/train.py jobs/movielens.yaml scaling.workers=2
+
+Submitted again, it goes on with the run, if that was interrupted.
+"""
 
 import sys
 
 from raytrec.cli import main
 
 if __name__ == "__main__":
-    main(["train", *sys.argv[1:]])
+    main(["train", "--continue", *sys.argv[1:]])

@@ -20,6 +20,11 @@ app = typer.Typer(
 app.add_typer(prepare_app, name="prepare")
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides.")]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="As `raytrec submit` named it.")]
+Address = Annotated[
+    str | None,
+    typer.Option(help="http://HOST:PORT of the cluster's dashboard; default: http://127.0.0.1:8265."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
@@ -60,6 +65,13 @@ def train(
             help="Go on with this run from its newest checkpoint; with CONFIG, if that means the same.",
         ),
     ] = None,
+    go_on: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="Go on with the newest run of this CONFIG that was interrupted; begin one if there is none.",
+        ),
+    ] = False,
     json: Json = False,
 ):
     """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.workers=2"""
@@ -72,16 +84,63 @@ def train(
         config, overrides = None, [config, *overrides]
     if start_from and resume:
         raise ConfigError("--from and --resume are two different things", expected="one of them")
+    if go_on and earlier:
+        raise ConfigError("--continue finds the run by itself", expected="CONFIG alone, or --resume RUN")
     if config is None and earlier is None:
         raise ConfigError(
             "no config was given",
             expected="raytrec train CONFIG, or raytrec train --from RUN, or --resume RUN",
         )
     try:
-        result = run(config, overrides, start_from, resume)
+        result = run(config, overrides, start_from, resume, go_on)
     except Interrupted as interrupt:  # the run has said so itself
         raise typer.Exit(128 + interrupt.signal) from None
     _show(result, json)
+
+
+@app.command()
+def submit(
+    config: Annotated[str, typer.Argument(metavar="CONFIG")],
+    overrides: Overrides = None,
+    address: Address = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="A further file or folder to take along (repeatable).")
+    ] = None,
+    root: Annotated[
+        str | None,
+        typer.Option(help="The cluster's folder for relative paths; default: its RAYTREC_ROOT."),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not wait for its end.")] = False,
+):
+    """Trains on a cluster: takes code and CONFIG there and follows the job; again, to go on with it."""
+    from raytrec.remote.follow import follow
+    from raytrec.remote.jobs import Jobs
+
+    jobs = Jobs(address)
+    job = jobs.submit(config, overrides or [], include or [], root)
+    print(f"job          {job}")
+    print(f"see it       raytrec follow {job} --address {jobs.address}")
+    print(f"stop it      raytrec stop {job} --address {jobs.address}", flush=True)
+    if not detach:
+        raise typer.Exit(follow(jobs, job))
+
+
+@app.command("follow")
+def follow_job(job: Job, address: Address = None):
+    """Shows what a job writes, from its beginning to its end; exits as it does."""
+    from raytrec.remote.follow import follow
+    from raytrec.remote.jobs import Jobs
+
+    raise typer.Exit(follow(Jobs(address), job))
+
+
+@app.command("stop")
+def stop_job(job: Job, address: Address = None):
+    """Asks a job to save and to end, and waits until it has."""
+    from raytrec.remote.follow import stop
+    from raytrec.remote.jobs import Jobs
+
+    stop(Jobs(address), job)
 
 
 @app.command()

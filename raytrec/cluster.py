@@ -9,6 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from raytrec.errors import RunError
+from raytrec.remote.token import IN_JOB, use_token
+
+
+def in_job() -> bool:
+    """Whether this process is the driver of a Ray job that was submitted."""
+    return IN_JOB in os.environ
 
 
 @contextmanager
@@ -31,6 +37,7 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
     if ray.is_initialized():
         yield
         return
+    use_token(create=not (address or os.environ.get("RAY_ADDRESS")))
     address = address or os.environ.get("RAY_ADDRESS")
     options: dict = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:

@@ -25,6 +25,11 @@ class RunSection(Section):
     dir: str | None = Field(
         None, description="The run folder: result, checkpoint, config; default: runs/NAME."
     )
+    root: str | None = Field(
+        None,
+        description="The folder that relative paths of data and runs are taken from; default: RAYTREC_ROOT of "
+        "the environment, which the nodes of a cluster have, else the working directory.",
+    )
     start_from: str | None = Field(
         None, description="A run or checkpoint folder whose weights training begins with (warm start)."
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from raytrec.errors import DataError
+from raytrec.errors import ConfigError, DataError
+
+ROOT = "RAYTREC_ROOT"
+COPIES = "/runtime_resources/working_dir_files/"  # where Ray unpacks the working directories of jobs
 
 
 def open_filesystem(uri: str):
@@ -48,9 +51,28 @@ def read_text(uri: str) -> str:
         return stream.read().decode()
 
 
-def absolute(uri: str) -> str:
-    """A local path made absolute (workers run in another directory); URIs are left alone."""
-    return uri if "://" in uri else os.path.abspath(os.path.expanduser(uri))
+def absolute(uri: str, root: str | None = None) -> str:
+    """A local path made absolute (workers run in another directory); URIs are left alone.
+
+    Args:
+        root: the folder that relative paths are taken from; default: RAYTREC_ROOT, which the nodes of a
+            cluster have, else the working directory.
+
+    Raises:
+        ConfigError: in a Ray job, whose working directory is a copy that is soon removed, without a root.
+    """
+    if "://" in uri:
+        return uri
+    place = os.path.expanduser(uri)
+    root = root or os.environ.get(ROOT)
+    if not root and not os.path.isabs(place) and COPIES in os.getcwd():
+        raise ConfigError(
+            f"'{uri}' is a relative path, and this job's working directory is a copy of what was submitted",
+            where=os.getcwd(),
+            expected="a folder that all nodes of the cluster share",
+            do=f"set run.root=FOLDER, or {ROOT} where the cluster is started; or give an absolute path",
+        )
+    return os.path.abspath(os.path.join(os.path.expanduser(root or ""), place))
 
 
 def relative(path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from raytrec.checkpoint.index import INDEX, CheckpointError, read_index
 from raytrec.errors import RunError
-from raytrec.storage import open_filesystem
+from raytrec.storage import absolute, open_filesystem
 
 PREFIX = "step-"
 FOLDER = "checkpoints"  # in a run folder, unless checkpoint.dir says otherwise
@@ -50,9 +50,7 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     Raises:
         RunError: when there is none; CheckpointError: when the one given is damaged.
     """
-    place = str(place)
-    if "://" not in place:
-        place = str(Path(place).expanduser().absolute())
+    place = absolute(str(place))
     for root in _roots(place):
         folder, index, _ = newest(root)
         if folder:

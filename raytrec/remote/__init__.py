@@ -1,1 +1,1 @@
-"""Running raytrec somewhere else: as a job of a cluster, or from a notebook. Without torch or torchrec here."""
+"""Running raytrec somewhere else: as a job of a cluster, or from a notebook. Needs no torch here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import shlex
 import time
@@ -189,5 +190,6 @@ class Jobs:
 
 def _short(text: str) -> str:
     """The last line of a traceback that a server sent, without the HTTP around it."""
+    text = re.sub(r"^Request failed with status code \d+: ", "", text)
     lines = [line.strip() for line in text.splitlines() if line.strip(" \".'")]
     return lines[-1][:500] if lines else text

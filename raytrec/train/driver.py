@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -12,24 +13,27 @@ from time import perf_counter
 from typing import Any
 
 from raytrec.checkpoint.files import find, steps
-from raytrec.cluster import ray_session
+from raytrec.cluster import in_job, ray_session
 from raytrec.config import RunConfig, load_config
 from raytrec.data.faults import SKIPPED, Faults
 from raytrec.data.fragments import Dataset, list_files, scan
 from raytrec.embeddings.pins import pins
 from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.schema import Schema
-from raytrec.storage import absolute, relative
+from raytrec.storage import absolute as settled
+from raytrec.storage import relative
 from raytrec.tracking.mlflow import NoTracker, Tracker
 from raytrec.tracking.tags import run_tags
 from raytrec.train.console import RunConsole
 from raytrec.train.group import fingerprint, local_cpus, run_group
-from raytrec.train.resume import check_same_data, resume_config
+from raytrec.train.lock import held
+from raytrec.train.resume import check_same_data, check_unfinished, interrupted, resume_config
 from raytrec.train.warm import check_fits, config_from, schema_at, schema_of
 from raytrec.train.watch import METRICS, RESULT, TRACKED, Record, Watch, write_json, write_text
 from raytrec.transforms import LookupVocabulary
 
 REPORT = "report.html"
+PATIENCE_S = 60.0  # beyond scaling.stop_s, for the driver of before to end
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ def train(
     overrides: list[str] | None = None,
     start_from: str | Path | None = None,
     resume: str | Path | None = None,
+    go_on: bool = False,
 ) -> Result:
     """Trains, evaluates and saves a run.
 
@@ -62,6 +67,7 @@ def train(
         overrides: `section.key=value` strings.
         start_from: a run or checkpoint folder whose weights training begins with (run.start_from).
         resume: the folder of a run that was interrupted, to go on with.
+        go_on: look for an interrupted run of the same config and data first, and go on with the newest.
 
     Returns:
         Result: figures of the final evaluation (data.test, else data.valid) and of training.
@@ -72,26 +78,22 @@ def train(
             traceback. Interrupted: Ctrl-C or SIGTERM; the run can be resumed.
     """
     began = perf_counter()
-    overrides = overrides or []
-    if resume:
-        config = resolve(resume_config(resume, source, overrides), source)
-    elif source is None:
-        config = resolve(*config_from(start_from, overrides))
-    else:
-        overrides = [*overrides, f"run.start_from={start_from}"] if start_from else overrides
-        config = resolve(load_config(source, overrides), source)
+    config, resume = _settle(source, overrides or [], start_from, resume, go_on)
     folder, root = Path(config.run.dir), config.checkpoint_root
     schema, datasets = _open_data(config)
     lines = check_fits(config, schema) if config.run.start_from and not resume else []
     pins(config, schema)  # names of plan.tables and plan.together, before anything starts
-    if resume:
-        check_same_data(folder, root, schema, fingerprint(datasets["train"]))
-        write_text(folder / "config.yaml", config.to_yaml())
-    else:
-        _make_folder(folder, config, schema)
-    lines += _note_left_out(folder, datasets)
-    status = "FAILED"
-    with RunConsole(config.run.name) as console:
+    status, patience = "FAILED", PATIENCE_S + config.scaling.stop_s if go_on else 0
+    with RunConsole(config.run.name) as console, held(folder, patience, console.phase):
+        if resume:
+            check_unfinished(folder)
+            check_same_data(folder, root, schema, fingerprint(datasets["train"]))
+            write_text(folder / "config.yaml", config.to_yaml())
+        else:
+            _make_folder(folder, config, schema)
+        lines += _note_left_out(folder, datasets)
+        if in_job():
+            console.note(f"run folder {folder}")
         tracker = open_tracker(config, console)
         record = Record(tracker, folder, config.run.name, config.tracking.cells)
         for line in lines:
@@ -116,7 +118,8 @@ def train(
             status = "FINISHED"
         except KeyboardInterrupt:
             status = "KILLED"
-            console.note(f"go on with: raytrec train --resume {relative(folder)}")
+            again = "submit the same again" if in_job() else f"raytrec train --resume {relative(folder)}"
+            console.note(f"go on with: {again}")
             raise
         finally:
             if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
@@ -125,6 +128,25 @@ def train(
             if lost := record.close(status):
                 console.warn(lost)
     return Result(metrics, folder, _next_steps(config, folder, tracker))
+
+
+def _settle(
+    source: Any, overrides: list[str], start_from: Any, resume: Any, go_on: bool
+) -> tuple[RunConfig, Path | None]:
+    """The resolved config, and the folder of the run to go on with, if it is not a new one."""
+    if not resume:
+        if source is None:
+            config, named = config_from(start_from, overrides)
+            return resolve(config, named), None
+        overrides = [*overrides, f"run.start_from={start_from}"] if start_from else overrides
+        config = load_config(source, overrides)
+        named = bool(config.run.name or config.run.dir)
+        config = resolve(config, source)
+        resume = interrupted(config, named) if go_on else None
+        if not resume:
+            return config, None
+    config = resolve(resume_config(resume, source, overrides), source)
+    return config, Path(config.run.dir)
 
 
 def _begin_record(record: Record, tracker: Tracker | NoTracker, config: RunConfig, *, new: bool) -> None:
@@ -202,7 +224,7 @@ def evaluate(
     config = load_config(index["about"]["config"], changes)
     config.run.dir = folder if "://" not in folder else str(Path(tempfile.gettempdir()) / "raytrec")
     schema = schema_of(index["about"])
-    datasets = {"test": scan(absolute(data), schema, "--data", transforms=tuple(config.data.transforms))}
+    datasets = {"test": scan(settled(data), schema, "--data", transforms=tuple(config.data.transforms))}
     with RunConsole(config.run.name) as console, ray_session(config.scaling.address, local_cpus(config)):
         watch = Watch(console)
         figures = run_group("evaluate_worker", config, schema, datasets, folder, watch)
@@ -233,6 +255,7 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     stem = Path(source).stem if isinstance(source, (str, Path)) else "run"
     stem += "" if kind == "run" else f"-{kind}"
     run.name = run.name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    absolute = partial(settled, root=run.root)
     run.dir = run.dir or f"runs/{run.name}"
     if "://" in run.dir:
         raise ConfigError(
@@ -242,7 +265,7 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
             do="use a local or mounted folder; object stores are not supported as run folders",
         )
     run.dir = absolute(run.dir)
-    run.start_from = run.start_from and find(run.start_from)[0]
+    run.start_from = run.start_from and find(absolute(run.start_from))[0]
     if config.checkpoint.dir:
         config.checkpoint.dir = absolute(config.checkpoint.dir)
     for key in ("train", "valid", "test", "schema_path"):

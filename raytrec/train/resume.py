@@ -11,6 +11,8 @@ from raytrec.checkpoint.files import newest
 from raytrec.config import RunConfig, load_config
 from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.schema import Schema
+from raytrec.storage import absolute
+from raytrec.train.watch import RESULT
 
 # What may change in mid-run: it does not change what is trained. (Where the data lie may change, because
 # their row groups are compared, too.)
@@ -34,6 +36,7 @@ FREE = (
     "data.prefetch",
     "run.dir",
     "run.name",
+    "run.root",
 )
 
 
@@ -48,14 +51,8 @@ def resume_config(place: str | Path, source: Any, overrides: list[str]) -> RunCo
     Raises:
         RunError: no run there, or a finished one. ConfigError: a change that would make it another run.
     """
-    folder = Path(place).expanduser().absolute()
-    if (folder / "result.json").exists():
-        raise RunError(
-            "this run has finished",
-            where=str(folder),
-            expected="a run that was interrupted",
-            do=f"look at its result.json, or begin a new run with its weights: raytrec train --from {place}",
-        )
+    folder = Path(absolute(str(place)))
+    check_unfinished(folder)
     if not (folder / "config.yaml").is_file():
         raise RunError(
             "there is no run here",
@@ -79,6 +76,45 @@ def resume_config(place: str | Path, source: Any, overrides: list[str]) -> RunCo
             do=f"leave these as they were; or begin a new run with its weights: raytrec train --from {place}",
         )
     return config
+
+
+def check_unfinished(folder: Path) -> None:
+    """Raises a RunError when the run in a folder has finished."""
+    if (folder / RESULT).exists():
+        raise RunError(
+            "this run has finished",
+            where=str(folder),
+            expected="a run that was interrupted",
+            do=f"look at its {RESULT}, or begin a new run with its weights: raytrec train --from {folder}",
+        )
+
+
+def interrupted(config: RunConfig, named: bool) -> Path | None:
+    """The run that the same command has begun before and that has not finished.
+
+    Args:
+        config: resolved, as of a new run.
+        named: whether the user has chosen its name or folder. Else it is the newest run of this name and
+            another time whose configuration and data are the same.
+
+    Returns:
+        Its folder, or None.
+    """
+    folder = Path(config.run.dir)
+    if named:
+        return folder if _is_unfinished(folder) else None
+    stem = config.run.name.rsplit("-", 2)[0]  # NAME-date-time
+    found = [f for f in sorted(folder.parent.glob(f"{stem}-*"), reverse=True) if _is_unfinished(f)]
+    return next((f for f in found if _is_same(load_config(f / "config.yaml"), config)), None)
+
+
+def _is_unfinished(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and not (folder / RESULT).exists()
+
+
+def _is_same(before: RunConfig, after: RunConfig) -> bool:
+    data = all(getattr(before.data, part) == getattr(after.data, part) for part in ("train", "valid", "test"))
+    return data and not _differences(before, after)
 
 
 def check_same_data(folder: Path, root: str, schema: Schema, fingerprint: str) -> None:
