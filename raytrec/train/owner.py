@@ -14,9 +14,9 @@ from time import time
 from typing import Any, TextIO
 
 from raytrec.errors import RaytrecError, RunError
+from raytrec.remote.token import IN_JOB
 
 NOTE, LOG = "driver.json", "run.log"
-IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray sets for the driver of a job
 
 
 @contextmanager
