@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import zlib
 from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
 
-from raytrec.checkpoint.index import is_local, sync_folder
+from raytrec.checkpoint.index import is_local, reason, sync_folder, unreadable
 from raytrec.data.faults import retried
 from raytrec.storage import open_filesystem
 
@@ -126,3 +127,23 @@ class Source:
         data = retried(self._uri, lambda: self._file.read_at(len(into), start))
         into[: len(data)] = data
         return len(data)
+
+
+def read_block(source: Source, start: int, into: memoryview, crc32: int, where: str) -> None:
+    """Fills memory with a block of a chunk, and checks it.
+
+    Args:
+        start: the block's first byte in the file.
+        where: the block, for people.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what was written.
+    """
+    try:
+        got = source.read(start, into)
+    except OSError as error:
+        raise unreadable(reason(error), where) from None
+    if got < len(into):
+        raise unreadable(f"the file ends {len(into) - got:,} bytes too early", where)
+    if zlib.crc32(into) != crc32:
+        raise unreadable("damaged (the bytes do not match their checksum)", where)

@@ -52,7 +52,7 @@ from raytrec.checkpoint.index import (
     write_index,
     writing,
 )
-from raytrec.checkpoint.rawfile import Sink, Source
+from raytrec.checkpoint.rawfile import Sink, Source, read_block
 from raytrec.storage import open_filesystem
 
 __all__ = ["BLOCK_BYTES", "INDEX", "CheckpointError", "ShardReader", "ShardWriter", "read_index"]
@@ -298,14 +298,7 @@ class ShardReader(StorageReader):
 
     def _fill(self, source: Source, chunk: StoredChunk, number: int, begin: int, into: memoryview) -> None:
         where = chunk.where(self._folder, begin, begin + len(into))
-        try:
-            got = source.read(chunk.start + begin, into)
-        except OSError as error:
-            raise unreadable(reason(error), where) from None
-        if got < len(into):
-            raise unreadable(f"the file ends {len(into) - got:,} bytes too early", where)
-        if zlib.crc32(into) != chunk.crc32[number]:
-            raise unreadable("damaged (the bytes do not match their checksum)", where)
+        read_block(source, chunk.start + begin, into, chunk.crc32[number], where)
 
 
 def _metadata(index: dict, where: str) -> Metadata:
