@@ -27,6 +27,7 @@ from raytrec.tracking.tags import run_tags
 from raytrec.train.console import RunConsole
 from raytrec.train.group import fingerprint, local_cpus, run_group
 from raytrec.train.lock import held
+from raytrec.train.owner import driving
 from raytrec.train.resume import check_same_data, check_unfinished, interrupted, resume_config
 from raytrec.train.warm import check_fits, config_from, schema_at, schema_of
 from raytrec.train.watch import METRICS, RESULT, TRACKED, Record, Watch, write_json, write_text
@@ -78,13 +79,13 @@ def train(
             traceback. Interrupted: Ctrl-C or SIGTERM; the run can be resumed.
     """
     began = perf_counter()
-    config, resume = _settle(source, overrides or [], start_from, resume, go_on)
+    config, resume = settle(source, overrides or [], start_from, resume, go_on)
     folder, root = Path(config.run.dir), config.checkpoint_root
     schema, datasets = _open_data(config)
     lines = check_fits(config, schema) if config.run.start_from and not resume else []
     pins(config, schema)  # names of plan.tables and plan.together, before anything starts
     status, patience = "FAILED", PATIENCE_S + config.scaling.stop_s if go_on else 0
-    with RunConsole(config.run.name) as console, held(folder, patience, console.phase):
+    with RunConsole(config.run.name) as console, held(folder, patience, console.phase), driving(folder):
         if resume:
             check_unfinished(folder)
             check_same_data(folder, root, schema, fingerprint(datasets["train"]))
@@ -130,8 +131,8 @@ def train(
     return Result(metrics, folder, _next_steps(config, folder, tracker))
 
 
-def _settle(
-    source: Any, overrides: list[str], start_from: Any, resume: Any, go_on: bool
+def settle(
+    source: Any, overrides: list[str], start_from: Any = None, resume: Any = None, go_on: bool = False
 ) -> tuple[RunConfig, Path | None]:
     """The resolved config, and the folder of the run to go on with, if it is not a new one."""
     if not resume:
