@@ -1,0 +1,183 @@
+"""Rows of a table, straight from a checkpoint: no torch, no process groups, and memory for a few blocks.
+
+For looking at what has been trained. Tables may be larger than this machine's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from raytrec.checkpoint.index import CheckpointError, unreadable
+from raytrec.checkpoint.rawfile import Source, read_block
+from raytrec.errors import RunError, did_you_mean
+
+BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time
+STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+PLACE = "tables/{}/weight"
+
+
+class StoredTable:
+    """A table as a checkpoint holds it, under whatever plan it was saved.
+
+    Use it as a context manager: it keeps the files open.
+
+    Args:
+        folder: of the checkpoint, a local path or a URI.
+        index: what `read_index` gives for it.
+        name: of the table.
+
+    Attributes:
+        rows, dim: its shape.
+
+    Raises:
+        RunError: there is no such table. CheckpointError: it cannot be read.
+    """
+
+    def __init__(self, folder: str, index: dict[str, Any], name: str):
+        entry = index["tensors"].get(PLACE.format(name))
+        if entry is None:
+            raise _unknown(name, table_names(index), folder)
+        if entry["dtype"] not in STORED:
+            raise CheckpointError(f"table {name} is of {entry['dtype']}", expected=", ".join(STORED))
+        self.rows, self.dim = entry["shape"]
+        self._files = ExitStack()
+        sources: dict[str, Source] = {}
+        for part in entry["chunks"]:
+            if part["file"] not in sources:
+                sources[part["file"]] = self._open(folder, part["file"])
+        self._chunks = [
+            _Chunk(
+                sources[part["file"]], part, entry["dtype"], index["block_bytes"], f"{folder}/{part['file']}"
+            )
+            for part in entry["chunks"]
+        ]
+
+    def __enter__(self) -> StoredTable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def read(self, first: int, end: int) -> np.ndarray:
+        """Rows from `first` to before `end`: float32 [end - first, dim]."""
+        band = np.empty((end - first, self.dim), np.float32)
+        for chunk in self._chunks:
+            chunk.into(band, first)
+        return band
+
+    def bands(self) -> Iterator[tuple[int, np.ndarray]]:
+        """All rows, in order, a few at a time: (the first of them, float32 [n, dim])."""
+        count = max(1, BAND_BYTES // (4 * self.dim))
+        for first in range(0, self.rows, count):
+            yield first, self.read(first, min(first + count, self.rows))
+
+    def take(self, rows: Sequence[int]) -> np.ndarray:
+        """Some rows: float32 [len(rows), dim].
+
+        Raises:
+            RunError: there is no such row.
+        """
+        for row in rows:
+            if not 0 <= row < self.rows:
+                raise RunError(f"there is no row {row}", expected=f"0 to {self.rows - 1}")
+        out = np.empty((len(rows), self.dim), np.float32)
+        for place in np.argsort(rows, kind="stable"):  # in the order of the file
+            out[place] = self.read(rows[place], rows[place] + 1)[0]
+        return out
+
+    def nearest(
+        self, query: np.ndarray, k: int, leave_out: int | None = None
+    ) -> tuple[list[int], list[float]]:
+        """The rows whose cosine with a vector is the largest; a row of zeros has none, and comes last.
+
+        Args:
+            query: float [dim].
+            k: how many, at most.
+            leave_out: a row that is not wanted: the one that the query is.
+
+        Returns:
+            Rows and their cosines, the largest first; of equal ones, the lower row first.
+        """
+        query = np.asarray(query, np.float64)
+        query = query / (np.linalg.norm(query) or 1.0)
+        best, rows = np.empty(0), np.empty(0, np.int64)
+        for first, band in self.bands():
+            values = band.astype(np.float64)
+            norms = np.sqrt(np.einsum("nd,nd->n", values, values))
+            scores = np.divide(values @ query, norms, out=np.full(len(band), -2.0), where=norms > 0)
+            if leave_out is not None and first <= leave_out < first + len(band):
+                scores[leave_out - first] = -np.inf
+            best, rows = np.append(best, scores), np.append(rows, np.arange(first, first + len(band)))
+            kept = np.lexsort((rows, -best))[:k]
+            best, rows = best[kept], rows[kept]
+        found = best >= -1.5  # neither zeros nor what is left out
+        return rows[found].tolist(), best[found].tolist()
+
+    def _open(self, folder: str, name: str) -> Source:
+        if "/" in name:
+            raise unreadable(f"damaged (it names a file of another folder: {name})", folder)
+        try:
+            return self._files.enter_context(Source(folder, name))
+        except OSError as error:
+            raise unreadable(error.strerror or str(error), f"{folder}/{name}") from None
+
+
+def table_names(index: dict[str, Any]) -> list[str]:
+    """Tables that a checkpoint holds, in the order of their names."""
+    head, tail = PLACE.split("{}")
+    names = [n for n in index["tensors"] if n.startswith(head) and n.endswith(tail)]
+    return sorted(name.removeprefix(head).removesuffix(tail) for name in names)
+
+
+class _Chunk:
+    """A shard of a table in a file. It keeps the block read last, in which the next rows may begin."""
+
+    def __init__(self, source: Source, part: dict[str, Any], dtype: str, block_bytes: int, where: str):
+        self._source, self._part, self._bfloat = source, part, dtype == "bfloat16"
+        self._dtype, self._block_bytes, self._where = np.dtype(STORED[dtype]), block_bytes, where
+        self._first, self._column = part["offsets"]
+        self._rows, self._columns = part["sizes"]
+        self._number, self._block = -1, b""
+
+    def into(self, band: np.ndarray, first: int) -> None:
+        """Copies what a band of rows, which begins with row `first` of the table, has in this shard."""
+        low, high = max(first, self._first), min(first + len(band), self._first + self._rows)
+        if low < high:
+            columns = slice(self._column, self._column + self._columns)
+            band[low - first : high - first, columns] = self._read(low - self._first, high - self._first)
+
+    def _read(self, low: int, high: int) -> np.ndarray:
+        width = self._columns * self._dtype.itemsize
+        raw, place = bytearray((high - low) * width), low * width
+        filled = 0
+        while filled < len(raw):
+            number, within = divmod(place + filled, self._block_bytes)
+            piece = self._load(number)[within : within + len(raw) - filled]
+            raw[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        values = np.frombuffer(raw, self._dtype).reshape(high - low, self._columns)
+        return (values.astype("<u4") << 16).view("<f4") if self._bfloat else values
+
+    def _load(self, number: int) -> memoryview:
+        if number != self._number:
+            begin = number * self._block_bytes
+            size = min(self._block_bytes, self._rows * self._columns * self._dtype.itemsize - begin)
+            start = self._part["start"] + begin
+            block = memoryview(bytearray(size))
+            where = f"{self._where}, bytes {start} to {start + size - 1}"
+            read_block(self._source, start, block, self._part["crc32"][number], where)
+            self._number, self._block = number, block
+        return self._block
+
+
+def _unknown(name: str, names: list[str], folder: str) -> RunError:
+    near = did_you_mean(name, names)
+    return RunError(
+        f"there is no table '{name}'" + (f"; did you mean '{near}'?" if near else ""),
+        where=folder,
+        expected=", ".join(names),
+    )

@@ -1,0 +1,137 @@
+"""Rows of tables, read from a checkpoint without torch, against the tensors that were saved."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
+
+from raytrec.checkpoint import rows, storage
+from raytrec.checkpoint.index import CheckpointError, read_index
+from raytrec.checkpoint.rows import StoredTable, table_names
+from raytrec.checkpoint.storage import ShardWriter
+from raytrec.errors import RunError
+
+# Cuts of a table of 1000 x 12 into shards: (first row, first column, rows, columns).
+CUTS = {
+    "whole": [(0, 0, 1000, 12)],
+    "rows": [(0, 0, 333, 12), (333, 0, 1, 12), (334, 0, 666, 12)],
+    "columns": [(0, 0, 1000, 4), (0, 4, 1000, 8)],
+    "grid": [(0, 0, 500, 4), (500, 0, 500, 4), (0, 4, 500, 8), (500, 4, 500, 8)],
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks that end in the middle of rows, and bands that do not end where blocks do."""
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(rows, "BAND_BYTES", 4 * 12 * 77)
+
+
+@pytest.fixture
+def group():
+    """A process group of one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def save(folder, table, cut):
+    """A checkpoint with one table, in these shards."""
+    parts = []
+    for first, column, count, width in CUTS[cut]:
+        place = ShardMetadata(
+            shard_offsets=[first, column], shard_sizes=[count, width], placement="rank:0/cpu"
+        )
+        values = table[first : first + count, column : column + width].clone()
+        parts.append(Shard(values, place))
+    whole = ShardedTensorMetadata(
+        [part.metadata for part in parts], table.shape, TensorProperties(dtype=table.dtype)
+    )
+    sharded = ShardedTensor._init_from_local_shards_and_global_metadata(parts, whole)
+    dcp.save({"tables/item/weight": sharded}, storage_writer=ShardWriter(str(folder), "a", {}))
+    return read_index(str(folder))
+
+
+def table_of(dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.randn(1000, 12).to(dtype)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_every_row_of_every_cut(tmp_path, group, cut, dtype):
+    table = table_of(dtype)
+    index = save(tmp_path / "c", table, cut)
+    assert table_names(index) == ["item"]
+    with StoredTable(str(tmp_path / "c"), index, "item") as stored:
+        assert (stored.rows, stored.dim) == (1000, 12)
+        found = np.concatenate([band for _, band in stored.bands()])
+        picked = stored.take([999, 0, 333, 334, 0])
+    np.testing.assert_array_equal(found, table.float().numpy())
+    np.testing.assert_array_equal(picked, table[[999, 0, 333, 334, 0]].float().numpy())
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_nearest_against_torch(tmp_path, group, cut):
+    table = table_of()
+    table[[5, 700]] = 0
+    table[600] = 3 * table[10]
+    index = save(tmp_path / "c", table, cut)
+    cosines = torch.nn.functional.cosine_similarity(table.double(), table[10].double()[None], dim=1)
+    cosines[[5, 10, 700]] = -2
+    expected = cosines.topk(20)
+    with StoredTable(str(tmp_path / "c"), index, "item") as stored:
+        found, scores = stored.nearest(stored.take([10])[0], 20, leave_out=10)
+        everything, _ = stored.nearest(stored.take([10])[0], 5000, leave_out=10)
+    assert found == expected.indices.tolist()
+    assert found[0] == 600
+    np.testing.assert_allclose(scores, expected.values, rtol=1e-6)
+    assert sorted(everything) == sorted(set(range(1000)) - {5, 10, 700})
+
+
+def test_memory_does_not_grow_with_the_table(tmp_path, group, monkeypatch):
+    import tracemalloc
+
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(rows, "BAND_BYTES", 1 << 20)
+    monkeypatch.setitem(CUTS, "large", [(0, 0, 500_000, 16)])  # 32 MB
+    index = save(tmp_path / "c", torch.ones(500_000, 16), "large")
+    with StoredTable(str(tmp_path / "c"), index, "item") as stored:
+        tracemalloc.start()
+        stored.nearest(np.ones(16), 10)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 10 << 20
+
+
+def test_damage_is_found(tmp_path, group):
+    index = save(tmp_path / "c", table_of(), "rows")
+    file = tmp_path / "c" / "a-00000.bin"
+    content = bytearray(file.read_bytes())
+    content[20_000] ^= 1
+    file.write_bytes(content)
+    with StoredTable(str(tmp_path / "c"), index, "item") as stored:
+        with pytest.raises(CheckpointError, match="checksum"):
+            list(stored.bands())
+        stored.take([0])
+
+
+def test_what_is_not_there(tmp_path, group):
+    index = save(tmp_path / "c", table_of(), "whole")
+    with pytest.raises(RunError, match="did you mean 'item'"):
+        StoredTable(str(tmp_path / "c"), index, "items")
+    with StoredTable(str(tmp_path / "c"), index, "item") as stored:
+        for row in (-1, 1000):
+            with pytest.raises(RunError, match=f"no row {row}"):
+                stored.take([row])
+
+
+def test_no_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, raytrec.checkpoint.rows; assert not {'torch', 'ray'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
