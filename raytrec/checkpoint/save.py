@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
@@ -48,10 +49,12 @@ class Saver:
     Args:
         root: the folder of all checkpoints, local or s3:// or gs://.
         config: how many to keep, and whether training goes on while one is written.
+        confirm: called on rank 0 before a checkpoint is committed and before old ones are removed; raises
+            RunError where these ranks are no longer the run's.
     """
 
-    def __init__(self, root: str, config: CheckpointSection):
-        self._root, self._config = root, config
+    def __init__(self, root: str, config: CheckpointSection, confirm: Callable[[], None] = lambda: None):
+        self._root, self._config, self._confirm = root, config, confirm
         # A group of its own, because its collectives run beside those of training; gloo, for host memory.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -96,7 +99,7 @@ class Saver:
     ) -> Saved:
         folder, error = folder_of(self._root, step), None
         try:
-            writer = ShardWriter(folder, attempt, about)
+            writer = ShardWriter(folder, attempt, about, self._confirm)
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
         except (Exception, CheckpointException) as failure:  # torch's is a BaseException
             cause = root_cause(failure)
@@ -111,6 +114,7 @@ class Saver:
 
     def _tidy(self, folder: str, attempt: str, error: RunError | None) -> None:
         if error is None:
+            self._confirm()
             keep(self._root, self._config.keep_last, self._config.keep_best, self._config.best_by)
         else:
             discard(folder, attempt)

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -83,13 +84,14 @@ class ShardWriter(StorageWriter):
         folder: a local path, made when there is none, or a URI; the same place for all ranks.
         attempt: begins the names of files; never used before in this folder.
         about: what else the index is to say: JSON.
+        confirm: called on rank 0 before it commits; what it raises, there is no checkpoint for.
 
     Raises:
         CheckpointError: `about` is not JSON.
     """
 
-    def __init__(self, folder: str, attempt: str, about: dict):
-        self._folder, self._attempt = folder.rstrip("/"), attempt
+    def __init__(self, folder: str, attempt: str, about: dict, confirm: Callable[[], None] = lambda: None):
+        self._folder, self._attempt, self._confirm = folder.rstrip("/"), attempt, confirm
         self._about = as_json(about, f"{self._folder}/{INDEX}: about")
         self._block_bytes = BLOCK_BYTES
 
@@ -148,6 +150,7 @@ class ShardWriter(StorageWriter):
             file, end = result.storage_data["file"], result.storage_data["start"] + result.size_in_bytes
             sizes[file] = max(sizes.get(file, 0), end)
         self._check_files(sizes)
+        self._confirm()
         content = {"attempt": self._attempt, "block_bytes": self._block_bytes}
         write_index(self._folder, {**content, "tensors": tensors, "about": self._about})
 

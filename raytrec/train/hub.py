@@ -128,6 +128,10 @@ class Hub:
         member.where, member.waiting = where, waiting
         return self._command
 
+    async def current(self, attempt: str) -> bool:
+        """Whether this group is the run's, so that what it writes counts."""
+        return attempt == self._attempt and self._command != Command.ABORT
+
     async def leave(self, attempt: str, rank: int) -> None:
         """A rank has ended well."""
         if attempt == self._attempt:
@@ -163,7 +167,7 @@ class Hub:
         """The policy has seen a failure; `cause` may be what it did to others, if no rank is dead.
 
         Args:
-            rank: whose error it is.
+            rank: whose error it is; None: there were no ranks yet.
             dead: whether the cause is known: a process that died, or an error of its own.
             again: whether the group is started again.
         """
@@ -176,9 +180,10 @@ class Hub:
                 await asyncio.sleep(0.1)
             if silent:
                 cause = f"{silent} died at step {silent.step}"
-        self._cause = self._cause or cause
+        self._cause = cause if rank is None else self._cause or cause
         step = max((m.step for m in self._members.values()), default=0)
         self._event("failed", cause=self._cause, rank=silent.rank if silent else rank, step=step, again=again)
+        self._attempt = ""  # given up: whoever is left of it, perhaps out of reach, is to end
 
     async def cause(self) -> str:
         """Why the group ended, in one sentence; empty when nothing is known."""

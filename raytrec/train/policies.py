@@ -81,11 +81,14 @@ class FailuresWithReason(FailurePolicy):
         return ray.get(self._hub.step.remote(), timeout=10)
 
     def _not_started(self, error: ControllerError) -> FailureDecision:
-        """The group did not come up: a node may have gone in that moment."""
-        retry = isinstance(error.controller_failure, RETRYABLE_CONTROLLER_ERRORS)
-        text = str(error.controller_failure).splitlines()[0]
-        self._hub.failed.remote(None, f"the workers did not start: {text}", True, retry)
-        return FailureDecision.RETRY if retry else FailureDecision.RAISE
+        """The group did not come up: a node may have gone, or out of reach, in that moment."""
+        failure = error.controller_failure
+        cause = find_cause({0: failure})
+        again = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
+        if not again and cause.kind in (Kind.NODE, Kind.DEATH, Kind.FOLLOWED):
+            again = self._again(cause)
+        self._hub.failed.remote(None, f"the workers did not start: one {cause.text}", True, again)
+        return FailureDecision.RETRY if again else FailureDecision.RAISE
 
 
 class RoomOnNodes(ScalingPolicy):
@@ -156,9 +159,9 @@ class RoomOnNodes(ScalingPolicy):
         for node in ray.nodes():
             if not node["Alive"] or node["NodeID"] in going:
                 continue
-            have, ours = free.get(node["NodeID"], {}), held[node["NodeID"]]
-            if ours and not _answers(node):
+            if not _answers(node):
                 continue
+            have, ours = free.get(node["NodeID"], {}), held[node["NodeID"]]
             room += ours + int(min(have.get(r, 0) // amount for r, amount in bundle.items()))
         return room
 

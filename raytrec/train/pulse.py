@@ -8,25 +8,32 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from threading import Event, Thread, main_thread
+from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
+from raytrec.errors import RunError
 from raytrec.train.hub import BEAT_S, Command
 
 T = TypeVar("T")
+ANSWER_S = 10.0  # that the hub may take to answer
 # A frame in one of these files means: waiting for other ranks.
 WAITS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
 
 
 class Pulse:
-    """Tells the hub how this rank gets on; ends the process when the hub says so.
+    """Tells the hub how this rank gets on; ends the process when the hub says so, or is out of reach.
+
+    Args:
+        lease_s: seconds without an answer after which this process ends itself. Who is cut off cannot be told
+            that the group has been given up, and must not write to the run when the network is back.
 
     Attributes:
         command: what the hub wants.
         phase: what this rank is doing; see hub.PATIENT.
     """
 
-    def __init__(self, hub: Any, attempt: str, rank: int):
-        self._hub, self._attempt, self._rank = hub, attempt, rank
+    def __init__(self, hub: Any, attempt: str, rank: int, lease_s: float):
+        self._hub, self._attempt, self._rank, self._lease_s = hub, attempt, rank, lease_s
         self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
         self._going = False  # the first step sets everything up, and may take long
         # The thread that trains: Ray Train runs the worker's function in one that is not the main thread.
@@ -52,6 +59,21 @@ class Pulse:
                 return
             yield batch
 
+    def confirm(self) -> None:
+        """Asks whether this group is still the run's, before something is written that counts.
+
+        Raises:
+            RunError: it has been given up, or the hub does not answer.
+        """
+        import ray
+
+        try:
+            current = ray.get(self._hub.current.remote(self._attempt), timeout=ANSWER_S)
+        except ray.exceptions.RayError as error:  # no answer in time included
+            raise RunError("the driver does not answer, and may have given this group up") from error
+        if not current:
+            raise RunError("this group of workers has been given up")
+
     def close(self) -> None:
         """The rank has ended well."""
         self._over.set()
@@ -60,7 +82,7 @@ class Pulse:
     def _beat(self) -> None:
         import ray
 
-        last, where, waiting = -1, "", False
+        last, where, waiting, heard = -1, "", False, monotonic()
         while not self._over.wait(BEAT_S):
             ticks = self._ticks
             where, waiting = (_place(self._watched)) if ticks == last else ("", False)
@@ -69,19 +91,27 @@ class Pulse:
                 beat = self._hub.beat.remote(
                     self._attempt, self._rank, ticks, self._step, self.phase, where, waiting
                 )
-                command = Command(ray.get(beat, timeout=10))
-            except ray.exceptions.GetTimeoutError:
+                command, heard = Command(ray.get(beat, timeout=ANSWER_S)), monotonic()
+            except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
+                if monotonic() - heard > self._lease_s:
+                    self._end(f"the driver has not answered for {monotonic() - heard:.0f} s")
                 continue
             except Exception:  # the driver has gone, and with it this rank's work
                 return
-            if command == Command.ABORT and not self._over.is_set():
-                faulthandler.dump_traceback(sys.stderr)
-                os._exit(70)
+            if command == Command.ABORT:
+                self._end("this group of workers has been given up")
             self.command = command
         try:
             ray.get(self._hub.leave.remote(self._attempt, self._rank), timeout=10)
         except Exception:
             return
+
+    def _end(self, why: str) -> None:
+        """Ends the process, unless the rank has ended well; where its threads are goes to Ray's log of it."""
+        if not self._over.is_set():
+            print(f"rank {self._rank}: {why}", file=sys.stderr)
+            faulthandler.dump_traceback(sys.stderr)
+            os._exit(70)
 
 
 def _this_thread() -> int:

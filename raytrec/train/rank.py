@@ -65,7 +65,8 @@ class Rank:
         dist.broadcast_object_list(group)
         node = ray.util.get_node_ip_address()
         attempt = ray.get(task.hub.enter.remote(group[0], index, world, os.getpid(), node), timeout=60)
-        return cls(index, world, device, task, Pulse(task.hub, group[0], index), attempt)
+        pulse = Pulse(task.hub, group[0], index, task.config.scaling.hang_s)
+        return cls(index, world, device, task, pulse, attempt)
 
     def stream(self, name: str, order: Order):
         """This rank's Stream of one of the task's datasets, or None when the task has none of that name."""

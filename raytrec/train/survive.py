@@ -49,7 +49,7 @@ class Survival:
         self._rank, self._step, self._plan, self._progress = rank, step, plan, progress
         self._config, self._last_step = rank.task.config, last_step
         self.state = LogicalState(step.model, step.optimizer)
-        self._saver = Saver(rank.task.checkpoint, self._config.checkpoint)
+        self._saver = Saver(rank.task.checkpoint, self._config.checkpoint, rank.pulse.confirm)
         self._signals = Signals()
         self._saved_at, self._asked, self._finite = monotonic(), False, []
 
