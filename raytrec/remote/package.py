@@ -39,13 +39,24 @@ def packed(
         ConfigError: the config is wrong, or what it names or `include` is not there, or is too large.
     """
     config = load_config(source, overrides)
+    with code([*user_modules(config), *map(Path, include)]) as folder:
+        (folder / config_name(source)).write_text(config.to_yaml())
+        yield folder
+
+
+@contextmanager
+def code(places: list[Path] | tuple = ()) -> Iterator[Path]:
+    """raytrec's code, and other files and folders, in a folder that is removed with the block.
+
+    Raises:
+        ConfigError: a file is not there, or all together is too large.
+    """
     folder = Path(tempfile.mkdtemp(prefix="raytrec-job-"))  # 0700
     try:
         for package in OURS:
             shutil.copytree(Path(find_spec(package).origin).parent, folder / package, ignore=LEFT_OUT)
-        for place in [*_modules(config), *map(Path, include)]:
+        for place in places:
             _copy(place, folder)
-        (folder / config_name(source)).write_text(config.to_yaml())
         _check_size(folder)
         yield folder
     finally:
@@ -63,7 +74,7 @@ def named_code(config: RunConfig) -> list[str]:
     return names + [name for name in [config.model.name] if ":" in name]
 
 
-def _modules(config: RunConfig) -> list[Path]:
+def user_modules(config: RunConfig) -> list[Path]:
     """The files or folders, in the working directory, of modules that the configuration names. Others are
     installed, or they are missing, which the run says."""
     tops = {name.partition(":")[0].partition(".")[0] for name in named_code(config)}
