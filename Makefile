@@ -74,6 +74,7 @@ data/synthetic/schema.yaml: | install
 lock:
 	cd requirements && uv pip compile cpu.in --excludes cpu.excludes --python-version 3.11 -o cpu.txt
 	cd requirements && uv pip compile cuda.in --python-version 3.11 -o cuda.txt
+	cd requirements && uv pip compile cloud.in --python-version 3.11 -o cloud.txt
 	cd requirements && uv pip compile dev.in --python-version 3.11 -o dev.txt
 
 clean:

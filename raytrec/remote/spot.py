@@ -1,0 +1,59 @@
+"""Node providers for Ray's cluster launcher: spot machines first, on-demand ones where there are none.
+
+Ray 2.60 has no such fallback. Its autoscaler (v2) prefers node types by `priority`, and lowers the priority of a
+type whose machines came up but never ran Ray (`CloudResourceMonitor`, which hears of ALLOCATION_TIMEOUT alone). A
+launch that the cloud refuses (ALLOCATION_FAILED) teaches it nothing: it asks for the same type again, for ever.
+So the second request is made here, within the launch that was refused; the autoscaler sees one node type.
+
+aws.py and gcp.py beside this file are named in cluster.yaml as `provider: {type: external, module: …}`; they are
+imported where `ray up` runs, and in the autoscaler on the head node.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class SpotFirst:
+    """What the providers of both clouds have in common: `create_node` in up to two requests.
+
+    `create_node` of Ray's providers raises when nothing was launched, and may launch fewer than asked for.
+    """
+
+    def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
+        """Launches machines; those that cannot be had as spot are asked for once more, on demand.
+
+        Args:
+            node_config: what the cloud is asked for, as in cluster.yaml.
+            tags: Ray's marks on the machines.
+            count: machines.
+
+        Returns:
+            What was launched, by the machine's id.
+
+        Raises:
+            Exception: what the cloud said to the last request.
+        """
+        on_demand = self.on_demand(node_config)
+        if on_demand is None:
+            return super().create_node(node_config, tags, count) or {}
+        created = {}
+        try:
+            created = super().create_node(node_config, tags, count) or {}
+        except (
+            Exception
+        ) as refused:  # of whatever kind: a real mistake fails on demand, too, and is raised there
+            logger.warning("no spot machine: %s", refused)
+        missing = count - len(created)
+        if missing > 0:
+            logger.warning("%d of %d machines are launched on demand", missing, count)
+            created |= super().create_node(on_demand, tags, missing) or {}
+        return created
+
+    @staticmethod
+    def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
+        """The same machine on demand; None where this is not spot."""
+        raise NotImplementedError
