@@ -1,0 +1,37 @@
+#!/usr/bin/env python3.11
+"""Whether a container does what it is for: exit code 0 or 1, and a sentence.
+
+It asks the server of the role that role.sh has noted. Python's own library only: it runs every few seconds.
+"""
+
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+RAYLET = "http://127.0.0.1:52365/api/local_raylet_healthz"
+QUESTIONS = {
+    "head": ["http://127.0.0.1:8265/api/gcs_healthz", RAYLET],
+    "worker": [RAYLET],
+    "mlflow": ["http://127.0.0.1:5000/health"],
+    "notebook": ["http://127.0.0.1:8888/login"],  # the one page that needs no token
+}
+
+
+def main() -> int:
+    role = Path("/tmp/role")
+    if not role.exists():  # a command, which ends by itself
+        return 0
+    for url in QUESTIONS[role.read_text().strip()]:
+        try:
+            with urllib.request.urlopen(url, timeout=8):
+                pass
+        except (urllib.error.URLError, OSError) as error:
+            print(f"{url}: {error}")
+            return 1
+    print("healthy")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+#!/bin/sh
+# What a container of raytrec does: head, worker, mlflow or notebook. Anything else is a command.
+# Arguments after head or worker go to `ray start`.
+set -eu
+
+fail() { # WHAT EXPECTED: as raytrec's own errors look
+    printf 'error: %s\n  where:    %s\n  expected: %s\n' "$1" "$role" "$2" >&2
+    exit 1
+}
+
+secret() { # FILE: what it holds, which has to be enough that nobody guesses it
+    [ -r "$1" ] || fail "there is no $1 that user $(id -u) can read" "a secret, mounted as that file (docs/images.md)"
+    value=$(cat "$1")
+    [ "${#value}" -ge 32 ] || fail "$1 holds ${#value} characters" "32 or more, such as deploy/init.sh writes"
+}
+
+first() { head -n 1 | cut -d ' ' -f 1; }
+own_address() { hostname -i | first; }
+
+# A node that is to stop says so first: the run saves itself and goes on without it (docs/survive.md).
+drain() {
+    echo "draining: up to ${RAYTREC_DRAIN_S:-60} s"
+    ray drain-node --address "$RAYTREC_HEAD:6379" --node-id "$(node_id)" --reason DRAIN_NODE_REASON_PREEMPTION \
+        --reason-message "its container is to stop" --deadline-remaining-seconds "${RAYTREC_DRAIN_S:-60}" || return 0
+    for _ in $(seq "${RAYTREC_DRAIN_S:-60}"); do # a drained node without work ends by itself
+        kill -0 "$ray" 2>/dev/null || return 0
+        sleep 1
+    done
+}
+
+node_id() { # Ray's log folder is this container's own
+    sed -n 's/.*--node_id[= ]\([0-9a-f]\{56\}\).*/\1/p' /tmp/ray/session_latest/logs/raylet.out | head -n 1
+}
+
+role=${1:-help}
+case $role in
+head | worker | mlflow | notebook)
+    shift
+    echo "$role" >/tmp/role # health.py reads it
+    ;;
+esac
+
+case $role in
+head)
+    secret "$RAY_AUTH_TOKEN_PATH"
+    if [ -n "${RAYTREC_HEAD:-}" ]; then # of several networks, the one on which workers know it by this name
+        address=$(getent ahostsv4 "$RAYTREC_HEAD" | first)
+    fi
+    exec ray start --head --block --node-ip-address "${address:-$(own_address)}" --port 6379 \
+        --dashboard-host 0.0.0.0 --dashboard-port 8265 --ray-client-server-port 10001 "$@"
+    ;;
+worker)
+    secret "$RAY_AUTH_TOKEN_PATH"
+    [ -n "${RAYTREC_HEAD:-}" ] || fail "RAYTREC_HEAD is not set" "the host name of the head"
+    ray start --address "$RAYTREC_HEAD:6379" --block --node-ip-address "$(own_address)" "$@" &
+    ray=$!
+    trap 'drain; kill -TERM "$ray" 2>/dev/null || true' TERM INT
+    wait "$ray" || true
+    wait "$ray" # the trap has ended the first
+    ;;
+mlflow)
+    # Its guard against pages that rebind host names: these names are ours.
+    exec mlflow server --host 0.0.0.0 --port 5000 --workers 1 \
+        --backend-store-uri sqlite:////mlflow/mlflow.db --artifacts-destination /mlflow/artifacts \
+        --allowed-hosts "${MLFLOW_NAMES:-mlflow:*,localhost:*,127.0.0.1:*}"
+    ;;
+notebook)
+    [ $# -eq 0 ] || fail "the notebook takes no arguments, got: $*" "settings as files below ~/.jupyter"
+    secret "${JUPYTER_TOKEN_FILE:-/run/secrets/jupyter_token}"
+    # Jupyter takes the file as it is, a line's end included; and in a variable, notebooks could print it.
+    export JUPYTER_TOKEN_FILE="$HOME/.jupyter-token"
+    (umask 077 && printf %s "$value" >"$JUPYTER_TOKEN_FILE")
+    cd "$HOME"
+    exec jupyter lab --ip 0.0.0.0 --port 8888 --no-browser
+    ;;
+help)
+    echo "roles: head, worker, mlflow, notebook; or a command, such as: raytrec --help"
+    ;;
+*)
+    exec "$@"
+    ;;
+esac
