@@ -1,4 +1,4 @@
-"""Ray's node provider for AWS, with spot machines first. Needs boto3 (requirements/cloud.txt)."""
+"""Ray's node provider for AWS, with spot machines first. Needs requirements/cloud.txt."""
 
 from __future__ import annotations
 

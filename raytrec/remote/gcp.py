@@ -1,4 +1,4 @@
-"""Ray's node provider for GCP, with spot machines first. Needs google-api-python-client (requirements/cloud.txt)."""
+"""Ray's node provider for GCP, with spot machines first. Needs requirements/cloud.txt."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tells Ray that this node will go, so that a run saves and goes on elsewhere before it does (docs/survive.md).
+"""Tells Ray that this node will go, so that a run saves and leaves it before it does (docs/survive.md).
 
-    python -m raytrec.remote.leave aws     on a spot machine: waits for EC2's notice, which comes 2 minutes before
-    python -m raytrec.remote.leave gcp     the same for GCP, 30 s before
-    python -m raytrec.remote.leave now     Kubernetes runs this before it stops a pod; ends when the node is empty
+    python -m raytrec.remote.leave aws    on a spot machine: waits for EC2's notice, 2 minutes before
+    python -m raytrec.remote.leave gcp    the same for GCP, 30 s before
+    python -m raytrec.remote.leave now    before Kubernetes stops a pod; ends when the node is empty
 
 Ray itself does not look for these notices. deploy/ and cluster.yaml start this on every worker that can go.
 """
@@ -45,7 +45,7 @@ def gcp_notice(base: str = "http://metadata.google.internal") -> bool:
 
 
 def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """The metadata server's answer; None where it has none. One that is away for a moment is asked again later."""
+    """The metadata server's answer; None where it has none, or is away for the moment."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
     try:
         request = urllib.request.Request(url, headers=headers, method=method)
@@ -91,7 +91,7 @@ def tell(seconds: float, node: str | None = None, address: str = "auto") -> str:
 
 
 def wait_until_empty(node: str, seconds: float) -> None:
-    """Returns when nothing holds CPUs or GPUs of the node any more, when it has gone, or after so many seconds."""
+    """Returns when nothing holds CPUs or GPUs of the node, when it has gone, or after so many seconds."""
     import ray
 
     end = time.monotonic() + seconds

@@ -1,12 +1,12 @@
 """Node providers for Ray's cluster launcher: spot machines first, on-demand ones where there are none.
 
-Ray 2.60 has no such fallback. Its autoscaler (v2) prefers node types by `priority`, and lowers the priority of a
-type whose machines came up but never ran Ray (`CloudResourceMonitor`, which hears of ALLOCATION_TIMEOUT alone). A
-launch that the cloud refuses (ALLOCATION_FAILED) teaches it nothing: it asks for the same type again, for ever.
+Ray 2.60 has no such fallback. Its autoscaler (v2) prefers node types by `priority`, and lowers that of a type
+whose machines came up but never ran Ray (`CloudResourceMonitor`, which hears of ALLOCATION_TIMEOUT alone). A
+launch that the cloud refuses (ALLOCATION_FAILED) teaches it nothing: it asks for the same type for ever.
 So the second request is made here, within the launch that was refused; the autoscaler sees one node type.
 
-aws.py and gcp.py beside this file are named in cluster.yaml as `provider: {type: external, module: …}`; they are
-imported where `ray up` runs, and in the autoscaler on the head node.
+aws.py and gcp.py beside this file are named in cluster.yaml as `provider: {type: external, module: …}`, and
+imported where `ray up` runs and by the autoscaler on the head node.
 """
 
 from __future__ import annotations
