@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -123,6 +124,22 @@ def submit(
     print(f"stop it      raytrec stop {job} --address {jobs.address}", flush=True)
     if not detach:
         raise typer.Exit(follow(jobs, job))
+
+
+@app.command()
+def head(
+    root: Annotated[
+        Path, typer.Option(help="RAYTREC_ROOT: relative paths of jobs are taken from here.")
+    ] = Path("."),
+    port: Annotated[int, typer.Option(help="Of the cluster itself.")] = 6379,
+    dashboard_port: Annotated[int, typer.Option(help="Of the job API and Ray's dashboard.")] = 8265,
+    client_port: Annotated[int, typer.Option(help="Of Ray client (ray://).")] = 10001,
+    cpus: Annotated[int | None, typer.Option(help="Logical CPUs; default: the machine's.")] = None,
+):
+    """Runs a Ray cluster on this machine, on loopback, for `raytrec submit` and notebooks, until Ctrl-C."""
+    from raytrec.remote.head import start_head
+
+    start_head(root, port=port, dashboard_port=dashboard_port, client_port=client_port, cpus=cpus)
 
 
 @app.command("follow")

@@ -69,7 +69,13 @@ def stay_on_loopback() -> None:
     """
     from ray._private import ray_constants
 
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    os.environ |= loopback_environment()
     ray_constants.ENABLE_RAY_CLUSTER = False
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def loopback_environment() -> dict[str, str]:
+    """The environment in which a Ray that is started, and gloo, stay on loopback; see stay_on_loopback."""
+    from ray._private import ray_constants
+
+    gloo = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+    return {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"} | (gloo if sys.platform == "linux" else {})

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from raytrec.config import RunConfig, load_config
 from raytrec.errors import ConfigError, RunError
 from raytrec.remote.package import config_name, packed
-from raytrec.remote.token import token_file, use_token
+from raytrec.remote.token import token_source, use_token
 from raytrec.remote.versions import check_ray
 
 DEFAULT = "http://127.0.0.1:8265"
@@ -155,7 +155,9 @@ class Jobs:
     def _connect(self) -> Any:
         from ray.job_submission import JobSubmissionClient
 
-        logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)
+        for talkative in ("job.sdk", "dashboard_sdk"):
+            logging.getLogger(f"ray.dashboard.modules.{talkative}").setLevel(logging.WARNING)
+        logging.getLogger("ray._private.runtime_env.packaging").setLevel(logging.WARNING)
         before = {name: os.environ.pop(name) for name in ADDRESSES if name in os.environ}
         try:
             return JobSubmissionClient(self.address)
@@ -174,7 +176,7 @@ class Jobs:
                 "the cluster refuses the token",
                 where=self.address,
                 expected="the token with which the cluster was started",
-                do=f"bring it into {token_file()}, or set RAY_AUTH_TOKEN_PATH=FILE",
+                do=f"bring it into {token_source()}",
             ) from None
         except (ConnectionError, RequestException):
             raise RunError(
@@ -182,7 +184,7 @@ class Jobs:
                 where=self.address,
                 expected="the address of a dashboard",
                 do="forward its port (`ray dashboard cluster.yaml`, `kubectl port-forward`), or start a "
-                "cluster: `ray start --head`",
+                "cluster here: `raytrec head`",
             ) from None
         except RuntimeError as error:
             raise RunError(f"the cluster says: {_short(str(error))}", where=self.address) from None

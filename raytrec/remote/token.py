@@ -48,6 +48,15 @@ def token_file() -> Path:
     return Path(named).expanduser() if named else Path.home() / ".ray" / "auth_token"
 
 
+def token_source() -> str:
+    """Where the token that is used comes from, for people."""
+    return (
+        f"the environment variable {TOKEN}"
+        if os.environ.get(TOKEN)
+        else f"{token_file()}, or set {PATH}=FILE"
+    )
+
+
 def _find_file(create: bool) -> None:
     file = token_file()
     if create and not file.exists():

@@ -1,4 +1,4 @@
-"""A real Ray cluster of one node, as a user starts one: `ray start --head`, with all that listens."""
+"""A real Ray cluster of one node, as a user starts one: `raytrec head`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Head:
         self.root.mkdir(parents=True)
         self.token.write_text(secrets.token_hex(32))
         self.token.chmod(0o600)
-        port, dashboard, client, agent = free_ports(4)
+        port, dashboard, client = free_ports(3)
         self.address = f"127.0.0.1:{port}"
         self.url, self.client = f"http://127.0.0.1:{dashboard}", f"ray://127.0.0.1:{client}"
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
@@ -47,16 +47,11 @@ class Head:
         # `python` and `raytrec` of a job are those beside us, as in an activated environment.
         path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
         self.env |= {"OMP_NUM_THREADS": "1", "PATH": path}
-        # As raytrec.cluster.stay_on_loopback does in a process of its own.
-        ours = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
-        self._environment = self.env | ours | {"RAYTREC_ROOT": str(self.root)} | (environment or {})
-        self._command = [RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1"]
-        self._command += ["--port", str(port), "--dashboard-host", "127.0.0.1"]
-        self._command += ["--dashboard-port", str(dashboard), "--ray-client-server-port", str(client)]
-        # Jobs are started by an agent whose default port another Ray on this machine may have.
-        self._command += ["--dashboard-agent-listen-port", str(agent)]
-        self._command += ["--num-cpus", str(cpus), "--object-store-memory", str(400 << 20)]
-        self._command += ["--temp-dir", str(short_folder(folder)), "--disable-usage-stats"]
+        short = {"RAY_TMPDIR": str(short_folder(folder))}
+        self._environment = self.env | short | (environment or {})
+        self._command = [RAYTREC, "head", "--root", str(self.root), "--port", str(port)]
+        self._command += ["--dashboard-port", str(dashboard), "--client-port", str(client)]
+        self._command += ["--cpus", str(cpus)]
 
     def __enter__(self) -> Head:
         with (self.folder / "ray.log").open("w") as log:
@@ -89,7 +84,7 @@ class Head:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends `ray start --block` and all that it started."""
+    """Ends `ray start --head --block` and all that it started."""
     if process.poll() is None:
         children = descendants(process.pid)
         process.send_signal(signal.SIGTERM)  # it ends its own

@@ -1,0 +1,64 @@
+"""A Ray cluster of one node on loopback, with job API, Ray client and token, for trying things."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from raytrec.errors import RunError
+from raytrec.remote.token import PATH, token_file, use_token
+
+STOP_WAIT_S = 60  # `ray job stop` kills after 3 s otherwise, which is short for a checkpoint
+
+
+def start_head(
+    root: Path, *, port: int, dashboard_port: int, client_port: int, cpus: int | None = None
+) -> NoReturn:
+    """Becomes `ray start --head --block`; Ctrl-C or SIGTERM ends it with all that it has started.
+
+    Args:
+        root: RAYTREC_ROOT of the cluster.
+        port, dashboard_port, client_port: of the cluster itself, of its job API and of Ray client.
+        cpus: logical CPUs; default: what the machine has.
+
+    Raises:
+        RunError: there is no `ray` beside this Python.
+    """
+    program = Path(sys.executable).with_name("ray")
+    if not program.exists():
+        raise RunError("there is no `ray` command", where=str(program.parent), expected="ray[default]")
+    use_token(create=True)
+    environment = os.environ | _environment(root)
+    print(f"job API      http://127.0.0.1:{dashboard_port}")
+    print(f"Ray client   ray://127.0.0.1:{client_port}")
+    print(f"token        {token_file()}", flush=True)
+    arguments = ["start", "--head", "--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+    arguments += ["--dashboard-host=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard_port}"]
+    arguments += [
+        f"--dashboard-agent-listen-port={_free_port()}"
+    ]  # another Ray here may have the default one
+    arguments += [f"--ray-client-server-port={client_port}", *([f"--num-cpus={cpus}"] if cpus else [])]
+    os.execve(program, [str(program), *arguments], environment)
+
+
+def _environment(root: Path) -> dict[str, str]:
+    from raytrec.cluster import loopback_environment
+
+    environment = loopback_environment() | {PATH: str(token_file().absolute())}
+    # Jobs say `python` and mean the one beside us, as in an activated environment.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return environment | {
+        "PATH": path,
+        "RAYTREC_ROOT": str(root.expanduser().absolute()),
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # there is no other node that could take over
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
