@@ -6,17 +6,17 @@ No torch or Ray here: `raytrec config` answers in well under a second.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from raytrec.errors import ConfigError, did_you_mean
+from raytrec.model_sections import SECTIONS, DlrmSection, ModelSection
 from raytrec.sections import (
     CheckpointSection,
     ChecksSection,
     DataSection,
-    ModelSection,
     OptimSection,
     PlanSection,
     RunSection,
@@ -33,7 +33,7 @@ class RunConfig(Section):
     run: RunSection = Field(default_factory=RunSection)
     data: DataSection
     scaling: ScalingSection = Field(default_factory=ScalingSection)
-    model: ModelSection = Field(default_factory=ModelSection)
+    model: ModelSection = Field(default_factory=DlrmSection, description="The model, and what it reads.")
     optim: OptimSection = Field(default_factory=OptimSection)
     plan: PlanSection = Field(default_factory=PlanSection)
     train: TrainSection = Field(default_factory=TrainSection)
@@ -140,6 +140,14 @@ def _apply(values: dict, override: str) -> None:
 def _explain(error: dict) -> str:
     # pydantic names the member of a union, too, which is no key of a file.
     place = ".".join(str(p) for p in error["loc"] if not str(p).startswith(("constrained-int", "tuple[")))
+    section, kind, *rest = *error["loc"], None, None
+    if section == "model" and kind in SECTIONS:  # pydantic names the kind of model, too
+        place = place.replace(f".{kind}", "", 1)
+        if error["type"] == "extra_forbidden" and rest[1:] == [None, None]:
+            near = did_you_mean(str(rest[0]), list(SECTIONS[kind].model_fields))
+            return f"{place}: model {kind} has no such key" + (
+                f"; did you mean model.{near}?" if near else ""
+            )
     if error["type"] == "extra_forbidden":
         near = _nearest(place)
         return f"{place}: unknown key" + (f"; did you mean {near}?" if near else "")
@@ -169,7 +177,8 @@ def _all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
         keys.append(key)
-        for part in (field.annotation, *get_args(field.annotation)):
+        parts = (field.annotation, *get_args(field.annotation))
+        for part in (get_args(p)[0] if get_origin(p) is Annotated else p for p in parts):
             if isinstance(part, type) and issubclass(part, Section):
                 keys += _all_keys(part, key + (".*." if get_origin(field.annotation) is dict else "."))
     return keys

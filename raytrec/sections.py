@@ -170,15 +170,6 @@ class CheckpointSection(Section):
     )
 
 
-class ModelSection(Section):
-    name: Literal["dlrm"] = Field("dlrm", description="The model.")
-    bottom_mlp: list[PositiveInt] = Field(
-        [128], description="Hidden sizes between the dense columns and their embedding."
-    )
-    top_mlp: list[PositiveInt] = Field([128, 64], description="Hidden sizes between interactions and logit.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout in the top MLP while training.")
-
-
 class EmbeddingOptim(Section):
     name: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = Field(
         "rowwise_adagrad", description="Updates tables in backward (fused); adam on CPU: a dense update."

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
 from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checks.reference import GlobalBatch
+from raytrec.checks.reference import GlobalBatch, age
 from raytrec.data.batch import Batch
 from raytrec.schema import Schema
+from raytrec.sequences import looked_up
 
 
 def random_batches(schema: Schema, rows: int, count: int, seed: int) -> list[GlobalBatch]:
@@ -45,18 +47,26 @@ def cuts(rows: int, world: int, balance: str) -> list[int]:
     return [rows * sum(shares[:r]) // sum(shares) for r in range(world + 1)]
 
 
-def local_batch(batch: GlobalBatch, schema: Schema, bounds: list[int], rank: int) -> Batch:
-    """One rank's part as training reads it: padded with empty rows of weight 0 to the largest part."""
+def local_batch(
+    batch: GlobalBatch, schema: Schema, bounds: list[int], rank: int, by_id: Mapping[str, int] | None = None
+) -> Batch:
+    """One rank's part as training reads it: padded with empty rows of weight 0 to the largest part.
+
+    Args:
+        by_id: sequences that the model reads id by id; see raytrec/sequences.py.
+    """
     longest = max(b - a for a, b in pairwise(bounds))
     part = batch[bounds[rank] : bounds[rank + 1]]
     padding = longest - len(part)
-    lengths = [torch.bincount(part.bags[f][1], minlength=longest) for f in schema.sparse]
-    weights = torch.cat([part.bags[f][2] for f in schema.sparse]) if schema.has_weights else None
+    by_id = by_id or {}
+    bags = [bag for f in schema.sparse for bag in _looked_up(part.bags[f], by_id.get(f))]
+    lengths = [torch.bincount(bag, minlength=longest) for _, bag, _ in bags]
+    weights = torch.cat([weights for _, _, weights in bags]) if schema.has_weights else None
     return Batch(
         pad(part.dense, (0, 0, 0, padding)),
         KeyedJaggedTensor(
-            list(schema.sparse),
-            torch.cat([part.bags[f][0] for f in schema.sparse]),
+            list(looked_up(schema, by_id).sparse),
+            torch.cat([ids for ids, _, _ in bags]),
             weights,
             lengths=torch.cat(lengths).int(),
         ),
@@ -64,3 +74,11 @@ def local_batch(batch: GlobalBatch, schema: Schema, bounds: list[int], rank: int
         torch.cat([torch.ones(len(part)), torch.zeros(padding)]),
         len(batch),
     )
+
+
+def _looked_up(bags: tuple[torch.Tensor, ...], count: int | None) -> list[tuple[torch.Tensor, ...]]:
+    """(ids, bag of each, weights) of each key that a feature is looked up by."""
+    if count is None:
+        return [bags]
+    back = age(bags[1])
+    return [tuple(part[back == place] for part in bags) for place in range(count)]

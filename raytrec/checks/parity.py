@@ -14,6 +14,7 @@ from raytrec.checks.batches import cuts, random_batches
 from raytrec.checks.reference import GlobalBatch, Reference
 from raytrec.checks.sharded import Sharded
 from raytrec.config import RunConfig
+from raytrec.models.inputs import Sequence
 from raytrec.schema import Schema
 from raytrec.sections import Schedule
 
@@ -77,8 +78,6 @@ def compare(
     Returns:
         On rank 0, one Finding for each feature, table and dense parameter; empty on the others.
     """
-    config = config.model_copy(deep=True)
-    config.model.dropout = 0.0  # masks are drawn by each rank for itself
     bounds = cuts(rows, dist.get_world_size(), balance)
     choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step) for step in range(steps)]
     return _gradient(build, config, schema, device, choices[0], bounds) + _steps(
@@ -112,10 +111,11 @@ def _gradient(
     after = run.weights()
     if dist.get_rank():
         return []
-    expected = one.pooled(batch)
-    found = [
-        _finding(run, "forward", f, pooled[f], expected[f].detach(), schema.sparse[f].table) for f in pooled
-    ]
+    found = []
+    for feature, expected in one.pooled(batch).items():
+        vectors = expected.vectors if isinstance(expected, Sequence) else expected
+        table = schema.sparse[feature].table
+        found.append(_finding(run, "forward", feature, pooled[feature], vectors.detach(), table))
     settings = {"reduction": config.train.loss, "micro_batches": config.train.micro_batches}
     parameters = run.named(one)
     sizes = reference.largest_of_a_row(one, batch, list(parameters.values()), config.train.loss)

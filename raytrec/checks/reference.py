@@ -7,12 +7,13 @@ definition), and accumulation and clipping are those of a plain training loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from raytrec.models.inputs import Sequence
 from raytrec.schema import Schema
 
 
@@ -48,31 +49,52 @@ class Reference(nn.Module):
         schema: features, their pooling and their tables.
         tables: table → [rows, dim], copied.
         model: forward(dense, pooled) → logits [B]; used as it is.
+        by_id: sequences that the model reads id by id → the most ids, the last of a bag being the first.
 
     A table given in fp16 or bf16 is computed in fp32 and rounded to the nearest of its own dtype by
     `round_tables`, which `train` calls after every step.
     """
 
-    def __init__(self, schema: Schema, tables: dict[str, torch.Tensor], model: nn.Module):
+    def __init__(
+        self,
+        schema: Schema,
+        tables: dict[str, torch.Tensor],
+        model: nn.Module,
+        by_id: Mapping[str, int] | None = None,
+    ):
         super().__init__()
-        self.schema = schema
+        self.schema, self.by_id = schema, by_id or {}
         self.weights = nn.ParameterList([nn.Parameter(w.float().clone()) for w in tables.values()])
         self.dtypes = {name: w.dtype for name, w in tables.items()}
         self.tables = dict(zip(tables, self.weights, strict=True))
         self.model = model
 
-    def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor]:
-        """feature → float32 [B, dim]: Σ wᵢ·eᵢ, for means ÷ Σ wᵢ; 0 for empty bags and where Σ wᵢ is 0."""
+    def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor | Sequence]:
+        """feature → float32 [B, dim]: Σ wᵢ·eᵢ, for means ÷ Σ wᵢ; 0 for empty bags and where Σ wᵢ is 0. Of
+        sequences that are read id by id the wᵢ·eᵢ themselves."""
         out = {}
         for feature, spec in self.schema.sparse.items():
             ids, bag, weights = batch.bags[feature]
             vectors = self.tables[spec.table][ids].float() * weights.unsqueeze(1)
+            if feature in self.by_id:
+                out[feature] = self._sequence(vectors, bag, len(batch), self.by_id[feature])
+                continue
             sums = vectors.new_zeros(len(batch), vectors.shape[1]).index_add(0, bag, vectors)
             if spec.pooling != "sum":
                 totals = weights.new_zeros(len(batch)).index_add(0, bag, weights)
                 sums = sums / totals.masked_fill(totals == 0, 1).unsqueeze(1)
             out[feature] = sums
         return out
+
+    def _sequence(self, vectors: torch.Tensor, bag: torch.Tensor, rows: int, length: int) -> Sequence:
+        back = age(bag)
+        kept = back < length
+        places = bag[kept], back[kept]
+        whole = vectors.new_zeros(rows, length, vectors.shape[1]).index_put(places, vectors[kept])
+        present = torch.zeros(rows, length, dtype=torch.bool, device=bag.device).index_put(
+            places, torch.ones_like(places[0], dtype=torch.bool)
+        )
+        return Sequence(whole, present)
 
     @torch.no_grad()
     def round_tables(self) -> None:
@@ -81,6 +103,12 @@ class Reference(nn.Module):
 
     def forward(self, batch: GlobalBatch) -> torch.Tensor:
         return self.model(batch.dense, self.pooled(batch))
+
+
+def age(bag: torch.Tensor) -> torch.Tensor:
+    """Of each id, how many of its bag come after it: int64 [N]."""
+    ends = torch.bincount(bag).cumsum(0)
+    return ends[bag] - 1 - torch.arange(len(bag), device=bag.device)
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):

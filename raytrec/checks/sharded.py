@@ -11,10 +11,12 @@ import torch.distributed as dist
 from raytrec.checks.batches import local_batch
 from raytrec.checks.reference import GlobalBatch, Reference
 from raytrec.config import RunConfig
+from raytrec.data.batch import Batch
 from raytrec.embeddings.pins import pins
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
 from raytrec.schema import Schema
+from raytrec.sequences import positions, read_by_id
 
 
 class Sharded:
@@ -30,11 +32,13 @@ class Sharded:
     ):
         self.config, self.schema, self.device, self.bounds = config, schema, device, bounds
         self.dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
+        self.by_id = read_by_id(schema, config.model)
         self.step, _ = build(config, schema, device)
+        _without_dropout(self.step.model)
         self.kernels = {name: table.kernel for name, table in tables(self.step.model).items()}
 
     def train(self, batches: list[GlobalBatch]) -> None:
-        local = [local_batch(b, self.schema, self.bounds, dist.get_rank()) for b in batches]
+        local = [self._local(b) for b in batches]
         for _ in self.step.train(iter(local), len(local)):
             pass
 
@@ -42,12 +46,17 @@ class Sharded:
     def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor]:
         """Pooled embeddings of the whole batch on rank 0."""
         rank = dist.get_rank()
-        local = local_batch(batch, self.schema, self.bounds, rank).to(self.device)
+        local = self._local(batch).to(self.device)
         out = self.step.model.module.embeddings(local.sparse)
+        for feature, length in self.by_id.items():
+            out[feature] = torch.stack([out.pop(key) for key in positions(feature, length)], dim=1)
         mine = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
         parts: list | None = [None] * dist.get_world_size() if rank == 0 else None
         dist.gather_object(mine, parts)
         return {f: torch.cat([part[f] for part in parts]) for f in mine} if parts else {}
+
+    def _local(self, batch: GlobalBatch) -> Batch:
+        return local_batch(batch, self.schema, self.bounds, dist.get_rank(), self.by_id)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Every table and dense parameter, whole, on rank 0 (other ranks: only what they hold a copy of)."""
@@ -76,7 +85,9 @@ class Sharded:
         if dist.get_rank():
             return None
         model = build_model(self.schema, copy.deepcopy(self.config.model))
-        one = Reference(self.schema, {t: self._read[t] for t in self.schema.tables}, model.train())
+        _without_dropout(model)
+        tables = {t: self._read[t] for t in self.schema.tables}
+        one = Reference(self.schema, tables, model.train(), self.by_id)
         self.hand_over(one)
         return one
 
@@ -89,6 +100,13 @@ class Sharded:
     def named(self, one: Reference) -> dict[str, torch.nn.Parameter]:
         """The reference's parameters under the names of `weights`."""
         return one.tables | dict(one.model.named_parameters())
+
+
+def _without_dropout(model: torch.nn.Module) -> None:
+    """Masks are drawn by each rank for itself."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
 
 
 def _farthest(replica: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.data.batch import Batch
 from raytrec.data.form import Form
+from raytrec.sequences import looked_up
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,13 @@ class Collator:
 
     Args:
         form: of the rows; its schema gives the keys of the KeyedJaggedTensor and their order.
+        by_id: sequences that are looked up id by id → the most ids; see raytrec/sequences.py.
     """
 
-    def __init__(self, form: Form):
+    def __init__(self, form: Form, by_id: Mapping[str, int] | None = None):
         schema = form.schema
-        self._form, self._keys, self._weighted = form, list(schema.sparse), schema.has_weights
+        self._form, self._weighted, self._by_id = form, schema.has_weights, by_id or {}
+        self._features, self._keys = list(schema.sparse), list(looked_up(schema, self._by_id).sparse)
         self._column = {name: i for i, name in enumerate(form.singles)}
         self._widths = {"labels": len(schema.labels), "dense": len(schema.dense)}
 
@@ -105,9 +109,9 @@ class Collator:
         """Σ of the counts that rows of the batch carry: int64 [2, sparse features]."""
         if not self._form.counts_changes:
             return None
-        counts = [np.zeros(2 * len(self._keys), np.int64), *(p.values("changed") for p in pieces)]
+        counts = [np.zeros(2 * len(self._features), np.int64), *(p.values("changed") for p in pieces)]
         flat = np.concatenate(counts, dtype=np.int64)
-        return torch.from_numpy(flat.reshape(-1, 2, len(self._keys)).sum(0))
+        return torch.from_numpy(flat.reshape(-1, 2, len(self._features)).sum(0))
 
     def _sparse(self, pieces: list[Rows], rows: int, padded_rows: int) -> KeyedJaggedTensor:
         """The ids of feature after feature, which is how a KeyedJaggedTensor lies."""
@@ -115,7 +119,10 @@ class Collator:
         ids, weights = [], []
         singles = np.concatenate([p.matrix("ids") for p in pieces]) if rows and self._column else None
         some_missing = singles is not None and singles.min() < 0
-        for name, out in zip(self._keys if rows else (), lengths[:, :rows], strict=False):
+        key = 0
+        for name in self._features if rows else ():
+            out = lengths[key, :rows]
+            first_ids, first_weights = len(ids), len(weights)
             if name in self._column:
                 column, out[:] = singles[:, self._column[name]], 1
                 if some_missing:
@@ -129,6 +136,12 @@ class Collator:
                 weights += [p.values(f"weights.{name}") for p in pieces]
             elif self._weighted:
                 weights.append(np.ones(out.sum(), np.float32))
+            if name in self._by_id:
+                order, present = recent_first(out, self._by_id[name])
+                lengths[key : key + len(present), :rows] = present
+                for parts, first in (ids, first_ids), (weights, first_weights):
+                    parts[first:] = [np.concatenate(part)[order] for part in [parts[first:]] if part]
+            key += self._by_id.get(name, 1)
         return KeyedJaggedTensor(
             self._keys,
             _joined(ids, np.int64),
@@ -136,6 +149,21 @@ class Collator:
             lengths=torch.from_numpy(lengths.reshape(-1)),
             stride=padded_rows,
         )
+
+
+def recent_first(lengths: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the most recent ids of bags lie: the last one of every bag, then the last but one, and so on.
+
+    Args:
+        lengths: int [n], of bags that lie one after the other, the most recent id of each at its end.
+        count: the most ids of a bag that are wanted.
+
+    Returns:
+        (places int64 [N], which bags have so many ids bool [count, n]).
+    """
+    back = np.arange(count)[:, np.newaxis]
+    present = back < lengths
+    return (lengths.cumsum() - 1 - back)[present], present
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from queue import Full, Queue
 from threading import Event, Thread
@@ -39,6 +39,7 @@ class Stream:
         faults: what becomes of rows that cannot be read; default: a DataError.
         buffer_bytes: what Ray's object store may hold of rows that have been read and not yet taken over.
         pin_memory: batches in page-locked memory, from which a GPU copies while it computes.
+        by_id: sequences that are looked up id by id; see Collator.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Stream:
         faults: Faults | None = None,
         buffer_bytes: int = 1 << 29,
         pin_memory: bool = False,
+        by_id: Mapping[str, int] | None = None,
     ):
-        self.dataset, self.order = dataset, order
+        self.dataset, self.order, self._by_id = dataset, order, by_id
         self._rank, self._world = rank, world
         self._readers, self._reader_cpus, self._prefetch = readers, reader_cpus, prefetch
         self._faults, self._buffer_bytes, self._pin_memory = faults, buffer_bytes, pin_memory
@@ -103,7 +105,7 @@ class Stream:
     def _assemble(self, reading: Reading, epoch: int, start_step: int) -> Iterator[Batch]:
         rows = self.dataset.rows
         items = self.order.items(self.dataset, epoch, self._rank, self._world, start_step)
-        supply, collate = Supply(items, self._tables(items)), Collator(self.dataset.form)
+        supply, collate = Supply(items, self._tables(items)), Collator(self.dataset.form, self._by_id)
         for step in range(start_step, self.order.steps(rows)):
             pieces = [
                 piece

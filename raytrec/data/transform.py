@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
-from importlib import import_module
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from raytrec import python_path
 from raytrec import transforms as t
 from raytrec.data.form import one_array, unnest
 from raytrec.data.hashing import hash_integers, hash_text
@@ -71,17 +70,7 @@ def _apply(transform: t.Transform, table: pa.Table, folder: str | None) -> pa.Ta
     return table
 
 
-@lru_cache
-def _function(path: str, folder: str | None) -> Callable[..., pa.Table]:
-    module, _, name = path.partition(":")
-    try:
-        found = import_module(module)
-    except ModuleNotFoundError as error:
-        if folder is None or folder in sys.path or error.name != module.partition(".")[0]:
-            raise
-        sys.path.insert(0, folder)
-        found = import_module(module)
-    return getattr(found, name)
+_function = lru_cache(python_path.load)
 
 
 def _within_lists(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) -> pa.Array:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import nn
 
-from raytrec.errors import ConfigError
+from raytrec.model_sections import DlrmSection, SequenceSection
+from raytrec.models.inputs import Constant, mlp, one_dim, one_label
 from raytrec.schema import Schema
-from raytrec.sections import ModelSection
 
 
 class DLRM(nn.Module):
@@ -29,9 +27,10 @@ class DLRM(nn.Module):
         ConfigError: tables of different dims, or several labels.
     """
 
-    def __init__(self, schema: Schema, config: ModelSection):
+    def __init__(self, schema: Schema, config: DlrmSection | SequenceSection):
         super().__init__()
-        dim = _one_dim(schema)
+        dim = one_dim(schema, config.name)
+        one_label(schema, config.name)
         self.features = list(schema.sparse)
         if schema.dense:
             self.bottom = mlp([len(schema.dense), *config.bottom_mlp, dim])
@@ -60,43 +59,3 @@ class DotInteraction(nn.Module):
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
         products_BFF = torch.bmm(vectors_BFD, vectors_BFD.transpose(1, 2))
         return products_BFF.flatten(1).index_select(1, self.upper)
-
-
-class Constant(nn.Module):
-    """One learned vector for every row: [B, anything] → float32 [B, dim]."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.vector = nn.Parameter(torch.randn(dim) / dim**0.5)
-
-    def forward(self, dense: torch.Tensor) -> torch.Tensor:
-        return self.vector.expand(dense.shape[0], -1)
-
-
-def mlp(sizes: list[int], dropout: float = 0.0) -> nn.Sequential:
-    """Linear layers of these sizes, each followed by ReLU (and dropout)."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-        if dropout:
-            layers.append(nn.Dropout(dropout))
-    return nn.Sequential(*layers)
-
-
-def _one_dim(schema: Schema) -> int:
-    dims = {table.dim for table in schema.tables.values()}
-    if len(dims) > 1:
-        raise ConfigError(
-            f"the tables have dims {', '.join(map(str, sorted(dims)))}",
-            where="schema.yaml, tables",
-            expected="one dim for all tables: dlrm takes dot products between them",
-            do="give every table the same dim",
-        )
-    if len(schema.labels) > 1:
-        raise ConfigError(
-            f"the schema has {len(schema.labels)} labels ({', '.join(schema.labels)})",
-            where="schema.yaml, labels",
-            expected="one label: dlrm predicts one",
-            do="leave the one to predict in labels",
-        )
-    return dims.pop()

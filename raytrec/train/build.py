@@ -17,7 +17,9 @@ from raytrec.embeddings.pins import pins
 from raytrec.embeddings.plan import BagSharder, make_plan
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models import build_model
+from raytrec.models.inputs import Sequences
 from raytrec.schema import Schema
+from raytrec.sequences import looked_up, read_by_id
 from raytrec.train.nan import SkipBad
 from raytrec.train.phases import Phases
 from raytrec.train.step import Head, LossModel, Step
@@ -68,8 +70,16 @@ def _unsharded(config: RunConfig, schema: Schema, device: torch.device) -> LossM
     dense = build_model(schema, config.model).to(device)
     dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
     skip_bad = config.train.on_nan == "skip"
-    head = Head(dense, dist.get_world_size(), config.train.loss, config.train.micro_batches, skip_bad)
-    return LossModel(PooledEmbeddings(schema, dtypes), head)
+    by_id = read_by_id(schema, config.model)
+    head = Head(
+        dense,
+        dist.get_world_size(),
+        config.train.loss,
+        config.train.micro_batches,
+        skip_bad,
+        Sequences(schema, by_id) if by_id else None,
+    )
+    return LossModel(PooledEmbeddings(looked_up(schema, by_id), dtypes), head)
 
 
 def _plan(model: LossModel, config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:

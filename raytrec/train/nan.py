@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.data.batch import Batch
 from raytrec.schema import Schema
@@ -95,13 +96,20 @@ def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int) -> str
     real = batch.weights > 0
     columns: dict[str, Any] = {n: batch.labels[real, i].numpy() for i, n in enumerate(schema.labels)}
     columns |= {name: batch.dense[real, i].numpy() for i, name in enumerate(schema.dense)}
-    for name in list(batch.sparse.keys()):
-        feature = batch.sparse[name]
-        ids, ends = feature.values().tolist(), feature.lengths().cumsum(0).tolist()
-        starts = [0, *ends[:-1]]
-        rows = [ids[a:b] for a, b, good in zip(starts, ends, real.tolist(), strict=True) if good]
+    for name in schema.sparse:
+        rows = [ids for ids, good in zip(_ids(batch.sparse, name), real.tolist(), strict=True) if good]
         columns[name] = pa.array(rows, pa.list_(pa.int64()))
     place = Path(folder) / FOLDER / f"step-{step:010d}-rank-{rank}.parquet"
     place.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), place)
     return str(place)
+
+
+def _ids(sparse: KeyedJaggedTensor, feature: str) -> list[list[int]]:
+    """The ids of each row; those of a sequence that was looked up id by id with the oldest first again."""
+    out: list[list[int]] = [[] for _ in range(sparse.stride())]
+    for key in reversed([k for k in sparse.to_dict() if feature in (k, k.rpartition("@")[0])]):
+        ids, ends = sparse[key].values().tolist(), sparse[key].lengths().cumsum(0).tolist()
+        for row, start, end in zip(out, [0, *ends[:-1]], ends, strict=True):
+            row += ids[start:end]
+    return out

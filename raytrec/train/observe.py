@@ -11,6 +11,7 @@ import raytrec
 from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.live import CHECKS, LiveChecks, Outcome, Position, verdict
 from raytrec.embeddings.taps import Taps
+from raytrec.sequences import looked_up, read_by_id
 from raytrec.tracking.statistics import Statistics
 from raytrec.tracking.system import System
 from raytrec.train.nan import Recent
@@ -39,14 +40,15 @@ class Observation:
         self._expected_rows, self._checked_at, self._prepared = 0, -1, False
         head = next(module for module in step.model.modules() if isinstance(module, Head))
         recorded, checked = config.tracking.every_steps, checks_any(config)
-        self._taps = Taps(step.model, head, list(schema.sparse)) if recorded or checked else None
+        lookups = looked_up(schema, read_by_id(schema, config.model))
+        self._taps = Taps(step.model, head, list(lookups.sparse)) if recorded or checked else None
         self._statistics = Statistics(schema, state.tables, self._taps) if recorded else None
         self._system = System(rank.device) if recorded else None
         self._checks = None
         if checked:
             parameters = dict(head.model.named_parameters())
             self._checks = LiveChecks(
-                config, schema, state.tables, state.dense, self._taps, rank.device, parameters
+                config, lookups, state.tables, state.dense, self._taps, rank.device, parameters
             )
         self._check_due = checked
 

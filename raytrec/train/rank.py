@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -13,6 +14,7 @@ from raytrec.data.faults import SKIPPED, Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Order
 from raytrec.schema import Schema
+from raytrec.sequences import read_by_id
 from raytrec.storage import open_filesystem
 from raytrec.train.pulse import Pulse
 
@@ -26,6 +28,7 @@ class Task:
         hub: the actor of hub.start_hub.
         checkpoint: the folder of all checkpoints (training), or the one to read (evaluation).
         fingerprint: of the training data's row groups; "" where nothing is trained.
+        folder: where modules that the configuration names may lie beside Python's own path.
     """
 
     config: RunConfig
@@ -34,6 +37,7 @@ class Task:
     hub: Any
     checkpoint: str
     fingerprint: str = ""
+    folder: str = field(default_factory=os.getcwd)
 
 
 @dataclass
@@ -55,6 +59,8 @@ class Rank:
         import torch
         import torch.distributed as dist
 
+        if task.folder not in sys.path:
+            sys.path.append(task.folder)
         context = ray.train.get_context()
         device = ray.train.torch.get_device()
         if device.type == "cuda":
@@ -86,6 +92,7 @@ class Rank:
             faults=Faults(data.on_error == "skip", f"{self.task.config.run.dir}/{SKIPPED}"),
             buffer_bytes=int(data.buffer_gib * 2**30),
             pin_memory=self.device.type == "cuda",
+            by_id=read_by_id(self.task.schema, self.task.config.model),
         )
 
     def streams(self, train: Order, evaluation: Order):

@@ -17,6 +17,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from raytrec.data.batch import Batch
 from raytrec.embeddings.gradients import PieceByPiece, rank_loss
 from raytrec.embeddings.pooling import PooledEmbeddings
+from raytrec.models.inputs import Sequences
 from raytrec.sections import Schedule
 from raytrec.train.nan import Gate, bad_anywhere
 from raytrec.train.phases import Phases, TimedPipeline
@@ -58,11 +59,12 @@ class Head(nn.Module):
     modules, takes it as one step.
 
     Args:
-        model: forward(dense, pooled) → logits [B].
+        model: forward(dense, inputs of the sparse features) → logits [B]; see raytrec/models.
         world: number of ranks.
         reduction: of the loss over the global batch: mean or sum.
         micro_batches: pieces in which the model sees a batch in training.
         skip_bad: leave out training steps with a loss that is not finite on any rank.
+        sequences: makes the model's inputs of what was looked up; default: they are that.
 
     Attributes:
         left_out: whether the last step is left out: no gradient reaches a table, and `nan.SkipBad` keeps the
@@ -76,9 +78,11 @@ class Head(nn.Module):
         reduction: str = "mean",
         micro_batches: int = 1,
         skip_bad: bool = False,
+        sequences: Sequences | None = None,
     ):
         super().__init__()
         self.model = model
+        self.sequences = sequences
         self.world, self.reduction, self.micro_batches = world, reduction, micro_batches
         self.skip_bad, self.left_out = skip_bad, False
 
@@ -90,13 +94,17 @@ class Head(nn.Module):
         if self.training and self.micro_batches > 1:
             loss, logits_B = self._in_pieces(pooled, batch)
         else:
-            logits_B = self.model(batch.dense, pooled)
+            logits_B = self.model(batch.dense, self._inputs(pooled, batch))
             loss = self._loss(logits_B, labels_B, batch.weights, batch.global_rows)
         self.left_out = guarded and bad_anywhere(loss)
         if self.left_out:
             nothing_B = torch.zeros_like(labels_B)
             return loss, Outputs(nothing_B, labels_B.nan_to_num(), nothing_B, True)
         return loss, Outputs(logits_B.detach(), labels_B, batch.weights)
+
+    def _inputs(self, looked_up: dict[str, torch.Tensor], batch: Batch, rows: slice = slice(None)) -> dict:
+        """What the model is given of some rows."""
+        return self.sequences(looked_up, batch.sparse, rows) if self.sequences else looked_up
 
     def _loss(self, logits_B, labels_B, weights_B, global_rows: int) -> torch.Tensor:
         losses_B = nn.functional.binary_cross_entropy_with_logits(logits_B, labels_B, reduction="none")
@@ -106,7 +114,8 @@ class Head(nn.Module):
         logits: list[torch.Tensor] = []
 
         def loss_of(rows: slice, inputs: list[torch.Tensor]) -> torch.Tensor:
-            logits_P = self.model(batch.dense[rows], dict(zip(pooled, inputs, strict=True)))
+            looked_up = dict(zip(pooled, inputs, strict=True))
+            logits_P = self.model(batch.dense[rows], self._inputs(looked_up, batch, rows))
             logits.append(logits_P.detach())
             return self._loss(logits_P, batch.labels[rows, 0], batch.weights[rows], batch.global_rows)
 

@@ -129,9 +129,9 @@ def schema_of(about: dict) -> Schema:
 
 def _check_dense(config: RunConfig, before: dict, old_schema: Schema, schema: Schema) -> None:
     where, hint = f"run.start_from={config.run.start_from}", ", or run.start_dense=matching"
-    for key in ("name", "bottom_mlp", "top_mlp"):
-        old, new = before["model"][key], getattr(config.model, key)
-        if old != new:
+    for key, new in config.model.model_dump().items():
+        old = before["model"].get(key)
+        if old != new and key != "dropout":
             raise ConfigError(
                 f"model.{key} is {new}, and the checkpoint has {old}",
                 where=where,

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from raytrec.errors import ConfigError
+from raytrec.model_sections import DlrmSection
 from raytrec.models import build_model
-from raytrec.models.dlrm import Constant, DotInteraction
+from raytrec.models.dlrm import DotInteraction
+from raytrec.models.inputs import Constant
 from raytrec.schema import Schema
-from raytrec.sections import ModelSection
 
 
 def schema(labels=("y",), dims=(8, 8), dense=("a",)):
@@ -24,9 +25,9 @@ def schema(labels=("y",), dims=(8, 8), dense=("a",)):
 
 def test_dims_and_labels_must_fit():
     with pytest.raises(ConfigError, match="dims 8, 16"):
-        build_model(schema(dims=(8, 16)), ModelSection())
+        build_model(schema(dims=(8, 16)), DlrmSection())
     with pytest.raises(ConfigError, match="2 labels"):
-        build_model(schema(labels=("y", "z")), ModelSection())
+        build_model(schema(labels=("y", "z")), DlrmSection())
 
 
 def test_interactions_are_all_pairs():
@@ -36,6 +37,6 @@ def test_interactions_are_all_pairs():
 
 
 def test_no_dense_columns_give_one_learned_vector():
-    model = build_model(schema(dense=()), ModelSection(top_mlp=[]))
+    model = build_model(schema(dense=()), DlrmSection(top_mlp=[]))
     assert isinstance(model.bottom, Constant)
     assert torch.equal(model.bottom(torch.empty(3, 0)), model.bottom.vector.expand(3, 8))

@@ -1,0 +1,84 @@
+"""DCN-V2: learned products of features, layer by layer (Wang et al. 2021, arXiv:2008.13535)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from raytrec.errors import ConfigError
+from raytrec.model_sections import DcnSection
+from raytrec.models.inputs import dim_of, mlp, one_label
+from raytrec.schema import Schema
+
+
+class DCN(nn.Module):
+    """Cross layers over the dense columns and all pooled embeddings side by side, and deep layers.
+
+    x₀ has the dense columns (behind bottom_mlp) and the embeddings in the schema's order. stacked: the deep
+    layers read what the cross layers give. parallel: they read x₀, and the logit is of both side by side.
+    MLPerf's DLRM-DCNv2 is bottom_mlp [512, 256, 128], 3 cross layers of rank 512, stacked, and top_mlp
+    [1024, 1024, 512, 256].
+
+    Args:
+        schema: one label, any dense columns, sparse features of any dims.
+        config: sizes and dropout.
+
+    Returns (forward):
+        float32 [B]: the logit of each row.
+
+    Raises:
+        ConfigError: several labels, or a bottom_mlp without dense columns.
+    """
+
+    def __init__(self, schema: Schema, config: DcnSection):
+        super().__init__()
+        one_label(schema, config.name)
+        if config.bottom_mlp and not schema.dense:
+            raise ConfigError(
+                f"model.bottom_mlp is {config.bottom_mlp}, and the schema has no dense columns",
+                where="model.bottom_mlp",
+                expected="[] without dense columns",
+                do="set model.bottom_mlp=[]",
+            )
+        self.features = list(schema.sparse)
+        self.bottom = mlp([len(schema.dense), *config.bottom_mlp]) if schema.dense else None
+        dense = (config.bottom_mlp or [len(schema.dense)])[-1] if schema.dense else 0
+        width = dense + sum(dim_of(schema, feature) for feature in self.features)
+        self.cross = Cross(width, config.cross_layers, config.cross_rank)
+        self.deep = mlp([width, *config.top_mlp], config.dropout)
+        self.parallel = config.deep == "parallel"
+        deep = config.top_mlp[-1] if config.top_mlp else width
+        self.logit = nn.Linear(deep + width * self.parallel, 1)
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        parts = [self.bottom(dense)] if self.bottom is not None else []
+        x_BN = torch.cat([*parts, *(pooled[f] for f in self.features)], dim=1)
+        crossed_BN = self.cross(x_BN)
+        deep_BM = self.deep(x_BN if self.parallel else crossed_BN)
+        return self.logit(torch.cat([crossed_BN, deep_BM], dim=1) if self.parallel else deep_BM).squeeze(1)
+
+
+class Cross(nn.Module):
+    """Cross layers, each x ← x₀ ⊙ (W x + b) + x, with W whole or a product U V of the given rank.
+
+    float [B, n] → [B, n]. Matrices begin as in Glorot and Bengio 2010, biases with 0.
+    """
+
+    def __init__(self, n: int, layers: int, rank: int | None = None):
+        super().__init__()
+        self.layers = nn.ModuleList(_matrix(n, rank) for _ in range(layers))
+
+    def forward(self, x0_BN: torch.Tensor) -> torch.Tensor:
+        x_BN = x0_BN
+        for layer in self.layers:
+            x_BN = torch.addcmul(x_BN, x0_BN, layer(x_BN))
+        return x_BN
+
+
+def _matrix(n: int, rank: int | None) -> nn.Module:
+    """x → W x + b."""
+    parts = [nn.Linear(n, rank, bias=False), nn.Linear(rank, n)] if rank else [nn.Linear(n, n)]
+    for part in parts:
+        nn.init.xavier_normal_(part.weight)
+    nn.init.zeros_(parts[-1].bias)
+    return nn.Sequential(*parts)

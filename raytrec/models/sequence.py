@@ -1,0 +1,110 @@
+"""Sequences read for the item in question (attention as in DIN: Zhou et al. 2018, arXiv:1706.06978)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from raytrec.errors import ConfigError, did_you_mean
+from raytrec.model_sections import SequenceSection
+from raytrec.models.dlrm import DLRM
+from raytrec.models.inputs import Sequence, dim_of
+from raytrec.schema import Schema
+
+
+class SequenceModel(nn.Module):
+    """Each sequence becomes one vector, by attention for a target feature; then DLRM (dlrm.py).
+
+    Args:
+        schema: what DLRM takes, with at least one feature of pooling: sequence.
+        config: the target; sizes and dropout.
+
+    Returns (forward):
+        float32 [B]: the logit of each row.
+
+    Raises:
+        ConfigError: what DLRM refuses; no sequence; a target that is none, or that has to be said.
+    """
+
+    def __init__(self, schema: Schema, config: SequenceSection):
+        super().__init__()
+        sequences = [f for f, spec in schema.sparse.items() if spec.pooling == "sequence"]
+        if not sequences:
+            raise ConfigError(
+                "the schema has no sequence",
+                where="schema.yaml, sparse",
+                expected="a feature of pooling: sequence for model.name=sequence",
+                do="set pooling: sequence on the feature whose ids are in the order of time, or take dlrm",
+            )
+        self.target_of = {feature: target_of(schema, config, feature) for feature in sequences}
+        self.dlrm = DLRM(schema, config)
+        # Features are no names of modules: they may have dots.
+        self.attention = nn.ModuleList(
+            TargetAttention(dim_of(schema, feature), config.max_length, config.attention_mlp)
+            for feature in sequences
+        )
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
+        read = {
+            feature: attention(pooled[feature], pooled[target])
+            for (feature, target), attention in zip(self.target_of.items(), self.attention, strict=True)
+        }
+        return self.dlrm(dense, {**pooled, **read})
+
+
+class TargetAttention(nn.Module):
+    """A sequence's vectors, weighted by how much they say about a target.
+
+    Id k with vector e scores s = MLP(e, t, e − t, e ⊙ t) + r_k for the target t, with a learned r_k for how
+    long ago it was. The result is Σ softmax(s)_k · e_k over the ids that are present, 0 if there are none.
+    The MLP's activations are sigmoids, as in DIN's code.
+
+    Args:
+        dim: of the vectors.
+        length: the most ids of a sequence.
+        sizes: hidden sizes of the MLP.
+    """
+
+    def __init__(self, dim: int, length: int, sizes: list[int]):
+        super().__init__()
+        layers: list[nn.Module] = []
+        inputs = 4 * dim
+        for size in sizes:
+            layers += [nn.Linear(inputs, size), nn.Sigmoid()]
+            inputs = size
+        # Without a bias: softmax would take no notice of one.
+        self.score = nn.Sequential(*layers, nn.Linear(inputs, 1, bias=False))
+        self.recency = nn.Parameter(torch.zeros(length))
+
+    def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
+        vectors_BLD, present_BL = sequence
+        target_BLD = target_BD.unsqueeze(1).expand_as(vectors_BLD)
+        beside = [vectors_BLD, target_BLD, vectors_BLD - target_BLD, vectors_BLD * target_BLD]
+        scores_BL = self.score(torch.cat(beside, dim=2)).squeeze(2) + self.recency
+        # A softmax over nothing would be NaN: rows without an id take it over zeros, which add up to 0.
+        empty_B1 = ~present_BL.any(1, keepdim=True)
+        weights_BL = scores_BL.masked_fill(~(present_BL | empty_B1), float("-inf")).softmax(1)
+        return torch.einsum("bl,bld->bd", weights_BL, vectors_BLD)
+
+
+def target_of(schema: Schema, config: SequenceSection, sequence: str) -> str:
+    """The feature that a sequence is attended for."""
+    bags = [feature for feature, spec in schema.sparse.items() if spec.pooling != "sequence"]
+    same = [feature for feature in bags if schema.sparse[feature].table == schema.sparse[sequence].table]
+    if config.target in bags:
+        return config.target
+    if config.target is not None:
+        near = did_you_mean(config.target, bags)
+        raise ConfigError(
+            f"'{config.target}' is no feature" + (f"; did you mean '{near}'?" if near else ""),
+            where="model.target",
+            expected=f"one of {', '.join(bags)}",
+        )
+    if len(same) != 1:
+        raise ConfigError(
+            f"for which feature is {sequence} to be read? {len(same)} others look up its table",
+            where="model.target",
+            expected="one feature that shares the sequence's table, or a word on which it is",
+            do=f"set model.target to one of {', '.join(same or bags)}",
+        )
+    return same[0]

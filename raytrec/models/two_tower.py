@@ -1,0 +1,110 @@
+"""Two towers: what asks and what is recommended become vectors that can be searched by their dot product."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from raytrec.errors import ConfigError, did_you_mean
+from raytrec.model_sections import TwoTowerSection
+from raytrec.models.inputs import dim_of, mlp, one_label
+from raytrec.schema import Schema
+
+
+class TwoTower(nn.Module):
+    """logit = scale · ⟨query, item⟩ + bias, with a learned scale and bias.
+
+    `query` and `item` alone are what retrieval needs: the items' vectors go into an index, which is asked
+    with the query's. Scale and bias change no order of the items of one query, as long as
+    the scale is positive.
+
+    Args:
+        schema: one label; sequences enter by their mean.
+        config: which features belong to which tower, and the sizes of the towers.
+
+    Returns (forward):
+        float32 [B]: the logit of each row.
+
+    Raises:
+        ConfigError: several labels; a feature of no or of two towers; a pattern that matches nothing.
+    """
+
+    def __init__(self, schema: Schema, config: TwoTowerSection):
+        super().__init__()
+        one_label(schema, config.name)
+        members = _members(schema, config)
+        self.towers = nn.ModuleDict({side: Tower(schema, members[side], config) for side in members})
+        self.normalize = config.normalize
+        # Dot products of vectors grow with the root of their width; cosines are at most 1.
+        self.scale = nn.Parameter(torch.tensor(5.0 if config.normalize else config.tower_mlp[-1] ** -0.5))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def query(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The query tower's vectors: float32 [B, tower_mlp[-1]]; only its own features are looked at."""
+        return self._vectors("query", dense, pooled)
+
+    def item(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The item tower's vectors: float32 [B, tower_mlp[-1]]; only its own features are looked at."""
+        return self._vectors("item", dense, pooled)
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        products_B = (self.query(dense, pooled) * self.item(dense, pooled)).sum(1)
+        return self.scale * products_B + self.bias
+
+    def _vectors(self, side: str, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        vectors_BD = self.towers[side](dense, pooled)
+        return nn.functional.normalize(vectors_BD, dim=1) if self.normalize else vectors_BD
+
+
+class Tower(nn.Module):
+    """An MLP over some dense columns and pooled embeddings side by side; its last layer is linear.
+
+    Args:
+        members: names of dense columns and sparse features.
+    """
+
+    def __init__(self, schema: Schema, members: set[str], config: TwoTowerSection):
+        super().__init__()
+        self.features = [feature for feature in schema.sparse if feature in members]
+        columns = [place for place, name in enumerate(schema.dense) if name in members]
+        self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
+        width = len(columns) + sum(dim_of(schema, feature) for feature in self.features)
+        *hidden, last = config.tower_mlp
+        self.hidden = mlp([width, *hidden], config.dropout)
+        self.last = nn.Linear(hidden[-1] if hidden else width, last)
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        parts = [dense.index_select(1, self.columns)] if len(self.columns) else []
+        return self.last(self.hidden(torch.cat([*parts, *(pooled[f] for f in self.features)], dim=1)))
+
+
+def _members(schema: Schema, config: TwoTowerSection) -> dict[str, set[str]]:
+    """Tower → its features and columns; each name of the schema is in one."""
+    names = [*schema.dense, *schema.sparse]
+    members: dict[str, set[str]] = {}
+    for side, patterns in (("query", config.towers.query), ("item", config.towers.item)):
+        members[side] = set()
+        for pattern in patterns:
+            matching = {name for name in names if fnmatchcase(name, pattern)}
+            if not matching:
+                near = did_you_mean(pattern, names)
+                raise ConfigError(
+                    f"no feature or dense column is named, or matches, '{pattern}'"
+                    + (f"; did you mean '{near}'?" if near else ""),
+                    where=f"model.towers.{side}",
+                    expected=f"names or patterns of {', '.join(names)}",
+                )
+            members[side] |= matching
+    both = members["query"] & members["item"]
+    neither = set(names) - members["query"] - members["item"]
+    if both or neither:
+        what, which = ("both towers", both) if both else ("neither tower", neither)
+        raise ConfigError(
+            f"in {what}: {', '.join(sorted(which))}",
+            where="model.towers",
+            expected="each feature and dense column in one tower: a query's vector knows nothing of the item",
+            do="name it under query or item, or leave it out of the schema",
+        )
+    return members
