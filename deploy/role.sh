@@ -32,26 +32,25 @@ node_id() { # Ray's log folder is this container's own
     sed -n 's/.*--node_id[= ]\([0-9a-f]\{56\}\).*/\1/p' /tmp/ray/session_latest/logs/raylet.out | head -n 1
 }
 
+starts() { echo "$role" >/tmp/role; } # health.py reads it
+
 role=${1:-help}
 case $role in
-head | worker | mlflow | notebook)
-    shift
-    echo "$role" >/tmp/role # health.py reads it
-    ;;
-esac
-
-case $role in
 head)
+    shift
     secret "$RAY_AUTH_TOKEN_PATH"
     if [ -n "${RAYTREC_HEAD:-}" ]; then # of several networks, the one on which workers know it by this name
         address=$(getent ahostsv4 "$RAYTREC_HEAD" | first)
     fi
+    starts
     exec ray start --head --block --node-ip-address "${address:-$(own_address)}" --port 6379 \
         --dashboard-host 0.0.0.0 --dashboard-port 8265 --ray-client-server-port 10001 "$@"
     ;;
 worker)
+    shift
     secret "$RAY_AUTH_TOKEN_PATH"
     [ -n "${RAYTREC_HEAD:-}" ] || fail "RAYTREC_HEAD is not set" "the host name of the head"
+    starts
     ray start --address "$RAYTREC_HEAD:6379" --block --node-ip-address "$(own_address)" "$@" &
     ray=$!
     trap 'drain; kill -TERM "$ray" 2>/dev/null || true' TERM INT
@@ -59,17 +58,19 @@ worker)
     wait "$ray" # the trap has ended the first
     ;;
 mlflow)
+    starts
     # Its guard against pages that rebind host names: these names are ours.
     exec mlflow server --host 0.0.0.0 --port 5000 --workers 1 \
         --backend-store-uri sqlite:////mlflow/mlflow.db --artifacts-destination /mlflow/artifacts \
         --allowed-hosts "${MLFLOW_NAMES:-mlflow:*,localhost:*,127.0.0.1:*}"
     ;;
 notebook)
-    [ $# -eq 0 ] || fail "the notebook takes no arguments, got: $*" "settings as files below ~/.jupyter"
+    [ $# -eq 1 ] || fail "the notebook takes no arguments, got: $*" "settings as files below ~/.jupyter"
     secret "${JUPYTER_TOKEN_FILE:-/run/secrets/jupyter_token}"
     # Jupyter takes the file as it is, a line's end included; and in a variable, notebooks could print it.
     export JUPYTER_TOKEN_FILE="$HOME/.jupyter-token"
     (umask 077 && printf %s "$value" >"$JUPYTER_TOKEN_FILE")
+    starts
     cd "$HOME"
     exec jupyter lab --ip 0.0.0.0 --port 8888 --no-browser
     ;;
