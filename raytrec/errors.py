@@ -1,8 +1,11 @@
 """One shape of error for people: what is wrong, where, what was expected, what to do.
 
 Errors of these classes are what a user did or has; the command line prints them without a traceback.
-They travel between Ray processes, so they pickle with all their parts.
+They travel between Ray processes, so they pickle with all their parts. They reach terminals, logs and files
+that others read, so passwords in addresses are hidden.
 """
+
+from raytrec.redact import hide
 
 
 class RaytrecError(Exception):
@@ -18,7 +21,8 @@ class RaytrecError(Exception):
     def __init__(
         self, what: str, *, where: str | None = None, expected: str | None = None, do: str | None = None
     ):
-        self.what, self.where, self.expected, self.do = what, where, expected, do
+        self.what = hide(str(what))
+        self.where, self.expected, self.do = (part and hide(str(part)) for part in (where, expected, do))
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -27,6 +31,15 @@ class RaytrecError(Exception):
             if value := getattr(self, label):
                 parts.append(f"  {label + ':':<10}{value}")
         return "\n".join(parts)
+
+    @property
+    def parts(self) -> dict[str, str | None]:
+        """All parts by name: the arguments of an equal error."""
+        return {name: getattr(self, name) for name in ("what", "where", "expected", "do")}
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it: as on the command line, no traceback."""
+        return [f"error: {self}"]
 
     def __reduce__(self):
         return _rebuild, (type(self), self.what, self.where, self.expected, self.do)

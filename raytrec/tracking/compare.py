@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrec.errors import RunError
+from raytrec.redact import hide
 from raytrec.tracking.history import History, run_folder
 from raytrec.tracking.results import LABELS, as_text, shown
 from raytrec.tracking.units import number
@@ -121,7 +122,7 @@ def _config_differences(runs: list[History]) -> dict[str, list[str]]:
 def _value(values: dict[str, Any], key: str) -> str:
     if key not in values:
         return "(not there)"
-    return "null" if values[key] is None else str(values[key])
+    return "null" if values[key] is None else hide(str(values[key]))
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

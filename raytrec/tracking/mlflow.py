@@ -10,9 +10,9 @@ from time import monotonic, time
 
 from raytrec.config import RunConfig
 from raytrec.errors import ConfigError
+from raytrec.redact import hide, hide_all
 from raytrec.tracking.failures import closed_to_us, may_pass, reason, unreachable
 from raytrec.tracking.outbox import Outbox, Record
-from raytrec.tracking.redact import hide
 from raytrec.tracking.store import Store
 from raytrec.tracking.trouble import Trouble
 
@@ -133,12 +133,12 @@ class Tracker:
 
     def params(self, config: RunConfig) -> None:
         """Every knob of the configuration as section.key."""
-        self._outbox.put_params(config.model_dump(by_alias=True))
+        self._outbox.put_params(hide_all(config.model_dump(by_alias=True)))
         self._put.set()
 
     def tags(self, tags: Mapping[str, str]) -> None:
         """Tags of the run; one that it has already gets the new value."""
-        self._outbox.put_tags({k: hide(str(v)) for k, v in tags.items()})
+        self._outbox.put_tags(hide_all({k: str(v) for k, v in tags.items()}))
         self._put.set()
 
     def metrics(self, figures: Mapping[str, float | None], step: int, unix_s: float | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from raytrec.tracking.redact import hide
+from raytrec.redact import hide
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:

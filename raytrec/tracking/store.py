@@ -11,6 +11,7 @@ from time import sleep, time
 from typing import Any
 from uuid import uuid4
 
+from raytrec.redact import hide
 from raytrec.tracking.failures import may_pass
 from raytrec.tracking.outbox import Record
 
@@ -108,7 +109,10 @@ class Store:
 
     def upload(self, path: Path, folder: str) -> None:
         """A file as an artifact of the run, in a folder of its artifacts ('' for the top)."""
-        self._client.log_artifact(self.run_id, str(path), folder or None)
+        if path.suffix == ".yaml":  # a configuration, in which there may be passwords
+            self._client.log_text(self.run_id, hide(path.read_text()), str(Path(folder) / path.name))
+        else:
+            self._client.log_artifact(self.run_id, str(path), folder or None)
 
     def end(self, status: str) -> None:
         """Ends the run with FINISHED, FAILED or KILLED."""

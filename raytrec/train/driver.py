@@ -19,6 +19,7 @@ from raytrec.data.faults import SKIPPED, Faults
 from raytrec.data.fragments import Dataset, list_files, scan
 from raytrec.embeddings.pins import pins
 from raytrec.errors import ConfigError, DataError, RunError
+from raytrec.redact import hidden_keys, hide
 from raytrec.schema import Schema
 from raytrec.storage import absolute as settled
 from raytrec.storage import relative
@@ -80,6 +81,7 @@ def train(
     """
     began = perf_counter()
     config, resume = settle(source, overrides or [], start_from, resume, go_on)
+    _check_nothing_hidden(config)
     folder, root = Path(config.run.dir), config.checkpoint_root
     schema, datasets = _open_data(config)
     lines = check_fits(config, schema) if config.run.start_from and not resume else []
@@ -167,7 +169,7 @@ def _next_steps(config: RunConfig, folder: Path, tracker: Tracker | NoTracker) -
     if config.tracking.report:
         lines.append(f"pictures     {relative(folder / REPORT)}")
     if config.tracking.enabled:
-        lines.append(f"look at it   mlflow ui --backend-store-uri {short(tracker.uri)}")
+        lines.append(f"look at it   mlflow ui --backend-store-uri {hide(short(tracker.uri))}")
     return [*lines, f"again        raytrec evaluate {relative(folder)} --data PARQUET"]
 
 
@@ -277,6 +279,20 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
             transform.vocabulary = absolute(transform.vocabulary)
     tracking.uri = tracking.uri or f"sqlite:///{Path(run.dir).parent}/mlflow.db"
     return config
+
+
+def _check_nothing_hidden(config: RunConfig) -> None:
+    """Whether passwords are there that a checkpoint, whose configuration this is, does not keep.
+
+    Raises:
+        ConfigError: with the keys that miss theirs.
+    """
+    if keys := hidden_keys(config.model_dump(by_alias=True, mode="json")):
+        raise ConfigError(
+            f"a password is missing in {', '.join(keys)}",
+            where="the configuration, which comes from a checkpoint or from MLflow, where none are kept",
+            do=f"say it again: {' '.join(f'{key}=…' for key in keys)}",
+        )
 
 
 def _open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:

@@ -13,6 +13,7 @@ from raytrec.data.fragments import Dataset
 from raytrec.embeddings.hosts import GIB, host_memory
 from raytrec.embeddings.pins import check_pins
 from raytrec.errors import ConfigError, RaytrecError, RunError, root_cause
+from raytrec.redact import hide
 from raytrec.schema import Schema
 from raytrec.storage import open_filesystem
 from raytrec.train.rank import Task
@@ -180,8 +181,9 @@ def _ray_run(folder: str) -> Any:
     filesystem, path = open_filesystem(f"{folder}/checkpoint_manager_snapshot.json")
     if filesystem.get_file_info(path).is_file:
         filesystem.delete_file(path)
-    place, _, name = folder.rstrip("/").rpartition("/")
-    return ray.train.RunConfig(name=name, storage_path=place)
+    filesystem, path = open_filesystem(folder)  # rather than its address, which Ray Train would show
+    place, _, name = path.rpartition("/")
+    return ray.train.RunConfig(name=name, storage_path=place, storage_filesystem=filesystem)
 
 
 def fingerprint(dataset: Dataset | None) -> str:
@@ -198,7 +200,7 @@ def _explain(error: Exception, config: RunConfig, sentence: str) -> RaytrecError
     """The error for people behind what Ray raised; the whole story goes to error.txt in the run folder."""
     cause = root_cause(error)
     story = Path(config.run.dir) / "error.txt"
-    story.write_text("".join(traceback.format_exception(error)))
+    story.write_text(hide("".join(traceback.format_exception(error))))
     if isinstance(cause, RaytrecError):
         return cause
     last = [line for line in str(cause).splitlines() if line.strip()]

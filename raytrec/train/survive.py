@@ -16,6 +16,7 @@ from raytrec.checkpoint.save import Saved, Saver
 from raytrec.checkpoint.state import LogicalState
 from raytrec.embeddings.plan import describe
 from raytrec.errors import RunError
+from raytrec.redact import hide_all
 from raytrec.train.causes import Restart
 from raytrec.train.hub import Command
 from raytrec.train.nan import FOLDER, Recent, dump
@@ -191,7 +192,7 @@ class Survival:
             "progress": self._progress.record(),
             "evaluation": self._progress.last_evaluation,
             "data": task.fingerprint,
-            "config": config.model_dump(by_alias=True, mode="json"),
+            "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # a checkpoint is handed on
             "schema": task.schema.to_yaml(),
             "plan": describe(self._plan),
             "world_size": self._rank.world,

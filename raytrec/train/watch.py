@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
@@ -10,6 +11,7 @@ from threading import Event, Thread
 from time import time
 from typing import Any
 
+from raytrec.redact import hide, hide_all
 from raytrec.tracking.advice import hot_rank, low_utilisation, straggler
 from raytrec.tracking.gauges import Gauges
 from raytrec.tracking.ranks import Lines, rank_metrics
@@ -147,7 +149,7 @@ class Record:
 
     def _append(self, name: str, entry: dict[str, Any], without: str = "") -> None:
         """A line of JSON, which has no NaN."""
-        entry = finite({key: value for key, value in entry.items() if key != without})
+        entry = hide_all(finite({key: value for key, value in entry.items() if key != without}))
         with open(self._folder / name, "a") as file:
             file.write(json.dumps(entry) + "\n")
 
@@ -189,7 +191,10 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Written whole or not at all."""
+    """Written whole or not at all; where it holds a password, for this user alone to read."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
+    partial.unlink(missing_ok=True)
+    mode = 0o666 if hide(text) == text else 0o600
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        file.write(text)
     partial.replace(path)

@@ -1,0 +1,231 @@
+"""Several hosts in one machine: Linux namespaces, each with its own address, processes and name.
+
+A switch (a bridge in a network namespace of its own) joins them, so nothing of the machine's own network is
+touched. A host is one process that holds its namespaces; when it ends, the kernel ends all processes of the
+host and removes its network. It ends with the test, even if that is killed. Needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from heads import RAY, short_folder
+
+PORT = 6379
+NETWORK = "10.77.0."
+HELD = ["--net", "--mount", "--pid", "--uts"]  # namespaces that a host has for itself
+START_S = 120.0
+DISABLED, FORWARDING = "0", "3"  # states of a switch's port
+ALIVE = """
+import sys
+from ray._raylet import GcsClient
+print(sum(node.state == 0 for node in GcsClient(address=sys.argv[1]).get_all_node_info().values()))
+"""
+
+
+class Hosts:
+    """A Ray cluster on hosts of its own, with a token; started as a user does, with `ray start`.
+
+    The first host is the head and has no CPUs for workers. `ray start --block` ends when the cluster has
+    given its node up, and is started again, as systemd, KubeRay or the cluster launcher would.
+
+    Args:
+        folder: an empty folder for the token, logs, Ray's files and the shared root.
+        workers: hosts beside the head.
+        cpus: logical CPUs of each of them.
+        environment: more variables of Ray's processes.
+
+    Attributes:
+        all: the hosts, the head first.
+        address: of the cluster, HOST:PORT.
+        root: RAYTREC_ROOT of the cluster's nodes, a folder that all hosts see.
+        token: path of the token file.
+        env: environment for commands of somebody who may use the cluster.
+    """
+
+    def __init__(
+        self, folder: Path, workers: int = 3, cpus: int = 2, environment: dict[str, str] | None = None
+    ):
+        self.address, self.root, self.token = f"{NETWORK}1:{PORT}", folder / "root", folder / "auth_token"
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
+        self.env = kept | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        self.env |= {"RAYTREC_ROOT": str(self.root), "OMP_NUM_THREADS": "1"} | (environment or {})
+        self._folder, self._cpus = folder, [0, *[cpus] * workers]
+        self._switch: Host | None = None
+        self.all: list[Host] = []
+
+    def __enter__(self) -> Hosts:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.token.touch(mode=0o600)
+        self.token.write_text(secrets.token_hex(32))
+        try:
+            self._switch = Host("switch", self._folder)
+            self._switch.net("ip", "link", "add", "br0", "type", "bridge")
+            self._switch.net("ip", "link", "set", "br0", "up")
+            for number, cpus in enumerate(self._cpus, 1):
+                self._connect(number)
+                self._start_ray(number, cpus)
+            self._wait_for_nodes()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in filter(None, [*self.all, self._switch]):
+            host.end()
+
+    def _connect(self, number: int) -> None:
+        """A host with an address, plugged into port p<number> of the switch."""
+        host = Host(f"host{number}", self._folder)
+        self.all.append(host)
+        cable = ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
+        self._switch.net("ip", "link", "add", f"p{number}", *cable)
+        self._switch.net("ip", "link", "set", f"p{number}", "master", "br0", "up")
+        host.address = f"{NETWORK}{number}"
+        host.net("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+        host.net("ip", "link", "set", "eth0", "up")
+
+    def _start_ray(self, number: int, cpus: int) -> None:
+        host, place = self.all[number - 1], self._folder / f"ray{number}"
+        place.mkdir()
+        command = [RAY, "start", "--block", f"--node-ip-address={host.address}", f"--num-cpus={cpus}"]
+        command += [f"--object-store-memory={200 << 20}", f"--temp-dir={short_folder(place)}"]
+        command += ["--disable-usage-stats"]
+        if number == 1:
+            command += ["--head", f"--port={PORT}", "--dashboard-host=127.0.0.1"]
+        else:
+            command += [f"--address={self.address}"]
+        host.start("sh", "-c", f"while true; do {shlex.join(command)}; sleep 1; done", env=self.env)
+        if number == 1:
+            host.wait_for_port(PORT)
+
+    def _wait_for_nodes(self) -> None:
+        end = time.monotonic() + START_S
+        while (alive := self.alive()) < len(self.all):
+            assert time.monotonic() < end, f"{alive} of {len(self.all)} hosts\n" + self.logs()
+            time.sleep(0.5)
+
+    def alive(self) -> int:
+        """Nodes that the cluster counts."""
+        return int(self.all[0].run(sys.executable, "-c", ALIVE, self.address, env=self.env).split()[-1])
+
+    def cut_off(self, number: int) -> None:
+        """From now on no packet from or to a host gets through, and nobody is told: connections hang.
+
+        Args:
+            number: of the host, the head's is 1; the last part of its address.
+        """
+        self._switch.net("bridge", "link", "set", "dev", f"p{number}", "state", DISABLED)
+
+    def heal(self, number: int) -> None:
+        """Packets get through again."""
+        self._switch.net("bridge", "link", "set", "dev", f"p{number}", "state", FORWARDING)
+
+    def logs(self) -> str:
+        return "\n".join(f"{host.name}: {host.log.read_text()[-2000:]}" for host in self.all)
+
+
+class Host:
+    """Namespaces, held by a process that is number 1 in them.
+
+    Attributes:
+        pid: of that process, as seen from outside.
+        log: what its processes say.
+    """
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.log, self.address = name, folder / f"{name}.log", ""
+        hold = [
+            "unshare",
+            *HELD,
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            "sleep infinity & wait",
+        ]
+        self._process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *hold], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        self.log.touch()
+        self.pid = self._wait_for_shell()
+        self.net("ip", "link", "set", "lo", "up")
+        self.run("hostname", name)
+
+    def _wait_for_shell(self) -> int:
+        outer, end = self._process.pid, time.monotonic() + 10
+        while time.monotonic() < end and self._process.poll() is None:
+            with suppress(FileNotFoundError, IndexError):
+                child = int(Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0])
+                if Path(f"/proc/{child}/comm").read_text().strip() == "sh":
+                    return child
+            time.sleep(0.01)
+        raise OSError("namespaces cannot be made here")
+
+    def command(self, *command: str) -> list[str]:
+        """A command that runs in this host."""
+        return ["nsenter", "--target", str(self.pid), *HELD, "--", *command]
+
+    def net(self, *command: str) -> None:
+        """A command about this host's network; process ids in it are those outside."""
+        command = ["nsenter", "--target", str(self.pid), "--net", "--", *command]
+        subprocess.run(command, check=True, timeout=30, stderr=subprocess.PIPE)
+
+    def run(self, *command: str, env: dict[str, str] | None = None) -> str:
+        """Runs a command to its end; what it printed."""
+        done = subprocess.run(self.command(*command), capture_output=True, text=True, env=env, timeout=60)
+        assert done.returncode == 0, f"{self.name}: {' '.join(command)}: {done.stderr}"
+        return done.stdout
+
+    def start(self, *command: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen:
+        """Starts a command, which ends with the host at the latest."""
+        with open(self.log, "ab") as log:
+            output = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL} | options
+            return subprocess.Popen(self.command(*command), env=env, **output)
+
+    def listens(self) -> set[tuple[str, int]]:
+        """(address, port) of all that listens in this host; addresses as /proc/net/tcp has them."""
+        return {
+            (address, int(port, 16))
+            for name in ("tcp", "tcp6")
+            for line in Path(f"/proc/{self.pid}/net/{name}").read_text().splitlines()[1:]
+            if line.split()[3] == "0A"
+            for address, port in [line.split()[1].split(":")]
+        }
+
+    def wait_for_port(self, port: int) -> None:
+        end = time.monotonic() + START_S
+        while port not in {other for _, other in self.listens()}:
+            assert time.monotonic() < end, f"nothing listens on port {port}:\n{self.log.read_text()}"
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        """Ends all processes of the host."""
+        self._process.kill()
+        self._process.wait(30)
+
+
+def impossible(folder: Path) -> str | None:
+    """Why there can be no hosts here; None where there can."""
+    if os.geteuid() != 0:
+        return "namespaces as hosts need root"
+    try:
+        switch = Host("trial", folder)
+        try:
+            switch.net("ip", "link", "add", "br0", "type", "bridge")
+            switch.net("ip", "link", "add", "p1", "type", "veth", "peer", "name", "eth0")
+        finally:
+            switch.end()
+    except (OSError, AssertionError, subprocess.SubprocessError) as error:
+        return f"namespaces as hosts cannot be made here: {error}"
+    return None
