@@ -12,6 +12,7 @@ Importing this needs neither torch nor Ray; the names below load what they need 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Cluster": "raytrec.remote.cluster",
     "check": "raytrec.train.check",
     "evaluate": "raytrec.train.driver",
     "Result": "raytrec.train.driver",

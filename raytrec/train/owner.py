@@ -97,7 +97,7 @@ def _job() -> str | None:
 
 def _parts(error: BaseException) -> dict[str, str | None]:
     if isinstance(error, RaytrecError):
-        return {name: getattr(error, name) for name in ("what", "where", "expected", "do")}
+        return error.parts
     return {"what": f"{type(error).__name__}: {error}"}
 
 

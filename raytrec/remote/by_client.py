@@ -1,0 +1,259 @@
+"""Ray client (ray://): the cluster as if it were here. What is started lives as long as this connection."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from raytrec.config import RunConfig, load_config
+from raytrec.errors import RaytrecError, RunError, root_cause
+from raytrec.remote import peek
+from raytrec.remote.drive import Driver
+from raytrec.remote.package import code, config_name, user_modules
+from raytrec.remote.token import token_file, use_token
+from raytrec.remote.versions import check_ray
+
+Source = str | Path | dict | RunConfig
+ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it
+
+
+class ByClient:
+    """A cluster behind ray://HOST:PORT.
+
+    Args:
+        address: as `ray start --head` gives it.
+
+    Raises:
+        RunError: it cannot be reached, refuses the token, or is of another version of Ray or Python.
+    """
+
+    polls_s = 1.0  # how often news are worth asking for
+
+    def __init__(self, address: str):
+        self.address = address
+        self._connections = {(): _Connection(address, ())}
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What a function of `peek` gives."""
+        return self._connections[()].call(name, *arguments)
+
+    def begin(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Begun:
+        """Starts a run, or goes on with it, where it was interrupted."""
+        config = load_config(source, overrides)
+        places = tuple(path.absolute() for path in (*user_modules(config), *include))
+        if places not in self._connections:  # whose processes have other code
+            self._connections[places] = _Connection(self.address, places)
+        connection = self._connections[places]
+        driver = connection.actor(Driver)
+        folder = connection.ask(driver.begin, config_name(source), config.to_yaml())
+        return Begun(self, connection, driver, folder)
+
+    def attach(self, folder: str, job: str | None) -> Seen:
+        """A run that somebody has started."""
+        return Seen(self, folder)
+
+    def evaluate(self, run: str, data: str, options: dict[str, int]) -> dict[str, Any]:
+        """Evaluates a run's newest checkpoint."""
+        connection = self._connections[()]
+        driver = connection.actor(Driver)
+        return connection.ask(driver.evaluate, run, data, options, timeout=None)
+
+    def close(self) -> None:
+        """Ends the connections, and with them the runs that were started here."""
+        for connection in self._connections.values():
+            connection.close()
+
+
+class Seen:
+    """A run on the cluster, known by its folder."""
+
+    def __init__(self, way: ByClient, folder: str):
+        self._way, self._folder = way, folder
+
+    def folder(self) -> str:
+        return self._folder
+
+    def news(self, since: dict[str, int]) -> dict[str, Any]:
+        """As `peek.news`."""
+        return self._way.call("news", self._folder, since)
+
+    def logs(self) -> Iterator[str]:
+        """What the run has said so far."""
+        yield self.news({})["log"]
+
+    def stop(self) -> None:
+        self._way.call("stop", self._folder)
+
+
+class Begun(Seen):
+    """A run that was started here."""
+
+    def __init__(self, way: ByClient, connection: _Connection, driver: Any, folder: str):
+        super().__init__(way, folder)
+        self._connection, self._driver = connection, driver  # an actor without a handle ends
+        with connection.used():
+            self._result = driver.train.remote()
+
+    def news(self, since: dict[str, int]) -> dict[str, Any]:
+        """As `peek.news`; "starting" until the driver has begun. It has ended when its last word has come."""
+        ended = self._connection.is_done(self._result)
+        failure = self._failure() if ended else None
+        try:
+            news = super().news(since)
+        except RunError:
+            if ended and not failure:
+                raise
+            news = {"since": since, "folder": self._folder, "state": "starting"}
+        if failure:
+            return news | {"state": "failed", "error": failure.parts}
+        if not ended and news["state"] != "running":  # that of the run before, or it is closing down
+            news["state"] = "running" if news["state"] == "finished" else "starting"
+        return news
+
+    def _failure(self) -> RaytrecError | None:
+        try:
+            self._connection.result(self._result)
+        except RaytrecError as error:
+            return error
+        return None
+
+
+class _Connection:
+    """One connection of Ray client, beside whatever else this process does with Ray."""
+
+    def __init__(self, address: str, places: tuple[Path, ...]):
+        self.address, self._lock, self._remote = address, RLock(), {}
+        use_token()
+        import ray
+
+        with code(places) as folder:
+            try:
+                self._context = ray.init(
+                    address,
+                    namespace="raytrec",
+                    allow_multiple=True,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    runtime_env={"working_dir": str(folder)},
+                )
+            except Exception as error:
+                raise _not_connected(address, error) from None
+        check_ray(self._context.ray_version, where=address)
+        with self.used():
+            self._head = _head_node(ray)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Ray in this block is this connection's. Not by two threads at a time: the context is swapped."""
+        with self._lock, self._context:
+            yield
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        import ray
+
+        with self.used():
+            if name not in self._remote:
+                self._remote[name] = ray.remote(peek.CALLS[name]).options(**self._placed())
+        return self.ask(self._remote[name], *arguments)
+
+    def ask(self, function: Any, *arguments: Any, timeout: float | None = ANSWER_S) -> Any:
+        """The answer of a remote function or method, its errors as they were raised there."""
+        with self.used():
+            reference = function.remote(*arguments)
+        return self.result(reference, timeout)
+
+    def actor(self, kind: type) -> Any:
+        import ray
+
+        with self.used():
+            return ray.remote(kind).options(**self._placed()).remote()
+
+    def is_done(self, reference: Any) -> bool:
+        import ray
+
+        with self.used():
+            return bool(ray.wait([reference], timeout=0)[0])
+
+    def result(self, reference: Any, timeout: float | None = ANSWER_S) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        try:
+            with self.used():
+                return ray.get(reference, timeout=timeout)
+        except GetTimeoutError:
+            raise RunError(f"the cluster has not answered for {timeout} s", where=self.address) from None
+        except ConnectionError as error:
+            raise RunError(
+                f"the connection to the cluster is lost: {_first_line(error)}",
+                where=self.address,
+                do="connect again: Cluster(ADDRESS); what was started here has ended, and goes on from its "
+                "last checkpoint when it is started again",
+            ) from None
+        except RayError as error:
+            cause = root_cause(error)
+            if cause is error or isinstance(cause, RayError):
+                cause = RunError(f"the cluster says: {_first_line(cause)}", where=self.address)
+            raise cause from None
+
+    def close(self) -> None:
+        self._context.disconnect()
+
+    def _placed(self) -> dict[str, Any]:
+        """On the head, where ray:// ends, whatever else is busy there."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return {
+            "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(self._head, soft=False),
+        }
+
+
+def _head_node(ray: Any) -> str:
+    heads = [n["NodeID"] for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"]]
+    if not heads:
+        raise RunError("the cluster has no head node")
+    return heads[0]
+
+
+def _not_connected(address: str, error: Exception) -> RunError:
+    """Why Ray client did not come up, for people."""
+    text = str(error)
+    found = re.findall(r"(Ray|Python): (\S+)", text) if "ersion mismatch" in text else []
+    if found:
+        (_, ray), (_, python) = found[:2]
+        try:
+            check_ray(ray, where=address)
+        except RunError as skew:
+            return skew
+        here = ".".join(map(str, sys.version_info[:2]))
+        return RunError(
+            f"the cluster runs Python {python}, and this is Python {here}",
+            where=address,
+            expected="the same Python, X.Y, on both sides: with ray:// they exchange code",
+            do="use that Python here; or the job API, Cluster('http://HOST:8265'), which does not care",
+        )
+    if any(word in text.lower() for word in ("unauthenticated", "token", "authentication")):
+        return RunError(
+            "the cluster refuses the token",
+            where=address,
+            expected="the token with which the cluster was started",
+            do=f"bring it into {token_file()}, or set RAY_AUTH_TOKEN_PATH=FILE",
+        )
+    return RunError(
+        f"cannot connect: {_first_line(error)}",
+        where=address,
+        expected="the address of Ray client, such as ray://127.0.0.1:10001, and the cluster's token",
+        do="forward its port (`ray attach -p 10001 cluster.yaml`, `kubectl port-forward`)",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
