@@ -1,0 +1,134 @@
+"""A Ray cluster whose autoscaler starts and ends nodes on this machine, as cluster.yaml's does machines of a cloud."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from heads import end, free_ports, short_folder
+from launching import AWS, prepared
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
+
+RAY = str(Path(sys.executable).with_name("ray"))
+TESTS, BENCHMARKS = Path(__file__).parent, Path(__file__).parents[2] / "benchmarks"
+START_S = 120.0
+
+
+def configuration(address: str, idle_s: float) -> dict[str, Any]:
+    """cluster.yaml with machines of this machine: room for a worker and its reader where there are GPUs.
+
+    Args:
+        address: of Ray.
+        idle_s: after which a node is terminated.
+    """
+    config = prepared(AWS)
+    config["provider"] = {
+        "type": "external",
+        "module": "machines.Machines",
+        "gcs_address": address,
+        "head_node_id": FAKE_HEAD_NODE_ID,
+        "launch_multiple": True,
+        "disable_node_updaters": True,  # nothing is installed
+        "disable_launch_config_check": True,
+    }
+    for kind in config["available_node_types"].values():
+        gpus = kind["resources"].pop("GPU", 0)
+        kind["node_config"], kind["resources"]["CPU"] = {}, 2 if gpus else min(1, kind["resources"]["CPU"])
+        kind["resources"]["object_store_memory"] = 200 << 20
+    return config | {"idle_timeout_minutes": idle_s / 60, "file_mounts": {}}
+
+
+class Autoscaled:
+    """`with Autoscaled(folder) as cluster:` runs the head; nodes come when something asks for them.
+
+    Args:
+        folder: an empty folder for the token, Ray's files and the configuration.
+        idle_s: seconds after which a node on which nothing runs is terminated.
+        v2: Ray's second autoscaler, which `ray up` and KubeRay choose; or the first.
+
+    Attributes:
+        address: of the cluster.
+        env: environment for commands of somebody who may use the cluster.
+    """
+
+    def __init__(self, folder: Path, idle_s: float = 10.0, v2: bool = True):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, token, config = folder, folder / "auth_token", folder / "cluster.json"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        port, dashboard = free_ports(2)
+        self.address = f"127.0.0.1:{port}"
+        settings = configuration(self.address, idle_s)
+        config.write_text(json.dumps(settings))
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
+        paths = [kept.get("PYTHONPATH"), str(TESTS), str(BENCHMARKS)]  # machines, recorder
+        self.env = kept | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        self.env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # As raytrec.cluster.stay_on_loopback does in a process of its own.
+        self.env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        self._environment = self.env | {
+            "RAY_FAKE_CLUSTER": "1",
+            "RAY_enable_autoscaler_v2": str(int(v2)),
+            "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+            "RAY_NODE_TYPE_NAME": settings["head_node_type"],
+            "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        }
+        self._command = [RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1"]
+        self._command += ["--port", str(port), "--dashboard-host", "127.0.0.1"]
+        self._command += ["--dashboard-port", str(dashboard), "--num-cpus", "0"]
+        self._command += ["--autoscaling-config", str(config), "--object-store-memory", str(200 << 20)]
+        self._command += ["--temp-dir", str(short_folder(folder)), "--disable-usage-stats"]
+
+    def __enter__(self) -> Autoscaled:
+        with (self._folder / "ray.log").open("w") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        try:
+            self._wait_for_monitor()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        children = [p for p in psutil.Process(self._process.pid).children(recursive=True)]
+        end(self._process)
+        psutil.wait_procs(children, timeout=5)
+
+    def nodes(self) -> dict[str, psutil.Process]:
+        """Raylets beside the head's, by the name that the autoscaler gave their machine."""
+        found = {}
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            try:
+                if process.name() == "raylet" and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.environ().get("RAY_CLOUD_INSTANCE_ID", "")] = process
+            except psutil.Error:
+                continue
+        found.pop(FAKE_HEAD_NODE_ID, None)
+        return found
+
+    def take_away(self, name: str) -> None:
+        """What happens to a spot machine without notice."""
+        self.nodes()[name].send_signal(signal.SIGKILL)
+
+    def log(self) -> str:
+        """The last lines of Ray and of the autoscaler."""
+        logs = [self._folder / "ray.log", *(self._folder / "ray").glob("session_latest/logs/monitor.*")]
+        return "\n".join(path.read_text(errors="replace")[-3000:] for path in logs)
+
+    def _wait_for_monitor(self) -> None:
+        """Until the autoscaler runs."""
+        deadline = time.monotonic() + START_S
+        while not list((self._folder / "ray").glob("session_latest/logs/monitor.log")):
+            assert self._process.poll() is None, self.log()
+            assert time.monotonic() < deadline, f"the head has not come up\n{self.log()}"
+            time.sleep(0.2)

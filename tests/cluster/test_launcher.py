@@ -1,0 +1,167 @@
+"""cluster.yaml and its variant for GCP, as Ray's own code reads them. Offline."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import AWS, GCP, ROOT, Planner, prepared
+from ray.autoscaler._private.util import validate_config
+from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
+from ray.core.generated.instance_manager_pb2 import Instance, InstanceUpdateEvent
+
+WORKER = {"CPU": 1, "GPU": 1}  # what raytrec sets aside for a worker (train.group.bundle)
+READER = {"CPU": 1}
+BOTH = pytest.mark.parametrize("path", [AWS, GCP], ids=["aws", "gcp"])
+COMMANDS = ["initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands"]
+STARTS = ["head_start_ray_commands", "worker_start_ray_commands"]
+
+
+@pytest.fixture
+def config(path):
+    return prepared(path)
+
+
+def starts(config):
+    """(key, command) of each `ray start`."""
+    return [(key, command) for key in STARTS for command in config[key] if "ray start" in command]
+
+
+@BOTH
+def test_ray_accepts_the_file_and_refuses_a_misspelt_one(config):
+    with pytest.raises(Exception, match="idle_timeout_minuts"):
+        validate_config(config | {"idle_timeout_minuts": 5})
+
+
+@BOTH
+def test_every_command_is_good_bash(config):
+    for key in COMMANDS + STARTS:
+        for command in config[key]:
+            check = subprocess.run(["bash", "-n"], input=command, text=True, capture_output=True, timeout=20)
+            assert check.returncode == 0, (key, command, check.stderr)
+
+
+@BOTH
+def test_every_ray_start_wants_the_token(config):
+    assert [key for key, _ in starts(config)] == STARTS
+    for _, command in starts(config):
+        exported = re.match(r"export ([^;]*);", command).group(1).split()
+        assert "RAY_AUTH_MODE=token" in exported
+        assert any(each.startswith("RAYTREC_ROOT=/") for each in exported)
+    assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert any("chmod 600 ~/.ray/auth_token" in command for command in config["setup_commands"])
+
+
+@BOTH
+def test_no_secret_is_on_a_command_line(config):
+    for key in COMMANDS + STARTS:
+        for command in config[key]:
+            assert not re.search(r"AUTH_TOKEN=|--(redis-)?password|SECRET|ACCESS_KEY", command), command
+
+
+@BOTH
+def test_what_people_reach_is_on_loopback(config):
+    (_, head), _ = starts(config)
+    assert "--dashboard-host=127.0.0.1" in head
+    assert "0.0.0.0" not in yaml.safe_dump(config)
+    (mlflow,) = [c for c in config["head_start_ray_commands"] if "mlflow server" in c]
+    assert "--host 127.0.0.1" in mlflow
+
+
+@BOTH
+def test_stopping_a_job_leaves_time_for_a_checkpoint(config):
+    (_, head), _ = starts(config)
+    assert int(re.search(r"RAY_JOB_STOP_WAIT_TIME_S=(\d+)", head).group(1)) >= 60
+    assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in head
+
+
+@BOTH
+def test_the_autoscaler_begins_with_nothing(config):
+    types = config["available_node_types"]
+    assert set(types) == {"head", "gpu", "cpu"}
+    assert all(kind["min_workers"] == 0 for kind in types.values())
+    assert types["head"]["max_workers"] == 0 and types["head"]["resources"] == {"CPU": 0}
+    assert sum(kind["max_workers"] for kind in types.values()) <= config["max_workers"]
+    assert "GPU" not in types["cpu"]["resources"]
+
+
+@BOTH
+def test_what_is_installed_is_there(config):
+    """Files that commands name below ~/raytrec come with file_mounts, and are in this repository."""
+    mounts = {k: v for k, v in config["file_mounts"].items() if k.startswith("~/raytrec/")}
+    for remote, local in mounts.items():
+        assert (ROOT / local).exists(), local
+        assert remote == f"~/raytrec/{local}"
+    named = re.findall(r"~/raytrec/(\S+)", " ".join(config["setup_commands"]))
+    assert "requirements/cuda.txt" in named
+    for path in named:
+        assert (ROOT / path).is_file() and path.split("/")[0] in mounts.values()
+    project = (ROOT / "pyproject.toml").read_text()
+    for folder in re.findall(r'^(?:raytrec|raytrec_datasets) = "(\w+)"$', project, re.MULTILINE):
+        assert folder in mounts.values()
+    assert all("pip install" not in c or "uv" in c for c in config["setup_commands"])
+    assert all("--no-deps" in c for c in config["setup_commands"] if "uv pip install" in c)
+
+
+def pins(name):
+    text = (ROOT / "requirements" / f"{name}.txt").read_text()
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu"])
+def test_what_a_cloud_needs_goes_with_what_raytrec_needs(name):
+    cloud, base = pins("cloud"), pins(name)
+    assert {"boto3", "google-api-python-client"} <= set(cloud)
+    assert {k: (v, base[k]) for k, v in cloud.items() if base.get(k, v) != v} == {}
+
+
+@BOTH
+def test_workers_are_told_of_the_notice(config, path):
+    cloud = path.stem.removeprefix("cluster-").replace("cluster", "aws")
+    told = [c for c in config["worker_start_ray_commands"] if "raytrec.remote.leave" in c]
+    assert len(told) == 1 and told[0].endswith(f"-m raytrec.remote.leave {cloud}")
+    assert "--setenv=RAY_AUTH_MODE=token" in told[0]
+
+
+@BOTH
+def test_a_run_on_gpus_gets_gpu_nodes_and_readers_get_others(config):
+    planner = Planner(config)
+    assert planner.wanted() == {}
+    assert planner.wanted(workers=[WORKER] * 4) == {"gpu": 1}
+    assert planner.wanted(workers=[WORKER] * 9) == {"gpu": 3}
+    assert planner.wanted(tasks=[READER] * 20) == {"cpu": 2}
+    one = [planner.node("gpu")]
+    assert planner.wanted(workers=[WORKER] * 4, running=one) == {}
+    assert planner.wanted(workers=[WORKER] * 4, tasks=[READER] * 60, running=one) == {"cpu": 1}
+
+
+@BOTH
+def test_idle_nodes_go_unless_a_run_has_asked_for_them(config):
+    planner, idle = Planner(config), 60 * config["idle_timeout_minutes"]
+    nodes = [planner.node("gpu", idle_s=idle + 1), planner.node("cpu", idle_s=idle - 1)]
+    assert planner.unwanted(nodes) == {"gpu": 1}
+    assert planner.unwanted(nodes, workers=[WORKER]) == {}
+
+
+def test_ray_alone_learns_nothing_from_a_launch_that_is_refused():
+    """Why raytrec.remote.spot is there. When this fails, Ray has learnt it, and two node types will do."""
+    monitor, kind = CloudResourceMonitor(), "gpu"
+    event = {"instance_id": "1", "instance_type": kind}
+    monitor.notify([InstanceUpdateEvent(new_instance_status=Instance.ALLOCATION_FAILED, **event)])
+    assert monitor.get_recoverable_resource_availabilities() == {}
+    monitor.notify([InstanceUpdateEvent(new_instance_status=Instance.ALLOCATION_TIMEOUT, **event)])
+    assert monitor.get_recoverable_resource_availabilities() == {kind: 0.0}
+
+
+@BOTH
+def test_what_must_be_filled_in_is_said_and_nothing_else_is_left_open(path):
+    lines = path.read_text().splitlines()
+    values = [i for i, line in enumerate(lines) if "FILLIN" in line]
+    assert values
+    for i in values:  # on the line, or in the comment right above its block
+        assert any("FILL IN" in line for line in lines[max(0, i - 6) : i + 1]), lines[i]
+
+
+def test_paths_are_from_the_root_of_the_repository():
+    assert Path(ROOT / "cluster.yaml") == AWS and Path(ROOT / "deploy/cluster-gcp.yaml") == GCP
