@@ -26,6 +26,10 @@ Address = Annotated[
     str | None,
     typer.Option(help="http://HOST:PORT of the cluster's dashboard; default: http://127.0.0.1:8265."),
 ]
+AllowCode = Annotated[
+    bool,
+    typer.Option("--allow-code", help="A config from a URI, run or checkpoint may name code: module:name."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
@@ -73,6 +77,7 @@ def train(
             help="Go on with the newest run of this CONFIG that was interrupted; begin one if there is none.",
         ),
     ] = False,
+    allow_code: AllowCode = False,
     json: Json = False,
 ):
     """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.workers=2"""
@@ -93,7 +98,7 @@ def train(
             expected="raytrec train CONFIG, or raytrec train --from RUN, or --resume RUN",
         )
     try:
-        result = run(config, overrides, start_from, resume, go_on)
+        result = run(config, overrides, start_from, resume, go_on, allow_code)
     except Interrupted as interrupt:  # the run has said so itself
         raise typer.Exit(128 + interrupt.signal) from None
     _show(result, json)
@@ -168,12 +173,13 @@ def evaluate(
     batch_size: Annotated[
         int | None, typer.Option(help="Global batch size; default: as in training.")
     ] = None,
+    allow_code: AllowCode = False,
     json: Json = False,
 ):
     """Evaluates a finished run again, on any Parquet and with any number of workers."""
     from raytrec.train.driver import evaluate as again
 
-    _show(again(run, data, workers=workers, batch_size=batch_size), json)
+    _show(again(run, data, workers=workers, batch_size=batch_size, allow_code=allow_code), json)
 
 
 @app.command()
@@ -245,7 +251,7 @@ def config(
     if schema:
         print(json.dumps(json_schema(), indent=2))
     elif config:
-        print(load_config(config, overrides or []).to_yaml(), end="")
+        print(load_config(config, overrides or [], allow_code=True).to_yaml(), end="")  # nothing of it runs
     else:
         raise ConfigError("no config was given", expected="raytrec config CONFIG, or raytrec config --schema")
 

@@ -25,6 +25,8 @@ from raytrec.sections import (
     TrackingSection,
     TrainSection,
 )
+from raytrec.storage import read_text
+from raytrec.trust import code_in, refuse_code
 
 
 class RunConfig(Section):
@@ -74,15 +76,23 @@ class RunConfig(Section):
         return yaml.safe_dump(self.model_dump(by_alias=True, mode="json"), sort_keys=False)
 
 
-def load_config(source: str | Path | dict | RunConfig, overrides: list[str] | None = None) -> RunConfig:
+def load_config(
+    source: str | Path | dict | RunConfig,
+    overrides: list[str] | None = None,
+    *,
+    elsewhere: str | None = None,
+    allow_code: bool = False,
+) -> RunConfig:
     """A RunConfig from a YAML file, a mapping or a RunConfig, with overrides on top.
 
     Args:
-        source: path of a YAML file, or its values.
+        source: path of a YAML file (local, s3:// or gs://), or its values.
         overrides: `section.key=value` strings; values are YAML (`train.epochs=3`, `model.top_mlp=[64,32]`).
+        elsewhere: where values come from that may not be the user's own (trust.py); a URI is such a place.
+        allow_code: such values may name code all the same.
 
     Raises:
-        ConfigError: no file, not YAML, unknown keys (with the nearest valid one), wrong types or impossible
+        ConfigError: code is named that is not allowed; no file, not YAML, unknown keys (with the nearest valid one), wrong types or impossible
             combinations; all of them in one message.
     """
     if isinstance(source, RunConfig):
@@ -90,9 +100,12 @@ def load_config(source: str | Path | dict | RunConfig, overrides: list[str] | No
     elif isinstance(source, dict):
         values, where = yaml.safe_load(yaml.safe_dump(source)), "config"
     else:
-        values, where = _read(Path(source)), str(source)
+        values, where = _read(str(source)), str(source)
+        elsewhere = where if "://" in where else elsewhere
+    named = code_in(values) if elsewhere and not allow_code else {}
     for override in overrides or []:
         _apply(values, override)
+    refuse_code(named, values, elsewhere or where)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -103,17 +116,19 @@ def load_config(source: str | Path | dict | RunConfig, overrides: list[str] | No
         ) from None
 
 
-def _read(path: Path) -> dict:
+def _read(uri: str) -> dict:
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        values = yaml.safe_load(read_text(uri)) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())}", where=uri) from None
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(
-            "there is no such config file", where=str(path), expected="a YAML file, as in jobs/"
+            "there is no such config file", where=uri, expected="a YAML file, as in jobs/"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"not YAML: {' '.join(str(error).split())}", where=str(path)) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the config: {error}", where=uri) from None
     if not isinstance(values, dict):
-        raise ConfigError("the config is not a mapping of sections", where=str(path))
+        raise ConfigError("the config is not a mapping of sections", where=uri)
     return values
 
 

@@ -61,6 +61,7 @@ def train(
     start_from: str | Path | None = None,
     resume: str | Path | None = None,
     go_on: bool = False,
+    allow_code: bool = False,
 ) -> Result:
     """Trains, evaluates and saves a run.
 
@@ -70,6 +71,7 @@ def train(
         start_from: a run or checkpoint folder whose weights training begins with (run.start_from).
         resume: the folder of a run that was interrupted, to go on with.
         go_on: look for an interrupted run of the same config and data first, and go on with the newest.
+        allow_code: a config from a URI, or out of `start_from`, may name code (raytrec/trust.py).
 
     Returns:
         Result: figures of the final evaluation (data.test, else data.valid) and of training.
@@ -80,7 +82,7 @@ def train(
             traceback. Interrupted: Ctrl-C or SIGTERM; the run can be resumed.
     """
     began = perf_counter()
-    config, resume = settle(source, overrides or [], start_from, resume, go_on)
+    config, resume = settle(source, overrides or [], start_from, resume, go_on, allow_code)
     _check_nothing_hidden(config)
     folder, root = Path(config.run.dir), config.checkpoint_root
     schema, datasets = _open_data(config)
@@ -134,15 +136,20 @@ def train(
 
 
 def settle(
-    source: Any, overrides: list[str], start_from: Any = None, resume: Any = None, go_on: bool = False
+    source: Any,
+    overrides: list[str],
+    start_from: Any = None,
+    resume: Any = None,
+    go_on: bool = False,
+    allow_code: bool = False,
 ) -> tuple[RunConfig, Path | None]:
     """The resolved config, and the folder of the run to go on with, if it is not a new one."""
     if not resume:
         if source is None:
-            config, named = config_from(start_from, overrides)
+            config, named = config_from(start_from, overrides, allow_code=allow_code)
             return resolve(config, named), None
         overrides = [*overrides, f"run.start_from={start_from}"] if start_from else overrides
-        config = load_config(source, overrides)
+        config = load_config(source, overrides, allow_code=allow_code)
         named = bool(config.run.name or config.run.dir)
         config = resolve(config, source)
         resume = interrupted(config, named) if go_on else None
@@ -204,7 +211,12 @@ def _draw(folder: Path, tracker: Tracker | NoTracker, console: RunConsole) -> No
 
 
 def evaluate(
-    place: str | Path, data: str, *, workers: int | None = None, batch_size: int | None = None
+    place: str | Path,
+    data: str,
+    *,
+    workers: int | None = None,
+    batch_size: int | None = None,
+    allow_code: bool = False,
 ) -> Result:
     """Evaluates a finished run, or a checkpoint, on a folder of Parquet.
 
@@ -213,6 +225,7 @@ def evaluate(
         data: folder or file of Parquet, local or s3:// or gs://.
         workers: number of workers; default: as the run was trained.
         batch_size: global batch size; default: as the run was trained.
+        allow_code: the configuration in there may name code (raytrec/trust.py).
 
     Returns:
         Result: eval.* figures, world_size and seconds.
@@ -224,7 +237,7 @@ def evaluate(
     folder, index = find(place)
     changes = [f"scaling.workers={workers}"] if workers else []
     changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
-    config = load_config(index["about"]["config"], changes)
+    config = load_config(index["about"]["config"], changes, elsewhere=folder, allow_code=allow_code)
     config.run.dir = folder if "://" not in folder else str(Path(tempfile.gettempdir()) / "raytrec")
     schema = schema_of(index["about"])
     datasets = {"test": scan(settled(data), schema, "--data", transforms=tuple(config.data.transforms))}

@@ -16,12 +16,15 @@ from raytrec.errors import ConfigError, SchemaError
 from raytrec.schema import Schema
 
 
-def config_from(place: str | Path, overrides: list[str]) -> tuple[RunConfig, str]:
+def config_from(
+    place: str | Path, overrides: list[str], *, allow_code: bool = False
+) -> tuple[RunConfig, str]:
     """The configuration of a checkpoint for a new run, and that run's name without its time.
 
     Args:
         place: run folder or checkpoint folder; its schema stays the schema.
         overrides: `section.key=value` strings, at least a new data.train.
+        allow_code: the configuration may name code (trust.py).
 
     Raises:
         RunError: no checkpoint there. ConfigError: as in `load_config`.
@@ -32,7 +35,7 @@ def config_from(place: str | Path, overrides: list[str]) -> tuple[RunConfig, str
     values["run"] |= {"name": None, "dir": None, "start_from": folder}
     values["checkpoint"]["dir"] = None
     values["data"]["schema"] = f"{folder}/{INDEX}"
-    return load_config(values, overrides), name
+    return load_config(values, overrides, elsewhere=folder, allow_code=allow_code), name
 
 
 @dataclass(frozen=True)
