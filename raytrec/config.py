@@ -92,8 +92,8 @@ def load_config(
         allow_code: such values may name code all the same.
 
     Raises:
-        ConfigError: code is named that is not allowed; no file, not YAML, unknown keys (with the nearest valid one), wrong types or impossible
-            combinations; all of them in one message.
+        ConfigError: code is named that is not allowed. No file, not YAML, unknown keys (with the nearest
+            valid one), wrong types or impossible combinations; all of them in one message.
     """
     if isinstance(source, RunConfig):
         values, where = source.model_dump(by_alias=True), "RunConfig"

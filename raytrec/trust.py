@@ -16,7 +16,7 @@ HERE = ("localhost", "::1")
 
 
 def code_in(values: dict[str, Any]) -> dict[str, str]:
-    """What of a configuration's plain values is code, or leads to it: key → value; the values may be wrong."""
+    """What of a configuration's plain values is code, or leads to it: key → value; not checked yet."""
     found = {}
     model, data, scaling = (_mapping(values.get(section)) for section in ("model", "data", "scaling"))
     if ":" in str(model.get("name", "")):
@@ -33,7 +33,7 @@ def code_in(values: dict[str, Any]) -> dict[str, str]:
 
 
 def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> None:
-    """Refuses what a configuration from elsewhere names itself; what an override has put in its place is yours.
+    """Refuses what a configuration from elsewhere names; what overrides put in its place is the user's.
 
     Args:
         before: code_in the values as they came.

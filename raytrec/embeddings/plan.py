@@ -66,26 +66,54 @@ def make_plan(
         ranks_per_host=local,
         memory=memory_bytes(config.plan, device),
     )
+    topology = Topology(
+        world_size=world, local_world_size=local, compute_device=device.type, **hardware(config.plan, device)
+    )
+    # From the first rank, on every rank alike: TorchRec's collective_plan would leave the others waiting for
+    # a plan that there is not.
+    outcome: list = [None]
+    if dist.get_rank() == 0:
+        outcome[0] = plan_for(topology, settled, schema, config, model, sharder, fused=fused)
+    dist.broadcast_object_list(outcome)
+    if isinstance(outcome[0], ConfigError):
+        raise outcome[0]
+    return outcome[0]
+
+
+def plan_for(
+    topology: Topology,
+    settled: dict[str, Pin],
+    schema: Schema,
+    config: RunConfig,
+    model: nn.Module,
+    sharder: BagSharder,
+    *,
+    fused: bool,
+) -> ShardingPlan | ConfigError:
+    """The plan on these devices, or why there is none.
+
+    Args:
+        settled: table → Pin, checked.
+        fused: see make_plan.
+    """
+    world, local = topology.world_size, topology.local_world_size
     partitioner = PinnedPartitioner(settled)
     planner = EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=world,
-            local_world_size=local,
-            compute_device=device.type,
-            **hardware(config.plan, device),
-        ),
+        topology=topology,
         batch_size=-(-config.data.global_batch_size // world),
         constraints={
-            table: _constraints(pin, schema.tables[table].dim, world, local, device)
+            table: _constraints(pin, schema.tables[table].dim, world, local, topology.compute_device)
             for table, pin in settled.items()
         },
         partitioner=partitioner,
         debug=False,
     )
-    plan, reason = _from_first_rank(planner, partitioner, model, sharder)
-    if plan is None:
+    try:
+        plan = planner.plan(model, [sharder])
+    except PlannerError as error:
+        reason = partitioner.refusal or str(error).splitlines()[0]
         gib = sum(t.rows * t.dim * 4 for t in schema.tables.values()) / GIB
-        raise ConfigError(
+        return ConfigError(
             f"no plan for {len(schema.tables)} tables ({gib:.2f} GiB of weights) on {world} workers: "
             f"{reason}",
             where="plan, scaling.workers",
@@ -100,23 +128,8 @@ def make_plan(
     return plan
 
 
-def _from_first_rank(
-    planner: EmbeddingShardingPlanner, partitioner: PinnedPartitioner, model: nn.Module, sharder: BagSharder
-) -> tuple[ShardingPlan | None, str]:
-    """The plan or, on every rank alike, why there is none (TorchRec's collective_plan would leave all ranks
-    but the first waiting)."""
-    outcome = [None, ""]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = planner.plan(model, [sharder])
-        except PlannerError as error:
-            outcome[1] = partitioner.refusal or str(error).splitlines()[0]
-    dist.broadcast_object_list(outcome)
-    return outcome[0], outcome[1]
-
-
-def _constraints(pin: Pin, dim: int, world: int, local: int, device: torch.device) -> ParameterConstraints:
-    known = device.type == "cuda" and pin.kernel not in (None, "dense")
+def _constraints(pin: Pin, dim: int, world: int, local: int, device: str) -> ParameterConstraints:
+    known = device == "cuda" and pin.kernel not in (None, "dense")
     return ParameterConstraints(
         sharding_types=list(pin.sharding),
         compute_kernels=[pin.kernel] if known else ["dense", "fused"],

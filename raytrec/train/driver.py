@@ -155,7 +155,7 @@ def settle(
         resume = interrupted(config, named) if go_on else None
         if not resume:
             return config, None
-    config = resolve(resume_config(resume, source, overrides), source)
+    config = resolve(resume_config(resume, source, overrides, allow_code), source)
     return config, Path(config.run.dir)
 
 

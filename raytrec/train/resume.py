@@ -40,13 +40,16 @@ FREE = (
 )
 
 
-def resume_config(place: str | Path, source: Any, overrides: list[str]) -> RunConfig:
+def resume_config(
+    place: str | Path, source: Any, overrides: list[str], allow_code: bool = False
+) -> RunConfig:
     """The configuration of a run that is not finished, with what may be changed in it changed.
 
     Args:
         place: the run folder.
         source: a config to hold it to; None: the run's own.
         overrides: `section.key=value` strings.
+        allow_code: a source out of a URI may name code (trust.py); the run's own always may.
 
     Raises:
         RunError: no run there, or a finished one. ConfigError: a change that would make it another run.
@@ -61,7 +64,7 @@ def resume_config(place: str | Path, source: Any, overrides: list[str]) -> RunCo
             do="give the folder that `raytrec train` printed (run.dir)",
         )
     before = load_config(folder / "config.yaml")
-    config = load_config(source if source is not None else before, overrides)
+    config = load_config(source if source is not None else before, overrides, allow_code=allow_code)
     for section, key in (("run", "name"), ("run", "dir"), ("run", "start_from"), ("checkpoint", "dir")):
         part = getattr(config, section)
         if getattr(part, key) is None:
