@@ -31,13 +31,23 @@ def _device(config: RunConfig) -> str:
     """cpu or cuda, after a look at what the cluster has.
 
     Raises:
-        ConfigError: fewer GPUs or CPUs than the workers and their readers need; Ray would wait for ever.
+        ConfigError: fewer GPUs or CPUs than the workers and their readers need, and no autoscaler that could
+            start more: Ray would wait for ever. Or there is one, and nobody has said for which device.
     """
     import ray
 
-    have, scaling = ray.cluster_resources(), config.scaling
+    have, scaling, grows = ray.cluster_resources(), config.scaling, _grows()
     gpus, cpus = int(have.get("GPU", 0)), int(have.get("CPU", 0))
+    if grows and not gpus and scaling.device == "auto":
+        raise ConfigError(
+            "the cluster has no GPU now, but may start nodes with some",
+            where="scaling.device=auto",
+            expected="cuda or cpu, where an autoscaler has to know for what it is to start nodes",
+            do="set scaling.device=cuda, or scaling.device=cpu",
+        )
     device = scaling.device if scaling.device != "auto" else ("cuda" if gpus else "cpu")
+    if grows:  # the run says how many workers there is room for, while it waits
+        return device
     if device == "cuda" and gpus < scaling.least:
         raise ConfigError(
             f"the cluster has {gpus} GPUs for {scaling.least} workers",
@@ -58,13 +68,24 @@ def _device(config: RunConfig) -> str:
     return device
 
 
+def _grows() -> bool:
+    """Whether an autoscaler starts nodes: `ray up` and KubeRay give each node, the head too, a type."""
+    import ray
+    from ray._raylet import GcsClient
+    from ray.autoscaler.v2.sdk import get_cluster_resource_state
+
+    cluster = get_cluster_resource_state(GcsClient(address=ray.get_runtime_context().gcs_address))
+    return any(node.ray_node_type_name for node in cluster.node_states)
+
+
 def _check_pins(config: RunConfig, schema: Schema, device: str, local: bool) -> None:
     """Whether pins can be kept with every number of workers, as far as hosts and memory are known."""
     import ray
 
     plan, most = config.plan, config.scaling.most
     memory = int(plan.memory_gib * GIB) if plan.memory_gib else None
-    if memory is None and device == "cuda" and (plan.together or plan.tables):
+    there = ray.cluster_resources().get("GPU")  # not yet, where an autoscaler has still to start nodes
+    if memory is None and device == "cuda" and there and (plan.together or plan.tables):
         memory = ray.get(ray.remote(num_gpus=1, num_cpus=0)(_gpu_memory).remote(), timeout=60)
     elif memory is None and device == "cpu" and local:
         memory = host_memory() // most

@@ -1,4 +1,4 @@
-"""Configurations of Ray's cluster launcher, read by Ray's own code; what its autoscaler would start for them."""
+"""Configurations of Ray's cluster launcher, read by Ray's own code; what its autoscaler would start."""
 
 from __future__ import annotations
 

@@ -1,0 +1,282 @@
+"""Spot machines first, on-demand ones where there are none: Ray's providers, a fake EC2 and a fake GCP."""
+
+import copy
+import json
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from botocore.exceptions import ClientError
+from launching import AWS, GCP, prepared
+from ray.autoscaler._private.loader import load_function_or_class
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+from ray.autoscaler.v2.instance_manager.node_provider import NodeProviderAdapter
+
+TAGS = {
+    "ray-node-type": "worker",
+    "ray-launch-config": "h",
+    "ray-user-node-type": "gpu",
+    "ray-node-name": "n",
+}
+
+
+class Cached:
+    """The configuration as the autoscaler asks for it."""
+
+    def __init__(self, config):
+        self._config = AutoscalingConfig(config, skip_content_hash=True)
+
+    def get_cached_autoscaling_config(self):
+        return self._config
+
+
+@pytest.fixture(scope="module")
+def cloud(tmp_path_factory):
+    """A fake AWS account, and cluster.yaml filled in for it, as `ray up` has it before it starts the head."""
+    import boto3
+    from moto import mock_aws
+
+    with pytest.MonkeyPatch.context() as patch, mock_aws():
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # where Ray keeps the ssh key
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "test")
+        ec2, iam = boto3.resource("ec2", "us-west-2"), boto3.client("iam", "us-west-2")
+        profile = iam.create_instance_profile(InstanceProfileName="raytrec")["InstanceProfile"]["Arn"]
+        zone = {"Name": "availability-zone", "Values": ["us-west-2a"]}
+        subnet = next(iter(ec2.subnets.filter(Filters=[zone])))
+        group = ec2.create_security_group(GroupName="raytrec", Description="-", VpcId=subnet.vpc_id)
+        config = prepared(AWS)
+        for kind in config["available_node_types"].values():
+            kind["node_config"] |= {
+                "SubnetIds": [subnet.id],
+                "SecurityGroupIds": [group.id],
+                "ImageId": "ami-12345678",
+                "IamInstanceProfile": {"Arn": profile},
+            }
+        provider = load_function_or_class(config["provider"]["module"])
+        config = provider.fillout_available_node_types_resources(config)
+        yield ec2, provider, provider.bootstrap_config(config)
+
+
+@pytest.fixture
+def account(cloud, monkeypatch):
+    """That account with spot machines to be had and none taken: (EC2, provider, config, what is left)."""
+    import botocore.client
+
+    ec2, provider, config = cloud
+    for instance in ec2.instances.all():
+        instance.terminate()
+    ask, left = botocore.client.BaseClient._make_api_call, {"spot": 100}
+
+    def answer(self, operation, request):
+        """EC2 launches up to MaxCount machines, those that it has; moto always MinCount."""
+        if operation == "RunInstances":
+            count = request["MaxCount"]
+            if "InstanceMarketOptions" in request:
+                count = min(count, left["spot"])
+                left["spot"] -= count
+            if not count:
+                said = {"Error": {"Code": "InsufficientInstanceCapacity", "Message": "no spot capacity"}}
+                raise ClientError(said, operation)
+            request = request | {"MinCount": count, "MaxCount": count}
+        return ask(self, operation, request)
+
+    monkeypatch.setattr(botocore.client.BaseClient, "_make_api_call", answer)
+    return ec2, provider, copy.deepcopy(config), left
+
+
+def launch(provider, config, count):
+    """Through the autoscaler's own adapter; the errors that it has noted."""
+    config = copy.deepcopy(config)
+    config.pop("head_node")  # as `ray up` does for the head
+    adapter = NodeProviderAdapter(provider(config["provider"], "raytrec"), Cached(config))
+    adapter._launch_nodes_by_type("gpu", count, "request")
+    return adapter.poll_errors()
+
+
+def bought(ec2):
+    return Counter(instance.instance_lifecycle or "on demand" for instance in alive(ec2))
+
+
+def alive(ec2):
+    return [i for i in ec2.instances.all() if i.state["Name"] in ("pending", "running")]
+
+
+def test_ec2_accepts_every_node_type_as_it_is_written(account):
+    """boto3 checks each key against EC2's API."""
+    ec2, provider, config, _ = account
+    for name, kind in config["available_node_types"].items():
+        provider(config["provider"], "raytrec").create_node(
+            kind["node_config"], TAGS | {"ray-user-node-type": name}, 1
+        )
+    machines = {i.instance_type: i for i in alive(ec2)}
+    assert set(machines) == {"m7i.2xlarge", "g6.12xlarge", "c7i.4xlarge"}
+    assert {i.metadata_options["HttpTokens"] for i in machines.values()} == {"required"}
+    assert {t for t, i in machines.items() if i.instance_lifecycle == "spot"} == {
+        "g6.12xlarge",
+        "c7i.4xlarge",
+    }
+
+
+def test_resources_are_those_of_the_machines(account):
+    """What the autoscaler reckons with is what EC2 says of the instance types."""
+    ec2, _, config, _ = account
+    types = config["available_node_types"]
+    names = [types[name]["node_config"]["InstanceType"] for name in ("gpu", "cpu")]
+    said = ec2.meta.client.describe_instance_types(InstanceTypes=names)["InstanceTypes"]
+    for name, kind in zip(
+        ("gpu", "cpu"), sorted(said, key=lambda k: names.index(k["InstanceType"])), strict=True
+    ):
+        resources = types[name]["resources"]
+        assert resources["CPU"] == kind["VCpuInfo"]["DefaultVCpus"]
+        gpus = kind.get("GpuInfo", {}).get("Gpus", [])
+        assert resources.get("GPU", 0) == sum(each["Count"] for each in gpus)
+
+
+def test_nothing_is_let_in_but_what_the_given_group_does(account):
+    """With the security group of cluster.yaml, Ray makes none and opens nothing."""
+    ec2, _, config, _ = account
+    (group,) = ec2.security_groups.filter(GroupNames=["raytrec"])
+    assert group.ip_permissions == []
+    assert [g.group_name for g in ec2.security_groups.all() if g.group_name.startswith("ray-")] == []
+    assert "head_node" in config and config["head_node"] == {}  # nor a role that may do everything
+
+
+def test_machines_are_spot_while_there_are_any(account):
+    ec2, provider, config, _ = account
+    assert launch(provider, config, 3) == []
+    assert bought(ec2) == {"spot": 3}
+
+
+def test_on_demand_when_spot_is_refused(account):
+    ec2, provider, config, left = account
+    left["spot"] = 0
+    assert launch(provider, config, 2) == []
+    assert bought(ec2) == {"on demand": 2}
+    tags = [{tag["Key"]: tag["Value"] for tag in instance.tags} for instance in alive(ec2)]
+    assert {each["ray-user-node-type"] for each in tags} == {"gpu"}
+
+
+def test_on_demand_for_those_that_spot_has_not(account):
+    ec2, provider, config, left = account
+    left["spot"] = 1
+    assert launch(provider, config, 3) == []
+    assert bought(ec2) == {"spot": 1, "on demand": 2}
+
+
+def test_ray_alone_has_no_machine_when_spot_is_refused(account):
+    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
+
+    ec2, _, config, left = account
+    left["spot"] = 0
+    (error,) = launch(AWSNodeProvider, config, 2)
+    assert "InsufficientInstanceCapacity" in str(error.__cause__)
+    assert bought(ec2) == {}
+
+
+def test_a_mistake_is_an_error_of_the_second_request(account):
+    ec2, provider, config, _ = account
+    config["available_node_types"]["gpu"]["node_config"]["IamInstanceProfile"] = {
+        "Arn": "arn:aws:iam::1:x/no"
+    }
+    (error,) = launch(provider, config, 1)
+    assert "not found" in str(error.__cause__)
+    assert bought(ec2) == {}
+
+
+class Google(BaseHTTPRequestHandler):
+    """The part of Compute Engine's API that launches a machine; spot machines are sold out."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body)
+        sold_out = body.get("scheduling", {}).get("provisioningModel") == "SPOT" and self.server.sold_out
+        self.answer({"name": "sold-out" if sold_out else "fine", "status": "RUNNING"})
+
+    def do_GET(self):
+        if self.path.split("?")[0].endswith("/operations/sold-out"):
+            errors = [{"code": "ZONE_RESOURCE_POOL_EXHAUSTED", "message": "no capacity"}]
+            return self.answer({"name": "sold-out", "status": "DONE", "error": {"errors": errors}})
+        return self.answer({"name": "fine", "status": "DONE"})
+
+    def answer(self, value):
+        text = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def google(monkeypatch):
+    from google.auth.credentials import AnonymousCredentials
+    from googleapiclient import discovery
+    from ray.autoscaler._private.gcp import config as gcp
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Google)
+    server.asked, server.sold_out = [], True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+
+    def build(_=None):
+        return discovery.build(
+            "compute",
+            "v1",
+            credentials=AnonymousCredentials(),
+            requestBuilder=gcp.build_request,
+            client_options={"api_endpoint": f"http://127.0.0.1:{server.server_port}"},
+        )
+
+    monkeypatch.setattr(gcp, "_create_compute", build)
+    for name in ("_create_crm", "_create_iam"):
+        monkeypatch.setattr(gcp, name, lambda _=None: None)
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+@pytest.mark.parametrize("sold_out", [True, False], ids=["sold-out", "to-be-had"])
+def test_gcp_on_demand_when_spot_is_refused(google, sold_out):
+    google.sold_out = sold_out
+    config = prepared(GCP)
+    config["provider"]["project_id"] = "project-1"
+    provider = load_function_or_class(config["provider"]["module"])(config["provider"], "raytrec")
+    created = provider.create_node_with_resources_and_labels(
+        config["available_node_types"]["gpu"]["node_config"], TAGS, 2, {}, {}
+    )
+    assert len(created) == 2
+    models = [body["scheduling"]["provisioningModel"] for body in google.asked]
+    assert models == (["SPOT", "STANDARD"] * 2 if sold_out else ["SPOT"] * 2)
+    assert all(body["scheduling"]["onHostMaintenance"] == "TERMINATE" for body in google.asked)
+
+
+def unknown(value, name, schemas, where=""):
+    """Keys of a value that Google's description of its API does not have."""
+    schema = schemas[name] if isinstance(name, str) else name
+    schema = schemas[schema["$ref"]] if "$ref" in schema else schema
+    if isinstance(value, list):
+        return [key for each in value for key in unknown(each, schema["items"], schemas, where)]
+    if not isinstance(value, dict) or "properties" not in schema:
+        return []
+    missing = [f"{where}{key}" for key in value if key not in schema["properties"]]
+    known = [(key, each) for key, each in value.items() if key in schema["properties"]]
+    return missing + [
+        k for key, each in known for k in unknown(each, schema["properties"][key], schemas, f"{where}{key}.")
+    ]
+
+
+def test_gcp_knows_every_key_of_the_node_types(google):
+    from googleapiclient.discovery_cache import get_static_doc
+
+    schemas = json.loads(get_static_doc("compute", "v1"))["schemas"]
+    for name, kind in prepared(GCP)["available_node_types"].items():
+        assert unknown(kind["node_config"], "Instance", schemas) == [], name
+        models = schemas["Scheduling"]["properties"]["provisioningModel"]["enum"]
+        assert kind["node_config"].get("scheduling", {}).get("provisioningModel", "SPOT") in models
+    assert unknown({"scheduling": {"preemptable": True}}, "Instance", schemas) == ["scheduling.preemptable"]
