@@ -1,4 +1,4 @@
-"""A Ray cluster whose autoscaler starts and ends nodes on this machine, as that of cluster.yaml in a cloud."""
+"""A Ray cluster whose autoscaler starts and ends nodes on this machine, as cluster.yaml has it in a cloud."""
 
 from __future__ import annotations
 
