@@ -160,9 +160,7 @@ def _explain(error: dict) -> str:
         place = place.replace(f".{kind}", "", 1)
         if error["type"] == "extra_forbidden" and rest[1:] == [None, None]:
             near = did_you_mean(str(rest[0]), list(SECTIONS[kind].model_fields))
-            return f"{place}: model {kind} has no such key" + (
-                f"; did you mean model.{near}?" if near else ""
-            )
+            return f"{place}: {kind} has no such key" + (f"; did you mean model.{near}?" if near else "")
     if error["type"] == "extra_forbidden":
         near = _nearest(place)
         return f"{place}: unknown key" + (f"; did you mean {near}?" if near else "")

@@ -1,0 +1,116 @@
+"""model.name: "module:Class": a class of the user's, and what is said of one that cannot be a model."""
+
+import sys
+
+import pytest
+import torch
+
+from raytrec.config import load_config
+from raytrec.errors import ConfigError
+from raytrec.models import build_model
+from raytrec.schema import Schema
+
+SCHEMA = Schema.parse(
+    {
+        "labels": ["y"],
+        "sparse": {"user": {"table": "user"}, "history": {"table": "user", "pooling": "sequence"}},
+        "tables": {"user": {"rows": 9, "dim": 4}},
+    },
+    "test",
+)
+
+MODULE = """
+import torch
+from torch import nn
+
+class Good(nn.Module):
+    def __init__(self, schema, config):
+        super().__init__()
+        self.features = list(schema.sparse)
+        self.layer = nn.Linear(4, config.options["width"])
+
+    def forward(self, dense, pooled):
+        return self.layer(pooled[self.features[0]]).sum(1)
+
+class NoArguments(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+class OtherForward(Good):
+    def forward(self, batch):
+        return batch
+
+class NoModule:
+    def __init__(self, schema, config):
+        pass
+
+def function(schema, config):
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    (tmp_path / "models_of_mine.py").write_text(MODULE)
+    (tmp_path / "broken_models.py").write_text("import there_is_no_such_module\n")
+    (tmp_path / "wrong_models.py").write_text("import os\nos.there_is_no_such_name\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in ("models_of_mine", "broken_models", "wrong_models"):
+        sys.modules.pop(name, None)
+
+
+def section(name, **model):
+    return load_config({"data": {"train": "d/train"}, "model": {"name": name, **model}}).model
+
+
+def test_a_class_of_yours():
+    model = build_model(SCHEMA, section("models_of_mine:Good", options={"width": 3}))
+    assert model.layer.out_features == 3
+    assert model(torch.empty(2, 0), {"user": torch.ones(2, 4), "history": torch.ones(2, 4)}).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "name,says",
+    [
+        ("no_such_models:Good", "there is no module no_such_models"),
+        ("models_of_mine:Goood", "no Goood; did you mean Good"),
+        ("broken_models:Good", "there is no module there_is_no_such_module"),
+        ("models_of_mine:NoModule", "no torch.nn.Module"),
+        ("models_of_mine:function", "no torch.nn.Module"),
+        ("models_of_mine:NoArguments", r"cannot be built from \(schema, config\)"),
+        ("models_of_mine:OtherForward", r"forward does not take \(dense, pooled\)"),
+    ],
+)
+def test_a_class_that_cannot_be_a_model(name, says):
+    with pytest.raises(ConfigError, match=says):
+        build_model(SCHEMA, section(name, options={"width": 3}))
+
+
+def test_errors_of_the_module_itself_are_its_own():
+    with pytest.raises(AttributeError, match="there_is_no_such_name"):
+        build_model(SCHEMA, section("wrong_models:Good"))
+
+
+@pytest.mark.parametrize(
+    "model,says",
+    [
+        ({"name": "models_of_mine"}, "name is one of dlrm, dcn, two_tower, sequence, or module:Class"),
+        ({"name": "models_of_mine:a.b"}, "module:Class"),
+        ({"cross_layers": 2}, "model.cross_layers: dlrm has no such key"),
+        ({"name": "dcn", "cros_rank": 2}, "did you mean model.cross_rank"),
+        ({"name": "sequence", "max_length": 0}, "model.max_length: "),
+        ({"name": "two_tower"}, "model.towers: missing"),
+        ({"name": "two_tower", "towers": {"query": ["a"], "items": ["b"]}}, "model.towers.item: missing"),
+    ],
+)
+def test_sections_refuse_what_their_model_does_not_read(model, says):
+    with pytest.raises(ConfigError) as error:
+        load_config({"data": {"train": "d/train"}, "model": model})
+    assert says in str(error.value), str(error.value)
+
+
+def test_another_model_by_an_override():
+    config = load_config({"data": {"train": "d/train"}}, ["model.name=dcn", "model.cross_rank=4"])
+    assert (config.model.name, config.model.cross_rank) == ("dcn", 4)
+    assert load_config(config).model == config.model
