@@ -20,6 +20,7 @@ from raytrec.remote.token import token_file, use_token
 from raytrec.remote.versions import check_ray
 
 Source = str | Path | dict | RunConfig
+NOT_STARTED = "Initialization failure from server"
 ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it
 
 
@@ -32,8 +33,6 @@ class ByClient:
     Raises:
         RunError: it cannot be reached, refuses the token, or is of another version of Ray or Python.
     """
-
-    polls_s = 1.0  # how often news are worth asking for
 
     def __init__(self, address: str):
         self.address = address
@@ -54,9 +53,9 @@ class ByClient:
         folder = connection.ask(driver.begin, config_name(source), config.to_yaml())
         return Begun(self, connection, driver, folder)
 
-    def attach(self, folder: str, job: str | None) -> Seen:
-        """A run that somebody has started."""
-        return Seen(self, folder)
+    def attach(self, news: dict[str, Any]) -> Seen:
+        """A run that somebody has started, of which this is the news."""
+        return Seen(self, news["folder"])
 
     def evaluate(self, run: str, data: str, options: dict[str, int]) -> dict[str, Any]:
         """Evaluates a run's newest checkpoint."""
@@ -72,6 +71,9 @@ class ByClient:
 
 class Seen:
     """A run on the cluster, known by its folder."""
+
+    polls_s = 1.0  # how often news are worth asking for
+    counts_bytes = True  # of files: what `since` says
 
     def __init__(self, way: ByClient, folder: str):
         self._way, self._folder = way, folder
@@ -133,17 +135,7 @@ class _Connection:
         import ray
 
         with code(places) as folder:
-            try:
-                self._context = ray.init(
-                    address,
-                    namespace="raytrec",
-                    allow_multiple=True,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    runtime_env={"working_dir": str(folder)},
-                )
-            except Exception as error:
-                raise _not_connected(address, error) from None
+            self._context = _connect(address, folder)
         check_ray(self._context.ray_version, where=address)
         with self.used():
             self._head = _head_node(ray)
@@ -213,6 +205,29 @@ class _Connection:
             "num_cpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self._head, soft=False),
         }
+
+
+def _connect(address: str, folder: Path) -> Any:
+    """A connection whose processes work in a copy of a folder.
+
+    On a busy machine, the process that Ray 2.60 starts for a client may end before it has begun, without a
+    word (`proxier.start_specific_server`); so that is worth another try.
+    """
+    import ray
+
+    for again in (True, True, False):
+        try:
+            return ray.init(
+                address,
+                namespace="raytrec",
+                allow_multiple=True,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"working_dir": str(folder)},
+            )
+        except Exception as error:
+            if not (again and NOT_STARTED in str(error)):
+                raise _not_connected(address, error) from None
 
 
 def _head_node(ray: Any) -> str:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Condition, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from raytrec.config import RunConfig
@@ -29,8 +29,6 @@ class ByJob:
         address: of the dashboard.
     """
 
-    polls_s = 1.0
-
     def __init__(self, address: str):
         self.address, self.jobs = address, Jobs(address)
 
@@ -43,9 +41,11 @@ class ByJob:
         """Submits a run; the same submission again goes on with it."""
         return Job(self, self.jobs.submit(source, overrides, include))
 
-    def attach(self, folder: str, job: str | None) -> Job | SeenByJobs:
-        """A run that somebody has started, as a job or otherwise."""
-        return Job(self, job, folder) if job else SeenByJobs(self, folder)
+    def attach(self, news: dict[str, Any]) -> Job | SeenByJobs:
+        """A run that somebody has started, as a job or otherwise, of which this is the news."""
+        if news["job"] and news["state"] == "running":
+            return Job(self, news["job"], news["folder"])
+        return SeenByJobs(self, news["folder"])
 
     def evaluate(self, run: str, data: str, options: dict[str, int]) -> dict[str, Any]:
         """Evaluates a run's newest checkpoint."""
@@ -73,6 +73,7 @@ class SeenByJobs:
     """A run that is no job: each look at it is a job, and takes seconds."""
 
     polls_s = 10.0
+    counts_bytes = True  # of files: what `since` says
 
     def __init__(self, way: ByJob, folder: str):
         self._way, self._folder = way, folder
@@ -99,6 +100,9 @@ class Job:
         job: its id.
         folder: of the run, where it is known.
     """
+
+    polls_s = 1.0
+    counts_bytes = False
 
     def __init__(self, way: ByJob, job: str, folder: str | None = None):
         self._way, self.job, self._folder = way, job, folder
@@ -158,7 +162,9 @@ class Job:
                         self._take(line)
                     self._changed.notify_all()
             while self._way.jobs.status(self.job) not in ENDED:
-                pass
+                sleep(0.5)
+        except RunError:  # the cluster has gone: whoever asks for news is told so
+            pass
         finally:
             with self._changed:
                 self._over = True

@@ -63,7 +63,7 @@ class Cluster:
     def run(self, run: str | Path) -> Run:
         """A run that is there: by its name in RAYTREC_ROOT/runs, or by its folder."""
         news = self._way.call("news", str(run), {})
-        return Run(self._way, self._way.attach(news["folder"], news["job"]))
+        return Run(self._way, self._way.attach(news), news)
 
     def runs(self) -> list[dict[str, Any]]:
         """The runs in RAYTREC_ROOT/runs, the newest first: name, folder, state, unix_s."""

@@ -26,10 +26,13 @@ class Run:
     Args:
         way: ByClient or ByJob, how the cluster is reached.
         handle: of the run, which the way has given.
+        news: what `peek.news` has said of it.
     """
 
-    def __init__(self, way: Any, handle: Any):
+    def __init__(self, way: Any, handle: Any, news: dict[str, Any] | None = None):
         self._way, self._handle, self._points = way, handle, Points()
+        if news:
+            self._points.take(news if handle.counts_bytes else news | {"since": {}, "metrics": []})
 
     @property
     def folder(self) -> str:
@@ -51,7 +54,8 @@ class Run:
 
         The state is starting, running, finished, stopped (saved), failed, or interrupted (its driver died).
         """
-        self._points.take(self._handle.news(self._points.since))
+        if self._points.state not in ENDED:
+            self._points.take(self._handle.news(self._points.since))
         return self._points.progress()
 
     def metrics(self) -> dict[str, dict[str, list]]:
@@ -79,7 +83,7 @@ class Run:
             try:
                 while self.progress()["state"] not in ENDED:
                     show(self._points)
-                    sleep(self._way.polls_s)
+                    sleep(self._handle.polls_s)
                 self._complete()
                 show(self._points)
             except KeyboardInterrupt:
@@ -100,7 +104,7 @@ class Run:
         while self.progress()["state"] not in ENDED:
             if monotonic() > deadline:
                 raise RunError(f"the run goes on after {timeout} s", where=self.name, do="wait longer")
-            sleep(self._way.polls_s)
+            sleep(self._handle.polls_s)
         self._complete()
         return self._outcome()
 
