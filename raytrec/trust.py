@@ -7,12 +7,11 @@ URI, or out of a run folder or checkpoint (which may be somebody else's), it is 
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
 from raytrec.errors import ConfigError
-
-HERE = ("localhost", "::1")
 
 
 def code_in(values: dict[str, Any]) -> dict[str, str]:
@@ -54,8 +53,11 @@ def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> N
 
 
 def _is_here(address: str) -> bool:
-    host = urlsplit(address if "://" in address else f"//{address}").hostname or ""
-    return host in HERE or host.startswith("127.")
+    try:
+        host = urlsplit(address if "://" in address else f"//{address}").hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # a name, or no address at all
+        return False
 
 
 def _mapping(value: Any) -> dict:
