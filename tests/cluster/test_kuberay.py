@@ -1,0 +1,248 @@
+"""deploy/kuberay: read by Ray's autoscaler as its own, held to the APIs of Kubernetes and KubeRay. Offline.
+
+No package that can be installed carries KubeRay's definitions, so the fields that are used are written down
+here, as of KubeRay 1.7.0 (ray-operator/apis/ray/v1). Kubernetes' own are checked by kubernetes-validate.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+from typing import Any, Literal
+
+import kubernetes_validate
+import pydantic
+import pytest
+import yaml
+from launching import ROOT, Planner
+from pydantic import BaseModel, ConfigDict, Field
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+FOLDER, KUBERNETES = ROOT / "deploy" / "kuberay", "1.33"
+WORKER, READER = {"CPU": 1, "GPU": 1}, {"CPU": 1}
+Whole = pydantic.NonNegativeInt
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Autoscaler(Part):
+    version: Literal["v1", "v2"]
+    idleTimeoutSeconds: Whole
+    env: list[dict[str, Any]]
+    resources: dict[str, Any]
+    securityContext: dict[str, Any]
+
+
+class Auth(Part):
+    mode: Literal["token"]
+
+
+class Head(Part):
+    rayStartParams: dict[str, str]
+    template: dict[str, Any]
+
+
+class Group(Head):
+    groupName: str = Field(pattern="^[a-z][a-z0-9-]*$")
+    replicas: Whole
+    minReplicas: Whole
+    maxReplicas: Whole
+    priority: int = 0
+
+
+class Cluster(Part):
+    rayVersion: str = Field(pattern=r"^\d+\.\d+\.\d+$")
+    authOptions: Auth
+    enableInTreeAutoscaling: Literal[True]
+    autoscalerOptions: Autoscaler
+    headGroupSpec: Head
+    workerGroupSpecs: list[Group]
+
+
+class Job(Part):
+    entrypoint: str
+    submissionMode: Literal["K8sJobMode", "HTTPMode", "SidecarMode", "InteractiveMode"]
+    backoffLimit: Whole
+    shutdownAfterJobFinishes: bool
+    ttlSecondsAfterFinished: Whole
+    submitterPodTemplate: dict[str, Any]
+    rayClusterSpec: Cluster
+
+
+def documents(name):
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    (document,) = documents("raycluster.yaml")
+    return document
+
+
+@pytest.fixture(scope="module")
+def job():
+    (document,) = documents("rayjob.yaml")
+    return document
+
+
+@pytest.fixture(scope="module")
+def pods(cluster, job):
+    """Name → pod template of all pods that are made."""
+    spec = cluster["spec"]
+    found = {group["groupName"]: group["template"] for group in spec["workerGroupSpecs"]}
+    return found | {
+        "head": spec["headGroupSpec"]["template"],
+        "submitter": job["spec"]["submitterPodTemplate"],
+    }
+
+
+def autoscaling(cluster):
+    """What Ray's autoscaler makes of a RayCluster, as it does in the head's pod."""
+    document = copy.deepcopy(cluster)
+    document["metadata"]["namespace"] = "raytrec"
+    return _derive_autoscaling_config_from_ray_cr(document)
+
+
+def test_kuberay_knows_every_field(cluster, job):
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    Cluster.model_validate(cluster["spec"])
+    Job.model_validate(job["spec"])
+    with pytest.raises(pydantic.ValidationError, match="idleTimeout"):
+        wrong = cluster["spec"]["autoscalerOptions"] | {"idleTimeout": 5}
+        Cluster.model_validate(cluster["spec"] | {"autoscalerOptions": wrong})
+
+
+def test_kubernetes_accepts_every_object_and_pod(pods):
+    for document in documents("base.yaml"):
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    for name, template in pods.items():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name} | template["metadata"]}
+        kubernetes_validate.validate(pod | {"spec": template["spec"]}, KUBERNETES, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(pod | {"spec": {"containrs": []}}, KUBERNETES, strict=True)
+
+
+def test_a_job_has_the_same_cluster(cluster, job):
+    assert job["spec"]["rayClusterSpec"] == cluster["spec"]
+
+
+def test_rays_version_is_the_pinned_one(cluster):
+    pinned = (ROOT / "requirements" / "cuda.txt").read_text()
+    assert f"\nray=={cluster['spec']['rayVersion']}\n" in pinned
+
+
+def test_a_job_goes_on_where_the_last_one_stopped(job):
+    spec = job["spec"]
+    script = spec["entrypoint"].split()[1]
+    assert (ROOT / script).is_file() and (ROOT / spec["entrypoint"].split()[2]).is_file()
+    assert "--continue" in (ROOT / script).read_text()
+    assert spec["backoffLimit"] > 0 and spec["shutdownAfterJobFinishes"]
+
+
+def test_pods_may_nothing_that_they_do_not_need(pods, cluster):
+    for name, template in pods.items():
+        spec = template["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert "privileged" not in container["securityContext"]
+            assert set(container["resources"]) == {"requests", "limits"}
+        # The autoscaler beside the head starts pods; nobody else talks to Kubernetes.
+        assert (spec.get("automountServiceAccountToken") is False) == (name != "head")
+        assert not spec.get("hostNetwork")
+    text = yaml.safe_dump([cluster, *documents("base.yaml")])
+    assert "hostPath" not in text and "LoadBalancer" not in text and "NodePort" not in text
+
+
+def test_no_token_is_in_a_file(cluster, job):
+    text = yaml.safe_dump([cluster, job])
+    assert "RAY_AUTH_TOKEN" not in text and "stringData" not in text
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
+
+
+def test_only_pods_of_raytrec_and_the_operator_reach_a_pod(pods):
+    _, policy = documents("base.yaml")
+    selected = policy["spec"]["podSelector"]["matchLabels"]
+    for template in pods.values():
+        assert selected.items() <= template["metadata"]["labels"].items()
+    ours, operator = policy["spec"]["ingress"]
+    assert ours == {"from": [{"podSelector": {"matchLabels": selected}}]}
+    assert [port["port"] for port in operator["ports"]] == [8265]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+
+
+def test_all_nodes_share_the_folder(pods, cluster):
+    claim, _ = documents("base.yaml")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for name in ("head", *(group["groupName"] for group in cluster["spec"]["workerGroupSpecs"])):
+        spec = pods[name]["spec"]
+        (container,) = spec["containers"]
+        root = next(e["value"] for e in container["env"] if e["name"] == "RAYTREC_ROOT")
+        volume = next(m["name"] for m in container["volumeMounts"] if m["mountPath"] == root)
+        source = next(v for v in spec["volumes"] if v["name"] == volume)
+        assert source["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+def test_a_pod_has_time_to_leave(pods):
+    for name, template in pods.items():
+        (container,) = template["spec"]["containers"]
+        if name in ("head", "submitter"):
+            continue
+        command = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert command[:5] == ["python", "-m", "raytrec.remote.leave", "now", "--seconds"]
+        assert template["spec"]["terminationGracePeriodSeconds"] > int(command[5])
+    head = pods["head"]["spec"]
+    stop = next(e["value"] for e in head["containers"][0]["env"] if e["name"] == "RAY_JOB_STOP_WAIT_TIME_S")
+    assert head["terminationGracePeriodSeconds"] > int(stop)
+
+
+def test_ray_reckons_with_what_the_pods_ask_for(cluster):
+    types = autoscaling(cluster)["available_node_types"]
+    head = types.pop("headgroup")
+    assert head["resources"]["CPU"] == 0 and head["max_workers"] == 0
+    assert set(types) == {"gpu-spot", "gpu-on-demand", "cpu"}
+    assert {name: kind["resources"].get("GPU", 0) for name, kind in types.items()} == {
+        "gpu-spot": 4,
+        "gpu-on-demand": 4,
+        "cpu": 0,
+    }
+    assert all(kind["min_workers"] == 0 for kind in types.values())
+
+
+def test_spot_first_then_on_demand(cluster):
+    """Ray's scheduler with what its CloudResourceMonitor says of a group whose pods did not come up."""
+    planner = Planner(autoscaling(cluster))
+    workers = [WORKER] * 8
+    assert planner.wanted(workers=workers) == {"gpu-spot": 2}
+    assert planner.wanted(workers=workers, availabilities={"gpu-spot": 0.0}) == {"gpu-on-demand": 2}
+    assert planner.wanted(workers=workers, availabilities={"gpu-spot": 1.0}) == {"gpu-spot": 2}
+    assert planner.wanted(workers=[WORKER] * 20) == {"gpu-spot": 4, "gpu-on-demand": 1}
+
+
+def test_readers_get_nodes_without_gpus_and_idle_ones_go(cluster):
+    config = autoscaling(cluster)
+    planner, idle = Planner(config), 60 * config["idle_timeout_minutes"]
+    assert planner.wanted(tasks=[READER] * 15) == {"cpu": 1}
+    nodes = [planner.node("gpu-spot", idle_s=idle + 1), planner.node("cpu", idle_s=idle - 1)]
+    assert planner.unwanted(nodes) == {"gpu-spot": 1}
+    assert planner.unwanted(nodes, workers=[WORKER]) == {}
+
+
+def test_pods_that_do_not_come_up_are_given_up_in_time(cluster):
+    """The environment that makes Ray's autoscaler notice, read as it does when it starts."""
+    env = {e["name"]: e["value"] for e in cluster["spec"]["autoscalerOptions"]["env"]}
+    code = (
+        "from ray.autoscaler.v2.instance_manager.config import InstanceReconcileConfig as c\n"
+        "from ray.autoscaler._private.constants import RAY_AUTOSCALER_AVAILABILITY_RECOVERY_S as r\n"
+        "print(c().allocate_status_timeout_s, r)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=120
+    )
+    given_up, recovered = map(int, out.stdout.split())
+    assert given_up <= 900 and recovered > given_up
