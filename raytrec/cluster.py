@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from raytrec.errors import RunError
+from raytrec.remote.refused import check_token
 from raytrec.remote.token import IN_JOB, use_token
 
 
@@ -30,7 +31,7 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
         num_cpus: logical CPUs of a new local cluster; default: what the machine has.
 
     Raises:
-        RunError: when the cluster cannot be reached.
+        RunError: when the cluster cannot be reached, or refuses the token.
     """
     import ray
 
@@ -41,6 +42,7 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
     address = address or os.environ.get("RAY_ADDRESS")
     options: dict = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
+        check_token(address)
         options["address"] = address
     else:
         stay_on_loopback()

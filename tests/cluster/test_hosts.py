@@ -1,0 +1,231 @@
+"""Runs over several hosts with addresses of their own, one of which is cut off and comes back."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hosts import Host, Hosts, impossible
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import planted  # noqa: E402
+import recorder  # noqa: E402
+from watched import Run  # noqa: E402
+
+WORKERS, HANG_S, STEPS = 3, 20, 300
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hosts")
+    if why := impossible(folder):
+        pytest.skip(why)
+    with Hosts(folder, WORKERS, environment={"PYTHONPATH": str(BENCHMARKS)}) as cluster:
+        (cluster.root / "data").mkdir()
+        cluster.rows = planted.prepare(cluster.root / "data", STEPS)
+        yield cluster
+
+
+class HostRun(Run):
+    """`raytrec train` on the head, with a record of every step.
+
+    Args:
+        name: of the run.
+        workers: scaling.workers.
+    """
+
+    def __init__(self, hosts: Hosts, name: str, workers: int | list[int], **train):
+        config = planted.configure(hosts.root, hosts.root / "data", workers)
+        values = yaml.safe_load(config.read_text())
+        values["scaling"] |= {"hang_s": HANG_S}
+        values["train"] |= train
+        config = hosts.root / f"{name}.yaml"
+        config.write_text(yaml.safe_dump(values))
+        folder = hosts.root / name
+        super().__init__(folder, folder / "checkpoints", config, hosts, time.monotonic() + 280)
+
+    def start(self, *arguments: str) -> None:
+        command = [sys.executable, str(BENCHMARKS / "recorder.py"), "train", *arguments]
+        environment = self.nodes.env | {"RAY_ADDRESS": self.nodes.address}
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.nodes.all[0].command(*command), stdout=log, stderr=log, env=environment
+            )
+
+    def trained(self, step: int) -> bool:
+        attempts = self.record.look()
+        return bool(attempts) and attempts[-1].last >= step
+
+    def host_of(self, rank: int) -> tuple[int, int]:
+        """(number of the host, process id there) of a rank, which is known by the file that it has open."""
+        attempt = self.attempt()
+        pid = attempt.ranks[rank]
+        name = f"{attempt.name}-{rank}-{pid}.jsonl"
+        for number, host in enumerate(self.nodes.all, 1):
+            if any(name in opened for opened in _open_files(host, pid)):
+                return number, pid
+        raise AssertionError(f"no host has rank {rank}, process {pid}")
+
+    def happened(self, event: str, since: float) -> float | None:
+        """Seconds from a moment until the run noted an event."""
+        return next((e["unix_s"] - since for e in self.events(since) if e["event"] == event), None)
+
+
+def _open_files(host: Host, pid: int) -> list[str]:
+    place = Path(f"/proc/{host.pid}/root/proc/{pid}/fd")
+    try:
+        return [os.readlink(entry) for entry in place.iterdir()]
+    except FileNotFoundError:
+        return []
+
+
+def _there(host: Host, pid: int) -> bool:
+    return bool(_open_files(host, pid))
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
+    calm, run = HostRun(hosts, "calm", WORKERS), HostRun(hosts, "cut", [1, WORKERS])
+    with calm.begun():
+        calm.finish()
+    with run.begun():
+        run.wait("training", lambda: run.trained(5))
+        run.pace(0.25)
+        run.wait("a checkpoint", lambda: run.trained(30) and run.saved())
+        number, pid = run.host_of(0)
+
+        run.say("rank 0's host is cut off for a moment")
+        hosts.cut_off(number)
+        time.sleep(5)
+        step = run.attempt().last
+        hosts.heal(number)
+        run.wait("the same group training on", lambda: run.trained(step + 5))
+        assert len(run.record.look()) == 1, "a moment is no reason to start again"
+
+        run.say("rank 0's host is cut off")
+        cut = time.time()
+        hosts.cut_off(number)
+        run.wait("fewer workers", lambda: run.since(cut))
+        again = run.since(cut)[0]
+        assert again.world == WORKERS - 1
+        assert run.happened("hang", cut) is not None, "the hub has found it"
+        run.wait(
+            "the end of the process that was cut off", lambda: not _there(hosts.all[number - 1], pid), 60
+        )
+        assert hosts.alive() <= len(hosts.all)
+
+        run.say("it comes back")
+        healed = time.time()
+        hosts.heal(number)
+        run.wait("all workers", lambda: run.attempt().world == WORKERS and run.since(healed))
+        grown = run.attempt()
+        run.pace(0)
+        run.finish()
+    outcome = recorder.compare(run.record.trained(), calm.record.trained(), hosts.rows, planted.EPOCHS)
+    assert outcome == {"rows_lost": 0, "rows_doubled": 0, "steps_with_other_rows": 0}
+    auc, expected = run.result()["eval.auc"], calm.result()["eval.auc"]
+    assert abs(auc - expected) < 1e-3
+    hang = next(event for event in run.events(cut) if event["event"] == "hang")["cause"]
+    assert f"rank 0 (pid {pid} on 10.77.0.{number}) stands still: no sign of life" in hang
+    figures = {
+        "noticed_s": run.happened("hang", cut),
+        "again_s": again.began - cut,
+        "back_s": grown.began - healed,
+        "auc_delta": abs(auc - expected),
+        "said": hang,
+    }
+    print(json.dumps(figures))
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_a_host_is_out_of_reach_when_the_run_begins(hosts):
+    run = HostRun(hosts, "begin", [1, WORKERS], max_steps=60)
+    hosts.cut_off(WORKERS + 1)  # Ray still counts it
+    try:
+        with run.begun():
+            run.wait("training", lambda: run.trained(1))
+            assert run.attempt().world == WORKERS - 1
+            hosts.heal(WORKERS + 1)
+            run.finish()
+    finally:
+        hosts.heal(WORKERS + 1)
+    assert not [event for event in run.events() if event["event"] == "failed"], "it was not tried"
+
+
+STORE = """
+import sys
+from datetime import timedelta
+from raytrec.train.rendezvous import bind_store, interface_of
+address, port = sys.argv[1], int(sys.argv[2])
+print(interface_of(address), interface_of("10.99.0.1"))
+bind_store(address)
+from importlib import import_module
+store = import_module("torch.distributed.rendezvous").TCPStore(address, port, 1, is_master=True, timeout=timedelta(seconds=30))
+store.set("a", "b")
+print(store.get("a").decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_store_listens_on_one_address_only(tmp_path):
+    if why := impossible(tmp_path):
+        pytest.skip(why)
+    host = Host("alone", tmp_path)
+    try:
+        host.net("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
+        host.net("ip", "link", "set", "eth1", "up")
+        host.net("ip", "address", "add", "10.77.0.9/24", "dev", "eth0")
+        host.net("ip", "link", "set", "eth0", "up")
+        command = host.command(sys.executable, "-c", STORE, "10.77.0.9", "4711")
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline().split() == ["eth0", "None"]
+            assert process.stdout.readline().strip() == "b"
+            assert host.listens() == {("09004D0A", 4711)}
+            process.stdin.close()
+    finally:
+        host.end()
+
+
+def test_who_was_given_up_commits_nothing(tmp_path):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from raytrec.checkpoint.files import newest
+    from raytrec.checkpoint.storage import ShardWriter
+    from raytrec.errors import RunError, root_cause
+    from raytrec.train.hub import Hub
+
+    hub = Hub(5, 60)
+
+    async def given_up():
+        hub._keep_looking = lambda: asyncio.sleep(0)
+        await hub.enter("old", 0, 1, 1, "10.0.0.1")
+        before = await hub.current("old")
+        await hub.failed(0, "rank 0 lost its node", True, True)
+        between = await hub.current("old")
+        await hub.enter("new", 0, 1, 2, "10.0.0.2")
+        return before, between, await hub.current("old"), await hub.current("new")
+
+    assert asyncio.run(given_up()) == (True, False, False, True)
+
+    def refuse():
+        raise RunError("this group of workers has been given up")
+
+    folder = str(tmp_path / "step-0000000025")
+    with pytest.raises(BaseException) as failure:
+        writer = ShardWriter(folder, "a", {}, confirm=refuse)
+        dcp.save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    assert "given up" in root_cause(failure.value).what
+    assert newest(str(tmp_path))[0] is None
+    dcp.save({"t": torch.ones(3)}, storage_writer=ShardWriter(folder, "b", {}), no_dist=True)
+    assert newest(str(tmp_path))[0] == folder

@@ -1,0 +1,302 @@
+"""Who is let in, what listens, and where passwords turn up: with real processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import parquet
+import pytest
+import yaml
+from heads import PYTHON, RAYTREC, Head, descendants, free_ports
+
+from raytrec.errors import ConfigError, RunError
+from raytrec.redact import hidden_keys, hide, hide_all
+from raytrec.remote.token import use_token
+
+SECRET, KEY = "hunter2-correct-horse", "battery-staple-9"
+cluster = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A user without a token."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards, whatever is set meanwhile
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "ray", raising=False)  # the settings of this process's Ray stay
+    return tmp_path
+
+
+def test_the_tokens_file_is_its_owners(home):
+    with pytest.raises(RunError, match="no token"):
+        use_token()
+    use_token(create=True)
+    file = home / ".ray" / "auth_token"
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert file.stat().st_mode & 0o777 == 0o600 and len(file.read_text()) == 64
+    file.chmod(0o644)  # as `ray get-auth-token --generate` leaves it
+    before = file.read_text()
+    use_token()
+    assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == before
+
+
+def test_who_asks_for_no_token_gets_none(home, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    use_token(create=True)
+    assert not (home / ".ray").exists() and os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"http://me:{SECRET}@host:5000/x",
+        f"postgresql://me:{SECRET}@host/db",
+        f"s3://AKIA:{SECRET}@bucket/data?region=eu",
+        f"s3://bucket/data?secret_key={SECRET}&region=eu",
+        f"cannot open https://host/x?token={SECRET}: no answer",
+        f"['http://a:{SECRET}@b', 'http://c:{SECRET}@d']",
+    ],
+)
+def test_addresses_lose_their_passwords(text):
+    assert SECRET not in hide(text) and "***" in hide(text)
+    assert SECRET not in str(RunError(text, where=text, expected=text, do=text))
+    assert hidden_keys({"tracking": {"uri": hide(text)}}) == ["tracking.uri"] or text.startswith(
+        ("[", "cannot")
+    )
+
+
+def test_settings_lose_what_is_named_for_a_secret():
+    values = {"tags": {"api_key": SECRET, "team": "ads", "n": 3}, "data": [f"s3://k:{SECRET}@b", None]}
+    hidden = hide_all(values)
+    assert SECRET not in str(hidden) and hidden["tags"]["team"] == "ads" and hidden["tags"]["n"] == 3
+    assert hidden_keys(hidden) == ["tags.api_key", "data"] and hidden_keys(values) == []
+
+
+def test_plain_text_is_left_alone():
+    for text in ("http://host:5000", "s3://bucket/a@b", "mail me@there.org: now", "tokens=5", "a:b@c"):
+        assert hide(text) == text
+
+
+def test_a_password_that_a_checkpoint_does_not_keep(tmp_path):
+    from raytrec.train import driver
+
+    folder = parquet.dataset(tmp_path / "data")
+    values = parquet.settings(folder, tmp_path / "run", tracking__uri="http://me:***@127.0.0.1:5000")
+    with pytest.raises(ConfigError, match=r"a password is missing in tracking.uri"):
+        driver.train(values)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    with Head(tmp_path_factory.mktemp("security") / "h") as head:
+        parquet.dataset(head.root / "data" / "tiny")
+        yield head
+
+
+def stranger(head, kind):
+    """The environment of somebody who has no token, or another one."""
+    env = {k: v for k, v in head.env.items() if not k.startswith("RAY_")} | {
+        "HOME": str(head.folder / "away")
+    }
+    if kind == "without a token":
+        return env | {"RAY_AUTH_MODE": "disabled"}
+    wrong = head.folder / "wrong"
+    wrong.write_text("0" * 64)
+    wrong.chmod(0o600)
+    return env | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)}
+
+
+def config(head, place, **changes):
+    values = parquet.settings(head.root / "data" / "tiny", place.parent / "run", **changes)
+    place.write_text(yaml.safe_dump(values))
+    return str(place)
+
+
+STRANGERS = pytest.mark.parametrize("kind", ["without a token", "with another token"])
+
+
+@pytest.mark.cluster
+@STRANGERS
+@pytest.mark.parametrize("way", ["address", "client"])
+def test_strangers_are_told_at_once(head, tmp_path, kind, way):
+    began = time.monotonic()
+    address = getattr(head, way)
+    command = [RAYTREC, "train", config(head, tmp_path / "a.yaml"), f"scaling.address={address}"]
+    done = subprocess.run(command, env=stranger(head, kind), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    what = "asks for a token" if kind == "without a token" else "refuses the token"
+    assert f"error: the cluster {what}" in done.stderr, done.stderr
+    assert f"scaling.address={address}" in done.stderr and "RAY_AUTH_TOKEN_PATH" in done.stderr
+    assert time.monotonic() - began < 60
+
+
+GCS = """
+import sys
+from ray._raylet import GcsClient
+print(len(GcsClient(address=sys.argv[1]).get_all_node_info()))
+"""
+
+
+@pytest.mark.cluster
+@STRANGERS
+def test_strangers_reach_nothing(head, tmp_path, kind):
+    env = stranger(head, kind)
+    done = subprocess.run(
+        [PYTHON, "-c", GCS, head.address], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode and "AuthenticationError" in done.stderr, done.stderr
+    done = head.run(PYTHON, "-c", GCS, head.address, timeout=60)
+    assert done.stdout.strip() == "1", done.stderr
+    headers = {} if kind == "without a token" else {"Authorization": f"Bearer {'0' * 64}"}
+    for path, body in (
+        ("/api/jobs/", b'{"entrypoint": "id"}'),
+        ("/api/jobs/", None),
+        ("/nodes", None),
+        ("/api/v0/actors", None),
+    ):
+        request = urllib.request.Request(head.url + path, data=body, headers=headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        assert refused.value.code == (401 if kind == "without a token" else 403)
+    command = [RAYTREC, "submit", config(head, tmp_path / "a.yaml"), "--address", head.url]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "token" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+class Watch:
+    """Looks at all processes below one, while a block runs.
+
+    Attributes:
+        commands: their command lines.
+        beyond: addresses that they listen on, loopback left out.
+    """
+
+    def __init__(self, *pids):
+        self._pids, self._over = pids, threading.Event()
+        self.commands, self.beyond = set(), set()
+
+    def __enter__(self):
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+
+    def _look(self):
+        import psutil
+
+        while not self._over.wait(0.2):
+            mine = {pid for root in self._pids for pid in [root, *descendants(root)]}
+            for pid in mine:
+                try:
+                    self.commands.add(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+                except OSError:
+                    continue
+            for c in psutil.net_connections("tcp"):
+                if c.status == "LISTEN" and c.pid in mine and not c.laddr.ip.endswith("127.0.0.1"):
+                    self.beyond.add((c.laddr.ip, c.laddr.port, Path(f"/proc/{c.pid}/comm").read_text()))
+
+
+@pytest.fixture
+def mlflow_server(tmp_path):
+    """`mlflow server` on loopback, over one sqlite file; its port."""
+    (port,) = free_ports(1)
+    command = [PYTHON, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
+    command += ["--artifacts-destination", str(tmp_path / "artifacts")]
+    with (tmp_path / "mlflow.log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true"}
+        )
+    try:
+        deadline = time.monotonic() + 90
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert process.poll() is None and time.monotonic() < deadline, (
+                tmp_path / "mlflow.log"
+            ).read_text()
+            time.sleep(0.3)
+        yield port
+    finally:
+        children = descendants(process.pid)
+        process.terminate()
+        process.wait(30)
+        for pid in children:
+            try:
+                os.kill(pid, 9)
+            except ProcessLookupError:
+                continue
+
+
+def found_in(folder, secret):
+    """Files below a folder that have a secret in them."""
+    return {
+        str(path.relative_to(folder))
+        for path in Path(folder).rglob("*")
+        if path.is_file() and not path.is_symlink() and secret.encode() in path.read_bytes()
+    }
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_where_passwords_turn_up(head, tmp_path, mlflow_server):
+    import psutil
+
+    uri = f"http://me:{SECRET}@127.0.0.1:{mlflow_server}"
+    tags = {"api_key": KEY, "team": "ads"}
+    place = config(head, tmp_path / "a.yaml", tracking__uri=uri, tracking__tags=tags, tracking__report=True)
+    ours = [
+        p.pid
+        for p in psutil.process_iter()
+        if f"--port={head.address.split(':')[1]}" in " ".join(p.cmdline())
+    ]
+    assert ours, "the head's process"
+    with Watch(head._process.pid, *ours) as seen:
+        done = head.run(RAYTREC, "train", place, f"scaling.address={head.address}")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    assert json.loads((run / "result.json").read_text())["mlflow_run_id"], "the record went to the server"
+    for secret in (SECRET, KEY):
+        assert secret not in done.stdout + done.stderr
+        assert not [command for command in seen.commands if secret in command]
+        assert found_in(run, secret) == {"config.yaml"}
+        assert found_in(tmp_path, secret) == {"a.yaml", "run/config.yaml"}, (
+            "MLflow's database and artifacts, too"
+        )
+        assert not found_in(head.folder, secret), "Ray's logs"
+    assert (run / "config.yaml").stat().st_mode & 0o777 == 0o600
+    artifacts = [path.read_text() for path in (tmp_path / "artifacts").rglob("config.yaml")]
+    assert len(artifacts) == 1 and "http://me:***@127.0.0.1" in artifacts[0]
+    assert not seen.beyond, "loopback only"
+    assert any("ray::" in command for command in seen.commands), "workers were looked at"
+
+    again = head.run(RAYTREC, "train", "--from", str(run), f"run.dir={tmp_path}/next")
+    assert again.returncode == 1 and "a password is missing in tracking.uri" in again.stderr, again.stderr
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_where_passwords_of_a_job_turn_up(head, tmp_path):
+    """Of one that fails, at a place that it cannot open."""
+    values = parquet.settings("data/tiny", "runs/secret")
+    values["checkpoint"] = {"dir": f"s3://AKIA:{SECRET}@bucket/x?endpoint_override=127.0.0.1:9&scheme=http"}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(values))
+    done = head.run(RAYTREC, "submit", str(tmp_path / "a.yaml"), "--address", head.url)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert SECRET not in done.stdout + done.stderr and "AKIA:***@bucket" in done.stdout + done.stderr
+    request = urllib.request.Request(f"{head.url}/api/jobs/")
+    request.add_header("Authorization", f"Bearer {head.token.read_text()}")
+    jobs = urllib.request.urlopen(request, timeout=30).read().decode()
+    assert "secret" not in jobs.replace("runs/secret", "") and SECRET not in jobs
+    kept = {path for path in found_in(head.folder, SECRET) if not path.endswith((".yaml", ".zip"))}
+    assert not kept
