@@ -7,7 +7,7 @@ import references
 import torch
 
 from raytrec.errors import ConfigError
-from raytrec.model_sections import DcnSection, SequenceSection, TwoTowerSection
+from raytrec.model_sections import DcnSection, DlrmSection, SequenceSection, TwoTowerSection
 from raytrec.models import build_model
 from raytrec.models.inputs import Sequence
 from raytrec.schema import Schema
@@ -217,3 +217,40 @@ def test_rows_do_not_know_of_each_other():
             part = Sequence(*(x[rows] for x in read)) if isinstance(read, Sequence) else read[rows]
             one = {f: v[rows] for f, v in pooled.items()} | {"history": part}
             torch.testing.assert_close(model(dense[rows], one)[0], whole[row])
+
+
+def test_order_can_be_learnt():
+    """Where the newest id alone decides, attention finds it, and the mean of the ids does not."""
+    from raytrec.checks import reference
+    from raytrec.train.metrics import exact_auc
+
+    values = schema(dense=[]).model_dump()
+    del values["sparse"]["tags"], values["tables"]["tag"]
+    planted = Schema.parse(values, "test")
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(rows):
+        users, items = torch.randint(0, 9, (2, rows), generator=generator)
+        history = torch.randint(0, 9, (rows, LENGTH), generator=generator)
+        labels = (history[:, -1] % 3 == items % 3).float()
+        one, each = torch.arange(rows), torch.ones(rows)
+        bags = {
+            "user": (users, one, each),
+            "item": (items, one, each),
+            "history": (history.flatten(), one.repeat_interleave(LENGTH), torch.ones(rows * LENGTH)),
+        }
+        return reference.GlobalBatch(torch.empty(rows, 0), labels, bags)
+
+    def auc(section, by_id):
+        torch.manual_seed(3)
+        tables = {name: torch.randn(9, DIM) / 3 for name in planted.tables}
+        one = reference.Reference(planted, tables, build_model(planted, section), by_id)
+        optimizer = reference.optimizer("adam", one.parameters(), lr=0.02)
+        reference.train(one, (batch(256) for _ in range(150)), [optimizer])
+        test = batch(2000)
+        return exact_auc(one(test).detach(), test.labels)
+
+    sections = {"bottom_mlp": [], "top_mlp": [16]}
+    read = SequenceSection(name="sequence", max_length=LENGTH, **sections)
+    assert auc(read, {"history": LENGTH}) > 0.9
+    assert auc(DlrmSection(**sections), {}) < 0.8

@@ -29,6 +29,7 @@ EXTRAS = {
     "clip_norm": [None, 0.05],
     "loss": ["mean", "sum"],
     "kernel": ["fused", "dense", "fused_uvm"],
+    "model": ["dlrm", "dcn", "two_tower", "sequence"],
 }
 
 
@@ -45,6 +46,7 @@ class Case:
     clip_norm: float | None = None
     loss: str = "mean"
     kernel: str = "fused"
+    model: str = "dlrm"
     dtype: str = "fp32"
 
     groups = (*FACTORS, *EXTRAS, "dtype")
@@ -86,11 +88,31 @@ class Case:
             sparse[feature] = {"table": table, "pooling": pooling}
             if weighted:
                 sparse[feature]["weights"] = f"{feature}_weights"
+        if self.model == "sequence":
+            sparse["friends"]["pooling"] = "sequence"
         rows = {"user": 53, "tag": 5, "word": 23}
         tables = {name: {"rows": n, "dim": 8} for name, n in rows.items()}
         return Schema.parse(
             {"labels": ["y"], "dense": ["a", "b"], "sparse": sparse, "tables": tables}, "case"
         )
+
+
+def section(model, schema):
+    """The `model` section; its sequences are shorter than the longest bags of random batches."""
+    features = [*schema.dense, *schema.sparse]
+    bags = [feature for feature, spec in schema.sparse.items() if spec.pooling != "sequence"]
+    bottom = [6] if schema.dense else []
+    return {"name": model} | {
+        "dlrm": {"bottom_mlp": [6], "top_mlp": [10, 4]},
+        "dcn": {
+            "bottom_mlp": bottom,
+            "cross_layers": 2,
+            "cross_rank": 5,
+            "top_mlp": [6],
+        },
+        "two_tower": {"towers": {"query": features[::2], "item": features[1::2]}, "tower_mlp": [6, 5]},
+        "sequence": {"max_length": 3, "target": bags[0] if bags else None, "top_mlp": [6]},
+    }[model]
 
 
 def config(case, tables):
@@ -102,7 +124,7 @@ def config(case, tables):
         {
             "data": {"train": "unused/train", "global_batch_size": ROWS},
             "scaling": {"workers": ranks},
-            "model": {"bottom_mlp": [6], "top_mlp": [10, 4]},
+            "model": section(case.model, case.schema()),
             "optim": {"embeddings": embeddings, "dense": {"name": "sgd", "lr": 0.1}},
             "plan": {"tables": tables, "ranks_per_host": ranks // hosts},
             "train": {name: getattr(case, name) for name in ("micro_batches", "clip_norm", "loss")},
@@ -158,4 +180,5 @@ CORNERS = [
     Case("table_wise", "sum", "rowwise_adagrad", (2, 1), "unequal", clip_norm=0.05),
     Case("row_wise", "sum", "adagrad", (3, 1), "unequal", clip_norm=0.05, micro_batches=3),
     Case("data_parallel", "mean", "sgd", (2, 1), "unequal", clip_norm=0.05, kernel="dense"),
+    Case("row_wise", "weighted mean", "sgd", (3, 1), "empty", micro_batches=3, model="sequence"),
 ]

@@ -27,8 +27,9 @@ class Drawn:
     micro_batches: int
     clip_norm: float | None
     loss: str
+    model: str = "dlrm"
     dtype = "fp32"
-    groups = ("optimizer", "kernel", "place", "balance", "micro_batches", "clip_norm", "loss", "dtype")
+    groups = "optimizer kernel place balance micro_batches clip_norm loss model dtype".split()
 
     def config(self):
         tables = {
@@ -61,6 +62,8 @@ def drawn(draw, place):
     kernel = "dense" if optimizer == "adam" else draw(st.sampled_from(["fused", "dense", "fused_uvm"]))
     by_row = ["data_parallel", "table_wise", "row_wise", "table_row_wise"]
     ways = by_row if optimizer == "rowwise_adagrad" else FACTORS["sharding"]
+    poolings = {pooling for _, pooling, _ in features}
+    models = ["dlrm", "dcn"] + ["sequence"] * (len(poolings) > 1 and "sequence" in poolings)
     return Drawn(
         tables=tables,
         features=tuple(draw(st.permutations(features))),
@@ -74,4 +77,5 @@ def drawn(draw, place):
         micro_batches=draw(st.sampled_from([1, 2, 5, ROWS])),
         clip_norm=draw(st.sampled_from([None, 0.01, 1.0])),
         loss=draw(st.sampled_from(["mean", "sum"])),
+        model=draw(st.sampled_from(models)),
     )

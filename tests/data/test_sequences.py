@@ -1,0 +1,144 @@
+"""Sequences that are read id by id: what batches hold of them, and what a rank that stopped writes down."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from raytrec.checks.batches import local_batch
+from raytrec.checks.reference import GlobalBatch
+from raytrec.data.collate import Collator, Rows
+from raytrec.data.form import Form
+from raytrec.errors import SchemaError
+from raytrec.model_sections import DlrmSection, PythonSection, SequenceSection
+from raytrec.models.inputs import Sequences
+from raytrec.schema import Schema
+from raytrec.sequences import looked_up, positions, read_by_id
+from raytrec.train.nan import dump
+
+LENGTH = 3
+SEQUENCE = SequenceSection(name="sequence", max_length=LENGTH)
+
+
+def schema(weights=False):
+    scores = {"weights": "w"} if weights else {}
+    return Schema.parse(
+        {
+            "labels": ["y"],
+            "sparse": {
+                "item": {"table": "item"},
+                "history": {"table": "item", "pooling": "sequence", "column": "seen", **scores},
+                "last": {"table": "item", "pooling": "sequence"},
+                "tags": {"table": "tag", "pooling": "mean"},
+            },
+            "tables": {"item": {"rows": 1000, "dim": 4}, "tag": {"rows": 1000, "dim": 4}},
+        },
+        "test",
+    )
+
+
+def bags(rows, most, seed):
+    """For each row a list of ids."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 1000, rng.integers(0, most + 1)).tolist() for _ in range(rows)]
+
+
+def ragged(lists, dtype):
+    return np.cumsum([0, *map(len, lists)]).astype(np.int32), np.array(
+        [x for row in lists for x in row], dtype
+    )
+
+
+def pieces(form, weights):
+    """Rows of 3 tables, of which slices are taken, and what they hold."""
+    history, tags = bags(60, 7, 0), bags(60, 3, 1)
+    item, last = np.arange(60) % 1000, np.arange(60) % 5 - 1  # last is one id a row, or none
+    scores = [[float(i % 7) for i in row] for row in history]
+    out, kept = [], []
+    for table, (first, stop) in ((0, (0, 20)), (1, (3, 9)), (2, (19, 20))):
+        rows = slice(20 * table, 20 * table + 20)
+        offsets, ids = ragged(history[rows], np.int64)
+        of_bags = [
+            (offsets, ids, ragged(scores[rows], np.float32)[1] if weights else None),
+            (*ragged(tags[rows], np.int64), None),
+        ]
+        whole = form.table([np.zeros(20, np.float32)], [], [item[rows], last[rows]], of_bags, 20)
+        out.append(Rows.of(whole.to_batches()[0])[first:stop])
+        kept += range(20 * table + first, 20 * table + stop)
+    return out, [(item[i], history[i], scores[i], last[i], tags[i]) for i in kept]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_batch_holds_the_most_recent_ids_one_by_one(weights):
+    form = Form(schema(weights), lists=frozenset({"history", "tags"}))
+    lengths = read_by_id(form.schema, SEQUENCE)
+    assert lengths == {"history": LENGTH, "last": LENGTH}
+    parts, expected = pieces(form, weights)
+    batch = Collator(form, lengths)(parts, 30, 30)
+    keys = ["item", *positions("history", LENGTH), *positions("last", LENGTH), "tags"]
+    assert batch.sparse.keys() == keys == list(looked_up(form.schema, lengths).sparse)
+    ends = batch.sparse.lengths().view(len(keys), 30).cumsum(1)
+    for place, key in enumerate(keys):
+        ids = batch.sparse[key].values().tolist()
+        scores = batch.sparse[key].weights().tolist() if weights else None
+        for row in range(30):
+            a, b = (int(ends[place, row - 1]) if row else 0), int(ends[place, row])
+            item, history, of_history, last, tags = (
+                expected[row] if row < len(expected) else (0, [], [], -1, [])
+            )
+            back = int(key[-1]) + 1 if "@" in key else 0
+            last = [last] if last >= 0 else []
+            wanted = {
+                "item": [item] if row < len(expected) else [],
+                "hist": history[-back : len(history) - back + 1] if back <= len(history) else [],
+                "last": last if back == 1 else [],
+                "tags": tags,
+            }[key[:4]]
+            assert ids[a:b] == wanted, (key, row)
+            if weights and key.startswith("history") and wanted:
+                assert scores[a:b] == [of_history[len(history) - back]]
+            elif weights:
+                assert scores[a:b] == [1.0] * len(wanted)
+
+
+def test_what_the_model_is_given():
+    made = Schema.parse(schema().model_dump(), "test")
+    lengths = {"history": LENGTH}
+    rows = [[5, 6, 7, 8], [], [9]]
+    ids = torch.tensor([i for row in rows for i in row])
+    bag = torch.tensor([b for b, row in enumerate(rows) for _ in row])
+    nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0)
+    whole = {f: nothing for f in made.sparse} | {"history": (ids, bag, torch.ones(len(ids)))}
+    batch = local_batch(GlobalBatch(torch.zeros(3, 0), torch.zeros(3), whole), made, [0, 3], 0, lengths)
+    found = {key: torch.full((3, 4), float(i)) for i, key in enumerate(batch.sparse.keys())}
+    inputs = Sequences(made, lengths)(found, batch.sparse)
+    assert list(inputs) == list(made.sparse)
+    assert inputs["history"].present.tolist() == [[True] * 3, [False] * 3, [True, False, False]]
+    assert inputs["history"].vectors[:, :, 0].tolist() == [[1.0, 2.0, 3.0]] * 3
+    part = Sequences(made, lengths)({k: v[2:] for k, v in found.items()}, batch.sparse, slice(2, 3))
+    assert part["history"].present.tolist() == [[True, False, False]]
+    assert batch.sparse["history@0"].values().tolist() == [8, 9]
+
+
+def test_a_batch_is_written_down_as_the_files_have_it(tmp_path):
+    form = Form(schema(), lists=frozenset({"history", "tags"}))
+    parts, expected = pieces(form, False)
+    batch = Collator(form, read_by_id(form.schema, SEQUENCE))(parts, 30, 30)
+    rows = pq.read_table(dump(batch, form.schema, str(tmp_path), 3, 0)).to_pylist()
+    assert [row["history"] for row in rows] == [history[-LENGTH:] for _, history, *_ in expected]
+    assert [row["tags"] for row in rows] == [tags for *_, tags in expected]
+
+
+def test_only_models_that_read_sequences_have_them_one_by_one():
+    assert read_by_id(schema(), DlrmSection()) == {}
+    assert read_by_id(schema(), PythonSection(name="a:B")) == {}
+    assert read_by_id(schema(), PythonSection(name="a:B", max_length=7)) == {"history": 7, "last": 7}
+    assert looked_up(schema(), {}) == schema()
+
+
+def test_names_that_are_taken():
+    values = schema().model_dump()
+    values["sparse"]["history@1"] = {"table": "item"}
+    with pytest.raises(SchemaError, match="history@1: the ids of sequence history"):
+        looked_up(Schema.parse(values, "test"), {"history": 2})
+    assert "history@0" in looked_up(Schema.parse(values, "test"), {"history": 1}).sparse
