@@ -12,6 +12,7 @@ from torchrec.distributed.planner import Topology
 
 from raytrec.config import RunConfig
 from raytrec.embeddings.hosts import GIB
+from raytrec.embeddings.optim import fuse
 from raytrec.embeddings.pins import check_pins, table_bytes
 from raytrec.embeddings.plan import BagSharder, describe, plan_for
 from raytrec.embeddings.pooling import PooledEmbeddings
@@ -65,6 +66,7 @@ def dry_run(
     settled = check_pins(config, schema, "cuda", world=world, ranks_per_host=gpus, memory=memory)
     dtypes = {table: pin.dtype for table, pin in settled.items()}
     tables = PooledEmbeddings(looked_up(schema, read_by_id(schema, config.model)), dtypes)
+    fuse(tables.bags, config.optim.embeddings)  # from which the planner knows of the optimizer's state
     with _ranks_per_host(gpus), _quiet():
         topology = Topology(world_size=world, local_world_size=gpus, compute_device="cuda", hbm_cap=memory)
         plan = plan_for(topology, settled, schema, config, tables, BagSharder(), fused=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from design import FACTORS, ROWS, config
+from design import FACTORS, ROWS, Case, config
 from hypothesis import strategies as st
 
 from raytrec.schema import Schema
@@ -29,7 +29,7 @@ class Drawn:
     loss: str
     model: str = "dlrm"
     dtype = "fp32"
-    groups = "optimizer kernel place balance micro_batches clip_norm loss model dtype".split()
+    groups = tuple(group for group in Case.groups if group not in ("sharding", "pooling"))
 
     def config(self):
         tables = {

@@ -1,0 +1,113 @@
+"""The configurations in jobs/: each loads, builds its model, and, for clusters elsewhere, has a plan."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raytrec.config import load_config
+from raytrec.errors import ConfigError
+from raytrec.schema import Schema
+
+JOBS = Path(__file__).parents[2] / "jobs"
+NAMES = sorted(path.stem for path in JOBS.glob("*.yaml"))
+# Of MLPerf Training's DLRM-DCNv2: ids of the 26 features, at most 40 M of each.
+MLPERF_ROWS = [
+    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
+    *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
+]
+MOVIELENS = ["user_id", "item_id", "age", "gender", "occupation", "zip_prefix", "release_year", "genres"]
+
+
+def criteo(sizes=(100,) * 26, dim=128):
+    from raytrec_datasets.criteo.recipe import schema_of
+
+    return schema_of(list(sizes), dim)
+
+
+def movielens():
+    """As `raytrec prepare movielens` writes it for MovieLens-100K."""
+    sparse = {name: {"table": name.removesuffix("_id")} for name in [*MOVIELENS, "hour", "weekday"]}
+    sparse["genres"]["pooling"] = "mean"
+    sparse["history"] = {"table": "item", "pooling": "sequence"}
+    tables = {spec["table"]: {"rows": 99, "dim": 16} for spec in sparse.values()}
+    return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "movielens")
+
+
+def schema_for(name):
+    return criteo() if name.startswith(("criteo", "synthetic")) else movielens()
+
+
+def test_all_that_are_promised():
+    promised = {
+        "criteo_kaggle",
+        "criteo_1tb_8xa100",
+        "criteo_1tb_2x8xh100",
+        "movielens",
+        "two_tower",
+        "sequence",
+    }
+    assert promised <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loads_and_builds(name):
+    from raytrec.models import build_model
+
+    path = JOBS / f"{name}.yaml"
+    text = path.read_text()
+    assert text.startswith("#"), "says what it is for"
+    config = load_config(
+        path, [] if "train:" in str(yaml.safe_load(text)["data"]) else ["data.train=d/train"]
+    )
+    assert load_config(yaml.safe_load(config.to_yaml())) == config
+    assert sum(p.numel() for p in build_model(schema_for(name), config.model).parameters()) > 0
+
+
+@pytest.mark.parametrize("name,hosts", [("criteo_1tb_8xa100", 1), ("criteo_1tb_2x8xh100", 2)])
+@pytest.mark.parametrize("sizes", [MLPERF_ROWS, [10_000_000] * 26], ids=["MLPerf", "hashed"])
+def test_plans_for_gpus_that_are_not_here(name, hosts, sizes):
+    from raytrec.embeddings.dryrun import dry_run, gib_of_ranks
+
+    config = load_config(JOBS / f"{name}.yaml")
+    world = hosts * 8
+    assert config.scaling.workers == world and config.scaling.device == "cuda"
+    schema = criteo(sizes)
+    plan = dry_run(config, schema, hosts=hosts, gpus=8, memory_gib=80)
+    assert [entry.table for entry in plan] == sorted(schema.tables)
+    held = gib_of_ranks(plan, world)
+    assert max(held) < 80 * 0.85, "room for activations"
+    weights = sum(sizes) * 128 * 4 / 2**30
+    assert sum(held) == pytest.approx(2 * weights, rel=1e-3), "weights, and as much of Adagrad's state"
+    for entry in plan:
+        assert entry.kernel == "fused" and set(entry.ranks) <= set(range(world))
+        if entry.sharding == "table_row_wise":
+            assert len({rank // 8 for rank in entry.ranks}) == 1, "within a machine"
+
+
+def test_what_does_not_fit_says_so():
+    from raytrec.embeddings.dryrun import dry_run
+
+    config = load_config(JOBS / "criteo_1tb_8xa100.yaml")
+    with pytest.raises(ConfigError, match=r"no plan for 26 tables \(97\.\d+ GiB of weights\) on 2 workers"):
+        dry_run(config, criteo(MLPERF_ROWS), hosts=1, gpus=2, memory_gib=80)
+    with pytest.raises(ConfigError, match="ranks_per_host is 4"):
+        dry_run(load_config(config, ["plan.ranks_per_host=4"]), criteo(), hosts=1, gpus=8)
+    with pytest.raises(ConfigError, match="table C1: on rank 9"):
+        dry_run(load_config(config, ["plan.tables.C1.ranks=[9]"]), criteo(), hosts=1, gpus=8)
+
+
+def test_a_dry_run_keeps_to_pins_and_leaves_the_environment_alone(monkeypatch):
+    from raytrec.embeddings.dryrun import dry_run
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    pins = ["plan.tables.C1.sharding=row_wise", "plan.tables.C2.sharding=data_parallel"]
+    half = ["plan.tables.C3.dtype=fp16", "plan.tables.C3.ranks=[5]"]
+    config = load_config(JOBS / "criteo_1tb_8xa100.yaml", [*pins, *half])
+    plan = {entry.table: entry for entry in dry_run(config, criteo((800,) * 26), hosts=2, gpus=4)}
+    assert plan["C1"].sharding == "row_wise" and plan["C1"].ranks == list(range(8))
+    assert plan["C1"].gib == pytest.approx([100 * 128 * 8 / 2**30] * 8)
+    assert plan["C2"].kernel == "dense" and plan["C2"].gib == pytest.approx([800 * 128 * 8 / 2**30] * 8)
+    assert plan["C3"].ranks == [5] and plan["C3"].gib == pytest.approx([800 * 128 * 6 / 2**30])
+    assert os.environ["LOCAL_WORLD_SIZE"] == "3"
