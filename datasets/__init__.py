@@ -6,19 +6,35 @@ A new recipe is a folder with a `recipe.py` and a command here. Imports stay ins
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from raytrec.storage import COPIES, ROOT, absolute
+
 app = typer.Typer(help="Makes Parquet and a schema.yaml out of public data.", no_args_is_help=True)
 
-Out = Annotated[Path, typer.Option(help="Folder to write train/, valid/, test/ and schema.yaml to.")]
+
+def _place(text: str) -> Path:
+    """A path as given; in a job of a cluster, from its shared folder (storage.absolute)."""
+    return Path(absolute(text)) if os.environ.get(ROOT) or COPIES in os.getcwd() else Path(text)
+
+
+Out = Annotated[
+    Path,
+    typer.Option(
+        parser=_place, metavar="PATH", help="Folder to write train/, valid/, test/ and schema.yaml to."
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace what the folder holds.")]
 Dim = Annotated[int, typer.Option(help="Width of the embeddings; a multiple of 4.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same data.")]
-Source = Annotated[Path | None, typer.Option(help="Folder with the original files.")]
+Source = Annotated[
+    Path | None, typer.Option(parser=_place, metavar="PATH", help="Folder with the original files.")
+]
 
 
 class Split(StrEnum):
@@ -93,7 +109,12 @@ def movielens(
 @app.command()
 def criteo(
     out: Out,
-    source: Annotated[Path, typer.Option(help="train.txt, a day file, or the folder that holds them.")],
+    source: Annotated[
+        Path,
+        typer.Option(
+            parser=_place, metavar="PATH", help="train.txt, a day file, or the folder that holds them."
+        ),
+    ],
     layout: Annotated[Layout, typer.Option(help="Kaggle or 1TB files.")] = Layout.auto,
     vocabulary: Annotated[Vocabulary, typer.Option(help="How values become ids.")] = Vocabulary.hash,
     hash_rows: Annotated[int, typer.Option(min=2, help="Rows of each table (hash).")] = 100_000,

@@ -1,8 +1,0 @@
-"""ray job submit --working-dir . -- python jobs/plan.py jobs/criteo_1tb_8xa100.yaml --schema schema.yaml"""
-
-import sys
-
-from raytrec.cli import main
-
-if __name__ == "__main__":
-    main(["plan", *sys.argv[1:]])

@@ -197,6 +197,23 @@ def check(
 
 
 @app.command()
+def plan(
+    config: Annotated[str, typer.Argument(metavar="CONFIG")],
+    overrides: Overrides = None,
+    hosts: Annotated[int | None, typer.Option(help="Default: as many as scaling.workers fill.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs of each host; default: up to 8.")] = None,
+    memory_gib: Annotated[float, typer.Option(help="Of each GPU, unless plan.memory_gib says it.")] = 80,
+    json: Json = False,
+):
+    """Says where tables would lie on GPUs that are not here; needs the schema, and no data."""
+    from raytrec.train.plan import plan as make
+    from raytrec.train.plan import print_plan
+
+    found = make(config, overrides or [], hosts, gpus, memory_gib)
+    _dump(found) if json else print_plan(found)
+
+
+@app.command()
 def report(run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]):
     """Builds a run's report.html anew, from what its folder records, and its pictures."""
     from raytrec.storage import relative

@@ -1,0 +1,98 @@
+"""`raytrec plan`: where tables would lie on GPUs that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from raytrec.config import load_config
+from raytrec.errors import ConfigError
+from raytrec.schema import Schema
+
+
+def plan(
+    source: str | Path | dict,
+    overrides: list[str],
+    hosts: int | None = None,
+    gpus: int | None = None,
+    memory_gib: float = 80,
+) -> dict[str, Any]:
+    """The plan of a configuration. Reads its schema, and no data.
+
+    Args:
+        source: a config file or its values; data.schema, or schema.yaml above data.train, must be there.
+        overrides: `section.key=value` strings.
+        hosts: machines; default: as many as scaling.workers fill.
+        gpus: GPUs of each; default: plan.ranks_per_host, else scaling.workers up to 8.
+        memory_gib: of each GPU, where plan.memory_gib says nothing.
+
+    Returns:
+        hosts, gpus, memory_gib; tables: one mapping each (table, rows, dim, sharding, kernel, ranks, gib of
+        each of these); gib: of each rank.
+
+    Raises:
+        ConfigError, SchemaError: what is wrong with the input, or does not fit.
+    """
+    from dataclasses import asdict
+
+    from raytrec.embeddings.dryrun import dry_run, gib_of_ranks
+    from raytrec.train.driver import resolve
+
+    config = resolve(load_config(source, overrides), source)
+    workers = config.scaling.most
+    gpus = gpus or config.plan.ranks_per_host or min(8, workers)
+    hosts = hosts or -(-workers // gpus)
+    if hosts * gpus != workers:
+        raise ConfigError(
+            f"{hosts} hosts with {gpus} GPUs are {hosts * gpus} workers, and scaling.workers is {workers}",
+            where="scaling.workers, --hosts, --gpus",
+            expected="one worker for each GPU",
+        )
+    tables = dry_run(config, Schema.load(config.data.schema_uri), hosts, gpus, memory_gib)
+    memory_gib = config.plan.memory_gib or memory_gib
+    return {
+        "hosts": hosts,
+        "gpus": gpus,
+        "memory_gib": memory_gib,
+        "tables": [asdict(table) for table in tables],
+        "gib": gib_of_ranks(tables, workers),
+    }
+
+
+def print_plan(found: dict[str, Any]) -> None:
+    """A line for each table, and how full the GPUs are, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console, lines = Console(), Table()
+    for column in ("table", "rows", "dim", "sharding", "kernel", "ranks", "GiB in all"):
+        lines.add_column(column, justify="right" if column in ("rows", "dim", "GiB in all") else "left")
+    for table in found["tables"]:
+        lines.add_row(
+            table["table"],
+            f"{table['rows']:,}",
+            str(table["dim"]),
+            table["sharding"],
+            table["kernel"],
+            _spans(table["ranks"]),
+            f"{sum(table['gib']):.2f}",
+        )
+    console.print(lines)
+    gib, memory = found["gib"], found["memory_gib"]
+    console.print(
+        f"{found['hosts']} × {found['gpus']} GPUs of {memory:g} GiB: tables take {min(gib):.1f} to "
+        f"{max(gib):.1f} GiB of each, {sum(gib):.1f} GiB in all",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _spans(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] → '0-2, 5'."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
