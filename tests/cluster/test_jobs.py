@@ -1,0 +1,194 @@
+"""Runs as jobs of a real Ray cluster: submitted, watched, stopped, resumed; by raytrec and by Ray alone."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import parquet
+import pytest
+import yaml
+from heads import RAY, RAYTREC, Head
+
+REPO = Path(__file__).parents[2]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    with Head(tmp_path_factory.mktemp("head") / "h") as head:
+        parquet.dataset(head.root / "data" / "tiny")
+        yield head
+
+
+def config(place, **changes):
+    """A config whose paths are relative, as in jobs/."""
+    values = parquet.settings("data/tiny", "unused", **changes)
+    del values["run"]
+    place.write_text(yaml.safe_dump(values))
+    return str(place)
+
+
+def long(place, **changes):
+    """Trains for about a minute."""
+    return config(place, train__epochs=400, train__log_every_steps=20, **changes)
+
+
+class Submitted:
+    """`raytrec submit` in the background, its lines as they come."""
+
+    def __init__(self, head, *arguments):
+        command = [RAYTREC, "submit", *arguments, "--address", head.url]
+        self.head, self.lines = head, []
+        self._process = subprocess.Popen(
+            command, env=head.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def until(self, text):
+        """Reads until a line has this text; that line."""
+        for line in self._process.stdout:
+            self.lines.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"no '{text}' in\n" + "".join(self.lines))
+
+    def end(self):
+        """Reads to the end; the exit code."""
+        self.lines += self._process.stdout
+        return self._process.wait(60)
+
+    def interrupt(self):
+        self._process.send_signal(signal.SIGINT)
+
+    @property
+    def job(self):
+        return next(line.split()[1] for line in self.lines if line.startswith("job "))
+
+
+def only_run(head, name):
+    (run,) = (head.root / "runs").glob(f"{name}-*")
+    return run
+
+
+def test_submit_stop_and_submit_again(head, tmp_path):
+    job = long(tmp_path / "again.yaml")
+    first = Submitted(head, job)
+    first.until("rows/s")
+    stopped = head.run(RAYTREC, "stop", first.job, "--address", head.url)
+    assert stopped.returncode == 0, stopped.stderr
+    assert "SIGTERM: saving" in stopped.stdout and "submit the same again" in stopped.stdout
+    assert first.end() == 143
+    step = int("".join(first.lines).partition("stopped at step ")[2].partition(",")[0])
+    assert step > 0 and not (only_run(head, "again") / "result.json").exists()
+
+    assert head.run(RAYTREC, "stop", first.job, "--address", head.url).returncode == 1  # it has ended
+
+    most = f"train.max_steps={step + 40}"  # which changes the result, so it is another run
+    second = Submitted(head, job, "scaling.workers=1")
+    second.until(f"goes on at step {step} with 1 worker")
+    second.interrupt()  # looks away
+    assert second.end() == 130 and "the job goes on" in "".join(second.lines)
+    last = head.run(RAYTREC, "stop", second.job, "--address", head.url)
+    assert last.returncode == 0
+    assert only_run(head, "again")  # still one
+
+    third = Submitted(head, job, most)
+    third.until("step")
+    assert third.end() == 0, "".join(third.lines)
+    assert len([*(head.root / "runs").glob("again-*")]) == 2
+
+
+def checkout(place):
+    """What is submitted by hand."""
+    for name in ("raytrec", "jobs"):
+        shutil.copytree(REPO / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return place
+
+
+def test_by_ray_alone(head, tmp_path):
+    """The commands of the README, with Ray's own command line."""
+    folder = checkout(tmp_path / "raytrec")
+    long(folder / "jobs" / "by-ray.yaml")
+    submit = [RAY, "job", "submit", "--address", head.url, "--working-dir", str(folder), "--submission-id"]
+    train = ["--", "python", "jobs/train.py", "jobs/by-ray.yaml", "scaling.workers=2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    first = subprocess.Popen([*submit, "by-ray-1", *train], env=head.env, **pipes)
+    assert any("rows/s" in line for line in first.stdout)
+    assert head.run(RAY, "job", "stop", "--address", head.url, "by-ray-1").returncode == 0
+    said = first.stdout.read()
+    assert "stopped at step" in said, said
+    first.wait(60)
+    assert [*only_run(head, "by-ray").glob("checkpoints/step-*/checkpoint.json")]
+    second = subprocess.Popen([*submit, "by-ray-2", *train], env=head.env, **pipes)
+    assert any("goes on at step" in line for line in second.stdout)
+    assert head.run(RAY, "job", "stop", "--address", head.url, "by-ray-2").returncode == 0
+    second.stdout.read(), second.wait(60)
+    assert only_run(head, "by-ray")
+
+
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        (["prepare.py", "synthetic", "--out", "data/made", "--rows", "3000"], "3,000"),
+        (["check.py", "jobs/synthetic.yaml", "data.train=data/made/train"], "pass"),
+        (["train.py", "jobs/synthetic.yaml", "data.train=data/made/train", "run.name=made"], "AUC"),
+        (["evaluate.py", "runs/made", "--data", "data/made/test"], "AUC"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_every_script(head, command, said, tmp_path):
+    name = f"script-{command[0][:-3]}"
+    done = head.run(
+        RAY, "job", "submit", "--address", head.url, "--working-dir", str(checkout(tmp_path / "raytrec")),
+        "--submission-id", name, "--", "python", f"jobs/{command[0]}", *command[1:], *_small(command[0]),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert said in done.stdout
+
+
+def _small(script):
+    sizes = ["data.valid=data/made/valid", "data.test=data/made/test", "data.global_batch_size=256"]
+    return sizes if script in ("check.py", "train.py") else []
+
+
+def test_a_mistake_is_a_message_and_an_exit_code(head, tmp_path):
+    wrong = head.run(
+        RAYTREC, "submit", config(tmp_path / "wrong.yaml"), "data.train=data/nowhere", "--address", head.url
+    )
+    assert wrong.returncode == 1
+    assert "error:" in wrong.stdout and "data/nowhere" in wrong.stdout and "Traceback" not in wrong.stdout
+    early = head.run(
+        RAYTREC, "submit", config(tmp_path / "wrong.yaml"), "train.epoch=3", "--address", head.url
+    )
+    assert early.returncode == 1 and "train.epochs" in early.stderr and "job " not in early.stdout
+
+
+def test_code_of_ones_own_goes_along(head, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "features.py").write_text(
+        "import pyarrow.compute as pc\n"
+        "def twice(table):\n"
+        "    prices = pc.multiply(table['price'], 2)\n"
+        "    return table.set_column(table.column_names.index('price'), 'price', prices)\n"
+    )
+    (tmp_path / "large.bin").write_bytes(os.urandom(1 << 20))
+    transforms = [{"do": "mine.features:twice", "reads": ["price"], "writes": ["price"]}]
+    config(tmp_path / "own.yaml", data__transforms=transforms, train__max_steps=20)
+    done = head.run(RAYTREC, "submit", "own.yaml", "--address", head.url, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+
+
+def test_one_driver_a_run(head, tmp_path):
+    job = long(tmp_path / "twice.yaml", scaling__stop_s=5)
+    first = Submitted(head, job, "run.name=twice")
+    first.until("rows/s")
+    second = Submitted(head, job, "run.name=twice")
+    second.until("waiting for")
+    began = time.monotonic()
+    assert head.run(RAYTREC, "stop", first.job, "--address", head.url).returncode == 0
+    second.until("goes on at step")
+    assert time.monotonic() - began < 60
+    assert head.run(RAYTREC, "stop", second.job, "--address", head.url).returncode == 0
+    first.end(), second.end()
