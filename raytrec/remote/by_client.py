@@ -215,6 +215,7 @@ def _connect(address: str, folder: Path) -> Any:
     """
     import ray
 
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # it wants ipywidgets
     for again in (True, True, False):
         try:
             return ray.init(

@@ -155,7 +155,7 @@ class Run:
             table: its name.
             titles: row → title; rows may be missing.
         """
-        return Items(self, table, titles or {})
+        return Items(self, table, {} if titles is None else titles)
 
     def nearest(self, table: str, row: int, k: int = 10) -> dict[str, list]:
         """The rows nearest to a row by cosine, in the newest checkpoint: "rows" and "cosines"."""
@@ -188,6 +188,9 @@ class Run:
 class Pictures(dict):
     """Name → PNG."""
 
+    def __repr__(self) -> str:
+        return f"<Pictures {', '.join(self)}>"
+
     def _repr_html_(self) -> str:
         from base64 import b64encode
 
@@ -196,7 +199,7 @@ class Pictures(dict):
             escape(name): f"data:image/png;base64,{b64encode(png).decode()}" for name, png in self.items()
         }
         tags = (f'<img alt="{name}" style="{style}" src="{url}">' for name, url in data.items())
-        return f'<div style="display:flex;flex-wrap:wrap">{"".join(tags)}</div>'
+        return f'<div style="display:flex;flex-wrap:wrap;align-items:flex-start">{"".join(tags)}</div>'
 
 
 class Frame:
