@@ -21,7 +21,9 @@ app = typer.Typer(
 app.add_typer(prepare_app, name="prepare")
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides.")]
-Job = Annotated[str, typer.Argument(metavar="JOB", help="As `raytrec submit` named it.")]
+Job = Annotated[
+    str | None, typer.Argument(metavar="[JOB]", help="As `raytrec submit` named it; default: the newest.")
+]
 Address = Annotated[
     str | None,
     typer.Option(help="http://HOST:PORT of the cluster's dashboard; default: http://127.0.0.1:8265."),
@@ -148,21 +150,23 @@ def head(
 
 
 @app.command("follow")
-def follow_job(job: Job, address: Address = None):
-    """Shows what a job writes, from its beginning to its end; exits as it does."""
+def follow_job(job: Job = None, address: Address = None):
+    """Shows what a job writes, from its beginning to its end; exits as it does. Ctrl-C looks away."""
     from raytrec.remote.follow import follow
     from raytrec.remote.jobs import Jobs
 
-    raise typer.Exit(follow(Jobs(address), job))
+    jobs = Jobs(address)
+    raise typer.Exit(follow(jobs, job or jobs.newest()))
 
 
 @app.command("stop")
-def stop_job(job: Job, address: Address = None):
+def stop_job(job: Job = None, address: Address = None):
     """Asks a job to save and to end, and waits until it has."""
     from raytrec.remote.follow import stop
     from raytrec.remote.jobs import Jobs
 
-    stop(Jobs(address), job)
+    jobs = Jobs(address)
+    stop(jobs, job or jobs.newest())
 
 
 @app.command()

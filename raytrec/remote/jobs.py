@@ -96,6 +96,17 @@ class Jobs:
                     raise
                 time.sleep(1)
 
+    def newest(self) -> str:
+        """The job that was submitted last.
+
+        Raises:
+            RunError: there is none.
+        """
+        jobs = [job for job in self._asked(self._client.list_jobs) if job.submission_id]
+        if not jobs:
+            raise RunError("no job has been submitted to this cluster", where=self.address)
+        return max(jobs, key=lambda job: job.start_time or 0).submission_id
+
     def status(self, job: str) -> str:
         """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
         return str(self._asked(lambda: self._client.get_job_status(job)).value)

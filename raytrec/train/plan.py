@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 from raytrec.config import load_config
 from raytrec.errors import ConfigError
@@ -48,7 +49,10 @@ def plan(
             where="scaling.workers, --hosts, --gpus",
             expected="one worker for each GPU",
         )
-    tables = dry_run(config, Schema.load(config.data.schema_uri), hosts, gpus, memory_gib)
+    schema = Schema.load(config.data.schema_uri)
+    with catch_warnings():  # of what TorchRec will change
+        simplefilter("ignore", FutureWarning)
+        tables = dry_run(config, schema, hosts, gpus, memory_gib)
     memory_gib = config.plan.memory_gib or memory_gib
     return {
         "hosts": hosts,
