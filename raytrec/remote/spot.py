@@ -43,9 +43,8 @@ class SpotFirst:
         created = {}
         try:
             created = super().create_node(node_config, tags, count) or {}
-        except (
-            Exception
-        ) as refused:  # of whatever kind: a real mistake fails on demand, too, and is raised there
+        except Exception as refused:
+            # Of whatever kind it is: a mistake in the request is one on demand, too, and then raised.
             logger.warning("no spot machine: %s", refused)
         missing = count - len(created)
         if missing > 0:

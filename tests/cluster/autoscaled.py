@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from heads import end, free_ports, short_folder
 from launching import AWS, prepared
-from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 
 RAY = str(Path(sys.executable).with_name("ray"))
 TESTS, BENCHMARKS = Path(__file__).parent, Path(__file__).parents[2] / "benchmarks"
@@ -30,6 +30,9 @@ def configuration(address: str, idle_s: float) -> dict[str, Any]:
         idle_s: after which a node is terminated.
     """
     config = prepared(AWS)
+    types = config["available_node_types"]
+    types[FAKE_HEAD_NODE_TYPE] = types.pop(config["head_node_type"])
+    config["head_node_type"] = FAKE_HEAD_NODE_TYPE
     config["provider"] = {
         "type": "external",
         "module": "machines.Machines",
@@ -39,7 +42,7 @@ def configuration(address: str, idle_s: float) -> dict[str, Any]:
         "disable_node_updaters": True,  # nothing is installed
         "disable_launch_config_check": True,
     }
-    for kind in config["available_node_types"].values():
+    for kind in types.values():
         gpus = kind["resources"].pop("GPU", 0)
         kind["node_config"], kind["resources"]["CPU"] = {}, 2 if gpus else min(1, kind["resources"]["CPU"])
         kind["resources"]["object_store_memory"] = 200 << 20
@@ -78,7 +81,7 @@ class Autoscaled:
             "RAY_FAKE_CLUSTER": "1",
             "RAY_enable_autoscaler_v2": str(int(v2)),
             "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
-            "RAY_NODE_TYPE_NAME": settings["head_node_type"],
+            "RAY_NODE_TYPE_NAME": FAKE_HEAD_NODE_TYPE,
             "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         }
         self._command = [RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1"]

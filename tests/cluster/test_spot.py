@@ -47,13 +47,14 @@ def cloud(tmp_path_factory):
         subnet = next(iter(ec2.subnets.filter(Filters=[zone])))
         group = ec2.create_security_group(GroupName="raytrec", Description="-", VpcId=subnet.vpc_id)
         config = prepared(AWS)
+        filled_in = {
+            "SubnetIds": [subnet.id],
+            "SecurityGroupIds": [group.id],
+            "ImageId": "ami-12345678",
+            "IamInstanceProfile": {"Arn": profile},
+        }
         for kind in config["available_node_types"].values():
-            kind["node_config"] |= {
-                "SubnetIds": [subnet.id],
-                "SecurityGroupIds": [group.id],
-                "ImageId": "ami-12345678",
-                "IamInstanceProfile": {"Arn": profile},
-            }
+            kind["node_config"] |= {k: v for k, v in filled_in.items() if k in kind["node_config"]}
         provider = load_function_or_class(config["provider"]["module"])
         config = provider.fillout_available_node_types_resources(config)
         yield ec2, provider, provider.bootstrap_config(config)
