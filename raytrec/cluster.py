@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
     address = address or os.environ.get("RAY_ADDRESS")
     options: dict = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:
+        if _is_on_loopback(address):
+            stay_on_loopback()
         check_token(address)
         options["address"] = address
     else:
@@ -59,6 +62,30 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
         yield
     finally:
         ray.shutdown()
+
+
+def _is_on_loopback(address: str) -> bool:
+    """Whether a cluster listens on this machine's loopback alone, as `raytrec head` starts it.
+
+    Ray would look for it, and make this driver listen, at the machine's own address (see stay_on_loopback).
+    """
+    from ray._private import services
+
+    try:
+        target = services.canonicalize_bootstrap_address(address)
+        host, _, port = (target or "").rpartition(":")
+        own = bool(host) and host == services.get_node_ip_address()
+    except (ConnectionError, ValueError):  # ray://, or no cluster; whoever connects says so
+        return False
+    return own and not _listens(host, int(port)) and _listens("127.0.0.1", int(port))
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
 def stay_on_loopback() -> None:

@@ -164,12 +164,13 @@ def test_a_host_is_out_of_reach_when_the_run_begins(hosts):
 STORE = """
 import sys
 from datetime import timedelta
+from importlib import import_module
 from raytrec.train.rendezvous import bind_store, interface_of
 address, port = sys.argv[1], int(sys.argv[2])
 print(interface_of(address), interface_of("10.99.0.1"))
 bind_store(address)
-from importlib import import_module
-store = import_module("torch.distributed.rendezvous").TCPStore(address, port, 1, is_master=True, timeout=timedelta(seconds=30))
+TCPStore = import_module("torch.distributed.rendezvous").TCPStore
+store = TCPStore(address, port, 1, is_master=True, timeout=timedelta(seconds=30))
 store.set("a", "b")
 print(store.get("a").decode(), flush=True)
 sys.stdin.read()
