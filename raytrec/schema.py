@@ -68,7 +68,7 @@ class Sparse(BaseModel):
     pooling: Literal["sum", "mean", "sequence"] = Field(
         "sum",
         description="How a bag becomes one vector: sum, mean (an empty bag is 0), or left as a sequence for "
-        "models that read sequences (dlrm takes its mean).",
+        "models that read sequences, the most recent id last (others take its mean).",
     )
     weights: str | None = Field(None, description="List column with one float per id; default: all 1.")
     column: str | None = Field(None, description="The Parquet column; default: the feature's name.")

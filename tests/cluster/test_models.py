@@ -1,0 +1,128 @@
+"""Whole runs with the models of this package and with one of the user's; what --allow-code is for."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import parquet
+import pytest
+
+pytestmark = pytest.mark.cluster
+SEQUENCE = {"name": "sequence", "max_length": 2, "target": "user", "top_mlp": [16]}
+TOWERS = {"query": ["user"], "item": ["tags", "price"]}
+MODELS = {
+    "dcn": {"name": "dcn", "cross_rank": 4, "top_mlp": [16]},
+    "two_tower": {
+        "name": "two_tower",
+        "towers": TOWERS,
+        "tower_mlp": [8],
+    },
+    "sequence": SEQUENCE,
+}
+MINE = """
+from torch import nn
+
+class Mine(nn.Module):
+    '''Logits are a linear layer over the dense columns, the user and the newest tag.'''
+
+    def __init__(self, schema, config):
+        super().__init__()
+        self.layer = nn.Linear(len(schema.dense) + 16, config.options["outputs"])
+
+    def forward(self, dense, pooled):
+        import torch
+        newest = pooled["tags"].vectors[:, 0]
+        return self.layer(torch.cat([dense, pooled["user"], newest], 1)).squeeze(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A dataset whose tags are a sequence, and a module that lies beside the command."""
+    folder = parquet.dataset(tmp_path_factory.mktemp("models") / "d")
+    schema = folder / "schema.yaml"
+    schema.write_text(schema.read_text().replace("pooling: mean", "pooling: sequence"))
+    (folder / "models_of_mine.py").write_text(MINE)
+    return folder
+
+
+def raytrec(folder, *arguments):
+    """The command, in the dataset's folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "raytrec", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(Path(parquet.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def settings(folder, tmp_path, model, **changes):
+    values = parquet.settings(folder, tmp_path / "run", train__epochs=2, **changes) | {"model": model}
+    values["checks"] = {"every_steps": 10}
+    values["tracking"] |= {"enabled": False}
+    (tmp_path / "run.json").write_text(json.dumps(values))  # JSON is YAML
+    return str(tmp_path / "run.json")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_with_checks_and_evaluates_with_another_number_of_workers(folder, tmp_path, name):
+    run = raytrec(folder, "train", settings(folder, tmp_path, MODELS[name]), "--json")
+    assert run.returncode == 0, run.stderr
+    metrics = json.loads(run.stdout)
+    assert metrics["eval.auc"] > 0.75, "the labels can be learned"
+    assert metrics["train.checks_failed"] == 0 and metrics["train.checks_passed"] > 0
+    again = raytrec(
+        folder, "evaluate", str(tmp_path / "run"), "--data", str(folder / "test"), "--workers", "1", "--json"
+    )
+    assert again.returncode == 0, again.stderr
+    for figure in ("eval.auc", "eval.logloss", "eval.rows"):
+        assert json.loads(again.stdout)[figure] == pytest.approx(metrics[figure], abs=1e-6)
+
+
+@pytest.mark.timeout(600)
+def test_sequences_on_one_worker_and_on_two_are_one_run(folder, tmp_path):
+    results = []
+    for workers, sharding in ((1, "table_wise"), (2, "row_wise")):
+        place = tmp_path / str(workers)
+        place.mkdir()
+        changes = {"scaling__workers": workers, "plan__sharding": [sharding]}
+        run = raytrec(folder, "train", settings(folder, place, SEQUENCE, **changes), "--json")
+        assert run.returncode == 0, run.stderr
+        results.append(json.loads(run.stdout))
+    assert results[0]["eval.logloss"] == pytest.approx(results[1]["eval.logloss"], abs=1e-4)
+
+
+@pytest.mark.timeout(600)
+def test_a_check_of_sequences(folder, tmp_path):
+    check = raytrec(folder, "check", settings(folder, tmp_path, SEQUENCE), "optim.embeddings.name=adagrad")
+    assert check.returncode == 0, check.stdout + check.stderr
+    assert "pass" in check.stdout and "FAIL" not in check.stdout
+
+
+@pytest.mark.timeout(900)
+def test_a_model_of_ones_own_and_who_may_run_it(folder, tmp_path):
+    model = {"name": "models_of_mine:Mine", "options": {"outputs": 1}, "max_length": 2}
+    run = raytrec(folder, "train", settings(folder, tmp_path, model), "--json")
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["eval.auc"] > 0.75
+    data, place = str(folder / "test"), str(tmp_path / "run")
+    for refused in (
+        raytrec(folder, "evaluate", place, "--data", data),
+        raytrec(folder, "train", "--from", place, f"run.dir={tmp_path}/second"),
+        raytrec(folder, "train", (tmp_path / "run.json").as_uri(), f"run.dir={tmp_path}/third"),
+    ):
+        assert refused.returncode == 1
+        assert "names code to run: model.name: models_of_mine:Mine" in refused.stderr
+        assert "--allow-code" in refused.stderr and "Traceback" not in refused.stderr
+    assert not (tmp_path / "second").exists() and not (tmp_path / "third").exists()
+    again = raytrec(folder, "evaluate", place, "--data", data, "--allow-code", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["eval.auc"] == pytest.approx(json.loads(run.stdout)["eval.auc"], abs=1e-6)
+    mistyped = settings(folder, tmp_path, model | {"name": "models_of_mine:Mein"})
+    wrong = raytrec(folder, "train", mistyped, f"run.dir={tmp_path}/fourth")
+    assert wrong.returncode == 1 and "did you mean Mine" in wrong.stderr and "Traceback" not in wrong.stderr
