@@ -18,8 +18,8 @@ from raytrec.schema import Schema
 class PooledEmbeddings(nn.Module):
     """Looks every sparse feature up and pools its bag.
 
-    Sequence features give the mean of their bag; those that a model reads id by id are looked up as features of
-    one id each (raytrec/sequences.py).
+    Sequence features give the mean of their bag; those that a model reads id by id are looked up as features
+    of one id each (raytrec/sequences.py).
 
     Args:
         schema: the features, their pooling and their tables.
