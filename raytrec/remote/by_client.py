@@ -17,7 +17,7 @@ from raytrec.remote import peek
 from raytrec.remote.drive import Driver
 from raytrec.remote.package import code, config_name, user_modules
 from raytrec.remote.token import token_file, use_token
-from raytrec.remote.versions import check_ray
+from raytrec.remote.versions import check_ray, check_ray_here
 
 Source = str | Path | dict | RunConfig
 NOT_STARTED = "Initialization failure from server"
@@ -132,6 +132,7 @@ class _Connection:
     def __init__(self, address: str, places: tuple[Path, ...]):
         self.address, self._lock, self._remote = address, RLock(), {}
         use_token()
+        check_ray_here()
         import ray
 
         with code(places) as folder:
@@ -215,7 +216,6 @@ def _connect(address: str, folder: Path) -> Any:
     """
     import ray
 
-    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # it wants ipywidgets
     for again in (True, True, False):
         try:
             return ray.init(

@@ -11,6 +11,7 @@ Neither torch nor torchrec is needed here; Ray is, in the cluster's version.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Cluster:
                 f"'{address}' is not the address of a cluster",
                 expected="ray://HOST:10001 (Ray client), or http://HOST:8265 (job API)",
             )
+        logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # in notebooks it wants ipywidgets
         self.address = address
         self._way = Way(address)
 

@@ -25,3 +25,20 @@ def check_ray(cluster: str, *, where: str) -> None:
             do="install requirements/cuda.txt (or cpu.txt) of this raytrec on the cluster, or use the "
             "raytrec that the cluster was set up with",
         )
+
+
+def check_ray_here() -> None:
+    """Compares the version of Ray that is installed here.
+
+    Raises:
+        RunError: it is another one.
+    """
+    import ray
+
+    if ray.__version__ != RAY:
+        raise RunError(
+            f"Ray {ray.__version__} is installed here, and this raytrec is made for Ray {RAY}",
+            where=str(ray.__file__),
+            expected=f"Ray {RAY}, here and on the cluster",
+            do="pip install --no-deps -r requirements/notebook.txt",
+        )

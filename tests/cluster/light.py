@@ -1,0 +1,62 @@
+"""An environment as a notebook has it (requirements/notebook.txt): no torch, torchrec, fbgemm or MLflow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+PLACE = REPO / ".venv-notebook"  # kept between runs: making it takes a minute
+PINNED = REPO / "requirements" / "notebook.txt"
+ANSWER = "ANSWER "
+BEGIN = """
+import json, os, sys, time
+from raytrec import Cluster
+from raytrec.errors import RaytrecError, RunError
+
+def answer(**values):
+    print("ANSWER " + json.dumps(values), flush=True)
+"""
+
+
+def python() -> str:
+    """The Python of that environment, which is made where there is none of these pinned packages."""
+    program, made = PLACE / "bin" / "python", PLACE / "made-of"
+    digest = hashlib.sha256(PINNED.read_bytes()).hexdigest()
+    if not made.is_file() or made.read_text() != digest:
+        pip = [str(program), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(PLACE)], check=True, timeout=120)
+        subprocess.run([*pip, "-r", str(PINNED)], check=True, timeout=900)
+        subprocess.run([*pip, "--no-build-isolation", "-e", str(REPO)], check=True, timeout=300)
+        made.write_text(digest)
+    return str(program)
+
+
+def start(code: str, env: dict[str, str], *arguments: str, cwd: Path | None = None) -> subprocess.Popen:
+    """A program there, in the background."""
+    return subprocess.Popen(
+        [python(), "-c", BEGIN + code, *arguments],
+        env=env,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(
+    code: str, env: dict[str, str], *arguments: str, timeout: float = 400, cwd: Path | None = None
+) -> dict:
+    """What a program there answers; its stderr is in "stderr"."""
+    process = start(code, env, *arguments, cwd=cwd)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+        process.wait()
+    answers = [line for line in out.splitlines() if line.startswith(ANSWER)]
+    assert process.returncode == 0 and answers, f"exit code {process.returncode}\n{out}\n{err[-8000:]}"
+    return json.loads(answers[-1].removeprefix(ANSWER)) | {"stderr": err}

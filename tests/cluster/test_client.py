@@ -1,0 +1,365 @@
+"""Runs driven from a process without torch: over Ray client, and as jobs. Real clusters, real processes."""
+
+import hashlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import light
+import numpy as np
+import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from heads import Head
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+WAYS = ["client", "url"]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    with Head(tmp_path_factory.mktemp("head") / "h") as head:
+        parquet.dataset(head.root / "data" / "tiny")
+        yield head
+
+
+def config(**changes):
+    """A config whose paths are relative to RAYTREC_ROOT."""
+    values = parquet.settings("data/tiny", "unused", **changes)
+    del values["run"]
+    return json.dumps(values)
+
+
+def short(**changes):
+    changes = {"train__epochs": 3, "train__eval_every_steps": 16, "tracking__report": True} | changes
+    return config(**changes, train__log_every_steps=4, tracking__every_steps=8)
+
+
+def long(lr):
+    """Trains for minutes; `lr` makes it another run than those of other tests."""
+    return config(
+        train__epochs=2000,
+        train__log_every_steps=10,
+        checkpoint__every_steps=50,
+        optim__dense={"lr": lr},
+    )
+
+
+WHOLE = """
+cluster = Cluster(sys.argv[1])
+run = cluster.train(json.loads(sys.argv[2]))
+watched = run.watch()
+same = cluster.run(run.name)
+nearest = run.items("user", {7: "seven", 8: "eight"}).nearest("sev", k=5)
+answer(
+    folder=run.folder,
+    watched=watched,
+    waited=run.wait(),
+    progress=run.progress(),
+    metrics=run.metrics(),
+    pictures={name: hash_of(png) for name, png in run.pictures().items()},
+    report=hash_of(run.report().text.encode()),
+    config=run.file("config.yaml"),
+    tables=run.tables(),
+    rows=run.rows("user", [39, 0, 7]).tolist(),
+    nearest=nearest.to_dict("list"),
+    evaluated=run.evaluate("data/tiny/valid", batch_size=256),
+    logs="".join(run.logs()),
+    runs=cluster.runs(),
+    same=[same.wait(), same.folder, same.progress()["state"]],
+    loaded=sorted({name.partition(".")[0] for name in sys.modules}),
+)
+"""
+HASH = "import hashlib\nhash_of = lambda content: hashlib.sha256(content).hexdigest()\n"
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def whole(request, head):
+    """All that one can ask of a run, from its beginning to its end."""
+    address = getattr(head, request.param)
+    lr = {"client": 0.01, "url": 0.011}[request.param]
+    said = light.run(HASH + WHOLE, head.env, address, short(optim__dense={"lr": lr}), timeout=800)
+    return request.param, said, head.root / "runs" / said["folder"].rpartition("/")[2]
+
+
+def sha(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_is_said_is_what_the_run_wrote(whole):
+    _, said, folder = whole
+    result = json.loads((folder / "result.json").read_text())
+    assert said["folder"] == str(folder)
+    assert said["watched"] == said["waited"] == said["same"][0] == result
+    assert result["train.steps"] == 48 and result["eval.auc"] > 0.85
+    assert said["same"][1:] == [str(folder), "finished"]
+    assert (said["progress"]["step"], said["progress"]["total"]) == (48, 48)
+    written = lines(folder / "metrics.jsonl")
+    for kind, names in (("train", ("step", "rows_per_s", "ne")), ("eval", ("step", "auc", "ne"))):
+        for name in names:
+            assert said["metrics"][kind][name] == [line[name] for line in written if line["kind"] == kind]
+    assert said["metrics"]["train"]["step"] == list(range(4, 49, 4))
+    assert len(said["pictures"]) > 5
+    assert said["pictures"] == {path.stem: sha(path) for path in (folder / "pictures").glob("*.png")}
+    assert said["report"] == sha(folder / "report.html")
+    assert said["config"] == (folder / "config.yaml").read_text()
+    assert said["evaluated"]["eval.rows"] == 501
+    assert {"name": folder.name, "state": "finished"}.items() <= said["runs"][0].items()
+
+
+def test_rows_and_neighbours_against_torch(whole):
+    _, said, folder = whole
+    from raytrec.checkpoint.files import find
+    from raytrec.checkpoint.storage import ShardReader
+
+    loaded = {"tables/user/weight": torch.empty(40, 8)}
+    dcp.load(loaded, storage_reader=ShardReader(find(folder)[0]), no_dist=True)
+    table = loaded["tables/user/weight"]
+    np.testing.assert_array_equal(np.float32(said["rows"]), table[[39, 0, 7]].numpy())
+    cosines = torch.nn.functional.cosine_similarity(table.double(), table[7].double()[None], dim=1)
+    cosines[7] = -2
+    expected = cosines.topk(5)
+    assert said["nearest"]["row"] == expected.indices.tolist()
+    assert said["nearest"]["cosine"] == pytest.approx(expected.values.tolist(), rel=1e-6)
+    assert said["tables"] == {"tag": [12, 8], "user": [40, 8]}
+
+
+def test_nothing_heavy_is_needed_here(whole):
+    _, said, _ = whole
+    assert not {"torch", "torchrec", "fbgemm_gpu", "mlflow"} & set(said["loaded"])
+    code = "import importlib.util as u; answer(found=[n for n in sys.argv[1:] if u.find_spec(n)])"
+    assert light.run(code, {}, "torch", "torchrec", "fbgemm_gpu", "mlflow")["found"] == []
+
+
+def test_lines_of_a_log(whole):
+    way, said, folder = whole
+    assert f"{folder.name}  step 48/48 (100%)" in said["logs"]
+    assert re.search(rf"{folder.name}  step 48: AUC 0\.\d{{4}}  NE 0\.\d{{4}}", said["logs"])
+    assert "\x1b" not in said["logs"]
+    assert f"{folder.name}  step 48/48 (100%)" in said["stderr"]  # what watch() shows where no notebook is
+    if way == "url":
+        assert f"{folder.name}  run folder {folder}\n" in said["logs"]
+    assert set((folder / "run.log").read_text().splitlines()) <= set(said["logs"].splitlines())
+
+
+STOP = """
+cluster = Cluster(sys.argv[1])
+values = json.loads(sys.argv[2])
+
+def until(run, step):
+    while (now := run.progress())["step"] < step:
+        assert now["state"] in ("starting", "running"), (now, "".join(run.logs()))
+        time.sleep(0.5)
+    return now
+
+run = cluster.train(values)
+until(run, 30)
+before = [run.folder, cluster.run(run.name).progress()["state"]]
+run.stop()
+try:
+    run.wait(120)
+except RunError as error:
+    stopped = str(error)
+state = run.progress()["state"]
+again = cluster.train(values)
+after = until(again, 1)
+folder = again.folder
+cluster.run(again.name).stop()
+try:
+    again.wait(120)
+except RunError as error:
+    answer(before=before, stopped=stopped, state=state, after=after, folder=folder, again=str(error))
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stop_and_go_on(head, way):
+    lr = {"client": 0.02, "url": 0.021}[way]
+    said = light.run(STOP, head.env, getattr(head, way), long(lr), timeout=800)
+    assert said["before"][1] == "running" and said["state"] == "stopped"
+    assert "was stopped; its state is saved" in said["stopped"] and "was stopped" in said["again"]
+    assert said["folder"] == said["before"][0]
+    first, second = [
+        e for e in lines(head.root / "runs" / said["folder"] / "events.jsonl") if e["event"] == "start"
+    ]
+    assert first["step"] == 0
+    assert second["step"] >= 30 and said["after"]["step"] > second["step"]  # nothing was trained twice
+    stops = [
+        e["step"]
+        for e in lines(head.root / "runs" / said["folder"] / "events.jsonl")
+        if e["event"] == "stopped"
+    ]
+    assert stops[0] == second["step"]
+
+
+LEFT = """
+run = Cluster(sys.argv[1]).train(json.loads(sys.argv[2]))
+while (now := run.progress())["step"] < 60:
+    assert now["state"] in ("starting", "running"), now
+    time.sleep(0.3)
+answer(name=run.name)
+time.sleep(1000)
+"""
+LOOK = """
+run = Cluster(sys.argv[1]).run(sys.argv[2])
+first = run.progress()
+while run.progress()["state"] == "running" and run.progress()["step"] <= first["step"]:
+    time.sleep(0.5)
+answer(first=first, then=run.progress())
+"""
+
+
+def left_alone(head, way, lr):
+    """A run whose client is killed in mid-run; its name."""
+    process = light.start(LEFT, head.env, getattr(head, way), long(lr))
+    try:
+        for line in process.stdout:
+            if line.startswith(light.ANSWER):
+                return json.loads(line.removeprefix(light.ANSWER))["name"]
+        raise AssertionError(process.stderr.read())
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_client_that_dies_takes_its_run_with_it(head):
+    name = left_alone(head, "client", 0.03)
+    deadline = time.monotonic() + 180
+    code = "answer(now=Cluster(sys.argv[1]).run(sys.argv[2]).progress())"
+    while (now := light.run(code, head.env, head.client, name)["now"])["state"] == "running":
+        assert time.monotonic() < deadline, now
+        time.sleep(3)
+    assert now["state"] == "interrupted"
+    further = f"until(run, {now['step'] + 1})"  # than the figures that are there
+    again = STOP.replace("until(run, 30)", further).partition("again =")[0] + "answer(before=before)"
+    assert light.run(again, head.env, head.client, long(0.03))["before"] == [
+        str(head.root / "runs" / name),
+        "running",
+    ]
+    starts = [e["step"] for e in lines(head.root / "runs" / name / "events.jsonl") if e["event"] == "start"]
+    assert starts[0] == 0 and starts[1] >= 50  # from its last checkpoint
+
+
+def test_a_job_outlives_its_client(head):
+    name = left_alone(head, "url", 0.04)
+    said = light.run(LOOK, head.env, head.url, name)
+    assert said["first"]["state"] == said["then"]["state"] == "running"
+    assert said["then"]["step"] > said["first"]["step"]
+    code = "run = Cluster(sys.argv[1]).run(sys.argv[2]); run.stop(); answer(folder=run.folder)"
+    light.run(code, head.env, head.client, name)  # over the other way
+    code = "answer(now=Cluster(sys.argv[1]).run(sys.argv[2]).progress())"
+    deadline = time.monotonic() + 120
+    while (now := light.run(code, head.env, head.client, name)["now"])["state"] == "running":
+        assert time.monotonic() < deadline, now
+    assert now["state"] == "stopped"
+
+
+ERRORS = """
+cluster = Cluster(sys.argv[1])
+values = json.loads(sys.argv[2])
+bad = json.loads(sys.argv[3])
+said = {}
+
+def attempt(name, call):
+    try:
+        said[name] = ["nothing", str(call())]
+    except RaytrecError as error:
+        said[name] = [type(error).__name__, str(error)]
+
+attempt("misspelt", lambda: cluster.train(values, ["train.epoch=3"]))
+attempt("no data", lambda: cluster.train(values, ["data.train=data/nothing"]).wait(200))
+attempt("bad data", lambda: cluster.train(bad).wait(300))
+attempt("no run", lambda: cluster.run("nothing"))
+attempt("no table", lambda: cluster.run(sys.argv[4]).nearest("users", 1))
+attempt("elsewhere", lambda: cluster.run("/etc"))
+attempt("other file", lambda: cluster.run(sys.argv[4]).file("../../../auth_token"))
+answer(**said)
+"""
+
+
+def test_errors_are_messages(head, whole):
+    way, _, folder = whole
+    bad = head.root / "data" / "bad"
+    if not bad.exists():
+        parquet.dataset(bad)
+        table = parquet.table(700, 9)
+        wrong = table.set_column(2, "user", pa.array([*range(40), 4000] * 17 + [0, 1, 2]))
+        pq.write_table(wrong, bad / "train" / "part-1.parquet")
+    values = json.loads(short(optim__dense={"lr": {"client": 0.05, "url": 0.051}[way]}))
+    broken = values | {"data": values["data"] | {"train": "data/bad/train"}}
+    arguments = [getattr(head, way), json.dumps(values), json.dumps(broken), folder.name]
+    said = light.run(ERRORS, head.env, *arguments, timeout=800)
+    assert said["misspelt"][0] == "ConfigError" and "did you mean train.epochs" in said["misspelt"][1]
+    assert "data/nothing" in said["no data"][1] and said["no data"][0] != "nothing"
+    assert "4000" in said["bad data"][1] and "column user" in said["bad data"][1]
+    assert "where:" in said["bad data"][1]
+    assert "there is no run 'nothing'" in said["no run"][1] and folder.name in said["no run"][1]
+    assert "did you mean 'user'" in said["no table"][1]
+    assert "there is no run '/etc'" in said["elsewhere"][1]
+    assert "is not a file to look at" in said["other file"][1]
+    assert not any("Traceback" in text for _, text in (v for k, v in said.items() if k != "stderr"))
+
+
+CONNECT = """
+began = time.time()
+try:
+    Cluster(sys.argv[1])
+except RaytrecError as error:
+    answer(error=str(error), rendered=error._render_traceback_(), seconds=time.time() - began)
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_wrong_token_and_none(head, way, tmp_path):
+    wrong = tmp_path / "token"
+    wrong.write_text("0" * 64)
+    wrong.chmod(0o600)
+    said = light.run(CONNECT, head.env | {"RAY_AUTH_TOKEN_PATH": str(wrong)}, getattr(head, way))
+    assert "refuses the token" in said["error"] and said["seconds"] < 60
+    assert said["rendered"] == [f"error: {said['error']}"]
+    env = {k: v for k, v in head.env.items() if not k.startswith("RAY_AUTH")} | {"HOME": str(tmp_path)}
+    said = light.run(CONNECT, env, getattr(head, way))
+    assert "there is no token for the Ray cluster" in said["error"]
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:9", "http://127.0.0.1:9", "127.0.0.1:10001"])
+def test_a_wrong_address(head, address):
+    said = light.run(CONNECT, head.env, address)
+    assert address in said["error"] and "expected:" in said["error"]
+    assert len(said["error"].splitlines()) <= 4
+
+
+def test_another_ray_here(head, tmp_path):
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*install, "--target", str(tmp_path), "ray==2.59.0"], check=True, timeout=400)
+    env = head.env | {"PYTHONPATH": str(tmp_path)}
+    said = light.run(CONNECT, env, head.client)
+    assert said["error"].startswith("Ray 2.59.0 is installed here, and this raytrec is made for Ray 2.60.0\n")
+    assert len(said["error"].splitlines()) <= 4
+    older = "import raytrec.remote.versions as versions; versions.RAY = '2.59.0'\n"  # a raytrec of then
+    said = light.run(older + CONNECT, env, head.client)
+    assert said["error"].startswith("the cluster runs Ray 2.60.0, and this raytrec is made for Ray 2.59.0\n")
+    assert len(said["error"].splitlines()) <= 4
+
+
+def test_another_python_here(head):
+    """There is no other Python on this machine: Ray is told that this one is."""
+    pretend = """
+import ray._private.utils as utils
+ours = utils.compute_version_info
+utils.compute_version_info = lambda: (ours()[0], "3.12.1")
+sys.version_info = (3, 12, 1)
+"""
+    said = light.run(pretend + CONNECT, head.env, head.client)
+    assert said["error"].startswith("the cluster runs Python 3.11.")
+    assert "and this is Python 3.12" in said["error"] and "http://" in said["error"]
