@@ -17,19 +17,10 @@ secret() { # FILE: what it holds, which has to be enough that nobody guesses it
 first() { head -n 1 | cut -d ' ' -f 1; }
 own_address() { hostname -i | first; }
 
-# A node that is to stop says so first: the run saves itself and goes on without it (docs/survive.md).
-drain() {
-    echo "draining: up to ${RAYTREC_DRAIN_S:-60} s"
-    ray drain-node --address "$RAYTREC_HEAD:6379" --node-id "$(node_id)" --reason DRAIN_NODE_REASON_PREEMPTION \
-        --reason-message "its container is to stop" --deadline-remaining-seconds "${RAYTREC_DRAIN_S:-60}" || return 0
-    for _ in $(seq "${RAYTREC_DRAIN_S:-60}"); do # a drained node without work ends by itself
-        kill -0 "$ray" 2>/dev/null || return 0
-        sleep 1
-    done
-}
-
-node_id() { # Ray's log folder is this container's own
-    sed -n 's/.*--node_id[= ]\([0-9a-f]\{56\}\).*/\1/p' /tmp/ray/session_latest/logs/raylet.out | head -n 1
+# Ray would take 30 % of the memory and, where /dev/shm is smaller, put all of it on the disk instead.
+object_store() {
+    bytes=$(($(df --block-size=1 --output=avail /dev/shm | tail -n 1) * 9 / 10))
+    [ "$bytes" -lt 134217728 ] || echo "--object-store-memory=$bytes"
 }
 
 starts() { echo "$role" >/tmp/role; } # health.py reads it
@@ -43,7 +34,10 @@ head)
         address=$(getent ahostsv4 "$RAYTREC_HEAD" | first)
     fi
     starts
-    exec ray start --head --block --node-ip-address "${address:-$(own_address)}" --port 6379 \
+    export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 # nothing of a run's is left to wait for on a head
+    # shellcheck disable=SC2046 # an option or nothing
+    exec ray start --head --block --port 6379 \
+        --node-ip-address "${address:-$(own_address)}" $(object_store) \
         --dashboard-host 0.0.0.0 --dashboard-port 8265 --ray-client-server-port 10001 "$@"
     ;;
 worker)
@@ -51,11 +45,11 @@ worker)
     secret "$RAY_AUTH_TOKEN_PATH"
     [ -n "${RAYTREC_HEAD:-}" ] || fail "RAYTREC_HEAD is not set" "the host name of the head"
     starts
-    ray start --address "$RAYTREC_HEAD:6379" --block --node-ip-address "$(own_address)" "$@" &
-    ray=$!
-    trap 'drain; kill -TERM "$ray" 2>/dev/null || true' TERM INT
-    wait "$ray" || true
-    wait "$ray" # the trap has ended the first
+    # Told to stop, a worker's Ray says so first: the run saves itself and goes on without it (docs/survive.md).
+    export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="${RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S:-60}"
+    # shellcheck disable=SC2046
+    exec ray start --address "$RAYTREC_HEAD:6379" --block \
+        --node-ip-address "$(own_address)" $(object_store) "$@"
     ;;
 mlflow)
     starts
