@@ -146,10 +146,10 @@ class Engine:
         """A podman command inside; its result with stdout and stderr as text."""
         return self.inside("podman", *arguments, timeout=timeout, **options)
 
-    def compose(self, *arguments: str, timeout: float = 300, **options) -> subprocess.CompletedProcess:
-        """A command of podman-compose inside, on deploy/compose.yaml."""
-        file = str(REPOSITORY / "deploy/compose.yaml")
-        return self.inside(str(COMPOSE), "--file", file, *arguments, timeout=timeout, **options)
+    def compose(self, files: list[str], *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess:
+        """A command of podman-compose inside, on compose files."""
+        named = [word for file in files for word in ("--file", file)]
+        return self.inside(str(COMPOSE), *named, *arguments, timeout=timeout)
 
     def inside(self, *command: str, timeout: float = 120, **options) -> subprocess.CompletedProcess:
         """Any command inside the namespaces."""

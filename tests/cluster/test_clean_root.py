@@ -1,0 +1,268 @@
+"""The images, built from a bare Debian by the Dockerfile's own steps, and the compose file, run as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine import MISSING, PACKAGES, REPOSITORY, Engine
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(2700),
+    pytest.mark.skipif(
+        bool(MISSING) or os.getuid() != 0,
+        reason=f"needs root and `{PACKAGES}`; not here: {MISSING or 'root'}",
+    ),
+]
+RAYTREC = str(Path(sys.executable).with_name("raytrec"))
+URL = "http://127.0.0.1:8265"
+ROWS = 40_000
+# Podman makes one volume for all containers of a service where Docker makes one for each.
+SECOND = "services: {worker2: {extends: {file: compose.yaml, service: worker}}}"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """An engine that has built the images."""
+    folder = Path(tempfile.mkdtemp(prefix="raytrec-images-", dir="/var/tmp"))
+    try:
+        with Engine(folder) as engine:
+            engine.base()
+            engine.build("cpu")
+            engine.build("notebook")
+            yield engine
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def cluster(engine: Engine) -> Engine:
+    """The compose file, up: head, two workers, MLflow, notebook; all healthy."""
+    deploy = engine.folder / "deploy"
+    shutil.copytree(REPOSITORY / "deploy", deploy, ignore=shutil.ignore_patterns("secrets", ".env"))
+    subprocess.run(["sh", deploy / "init.sh"], check=True)
+    (deploy / "second.yaml").write_text(SECOND)
+    for services in (["head"], ["worker", "worker2", "mlflow", "notebook"]):
+        up(engine, *services)
+    prepared = engine.podman(
+        *("exec", "raytrec_head_1", "raytrec", "prepare", "synthetic"),
+        *("--out", "/data/data/synthetic", "--rows", str(ROWS)),
+    )
+    assert prepared.returncode == 0, prepared.stderr
+    return engine
+
+
+def test_the_image_holds_what_runs_and_no_more(engine: Engine):
+    image = engine.image("raytrec:cpu")
+    assert image["Config"]["User"] == "1000"
+    assert not [e for e in image["Config"]["Env"] if "TOKEN=" in e]
+    assert (
+        in_image(engine, "cpu", "python", "-c", "import torch, torchrec, fbgemm_gpu, ray, mlflow, raytrec")
+        == 0
+    )
+    for absent in ("pip", "pytest", "jupyterlab"):
+        assert in_image(engine, "cpu", "python", "-c", f"import {absent}") == 1
+    assert in_image(engine, "notebook", "python", "-c", "import jupyterlab, ray, raytrec") == 0
+    assert in_image(engine, "notebook", "python", "-c", "import torch") == 1
+    for program in ("gcc", "git", "curl", "sudo"):
+        assert in_image(engine, "cpu", "sh", "-c", f"command -v {program}") != 0
+
+
+def test_a_change_of_raytrec_is_a_small_layer(engine: Engine):
+    shown = engine.podman("history", "--format", "json", "raytrec:cpu")
+    sizes = [layer["size"] for layer in json.loads(shown.stdout)]
+    print("layers, MB:", [round(size / 1e6, 1) for size in sizes])
+    assert sizes[0] < 8e6  # the last one: raytrec itself
+    assert sum(sizes) < 3e9
+
+
+def test_health_is_that_of_the_server(cluster: Engine):
+    for name in ("head", "worker", "worker2", "mlflow", "notebook"):
+        assert healthy(cluster, name), name
+    sick = "echo worker >/tmp/role; exec python3.11 -S /usr/local/bin/health.py"
+    assert in_image(cluster, "cpu", "sh", "-c", sick) == 1  # no raylet there
+
+
+def test_containers_can_do_no_more_than_they_must(cluster: Engine):
+    state = execute(cluster, "worker", "cat", "/proc/self/status")
+    lines = dict(line.split(":\t") for line in state.splitlines() if ":\t" in line)
+    assert lines["Uid"].split() == ["1000"] * 4
+    assert int(lines["CapEff"], 16) == int(lines["CapBnd"], 16) == 0
+    assert lines["NoNewPrivs"] == "1"
+    for place in ("/opt/raytrec", "/opt/venv", "/usr/local/bin"):
+        assert "no" in execute(cluster, "worker", "sh", "-c", f"test -w {place} && echo yes || echo no")
+    route = execute(cluster, "worker", "cat", "/proc/net/route")
+    assert not [line for line in route.splitlines()[1:] if line.split()[1] == "00000000"]  # no way out
+
+
+def test_nothing_listens_beyond_loopback(cluster: Engine):
+    sockets = cluster.inside("ss", "--listening", "--tcp", "--numeric", "--no-header").stdout
+    places = {line.split()[3] for line in sockets.splitlines()}
+    names = {place for place in places if place.endswith(":53")}  # podman's name server, on its bridges
+    assert {place.rpartition(":")[2] for place in places - names} == {"8265", "10001", "5000", "8888"}
+    assert all(place.startswith("127.0.0.1:") for place in places - names)
+
+
+def test_tokens_are_in_no_command_line_and_no_description(cluster: Engine):
+    seen = cluster.podman("ps", "--all", "--quiet").stdout.split()
+    text = cluster.podman("inspect", *seen).stdout + cluster.inside("ps", "-eo", "args").stdout
+    for name in ("head", "worker", "notebook", "mlflow"):
+        text += cluster.podman("logs", f"raytrec_{name}_1").stdout
+    assert "raytrec_head_1" in text
+    for file in (cluster.folder / "deploy/secrets").iterdir():
+        assert file.read_text() not in text
+
+
+@pytest.mark.parametrize("token", [None, "wrong" * 10])
+def test_the_job_api_refuses_strangers(cluster: Engine, token: str | None, tmp_path: Path):
+    header = ["--header", f"Authorization: Bearer {token}"] if token else []
+    assert curl(cluster, f"{URL}/api/jobs/", *header) == ("403" if token else "401")
+    (tmp_path / "token").write_text(token or "another token of 32 or more characters")
+    refused = submit(cluster, "scaling.workers=2", token=tmp_path / "token")
+    assert refused.returncode == 1
+    assert "refuses the token" in refused.stderr
+
+
+def test_a_run_is_submitted_and_recorded(cluster: Engine):
+    done = submit(cluster, "scaling.workers=2", "tracking.uri=http://mlflow:5000")
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = execute(cluster, "head", "sh", "-c", "ls -d /data/runs/synthetic-*").split()[-1]
+    result = json.loads(execute(cluster, "head", "cat", f"{folder}/result.json"))
+    assert result["metrics"]["train.rows"] == ROWS, result
+    ask = json.dumps({"experiment_ids": ["1"]})
+    found = cluster.inside(
+        *("curl", "--silent", "--header", "content-type: application/json", "--data", ask),
+        "http://127.0.0.1:5000/api/2.0/mlflow/runs/search",
+    )
+    runs = json.loads(found.stdout)["runs"]
+    assert [run["info"]["status"] for run in runs] == ["FINISHED"]
+
+
+def test_a_worker_that_is_told_to_stop_lets_the_run_save_itself(cluster: Engine):
+    command = submission("train.epochs=400", "scaling.workers=[1, 2]", "tracking.enabled=false")
+    job = subprocess.Popen(
+        [*cluster._enter, *command], env=environment(cluster), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        lines = iter(job.stdout.readline, "")
+        seen = until(lines, "step ")
+        stopped = cluster.podman("stop", "--time", "90", "raytrec_worker2_1", timeout=150)
+        assert "SIGKILL" not in stopped.stderr
+        seen += until(lines, "goes on at step")
+    finally:
+        job.send_signal(signal.SIGINT)  # follows no longer
+        job.wait(60)
+    print("".join(seen))
+    assert any("nodes will be taken away: saving" in line for line in seen)
+    assert "with 1 workers" in seen[-1]
+
+
+def test_jupyter_asks_for_its_token(cluster: Engine):
+    token = (cluster.folder / "deploy/secrets/jupyter_token").read_text()
+    address = "http://127.0.0.1:8888/api/contents"
+    assert curl(cluster, address) == "403"
+    assert curl(cluster, address, "--header", "Authorization: token wrong") == "403"
+    assert curl(cluster, address, "--header", f"Authorization: token {token}") == "200"
+    notebooks = execute(cluster, "notebook", "ls", "/home/raytrec/notebooks").split()
+    assert "quickstart.ipynb" in notebooks
+
+
+@pytest.mark.parametrize("token", [None, "", "short"])
+def test_jupyter_does_not_start_without_a_token(engine: Engine, token: str | None, tmp_path: Path):
+    mount = []
+    if token is not None:
+        (tmp_path / "token").write_text(token)
+        (tmp_path / "token").chmod(0o644)
+        mount = ["--volume", f"{tmp_path}/token:/run/secrets/jupyter_token:ro"]
+    done = engine.podman("run", "--rm", "--network", "none", *mount, "raytrec:notebook", "notebook")
+    assert done.returncode == 1
+    assert "/run/secrets/jupyter_token" in done.stderr
+
+
+def test_jupyter_takes_no_argument_that_could_open_it(engine: Engine):
+    done = engine.podman(
+        *("run", "--rm", "--network", "none", "raytrec:notebook"),
+        *("notebook", "--IdentityProvider.token="),
+    )
+    assert done.returncode == 1
+    assert "takes no arguments" in done.stderr
+
+
+def test_the_notebook_reaches_the_cluster(cluster: Engine):
+    code = "from raytrec import Cluster; import os; print(Cluster(os.environ['RAYTREC_ADDRESS']).runs())"
+    assert "synthetic-" in execute(cluster, "notebook", "python", "-c", code)
+
+
+def up(engine: Engine, *services: str) -> None:
+    """Starts services and waits until they are healthy, as `docker compose up --wait` does."""
+    started = compose(engine, "up", "--detach", "--no-build", "--no-deps", *services)
+    assert started.returncode == 0, started.stdout + started.stderr
+    deadline = time.monotonic() + 180
+    for name in services:
+        while not healthy(engine, name):
+            logs = engine.podman("logs", f"raytrec_{name}_1")
+            assert time.monotonic() < deadline, f"{name}: {logs.stdout[-3000:]}{logs.stderr[-3000:]}"
+            time.sleep(1)
+
+
+def compose(engine: Engine, *arguments: str) -> subprocess.CompletedProcess:
+    deploy = engine.folder / "deploy"
+    files = [str(deploy / name) for name in ("compose.yaml", "second.yaml")]
+    return engine.compose(files, *arguments)
+
+
+def healthy(engine: Engine, name: str) -> bool:
+    return engine.podman("healthcheck", "run", f"raytrec_{name}_1").returncode == 0
+
+
+def execute(engine: Engine, name: str, *command: str) -> str:
+    """What a command in a running container prints."""
+    done = engine.podman("exec", f"raytrec_{name}_1", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def in_image(engine: Engine, target: str, *command: str) -> int:
+    """The exit code of a command in a container of its own."""
+    return engine.podman("run", "--rm", "--network", "none", f"raytrec:{target}", *command).returncode
+
+
+def curl(engine: Engine, url: str, *options: str) -> str:
+    """The status of an answer."""
+    asked = ("curl", "--silent", "--output", "/dev/null", "--write-out", "%{http_code}")
+    return engine.inside(*asked, *options, url).stdout
+
+
+def submission(*overrides: str) -> list[str]:
+    return [RAYTREC, "submit", str(REPOSITORY / "jobs/synthetic.yaml"), *overrides, "--address", URL]
+
+
+def environment(engine: Engine, token: Path | None = None) -> dict[str, str]:
+    """Of somebody on the host of the containers."""
+    kept = {k: v for k, v in engine.env.items() if not k.startswith(("RAY_", "RAYTREC_"))}
+    return kept | {"RAY_AUTH_TOKEN_PATH": str(token or engine.folder / "deploy/secrets/ray_token")}
+
+
+def submit(engine: Engine, *overrides: str, token: Path | None = None) -> subprocess.CompletedProcess:
+    return engine.inside(*submission(*overrides), env=environment(engine, token), timeout=400)
+
+
+def until(lines: Iterator[str], word: str) -> list[str]:
+    """Lines up to the first one with the word."""
+    seen = []
+    for line in lines:
+        seen.append(line)
+        if word in line:
+            return seen
+    raise AssertionError(f"no '{word}' in:\n{''.join(seen)}")
