@@ -1,4 +1,4 @@
-"""Podman in namespaces of its own: builds the images and runs the compose file as they are, and leaves nothing.
+"""Podman in namespaces of its own: builds the images, runs the compose file as it is, and leaves nothing.
 
 What runs is in a pid, network and mount namespace, whose end is the end of it. Only builds use the network.
 """
@@ -22,8 +22,8 @@ MISSING = [name for name in PROGRAMS if not shutil.which(name)]
 PACKAGES = "apt-get install --no-install-recommends podman crun netavark aardvark-dns iptables debootstrap"
 BASE = "docker.io/library/debian:bookworm-slim"
 
-# Machines that are sandboxes themselves may not raise limits, and have no cgroups to give away: containers get
-# by without. Where there is no systemd, podman runs health checks when it is asked to.
+# A machine that is a sandbox itself may not raise limits and has no cgroups to give away: containers get by
+# without. Where there is no systemd, podman runs health checks when it is asked to.
 CONFIGURATION = """
 [containers]
 cgroups = "disabled"
@@ -55,7 +55,7 @@ exec {podman} --root {folder}/images --runroot {folder}/run --storage-driver ove
 """
 NAMESPACES = """
 mount --make-rprivate / &&
-{{ umount --lazy --recursive /sys/fs/cgroup || true; }} && mount -t cgroup2 cgroup2 /sys/fs/cgroup &&
+{ umount --lazy --recursive /sys/fs/cgroup || true; } && mount -t cgroup2 cgroup2 /sys/fs/cgroup &&
 mount -t tmpfs tmpfs /run && mkdir /run/lock && mount -t tmpfs tmpfs /dev/shm &&
 ip link set lo up && echo ready && exec sleep infinity
 """
@@ -85,19 +85,15 @@ class Engine:
         }
 
     def __enter__(self) -> Engine:
-        self._holder = subprocess.Popen(
-            ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c"]
-            + [NAMESPACES.format()],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        own = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        self._holder = subprocess.Popen([*own, "sh", "-c", NAMESPACES], stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout.readline() == "ready\n"
         first = psutil.Process(self._holder.pid).children()[0].pid
         self._enter = ["nsenter", "--target", str(first), "--mount", "--net", "--pid", "--wdns=/"]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._holder.kill()  # and, by --kill-child, the first process of the namespaces, which ends all others
+        self._holder.kill()  # and by --kill-child the namespaces' first process, whose end is that of all
         self._holder.wait()
 
     def base(self) -> None:
@@ -111,36 +107,14 @@ class Engine:
         assert tar.wait() == 0
         shutil.rmtree(root)
 
-    def build(self, target: str, *options: str) -> None:
+    def build(self, target: str) -> None:
         """The image raytrec:TARGET, with this machine's way to packages."""
         config, volumes, index = pip_of_this_machine(self.folder)
-        check(
-            [
-                "podman",
-                "build",
-                "--isolation",
-                "chroot",
-                "--network",
-                "host",
-                "--format",
-                "docker",
-                "--layers",
-            ]
-            + [
-                "--pull-never",
-                "--file",
-                "deploy/Dockerfile",
-                "--target",
-                target,
-                "--tag",
-                f"raytrec:{target}",
-            ]
-            + ["--build-arg", f"TORCH_INDEX={index}", "--volume", f"{config}:/etc/pip.conf:ro", *volumes]
-            + [*options, "."],
-            env=self.env,
-            cwd=REPOSITORY,
-            timeout=1800,
-        )
+        command = ["podman", "build", "--isolation", "chroot", "--network", "host", "--format", "docker"]
+        command += ["--layers", "--pull-never", "--volume", f"{config}:/etc/pip.conf:ro", *volumes]
+        command += ["--build-arg", f"TORCH_INDEX={index}", "--file", "deploy/Dockerfile"]
+        command += ["--target", target, "--tag", f"raytrec:{target}", "."]
+        check(command, env=self.env, cwd=REPOSITORY, timeout=1800)
 
     def podman(self, *arguments: str, timeout: float = 120, **options) -> subprocess.CompletedProcess:
         """A podman command inside; its result with stdout and stderr as text."""

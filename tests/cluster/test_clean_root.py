@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(2700),
     pytest.mark.skipif(
         bool(MISSING) or os.getuid() != 0,
-        reason=f"needs root and `{PACKAGES}`; not here: {MISSING or 'root'}",
+        reason=f"needs root and `{PACKAGES}`; missing: {MISSING or 'root'}",
     ),
 ]
 RAYTREC = str(Path(sys.executable).with_name("raytrec"))
