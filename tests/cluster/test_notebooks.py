@@ -1,0 +1,158 @@
+"""The notebooks, executed for real: a kernel without torch, against a cluster that the test starts."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import light
+import numpy as np
+import pytest
+from heads import RAYTREC, Head
+
+REPO = Path(__file__).parents[2]
+NOTEBOOKS = REPO / "notebooks"
+ML100K = REPO.parent / "shared" / "data" / "ml-100k"  # where the user keeps it
+FILM = "Star Wars (1977)"
+
+
+def movielens(folder):
+    """Files in MovieLens-100K's layout: 300 users who like the films of their own half, 200 films."""
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    users, films = rng.integers(1, 301, 30_000), rng.integers(1, 201, 30_000)
+    rating = np.where((users + films) % 2 == 0, 5, 1)
+    rows = zip(users, films, rating, rng.integers(8e8, 9e8, 30_000), strict=True)
+    (folder / "u.data").write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
+    flags = "|".join(["0"] * 18 + ["1"])
+    titles = {50: FILM} | {film: f"Film {film} (1990)" for film in range(1, 201) if film != 50}
+    (folder / "u.item").write_text("".join(f"{n}|{titles[n]}|||x|{flags}\n" for n in range(1, 201)))
+    (folder / "u.user").write_text("".join(f"{n}|33|M|none|12345\n" for n in range(1, 301)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """A cluster that has MovieLens where jobs/movielens.yaml looks for it."""
+    source = ML100K if ML100K.is_dir() else movielens(tmp_path_factory.mktemp("source") / "ml-100k")
+    with Head(tmp_path_factory.mktemp("head") / "h") as head:
+        out = head.root / "data" / "ml100k"
+        command = [
+            RAYTREC,
+            "prepare",
+            "movielens",
+            "--source",
+            str(source),
+            "--split",
+            "random",
+            "--out",
+            str(out),
+        ]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        yield head
+
+
+@pytest.fixture(scope="module")
+def executed(head, tmp_path_factory):
+    """name, address → the notebook with its outputs, executed in the light environment."""
+    out = tmp_path_factory.mktemp("executed")
+
+    def execute(name, address):
+        python = light.python()
+        env = head.env | {"RAYTREC_ADDRESS": address, "MOVIELENS": str(head.root / "data" / "ml100k")}
+        env["PATH"] = os.pathsep.join([str(Path(python).parent), env["PATH"]])
+        env |= {"IPYTHONDIR": str(out / "ipython"), "JUPYTER_CONFIG_DIR": str(out / "jupyter")}
+        command = [
+            python,
+            "-m",
+            "nbconvert",
+            "--to",
+            "notebook",
+            "--execute",
+            str(NOTEBOOKS / f"{name}.ipynb"),
+        ]
+        # A kernel behind sockets of the file system: no port is opened.
+        command += [
+            "--output-dir",
+            str(out),
+            "--ExecutePreprocessor.timeout=900",
+            "--KernelManager.transport=ipc",
+        ]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1100)
+        assert done.returncode == 0, done.stderr[-6000:]
+        return json.loads((out / f"{name}.ipynb").read_text())
+
+    return execute
+
+
+def outputs(notebook, kind):
+    """All outputs of a kind: text/html, image/png, …, or stdout."""
+    found = []
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            if kind == "stdout" and output.get("name") == "stdout":
+                found.append("".join(output["text"]))
+            elif kind in output.get("data", {}):
+                found.append("".join(output["data"][kind]))
+    return found
+
+
+def result_of(head, notebook):
+    """The result of the run that a notebook has shown."""
+    page = next(page for page in outputs(notebook, "text/html") if ">finished<" in page)
+    name = page.split("<b>")[1].split("</b>")[0]
+    return json.loads((head.root / "runs" / name / "result.json").read_text()), page
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(1200)
+def test_quickstart(head, executed):
+    notebook = executed("quickstart", head.client)
+    result, page = result_of(head, notebook)
+    assert "width:100.0%" in page and f"<b>{result['eval.auc']:.4f}</b>" in page
+    assert result["eval.auc"] > 0.7
+    pages = outputs(notebook, "text/html")
+    assert any("<iframe sandbox" in each and "srcdoc=" in each for each in pages)
+    assert any(each.count("data:image/png;base64,") > 5 for each in pages)
+    assert any(f"{result['eval.auc']:.6f}" in each for each in pages)  # the table of the result
+    assert len(outputs(notebook, "image/png")) == 1  # one picture that was updated, not many
+    assert any(text.startswith("AUC 0.") for text in outputs(notebook, "stdout"))
+    assert not [o for cell in notebook["cells"] for o in cell.get("outputs", []) if o.get("name") == "stderr"]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(1200)
+def test_explore(head, executed):
+    """After the quick start, whose run it looks at."""
+    notebook = executed("explore", head.client)
+    tables, films, near = outputs(notebook, "text/html")
+    assert "item" in tables and "user" in tables and FILM not in near
+    assert near.count("<tr>") == 11  # a head, and ten neighbours
+    assert len(outputs(notebook, "image/png")) == 1
+    assert "Toy Story" in films or "Film 1 " in films
+    if ML100K.is_dir():  # the sequels are near, of 1,682 films
+        assert "Return of the Jedi (1983)" in near or "Empire Strikes Back, The (1980)" in near
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(1200)
+def test_jobs(head, executed):
+    notebook = executed("jobs", head.url)
+    result, _ = result_of(head, notebook)
+    said = "\n".join(outputs(notebook, "stdout"))
+    assert "the run was stopped; its state is saved" in said
+    assert f"{result['name']}  goes on at step" in said
+    assert f"{result['name']}  run folder {head.root}/runs/{result['name']}" in said
+    assert "<iframe sandbox" in outputs(notebook, "text/html")[-1]
+    events = (head.root / "runs" / result["name"] / "events.jsonl").read_text()
+    assert [json.loads(line)["event"] for line in events.splitlines()].count("stopped") == 1
+
+
+@pytest.mark.parametrize("name", ["quickstart", "jobs", "explore"])
+def test_notebooks_are_committed_clean(name):
+    notebook = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())
+    for cell in notebook["cells"]:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+        text = "".join(cell["source"])
+        assert not [place for place in ("/work", "/tmp", "/root", "/home") if place in text]
+    assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
