@@ -1,4 +1,4 @@
-"""Where read tasks run: on nodes without GPUs, as long as there are any. And that they run at all."""
+"""Where read tasks run: on nodes without GPUs, as long as there are any. That they run at all. What stays."""
 
 from __future__ import annotations
 
@@ -56,3 +56,14 @@ def leave_room_to_ray() -> None:
         return total if total.cpu and total.object_store_memory else enough
 
     RateBasedClusterAutoscaler.get_total_resources = at_least_something
+
+
+def settle_here() -> None:
+    """Starts what Ray Data keeps for as long as there is a cluster on this node: call it on the driver's.
+
+    Its actor for statistics is detached, and pinned to the node of whoever reads first (ray 2.60.0,
+    data/_internal/stats.py). A worker's node would then never become idle, and no autoscaler could end it.
+    """
+    from ray.data._internal.stats import get_or_create_stats_actor
+
+    get_or_create_stats_actor()

@@ -10,6 +10,7 @@ from typing import Any
 
 from raytrec.config import RunConfig
 from raytrec.data.fragments import Dataset
+from raytrec.data.placement import settle_here
 from raytrec.embeddings.hosts import GIB, host_memory
 from raytrec.embeddings.pins import check_pins
 from raytrec.errors import ConfigError, RaytrecError, RunError, root_cause
@@ -134,6 +135,7 @@ def run_group(
     from raytrec.train.policies import FailuresWithReason, RoomOnNodes, Trainer
     from raytrec.train.rendezvous import OwnAddressTorchConfig
 
+    settle_here()
     hub = start_hub(scaling.hang_s, scaling.timeout_s)
     places = bundle(config, device)
     ray_scaling = ray.train.ScalingConfig(
