@@ -34,21 +34,21 @@ def config(world, plan, optimizer="adagrad", lr=0.1, **train):
     )
 
 
-def build(config):
+def build(config, schema=SCHEMA):
     """A Step on this rank."""
     import torch
 
     from raytrec.train.build import build_step
 
-    return build_step(config, SCHEMA, torch.device("cpu"))[0]
+    return build_step(config, schema, torch.device("cpu"))[0]
 
 
-def batches(count, rank, world, balance="unequal"):
+def batches(count, rank, world, balance="unequal", schema=SCHEMA, by_id=None):
     """(global batches, this rank's parts of them)."""
     from raytrec.checks.batches import cuts, local_batch, random_batches
 
-    whole = random_batches(SCHEMA, 12, count, seed=1)
-    return whole, [local_batch(b, SCHEMA, cuts(12, world, balance), rank) for b in whole]
+    whole = random_batches(schema, 12, count, seed=1)
+    return whole, [local_batch(b, schema, cuts(12, world, balance), rank, by_id) for b in whole]
 
 
 def train(step, local):

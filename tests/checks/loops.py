@@ -46,7 +46,7 @@ class Scene:
 
 def loop(
     rank, world, plan, fault=None, after=4, *, optimizer="sgd", steps=6, every=3, balance="unequal", lr=0.1,
-    schema=SCHEMA, checks=None, dense=None, **train,
+    schema=SCHEMA, checks=None, dense=None, model=None, **train,
 ):  # fmt: skip
     """Trains `steps` steps and checks at the start, every `every` steps and at the end as before a
     checkpoint; records of all outcomes.
@@ -60,14 +60,18 @@ def loop(
     from raytrec.checks.live import LiveChecks
     from raytrec.checks.outcome import Position
     from raytrec.embeddings.taps import Taps
+    from raytrec.sequences import looked_up, read_by_id
     from raytrec.train.build import build_step
 
     settings = config(world, plan, optimizer, lr, **train)
     settings.optim.dense.name = dense or settings.optim.dense.name
+    settings.model = model or settings.model
+    by_id = read_by_id(schema, settings.model)
     for name, reaction in (checks or {}).items():
         setattr(settings.checks, name, reaction)
     scene = Scene(rank, world, build_step(settings, schema, torch.device("cpu"))[0])
-    whole, scene.local = batches(steps, rank, world, balance)
+    whole, scene.local = batches(steps, rank, world, balance, schema, by_id)
+    schema = looked_up(schema, by_id)
     for number, batch in enumerate(scene.local):
         batch.step = number
     undo = fault(scene) if fault and after == 0 else None

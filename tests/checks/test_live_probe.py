@@ -33,6 +33,22 @@ def no_ids_at_all(rank, world, plan):
     return loop(rank, world, plan, emptied, 1)
 
 
+def sequences(rank, world, plan, settings):
+    """Ids of two sequences, one with weights, looked up one by one."""
+    from raytrec.model_sections import SequenceSection
+
+    schema = SCHEMA.model_copy(deep=True)
+    schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
+    model = SequenceSection(name="sequence", max_length=3, target="user", top_mlp=[6])
+    return loop(rank, world, plan, schema=schema, model=model, **settings)
+
+
+@pytest.mark.parametrize("settings", STEPS)
+@pytest.mark.parametrize("plan", ["row-wise", "column-wise", "grid", "data-parallel"])
+def test_sequences_pass(plan, settings):
+    assert not failed(on_ranks(2, sequences, PLANS[plan], STEPS[settings]))
+
+
 @pytest.mark.parametrize("batch", [no_fault_but_weighted_sums, no_ids_at_all])
 @pytest.mark.parametrize("plan", [ROW_WISE, {"sharding": "column_wise"}, COPIES])
 def test_other_batches_pass(plan, batch):
