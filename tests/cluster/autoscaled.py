@@ -123,6 +123,12 @@ class Autoscaled:
         """What happens to a spot machine without notice."""
         self.nodes()[name].send_signal(signal.SIGKILL)
 
+    def run(self, *command: str) -> None:
+        """A command of somebody who may use the cluster, to its end."""
+        env = self.env | {"RAY_ADDRESS": self.address}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stdout + done.stderr
+
     def log(self) -> str:
         """The last lines of Ray and of the autoscaler."""
         logs = [self._folder / "ray.log", *(self._folder / "ray").glob("session_latest/logs/monitor.*")]

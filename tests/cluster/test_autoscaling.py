@@ -97,6 +97,15 @@ def test_nodes_come_and_one_is_taken_away_and_all_go(tmp_path):
             run.wait("three workers again", lambda: run.trains_on(MOST, since=taken))
             assert gone not in cluster.nodes() and len(cluster.nodes()) == MOST
 
+            going, before = min(cluster.nodes()), run.record.look()[-1]
+            told = time.time()
+            cluster.run(
+                sys.executable, "-m", "raytrec.remote.leave", "now", "--node", going, "--seconds", "90"
+            )
+            assert time.time() - told < 80, "the node has not become empty in time"
+            later = run.wait("going on", lambda: [a for a in run.record.look() if a.began > told])[0]
+            assert later.first == before.last + 1, "a step is lost, although there was notice"
+
             run.pace(0)
             run.wait("its end", lambda: run.process.poll() is not None, alive=False)
             assert run.process.returncode == 0, run.log.read_text()[-3000:]
