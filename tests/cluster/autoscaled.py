@@ -119,6 +119,11 @@ class Autoscaled:
         found.pop(FAKE_HEAD_NODE_ID, None)
         return found
 
+    def node_of(self, pid: int) -> str:
+        """The name of the machine that a worker is on."""
+        above = psutil.Process(pid).ppid()
+        return next(name for name, raylet in self.nodes().items() if raylet.pid == above)
+
     def take_away(self, name: str) -> None:
         """What happens to a spot machine without notice."""
         self.nodes()[name].send_signal(signal.SIGKILL)
