@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
@@ -161,7 +160,3 @@ def test_what_must_be_filled_in_is_said_and_nothing_else_is_left_open(path):
     assert values
     for i in values:  # on the line, or in the comment right above its block
         assert any("FILL IN" in line for line in lines[max(0, i - 6) : i + 1]), lines[i]
-
-
-def test_paths_are_from_the_root_of_the_repository():
-    assert Path(ROOT / "cluster.yaml") == AWS and Path(ROOT / "deploy/cluster-gcp.yaml") == GCP
