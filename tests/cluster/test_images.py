@@ -94,6 +94,7 @@ def test_init_makes_tokens_for_their_owner_alone_and_only_once(tmp_path: Path):
     tokens = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
     assert tokens.keys() == {"ray_token", "jupyter_token"}
     assert len(set(tokens.values())) == 2
+    assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
     assert all(len(token) == 64 and token.isalnum() for token in tokens.values())
     for path in (tmp_path / "secrets").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
