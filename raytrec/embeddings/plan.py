@@ -111,7 +111,7 @@ def plan_for(
     try:
         plan = planner.plan(model, [sharder])
     except PlannerError as error:
-        reason = partitioner.refusal or str(error).splitlines()[0]
+        reason = partitioner.refusal or str(error).splitlines()[0].strip()
         gib = sum(t.rows * t.dim * 4 for t in schema.tables.values()) / GIB
         return ConfigError(
             f"no plan for {len(schema.tables)} tables ({gib:.2f} GiB of weights) on {world} workers: "
