@@ -55,14 +55,13 @@ class Autoscaled:
     Args:
         folder: an empty folder for the token, Ray's files and the configuration.
         idle_s: seconds after which a node on which nothing runs is terminated.
-        v2: Ray's second autoscaler, which `ray up` and KubeRay choose; or the first.
 
     Attributes:
         address: of the cluster.
         env: environment for commands of somebody who may use the cluster.
     """
 
-    def __init__(self, folder: Path, idle_s: float = 10.0, v2: bool = True):
+    def __init__(self, folder: Path, idle_s: float):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, token, config = folder, folder / "auth_token", folder / "cluster.json"
         token.touch(mode=0o600)
@@ -79,7 +78,7 @@ class Autoscaled:
         self.env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
         self._environment = self.env | {
             "RAY_FAKE_CLUSTER": "1",
-            "RAY_enable_autoscaler_v2": str(int(v2)),
+            "RAY_enable_autoscaler_v2": "1",  # as `ray up` and KubeRay choose
             "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
             "RAY_NODE_TYPE_NAME": FAKE_HEAD_NODE_TYPE,
             "AUTOSCALER_UPDATE_INTERVAL_S": "1",
