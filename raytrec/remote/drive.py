@@ -8,6 +8,7 @@ from typing import Any
 
 from raytrec.config import RunConfig
 from raytrec.errors import RaytrecError, RunError, root_cause
+from raytrec.train.owner import ASKED
 
 
 class Driver:
@@ -39,7 +40,7 @@ class Driver:
 
         try:
             return _ours(train, self._config, go_on=True).metrics
-        except KeyboardInterrupt:  # Interrupted; to Ray it would mean that somebody cancels this call
+        except ASKED:  # to Ray it would mean that somebody cancels this call, or that the actor has had enough
             return None
 
     def evaluate(self, run: str, data: str, options: dict[str, int]) -> dict[str, Any]:

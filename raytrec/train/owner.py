@@ -16,6 +16,8 @@ from typing import Any, TextIO
 from raytrec.errors import RaytrecError, RunError
 from raytrec.remote.token import IN_JOB
 
+# What a signal becomes; while Ray is only starting, it has handlers of its own, which end the process.
+ASKED = (KeyboardInterrupt, SystemExit)
 NOTE, LOG = "driver.json", "run.log"
 
 
@@ -41,7 +43,7 @@ def driving(folder: Path) -> Iterator[None]:
         with _logged(folder / LOG):
             yield
     except BaseException as error:
-        note["status"] = "STOPPED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+        note["status"] = "STOPPED" if isinstance(error, ASKED) else "FAILED"
         note["error"] = None if note["status"] == "STOPPED" else _parts(error)
         raise
     else:

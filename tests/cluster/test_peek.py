@@ -104,9 +104,10 @@ def test_how_a_run_ended(root):
     news = peek.news("mine", {})
     assert news["state"] == "failed"
     assert news["error"] == {"what": "bad rows", "where": "a file", "expected": None, "do": "look"}
-    with pytest.raises(KeyboardInterrupt), driving(folder):
-        raise KeyboardInterrupt
-    assert peek.news("mine", {})["state"] == "stopped"
+    for asked in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(asked), driving(folder):
+            raise asked
+        assert peek.news("mine", {})["state"] == "stopped"
     (folder / "result.json").write_text('{"eval.auc": 0.5}')
     news = peek.news("mine", {})
     assert news["state"] == "finished" and news["result"] == {"eval.auc": 0.5}
