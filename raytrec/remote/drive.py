@@ -40,7 +40,7 @@ class Driver:
 
         try:
             return _ours(train, self._config, go_on=True).metrics
-        except ASKED:  # to Ray it would mean that somebody cancels this call, or that the actor has had enough
+        except ASKED:  # to Ray it would mean that somebody cancels this call
             return None
 
     def evaluate(self, run: str, data: str, options: dict[str, int]) -> dict[str, Any]:
