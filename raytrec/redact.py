@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import yaml
+
 HIDDEN = "***"
 USER_INFO = re.compile(r"(://[^/@\s:]*):[^/@\s]*@")
 PARAMETER = re.compile(
@@ -41,6 +43,16 @@ def hide_all(value: Any) -> Any:
             for key, each in value.items()
         }
     return value
+
+
+def hide_yaml(text: str) -> str:
+    """The same for a file of settings; comments go, too. Text that is not YAML is only looked at as text."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return hide(text)
+    hidden = hide_all(values)
+    return text if hidden == values else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
 
 
 def hidden_keys(value: Any, key: str = "") -> list[str]:

@@ -7,6 +7,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from raytrec.redact import hide_yaml
 from raytrec.tracking import parts
 from raytrec.tracking.findings import findings
 from raytrec.tracking.history import History, when
@@ -80,7 +81,7 @@ def _write(history: History, drawn: list[tuple[Any, Any]]) -> Path:
         failures=[f"{c.get('check')} at step {c['step']:,}: {c.get('text')}" for c in history.failures[:50]],
         events=parts.events(history),
         saves=parts.saves(history),
-        config=history.config_text,
+        config=hide_yaml(history.config_text),
         versions=versions(history.folder),
     )
 

@@ -11,7 +11,7 @@ from time import sleep, time
 from typing import Any
 from uuid import uuid4
 
-from raytrec.redact import hide
+from raytrec.redact import hide_yaml
 from raytrec.tracking.failures import may_pass
 from raytrec.tracking.outbox import Record
 
@@ -110,7 +110,7 @@ class Store:
     def upload(self, path: Path, folder: str) -> None:
         """A file as an artifact of the run, in a folder of its artifacts ('' for the top)."""
         if path.suffix == ".yaml":  # a configuration, in which there may be passwords
-            self._client.log_text(self.run_id, hide(path.read_text()), str(Path(folder) / path.name))
+            self._client.log_text(self.run_id, hide_yaml(path.read_text()), str(Path(folder) / path.name))
         else:
             self._client.log_artifact(self.run_id, str(path), folder or None)
 

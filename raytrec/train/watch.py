@@ -11,7 +11,7 @@ from threading import Event, Thread
 from time import time
 from typing import Any
 
-from raytrec.redact import hide, hide_all
+from raytrec.redact import hide_all, hide_yaml
 from raytrec.tracking.advice import hot_rank, low_utilisation, straggler
 from raytrec.tracking.gauges import Gauges
 from raytrec.tracking.ranks import Lines, rank_metrics
@@ -191,10 +191,11 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Written whole or not at all; where it holds a password, for this user alone to read."""
+    """Written whole or not at all; a configuration that holds a password, for this user alone to read."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
-    mode = 0o666 if hide(text) == text else 0o600
+    shown = hide_yaml(text) if path.suffix == ".yaml" else text
+    mode = 0o666 if shown == text else 0o600
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         file.write(text)
     partial.replace(path)

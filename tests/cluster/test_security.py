@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import parquet
@@ -17,11 +18,10 @@ import yaml
 from heads import PYTHON, RAYTREC, Head, descendants, free_ports
 
 from raytrec.errors import ConfigError, RunError
-from raytrec.redact import hidden_keys, hide, hide_all
+from raytrec.redact import hidden_keys, hide, hide_all, hide_yaml
 from raytrec.remote.token import use_token
 
 SECRET, KEY = "hunter2-correct-horse", "battery-staple-9"
-cluster = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -78,6 +78,13 @@ def test_settings_lose_what_is_named_for_a_secret():
     hidden = hide_all(values)
     assert SECRET not in str(hidden) and hidden["tags"]["team"] == "ads" and hidden["tags"]["n"] == 3
     assert hidden_keys(hidden) == ["tags.api_key", "data"] and hidden_keys(values) == []
+
+
+def test_files_of_settings_lose_them_and_nothing_else():
+    text = f"# mine\ntags: {{api_key: {KEY}, team: ads}}\n"
+    assert KEY not in hide_yaml(text) and "team: ads" in hide_yaml(text)
+    for text in ("# mine\na: [1, 2]\n", "a: [", ""):
+        assert hide_yaml(text) == text
 
 
 def test_plain_text_is_left_alone():
@@ -173,15 +180,15 @@ def test_strangers_reach_nothing(head, tmp_path, kind):
 
 
 class Watch:
-    """Looks at all processes below one, while a block runs.
+    """Looks at a process and all below it, while a block runs.
 
     Attributes:
         commands: their command lines.
         beyond: addresses that they listen on, loopback left out.
     """
 
-    def __init__(self, *pids):
-        self._pids, self._over = pids, threading.Event()
+    def __init__(self, pid):
+        self._pid, self._over = pid, threading.Event()
         self.commands, self.beyond = set(), set()
 
     def __enter__(self):
@@ -197,15 +204,19 @@ class Watch:
         import psutil
 
         while not self._over.wait(0.2):
-            mine = {pid for root in self._pids for pid in [root, *descendants(root)]}
-            for pid in mine:
-                try:
-                    self.commands.add(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
-                except OSError:
-                    continue
-            for c in psutil.net_connections("tcp"):
-                if c.status == "LISTEN" and c.pid in mine and not c.laddr.ip.endswith("127.0.0.1"):
-                    self.beyond.add((c.laddr.ip, c.laddr.port, Path(f"/proc/{c.pid}/comm").read_text()))
+            with suppress(OSError, psutil.Error):  # a process ended while it was looked at
+                self._look_once()
+
+    def _look_once(self):
+        import psutil
+
+        mine = {self._pid, *descendants(self._pid)}
+        for pid in mine:
+            with suppress(OSError):
+                self.commands.add(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+        for c in psutil.net_connections("tcp"):
+            if c.status == "LISTEN" and c.pid in mine and not c.laddr.ip.endswith("127.0.0.1"):
+                self.beyond.add((*c.laddr, " ".join(psutil.Process(c.pid).cmdline())[:80]))
 
 
 @pytest.fixture
