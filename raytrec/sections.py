@@ -297,7 +297,9 @@ class TrackingSection(Section):
         True, description="Record the run in MLflow. false: in the run folder alone, which has all figures."
     )
     uri: str | None = Field(
-        None, description="MLflow store or server; default: mlflow.db (sqlite) beside the run folder."
+        None,
+        description="MLflow store or server; default: MLFLOW_TRACKING_URI of the driver's environment, else "
+        "mlflow.db (sqlite) beside the run folder.",
     )
     experiment: str = Field("raytrec", description="MLflow experiment.")
     sweep: str | None = Field(

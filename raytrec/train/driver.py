@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -290,7 +291,8 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     for transform in data.transforms:
         if isinstance(transform, LookupVocabulary):
             transform.vocabulary = absolute(transform.vocabulary)
-    tracking.uri = tracking.uri or f"sqlite:///{Path(run.dir).parent}/mlflow.db"
+    server = os.environ.get("MLFLOW_TRACKING_URI")  # which a cluster's nodes can have
+    tracking.uri = tracking.uri or server or f"sqlite:///{Path(run.dir).parent}/mlflow.db"
     return config
 
 
