@@ -130,6 +130,10 @@ class Engine:
         settings = {"env": self.env, "capture_output": True, "text": True} | options
         return subprocess.run([*self._enter, *command], timeout=timeout, **settings)
 
+    def start(self, *command: str, env: dict[str, str]) -> subprocess.Popen:
+        """A command inside that goes on; its output as text."""
+        return subprocess.Popen([*self._enter, *command], env=env, stdout=subprocess.PIPE, text=True)
+
     def image(self, tag: str) -> dict:
         """What `podman image inspect` says of an image."""
         shown = subprocess.run(
