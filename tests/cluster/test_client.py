@@ -144,7 +144,7 @@ def test_nothing_heavy_is_needed_here(whole):
 def test_lines_of_a_log(whole):
     way, said, folder = whole
     assert f"{folder.name}  step 48/48 (100%)" in said["logs"]
-    assert re.search(rf"{folder.name}  step 48: AUC 0\.\d{{4}}  NE 0\.\d{{4}}", said["logs"])
+    assert re.search(rf"{folder.name}  step 32: AUC 0\.\d{{4}}  NE 0\.\d{{4}}", said["logs"])
     assert "\x1b" not in said["logs"]
     assert f"{folder.name}  step 48/48 (100%)" in said["stderr"]  # what watch() shows where no notebook is
     if way == "url":
