@@ -1,0 +1,98 @@
+"""Types what a transcript in the docs shows, and compares what comes out.
+
+In a transcript, lines that begin with `$ ` are typed; `...` stands for any lines, and `^C` is typed as soon as
+the line before it has come. Numbers, dates, folders and the ends of names may be others. Warnings may come in
+between.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pexpect
+
+PROMPT = "raytrec-prompt> "
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# What differs from one time to the other: a job's name, a folder, a number.
+VARYING = re.compile(r"(-\d{8}-\d{6}(?:-[0-9a-f]{4})?)|((?<![\w.])/[\w./-]+)|(\d[\d,.:]*)")
+
+
+def console_blocks(page: Path) -> list[str]:
+    """The transcripts on a page: its ```console blocks."""
+    return re.findall(r"^```console\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(transcript: str) -> list[tuple[str, list[str]]]:
+    """(command, expected lines) one after the other."""
+    out: list[tuple[str, list[str]]] = []
+    for line in transcript.splitlines():
+        if line.startswith("$ "):
+            out.append((line[2:], []))
+        else:
+            out[-1][1].append(line)
+    return out
+
+
+def pattern(line: str) -> str:
+    """A regular expression for lines that say the same."""
+    parts, last = [], 0
+    for found in VARYING.finditer(line):
+        parts.append(re.escape(line[last : found.start()]))
+        name, folder, _ = found.groups()
+        parts.append(r"-\d{8}-\d{6}(?:-[0-9a-f]{4})?" if name else r"/[\w./-]+" if folder else r"\d[\d,.:]*")
+        last = found.end()
+    return "".join([*parts, re.escape(line[last:])])
+
+
+def differences(expected: list[str], got: list[str]) -> str | None:
+    """What is not as expected, or None."""
+    got = [line for line in got if not line.startswith("warning: ")]
+    anything, position = False, 0
+    for line in expected:
+        if line == "...":
+            anything = True
+            continue
+        wanted = re.compile(pattern(line) + r"\s*$")
+        while position < len(got) and anything and not wanted.match(got[position]):
+            position += 1
+        if position == len(got) or not wanted.match(got[position]):
+            there = got[position] if position < len(got) else "the end"
+            return f"expected: {line}\ngot:      {there}"
+        anything, position = False, position + 1
+    if not anything and position < len(got):
+        return f"expected: the end\ngot:      {got[position]}"
+    return None
+
+
+class Shell:
+    """A bash on a terminal."""
+
+    def __init__(self, command: list[str], cwd: Path, env: dict[str, str], timeout: float):
+        self._shell = pexpect.spawn(
+            command[0],
+            command[1:],
+            cwd=str(cwd),
+            env=env | {"PS1": PROMPT, "TERM": "dumb", "COLUMNS": "1000"},
+            encoding="utf-8",
+            timeout=timeout,
+            dimensions=(50, 1000),
+            echo=False,
+        )
+        self._shell.expect_exact(PROMPT)
+
+    def type(self, command: str, expected: list[str]) -> list[str]:
+        """Types a command, and ^C where the transcript says so; the lines that came."""
+        said = ""
+        self._shell.sendline(command)
+        if "^C" in expected:
+            self._shell.expect(pattern(expected[expected.index("^C") - 1]))
+            said = self._shell.before + self._shell.after
+            self._shell.sendintr()
+        self._shell.expect_exact(PROMPT)
+        lines = COLOURS.sub("", said + self._shell.before).replace("\r", "").splitlines()
+        return [line for line in lines if line.strip() and line != "^C"]
+
+    def close(self) -> None:
+        """Ends the shell, and what it runs with it."""
+        self._shell.close(force=True)
