@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -49,7 +50,7 @@ class HostRun(Run):
         config = hosts.root / f"{name}.yaml"
         config.write_text(yaml.safe_dump(values))
         folder = hosts.root / name
-        super().__init__(folder, folder / "checkpoints", config, hosts, time.monotonic() + 280)
+        super().__init__(folder, folder / "checkpoints", config, hosts, time.monotonic() + 800)
 
     def start(self, *arguments: str) -> None:
         command = [sys.executable, str(BENCHMARKS / "recorder.py"), "train", *arguments]
@@ -91,7 +92,7 @@ def _there(host: Host, pid: int) -> bool:
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
     calm, run = HostRun(hosts, "calm", WORKERS), HostRun(hosts, "cut", [1, WORKERS])
     with calm.begun():
@@ -146,7 +147,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_host_is_out_of_reach_when_the_run_begins(hosts):
     run = HostRun(hosts, "begin", [1, WORKERS], max_steps=60)
     hosts.cut_off(WORKERS + 1)  # Ray still counts it
@@ -159,6 +160,33 @@ def test_a_host_is_out_of_reach_when_the_run_begins(hosts):
     finally:
         hosts.heal(WORKERS + 1)
     assert not [event for event in run.events() if event["event"] == "failed"], "it was not tried"
+
+
+SILENT = """
+import os, signal, sys, time
+import ray
+from raytrec.cluster import ray_session
+from raytrec.train.hub import start_hub
+from raytrec.train.pulse import Pulse
+with ray_session(num_cpus=1):
+    hub = start_hub(5, 60)
+    ray.get(hub.enter.remote("a", 0, 1, os.getpid(), "127.0.0.1"))
+    pid = ray.get(hub.__ray_call__.remote(lambda self: os.getpid()))
+    pulse = Pulse(hub, "a", 0, lease_s=5)
+    time.sleep(15)
+    print(pid, flush=True)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(200)
+def test_who_hears_nothing_from_the_driver_ends_itself():
+    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=180)
+    os.kill(int(done.stdout), signal.SIGKILL)
+    assert done.returncode == 70, done.stderr
+    assert "rank 0: the driver has not answered for" in done.stderr
 
 
 STORE = """
