@@ -53,11 +53,13 @@ class SequenceModel(nn.Module):
 
 
 class TargetAttention(nn.Module):
-    """A sequence's vectors, weighted by how much they say about a target.
+    """The mean of a sequence's vectors, each weighted by how much it says about a target.
 
     Id k with vector e scores s = MLP(e, t, e − t, e ⊙ t) + r_k for the target t, with a learned r_k for how
-    long ago it was. The result is Σ softmax(s)_k · e_k over the ids that are present, 0 if there are none.
-    The MLP's activations are sigmoids, as in DIN's code.
+    long ago it was. The result is Σ σ(s_k) · e_k ÷ n over the n ids that are present, 0 if there are none. As
+    in DIN, weights do not add up to 1, so that a sequence which says much about the target says it louder;
+    and a softmax, whose gradients add up to 0, would leave those of the MLP's biases to rounding. The MLP's
+    activations are sigmoids, as in DIN's code.
 
     Args:
         dim: of the vectors.
@@ -72,8 +74,7 @@ class TargetAttention(nn.Module):
         for size in sizes:
             layers += [nn.Linear(inputs, size), nn.Sigmoid()]
             inputs = size
-        # Without a bias: softmax would take no notice of one.
-        self.score = nn.Sequential(*layers, nn.Linear(inputs, 1, bias=False))
+        self.score = nn.Sequential(*layers, nn.Linear(inputs, 1, bias=False))  # recency has the biases
         self.recency = nn.Parameter(torch.zeros(length))
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
@@ -81,9 +82,8 @@ class TargetAttention(nn.Module):
         target_BLD = target_BD.unsqueeze(1).expand_as(vectors_BLD)
         beside = [vectors_BLD, target_BLD, vectors_BLD - target_BLD, vectors_BLD * target_BLD]
         scores_BL = self.score(torch.cat(beside, dim=2)).squeeze(2) + self.recency
-        # A softmax over nothing would be NaN: rows without an id take it over zeros, which add up to 0.
-        empty_B1 = ~present_BL.any(1, keepdim=True)
-        weights_BL = scores_BL.masked_fill(~(present_BL | empty_B1), float("-inf")).softmax(1)
+        count_B1 = present_BL.sum(1, keepdim=True).clamp(min=1)
+        weights_BL = scores_BL.sigmoid() * present_BL / count_B1
         return torch.einsum("bl,bld->bd", weights_BL, vectors_BLD)
 
 

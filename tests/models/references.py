@@ -34,7 +34,7 @@ def tower(model, side, inputs, hidden):
 
 
 def attention(model, index, history, target, sizes):
-    """One row: history is a list of vectors, the most recent first; the weighted mean of them."""
+    """One row: history is a list of vectors, the most recent first; the mean of them, each weighted."""
     w = {k.removeprefix(f"attention.{index}."): v for k, v in model.named_parameters()}
     if not history:
         return torch.zeros_like(target)
@@ -44,8 +44,7 @@ def attention(model, index, history, target, sizes):
             w, "score", torch.cat([e, target, e - target, e * target]), sizes, activation=torch.sigmoid
         )
         scores.append((w[f"score.{2 * sizes}.weight"] @ h)[0] + w["recency"][place])
-    shares = torch.stack(scores).exp()
-    return sum(s / shares.sum() * e for s, e in zip(shares, history, strict=True))
+    return sum(e / (1 + (-s).exp()) for s, e in zip(scores, history, strict=True)) / len(history)
 
 
 def dlrm(model, prefix, dense, vectors, *, bottom, top):
