@@ -154,7 +154,7 @@ def test_a_host_is_out_of_reach_when_the_run_begins(hosts):
     try:
         with run.begun():
             run.wait("training", lambda: run.trained(1))
-            assert run.attempt().world == WORKERS - 1
+            assert run.attempt().world < WORKERS
             hosts.heal(WORKERS + 1)
             run.finish()
     finally:
