@@ -27,7 +27,7 @@ class RunSection(Section):
     )
     root: str | None = Field(
         None,
-        description="The folder that relative paths of data and runs are taken from; default: RAYTREC_ROOT of "
+        description="The folder that relative paths of data and runs begin at; default: RAYTREC_ROOT of "
         "the environment, which the nodes of a cluster have, else the working directory.",
     )
     start_from: str | None = Field(

@@ -27,7 +27,7 @@ class Driver:
         Returns:
             The run's folder.
         """
-        from raytrec.train.driver import settle
+        from raytrec.train.settle import settle
 
         path = Path(mkdtemp(prefix="raytrec-")) / name
         path.write_text(text)

@@ -13,8 +13,9 @@ from raytrec.embeddings.pins import pins
 from raytrec.errors import RunError
 from raytrec.schema import Schema
 from raytrec.train.console import RunConsole
-from raytrec.train.driver import open_tracker, resolve, short
+from raytrec.train.driver import open_tracker, short
 from raytrec.train.group import local_cpus, run_group
+from raytrec.train.settle import resolve
 from raytrec.train.watch import Watch, write_json
 
 RESULT = "check.json"

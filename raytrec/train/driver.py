@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass, field
-from datetime import datetime
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
 from typing import Any
 
-from raytrec.checkpoint.files import find, steps
+from raytrec.checkpoint.files import find
 from raytrec.cluster import in_job, ray_session
 from raytrec.config import RunConfig, load_config
-from raytrec.data.faults import SKIPPED, Faults
-from raytrec.data.fragments import Dataset, list_files, scan
+from raytrec.data.fragments import Dataset, scan
 from raytrec.embeddings.pins import pins
-from raytrec.errors import ConfigError, DataError, RunError
-from raytrec.redact import hidden_keys, hide
+from raytrec.redact import hide
 from raytrec.schema import Schema
-from raytrec.storage import absolute as settled
-from raytrec.storage import relative
+from raytrec.storage import absolute, relative
 from raytrec.tracking.mlflow import NoTracker, Tracker
 from raytrec.tracking.tags import run_tags
 from raytrec.train.console import RunConsole
 from raytrec.train.group import fingerprint, local_cpus, run_group
 from raytrec.train.lock import held
 from raytrec.train.owner import driving
-from raytrec.train.resume import check_same_data, check_unfinished, interrupted, resume_config
-from raytrec.train.warm import check_fits, config_from, schema_at, schema_of
+from raytrec.train.resume import check_same_data, check_unfinished
+from raytrec.train.settle import check_nothing_hidden, make_folder, note_left_out, open_data, settle
+from raytrec.train.warm import check_fits, schema_of
 from raytrec.train.watch import METRICS, RESULT, TRACKED, Record, Watch, write_json, write_text
-from raytrec.transforms import LookupVocabulary
 
 REPORT = "report.html"
 PATIENCE_S = 60.0  # beyond scaling.stop_s, for the driver of before to end
@@ -84,80 +78,71 @@ def train(
     """
     began = perf_counter()
     config, resume = settle(source, overrides or [], start_from, resume, go_on, allow_code)
-    _check_nothing_hidden(config)
+    check_nothing_hidden(config)
     folder, root = Path(config.run.dir), config.checkpoint_root
-    schema, datasets = _open_data(config)
+    schema, datasets = open_data(config)
     lines = check_fits(config, schema) if config.run.start_from and not resume else []
     pins(config, schema)  # names of plan.tables and plan.together, before anything starts
-    status, patience = "FAILED", PATIENCE_S + config.scaling.stop_s if go_on else 0
-    with RunConsole(config.run.name) as console, held(folder, patience, console.phase), driving(folder):
+    patience = PATIENCE_S + config.scaling.stop_s if go_on else 0
+    with RunConsole(config.run.name) as console, held(folder, patience, console.phase):
         if resume:
             check_unfinished(folder)
             check_same_data(folder, root, schema, fingerprint(datasets["train"]))
             write_text(folder / "config.yaml", config.to_yaml())
         else:
-            _make_folder(folder, config, schema)
-        lines += _note_left_out(folder, datasets)
+            make_folder(folder, config, schema)
         if in_job():
             console.note(f"run folder {folder}")
-        tracker = open_tracker(config, console)
-        record = Record(tracker, folder, config.run.name, config.tracking.cells)
-        for line in lines:
+        for line in [*lines, *note_left_out(folder, datasets)]:
             console.warn(line)
-        try:
-            console.phase("starting Ray")
-            _import_early()
-            with ray_session(config.scaling.address, local_cpus(config)):
-                _begin_record(record, tracker, config, new=not resume)
-                watch = Watch(console, record)
-                figures = run_group("train_worker", config, schema, datasets, root, watch, saves=True)
-            metrics = {
-                **figures,
-                "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
-                "seconds": round(perf_counter() - began, 3),
-                **record.summary(),
-                "mlflow_run_id": tracker.run_id,
-                "name": config.run.name,
-            }
-            write_json(folder / RESULT, metrics)
-            record.result(metrics)
-            status = "FINISHED"
-        except KeyboardInterrupt:
-            status = "KILLED"
-            again = "submit the same again" if in_job() else f"raytrec train --resume {relative(folder)}"
-            console.note(f"go on with: {again}")
-            raise
-        finally:
-            if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
-                console.phase("drawing the report")
-                _draw(folder, tracker, console)
-            if lost := record.close(status):
-                console.warn(lost)
+        with driving(folder):
+            return _drive(config, schema, datasets, console, began, new=not resume)
+
+
+def _drive(
+    config: RunConfig,
+    schema: Schema,
+    datasets: dict[str, Dataset],
+    console: RunConsole,
+    began: float,
+    *,
+    new: bool,
+) -> Result:
+    """The run itself, in a folder that is ready: Ray, workers, result."""
+    folder, status = Path(config.run.dir), "FAILED"
+    tracker = open_tracker(config, console)
+    record = Record(tracker, folder, config.run.name, config.tracking.cells)
+    try:
+        console.phase("starting Ray")
+        _import_early()
+        with ray_session(config.scaling.address, local_cpus(config)):
+            _begin_record(record, tracker, config, new=new)
+            watch = Watch(console, record)
+            root = config.checkpoint_root
+            figures = run_group("train_worker", config, schema, datasets, root, watch, saves=True)
+        metrics = {
+            **figures,
+            "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
+            "seconds": round(perf_counter() - began, 3),
+            **record.summary(),
+            "mlflow_run_id": tracker.run_id,
+            "name": config.run.name,
+        }
+        write_json(folder / RESULT, metrics)
+        record.result(metrics)
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        again = "submit the same again" if in_job() else f"raytrec train --resume {relative(folder)}"
+        console.note(f"go on with: {again}")
+        raise
+    finally:
+        if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
+            console.phase("drawing the report")
+            _draw(folder, tracker, console)
+        if lost := record.close(status):
+            console.warn(lost)
     return Result(metrics, folder, _next_steps(config, folder, tracker))
-
-
-def settle(
-    source: Any,
-    overrides: list[str],
-    start_from: Any = None,
-    resume: Any = None,
-    go_on: bool = False,
-    allow_code: bool = False,
-) -> tuple[RunConfig, Path | None]:
-    """The resolved config, and the folder of the run to go on with, if it is not a new one."""
-    if not resume:
-        if source is None:
-            config, named = config_from(start_from, overrides, allow_code=allow_code)
-            return resolve(config, named), None
-        overrides = [*overrides, f"run.start_from={start_from}"] if start_from else overrides
-        config = load_config(source, overrides, allow_code=allow_code)
-        named = bool(config.run.name or config.run.dir)
-        config = resolve(config, source)
-        resume = interrupted(config, named) if go_on else None
-        if not resume:
-            return config, None
-    config = resolve(resume_config(resume, source, overrides, allow_code), source)
-    return config, Path(config.run.dir)
 
 
 def _begin_record(record: Record, tracker: Tracker | NoTracker, config: RunConfig, *, new: bool) -> None:
@@ -241,7 +226,7 @@ def evaluate(
     config = load_config(index["about"]["config"], changes, elsewhere=folder, allow_code=allow_code)
     config.run.dir = folder if "://" not in folder else str(Path(tempfile.gettempdir()) / "raytrec")
     schema = schema_of(index["about"])
-    datasets = {"test": scan(settled(data), schema, "--data", transforms=tuple(config.data.transforms))}
+    datasets = {"test": scan(absolute(data), schema, "--data", transforms=tuple(config.data.transforms))}
     with RunConsole(config.run.name) as console, ray_session(config.scaling.address, local_cpus(config)):
         watch = Watch(console)
         figures = run_group("evaluate_worker", config, schema, datasets, folder, watch)
@@ -263,108 +248,3 @@ def _import_early() -> None:
     import ray  # noqa: F401
 
     Thread(target=import_module, args=("ray.train.torch",), daemon=True).start()
-
-
-def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
-    """Names, folders and stores filled in; every path absolute, because workers run elsewhere."""
-    config = config.model_copy(deep=True)
-    run, data, tracking = config.run, config.data, config.tracking
-    stem = Path(source).stem if isinstance(source, (str, Path)) else "run"
-    stem += "" if kind == "run" else f"-{kind}"
-    run.name = run.name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    absolute = partial(settled, root=run.root)
-    run.dir = run.dir or f"runs/{run.name}"
-    if "://" in run.dir:
-        raise ConfigError(
-            f"run.dir is {run.dir}",
-            where="run.dir",
-            expected="a folder on a file system that all nodes share",
-            do="use a local or mounted folder; object stores are not supported as run folders",
-        )
-    run.dir = absolute(run.dir)
-    run.start_from = run.start_from and find(absolute(run.start_from))[0]
-    if config.checkpoint.dir:
-        config.checkpoint.dir = absolute(config.checkpoint.dir)
-    for key in ("train", "valid", "test", "schema_path"):
-        if value := getattr(data, key):
-            setattr(data, key, absolute(value) if isinstance(value, str) else [*map(absolute, value)])
-    for transform in data.transforms:
-        if isinstance(transform, LookupVocabulary):
-            transform.vocabulary = absolute(transform.vocabulary)
-    server = os.environ.get("MLFLOW_TRACKING_URI")  # which a cluster's nodes can have
-    tracking.uri = tracking.uri or server or f"sqlite:///{Path(run.dir).parent}/mlflow.db"
-    return config
-
-
-def _check_nothing_hidden(config: RunConfig) -> None:
-    """Whether passwords are there that a checkpoint, whose configuration this is, does not keep.
-
-    Raises:
-        ConfigError: with the keys that miss theirs.
-    """
-    if keys := hidden_keys(config.model_dump(by_alias=True, mode="json")):
-        raise ConfigError(
-            f"a password is missing in {', '.join(keys)}",
-            where="the configuration, which comes from a checkpoint or from MLflow, where none are kept",
-            do=f"say it again: {' '.join(f'{key}=…' for key in keys)}",
-        )
-
-
-def _open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
-    data = config.data
-    list_files(data.train, "data.train")  # before the schema, which is looked for beside it
-    schema = schema_at(data.schema_uri)
-    datasets = {
-        name: scan(
-            places,
-            schema,
-            f"data.{name}",
-            transforms=tuple(data.transforms),
-            between=data.between if name == "train" else None,
-            skip=data.on_error == "skip",
-        )
-        for name in ("train", "valid", "test")
-        if (places := getattr(data, name))
-    }
-    rows = datasets["train"].rows
-    if rows < config.data.global_batch_size:
-        raise DataError(
-            f"data.train has {rows:,} rows, fewer than one global batch",
-            where=f"{datasets['train'].uri}, data.global_batch_size={config.data.global_batch_size}",
-            expected=f"at least {config.data.global_batch_size:,} rows",
-            do=f"lower data.global_batch_size to {rows} or less",
-        )
-    return schema, datasets
-
-
-def _note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
-    """Files that data.on_error=skip leaves out: into skipped.jsonl, and a line for each to warn with."""
-    faults = Faults(skip=True, log=str(folder / SKIPPED))
-    errors = [error for dataset in datasets.values() for error in dataset.left_out]
-    for error in errors:
-        faults.leave_out(error, rows=None)  # nobody knows how many
-    return [f"left out {error.where}: {error.what}" for error in errors]
-
-
-def _make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
-    if (folder / RESULT).exists():
-        raise RunError(
-            "this run folder holds a finished run",
-            where=str(folder),
-            expected="a new folder",
-            do="choose another run.dir or run.name, or remove the folder",
-        )
-    if held := steps(config.checkpoint_root):
-        raise RunError(
-            f"there are checkpoints already, up to step {held[0]}",
-            where=config.checkpoint_root,
-            expected="a new folder",
-            do=f"go on with that run: raytrec train --resume {relative(folder)}; or choose another run.dir "
-            "or checkpoint.dir",
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.yaml", config.to_yaml())
-        write_text(folder / "schema.yaml", schema.to_yaml())
-    except OSError as error:
-        raise RunError(f"cannot write the run folder: {error.strerror}", where=str(folder)) from None

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import json
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 
 from raytrec.errors import RunError
+from raytrec.train.owner import driver_of
 
 LOCK = "driver.lock"
 
@@ -33,12 +30,6 @@ def held(folder: Path, patience_s: float, say: Callable[[str], None]) -> Iterato
     """
     with _opened(folder) as file:
         _wait(file, folder, patience_s, say)
-        file.seek(0)
-        file.truncate()
-        since = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
-        mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-        json.dump(mine, file)
-        file.flush()
         yield
 
 
@@ -73,7 +64,5 @@ def _wait(file, folder: Path, patience_s: float, say: Callable[[str], None]) -> 
 
 
 def _holder(folder: Path) -> str:
-    try:
-        return "process {pid} on {host}, since {since}".format(**json.loads((folder / LOCK).read_text()))
-    except (OSError, ValueError, KeyError):
-        return "another process"
+    note = driver_of(folder)
+    return "process {pid} on {host}".format(**note) if "pid" in note else "another process"

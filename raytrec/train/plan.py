@@ -37,7 +37,7 @@ def plan(
     from dataclasses import asdict
 
     from raytrec.embeddings.dryrun import dry_run, gib_of_ranks
-    from raytrec.train.driver import resolve
+    from raytrec.train.settle import resolve
 
     config = resolve(load_config(source, overrides), source)
     workers = config.scaling.most
