@@ -26,8 +26,11 @@ LIMITS = {
     "bf16": {"forward": 1e-6, "gradient": 8e-3, "weights": 8e-3, "state": 1e-4},
 }
 # The gradient is read off an SGD step. With a large power of two as learning rate, the step swamps the weight
-# that it is taken from, so that no digit of the gradient is lost, and dividing by it is exact.
-GRADIENT_LR = 1024.0
+# that it is taken from, so that no digit of the gradient is lost, and dividing by it is exact. Gradients of
+# dense layers may be small beside their weights (1e-7 beside 0.1 in an attention over untrained embeddings):
+# their rate is larger. Tables may be fp16, which ends at 65504.
+GRADIENT_LR = 2.0**10
+DENSE_GRADIENT_LR = 2.0**20
 CANDIDATES = 8  # batches of which each step takes the one that stays farthest from any ReLU's kink
 
 
@@ -100,7 +103,7 @@ def _gradient(
     """Pooled embeddings and the gradient of one batch, without clipping."""
     config = config.model_copy(deep=True)
     config.optim.embeddings.name = config.optim.dense.name = "sgd"
-    config.optim.embeddings.lr = config.optim.dense.lr = GRADIENT_LR
+    config.optim.embeddings.lr, config.optim.dense.lr = GRADIENT_LR, DENSE_GRADIENT_LR
     config.optim.dense.weight_decay, config.train.clip_norm = 0.0, None
     config.optim.schedule = Schedule()
     run = Sharded(build, config, schema, device, bounds)
@@ -121,7 +124,8 @@ def _gradient(
     sizes = reference.largest_of_a_row(one, batch, list(parameters.values()), config.train.loss)
     reference.train(one, [batch], [], **settings)
     for (name, parameter), size in zip(parameters.items(), sizes, strict=True):
-        gradient = (before[name].float() - after[name].float()) / GRADIENT_LR
+        rate = GRADIENT_LR if name in run.dtypes else DENSE_GRADIENT_LR
+        gradient = (before[name].float() - after[name].float()) / rate
         found.append(_finding(run, "gradient", name, gradient, parameter.grad, name, size))
     return found
 
