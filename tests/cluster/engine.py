@@ -95,6 +95,10 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self._holder.kill()  # and by --kill-child the namespaces' first process, whose end is that of all
         self._holder.wait()
+        places = {each.mountpoint for each in psutil.disk_partitions(all=True)}
+        for place in sorted(places, reverse=True):  # what builds have left, the inner ones first
+            if Path(place).is_relative_to(self.folder):
+                subprocess.run(["umount", "--lazy", place], check=True)
 
     def base(self) -> None:
         """Debian as its own tool makes it, under the name of the image that Dockerfiles begin from."""
@@ -149,7 +153,7 @@ def pip_of_this_machine(folder: Path) -> tuple[Path, list[str], str]:
     """
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
     values: dict[str, str] = {}
-    for line in sorted(listed.stdout.splitlines()):  # :env: comes after global
+    for line in sorted(listed.stdout.splitlines(), reverse=True):  # :env: comes last, and counts
         key, _, value = line.partition("=")
         values[key.rpartition(".")[2]] = value.strip("'").replace("\\n", " ")
     index = values.get("index-url", PyPI.simple_url)
@@ -157,6 +161,8 @@ def pip_of_this_machine(folder: Path) -> tuple[Path, list[str], str]:
     for key in ("cert", "find-links", "extra-index-url"):
         for word in values.get(key, "").split():
             place = Path(word.removeprefix("file://"))
+            if key == "extra-index-url":  # an index's links lead to files beside it
+                place = place.parent
             if place.is_absolute() and place.exists():
                 # Not over the image's own certificates: those of this machine get a name of their own.
                 inside = f"/opt/pip-{key}.pem" if place.is_file() else str(place)

@@ -151,7 +151,7 @@ def test_a_run_is_submitted_and_recorded(cluster: Engine):
 
 def test_a_worker_that_is_told_to_stop_lets_the_run_save_itself(cluster: Engine):
     command = submission("train.epochs=400", "scaling.workers=[1, 2]", "tracking.enabled=false")
-    job = cluster.start(*command, env=environment(cluster))
+    job = cluster.start("timeout", "--signal=INT", "400", *command, env=environment(cluster))
     try:
         lines = iter(job.stdout.readline, "")
         seen = until(lines, "step ")
