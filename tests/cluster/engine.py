@@ -85,7 +85,8 @@ class Engine:
         }
 
     def __enter__(self) -> Engine:
-        own = ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        own = ["setpriv", "--pdeathsig", "KILL"]  # should this process die without a word
+        own += ["unshare", "--mount", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
         self._holder = subprocess.Popen([*own, "sh", "-c", NAMESPACES], stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout.readline() == "ready\n"
         first = psutil.Process(self._holder.pid).children()[0].pid
