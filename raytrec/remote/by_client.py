@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
+from time import sleep
 from typing import Any
 
 from raytrec.config import RunConfig, load_config
@@ -16,8 +17,9 @@ from raytrec.errors import RaytrecError, RunError, root_cause
 from raytrec.remote import peek
 from raytrec.remote.drive import Driver
 from raytrec.remote.package import code, config_name, user_modules
-from raytrec.remote.token import token_file, use_token
-from raytrec.remote.versions import check_ray, check_ray_here
+from raytrec.remote.refused import check_token
+from raytrec.remote.token import use_token
+from raytrec.remote.versions import RAY, check_ray, check_ray_here
 
 Source = str | Path | dict | RunConfig
 NOT_STARTED = "Initialization failure from server"
@@ -102,6 +104,12 @@ class Begun(Seen):
         with connection.used():
             self._result = driver.train.remote()
 
+    def stop(self) -> None:
+        """Asks the run to save and to end, as soon as it has begun."""
+        while self.news({})["state"] == "starting":
+            sleep(self.polls_s)
+        super().stop()
+
     def news(self, since: dict[str, int]) -> dict[str, Any]:
         """As `peek.news`; "starting" until the driver has begun. It has ended when its last word has come."""
         ended = self._connection.is_done(self._result)
@@ -133,6 +141,7 @@ class _Connection:
         self.address, self._lock, self._remote = address, RLock(), {}
         use_token()
         check_ray_here()
+        check_token(address)
         import ray
 
         with code(places) as folder:
@@ -255,12 +264,12 @@ def _not_connected(address: str, error: Exception) -> RunError:
             expected="the same Python, X.Y, on both sides: with ray:// they exchange code",
             do="use that Python here; or the job API, Cluster('http://HOST:8265'), which does not care",
         )
-    if any(word in text.lower() for word in ("unauthenticated", "token", "authentication")):
+    if NOT_STARTED in text:
         return RunError(
-            "the cluster refuses the token",
+            f"the cluster could not start a process for this connection: {_last_line(text)}",
             where=address,
-            expected="the token with which the cluster was started",
-            do=f"bring it into {token_file()}, or set RAY_AUTH_TOKEN_PATH=FILE",
+            expected=f"Ray {RAY} on the cluster, as here, and memory for one more process on its head",
+            do="look at ray_client_server*.err among the logs of the head",
         )
     return RunError(
         f"cannot connect: {_first_line(error)}",
@@ -268,6 +277,11 @@ def _not_connected(address: str, error: Exception) -> RunError:
         expected="the address of Ray client, such as ray://127.0.0.1:10001, and the cluster's token",
         do="forward its port (`ray attach -p 10001 cluster.yaml`, `kubectl port-forward`)",
     )
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback, what went wrong."""
+    return [line.strip() for line in text.splitlines() if line.strip()][-1]
 
 
 def _first_line(error: BaseException) -> str:
