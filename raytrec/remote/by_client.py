@@ -22,7 +22,8 @@ from raytrec.remote.token import use_token
 from raytrec.remote.versions import RAY, check_ray, check_ray_here
 
 Source = str | Path | dict | RunConfig
-NOT_STARTED = "Initialization failure from server"
+NOT_TAKEN = "Initialization failure from server"  # what Ray client says, and the server's traceback
+NOT_STARTED = "Starting Ray client server failed"  # the traceback, when a process has died
 ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it
 
 
@@ -264,11 +265,11 @@ def _not_connected(address: str, error: Exception) -> RunError:
             expected="the same Python, X.Y, on both sides: with ray:// they exchange code",
             do="use that Python here; or the job API, Cluster('http://HOST:8265'), which does not care",
         )
-    if NOT_STARTED in text:
+    if NOT_TAKEN in text:
         return RunError(
-            f"the cluster could not start a process for this connection: {_last_line(text)}",
+            f"the cluster does not take this connection: {_last_line(text)}",
             where=address,
-            expected=f"Ray {RAY} on the cluster, as here, and memory for one more process on its head",
+            expected=f"Ray {RAY} on the cluster, as here, and room for one more process on its head",
             do="look at ray_client_server*.err among the logs of the head",
         )
     return RunError(
