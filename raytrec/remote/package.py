@@ -11,7 +11,7 @@ from pathlib import Path
 
 from raytrec.config import RunConfig, load_config
 from raytrec.errors import ConfigError
-from raytrec.transforms import Python
+from raytrec.trust import code_in
 
 OURS = ("raytrec", "raytrec_datasets")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".ipynb_checkpoints")
@@ -68,16 +68,12 @@ def config_name(source: str | Path | dict | RunConfig) -> str:
     return f"{Path(source).stem}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
 
 
-def named_code(config: RunConfig) -> list[str]:
-    """`module:name` of all code that a configuration names."""
-    names = [transform.do for transform in config.data.transforms if isinstance(transform, Python)]
-    return names + [name for name in [config.model.name] if ":" in name]
-
-
 def user_modules(config: RunConfig) -> list[Path]:
     """The files or folders, in the working directory, of modules that the configuration names. Others are
     installed, or they are missing, which the run says."""
-    tops = {name.partition(":")[0].partition(".")[0] for name in named_code(config)}
+    named = code_in(config.model_dump(by_alias=True, mode="json"))
+    named.pop("scaling.address", None)
+    tops = {name.partition(":")[0].partition(".")[0] for name in named.values()}
     places = [place for top in sorted(tops) for place in (Path(top), Path(f"{top}.py"))]
     return [place for place in places if place.exists() and place.stem not in OURS]
 

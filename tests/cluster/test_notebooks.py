@@ -12,7 +12,7 @@ from heads import RAYTREC, Head
 
 REPO = Path(__file__).parents[2]
 NOTEBOOKS = REPO / "notebooks"
-ML100K = REPO.parent / "shared" / "data" / "ml-100k"  # where the user keeps it
+ML100K = Path(os.environ.get("RAYTREC_ML100K", REPO.parent / "shared/data/ml-100k"))
 FILM = "Star Wars (1977)"
 
 

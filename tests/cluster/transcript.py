@@ -1,6 +1,6 @@
 """Types what a transcript in the docs shows, and compares what comes out.
 
-In a transcript, lines that begin with `$ ` are typed; `...` stands for any lines, and `^C` is typed as soon as
+In a transcript, lines that begin with `$ ` are typed; `...` stands for any lines; `^C` is typed as soon as
 the line before it has come. Numbers, dates, folders and the ends of names may be others. Warnings may come in
 between.
 """
