@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from raytrec.errors import RunError
@@ -73,4 +74,5 @@ def _find_file(create: bool) -> None:
             f"asks for none set {MODE}=disabled",
         )
     if file.stat().st_uid == os.getuid() and file.stat().st_mode & 0o077:
-        file.chmod(0o600)  # `ray get-auth-token --generate` writes it readable by all
+        with suppress(OSError):  # a file system that cannot be written to
+            file.chmod(0o600)  # `ray get-auth-token --generate` writes it readable by all

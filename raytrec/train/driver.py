@@ -162,7 +162,9 @@ def _next_steps(config: RunConfig, folder: Path, tracker: Tracker | NoTracker) -
     if config.tracking.report:
         lines.append(f"pictures     {relative(folder / REPORT)}")
     if config.tracking.enabled:
-        lines.append(f"look at it   mlflow ui --backend-store-uri {hide(short(tracker.uri))}")
+        server = tracker.uri.startswith("http")
+        at = "" if server else "mlflow ui --backend-store-uri "
+        lines.append(f"look at it   {at}{hide(short(tracker.uri))}")
     return [*lines, f"again        raytrec evaluate {relative(folder)} --data PARQUET"]
 
 
