@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -56,29 +57,20 @@ def head(tmp_path_factory):
 def executed(head, tmp_path_factory):
     """name, address → the notebook with its outputs, executed in the light environment."""
     out = tmp_path_factory.mktemp("executed")
+    for part in ("notebooks", "jobs"):
+        shutil.copytree(REPO / part, out / part)
 
     def execute(name, address):
         python = light.python()
         env = head.env | {"RAYTREC_ADDRESS": address, "MOVIELENS": str(head.root / "data" / "ml100k")}
         env["PATH"] = os.pathsep.join([str(Path(python).parent), env["PATH"]])
         env |= {"IPYTHONDIR": str(out / "ipython"), "JUPYTER_CONFIG_DIR": str(out / "jupyter")}
-        command = [
-            python,
-            "-m",
-            "nbconvert",
-            "--to",
-            "notebook",
-            "--execute",
-            str(NOTEBOOKS / f"{name}.ipynb"),
-        ]
-        # A kernel behind sockets of the file system: no port is opened.
-        command += [
-            "--output-dir",
-            str(out),
-            "--ExecutePreprocessor.timeout=900",
-            "--KernelManager.transport=ipc",
-        ]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1100)
+        command = [python, "-m", "nbconvert", "--to", "notebook", "--execute", f"{name}.ipynb"]
+        # A kernel behind sockets of the file system, which lie in the working directory: no port is opened.
+        command += ["--output-dir", str(out), "--KernelManager.transport=ipc"]
+        command += ["--ExecutePreprocessor.timeout=900"]
+        options = {"cwd": out / "notebooks", "env": env, "capture_output": True, "text": True}
+        done = subprocess.run(command, timeout=1100, **options)
         assert done.returncode == 0, done.stderr[-6000:]
         return json.loads((out / f"{name}.ipynb").read_text())
 
