@@ -122,8 +122,13 @@ def test_explore(head, executed):
     assert near.count("<tr>") == 11  # a head, and ten neighbours
     assert len(outputs(notebook, "image/png")) == 1
     assert "Toy Story" in films or "Film 1 " in films
-    if ML100K.is_dir():  # the sequels are near, of 1,682 films
-        assert "Return of the Jedi (1983)" in near or "Empire Strikes Back, The (1980)" in near
+    if ML100K.is_dir():  # of 1,682 films
+        alike = (
+            "Raiders of the Lost Ark (1981)",
+            "Return of the Jedi (1983)",
+            "Empire Strikes Back, The (1980)",
+        )
+        assert any(title in near for title in alike)
 
 
 @pytest.mark.cluster
