@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PositiveInt, Tag, field_validator
 
+from raytrec.python_path import PYTHON_PATH
 from raytrec.section import Section
 
-PYTHON_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
 Sizes = list[PositiveInt]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 

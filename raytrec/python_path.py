@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from typing import Any
+
+PYTHON_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
 
 
 def load(path: str, folder: str | None = None) -> Any:

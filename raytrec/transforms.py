@@ -15,12 +15,12 @@ treated like numbers in plain columns.
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PositiveInt, Tag, field_validator, model_validator
 
+from raytrec.python_path import PYTHON_PATH
 from raytrec.section import Section
 
 
@@ -140,7 +140,7 @@ def _kind(value: Any) -> str | None:
     do = value.get("do") if isinstance(value, dict) else getattr(value, "do", None)
     if do in BUILT_IN:
         return do
-    return "module:function" if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", str(do)) else None
+    return "module:function" if PYTHON_PATH.fullmatch(str(do)) else None
 
 
 Transform = Annotated[

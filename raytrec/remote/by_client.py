@@ -18,12 +18,14 @@ from raytrec.remote import peek
 from raytrec.remote.drive import Driver
 from raytrec.remote.package import code, config_name, user_modules
 from raytrec.remote.refused import check_token
+from raytrec.remote.seen import Seen
 from raytrec.remote.token import use_token
 from raytrec.remote.versions import RAY, check_ray, check_ray_here
 
 Source = str | Path | dict | RunConfig
 NOT_TAKEN = "Initialization failure from server"  # what Ray client says, and the server's traceback
 NOT_STARTED = "Starting Ray client server failed"  # the traceback, when a process has died
+LOOK_S = 1.0  # how often news are worth asking for
 ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it
 
 
@@ -58,7 +60,7 @@ class ByClient:
 
     def attach(self, news: dict[str, Any]) -> Seen:
         """A run that somebody has started, of which this is the news."""
-        return Seen(self, news["folder"])
+        return Seen(self, news["folder"], LOOK_S)
 
     def evaluate(self, run: str, data: str, options: dict[str, int]) -> dict[str, Any]:
         """Evaluates a run's newest checkpoint."""
@@ -72,35 +74,11 @@ class ByClient:
             connection.close()
 
 
-class Seen:
-    """A run on the cluster, known by its folder."""
-
-    polls_s = 1.0  # how often news are worth asking for
-    counts_bytes = True  # of files: what `since` says
-
-    def __init__(self, way: ByClient, folder: str):
-        self._way, self._folder = way, folder
-
-    def folder(self) -> str:
-        return self._folder
-
-    def news(self, since: dict[str, int]) -> dict[str, Any]:
-        """As `peek.news`."""
-        return self._way.call("news", self._folder, since)
-
-    def logs(self) -> Iterator[str]:
-        """What the run has said so far."""
-        yield self.news({})["log"]
-
-    def stop(self) -> None:
-        self._way.call("stop", self._folder)
-
-
 class Begun(Seen):
     """A run that was started here."""
 
     def __init__(self, way: ByClient, connection: _Connection, driver: Any, folder: str):
-        super().__init__(way, folder)
+        super().__init__(way, folder, LOOK_S)
         self._connection, self._driver = connection, driver  # an actor without a handle ends
         with connection.used():
             self._result = driver.train.remote()

@@ -15,9 +15,11 @@ from raytrec.errors import RunError
 from raytrec.remote.answers import answer_in
 from raytrec.remote.jobs import ENDED, Jobs
 from raytrec.remote.package import code
+from raytrec.remote.seen import Seen
 from raytrec.train.lines import parse
 
 Source = str | Path | dict | RunConfig
+LOOK_S = 10.0  # how often news of a run that is no job are worth a job that asks
 FOLDER_S = 600  # until a job says where its run is: it may wait for nodes
 STATES = {"SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "stopped"}
 
@@ -41,11 +43,11 @@ class ByJob:
         """Submits a run; the same submission again goes on with it."""
         return Job(self, self.jobs.submit(source, overrides, include))
 
-    def attach(self, news: dict[str, Any]) -> Job | SeenByJobs:
+    def attach(self, news: dict[str, Any]) -> Job | Seen:
         """A run that somebody has started, as a job or otherwise, of which this is the news."""
         if news["job"] and news["state"] == "running":
             return Job(self, news["job"], news["folder"])
-        return SeenByJobs(self, news["folder"])
+        return Seen(self, news["folder"], LOOK_S)
 
     def evaluate(self, run: str, data: str, options: dict[str, int]) -> dict[str, Any]:
         """Evaluates a run's newest checkpoint."""
@@ -67,30 +69,6 @@ class ByJob:
         with code() as folder:
             job = self.jobs.start(command, {"working_dir": str(folder)}, name)
         return "".join(self.jobs.logs(job))
-
-
-class SeenByJobs:
-    """A run that is no job: each look at it is a job, and takes seconds."""
-
-    polls_s = 10.0
-    counts_bytes = True  # of files: what `since` says
-
-    def __init__(self, way: ByJob, folder: str):
-        self._way, self._folder = way, folder
-
-    def folder(self) -> str:
-        return self._folder
-
-    def news(self, since: dict[str, int]) -> dict[str, Any]:
-        """As `peek.news`."""
-        return self._way.call("news", self._folder, since)
-
-    def logs(self) -> Iterator[str]:
-        """What the run has said so far."""
-        yield self.news({})["log"]
-
-    def stop(self) -> None:
-        self._way.call("stop", self._folder)
 
 
 class Job:

@@ -21,7 +21,7 @@ from raytrec.tracking.totals import (
     table_bytes,
     tables_of,
 )
-from raytrec.tracking.units import bytes_text, count, duration, figure, number, or_0, percent
+from raytrec.tracking.units import bytes_text, count, duration, figure, number, or_0, percent, ranges
 
 MOST_EVENTS = 200
 
@@ -154,7 +154,7 @@ def _about(
         "size": history.table_size(name) or (nan, nan),
         "sharding": str(plan.get("sharding") or ""),
         "kernel": str(plan.get("kernel") or ""),
-        "ranks": _ranges(on) if isinstance(on, list) else str(on),
+        "ranks": ranges(on) if isinstance(on, list) else str(on),
         "bytes": sum(map(table_bytes, held)) if held else nan,
         "load": sum(or_0(e.get("lookup_bytes")) for e in held) / looked if looked else nan,
         **figures,
@@ -193,15 +193,3 @@ def _system(line: dict, key: str) -> float:
 def _started(workers: int, resumed_after_s: float | None) -> str:
     later = f", resumed after {duration(resumed_after_s)}" if resumed_after_s else ""
     return count(workers, "worker") + later
-
-
-def _ranges(ranks: list) -> str:
-    """Ranks as people write them: [0, 1, 2, 5] is "0–2, 5"."""
-    whole = sorted({rank for rank in ranks if isinstance(rank, int)})
-    parts: list[list[int]] = []
-    for rank in whole:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)

@@ -79,3 +79,15 @@ def short(name: object, most: int = 20) -> str:
         return text
     tail = (most - 1) // 2
     return f"{text[: most - 1 - tail]}…{text[-tail:]}"
+
+
+def ranges(ranks: list) -> str:
+    """Ranks as people write them: [0, 1, 2, 5] is "0–2, 5"."""
+    whole = sorted({rank for rank in ranks if isinstance(rank, int)})
+    parts: list[list[int]] = []
+    for rank in whole:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)

@@ -9,6 +9,7 @@ from warnings import catch_warnings, simplefilter
 from raytrec.config import load_config
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
+from raytrec.tracking.units import ranges
 
 
 def plan(
@@ -78,7 +79,7 @@ def print_plan(found: dict[str, Any]) -> None:
             str(table["dim"]),
             table["sharding"],
             table["kernel"],
-            _spans(table["ranks"]),
+            ranges(table["ranks"]),
             f"{sum(table['gib']):.2f}",
         )
     console.print(lines)
@@ -89,14 +90,3 @@ def print_plan(found: dict[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _spans(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] → '0-2, 5'."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
