@@ -20,7 +20,8 @@ from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import Sequences
 from raytrec.sections import Schedule
 from raytrec.train.nan import Gate, bad_anywhere
-from raytrec.train.phases import Phases, TimedPipeline
+from raytrec.train.phases import Phases
+from raytrec.train.pipeline import TimedPipeline
 
 
 class Outputs(NamedTuple):
