@@ -18,15 +18,16 @@ TIMEOUT_S = 120
 _pools = {}
 
 
-def on_ranks(world, function, *args, hosts=1):
+def on_ranks(world, function, *args, hosts=1, device="cpu"):
     """[function(rank, world, *args) for each rank], each in a process of its own.
 
     Args:
         hosts: hosts that the ranks pretend to be on.
+        device: cuda: each has a GPU of its host, a stand-in (standin.cuda), and its group says it is NCCL's.
     """
-    key = world, hosts
+    key = world, hosts, device
     if key not in _pools:
-        _pools[key] = _Pool(world, hosts)
+        _pools[key] = _Pool(world, hosts, device)
     try:
         return _pools[key].run(function, args)
     except BaseException:
@@ -35,13 +36,13 @@ def on_ranks(world, function, *args, hosts=1):
 
 
 class _Pool:
-    def __init__(self, world, hosts):
+    def __init__(self, world, hosts, device):
         self._folder = tempfile.TemporaryDirectory()
         context = get_context("spawn")
         self._ends, self._processes = [], []
         for rank in range(world):
             mine, theirs = context.Pipe()
-            args = (theirs, rank, world, world // hosts, self._folder.name)
+            args = (theirs, rank, world, world // hosts, self._folder.name, device)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -75,14 +76,25 @@ class _Pool:
         self._folder.cleanup()
 
 
-def _serve(end, rank, world, local, folder):
+def _serve(end, rank, world, local, folder, device):
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(local), "OMP_NUM_THREADS": "1"}
+    import torch
+
+    torch.set_num_threads(1)
+    if device == "cpu":
+        return _answer(end, rank, world, folder, "gloo")
+    from standin import cuda
+
+    with cuda(rank % local, local):
+        _answer(end, rank, world, folder, "nccl")
+
+
+def _answer(end, rank, world, folder, backend):
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,

@@ -1,0 +1,265 @@
+"""The device itself: what this process believes it has, for as long as the context lasts."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from time import perf_counter, sleep
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+
+
+class Wait(NamedTuple):
+    """The host has waited for the device.
+
+    Attributes:
+        what: the operation.
+        where: FILE:FUNCTION of the innermost caller outside torch.
+        ours: the same of the innermost caller in raytrec; "" where there is none.
+    """
+
+    what: str
+    where: str
+    ours: str
+
+
+class Stream:
+    """Work in order, done at a time of its own."""
+
+    def __init__(self, device: object = None, priority: int = 0, **_: object):
+        self.done_at, self.device, self.cuda_stream = 0.0, device, id(self)
+
+    def work(self, seconds: float) -> None:
+        """Puts work on it."""
+        self.done_at = max(perf_counter(), self.done_at) + seconds
+
+    def wait_stream(self, other: Stream) -> None:
+        self.done_at = max(self.done_at, other.done_at)
+
+    def wait_event(self, event: Event) -> None:
+        self.done_at = max(self.done_at, event.time or 0.0)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return perf_counter() >= self.done_at
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        Gpu.active.wait("Stream.synchronize", self)
+
+
+class Event:
+    """A mark on a stream."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
+        self.timed, self.time, self.stream = enable_timing, None, None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream or Gpu.active.stream
+        self.time = max(perf_counter(), self.stream.done_at)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or Gpu.active.stream).wait_event(self)
+
+    def query(self) -> bool:
+        return self.time is None or perf_counter() >= self.time
+
+    def synchronize(self) -> None:
+        if self.time is not None:
+            Gpu.active.wait("Event.synchronize", until=self.time)
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self.timed and end.timed):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self.time is None or end.time is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not (self.query() and end.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return (end.time - self.time) * 1e3
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What torch.cuda.get_device_properties tells of it: an H100's."""
+
+    name: str = "stand-in for an NVIDIA H100"
+    major: int = 9
+    minor: int = 0
+    total_memory: int = 80 << 30
+    multi_processor_count: int = 132
+    L2_cache_size: int = 50 << 20
+
+
+class Gpu:
+    """This process's view of its GPUs, of which it uses one.
+
+    Attributes:
+        index: of the one it uses; count: that it sees.
+        waits: every wait of the host for the device, in order.
+        step_s: seconds of work that every operation puts on its stream.
+    """
+
+    active: Gpu | None = None
+
+    def __init__(self, index: int = 0, count: int = 1):
+        self.index, self.count, self.step_s = index, count, 0.0
+        self.waits: list[Wait] = []
+        self.default_stream = Stream()
+        self._current = threading.local()
+        self._pinned: dict[int, tuple[int, object]] = {}  # address → bytes, what keeps it
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+    @property
+    def stream(self) -> Stream:
+        """The current stream of this thread."""
+        return getattr(self._current, "stream", None) or self.default_stream
+
+    @contextmanager
+    def on_stream(self, stream: Stream | None) -> Iterator[None]:
+        before = self.stream
+        self._current.stream = stream or before
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def work(self, seconds: float) -> None:
+        """Puts work on the current stream."""
+        self.stream.work(seconds)
+
+    def wait(self, what: str, stream: Stream | None = None, until: float | None = None) -> None:
+        """The host waits for a stream (default: the current one)."""
+        self.waits.append(Wait(what, *_callers()))
+        until = (stream or self.stream).done_at if until is None else until
+        if (rest := until - perf_counter()) > 0:
+            sleep(rest)
+
+    def synchronize(self) -> None:
+        self.wait("torch.cuda.synchronize", until=max(s.done_at for s in (self.stream, self.default_stream)))
+
+    # Pinned host memory
+
+    def pin(self, address: int, size: int, keep: object = None) -> None:
+        self._pinned[address] = (size, keep)
+
+    def unpin(self, address: int) -> None:
+        del self._pinned[address]
+
+    def is_pinned(self, address: int) -> bool:
+        return any(start <= address < start + max(1, size) for start, (size, _) in self._pinned.items())
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(size for size, _ in self._pinned.values())
+
+
+class _Runtime:
+    """What torch.cuda.cudart() gives, as far as raytrec asks for it."""
+
+    class cudaError:
+        success = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        Gpu.active.pin(address, size)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        Gpu.active.unpin(address)
+        return 0
+
+
+def _callers() -> tuple[str, str]:
+    """The innermost callers outside torch and this stand-in, and in raytrec, as FILE:FUNCTION."""
+    frame, outside, ours = sys._getframe(2), "", ""
+    while frame is not None and not ours:
+        file = frame.f_code.co_filename
+        place = f"{'/'.join(file.split('/')[-3:])}:{frame.f_code.co_name}"
+        if "/torch/" not in file and "/standin/" not in file and "contextlib" not in file:
+            outside = outside or place
+            if "/raytrec/" in file:
+                ours = place
+        frame = frame.f_back
+    return outside, ours
+
+
+@contextmanager
+def cuda(index: int = 0, count: int = 1) -> Iterator[Gpu]:
+    """This process has GPUs, of which it uses one.
+
+    Args:
+        index: of the one that it uses. count: that it sees.
+    """
+    from standin.group import nccl
+    from standin.kernels import kernels
+    from standin.tensor import on_device
+
+    gpu = Gpu(index, count)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Gpu, "active", gpu))
+        for name, value in _torch_cuda(gpu).items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        for name, value in _torch_accelerator(gpu).items():
+            stack.enter_context(patch.object(torch.accelerator, name, value))
+        for context in (on_device(gpu), nccl(), kernels()):
+            stack.enter_context(context)
+        yield gpu
+
+
+def _torch_accelerator(gpu: Gpu) -> dict[str, object]:
+    return {
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "is_available": lambda: True,
+        "device_count": lambda: gpu.count,
+        "current_device_index": lambda: gpu.index,
+        "current_stream": lambda device=None: gpu.stream,
+        "synchronize": lambda device=None: gpu.synchronize(),
+    }
+
+
+def _torch_cuda(gpu: Gpu) -> dict[str, object]:
+    def set_device(device: object) -> None:
+        gpu.index = torch.device(device).index or 0 if not isinstance(device, int) else device
+
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: gpu.count,
+        "current_device": lambda: gpu.index,
+        "set_device": set_device,
+        "get_device_properties": lambda device=None: Properties(),
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: Properties.name,
+        "mem_get_info": lambda device=None: (60 << 30, Properties.total_memory),
+        "memory_allocated": lambda device=None: 1 << 30,
+        "memory_reserved": lambda device=None: 2 << 30,
+        "max_memory_allocated": lambda device=None: 1 << 30,
+        "max_memory_reserved": lambda device=None: 2 << 30,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "memory_stats": lambda device=None: {},
+        "empty_cache": lambda: None,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": gpu.on_stream,
+        "current_stream": lambda device=None: gpu.stream,
+        "default_stream": lambda device=None: gpu.default_stream,
+        "synchronize": lambda device=None: gpu.synchronize(),
+        "cudart": _Runtime,
+    }

@@ -1,0 +1,283 @@
+"""Tensors that say that they lie on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FunctionType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from standin.device import Gpu
+from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
+
+# Operations that hand a value of the device, or a size that depends on one, to the host (torch 2.13.0).
+WAITING = {
+    *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero"),
+    *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose"),
+    *("bincount", "multinomial", "__contains__", "__repr__", "__format__"),
+}
+# Operations that take tensors of two devices.
+ACROSS = {
+    *("copy_", "to", "_to_copy", "__getitem__", "__setitem__", "index_put_", "index_put", "__set__", "__get__"),
+    *("set_", "type", "as_subclass", "register_hook", "backward"),
+}
+# Operations that take no scalar of the other device either.
+STRICT = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
+COPIED = {"tensor", "as_tensor", "asarray"}  # factories that make values on the host and send them
+
+
+class DeviceTensor(torch.Tensor):
+    """Says that it lies on the GPU in use; to torch's C++ code it is an ordinary tensor in host memory."""
+
+    @property
+    def device(self) -> torch.device:
+        return Gpu.active.device if Gpu.active else torch.device("cuda", 0)
+
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    def get_device(self) -> int:
+        return self.device.index
+
+    def as_subclass(self, kind: type) -> torch.Tensor:
+        return super().as_subclass(_both(kind))
+
+    def record_stream(self, stream: Any) -> None:
+        """Memory is Python's here."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return call(func, args, kwargs or {})
+
+
+class Factories(TorchFunctionMode):
+    """Makes tensors on the GPU where `device` says so; torch's C++ code would refuse."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if name_of(func) in ("to", "cuda") and args and not is_on_device(args[0]):
+            return moved(name_of(func), args, kwargs)
+        target = kwargs.get("device")
+        if target is None and not kwargs.get("pin_memory"):
+            return func(*args, **kwargs)
+        if any(is_on_device(t) for t in tensors_in((args, kwargs))):
+            return call(func, args, kwargs)
+        return made(func, args, kwargs)
+
+
+def is_on_device(value: Any) -> bool:
+    return isinstance(value, DeviceTensor)
+
+
+def place(value: torch.Tensor) -> torch.Tensor:
+    """The same values, said to be on the GPU."""
+    if is_on_device(value):
+        return value
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return value.as_subclass(DeviceTensor)
+    return value.as_subclass(_both(kind))
+
+
+def off(value: torch.Tensor) -> torch.Tensor:
+    """The same values as an ordinary tensor."""
+    return torch.Tensor.as_subclass(value, torch.Tensor)
+
+
+def name_of(func: Any) -> str:
+    name = getattr(func, "__name__", "") or str(func)
+    owner = getattr(func, "__self__", None)
+    return f"{owner.__name__}.{name}" if name in ("__get__", "__set__") and owner is not None else name
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+def made(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What a factory gives."""
+    kwargs, gpu = dict(kwargs), Gpu.active
+    target, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
+    device = None if target is None else as_device(target)
+    on_gpu = device is not None and device.type == "cuda"
+    if device is not None:
+        kwargs["device"] = torch.device("cpu") if on_gpu else device
+    out = func(*args, **kwargs)
+    if on_gpu and name_of(func) in COPIED:
+        gpu.wait(f"torch.{name_of(func)}")
+    if pinned:
+        gpu.pin(out.data_ptr(), out.untyped_storage().nbytes(), out.untyped_storage())
+    if not on_gpu:
+        return out
+    return place(out.clone() if name_of(func) in COPIED else out)
+
+
+def as_device(value: Any) -> torch.device:
+    return torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+
+
+def moved(name: str, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Tensor.to, .cuda and .cpu from one device to the other; a copy, always."""
+    value, rest = args[0], args[1:]
+    if name == "to":
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*rest, **_without_copy(kwargs))
+        device = device or value.device
+        dtype = dtype or value.dtype
+    else:
+        device, dtype = torch.device("cuda" if name == "cuda" else "cpu"), value.dtype
+        non_blocking = kwargs.get("non_blocking", False)
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = off(value) if is_on_device(value) else value
+        if device.type != "cuda":
+            if not is_on_device(value):
+                return value.to(device, dtype, copy=kwargs.get("copy", False))
+            Gpu.active.wait("to host memory")  # pageable, so it waits in any case
+            return plain.to(dtype, copy=True)
+        if is_on_device(value):
+            return value if dtype == value.dtype else place(plain.to(dtype))
+        if not (non_blocking and Gpu.active.is_pinned(plain.data_ptr())):
+            Gpu.active.wait("to the device")
+        return place(plain.to(dtype, copy=True))
+
+
+def _without_copy(kwargs: dict) -> dict:
+    return {key: value for key, value in kwargs.items() if key != "copy"}
+
+
+def call(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operation with at least one tensor on the GPU."""
+    name, gpu = name_of(func), Gpu.active
+    if name in ("to", "cuda", "cpu"):
+        return moved(name, args, kwargs)
+    if name in ("numpy", "__array__"):
+        raise TypeError(f"can't convert {gpu.device} device type tensor to numpy. Use Tensor.cpu() first.")
+    if name == "_has_compatible_shallow_copy_type":  # else Module.to would keep ordinary parameters
+        return is_on_device(args[0]) == is_on_device(args[1])
+    if name in ("register_hook", "register_post_accumulate_grad_hook"):
+        args = (args[0], _hook(args[1]), *args[2:])
+    _refuse_two_devices(name, func, args, kwargs)
+    if waits(name, args, kwargs):
+        gpu.wait(name)
+    target = kwargs.get("device")
+    to_host = target is not None and as_device(target).type == "cpu"
+    if target is not None:
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    out = _run(func, args, kwargs)
+    if gpu.step_s:
+        gpu.work(gpu.step_s)
+    if to_host or _leaves_as_it_is(func, name):
+        return out
+    # An operation in place on host memory gives that memory back.
+    given = {id(t) for t in tensors_in((args, kwargs)) if not is_on_device(t)}
+    return _placed(out, given)
+
+
+def _run(func: Any, args: tuple, kwargs: dict) -> Any:
+    with ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+        if isinstance(func, FunctionType):  # written in Python: what it makes by itself, and where
+            stack.enter_context(Factories())
+        return func(*args, **kwargs)
+
+
+def _leaves_as_it_is(func: Any, name: str) -> bool:
+    return func in get_default_nowrap_functions() and not name.startswith(("grad.", "_grad."))
+
+
+def _placed(value: Any, given: set[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if id(value) in given or value.is_meta else place(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_placed(each, given) for each in value))
+    if type(value) in (list, tuple):
+        return type(value)(_placed(each, given) for each in value)
+    if type(value) is dict:
+        return {key: _placed(each, given) for key, each in value.items()}
+    return value
+
+
+def waits(name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether the host waits for the device in this operation."""
+    if name in WAITING:
+        return True
+    if name == "copy_":
+        into, source = args[0], args[1]
+        if is_on_device(into) == is_on_device(source):
+            return False
+        host = source if is_on_device(into) else into
+        non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        return not (non_blocking and Gpu.active.is_pinned(host.data_ptr()))
+    if name == "repeat_interleave":
+        repeats = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
+        return isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None
+    if name == "where":
+        return len(args) == 1
+    if name in ("__getitem__", "index", "index_put_") or (
+        name == "__setitem__" and isinstance(args[2], torch.Tensor) and args[2].dim()
+    ):
+        return any(t.dtype == torch.bool for t in tensors_in(args[1]))
+    return False
+
+
+def _refuse_two_devices(name: str, func: Any, args: tuple, kwargs: dict) -> None:
+    if name.rpartition(".")[2] in ACROSS or str(func).startswith(("fbgemm", "torchrec", "profiler")):
+        return
+    if torch._C._current_graph_task_id() != -1:  # autograd's engine makes ordinary tensors
+        return
+    host = [t for t in tensors_in((args, kwargs)) if not is_on_device(t) and not t.is_meta]
+    if name not in STRICT:
+        host = [t for t in host if t.dim()]
+    if host:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, "
+            f"{Gpu.active.device} and cpu! (in {name})"
+        )
+
+
+def _hook(hook: Any) -> Any:
+    def with_place(value: Any) -> Any:
+        return hook(place(value) if isinstance(value, torch.Tensor) else value)
+
+    return with_place
+
+
+_CLASSES: dict[type, type] = {DeviceTensor: DeviceTensor, torch.Tensor: DeviceTensor}
+
+
+def _both(kind: type) -> type:
+    """A class of tensors that is on the GPU and is of this kind, too."""
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(kind.__name__, (DeviceTensor, kind), {})
+    return _CLASSES[kind]
+
+
+@contextmanager
+def on_device(gpu: Gpu) -> Iterator[None]:
+    """Tensors are made on the GPU where code says so, in this thread."""
+
+    def pin(self: torch.Tensor, device: object = None) -> torch.Tensor:
+        if is_on_device(self):
+            raise RuntimeError(f"cannot pin '{self.dtype}' only dense CPU tensors can be pinned")
+        if gpu.is_pinned(self.data_ptr()):
+            return self
+        out = self.clone()
+        gpu.pin(out.data_ptr(), out.untyped_storage().nbytes(), out.untyped_storage())
+        return out
+
+    def pinned(self: torch.Tensor, device: object = None) -> bool:
+        return not is_on_device(self) and gpu.is_pinned(self.data_ptr())
+
+    with (
+        patch.object(torch.Tensor, "pin_memory", pin),
+        patch.object(torch.Tensor, "is_pinned", pinned),
+        Factories(),
+    ):
+        yield

@@ -1,0 +1,152 @@
+"""The stand-in for CUDA: like CUDA in what it refuses and waits for, like CPU in what it computes."""
+
+from time import perf_counter
+
+import pytest
+import torch
+from ranks import on_ranks
+from small import SCHEMA, batches, config
+from standin import cuda
+from torch import nn
+
+
+@pytest.fixture
+def gpu():
+    with cuda() as gpu:
+        yield gpu
+
+
+def whats(gpu):
+    return [wait.what for wait in gpu.waits]
+
+
+def test_tensors_are_on_the_device(gpu):
+    value = torch.zeros(3, device="cuda")
+    assert value.is_cuda and not value.is_cpu and value.device == torch.device("cuda", 0)
+    for other in (value + 1, value[1:], torch.empty_like(value), value.new_ones(2), torch.cat([value, value])):
+        assert other.is_cuda
+    assert not value.cpu().is_cuda and not torch.zeros_like(value, device="cpu").is_cuda
+    assert torch.arange(4, device=value.device).is_cuda and not torch.arange(4).is_cuda
+    layer = nn.Linear(3, 2).to("cuda")
+    assert isinstance(layer.weight, nn.Parameter) and layer.weight.is_leaf and layer.weight.is_cuda
+    layer(value).sum().backward()
+    assert layer.weight.grad.is_cuda
+    with pytest.raises(TypeError, match="can't convert cuda:0"):
+        value.numpy()
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda here, there: here + there,
+        lambda here, there: torch.cat([here, there]),
+        lambda here, there: torch.stack([here[0], there[0]]),
+        lambda here, there: here.index_add_(0, torch.tensor([0, 1, 2]), here),
+        lambda here, there: nn.functional.linear(here, there),
+    ],
+)
+def test_two_devices_are_refused(gpu, mix):
+    with pytest.raises(RuntimeError, match="same device, but found at least two"):
+        mix(torch.ones(3, device="cuda"), torch.ones(3))
+
+
+def test_what_two_devices_may_do(gpu):
+    here, there = torch.arange(3.0, device="cuda"), torch.arange(3)
+    assert (here * torch.tensor(2.0)).is_cuda, "a scalar goes along"
+    assert here[there].is_cuda
+    assert here.copy_(there).is_cuda and not there.copy_(here).is_cuda
+
+
+def test_waits_are_recorded(gpu):
+    value = torch.arange(4.0, device="cuda")
+    value.sum().item(), value.tolist(), bool(value[0]), value[value > 1], value.unique(), value.nonzero()
+    assert whats(gpu) == ["item", "tolist", "__bool__", "__getitem__", "unique", "nonzero"]
+    gpu.waits.clear()
+    value.repeat_interleave(torch.ones(4, dtype=torch.int64, device="cuda"), output_size=4)
+    value[1:] * 2, value.index_select(0, torch.arange(2, device="cuda")), torch.where(value > 1, value, 0)
+    assert not gpu.waits
+    value.repeat_interleave(torch.ones(4, dtype=torch.int64, device="cuda"))
+    torch.tensor([1.0], device="cuda")
+    assert whats(gpu) == ["repeat_interleave", "torch.tensor"]
+
+
+def test_only_pinned_memory_is_copied_without_a_wait(gpu):
+    pageable, pinned = torch.ones(3), torch.ones(3).pin_memory()
+    assert pinned.is_pinned() and pinned[1:].is_pinned() and not pageable.is_pinned()
+    there = pinned.to("cuda", non_blocking=True)
+    torch.empty(3, pin_memory=True).copy_(there, non_blocking=True)
+    assert not gpu.waits
+    pageable.to("cuda", non_blocking=True), pinned.to("cuda"), pageable.copy_(there, non_blocking=True)
+    assert len(gpu.waits) == 3
+
+
+def test_streams_have_clocks_of_their_own(gpu):
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    other = torch.cuda.Stream()
+    begin.record()
+    gpu.work(0.05)
+    end.record()
+    with torch.cuda.stream(other):
+        assert torch.cuda.current_stream() is other and other.query()
+    assert not end.query()
+    with pytest.raises(RuntimeError, match="must be completed"):
+        begin.elapsed_time(end)
+    started = perf_counter()
+    torch.ones((), device="cuda").item()
+    assert perf_counter() - started > 0.03, "the host waits for the work before"
+    assert 45 < begin.elapsed_time(end) < 100
+
+
+def collectives(rank, world):
+    import torch.distributed as dist
+
+    assert dist.get_backend() == "nccl" and dist.get_backend(dist.new_group(backend="gloo")) == "gloo"
+    value = torch.full((2,), float(rank), device="cuda")
+    dist.all_reduce(value)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return value.tolist(), str(error)
+
+
+def test_collectives_refuse_host_memory():
+    values, error = on_ranks(2, collectives, device="cuda")[1]
+    assert values == [1.0, 1.0] and "No backend type associated with device type cpu" in error
+
+
+def weights_after(rank, world, device, plan, optimizer, settings):
+    """Every table and dense parameter after some steps, and where the tables lie."""
+    from raytrec.embeddings.tables import tables
+    from raytrec.train.build import build_step
+
+    step, _ = build_step(config(world, plan, optimizer, **settings), SCHEMA, torch.device(device))
+    local = batches(4, rank, world)[1]
+    if device != "cpu":
+        local = [batch.pin_memory() for batch in local]
+    for _ in step.train(iter(local), len(local)):
+        pass
+    found = tables(step.model)
+    places = {str(s.values.device) for table in found.values() for s in table.weight.local}
+    whole = {name: table.weight.dense().cpu() for name, table in found.items()}
+    dense = dict(step.model.module.head.model.named_parameters())
+    return whole | {name: p.detach().cpu() for name, p in dense.items()}, places
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "settings"),
+    [
+        ({"sharding": "row_wise"}, "rowwise_adagrad", {}),
+        ({"sharding": "table_wise"}, "adagrad", {"clip_norm": 0.1}),
+        ({"sharding": "column_wise"}, "sgd", {"micro_batches": 2}),
+        ({"sharding": "data_parallel"}, "adam", {}),
+        ({"sharding": "row_wise", "kernel": "fused_uvm"}, "sgd", {"on_nan": "skip"}),
+    ],
+)
+def test_steps_compute_what_they_compute_on_cpu(plan, optimizer, settings):
+    expected = on_ranks(2, weights_after, "cpu", plan, optimizer, settings)
+    got = on_ranks(2, weights_after, "cuda", plan, optimizer, settings, device="cuda")
+    for rank, ((weights, places), (of_cpu, _)) in enumerate(zip(got, expected, strict=True)):
+        assert places <= {f"cuda:{rank}"}
+        assert weights.keys() == of_cpu.keys()
+        for name, value in weights.items():
+            assert torch.allclose(value, of_cpu[name], rtol=0, atol=1e-6), name
