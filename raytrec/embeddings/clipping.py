@@ -45,12 +45,17 @@ class GlobalNormClip(OptimizerWrapper):
         optimizer: steps everything (optim.combine).
         model: the DistributedModelParallel; its lookups are cut from now on while gradients are recorded.
         max_norm: the largest norm.
+
+    Attributes:
+        last_norm: of the last step's gradient before it was scaled: float64 scalar on the device, which nobody
+            waits for; None before the first step.
     """
 
     def __init__(self, optimizer: KeyedOptimizer, model: DistributedModelParallel, max_norm: float):
         super().__init__(optimizer)
         self.max_norm = max_norm
-        self.last_norm: float | None = None
+        self.last_norm: torch.Tensor | None = None
+        self._device = model.device
         self._cuts: list[_Cut] = []
         self._replicated = replicated_parameters(model)
         for kernel in sharded_kernels(model):
@@ -63,8 +68,7 @@ class GlobalNormClip(OptimizerWrapper):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         gradients = [p.grad for p in self._replicated if p.grad is not None]
-        device = gradients[0].device
-        shards = torch.zeros((), dtype=torch.float64, device=device)
+        shards = torch.zeros((), dtype=torch.float64, device=self._device)
         cuts = [cut for cut in self._cuts if cut.leaf.grad is not None]
         for cut in cuts:
             shards += row_gradients_squared(cut.kernel, cut.features, cut.leaf.grad)
@@ -75,7 +79,7 @@ class GlobalNormClip(OptimizerWrapper):
         with torch.enable_grad():
             torch.autograd.backward([c.output for c in cuts], [c.leaf.grad * scale for c in cuts])
         self._cuts.clear()
-        self.last_norm = float(norm)
+        self.last_norm = norm
         super().step(closure)
 
     def _cut(self, kernel: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor | None:
@@ -110,11 +114,24 @@ def row_gradients_squared(
         ids, per_id = [], []
         for name in table.feature_names:
             feature = features[name]
-            grad_ND = grads[name].repeat_interleave(feature.lengths(), dim=0)
+            grad_ND = grads[name].repeat_interleave(
+                feature.lengths(), dim=0, output_size=len(feature.values())
+            )
             weights = feature.weights_or_none()
             per_id.append(grad_ND if weights is None else grad_ND * weights.unsqueeze(1))
             ids.append(feature.values())
-        rows, places = torch.cat(ids).unique(return_inverse=True)
-        sums_RD = grad_BD.new_zeros(len(rows), grads[name].shape[1]).index_add_(0, places, torch.cat(per_id))
-        total += sums_RD.double().square().sum()
+        grads_ND = torch.cat(per_id)
+        sums_ND = torch.zeros_like(grads_ND).index_add_(0, places_of(torch.cat(ids)), grads_ND)
+        total += sums_ND.double().square().sum()
     return total
+
+
+def places_of(ids_N: torch.Tensor) -> torch.Tensor:
+    """Of each id, how many smaller ones there are, each counted once: int64 [N].
+
+    The inverse of torch.unique, which makes the host wait for the device to learn how many there are.
+    """
+    ordered_N, order_N = ids_N.sort()
+    first_N = torch.ones_like(ordered_N)
+    first_N[1:] = ordered_N[1:] != ordered_N[:-1]
+    return torch.empty_like(order_N).scatter_(0, order_N, first_N.cumsum(0) - 1)
