@@ -197,8 +197,8 @@ def _placed(value: Any, given: set[int]) -> Any:
         return value if id(value) in given or value.is_meta else place(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_placed(each, given) for each in value))
-    if type(value) in (list, tuple):
-        return type(value)(_placed(each, given) for each in value)
+    if isinstance(value, (list, tuple)):  # torch.return_types, too
+        return type(value)([_placed(each, given) for each in value])
     if type(value) is dict:
         return {key: _placed(each, given) for key, each in value.items()}
     return value
