@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from threading import Thread
 from types import FunctionType
 from typing import Any
 from unittest.mock import patch
@@ -261,7 +262,12 @@ def _both(kind: type) -> type:
 
 @contextmanager
 def on_device(gpu: Gpu) -> Iterator[None]:
-    """Tensors are made on the GPU where code says so, in this thread."""
+    """Tensors are made on the GPU where code says so, in this thread and in those that begin meanwhile."""
+    run = Thread.run
+
+    def run_on_device(self: Thread) -> None:
+        with Factories():  # a mode is one thread's
+            run(self)
 
     def pin(self: torch.Tensor, device: object = None) -> torch.Tensor:
         if is_on_device(self):
@@ -278,6 +284,7 @@ def on_device(gpu: Gpu) -> Iterator[None]:
     with (
         patch.object(torch.Tensor, "pin_memory", pin),
         patch.object(torch.Tensor, "is_pinned", pinned),
+        patch.object(Thread, "run", run_on_device),
         Factories(),
     ):
         yield

@@ -1,0 +1,64 @@
+"""Ray Train workers whose GPUs are stand-ins: `torch_config` instead of raytrec's own, on a Ray that counts GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from raytrec.train.rendezvous import OwnAddressTorchConfig
+
+
+@dataclass
+class StandInTorchConfig(OwnAddressTorchConfig):
+    """Gives each worker its stand-in before its process group begins."""
+
+    @property
+    def backend_cls(self) -> type:
+        class Backend(super().backend_cls):
+            def on_start(self, worker_group: Any, backend_config: Any) -> None:
+                worker_group.execute(enter)
+                super().on_start(worker_group, backend_config)
+
+        return Backend
+
+
+def enter() -> None:
+    """This process has GPUs from now on: those that Ray lets it see."""
+    from standin import cuda
+
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    _contexts.append(cuda(count=len(seen)))
+    _contexts[-1].__enter__()
+
+
+_contexts: list[Any] = []  # never left: a worker's process ends with its run
+
+
+@contextmanager
+def gpu_cluster(cpus: int = 6, gpus: int = 2) -> Iterator[None]:
+    """A local Ray on loopback that counts GPUs, and runs whose workers have stand-ins for them."""
+    import ray
+
+    from raytrec.cluster import stay_on_loopback
+    from raytrec.remote.token import use_token
+
+    folder = str(Path(__file__).parents[1])
+    path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH")) if p)
+    use_token(create=True)
+    with (
+        patch.dict(os.environ, {"PYTHONPATH": path}),
+        patch("raytrec.train.rendezvous.OwnAddressTorchConfig", StandInTorchConfig),
+    ):
+        stay_on_loopback()
+        ray.init(
+            address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, log_to_driver=False
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
