@@ -34,13 +34,13 @@ def config(world, plan, optimizer="adagrad", lr=0.1, **train):
     )
 
 
-def build(config, schema=SCHEMA):
+def build(config, schema=SCHEMA, device="cpu"):
     """A Step on this rank."""
     import torch
 
     from raytrec.train.build import build_step
 
-    return build_step(config, schema, torch.device("cpu"))[0]
+    return build_step(config, schema, torch.device(device))[0]
 
 
 def batches(count, rank, world, balance="unequal", schema=SCHEMA, by_id=None):

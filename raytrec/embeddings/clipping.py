@@ -47,7 +47,7 @@ class GlobalNormClip(OptimizerWrapper):
         max_norm: the largest norm.
 
     Attributes:
-        last_norm: of the last step's gradient before it was scaled: float64 scalar on the device, which nobody
+        last_norm: of the last gradient before it was scaled: float64 scalar on the device, which nobody
             waits for; None before the first step.
     """
 

@@ -29,7 +29,7 @@ def norms(rank, world, plan, max_norm):
     norm = torch.stack([p.grad.square().sum() for p in one.parameters()]).sum().sqrt()
     reference.train(one, whole, optimizers, clip_norm=max_norm)
     error = max(float((out[name] - one.tables[name]).abs().max()) for name in out)
-    return step.optimizer.last_norm, float(norm), error
+    return float(step.optimizer.last_norm), float(norm), error
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
@@ -47,3 +47,28 @@ def test_the_norm_is_that_of_one_process(world, plan, max_norm):
     for seen, expected, error in on_ranks(world, norms, plan, max_norm):
         assert expected > 0.1 and seen == pytest.approx(expected, rel=1e-6)
         assert error < 1e-6
+
+
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_rows_are_numbered_as_unique_numbers_them(count):
+    from raytrec.embeddings.clipping import places_of
+
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(count), dtype=dtype)
+        assert torch.equal(places_of(ids), ids.unique(return_inverse=True)[1])
+
+
+def waits_of_a_clipped_step(rank, world, plan):
+    """Where raytrec's own code made the host wait for the GPU while clipping."""
+    from standin import Gpu
+
+    step = build(config(world, plan, clip_norm=0.01), device=torch.device("cuda", rank))
+    _, local = batches(3, rank, world)
+    train(step, [batch.pin_memory() for batch in local])
+    return [wait for wait in Gpu.active.waits if "clipping.py:" in wait.ours], float(step.optimizer.last_norm)
+
+
+@pytest.mark.parametrize("plan", [{"sharding": "row_wise"}, ["table_wise", "data_parallel"]])
+def test_the_host_does_not_wait_for_the_gpu(plan):
+    for waits, norm in on_ranks(2, waits_of_a_clipped_step, plan, device="cuda"):
+        assert waits == [] and norm > 0.01
