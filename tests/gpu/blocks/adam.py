@@ -1,0 +1,37 @@
+"""6: evaluating between steps changes nothing: fused Adam on a GPU counts forwards, and must not count these."""
+
+from __future__ import annotations
+
+from here import Here
+
+STEPS, EVALUATIONS = 40, 20
+
+
+def run(here: Here) -> None:
+    import torch
+
+    with here.group():
+        undisturbed, evaluated = _trained(here, False), _trained(here, True)
+    for name, expected in undisturbed.items():
+        apart = float((evaluated[name] - expected).abs().max())
+        assert torch.equal(evaluated[name], expected), f"{name}: evaluating in between moves it by {apart:.2g}"
+    here.found["tensors"] = len(undisturbed)
+
+
+def _trained(here: Here, evaluate: bool) -> dict:
+    """Tables and their state after STEPS steps."""
+    import small
+
+    from raytrec.embeddings.tables import tables
+    from raytrec.train.build import build_step
+
+    config = small.config(1, {"sharding": "row_wise"}, "adam", lr=0.01)
+    step, _ = build_step(config, small.SCHEMA, here.device)
+    batches, every = small.batches(STEPS, 0, 1)[1], STEPS // EVALUATIONS
+    for start in range(0, STEPS, every):
+        small.train(step, batches[start : start + every])
+        if evaluate:
+            assert len(list(step.evaluate(iter(batches[:1])))) == 1
+    found = tables(step.model, step.optimizer)
+    out = {f"table {name}": table.weight.dense().cpu() for name, table in found.items()}
+    return out | {f"{n}'s {k}": p.dense().cpu() for n, t in found.items() for k, p in t.state.items()}

@@ -1,0 +1,82 @@
+"""0: the packages are the pinned ones and go together with the driver and the GPU; nobody else computes there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+from here import ROOT, Here
+
+CUDA, DRIVER = "13.0", 580  # of the pinned torch; the oldest driver that CUDA 13 runs on
+# fbgemm-gpu 1.8.0 on PyPI holds machine code, and no PTX, for sm_80, sm_90a and sm_100a
+# (.github/scripts/fbgemm_gpu_build.bash of its tag): code for 8.0 runs on any 8.x, the others on theirs alone.
+SERVED = {(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)}
+PINNED = ("torch", "torchrec", "ray", "nvidia-nccl-cu13")
+
+
+def run(here: Here) -> None:
+    import fbgemm_gpu  # noqa: F401
+    import torch
+
+    others = _others() if here.kind == "cuda" else []  # before this process is one of them
+    fbgemm = "fbgemm-gpu" if here.kind == "cuda" else "fbgemm-gpu-cpu"
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / f"requirements/{here.kind}.txt").read_text(), re.M))
+    wrong = [
+        f"{name} is {version(name)}, pinned is {pins[name]}"
+        for name in (*PINNED, fbgemm)
+        if name in pins and (version(name) or "").partition("+")[0] != pins[name].partition("+")[0]
+    ]
+    assert not wrong, "; ".join(wrong)
+    both = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if version(name)]
+    assert both == [fbgemm], f"{' and '.join(both)} installed; {fbgemm} alone belongs here: they share a folder"
+    key = here.kind.upper()
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::bounds_check_indices", key), (
+        f"FBGEMM has no kernels for {key}"
+    )
+    if here.kind == "cuda":
+        _check_gpu(here)
+        assert not others, f"processes {others} compute on this GPU, too: times would mean nothing"
+
+
+def _check_gpu(here: Here) -> None:
+    import torch
+
+    assert (torch.version.cuda or "").startswith(CUDA), f"torch is built for CUDA {torch.version.cuda}"
+    driver = driver_version()
+    assert int(driver.split(".")[0]) >= DRIVER, f"driver {driver}; CUDA {CUDA} needs {DRIVER} or newer"
+    assert torch.cuda.is_available(), "torch finds no GPU that it can use"
+    capability = torch.cuda.get_device_capability(0)
+    assert capability in SERVED, f"compute capability {capability}; FBGEMM has code for {sorted(SERVED)}"
+    # The first kernels of both libraries that run.
+    ones = torch.ones(8, device=here.device)
+    sums = torch.ops.fbgemm.asynchronous_complete_cumsum(ones.int())
+    assert sums.tolist() == list(range(9)), f"a first kernel of FBGEMM's gives {sums.tolist()}"
+    here.found["memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+    here.found["gpus"] = torch.cuda.device_count()
+
+
+def version(name: str) -> str | None:
+    """Of an installed distribution."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def driver_version() -> str:
+    """Of NVIDIA's driver, such as 580.65.06."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    found = pynvml.nvmlSystemGetDriverVersion()
+    return found.decode() if isinstance(found, bytes) else found
+
+
+def _others() -> list[int]:
+    """Processes that compute on the GPU."""
+    import pynvml
+
+    from raytrec.tracking.system import _handle
+
+    pynvml.nvmlInit()
+    return [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(_handle("cuda:0"))]

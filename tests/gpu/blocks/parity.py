@@ -1,0 +1,98 @@
+"""3: forward, gradient, weights and optimizer state of the sharded model against one plain torch process."""
+
+from __future__ import annotations
+
+from here import Here, on_gpus
+
+ROWS, STEPS = 24, 20  # of a global batch; trained for weights and state
+# Kernels of tables in host memory are tried on the suite's tiny tables alone: managed memory beyond what a card
+# has free can bring a whole machine to a stop.
+UVM = ("fused_uvm", "fused_uvm_caching")
+
+
+def run(here: Here) -> None:
+    import torch
+
+    wanted = cases(here.kind)
+    with here.group():
+        worst = compare_all(here.device, wanted[: here.size(3, 40, 40)])
+        _bf16_is_refused(here)
+    here.found |= {"cases": len(worst), "worst_share_of_the_limit": max(worst.values())}
+    gpus = torch.cuda.device_count() if here.kind == "cuda" else 0
+    if gpus > 1:
+        world = min(gpus, 4)
+        several = on_gpus(here, world, compare_all, sharded_cases(world))
+        here.found |= {"ranks": world, "cases_on_several": len(several)}
+        worst |= several
+    wrong = [f"{case}: {share:.3g} × the limit" for case, share in worst.items() if not share <= 1]
+    assert not wrong, "; ".join(wrong)
+
+
+def cases(kind: str) -> list:
+    """What one process on this device can be asked to do."""
+    from design import Case
+
+    def case(optimizer="adagrad", sharding="table_wise", pooling="mixed", **extras):
+        return Case(sharding, pooling, optimizer, (1, 1), "equal", **extras)
+
+    optimizers = ("sgd", "rowwise_adagrad", "adagrad", "adam")
+    found = [case(kernel="fused"), case("rowwise_adagrad", clip_norm=0.05), case("adam", kernel="dense")]
+    found += [case(o, kernel=kernel) for o in optimizers for kernel in ("fused", "dense")]
+    found += [case("sgd", pooling=p, sharding="row_wise") for p in ("sum", "mean", "weighted sum", "weighted mean")]
+    found += [case(o, dtype="fp16") for o in ("sgd", "adagrad")]
+    found += [case(o, kernel=kernel) for o in ("rowwise_adagrad", "adam") for kernel in UVM]
+    found += [case("adagrad", clip_norm=0.05, micro_batches=3), case("adam", sharding="data_parallel", kernel="dense")]
+    found += [case(model=model) for model in ("dcn", "two_tower", "sequence")]
+    fused_adam = [c for c in found if kind == "cpu" and c.optimizer == "adam" and c.kernel != "dense"]
+    return [c for c in dict.fromkeys(found) if c not in fused_adam]  # FBGEMM has none on CPU
+
+
+def sharded_cases(world: int) -> list:
+    """Every way of sharding over several GPUs of one host."""
+    from design import FACTORS, Case
+
+    ways = [(way, "mixed", "adagrad", (world, 1), "unequal") for way in FACTORS["sharding"]]
+    return [Case(*way, kernel="dense" if way[0] == "data_parallel" else "fused") for way in ways] + [
+        Case("row_wise", "weighted mean", "sgd", (world, 1), "empty"),
+        Case("row_wise", "mixed", "rowwise_adagrad", (world, 1), "unequal", clip_norm=0.05, micro_batches=3),
+    ]
+
+
+def compare_all(device, wanted: list) -> dict[str, float]:
+    """Case → its worst error as a share of what is allowed; on rank 0. NaN is no share, and fails."""
+    from math import nan
+
+    from raytrec.checks.parity import compare
+    from raytrec.train.build import build_step
+
+    out = {}
+    for seed, case in enumerate(wanted):
+        print(case, flush=True)
+        found = compare(
+            build_step,
+            case.config(),
+            case.schema(),
+            device,
+            rows=ROWS,
+            steps=STEPS,
+            balance=case.balance,
+            seed=seed,
+        )
+        shares = [f.error / f.limit for f in found]
+        out[f"{case}, {case.dtype}"] = nan if any(s != s for s in shares) else max(shares, default=0.0)
+    return out
+
+
+def _bf16_is_refused(here: Here) -> None:
+    """FBGEMM has no kernels for bf16 tables, on no device; raytrec says so before it builds any."""
+    from dataclasses import replace
+
+    from raytrec.embeddings.pins import check_pins
+    from raytrec.errors import ConfigError
+
+    case = replace(cases(here.kind)[0], dtype="bf16")
+    try:
+        check_pins(case.config(), case.schema(), here.kind, world=1)
+    except ConfigError:
+        return
+    raise AssertionError(f"tables of bf16 are not refused on {here.kind}")

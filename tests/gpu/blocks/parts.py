@@ -1,0 +1,126 @@
+"""2: what reads the model's state on the device: live checks, hashes, checkpoints; and batches on their way to it."""
+
+from __future__ import annotations
+
+from here import Here
+
+
+def run(here: Here) -> None:
+    with here.group():
+        step, state = _trained(here)
+        _checks_pass(here, step, state)
+        _hashes_agree(state)
+        _checkpoint_is_equal(here, state)
+        if here.kind == "cuda":
+            _copies_keep_their_memory(here)
+
+
+def _config(seed: int):
+    import small
+
+    config = small.config(1, {"sharding": "row_wise"}, "adagrad")
+    config.optim.dense.name, config.run.seed = "adam", seed  # Adam's count of steps is on the CPU
+    return config
+
+
+def _trained(here: Here, seed: int = 3):
+    import small
+
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.train.build import build_step
+
+    step, _ = build_step(_config(seed), small.SCHEMA, here.device)
+    small.train(step, small.batches(3, 0, 1)[1])
+    return step, LogicalState(step.model, step.optimizer)
+
+
+def _checks_pass(here: Here, step, state) -> None:
+    import small
+
+    from raytrec.checks.live import LiveChecks
+    from raytrec.checks.outcome import Position
+    from raytrec.embeddings.taps import Taps
+    from raytrec.train.step import Head
+
+    head = next(module for module in step.model.modules() if isinstance(module, Head))
+    taps = Taps(step.model, head, list(small.SCHEMA.sparse))
+    parameters = dict(head.model.named_parameters())
+    checks = LiveChecks(_config(3), small.SCHEMA, state.tables, state.dense, taps, here.device, parameters)
+    outcomes = [*checks.at_start({"versions": "any"}), *checks.at_checkpoint(Position(3))]
+    here.found["checks"] = sorted({outcome.check for outcome in outcomes})
+    failed = [outcome.text for outcome in outcomes if not outcome.passed]
+    assert not failed, "; ".join(failed)
+
+
+def _hashes_agree(state) -> None:
+    from raytrec.checks.replicas import fingerprint
+
+    for name, value in state.dense.items():
+        here, host = int(fingerprint(value)), int(fingerprint(value.cpu()))
+        assert here == host, f"{name}: its hash is {here} on {value.device} and {host} on cpu"
+
+
+def _checkpoint_is_equal(here: Here, state) -> None:
+    """Saves by the thread, loads into another model, and compares to the last bit."""
+    import torch
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    from raytrec.checkpoint.restore import load
+    from raytrec.checkpoint.save import Saver
+    from raytrec.sections import CheckpointSection
+
+    tensors = state.tensors()
+    for name, value in tensors.items():
+        for shard in value.local_shards() if isinstance(value, ShardedTensor) else []:
+            says, lies = shard.metadata.placement.device(), shard.tensor.device
+            assert says == lies, f"{name}: its metadata say {says}, it lies on {lies}"
+    saver = Saver(str(here.folder / "checkpoints"), CheckpointSection(every_s=None))
+    for number in (3, 4):  # the second uses the first one's buffers again
+        saver.save(number, tensors, {})
+        saved = saver.taken()
+        assert saved.error is None, str(saved.error)
+    _, other = _trained(here, seed=4)
+    into = other.tensors()
+    assert any(not torch.equal(_local(into[n]), _local(v)) for n, v in tensors.items())
+    load(saved.folder, into)
+    other.written()
+    differ = [n for n, v in tensors.items() if not torch.equal(_local(other.tensors()[n]), _local(v))]
+    assert not differ, f"not what was saved: {differ}"
+    here.found["tensors"] = len(tensors)
+
+
+def _local(value):
+    """This rank's values, on the CPU."""
+    import torch
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    if isinstance(value, ShardedTensor):
+        return torch.cat([shard.tensor.detach().reshape(-1).cpu() for shard in value.local_shards()])
+    return value.detach().reshape(-1).cpu()
+
+
+def _copies_keep_their_memory(here: Here) -> None:
+    """Batches are copied on one stream and read late on another, while their memory is asked for again."""
+    from dataclasses import replace
+
+    import small
+    import torch
+
+    (batch,) = small.batches(1, 0, 1)[1]
+    side, sums = torch.cuda.Stream(), []
+    rounds = here.size(4, 4, 200)
+    for number in range(rounds):
+        wide = torch.full((12, 4096), float(number))
+        with torch.cuda.stream(side):
+            there = replace(batch, dense=wide).pin_memory().to(here.device, non_blocking=True)
+        current = torch.cuda.current_stream()
+        current.wait_stream(side)
+        there.record_stream(current)
+        torch.cuda._sleep(2_000_000)  # about a millisecond in which the host runs ahead
+        sums.append((there.dense.mean() + there.sparse.values().sum()).float())
+        del there
+        with torch.cuda.stream(side):  # takes the memory, were it free
+            torch.full((12, 4096), -1.0, device=here.device)
+    ids = float(batch.sparse.values().sum())
+    expected = [number + ids for number in range(rounds)]
+    assert torch.stack(sums).tolist() == expected, "a batch was overwritten before it was read"

@@ -1,0 +1,70 @@
+"""5: one model, however it got there: resumed from half way, and evaluated on the other device."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from here import Here, ray_on
+
+APART = 1e-5  # of AUC
+
+
+def run(here: Here) -> None:
+    """Configurations say device: auto, so that what Ray counts decides on which device a model is evaluated."""
+    import checkpoints
+
+    from raytrec.train import driver
+
+    test = str(here.data / "test")
+    with ray_on(here.kind):
+        whole = driver.train(_settings(here, "whole"))
+        auc = whole.metrics["eval.auc"]
+        here.found |= {"eval.auc": auc, "steps": whole.metrics["train.steps"], "deterministic": _deterministic()}
+        resumed = driver.train(None, resume=_cut_off(whole.path, here.folder / "resumed"))
+        differ = checkpoints.equal(checkpoints.newest(whole.path), checkpoints.newest(resumed.path))
+        assert not differ, f"the resumed run ends with other values of {', '.join(differ)}"
+        assert resumed.metrics["eval.auc"] == auc, f"AUC {resumed.metrics['eval.auc']}, undisturbed {auc}"
+    if here.kind == "cpu":
+        return
+    with ray_on("cpu"):
+        _same_auc(driver.evaluate(whole.path, test), auc, "cpu, of a model from cuda")
+        on_cpu = driver.train(_settings(here, "cpu", steps=20))
+    with ray_on("cuda"):
+        expected = on_cpu.metrics["eval.auc"]
+        _same_auc(driver.evaluate(on_cpu.path, test), expected, "cuda, of a model from cpu")
+
+
+def _settings(here: Here, name: str, steps: int = 60) -> dict:
+    """Adam for the dense layers, a checkpoint half way, and arithmetic that repeats."""
+    values = here.settings(
+        name,
+        scaling__device="auto",
+        train__max_steps=here.size(16, 16, steps),
+        checkpoint__every_steps=here.size(8, 8, steps // 2),
+    )
+    if _deterministic():
+        values["train"]["deterministic"] = True
+    return values
+
+
+def _deterministic() -> bool:
+    """Whether a configuration can ask for arithmetic that repeats to the last bit."""
+    from raytrec.sections import TrainSection
+
+    return "deterministic" in TrainSection.model_fields
+
+
+def _cut_off(run: Path, to: Path) -> Path:
+    """A copy of a run as it was at its last checkpoint but one."""
+    import checkpoints
+
+    shutil.copytree(run, to)
+    (to / "result.json").unlink()
+    shutil.rmtree(checkpoints.newest(to))
+    return to
+
+
+def _same_auc(result, expected: float, where: str) -> None:
+    auc = result.metrics["eval.auc"]
+    assert abs(auc - expected) < APART, f"AUC {auc:.6f} evaluated on {where}; it was {expected:.6f}"

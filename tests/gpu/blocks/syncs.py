@@ -1,0 +1,32 @@
+"""8: between two records, nothing in raytrec's own code makes the host wait for the GPU."""
+
+from __future__ import annotations
+
+import json
+
+from here import Here
+
+FIRST, LAST = 30, 50  # of the run's steps: between those at which raytrec logs, records or checks
+
+
+def run(here: Here) -> None:
+    from raytrec.train import driver
+
+    here.needs_cuda("the host waits for nothing else")
+    values = here.settings(
+        "watched",
+        train__max_steps=LAST + 5,
+        train__log_every_steps=100,
+        tracking__every_steps=100,
+        checks__every_steps=500,
+    )
+    values["model"] = {
+        "name": "disturbed:Watching",
+        "options": {"folder": str(here.folder), "first": FIRST, "last": LAST},
+    }
+    driver.train(values)
+    waits = json.loads((here.folder / "waits.json").read_text())
+    ours = sorted({place for whose, place in waits if whose == "raytrec"})
+    upstream = [place for whose, place in waits if whose == "upstream"]
+    here.found |= {"upstream_waits_a_step": len(upstream) / (LAST - FIRST), "upstream": sorted(set(upstream))}
+    assert not ours, f"the host waits for the GPU at {', '.join(ours)}"

@@ -1,0 +1,43 @@
+"""4: a whole run, read from Parquet with less memory than the data need, evaluated while it trains."""
+
+from __future__ import annotations
+
+from here import Here, lines, ray_on
+
+APART = 2e-3  # of AUC, between a GPU and the CPU
+
+
+def run(here: Here) -> None:
+    from raytrec.train import driver
+
+    result = driver.train(_settings(here, "train", here.kind))  # in a Ray of its own, as by `raytrec train`
+    folder, figures = result.path, result.metrics
+    here.found |= {name: figures[name] for name in ("eval.auc", "eval.ne", "train.samples_per_s", "seconds")}
+    (here.shared / "train.run").write_text(str(folder))
+    troubles = [e for e in lines(folder / "events.jsonl") if e["event"] in ("hang", "failed")]
+    assert not troubles, f"{troubles[0]['event']}: {troubles[0].get('cause')}"
+    checks = lines(folder / "checks.jsonl")
+    failed = [c["text"] for c in checks if not c["passed"]]
+    assert checks and not failed, f"checks failed: {failed}" if failed else "no checks were made"
+    evaluated = [line for line in lines(folder / "metrics.jsonl") if line["kind"] == "eval"]
+    here.found |= {"checks": len(checks), "evaluations": len(evaluated)}
+    assert len(evaluated) >= 2, f"{len(evaluated)} evaluations while training"
+    assert figures["eval.auc"] > here.size(0.55, 0.6, 0.7), f"AUC {figures['eval.auc']}: nothing was learned"
+    if here.kind == "cuda":
+        with ray_on("cpu"):
+            on_cpu = driver.train(_settings(here, "cpu", "cpu")).metrics
+        here.found["eval.auc on cpu"] = on_cpu["eval.auc"]
+        apart = abs(figures["eval.auc"] - on_cpu["eval.auc"])
+        assert apart < APART, f"AUC {figures['eval.auc']:.5f}, and {on_cpu['eval.auc']:.5f} on CPU"
+
+
+def _settings(here: Here, name: str, device: str) -> dict:
+    return here.settings(
+        name,
+        scaling__device=device,
+        data__buffer_gib=0.01,
+        data__readers=here.size(1, 1, 4),
+        train__eval_every_steps=here.size(8, 8, 40),
+        checks__every_steps=here.size(8, 8, 40),
+        tracking__report=name == "train",
+    )

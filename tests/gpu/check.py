@@ -1,0 +1,252 @@
+"""`make gpu-check`: whether raytrec does on this machine what it promises.
+
+    python tests/gpu/check.py [--device auto|cpu|cuda] [--only parity,train] [--smallest]
+
+Each block (blocks/__init__.py) runs in a process of its own, with a limit on its time: one that crashes or
+hangs stops no other. A block ends at its first failure. No network is needed. The table at the end says of
+each: passed, failed, or cannot run here and why; gpu-check.json has the figures. Exit 1 if a block failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "parity"), str(ROOT / "benchmarks")]
+
+import typer
+from blocks import BLOCKS, Block
+from here import CannotRun, Here
+
+ROWS = {"smallest": 6_000, "cpu": 20_000, "cuda": 300_000}  # of the synthetic training data
+PASSED, FAILED, CANNOT = "passed", "failed", "cannot run here"
+
+
+@dataclass
+class Outcome:
+    """What became of a block.
+
+    Attributes:
+        why: of a failure, or of what this machine cannot do.
+        found: what it measured.
+        about: versions and device, as its process saw them.
+    """
+
+    name: str
+    result: str
+    why: str
+    seconds: float
+    found: dict[str, Any]
+    about: dict[str, Any]
+
+
+def run_block(block: Block, here: Here, stand_in: bool = False) -> Outcome:
+    """Runs a block in a process of its own and waits for its end."""
+    here.folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-W", "ignore", __file__, "--child", block.name, "--device", here.kind]
+    command += ["--folder", str(here.shared), *(["--smallest"] if here.smallest else [])]
+    command += ["--stand-in"] if stand_in else []
+    began, log = perf_counter(), here.folder / "log.txt"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path[:4], os.environ.get("PYTHONPATH", "")])}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, cwd=HERE, start_new_session=True
+        )
+        try:
+            process.wait(block.limit_s)
+            late = False
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            _end(process)
+    said = here.folder / "outcome.json"
+    values = json.loads(said.read_text()) if said.exists() else {"found": {}, "about": {}}
+    if late:
+        values |= {"result": FAILED, "why": f"not done after {block.limit_s} s; it was {_tail(log)}"}
+    elif "result" not in values:
+        values |= {"result": FAILED, "why": f"its process ended with {_end_of(process)}: {_tail(log)}"}
+    return Outcome(block.name, seconds=round(perf_counter() - began, 1), **values)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a block's process and those of its group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _end_of(process: subprocess.Popen) -> str:
+    code = process.returncode
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _tail(log: Path) -> str:
+    """The last line of a log that says something."""
+    said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return said[-1][-300:] if said else "silent"
+
+
+def child(name: str, here: Here, stand_in: bool) -> None:
+    """The block itself, in its own process; leaves outcome.json."""
+    import faulthandler
+
+    faulthandler.enable()
+    values = {"found": here.found, "about": {}}
+    try:
+        with _device(stand_in):
+            values["about"] = about(here.kind)
+            _say(here, values)  # should the process die
+            import_module(f"blocks.{name}").run(here)
+        values |= {"result": PASSED, "why": ""}
+    except CannotRun as reason:
+        values |= {"result": CANNOT, "why": str(reason)}
+    except BaseException as error:
+        traceback.print_exc()
+        values |= {"result": FAILED, "why": _why(error)}
+    _say(here, values)
+
+
+def _say(here: Here, values: dict[str, Any]) -> None:
+    (here.folder / "outcome.json").write_text(json.dumps(values, default=str))
+
+
+def _why(error: BaseException) -> str:
+    """The error's first line and its place in the block."""
+    said = str(error).strip().splitlines() or ["an assertion"]
+    kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "gpu/blocks" in f.filename]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
+    return f"{kind}{said[0]}{place}"
+
+
+def _device(stand_in: bool) -> Any:
+    """With the stand-in for a GPU (tests/standin.py), or as the machine is."""
+    if not stand_in:
+        return nullcontext()
+    from standin import cuda
+
+    return cuda()
+
+
+def about(kind: str) -> dict[str, Any]:
+    """Versions of the packages and what the device is."""
+    import platform
+
+    import torch
+
+    from raytrec.train.survive import versions
+
+    facts = {"python": platform.python_version(), **versions(), "cores": os.cpu_count(), "device": "cpu"}
+    if kind == "cuda":
+        from blocks.environment import driver_version, version
+
+        facts |= {"device": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
+        facts |= {"driver": driver_version(), "nccl": version("nvidia-nccl-cu13")}
+    return facts
+
+
+def find_device() -> str:
+    """cuda where torch can use a GPU, or where a driver is and so it should; else cpu."""
+    code = "import torch; print(torch.cuda.is_available())"
+    answer = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    return "cuda" if "True" in answer.stdout or Path("/dev/nvidiactl").exists() else "cpu"
+
+
+def prepare(here: Here) -> None:
+    """Makes the synthetic data that the blocks train on."""
+    rows = ROWS["smallest" if here.smallest else here.kind]
+    command = [sys.executable, "-m", "raytrec", "prepare", "synthetic", "--out", str(here.data), "--rows", str(rows)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+
+
+def show(outcomes: list[Outcome]) -> None:
+    """The table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    facts = next((o.about for o in outcomes if o.about), {})
+    table = Table(title=", ".join(str(facts[k]) for k in ("device", "driver", "torch") if k in facts), show_lines=True)
+    for column in ("block", "result", "s", "what was found"):
+        table.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
+    colors = {PASSED: "green", FAILED: "red", CANNOT: "yellow"}
+    asserts = {block.name: block.asserts for block in BLOCKS}
+    for o in outcomes:
+        said = o.why or "; ".join(f"{k} {_short(v)}" for k, v in o.found.items()) or asserts.get(o.name, "")
+        table.add_row(o.name, f"[{colors[o.result]}]{o.result}[/]", f"{o.seconds:.0f}", said)
+    Console().print(table)
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) < 120 else text[:117] + "…"
+
+
+def check(
+    kind: str, shared: Path, blocks: tuple[Block, ...] = BLOCKS, *, smallest: bool = False, stand_in: bool = False
+) -> list[Outcome]:
+    """Runs blocks one after the other.
+
+    Args:
+        kind: cpu or cuda.
+        shared: a folder for what they write.
+        stand_in: the GPU is tests/standin.py.
+    """
+    outcomes = []
+    for block in blocks:
+        here = Here(kind, smallest, shared / block.name, shared)
+        outcomes.append(run_block(block, here, stand_in))
+        last = outcomes[-1]
+        print(f"{block.name}: {last.result}, {last.seconds:.0f} s{'. ' * bool(last.why)}{last.why}", flush=True)
+    return outcomes
+
+
+def main(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    only: Annotated[str, typer.Option(help="These blocks alone, with commas between.")] = "",
+    smallest: Annotated[bool, typer.Option(help="The smallest sizes.")] = False,
+    stand_in: Annotated[bool, typer.Option(help="A GPU that is none: tests/standin.py.")] = False,
+    out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("gpu-check.json"),
+    child_of: Annotated[str, typer.Option("--child", hidden=True)] = "",
+    folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Checks this machine, block by block."""
+    if child_of:
+        return child(child_of, Here(device, smallest, folder / child_of, folder), stand_in)
+    device = find_device() if device == "auto" else device
+    chosen = tuple(block for block in BLOCKS if not only or block.name in only.split(","))
+    if unknown := set(filter(None, only.split(","))) - {block.name for block in BLOCKS}:
+        raise typer.BadParameter(f"no block {', '.join(sorted(unknown))}; there are {[b.name for b in BLOCKS]}")
+    print(f"{len(chosen)} blocks on {device}" + " (torch finds no GPU)" * (device == "cpu"), flush=True)
+    began = perf_counter()
+    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as place:
+        shared = Path(place)
+        prepare(Here(device, smallest, shared, shared))
+        outcomes = check(device, shared, chosen, smallest=smallest, stand_in=stand_in)
+        for outcome in outcomes:
+            if outcome.result == FAILED:
+                print(f"\n--- {outcome.name} ---\n{(shared / outcome.name / 'log.txt').read_text()[-4000:]}")
+    show(outcomes)
+    facts = next((o.about for o in outcomes if o.about), {})
+    blocks = [{k: v for k, v in asdict(o).items() if k != "about"} for o in outcomes]
+    values = {"about": facts, "seconds": round(perf_counter() - began, 1), "blocks": blocks}
+    out.write_text(json.dumps(values, indent=1, default=str) + "\n")
+    raise typer.Exit(any(o.result == FAILED for o in outcomes))
+
+
+if __name__ == "__main__":
+    typer.run(main)
