@@ -7,8 +7,15 @@
 # make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
 #              what the README's other figures come from
 PYTHON ?= python3.11
-DEVICE ?= cpu
 BIN := .venv/bin
+# What .venv was installed for stays its device: packages for another one would break it.
+INSTALLED := $(patsubst .venv/installed-%,%,$(wildcard .venv/installed-*))
+DEVICE ?= $(or $(firstword $(INSTALLED)),cpu)
+ifneq ($(filter-out clean,$(or $(MAKECMDGOALS),train)),)
+ifneq ($(filter-out $(DEVICE),$(INSTALLED)),)
+$(error .venv is for $(INSTALLED), and DEVICE=$(DEVICE) is asked for: leave DEVICE out, or run `make clean` first)
+endif
+endif
 ROWS ?= 300000
 
 .PHONY: train test cluster-test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching lint format install lock clean
@@ -60,10 +67,10 @@ format: install
 install: .venv/installed-$(DEVICE)
 
 # --no-deps: torchrec asks for the CUDA build of fbgemm-gpu, which breaks the CPU build. The pinned files are
-# complete, so nothing is missing without dependency resolution.
+# complete, so nothing is missing without dependency resolution. TORCH_INDEX=URL: a mirror of PyTorch's CPU index.
 .venv/installed-$(DEVICE): requirements/$(DEVICE).txt requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements/$(DEVICE).txt -r requirements/dev.txt
+	$(BIN)/python requirements/install.py $(DEVICE) -r requirements/dev.txt $(TORCH_INDEX:%=--torch-index %)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 

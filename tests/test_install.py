@@ -1,0 +1,203 @@
+"""requirements/install.py and the Makefile's device: pip, small wheels in local indexes, no network."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+NOWHERE = "http://127.0.0.1:9/simple"  # refuses connections
+TORCH = "2.13.0"
+
+# What importing PyPI's torch does where CUDA's libraries are missing (torch 2.13.0, torch/__init__.py:312).
+CUDA_TORCH = "raise ValueError('libcublasLt.so.*[0-9] not found in the system path')\n"
+CPU_TORCH = "__version__ = '2.13.0+cpu'\n"
+
+
+def make_wheel(folder: Path, name: str, version: str, module: str, text: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{name}-{version}"
+    info = f"{stem}.dist-info"
+    files = {
+        f"{module}/__init__.py": text,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        for path, content in (files | {f"{info}/RECORD": record}).items():
+            wheel.writestr(path, content)
+
+
+def index_of(wheels: Path) -> str:
+    """A simple index beside a folder of wheels, as a file:// address."""
+    root = wheels.parent / f"{wheels.name}-simple"
+    for wheel in wheels.glob("*.whl"):
+        project = root / wheel.name.partition("-")[0].replace("_", "-")
+        project.mkdir(parents=True, exist_ok=True)
+        page = project / "index.html"
+        before = page.read_text() if page.exists() else ""
+        page.write_text(f'{before}<a href="{wheel.as_uri()}">{wheel.name}</a>\n')
+    return root.as_uri()
+
+
+class Place:
+    """An environment, requirements/ as in the repository but for their length, and indexes.
+
+    Attributes:
+        pypi: an index as PyPI: torch's CUDA build, both builds of FBGEMM.
+        pytorch: an index as PyTorch's for CPUs.
+        wheels: a folder with torch's CPU build.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        make_wheel(folder / "pypi", "torch", TORCH, "torch", CUDA_TORCH)
+        make_wheel(folder / "pypi", "fbgemm_gpu", "1.8.0", "fbgemm_gpu")
+        make_wheel(folder / "pypi", "fbgemm_gpu_cpu", "1.8.0", "fbgemm_gpu")
+        self.wheels = folder / "pytorch"
+        make_wheel(self.wheels, "torch", f"{TORCH}+cpu", "torch", CPU_TORCH)
+        self.pypi, self.pytorch = index_of(folder / "pypi"), index_of(self.wheels)
+        requirements = folder / "requirements"
+        requirements.mkdir()
+        shutil.copy(REPOSITORY / "requirements/install.py", requirements)
+        (requirements / "cpu.txt").write_text(f"fbgemm-gpu-cpu==1.8.0\ntorch=={TORCH}\n    # via torchrec\n")
+        (requirements / "cuda.txt").write_text(f"fbgemm-gpu==1.8.0\ntorch=={TORCH}\n")
+        venv.create(folder / "env")  # without pip, as in deploy/Dockerfile: ours installs into it
+
+    def install(self, *arguments: str, index: str = NOWHERE, **pip: str) -> subprocess.CompletedProcess:
+        """Runs the script; `index` is its --torch-index."""
+        script = self.folder / "requirements/install.py"
+        return self.run(script, *arguments, "--torch-index", index, **pip)
+
+    def run(self, *command: str | Path, check: bool = False, **pip: str) -> subprocess.CompletedProcess:
+        """Python, with pip configured by `pip` (INDEX_URL=…) and by nothing else."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_PYTHON": str(self.folder / "env/bin/python")}
+        env |= {"PIP_INDEX_URL": self.pypi} | {f"PIP_{name}": value for name, value in pip.items()}
+        options = {"env": env, "capture_output": True, "text": True, "timeout": 120, "check": check}
+        return subprocess.run([sys.executable, *command], **options)
+
+    def version(self) -> str:
+        """Of the torch that is installed; why it cannot be imported, where it cannot."""
+        code = "import torch; print(torch.__version__)"
+        done = subprocess.run(
+            [self.folder / "env/bin/python", "-c", code], capture_output=True, text=True, timeout=60
+        )
+        return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path)
+
+
+def test_pypis_torch_does_not_load_in_a_cpu_environment(place):
+    """What made the script necessary: pip and the pinned file alone. The script mends it."""
+    file = place.folder / "requirements/cpu.txt"
+    place.run("-m", "pip", "install", "--no-deps", "-r", file, check=True)
+    assert "libcublasLt" in place.version()
+    done = place.install("cpu", index=place.pytorch)
+    assert done.returncode == 0, done.stderr
+    assert place.version() == f"{TORCH}+cpu"
+
+
+def test_pips_own_index_may_be_out_of_reach(place):
+    links = f"{place.wheels} {place.folder / 'pypi'}"
+    done = place.install("cpu", INDEX_URL=NOWHERE, FIND_LINKS=links, RETRIES="0")
+    assert done.returncode == 0, done.stderr
+    assert place.version() == f"{TORCH}+cpu"
+
+
+def test_else_from_pytorchs_index(place):
+    done = place.install("cpu", "--only-binary", ":all:", index=place.pytorch)
+    assert done.returncode == 0, done.stderr
+    assert place.version() == f"{TORCH}+cpu"
+    again = place.install("cpu", INDEX_URL=NOWHERE)  # nothing is asked for that is there
+    assert again.returncode == 0 and "Retrying" not in again.stderr, again.stderr
+
+
+def test_no_cpu_build_anywhere(place):
+    done = place.install("cpu")
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert f"error: found no CPU build of torch {TORCH}" in done.stderr
+    assert NOWHERE in done.stderr and "TORCH_INDEX=URL" in done.stderr and "PIP_FIND_LINKS" in done.stderr
+    assert "ModuleNotFoundError" in place.version(), "no wrong torch was left"
+
+
+def test_a_torch_that_something_else_chose_is_noticed(place):
+    done = place.install("cpu", "--force-reinstall", index=place.pytorch)  # of the pinned files, from PyPI
+    assert done.returncode == 1, done.stdout
+    assert f"error: torch {TORCH} is installed, which is not the build for cpu" in done.stderr
+    assert "make clean" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "device,other,torch", [("cpu", "cuda", f"{TORCH}+cpu"), ("cuda", "cpu", "libcublasLt")]
+)
+def test_each_device_has_its_torch_and_an_environment_stays_with_it(place, device, other, torch):
+    """Where pip finds the CPU build, which it prefers, PyPI's is still taken for cuda."""
+    done = place.install(device, FIND_LINKS=str(place.wheels))
+    assert done.returncode == 0 and torch in place.version(), done.stderr
+    assert NOWHERE not in done.stdout + done.stderr, "PyTorch's index is not asked"
+    done = place.install(other, FIND_LINKS=str(place.wheels))
+    assert done.returncode == 1 and torch in place.version()
+    assert f"error: this environment is for {device}" in done.stderr and "make clean" in done.stderr
+
+
+def test_the_pinned_torch_is_found_in_the_real_files():
+    spec = importlib.util.spec_from_file_location("install", REPOSITORY / "requirements/install.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    for device in script.FBGEMM:
+        text = (REPOSITORY / f"requirements/{device}.txt").read_text()
+        assert f"\n{script.FBGEMM[device]}==" in text and f"\ntorch=={TORCH}\n" in text
+    assert script.is_right_torch("cuda", "2.13.0+cu130", TORCH) and not script.is_right_torch(
+        "cuda", "", TORCH
+    )
+
+
+def make(folder: Path, *arguments: str, stamps: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """A dry run of the Makefile where .venv has been installed for some devices."""
+    shutil.copy(REPOSITORY / "Makefile", folder)
+    for name in ("requirements/cpu.txt", "requirements/cuda.txt", "requirements/dev.txt", "pyproject.toml"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    for device in stamps:
+        stamp = folder / f".venv/installed-{device}"
+        stamp.parent.mkdir(exist_ok=True)
+        stamp.touch()
+    env = {name: value for name, value in os.environ.items() if name not in ("DEVICE", "MAKEFLAGS")}
+    return subprocess.run(
+        ["make", "-n", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=30
+    )
+
+
+def test_make_installs_for_cpu_unless_it_is_told(tmp_path):
+    assert "install.py cpu -r requirements/dev.txt" in make(tmp_path, "train").stdout
+    assert "install.py cuda" in make(tmp_path, "install", "DEVICE=cuda").stdout
+    mirror = make(tmp_path, "install", "TORCH_INDEX=https://mirror/whl/cpu").stdout
+    assert "--torch-index https://mirror/whl/cpu" in mirror
+
+
+def test_make_remembers_the_device(tmp_path):
+    for goal in ("train", "test", "install"):
+        done = make(tmp_path, goal, stamps=("cuda",))
+        assert done.returncode == 0 and ".py" not in done.stdout, done.stdout
+    os.utime(tmp_path / ".venv/installed-cuda", (0, 0))  # older than the pins
+    assert "install.py cuda" in make(tmp_path, "train").stdout
+
+
+@pytest.mark.parametrize("stamps", [("cuda",), ("cpu", "cuda")])
+def test_make_refuses_another_device(tmp_path, stamps):
+    done = make(tmp_path, "test", "DEVICE=cpu", stamps=stamps)
+    assert done.returncode and "make clean" in done.stderr and ".venv is for" in done.stderr
+    assert make(tmp_path, "clean", "DEVICE=cpu", stamps=stamps).returncode == 0
