@@ -1,0 +1,8 @@
+"""ray job submit --working-dir . -- python jobs/plan.py jobs/criteo_1tb_8xa100.yaml --hosts 1"""
+
+import sys
+
+from raytrec.cli import main
+
+if __name__ == "__main__":
+    main(["plan", *sys.argv[1:]])

@@ -1,11 +1,15 @@
-"""The configurations in jobs/: each loads, builds its model, and, for clusters elsewhere, has a plan."""
+"""What is in jobs/: configurations load, build their model, and, for clusters elsewhere, have a plan; scripts."""
 
 import os
+import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from raytrec import cli
 from raytrec.config import load_config
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
@@ -111,3 +115,18 @@ def test_a_dry_run_keeps_to_pins_and_leaves_the_environment_alone(monkeypatch):
     assert plan["C2"].kernel == "dense" and plan["C2"].gib == pytest.approx([800 * 128 * 8 / 2**30] * 8)
     assert plan["C3"].ranks == [5] and plan["C3"].gib == pytest.approx([800 * 128 * 6 / 2**30])
     assert os.environ["LOCAL_WORLD_SIZE"] == "3"
+
+
+def test_each_script_is_its_command(monkeypatch):
+    """jobs/NAME.py is `raytrec NAME`; docs/jobs.md names those that there are."""
+    scripts = sorted(JOBS.glob("*.py"))
+    section = (JOBS.parent / "docs/jobs.md").read_text().partition("## By Ray alone")[2].partition("\n## ")[0]
+    assert {f"{name}.py" for name in re.findall(r"`(?:jobs/)?(\w+)\.py`", section)} == {
+        path.name for path in scripts
+    }
+    given = []
+    monkeypatch.setattr(cli, "main", given.append)
+    for path in scripts:
+        monkeypatch.setattr(sys, "argv", [str(path), "a.yaml", "x=1"])
+        runpy.run_path(str(path), run_name="__main__")
+    assert [(words[0], words[-2:]) for words in given] == [(p.stem, ["a.yaml", "x=1"]) for p in scripts]
