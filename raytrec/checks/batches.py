@@ -69,6 +69,7 @@ def local_batch(
             torch.cat([ids for ids, _, _ in bags]),
             weights,
             lengths=torch.cat(lengths).int(),
+            length_per_key=[len(ids) for ids, _, _ in bags],
         ),
         pad(part.labels, (0, padding)).unsqueeze(1),
         torch.cat([torch.ones(len(part)), torch.zeros(padding)]),

@@ -10,6 +10,7 @@ from threading import Event, Thread
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from raytrec.data.batch import Batch
 from raytrec.data.collate import Collator, Rows
@@ -75,7 +76,8 @@ class Stream:
         Raises:
             DataError: what a read task found wrong.
         """
-        return Reading(lambda reading: self._assemble(reading, epoch, start_step), self._prefetch)
+        device = torch.cuda.current_device() if self._pin_memory else None
+        return Reading(lambda reading: self._assemble(reading, epoch, start_step), self._prefetch, device)
 
     def epochs(self, count: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of epochs 0 to count - 1, one after the other; reading begins now.
@@ -105,7 +107,8 @@ class Stream:
     def _assemble(self, reading: Reading, epoch: int, start_step: int) -> Iterator[Batch]:
         rows = self.dataset.rows
         items = self.order.items(self.dataset, epoch, self._rank, self._world, start_step)
-        supply, collate = Supply(items, self._tables(items)), Collator(self.dataset.form, self._by_id)
+        supply = Supply(items, self._tables(items))
+        collate = Collator(self.dataset.form, self._by_id, self._pin_memory)
         for step in range(start_step, self.order.steps(rows)):
             pieces = [
                 piece
@@ -118,8 +121,7 @@ class Stream:
                 self.order.padded_rows(rows, step, self._world),
                 self.order.global_rows(rows, step),
             )
-            batch = collate(pieces, padded, whole, epoch * self.order.steps(rows) + step)
-            yield batch.pin_memory() if self._pin_memory else batch
+            yield collate(pieces, padded, whole, epoch * self.order.steps(rows) + step)
 
     def _tables(self, items: list[Item]) -> Iterator[pa.Table]:
         """The items' rows in their order; a table may hold several items, or a part of one."""
@@ -158,12 +160,16 @@ class Stream:
 class Reading:
     """An iterator over batches that a thread makes, `prefetch` of them ahead.
 
+    Args:
+        device: index of the GPU that they are for. CUDA begins every thread on GPU 0, where page-locked
+            memory would open a context for each rank.
+
     Attributes:
         all_read: set when nothing more is to be read for the batches that are still to come.
     """
 
-    def __init__(self, make: Callable[[Reading], Iterator[Batch]], prefetch: int):
-        self.all_read = Event()
+    def __init__(self, make: Callable[[Reading], Iterator[Batch]], prefetch: int, device: int | None = None):
+        self.all_read, self._device = Event(), device
         self._ready: Queue = Queue(prefetch)
         self._stop = Event()
         self._thread = Thread(target=self._fill, args=(make,), name="stream", daemon=True)
@@ -192,6 +198,8 @@ class Reading:
         """The thread: batches, then None, or the error."""
         keep_memory()
         try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
             for batch in make(self):
                 if not self._put(batch):
                     return

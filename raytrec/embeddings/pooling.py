@@ -58,6 +58,7 @@ def own_copy(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
         None if weights is None else weights.clone(),
         lengths=sparse.lengths(),
         stride=sparse.stride(),
+        length_per_key=sparse.length_per_key_or_none(),  # else TorchRec reads it from the device
     )
 
 

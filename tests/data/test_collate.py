@@ -1,0 +1,157 @@
+"""Batches as they are put together: what they say about themselves, and the memory that they lie in."""
+
+import threading
+
+import numpy as np
+import parquet
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from standin import cuda
+
+from raytrec.data.collate import Collator, Rows
+from raytrec.data.form import Form
+from raytrec.data.fragments import scan
+from raytrec.data.order import Order
+from raytrec.data.rows import read_item
+from raytrec.data.stream import Stream
+from raytrec.embeddings.pooling import own_copy
+from raytrec.schema import Schema
+
+PADDED = 40
+
+
+def form(weights=False):
+    """Single ids, bags, and sequences of both kinds."""
+    scores = {"weights": "w"} if weights else {}
+    schema = {
+        "labels": ["y"],
+        "dense": ["x"],
+        "sparse": {
+            "item": {"table": "item"},
+            "history": {"table": "item", "pooling": "sequence", "column": "seen", **scores},
+            "last": {"table": "item", "pooling": "sequence"},
+            "tags": {"table": "tag", "pooling": "mean"},
+        },
+        "tables": {"item": {"rows": 1000, "dim": 4}, "tag": {"rows": 1000, "dim": 4}},
+    }
+    return Form(Schema.parse(schema, "test"), lists=frozenset({"history", "tags"}))
+
+
+def rows(form, count, seed, longest=5, absent=False):
+    """`count` rows, a few of them without an id where that can be; with `absent`, a few are not present."""
+    rng = np.random.default_rng(seed)
+
+    def bag(weighted):
+        offsets = np.cumsum([0, *rng.integers(0, longest + 1, count)]).astype(np.int32)
+        ids = rng.integers(0, 1000, offsets[-1])
+        return offsets, ids, rng.random(offsets[-1], np.float32) if weighted else None
+
+    singles = [rng.integers(-(i % 2), 1000, count) for i in range(len(form.singles))]
+    bags = [bag(form.schema.sparse[name].weights) for name in form.bags]
+    numbers = rng.random(count, np.float32)
+    table = form.table([numbers], [numbers], singles, bags, count)
+    if absent:
+        table = table.append_column("present", [rng.random(count) < 0.8])
+    return Rows.of(table.combine_chunks().to_batches()[0])
+
+
+def batch_of(form, counts, seed=0, by_id=None, pin_memory=False, **how):
+    """A batch put together of the middles of so many rows."""
+    pieces = [rows(form, n + 2, seed + i, **how)[1 : n + 1] for i, n in enumerate(counts)]
+    return Collator(form, by_id, pin_memory)(pieces, PADDED, sum(counts))
+
+
+def sums(sparse):
+    """Ids of each key, by its lengths."""
+    return sparse.lengths().view(len(sparse.keys()), -1).sum(1).tolist()
+
+
+CASES = {
+    "counts": st.lists(st.integers(1, 10), max_size=4),
+    "longest": st.integers(0, 5),
+    "weights": st.booleans(),
+    "by_id": st.sampled_from([{}, {"history": 3}, {"history": 2, "last": 1}, {"last": 4}]),
+    "absent": st.booleans(),
+    "seed": st.integers(0, 1000),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**CASES)
+def test_the_lengths_of_keys_are_those_of_their_bags(counts, longest, weights, by_id, absent, seed):
+    """TorchRec takes them as the sizes of what it copies: wrong ones would corrupt memory, silently."""
+    sparse = batch_of(form(weights), counts, seed, by_id, longest=longest, absent=absent).sparse
+    assert sparse.length_per_key_or_none() == sums(sparse)
+    assert sum(sums(sparse)) == len(sparse.values())
+    order = np.random.default_rng(seed).permutation(len(sparse.keys())).tolist()
+    permuted = sparse.permute(order)
+    for moved in (
+        own_copy(sparse),
+        permuted,
+        *sparse.split([1, len(order) - 1]),
+        *permuted.split([len(order)]),
+    ):
+        assert moved.length_per_key_or_none() == sums(moved)
+
+
+def test_no_step_waits_for_the_lengths_of_keys():
+    """What TorchRec does with a batch before it goes to other ranks (permute, split, dist_splits)."""
+    with cuda() as gpu:
+        batch = batch_of(form(), [7, 9], by_id={"history": 3}, pin_memory=True)
+        lengths, order = sums(batch.sparse), torch.tensor([3, 1, 0, 2, 4, 5], dtype=torch.int32)
+        on_device, order_there = batch.to(gpu.device, non_blocking=True).sparse, order.to(gpu.device)
+        gpu.waits.clear()
+        permuted = own_copy(on_device).permute(order.tolist(), order_there)
+        assert permuted.values().is_cuda
+        expected = [lengths[i] for i in order]
+        sizes = [part.dist_splits([1, len(part.keys()) - 1])[1] for part in permuted.split([2, 4])]
+        assert sizes == [expected[:2], [expected[2], sum(expected[3:])]]
+        assert not gpu.waits
+        assert sums(permuted) == expected
+
+
+@pytest.mark.parametrize("counts", [[7, 9], []], ids=["rows", "padding alone"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_batches_for_a_gpu_are_put_together_in_pinned_memory(counts, weights, monkeypatch):
+    how = {"by_id": {"history": 2}, "absent": True}
+    usual = batch_of(form(weights), counts, **how)
+    assert not any(tensor.is_pinned() for tensor in parts(usual))
+    with cuda() as gpu:
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("a second copy"))
+        batch = batch_of(form(weights), counts, pin_memory=True, **how)
+        assert all(tensor.is_pinned() for tensor in parts(batch))
+        sent = batch.to(gpu.device, non_blocking=True)
+        assert all(tensor.is_cuda for tensor in parts(sent)) and not gpu.waits
+        for found in (batch, sent.to(torch.device("cpu"))):
+            assert all(map(torch.equal, parts(found), parts(usual)))
+            assert all(a.dtype == b.dtype for a, b in zip(parts(found), parts(usual), strict=True))
+
+
+def parts(batch):
+    sparse = batch.sparse
+    weights = [] if sparse.weights_or_none() is None else [sparse.weights()]
+    return [batch.dense, batch.labels, batch.weights, sparse.values(), sparse.lengths(), *weights]
+
+
+def test_the_thread_of_a_stream_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
+    """CUDA begins every thread on GPU 0, where page-locked memory would then open a context for each rank."""
+    folder = parquet.write(tmp_path / "d", 300, 0)
+    data = scan(str(folder), Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test"))
+    monkeypatch.setattr(
+        Stream, "_tables", lambda self, items: (read_item(item, self.dataset.form) for item in items)
+    )
+    begun = {}
+    with cuda(index=1, count=2) as gpu:
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda device: begun.setdefault(threading.current_thread().name, device)
+        )
+        stream = Stream(data, Order(100, 4), rank=0, world=1, pin_memory=True)
+        batches = list(stream.batches())
+        assert begun == {"stream": 1}
+        assert len(batches) == 3 and all(tensor.is_pinned() for b in batches for tensor in parts(b))
+        begun.clear()
+        list(Stream(data, Order(100, 4), rank=0, world=1).batches())
+        assert not begun and not gpu.waits
