@@ -113,3 +113,26 @@ def test_evaluation_takes_every_row_once(world):
     order = Order.evaluation(256, 24)
     rows = [row for batch in batches(order, data, 0, world) for row in batch]
     assert len(rows) == len(set(rows)) == 1003
+
+
+def decoded(order, data, world):
+    """Row groups that the read tasks of all ranks decode, each as often as it is."""
+    items = [item for rank in range(world) for item in order.items(data, 0, rank, world)]
+    return [key for item in items for key in dict.fromkeys((part.path, part.group) for part in item.parts)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=LAYOUTS, batch=st.integers(5, 60), lanes=st.integers(5, 9), world=st.integers(1, 5))
+def test_ranks_share_what_evaluation_decodes(sizes, batch, lanes, world):
+    """Each row group once, on one rank, and once more where a border of two lanes cuts it."""
+    data = dataset(sizes)
+    found = decoded(Order.evaluation(batch, lanes), data, world)
+    assert set(found) == {(g.path, g.index) for g in data.groups}
+    assert len(found) <= len(data.groups) + lanes - 1
+
+
+def test_only_without_shuffling_every_rank_decodes_everything():
+    data = dataset([1000] * 300)
+    of_evaluation = [len(decoded(Order.evaluation(512, 64), data, world)) for world in (1, 4, 16)]
+    assert of_evaluation[0] == of_evaluation[1] == of_evaluation[2] < 1.25 * len(data.groups)
+    assert len(decoded(Order(512, 64, "none"), data, 16)) == 16 * len(data.groups)
