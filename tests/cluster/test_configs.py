@@ -1,4 +1,4 @@
-"""What is in jobs/: configurations load, build their model, and, for clusters elsewhere, have a plan; scripts."""
+"""What is in jobs/: configurations load, build their model, have plans for clusters elsewhere; scripts."""
 
 import os
 import re
