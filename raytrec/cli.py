@@ -207,13 +207,16 @@ def plan(
     hosts: Annotated[int | None, typer.Option(help="Default: as many as scaling.workers fill.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs of each host; default: up to 8.")] = None,
     memory_gib: Annotated[float, typer.Option(help="Of each GPU, unless plan.memory_gib says it.")] = 80,
+    host_memory_gib: Annotated[
+        float | None, typer.Option(help="Of each host; default: twice that of its GPUs.")
+    ] = None,
     json: Json = False,
 ):
     """Says where tables would lie on GPUs that are not here; needs the schema, and no data."""
     from raytrec.train.plan import plan as make
     from raytrec.train.plan import print_plan
 
-    found = make(config, overrides or [], hosts, gpus, memory_gib)
+    found = make(config, overrides or [], hosts, gpus, memory_gib, host_memory_gib)
     _dump(found) if json else print_plan(found)
 
 

@@ -229,6 +229,12 @@ Sharding = Literal[
 ]
 
 
+def _trainable(dtype: object) -> object:
+    if dtype == "bf16":
+        raise ValueError("plan.tables: FBGEMM has no kernels for dtype bf16, on no device; use fp16 or fp32")
+    return dtype
+
+
 class TablePlan(Section):
     """What is settled by hand for a table; what is left out, the planner chooses."""
 
@@ -241,8 +247,10 @@ class TablePlan(Section):
         description="fused: in device memory, updated in backward. dense: ordinary gradients and a dense "
         "update. fused_uvm(_caching): in host memory (with a cache on the device).",
     )
-    dtype: Literal["fp32", "fp16", "bf16"] | None = Field(
-        None, description="Of the weights; default fp32. Sums, gradients and optimizer state stay fp32."
+    dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_trainable)] | None = Field(
+        None,
+        description="Of the weights; default fp32. Sums, gradients and optimizer state stay fp32. (FBGEMM "
+        "trains no bf16 tables.)",
     )
 
 
@@ -263,7 +271,13 @@ class PlanSection(Section):
         None, description="Ranks that share a host; default: as Ray placed them."
     )
     memory_gib: PositiveFloat | None = Field(
-        None, description="Memory for tables on each worker, in GiB; default: what the device has."
+        None, description="Memory for tables on each worker's device, in GiB; default: what it has."
+    )
+    host_memory_gib: PositiveFloat | None = Field(
+        None,
+        description="Host memory for tables with kernel fused_uvm(_caching), in GiB for each worker on a "
+        "GPU; default: its share of what the host has, less 15 %, rows read ahead, and what checkpoints are "
+        "copied to.",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 from torchrec.distributed.planner import Topology
 
 from raytrec.config import RunConfig
-from raytrec.embeddings.hosts import GIB
+from raytrec.embeddings.footprint import GIB, footprint
+from raytrec.embeddings.hosts import capacity
 from raytrec.embeddings.optim import fuse
-from raytrec.embeddings.pins import check_pins, table_bytes
+from raytrec.embeddings.pins import check_pins, host_room
 from raytrec.embeddings.plan import BagSharder, describe, plan_for
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.errors import ConfigError
@@ -27,7 +29,8 @@ class PlannedTable:
 
     Attributes:
         ranks: that hold a part of it.
-        gib: of each of these ranks: GiB of weights and optimizer state.
+        gib, host_gib: of each of these ranks: GiB of weights, optimizer state and cache on its GPU, and in
+            its host's memory.
     """
 
     table: str
@@ -37,10 +40,16 @@ class PlannedTable:
     kernel: str
     ranks: list[int]
     gib: list[float]
+    host_gib: list[float]
 
 
 def dry_run(
-    config: RunConfig, schema: Schema, hosts: int = 1, gpus: int = 8, memory_gib: float = 80
+    config: RunConfig,
+    schema: Schema,
+    hosts: int = 1,
+    gpus: int = 8,
+    memory_gib: float = 80,
+    host_memory_gib: float | None = None,
 ) -> list[PlannedTable]:
     """The plan on `hosts` × `gpus` GPUs, as a run there would make it.
 
@@ -50,6 +59,8 @@ def dry_run(
     Args:
         hosts: machines. gpus: GPUs of each.
         memory_gib: of each GPU, where plan.memory_gib says nothing.
+        host_memory_gib: of each host's main memory, where plan.host_memory_gib says nothing; default: twice
+            that of its GPUs.
 
     Raises:
         ConfigError: tables that do not fit, or pins that cannot be kept.
@@ -63,12 +74,18 @@ def dry_run(
             where="plan.ranks_per_host",
             expected=f"{gpus}, or nothing",
         )
-    settled = check_pins(config, schema, "cuda", world=world, ranks_per_host=gpus, memory=memory)
+    share = int(host_memory_gib * GIB) // gpus if host_memory_gib else 2 * memory
+    settled = check_pins(
+        config, schema, "cuda", world=world, ranks_per_host=gpus, memory=memory, host_share=share
+    )
+    room = host_room(config, schema, settled, world, share)
     dtypes = {table: pin.dtype for table, pin in settled.items()}
     tables = PooledEmbeddings(looked_up(schema, read_by_id(schema, config.model)), dtypes)
     fuse(tables.bags, config.optim.embeddings)  # from which the planner knows of the optimizer's state
     with _ranks_per_host(gpus), _quiet():
-        topology = Topology(world_size=world, local_world_size=gpus, compute_device="cuda", hbm_cap=memory)
+        topology = Topology(
+            world_size=world, local_world_size=gpus, compute_device="cuda", **capacity("cuda", memory, room)
+        )
         plan = plan_for(topology, settled, schema, config, tables, BagSharder(), fused=True)
     if isinstance(plan, ConfigError):
         raise plan
@@ -80,22 +97,33 @@ def dry_run(
     out = []
     for entry in describe(plan):
         name, table = entry["table"], schema.tables[entry["table"]]
-        gib: dict[int, float] = {}
+        gib, host_gib = defaultdict(float), defaultdict(float)
         for rank, rows, dim in _parts(shards[name], table, world):
             part = Table.model_construct(rows=rows, dim=dim)
-            size = table_bytes(part, dtypes[name], config.optim.embeddings.name) / GIB
-            gib[rank] = gib.get(rank, 0.0) + size
+            size = footprint(part, dtypes[name], config.optim.embeddings.name, entry["kernel"])
+            gib[rank] += size.device / GIB
+            host_gib[rank] += size.host / GIB
         kind = entry["sharding"], entry["kernel"]
-        out.append(PlannedTable(name, table.rows, table.dim, *kind, list(gib), list(gib.values())))
+        held = list(gib), list(gib.values()), list(host_gib.values())
+        out.append(PlannedTable(name, table.rows, table.dim, *kind, *held))
     return out
 
 
 def gib_of_ranks(plan: list[PlannedTable], world: int) -> list[float]:
-    """GiB of all tables on each rank."""
+    """GiB of all tables on each rank's GPU."""
     total = [0.0] * world
     for table in plan:
         for rank, gib in zip(table.ranks, table.gib, strict=True):
             total[rank] += gib
+    return total
+
+
+def gib_of_hosts(plan: list[PlannedTable], hosts: int, gpus: int) -> list[float]:
+    """GiB of all tables in each host's main memory."""
+    total = [0.0] * hosts
+    for table in plan:
+        for rank, gib in zip(table.ranks, table.host_gib, strict=True):
+            total[rank // gpus] += gib
     return total
 
 

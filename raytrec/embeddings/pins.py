@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from raytrec.config import RunConfig
-from raytrec.embeddings.hosts import GIB
+from raytrec.embeddings.footprint import GIB, Footprint, footprint
 from raytrec.errors import ConfigError, did_you_mean
 from raytrec.schema import Schema, Table
 
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
-DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+HOST_RESERVE = 0.15  # of host memory beside GPUs, for processes; TorchRec keeps as much of a GPU
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Pin:
         sharding: the ways of sharding that are allowed.
         ranks: the ranks that must hold it, in the order of its shards; None: as planned.
         kernel: the compute kernel; None: as planned.
-        dtype: fp32, fp16 or bf16.
+        dtype: fp32 or fp16.
         group: index of the plan.together group that it belongs to, or None.
     """
 
@@ -72,6 +72,7 @@ def check_pins(
     world: int,
     ranks_per_host: int | None = None,
     memory: int | None = None,
+    host_share: int | None = None,
 ) -> dict[str, Pin]:
     """The pins, once it is certain that a plan can keep to them.
 
@@ -79,7 +80,8 @@ def check_pins(
         device: cpu or cuda.
         world: number of ranks.
         ranks_per_host: how many consecutive ranks share a host; None: not known yet.
-        memory: bytes for tables on each rank; None: not known.
+        memory: bytes for tables on each rank's device; None: not known.
+        host_share: bytes of main memory that each rank on a GPU has a share of; None: not known.
 
     Raises:
         ConfigError: names the table and the reason: a rank that does not exist, a way of sharding that the
@@ -98,9 +100,33 @@ def check_pins(
         _check_dtype(table, pin, config.optim.embeddings.name, device)
         if pin.ranks:
             _check_ranks(table, schema.tables[table], pin, world, ranks_per_host)
-    if memory:
-        _check_memory(config, schema, settled, memory)
+    if memory is not None:
+        _check_memory(config, schema, settled, device, memory, world, host_share)
     return settled
+
+
+def host_room(config: RunConfig, schema: Schema, settled: dict[str, Pin], world: int, host_share: int) -> int:
+    """Bytes of host memory that each rank on a GPU may fill with tables (fused_uvm, fused_uvm_caching).
+
+    Unless plan.host_memory_gib says it: what is left of its share beside a reserve, rows read ahead and, with
+    checkpoint.asynchronous, the copies from which checkpoints are written: of these tables, and of its part
+    of those on GPUs.
+
+    Args:
+        host_share: bytes of main memory that each rank has a share of.
+    """
+    if config.plan.host_memory_gib:
+        return int(config.plan.host_memory_gib * GIB)
+    room = (1 - HOST_RESERVE) * host_share - config.data.buffer_gib * GIB
+    if config.checkpoint.asynchronous:
+        sizes = {table: _footprint(config, schema, table, pin, "cuda") for table, pin in settled.items()}
+        room = (room - sum(size.device for size in sizes.values() if not size.host) / world) / 2
+    return max(0, int(room))
+
+
+def _footprint(config: RunConfig, schema: Schema, table: str, pin: Pin, device: str) -> Footprint:
+    kernel = pin.kernel if device == "cuda" else None
+    return footprint(schema.tables[table], pin.dtype, config.optim.embeddings.name, kernel)
 
 
 def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int):
@@ -117,12 +143,6 @@ def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | N
     else:
         return 1
     return next(parts for parts in range(most, 0, -1) if (dim // 4) % parts == 0)
-
-
-def table_bytes(table: Table, dtype: str, optimizer: str) -> int:
-    """Bytes of a table's weights and of its optimizer's state."""
-    state = {"sgd": 0, "rowwise_adagrad": 4 / table.dim, "adagrad": 4, "adam": 8}[optimizer]
-    return int(table.rows * table.dim * (DTYPE_BYTES[dtype] + state))
 
 
 def _matching(pattern: str, schema: Schema, where: str) -> list[str]:
@@ -180,8 +200,6 @@ def _check_kernel(table: str, pin: Pin, sharding: str, optimizer: str, device: s
 def _check_dtype(table: str, pin: Pin, optimizer: str, device: str) -> None:
     if pin.dtype == "fp32":
         return
-    if pin.dtype == "bf16" and device == "cpu":
-        raise _refused(table, "dtype bf16 on CPU, where FBGEMM has none", "fp16 or fp32")
     dense = (
         pin.kernel == "dense" or "data_parallel" in pin.sharding or (optimizer == "adam" and device == "cpu")
     )
@@ -226,7 +244,15 @@ def _check_ranks(table: str, spec: Table, pin: Pin, world: int, local: int) -> N
             )
 
 
-def _check_memory(config: RunConfig, schema: Schema, settled: dict[str, Pin], memory: int) -> None:
+def _check_memory(
+    config: RunConfig,
+    schema: Schema,
+    settled: dict[str, Pin],
+    device: str,
+    memory: int,
+    world: int,
+    host_share: int | None,
+) -> None:
     """Tables that must share a rank against what a rank has; the planner weighs the rest."""
     held: dict[tuple, list[str]] = {}
     for table, pin in settled.items():
@@ -235,15 +261,28 @@ def _check_memory(config: RunConfig, schema: Schema, settled: dict[str, Pin], me
             place = ("group", pin.group)
         if place:
             held.setdefault(place, []).append(table)
+    room = None if host_share is None else host_room(config, schema, settled, world, host_share)
     for tables in held.values():
-        optimizer = config.optim.embeddings.name
-        size = sum(table_bytes(schema.tables[t], settled[t].dtype, optimizer) for t in tables)
-        if size > memory:
-            raise _refused(
-                ", ".join(tables),
-                f"{size / GIB:.2f} GiB, with optimizer state, on one rank",
-                f"at most {memory / GIB:.2f} GiB (plan.memory_gib, or what the device has)",
-            )
+        sizes = {table: _footprint(config, schema, table, settled[table], device) for table in tables}
+        _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
+        if room is not None:
+            _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)
+
+
+ON_DEVICE = "on one rank", "(plan.memory_gib, or what the device has)"
+ON_HOST = (
+    "of host memory on one rank",
+    "(plan.host_memory_gib, or a rank's share of its host beside what checkpoints are copied to)",
+)
+
+
+def _check_fits(sizes: dict[str, int], memory: int, words: tuple[str, str]) -> None:
+    if (size := sum(sizes.values())) > memory:
+        raise _refused(
+            ", ".join(table for table, bytes_ in sizes.items() if bytes_),
+            f"{size / GIB:.2f} GiB, with optimizer state, {words[0]}",
+            f"at most {memory / GIB:.2f} GiB {words[1]}",
+        )
 
 
 def _refused(table: str, what: str, expected: str) -> ConfigError:

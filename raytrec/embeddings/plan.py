@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _remote_device
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Storage
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.config import RunConfig
-from raytrec.embeddings.hosts import GIB, hardware, memory_bytes, settle_hosts
-from raytrec.embeddings.pins import Pin, check_pins, column_parts
+from raytrec.embeddings.footprint import GIB, ROW_STATE_BYTES, STATE_BYTES, UVM_KERNELS
+from raytrec.embeddings.hosts import capacity, settle_hosts
+from raytrec.embeddings.pins import Pin, check_pins, column_parts, host_room
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
 from raytrec.sections import Sharding
@@ -57,17 +61,22 @@ def make_plan(
         ConfigError: a pin that cannot be kept (pins.py), tables that do not fit, or no allowed sharding type
             that fits a table.
     """
-    world, local = dist.get_world_size(), settle_hosts(config.plan)
+    world, hosts = dist.get_world_size(), settle_hosts(config.plan, device)
     settled = check_pins(
         config,
         schema,
         device.type,
         world=world,
-        ranks_per_host=local,
-        memory=memory_bytes(config.plan, device),
+        ranks_per_host=hosts.ranks_per_host,
+        memory=hosts.memory,
+        host_share=hosts.host_share,
     )
+    room = host_room(config, schema, settled, world, hosts.host_share)
     topology = Topology(
-        world_size=world, local_world_size=local, compute_device=device.type, **hardware(config.plan, device)
+        world_size=world,
+        local_world_size=hosts.ranks_per_host,
+        compute_device=device.type,
+        **capacity(device.type, hosts.memory, room),
     )
     # From the first rank, on every rank alike: TorchRec's collective_plan would leave the others waiting for
     # a plan that there is not.
@@ -77,7 +86,25 @@ def make_plan(
     dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], ConfigError):
         raise outcome[0]
-    return outcome[0]
+    return name_devices(outcome[0], hosts.devices)
+
+
+def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:
+    """The same plan, in which shards lie on the devices that the ranks have.
+
+    The planner (torchrec 1.8.0, planner/utils.py) takes rank % ranks_per_host for the number of a rank's GPU,
+    which is another one where hosts hold different numbers of ranks or share their GPUs in another order; and
+    shards whose tensors lie elsewhere than their plan says are an error.
+
+    Args:
+        devices: each rank's, as its own process names it: cpu, or cuda:INDEX.
+    """
+    for module in plan.plan.values():
+        for spec in module.values():
+            for shard in spec.sharding_spec.shards if spec.sharding_spec else ():
+                rank = shard.placement.rank()
+                shard.placement = _remote_device(f"rank:{rank}/{devices[rank]}")
+    return plan
 
 
 def plan_for(
@@ -97,14 +124,17 @@ def plan_for(
         fused: see make_plan.
     """
     world, local = topology.world_size, topology.local_world_size
-    partitioner = PinnedPartitioner(settled)
+    partitioner, batch = PinnedPartitioner(settled), -(-config.data.global_batch_size // world)
+    constraints = {
+        table: _constraints(pin, schema.tables[table].dim, world, local, topology.compute_device)
+        for table, pin in settled.items()
+    }
+    optimizer = config.optim.embeddings.name if fused else None
     planner = EmbeddingShardingPlanner(
         topology=topology,
-        batch_size=-(-config.data.global_batch_size // world),
-        constraints={
-            table: _constraints(pin, schema.tables[table].dim, world, local, topology.compute_device)
-            for table, pin in settled.items()
-        },
+        batch_size=batch,
+        enumerator=Enumerator(topology, batch, constraints, optimizer),
+        constraints=constraints,
         partitioner=partitioner,
         debug=False,
     )
@@ -135,6 +165,44 @@ def _constraints(pin: Pin, dim: int, world: int, local: int, device: str) -> Par
         compute_kernels=[pin.kernel] if known else ["dense", "fused"],
         min_partition=dim // column_parts(dim, pin.sharding, pin.ranks, world, local),
     )
+
+
+class Enumerator(EmbeddingEnumerator):
+    """Counts optimizer state as FBGEMM holds it.
+
+    TorchRec (1.8.0) takes state to be of the weights' dtype, which is half of what it is beside fp16 tables,
+    and to lie where the weights lie, although one value a row lies on the GPU even if the weights do not.
+
+    Args:
+        optimizer: that updates sharded tables in backward; None: none does, and TorchRec counts no state.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints],
+        optimizer: str | None,
+    ):
+        super().__init__(topology, batch_size, constraints)
+        self._on_gpus, self._optimizer = topology.compute_device == "cuda", optimizer
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        super().populate_estimates(sharding_options)
+        if self._optimizer is None:
+            return
+        for option in sharding_options:
+            for shard in option.shards:
+                shard.storage += self._uncounted_state(option, *shard.size)
+
+    def _uncounted_state(self, option: ShardingOption, rows: int, dim: int) -> Storage:
+        per_row = rows * ROW_STATE_BYTES[self._optimizer]
+        per_value = rows * dim * STATE_BYTES[self._optimizer]
+        counted = (per_row + per_value) * option.tensor.element_size() // 4
+        if self._on_gpus and option.compute_kernel in UVM_KERNELS:
+            return Storage(hbm=per_row, ddr=per_value - counted)
+        missing = per_row + per_value - counted
+        return Storage(hbm=missing, ddr=0) if self._on_gpus else Storage(hbm=0, ddr=missing)
 
 
 class PinnedPartitioner(GreedyPerfPartitioner):

@@ -18,6 +18,7 @@ def plan(
     hosts: int | None = None,
     gpus: int | None = None,
     memory_gib: float = 80,
+    host_memory_gib: float | None = None,
 ) -> dict[str, Any]:
     """The plan of a configuration. Reads its schema, and no data.
 
@@ -27,17 +28,19 @@ def plan(
         hosts: machines; default: as many as scaling.workers fill.
         gpus: GPUs of each; default: plan.ranks_per_host, else scaling.workers up to 8.
         memory_gib: of each GPU, where plan.memory_gib says nothing.
+        host_memory_gib: of each host's main memory, where tables with kernel fused_uvm(_caching) lie and
+            plan.host_memory_gib says nothing; default: twice that of its GPUs.
 
     Returns:
-        hosts, gpus, memory_gib; tables: one mapping each (table, rows, dim, sharding, kernel, ranks, gib of
-        each of these); gib: of each rank.
+        hosts, gpus, memory_gib; tables: one mapping each (table, rows, dim, sharding, kernel, ranks, gib and
+        host_gib of each of these); gib: on each rank's GPU; host_gib: in each host's memory.
 
     Raises:
         ConfigError, SchemaError: what is wrong with the input, or does not fit.
     """
     from dataclasses import asdict
 
-    from raytrec.embeddings.dryrun import dry_run, gib_of_ranks
+    from raytrec.embeddings.dryrun import dry_run, gib_of_hosts, gib_of_ranks
     from raytrec.train.settle import resolve
 
     config = resolve(load_config(source, overrides), source)
@@ -53,7 +56,7 @@ def plan(
     schema = Schema.load(config.data.schema_uri)
     with catch_warnings():  # of what TorchRec will change
         simplefilter("ignore", FutureWarning)
-        tables = dry_run(config, schema, hosts, gpus, memory_gib)
+        tables = dry_run(config, schema, hosts, gpus, memory_gib, host_memory_gib)
     memory_gib = config.plan.memory_gib or memory_gib
     return {
         "hosts": hosts,
@@ -61,6 +64,7 @@ def plan(
         "memory_gib": memory_gib,
         "tables": [asdict(table) for table in tables],
         "gib": gib_of_ranks(tables, workers),
+        "host_gib": gib_of_hosts(tables, hosts, gpus),
     }
 
 
@@ -80,7 +84,7 @@ def print_plan(found: dict[str, Any]) -> None:
             table["sharding"],
             table["kernel"],
             ranges(table["ranks"]),
-            f"{sum(table['gib']):.2f}",
+            f"{sum(table['gib'] + table['host_gib']):.2f}",
         )
     console.print(lines)
     gib, memory = found["gib"], found["memory_gib"]
@@ -90,3 +94,9 @@ def print_plan(found: dict[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if any(host := found["host_gib"]):
+        console.print(
+            f"in host memory: {min(host):.1f} to {max(host):.1f} GiB of each host, {sum(host):.1f} in all",
+            highlight=False,
+            soft_wrap=True,
+        )

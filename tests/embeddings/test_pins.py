@@ -2,8 +2,9 @@
 
 import pytest
 
-from raytrec.config import RunConfig
-from raytrec.embeddings.pins import GIB, check_pins, column_parts, pins
+from raytrec.config import RunConfig, load_config
+from raytrec.embeddings.footprint import CACHED, GIB, footprint
+from raytrec.embeddings.pins import HOST_RESERVE, check_pins, column_parts, host_room, pins
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
 
@@ -32,7 +33,7 @@ def config(tables=None, together=(), optimizer="adagrad", workers=4, **plan):
     )
 
 
-def check(tables=None, together=(), device="cpu", memory=None, hosts=2, workers=4, **options):
+def check(tables=None, together=(), device="cpu", memory=None, share=None, hosts=2, workers=4, **options):
     return check_pins(
         config(tables, together, workers=workers, **options),
         schema(),
@@ -40,6 +41,7 @@ def check(tables=None, together=(), device="cpu", memory=None, hosts=2, workers=
         world=workers,
         ranks_per_host=workers // hosts,
         memory=memory,
+        host_share=share,
     )
 
 
@@ -90,7 +92,6 @@ def test_a_group_follows_the_rank_of_one_of_its_tables():
         ({"item": {"sharding": "table_column_wise", "ranks": [1, 2]}}, "ranks of one host"),
         ({"item": {"sharding": "grid_shard", "ranks": [0, 1, 2]}}, "all ranks of one or more hosts"),
         ({"item": {"sharding": "data_parallel", "kernel": "fused"}}, "data_parallel with kernel fused"),
-        ({"item": {"sharding": "row_wise", "dtype": "bf16"}}, "dtype bf16 on CPU"),
         ({"item": {"sharding": "data_parallel", "dtype": "fp16"}}, "dtype fp16 with a dense kernel"),
         ({"item": {"kernel": "dense", "dtype": "fp16"}}, "dtype fp16 with a dense kernel"),
     ],
@@ -114,7 +115,12 @@ def test_adam_has_no_fused_kernel_on_cpu():
         check({"item": {"kernel": "fused"}}, optimizer="adam")
     with pytest.raises(ConfigError, match="dtype fp16 with a dense kernel"):
         check({"item": {"dtype": "fp16"}}, optimizer="adam")
-    check({"item": {"kernel": "fused", "dtype": "bf16"}}, optimizer="adam", device="cuda")
+    check({"item": {"kernel": "fused", "dtype": "fp16"}}, optimizer="adam", device="cuda")
+
+
+def test_bf16_tables_are_refused_on_every_device():
+    with pytest.raises(ConfigError, match="no kernels for dtype bf16, on no device; use fp16 or fp32"):
+        load_config({"data": {"train": "d/train"}}, ["plan.tables.item.dtype=bf16"])
 
 
 @pytest.mark.parametrize(
@@ -141,6 +147,53 @@ def test_a_group_larger_than_a_device_is_refused():
     with pytest.raises(ConfigError, match="on one rank"):
         check({t: {"ranks": [1]} for t in ROWS}, memory=147_200)
     assert GIB == 2**30
+
+
+ITEM = 1000 * 16 * (4 + 4)  # bytes of table item: weights and Adagrad's state
+
+
+@pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
+def test_tables_in_host_memory_do_not_count_against_the_gpu(kernel):
+    pin = {"item": {"kernel": kernel, "ranks": [0]}}
+    room = {"host_memory_gib": ITEM / GIB}
+    check(pin, device="cuda", memory=ITEM // 2, share=10 * ITEM, **room)
+    with pytest.raises(ConfigError, match=r"table item: .* of host memory on one rank(.|\n)*host_memory_gib"):
+        check(pin, device="cuda", memory=ITEM // 2, share=10 * ITEM, host_memory_gib=(ITEM - 1) / GIB)
+    with pytest.raises(ConfigError, match="with optimizer state, on one rank"):  # there is one memory on CPU
+        check(pin, device="cpu", memory=ITEM // 2, **room)
+    groups = [["item", "shop"]]
+    check({"item": {"kernel": kernel}}, groups, device="cuda", memory=ITEM // 2, share=10 * ITEM, **room)
+
+
+def test_a_cache_and_state_of_one_value_a_row_lie_on_the_gpu():
+    item = schema().tables["item"]
+    assert footprint(item, "fp32", "adagrad", "fused_uvm") == (0, ITEM)
+    assert footprint(item, "fp16", "adam", "fused_uvm") == (0, 1000 * 16 * (2 + 8))
+    assert footprint(item, "fp32", "rowwise_adagrad", "fused_uvm") == (4000, 64_000)
+    cache = 1000 * 4 + 200 * (16 + 64)  # FBGEMM's: a number for each row, and 20 % of the rows
+    assert footprint(item, "fp32", "adagrad", "fused_uvm_caching") == (cache, ITEM)
+    for kernel in (None, "fused", "dense"):
+        assert footprint(item, "fp16", "rowwise_adagrad", kernel) == (4000 + 32_000, 0)
+    from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
+
+    assert CACHED == UVM_CACHING_RATIO
+
+
+def test_room_in_host_memory_is_left_for_checkpoints():
+    """Of a rank's share: a reserve, rows read ahead, and copies of its part of all tables."""
+    tables = {"item": {"kernel": "fused_uvm"}}
+    others = 157 * 16 * 8
+    for asynchronous in (True, False):
+        settings = config(tables)
+        settings.data.buffer_gib = 1000 / GIB
+        settings.checkpoint.asynchronous = asynchronous
+        room = host_room(settings, schema(), pins(settings, schema()), 4, 200_000)
+        left = (1 - HOST_RESERVE) * 200_000 - 1000
+        assert room == int((left - others / 4) / 2 if asynchronous else left)
+    settings.plan.host_memory_gib = 1.0
+    assert host_room(settings, schema(), pins(settings, schema()), 4, 200_000) == GIB
+    settings = config(tables)
+    assert host_room(settings, schema(), pins(settings, schema()), 4, 1000) == 0
 
 
 def test_workers_must_divide_into_hosts():
