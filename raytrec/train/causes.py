@@ -45,6 +45,22 @@ class Cause:
         return f"rank {self.rank} {self.text}"
 
 
+# What CUDA and its libraries say of this process's own GPU. The host learns of it at its next call, which may
+# be a collective: the message then names that, too. Lower case; torch 2.13.0: c10/cuda/CUDAException.cpp,
+# CUDACachingAllocator.cpp, ATen/cuda/Exceptions.h (cuBLAS and its like: "CUDA error: CUBLAS_STATUS_…");
+# c10d/NCCLUtils.cpp for what NCCL 2.29.7 was told by CUDA, and for two ranks on one GPU (ncclInvalidUsage).
+OWN_GPU = (
+    "cuda error",
+    "cuda driver error",
+    "cuda failure",
+    "cudnn error",
+    "cudnn_status_",
+    "cublas_status_",
+    "cufft error",
+    "out of memory",
+    "ecc error",
+    "ncclinvalidusage",
+)
 # What gloo and NCCL say when a rank has gone (torch 2.13.0).
 COLLECTIVE = (
     "gloo",
@@ -82,6 +98,22 @@ def _classify(rank: int, error: BaseException) -> Cause:
         return Cause(Kind.DEATH, rank, "was ended by Ray, because its node ran low on memory", cause)
     if isinstance(inner, (RayActorError, RaySystemError)):
         return Cause(Kind.DEATH, rank, "died: its process was ended, or crashed", cause)
-    last = text.splitlines()[-1] if text else ""
-    kind = Kind.FOLLOWED if any(word in text.lower() for word in COLLECTIVE) else Kind.ERROR
-    return Cause(kind, rank, f"raised {type(cause).__name__}: {last}", cause)
+    followed = not _line_with(OWN_GPU, text) and _line_with(COLLECTIVE, text)
+    kind = Kind.FOLLOWED if followed else Kind.ERROR
+    return Cause(kind, rank, f"raised {type(cause).__name__}: {main_line(text)}", cause)
+
+
+def main_line(text: str) -> str:
+    """The line of an error that says most, "" where there is none.
+
+    CUDA's errors end with advice, NCCL's have what happened after "Last error:", and torch may add the frames
+    of C++ to either. Otherwise it is the last line.
+    """
+    said, _, last = text.partition("\nException raised from ")[0].partition("Last error:")
+    lines = [line.strip() for line in (last or said).splitlines() if line.strip()]
+    return _line_with(OWN_GPU, "\n".join(lines)) or (lines[-1] if lines else "")
+
+
+def _line_with(words: tuple[str, ...], text: str) -> str:
+    """The first line that has one of the words, whatever their case; "" where none has."""
+    return next((line for line in text.splitlines() if any(word in line.lower() for word in words)), "")

@@ -7,7 +7,7 @@ from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raytrec.errors import DataError
-from raytrec.train.causes import Kind, Restart, find_cause
+from raytrec.train.causes import Kind, Restart, find_cause, main_line
 from raytrec.train.hub import Command, Hub
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]")
@@ -30,6 +30,91 @@ OURS = DataError("label 'y' is 7", where="part-0.parquet")
 def test_the_root_cause(failures, kind, sentence):
     cause = find_cause(failures)
     assert cause.kind == kind and cause.sentence.startswith(sentence)
+
+
+# As torch 2.13.0 words them (c10/cuda/CUDAException.cpp, CUDACachingAllocator.cpp, c10d/NCCLUtils.hpp and
+# .cpp, c10d/ProcessGroupNCCL.cpp), where they come up in a collective.
+ADVICE = """
+CUDA kernel errors might be asynchronously reported at some other API call
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+FRAMES = """
+Exception raised from c10_cuda_check_implementation at /pytorch/c10/cuda/CUDAException.cpp:44:
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f in libc10.so)
+frame #5: c10d::ProcessGroupNCCL::WorkNCCL::synchronizeInternal() + 0x1d (0x7f in libtorch_cuda.so)
+"""
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.29.7\n{}"
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+ECC = "CUDA error: uncorrectable ECC error encountered"
+OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
+
+
+@pytest.mark.parametrize(
+    "text,says",
+    [
+        (ILLEGAL + ADVICE + FRAMES, ILLEGAL),
+        (ECC + ADVICE, ECC),
+        (f"[Rank 1] Process group watchdog thread terminated with exception: {ECC}{ADVICE}{FRAMES}", ECC),
+        (OOM + FRAMES, OOM),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED" + FRAMES, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`" + FRAMES, "CUBLAS_"),
+        (
+            NCCL.format(
+                "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+                "Cuda failure 700 'an illegal memory access was encountered'",
+            ),
+            "Cuda failure 700 'an illegal memory access was encountered'",
+        ),
+        (
+            NCCL.format(
+                "invalid usage (run with NCCL_DEBUG=WARN for details)",
+                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+                "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+            ),
+            "Duplicate GPU detected",
+        ),
+    ],
+)
+def test_an_error_of_its_own_gpu_that_comes_up_in_a_collective(text, says):
+    """Rank 1 has it; the others lost rank 1. It is said by the line that says it."""
+    lost = NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call failed")
+    cause = find_cause({0: RuntimeError(lost), 1: RuntimeError(text), 2: RuntimeError(lost)})
+    assert (cause.kind, cause.rank) == (Kind.ERROR, 1) and says in cause.text, cause
+    assert says in main_line(text) and "\n" not in main_line(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=42, OpType=ALLREDUCE, "
+        "NumelIn=1, NumelOut=1, Timeout(ms)=300000) ran for 300041 milliseconds before timing out.",
+        "NCCL communicator was aborted on rank 1. Original reason for failure was: [Rank 1] Watchdog caught "
+        "collective operation timeout: WorkNCCL(SeqNum=42, OpType=ALLTOALL_BASE) ran for 300041 milliseconds",
+        NCCL.format(
+            "remote process exited or there was a network error",
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+            "prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer 10.0.0.2<41231>",
+        ),
+        NCCL.format(
+            "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+            "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device "
+            "error. \nLast error:\nsocketStartConnect: Connect to 10.0.0.2<41231> failed : Software caused "
+            "connection abort",
+        ),
+        "NCCL timeout in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:118" + FRAMES,
+    ],
+)
+def test_what_nccl_says_of_others_follows_from_them(text):
+    assert find_cause({1: RuntimeError(text)}).kind == Kind.FOLLOWED
+
+
+@pytest.mark.parametrize(
+    "text,line", [("", ""), ("\n", ""), ("a\nb\n", "b"), ("bad value" + FRAMES, "bad value")]
+)
+def test_the_line_that_says_most(text, line):
+    assert main_line(text) == line
 
 
 @pytest.fixture
