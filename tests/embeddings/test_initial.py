@@ -3,10 +3,12 @@
 import pytest
 import torch
 from ranks import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrec.config import RunConfig
 from raytrec.embeddings.bags import table_of
-from raytrec.embeddings.initial import BLOCK_ROWS, initial_rows
+from raytrec.embeddings.initial import BLOCK_ROWS, fill_tables, initial_rows
+from raytrec.embeddings.tables import tables
 from raytrec.schema import Schema
 
 SCHEMA = Schema.parse(
@@ -33,6 +35,39 @@ def test_a_part_equals_that_part_of_the_whole():
     assert whole.mean().abs() < bound / 100
     assert not torch.equal(whole, initial_rows(SCHEMA, "big", 4, 0, BLOCK_ROWS + 500))
     assert not torch.equal(whole[:100], whole[BLOCK_ROWS : BLOCK_ROWS + 100]), "blocks repeat"
+
+
+class LargestOnHost(TorchDispatchMode):
+    """Bytes of the largest piece of memory that an operation gives, other than the tables' own."""
+
+    def __init__(self, model):
+        super().__init__()
+        shards = [shard.values for table in tables(model).values() for shard in table.weight.local]
+        self.bytes, self._tables = 0, {shard.untyped_storage().data_ptr() for shard in shards}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        storage = out.untyped_storage() if isinstance(out, torch.Tensor) else None
+        if storage is not None and storage.data_ptr() not in self._tables:
+            self.bytes = max(self.bytes, storage.nbytes())
+        return out
+
+
+def most_memory(rank, world):
+    """Bytes of host memory that filling a table of 3 blocks takes at once."""
+    from raytrec.train.build import build_step
+
+    config = RunConfig.model_validate({"data": {"train": "d/train"}, "plan": {"sharding": ["table_wise"]}})
+    schema = SCHEMA.model_copy(deep=True)
+    schema.tables["big"].rows = 3 * BLOCK_ROWS
+    step, _ = build_step(config, schema, torch.device("cuda", 0), fill=False)
+    with LargestOnHost(step.model) as largest:
+        fill_tables(step.model, schema, 3)
+    return largest.bytes
+
+
+def test_filling_a_table_takes_the_memory_of_a_block():
+    assert on_ranks(1, most_memory, device="cuda") == [BLOCK_ROWS * 8 * 4]
 
 
 def test_which_parameters_are_tables():

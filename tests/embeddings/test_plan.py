@@ -5,6 +5,8 @@ import torch
 from ranks import on_ranks
 
 from raytrec.config import RunConfig
+from raytrec.embeddings.footprint import GIB
+from raytrec.embeddings.hosts import Place, agree
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
 
@@ -105,3 +107,164 @@ def test_tables_settled_on_a_full_rank_are_refused():
     plan = {"sharding": ["table_wise"], "tables": tables, "memory_gib": 0.1}
     message = on_ranks(2, planned, plan, 10**6, "sgd")[0]
     assert "does not fit on rank 1" in message
+
+
+def places(*hosts, says=None, gib=80, order=sorted):
+    """Of the ranks of hosts with so many of them: each has a GPU of its host; 1 TiB of memory a host."""
+    out = []
+    for host, count in enumerate(hosts):
+        for index in order(range(count)):
+            out.append(Place(f"host{host}", says or count, f"cuda:{index}", gib * GIB, 1024 * GIB))
+    return out
+
+
+def by_name(numbers):
+    """Ray sorts a host's GPUs by their numbers' text: 10 comes before 2."""
+    return sorted(numbers, key=str)
+
+
+@pytest.mark.parametrize(
+    "ranks,local",
+    [
+        (places(8, 8), 8),
+        (places(8, 5), 1),
+        (places(4, 2), 1),
+        (places(8, 8, says=4), 4),
+        (places(4, 4, says=8), 8),
+        (places(12, 12, order=by_name), 12),
+    ],
+    ids=["equal", "8+5", "4+2", "halves of hosts", "two hosts as one", "many GPUs"],
+)
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "table_row_wise", "column_wise"])
+def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
+    from torchrec.distributed.planner import Topology
+
+    from raytrec.embeddings.pins import pins
+    from raytrec.embeddings.plan import BagSharder, name_devices, plan_for
+    from raytrec.embeddings.pooling import PooledEmbeddings
+
+    settings = RunConfig.model_validate(
+        {
+            "data": {"train": "d/train"},
+            "scaling": {"workers": len(ranks)},
+            "plan": {"sharding": [sharding]},
+            "optim": {"embeddings": {"name": "adagrad"}},
+        }
+    )
+    hosts = agree(ranks, settings.plan)
+    assert hosts.ranks_per_host == local
+    topology = Topology(len(ranks), "cuda", hbm_cap=hosts.memory, local_world_size=hosts.ranks_per_host)
+    given = schema(), settings, PooledEmbeddings(schema()), BagSharder()
+    plan = name_devices(plan_for(topology, pins(settings, schema()), *given, fused=True), hosts.devices)
+    named = [
+        str(shard.placement)
+        for module in plan.plan.values()
+        for spec in module.values()
+        for shard in spec.sharding_spec.shards
+    ]
+    expected = {f"rank:{rank}/{place.device}" for rank, place in enumerate(ranks)}
+    assert named and set(named) <= expected
+    if sharding == "row_wise":
+        assert set(named) == expected
+
+
+def test_memory_is_the_least_of_any_rank():
+    """So that all ranks refuse alike, and none waits for a plan that another does not make."""
+    section = RunConfig.model_validate({"data": {"train": "d/train"}}).plan
+    alone = Place("alone", 4, "cuda:0", 40 * GIB, 600 * GIB)
+    hosts = agree([*places(4), alone], section)
+    assert (hosts.memory, hosts.host_share) == (40 * GIB, 256 * GIB)
+    on_cpu = [Place("host", 4, "cpu", None, 64 * GIB)] * 4
+    assert agree(on_cpu, section).memory == 16 * GIB
+    section.memory_gib = 3
+    assert agree(places(4), section).memory == agree(on_cpu, section).memory == 3 * GIB
+
+
+def trained_on(rank, world, gpus, says, ranks_per_host=None):
+    """Where the shards of a table lie, after a step, on ranks with these GPUs of their hosts."""
+    import os
+
+    from small import SCHEMA, batches, config, train
+
+    from raytrec.train.build import build_step
+
+    before, settings = os.environ["LOCAL_WORLD_SIZE"], config(world, {"sharding": "row_wise"})
+    settings.plan.ranks_per_host = ranks_per_host
+    device = torch.device("cuda", gpus[rank])
+    torch.cuda.set_device(device)
+    os.environ["LOCAL_WORLD_SIZE"] = str(says[rank])
+    try:
+        step, plan = build_step(settings, SCHEMA, device)
+        assert len(train(step, batches(1, rank, world)[1])) == 1
+        step.model.state_dict()
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = before
+    (module,) = plan.plan.values()
+    return [str(shard.placement) for shard in module["user"].sharding_spec.shards]
+
+
+@pytest.mark.parametrize(
+    "gpus,says,ranks_per_host",
+    [([0, 1, 0], [2, 2, 1], None), ([2, 0, 1], [3, 3, 3], None), ([0, 1, 2], [3, 3, 3], 1)],
+    ids=["2+1", "another order", "ranks_per_host"],
+)
+def test_steps_run_on_the_gpus_that_ranks_have(gpus, says, ranks_per_host):
+    expected = [f"rank:{rank}/cuda:{index}" for rank, index in enumerate(gpus)]
+    assert on_ranks(3, trained_on, gpus, says, ranks_per_host, device="cuda") == [expected] * 3
+
+
+def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gib=4, **memory):
+    from raytrec.embeddings.dryrun import dry_run
+
+    values = {
+        "data": {"train": "d/train"},
+        "optim": {"embeddings": {"name": optimizer}},
+        "plan": {"sharding": ["row_wise"], "tables": tables},
+        "checkpoint": {"asynchronous": False},
+    }
+    plan = dry_run(RunConfig.model_validate(values), schema(rows), hosts, gpus, memory_gib, **memory)
+    return {table.table: table for table in plan}
+
+
+def test_tables_in_host_memory_are_counted_there():
+    """Four tables of 0.3 GiB, with as much of state: t0 and t1 in the memory of two hosts, 0.6 GiB each."""
+    from raytrec.embeddings.dryrun import gib_of_hosts, gib_of_ranks
+
+    size = 10_000_000 * 8 * 4 * 2 / GIB
+    tables = {"t0": {"kernel": "fused_uvm"}, "t1": {"kernel": "fused_uvm_caching"}}
+    plan = dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=3)
+    assert plan["t0"].gib == [0, 0] and plan["t0"].host_gib == pytest.approx([size / 2] * 2)
+    assert plan["t2"].gib == pytest.approx([size / 2] * 2) and plan["t2"].host_gib == [0, 0]
+    assert plan["t1"].host_gib == pytest.approx([size / 2] * 2)
+    cache = 5_000_000 * (4 + 0.2 * (16 + 8 * 4)) / GIB
+    assert plan["t1"].gib == pytest.approx([cache] * 2, rel=1e-6)
+    held = list(plan.values())
+    assert gib_of_hosts(held, 2, 1) == pytest.approx([size] * 2)
+    assert gib_of_ranks(held, 2) == pytest.approx([size + cache] * 2)
+    with pytest.raises(
+        ConfigError, match="no plan for 4 tables"
+    ):  # 15 % and 0.5 GiB of each host are not theirs
+        dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=1.2)
+    dry(tables | {"t*": {"kernel": "fused_uvm"}}, memory_gib=0.3, host_memory_gib=8)
+
+
+@pytest.mark.parametrize("optimizer,bytes_", [("adagrad", 6), ("adam", 10), ("sgd", 2)])
+def test_state_beside_fp16_tables_is_counted_as_the_fp32_that_it_is(optimizer, bytes_):
+    """Tables that fit only if state were fp16, too, have no plan: a GPU's memory would run out."""
+    values = 4 * 10_000_000 * 8 / 2  # of each of two GPUs
+    needed = values * bytes_ / GIB / 0.85  # the planner's reserve
+    tables = {"t*": {"dtype": "fp16"}}
+    assert sum(dry(tables, optimizer, memory_gib=needed + 0.05)["t0"].gib) == pytest.approx(
+        10_000_000 * 8 * bytes_ / GIB
+    )
+    with pytest.raises(ConfigError, match="no plan for 4 tables"):
+        dry(tables, optimizer, memory_gib=needed - 0.02)
+
+
+def test_state_of_one_value_a_row_is_counted_on_the_gpu():
+    rows = 100_000_000
+    on_gpus = 4 * rows * 4 / 2 / GIB / 0.85
+    tables = {"t*": {"kernel": "fused_uvm"}}
+    dry(tables, "rowwise_adagrad", rows, memory_gib=on_gpus + 0.05, host_memory_gib=100)
+    with pytest.raises(ConfigError, match="no plan for 4 tables"):
+        dry(tables, "rowwise_adagrad", rows, memory_gib=on_gpus - 0.05, host_memory_gib=100)
