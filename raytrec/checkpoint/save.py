@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from raytrec.checkpoint.files import discard, folder_of, keep
+from raytrec.checkpoint.hostcopy import HostCopy
 from raytrec.checkpoint.state import State
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.errors import RunError, root_cause
@@ -30,7 +29,7 @@ class Saved:
         step: of the run.
         folder: the checkpoint.
         error: why there is none; the same on every rank.
-        note: what else is to be said, on rank 0.
+        note: what else is to be said.
         blocked_s: seconds that the step waited for the copy.
         seconds: until it was committed.
     """
@@ -59,7 +58,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[Saved] | None = None
-        self._copies: State = {}
+        self._host = HostCopy()
         self.last_step: int | None = None
 
     @property
@@ -80,7 +79,7 @@ class Saver:
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=self._group)
         if self._config.asynchronous:
-            tensors = self._copy(tensors)
+            tensors = self._host.copy(tensors)
         blocked = perf_counter() - began
         self.last_step = step
         self._running = self._thread.submit(self._write, step, attempt[0], tensors, about, began, blocked)
@@ -94,6 +93,11 @@ class Saver:
         saved, self._running = self._running.result(), None
         return saved
 
+    def close(self) -> None:
+        """Waits for what is being written, and gives back the memory of the copies; it saves no more."""
+        self._thread.shutdown()
+        self._host.close()
+
     def _write(
         self, step: int, attempt: str, tensors: State, about: dict, began: float, blocked: float
     ) -> Saved:
@@ -104,13 +108,13 @@ class Saver:
         except (Exception, CheckpointException) as failure:  # torch's is a BaseException
             cause = root_cause(failure)
             error = cause if isinstance(cause, RunError) else RunError(str(cause), where=folder)
-        note = None
+        notes = [self._host.note] if self._host.note else []
         if dist.get_rank() == 0:
             try:
                 self._tidy(folder, attempt, error)
             except (OSError, RunError) as failure:
-                note = f"older checkpoints could not be removed: {str(failure).splitlines()[0]}"
-        return Saved(step, folder, error, note, blocked, perf_counter() - began)
+                notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
+        return Saved(step, folder, error, "; ".join(notes) or None, blocked, perf_counter() - began)
 
     def _tidy(self, folder: str, attempt: str, error: RunError | None) -> None:
         if error is None:
@@ -118,28 +122,3 @@ class Saver:
             keep(self._root, self._config.keep_last, self._config.keep_best, self._config.best_by)
         else:
             discard(folder, attempt)
-
-    def _copy(self, tensors: State) -> State:
-        """The values in host memory, in buffers that are used again by the next save."""
-        copies: State = {}
-        for name, value in tensors.items():
-            if isinstance(value, ShardedTensor):
-                local = [
-                    Shard(self._buffer(f"{name}/{i}", shard.tensor), shard.metadata)
-                    for i, shard in enumerate(value.local_shards())
-                ]
-                copies[name] = ShardedTensor._init_from_local_shards_and_global_metadata(
-                    local, value.metadata()
-                )
-            else:
-                copies[name] = self._buffer(name, value)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return copies
-
-    def _buffer(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        buffer = self._copies.get(name)
-        if buffer is None or buffer.shape != value.shape:
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self._copies[name] = buffer
-        return buffer.copy_(value, non_blocking=True)

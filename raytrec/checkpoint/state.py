@@ -13,17 +13,22 @@ row-wise one's), so that its state dicts go back only into the plan that they ca
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
+from torchrec.optim.keyed import (
+    CombinedOptimizer,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+    OptimizerWrapper,
+)
 
 from raytrec.embeddings.bags import table_of
-from raytrec.embeddings.kernels import sharded_kernels
+from raytrec.embeddings.kernels import fbgemm_of, set_updates_made, sharded_kernels, updates_made
 from raytrec.embeddings.tables import Parts, Table, tables
 
 State = dict[str, torch.Tensor | ShardedTensor]
@@ -48,7 +53,7 @@ class LogicalState:
         self._kernels = list(sharded_kernels(model))
         self.tables: dict[str, Table] = tables(model, plain if with_optimizer else None)
         self.dense = dict(_dense_values(model))
-        self._fused_steps: list[tuple[Any, torch.Tensor]] = []
+        self._fused_steps: list[tuple[nn.Module, torch.Tensor]] = []
         if with_optimizer:
             self.dense |= dict(_dense_state(plain))
             self.dense |= self._table_steps(model, plain)
@@ -62,8 +67,8 @@ class LogicalState:
         """
         for kernel in self._kernels:
             kernel.flush()  # rows that a kernel has in a cache, to where the shards are
-        for fused, step in self._fused_steps:
-            step.fill_(float(fused.iter[0]))
+        for kernel, step in self._fused_steps:
+            step.fill_(float(updates_made(kernel)))
         out: State = {name: value for name, value in self.dense.items() if _owner(name) not in leave_out}
         for name, table in self.tables.items():
             if name in leave_out:
@@ -76,9 +81,8 @@ class LogicalState:
         """To be called after the tensors have been written: kernels take over what they keep elsewhere."""
         for kernel in self._kernels:
             kernel.purge()  # of rows in a cache
-        for fused, step in self._fused_steps:
-            fused.set_optimizer_step(int(step))
-            fused.iter_cpu.fill_(int(step))  # fbgemm-gpu 1.8.0 looks at `iter` only while this one is 0
+        for kernel, step in self._fused_steps:
+            set_updates_made(kernel, int(step))
 
     def _table_steps(self, model: DistributedModelParallel, optimizer: KeyedOptimizer) -> State:
         """Adam's count of updates of each table that this rank has a shard of."""
@@ -88,13 +92,12 @@ class LogicalState:
             if (table := table_of(fqn)) and "exp_avg_sq" in states:
                 steps[f"tables/{table}/step"] = states["step"]
         for kernel in sharded_kernels(model):
-            fused = kernel.emb_module
             adam = [t for t in kernel.config.embedding_tables if "exp_avg_sq" in self.tables[t.name].state]
-            if not adam or not hasattr(fused, "set_optimizer_step"):
+            if not adam or fbgemm_of(kernel) is None:  # torch's Adam has its count among its state
                 continue
             step = torch.tensor(0.0)  # torch's Adam counts in float32, too
             steps |= {f"tables/{table.name}/step": step for table in adam}
-            self._fused_steps.append((fused, step))
+            self._fused_steps.append((kernel, step))
         return steps
 
 
@@ -116,7 +119,8 @@ def sharded(parts: Parts, rows: int | None = None) -> torch.Tensor | ShardedTens
         data = ShardMetadata(
             shard_offsets=[shard.rows.start] if flat else [shard.rows.start, shard.columns.start],
             shard_sizes=[count] if flat else [count, len(shard.columns)],
-            placement=f"rank:{shard.rank}/{parts.device}",
+            # Of remote shards only the rank counts; a live one must be where its placement says.
+            placement=f"rank:{shard.rank}/{parts.device if shard.values is None else shard.values.device}",
         )
         everywhere.append(data)
         if shard.values is not None:
@@ -146,8 +150,8 @@ def _torch_optimizers(optimizer: KeyedOptimizer) -> Iterator[torch.optim.Optimiz
     if isinstance(optimizer, CombinedOptimizer):
         for _, part in optimizer.optimizers:
             yield from _torch_optimizers(part)
-    elif isinstance(inner := getattr(optimizer, "_optimizer", None), torch.optim.Optimizer):
-        yield inner
+    elif isinstance(optimizer, KeyedOptimizerWrapper):
+        yield optimizer._optimizer  # torchrec 1.8.0
 
 
 def _make_lazy_state(optimizer: KeyedOptimizer) -> None:

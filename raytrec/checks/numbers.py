@@ -11,7 +11,9 @@ from statistics import median
 import torch
 
 from raytrec.checks.outcome import Check, Outcome, Position, ranks
+from raytrec.checks.readout import read
 from raytrec.embeddings.tables import Shard
+from raytrec.embeddings.taps import Lookup
 
 ROWS = 4096  # of a shard that are looked at each time, and of those that a probed step touched
 GROWTH = 100.0  # times the median of the earlier looks
@@ -58,9 +60,11 @@ class Numbers(Check):
     @torch.no_grad()
     def look(self, position: Position, probed: bool) -> Look:
         values, state = [], []
+        touched = _touched(self.run.taps.lookups) if probed else {}
         for table in self.run.tables.values():
-            for shard in table.weight.local:
-                values += [(f"table {table.name}", part) for part in self._parts(table.name, shard, probed)]
+            for shard in (s for s in table.weight.local if len(s.rows)):
+                parts = [self._sample(shard), *map(shard.read, touched.get(table.name, ()))]
+                values += [(f"table {table.name}", part) for part in parts]
             for kind, parts in table.state.items():
                 state += [(f"table {table.name}'s {kind}", self._sample(s)) for s in parts.local]
         for name, value in self.run.dense.items():
@@ -102,19 +106,7 @@ class Numbers(Check):
     def _sample(self, shard: Shard) -> torch.Tensor:
         """About `ROWS` rows of a shard, over a number of looks all of them."""
         stride = max(1, -(-len(shard.rows) // ROWS))
-        return shard.values[self._looks % stride :: stride]
-
-    def _parts(self, table: str, shard: Shard, probed: bool) -> Iterator[torch.Tensor]:
-        """What is looked at of a shard: a sample, and rows that the probed step has touched."""
-        yield self._sample(shard)
-        for lookup in self.run.taps.lookups if probed else []:
-            if table not in lookup.tables or lookup.ids is None or not len(shard.rows):
-                continue
-            ids = lookup.ids.values().split(lookup.ids.lengths().view(len(lookup.tables), -1).sum(1).tolist())
-            for key, of_key in zip(lookup.tables, ids, strict=True):
-                if key == table:
-                    stride = max(1, -(-len(of_key) // ROWS))
-                    yield shard.values.index_select(0, of_key[::stride])
+        return shard.read(slice(self._looks % stride, None, stride))
 
     def _squares(self) -> dict[str, float]:
         """Of dense parameters, and of what the lookups of each table gave."""
@@ -129,9 +121,21 @@ class Numbers(Check):
                 found += [(f"table {t}", part.sum()) for t, part in zip(lookup.tables, parts, strict=True)]
         out: dict[str, float] = defaultdict(float)
         if found:
-            for (name, _), value in zip(found, torch.stack([v for _, v in found]).tolist(), strict=True):
+            for (name, _), (value,) in zip(found, read([v for _, v in found]), strict=True):
                 out[name] += value
         return dict(out)
+
+
+def _touched(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
+    """Table → int64 [n] of each key: some rows of this rank's shard that the probed step has looked up."""
+    rows: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for lookup in lookups:
+        if lookup.ids is None:
+            continue
+        sizes = lookup.ids.lengths().view(len(lookup.tables), -1).sum(1).tolist()
+        for table, of_key in zip(lookup.tables, lookup.ids.values().split(sizes), strict=True):
+            rows[table].append(of_key[:: max(1, -(-len(of_key) // ROWS))])
+    return rows
 
 
 def _largest(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
@@ -140,10 +144,9 @@ def _largest(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
     if not some:
         return {}
     # Many times faster on CPU than torch.linalg.vector_norm(t, inf), and hands NaN on, too.
-    ends = torch.stack([end.float() for _, t in some for end in t.aminmax()])
-    sizes = ends.view(-1, 2).abs().amax(1).tolist()
+    sizes = read([torch.stack(t.aminmax()).float().abs().amax() for _, t in some])
     out: dict[str, float] = {}
-    for (name, _), size in zip(some, sizes, strict=True):
+    for (name, _), (size,) in zip(some, sizes, strict=True):
         before = out.get(name, 0.0)
         out[name] = max(size, before) if isfinite(size + before) else float("nan")
     return out

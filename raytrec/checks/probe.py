@@ -18,6 +18,7 @@ import torch.distributed as dist
 from raytrec.checks.keys import Bags, factors_of, found, keys_of, some_bags
 from raytrec.checks.outcome import STEP, Check, Outcome, Position, Watched
 from raytrec.data.batch import Batch
+from raytrec.embeddings.kernels import shard_origin
 from raytrec.embeddings.tables import Table
 
 BAGS = 4  # of each feature and rank, beside the longest one
@@ -62,8 +63,6 @@ class Parity(Check):
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> None:
-        for lookup in self.run.taps.lookups:
-            lookup.kernel.flush()  # rows that a kernel keeps in a cache, back to where shards are read
         bags = self._bags(batch)
         self._rows = self._wanted(bags)
         values = self._gathered()
@@ -138,7 +137,7 @@ class Parity(Check):
             for shard in [] if table.weight.replicated else table.weight.local:
                 rows, here = self._rows[name], slice(shard.columns.start, shard.columns.stop)
                 low, high = _between(rows, shard.rows)
-                values[name][low:high, here] = shard.values[rows[low:high] - shard.rows.start].float()
+                values[name][low:high, here] = shard.read(rows[low:high] - shard.rows.start).float()
         dist.all_reduce(flat)
         for name, table in tables.items():
             if table.weight.replicated:
@@ -188,7 +187,7 @@ class Parity(Check):
                 continue
             columns = lookup.gradient.split(lookup.columns, dim=1)
             places = [
-                (table.name, getattr(table.local_metadata, "shard_offsets", [0, 0]))
+                (table.name, shard_origin(table))
                 for table in lookup.kernel.config.embedding_tables
                 for _ in table.feature_names
             ]
@@ -237,10 +236,10 @@ def _union(keys: torch.Tensor) -> torch.Tensor:
     mine, world = keys.unique(), dist.get_world_size()
     counts = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(world)]
     dist.all_gather(counts, torch.tensor([len(mine)], device=mine.device))
-    most = int(torch.cat(counts).max())
-    everyone = [mine.new_empty(most) for _ in range(world)]
-    dist.all_gather(everyone, torch.nn.functional.pad(mine, (0, most - len(mine))))
-    return torch.cat([part[: int(n)] for part, n in zip(everyone, counts, strict=True)]).unique()
+    sizes = torch.cat(counts).tolist()
+    everyone = [mine.new_empty(max(sizes)) for _ in range(world)]
+    dist.all_gather(everyone, torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))))
+    return torch.cat([part[:n] for part, n in zip(everyone, sizes, strict=True)]).unique()
 
 
 def _blocks(

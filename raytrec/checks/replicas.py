@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from raytrec.checks.outcome import Check, Outcome, Position, odd_ones, ranks
+from raytrec.checks.readout import read
 
 # Values that are multiplied at once: what stays in a core's cache; on a GPU enough to fill it.
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
@@ -27,8 +28,8 @@ class Replicas(Check):
     def look(self, position: Position, probed: bool) -> dict[str, int]:
         """Name → hash."""
         names, tensors = zip(*sorted(self._copies(), key=lambda pair: pair[0]), strict=True)
-        hashes = torch.stack([fingerprint(tensor) for tensor in tensors]).tolist()
-        return dict(zip(names, hashes, strict=True))
+        hashes = read([fingerprint(tensor) for tensor in tensors])
+        return {name: value for name, (value,) in zip(names, hashes, strict=True)}
 
     def judge(self, looks: list[dict[str, int]], step: int) -> Outcome:
         problems = []

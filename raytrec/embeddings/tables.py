@@ -18,6 +18,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.embeddings.bags import table_of
+from raytrec.embeddings.kernels import Cache, caches
 from raytrec.errors import RunError
 
 
@@ -30,12 +31,27 @@ class Shard:
         rows, columns: which part of the table it is.
         values: on the rank that holds it, the live weights or state: writing changes them. Weights are
             [rows, columns]; state with one value a row is [rows]. None on other ranks.
+        cache: of the kernel that keeps some of the rows on the GPU (fused_uvm_caching): `values` are as old
+            as its last flush then, and `read` gives the current ones.
     """
 
     rank: int
     rows: range
     columns: range
     values: torch.Tensor | None
+    cache: Cache | None = None
+
+    def read(self, rows: torch.Tensor | slice) -> torch.Tensor:
+        """The current values of some rows, on the rank that holds them; a view where that is possible.
+
+        Args:
+            rows: int64 [n], from 0 for the first of the shard; or a slice.
+        """
+        if self.cache is not None:
+            if isinstance(rows, slice):
+                rows = torch.arange(len(self.values), device=self.values.device)[rows]
+            return self.cache.read(self.values, rows)
+        return self.values[rows] if isinstance(rows, slice) else self.values.index_select(0, rows)
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,7 @@ class Parts:
         dtype: of the values.
         shards: all of them, in the order of the plan.
         replicated: whether every rank holds the whole.
+        device: where this rank's shards are; where it has none, what its collectives take.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +90,7 @@ class Parts:
         """
         rows = self._checked(range(self.shape[0]) if rows is None else rows)
         wanted = dist.get_rank() == 0 or not first_only
+        self._flush()
         out = (
             torch.empty(len(rows), *self.shape[1:], dtype=self.dtype, device=self.device) if wanted else None
         )
@@ -101,10 +119,19 @@ class Parts:
                 expected=f"[rows{''.join(f', {n}' for n in self.shape[1:])}]",
             )
         rows = self._checked(range(first_row, first_row + len(values)))
+        self._flush()
         for shard in self.local:
             if both := _overlap(rows, shard.rows):
                 into = shard.values[both.start - shard.rows.start : both.stop - shard.rows.start]
                 into.copy_(_part(values, both, first_row, shard.columns))
+            if shard.cache is not None:
+                shard.cache.purge()
+
+    def _flush(self) -> None:
+        """Brings `values` up to date where a kernel keeps newer ones in a cache."""
+        for shard in self.local:
+            if shard.cache is not None:
+                shard.cache.flush()
 
     def _checked(self, rows: range) -> range:
         if rows.step != 1 or rows.start < 0 or rows.stop > self.shape[0]:
@@ -174,9 +201,10 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
         if not isinstance(module, ShardedEmbeddingBagCollection):
             continue
         live, parameters = module.state_dict(), dict(module.named_parameters())
+        cached = caches(module)
         for name, spec in module.module_sharding_plan.items():
             key = f"embedding_bags.{name}.weight"
-            weight = _weight(live[key])
+            weight = _weight(live[key], cached.get(name))
             state = {
                 kind: _beside(weight, per_row, dtype, local_state.get(name, {}).get(kind, []))
                 for kind, (per_row, dtype) in kinds.get(name, {}).items()
@@ -218,23 +246,27 @@ def accumulate_grad(table: Table) -> torch.autograd.graph.Node:
     return node
 
 
-def _weight(value: torch.Tensor | ShardedTensor) -> Parts:
+def _weight(value: torch.Tensor | ShardedTensor, cache: Cache | None) -> Parts:
     if not isinstance(value, ShardedTensor):
         value = value.detach().as_subclass(torch.Tensor)
         whole = Shard(dist.get_rank(), range(value.shape[0]), range(value.shape[1]), value)
         return Parts(tuple(value.shape), value.dtype, [whole], True, value.device)
     live = {tuple(s.metadata.shard_offsets): s.tensor.detach() for s in value.local_shards()}
-    shards = [
-        Shard(
-            part.placement.rank(),
-            range(part.shard_offsets[0], part.shard_offsets[0] + part.shard_sizes[0]),
-            range(part.shard_offsets[1], part.shard_offsets[1] + part.shard_sizes[1]),
-            live.get(tuple(part.shard_offsets)) if part.placement.rank() == dist.get_rank() else None,
-        )
-        for part in value.metadata().shards_metadata
-    ]
-    device = torch.device(torch.accelerator.current_accelerator() if dist.get_backend() == "nccl" else "cpu")
+    shards = []
+    for part in value.metadata().shards_metadata:
+        rank = part.placement.rank()
+        values = live.get(tuple(part.shard_offsets)) if rank == dist.get_rank() else None
+        (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
+        kept = cache if values is not None else None
+        shards.append(Shard(rank, range(row, row + rows), range(column, column + columns), values, kept))
+    device = next((values.device for values in live.values()), None) or _own_device()
     return Parts(tuple(value.shape), value.dtype, shards, False, device)
+
+
+def _own_device() -> torch.device:
+    """What this rank's collectives take: with an index, as tensors have one and are compared by it."""
+    nccl = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def _beside(weight: Parts, per_row: bool, dtype: torch.dtype, live: list[torch.Tensor]) -> Parts:

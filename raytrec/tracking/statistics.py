@@ -7,14 +7,15 @@ of ids and updates is of one probed step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checks.keys import Key, found, keys_of
-from raytrec.embeddings.kernels import has_cache
+from raytrec.checks.readout import read
+from raytrec.embeddings.kernels import cache_hits
 from raytrec.embeddings.tables import Shard, Table
 from raytrec.embeddings.taps import Lookup, Taps
 from raytrec.schema import Schema
@@ -73,12 +74,13 @@ class Statistics:
     @torch.no_grad()
     def collect(self) -> dict[str, dict[str, Any]]:
         """Figures of each table since the last call (see docs/watch.md); ends the probe."""
-        lookups = self._lookups()
-        for lookup in self._taps.lookups:
-            lookup.kernel.flush()  # rows that a kernel has in a cache, to where the shards are
+        lookups, hits = self._lookups(), self._cache_hits()
         probed = {id(p.lookup): p.lookup for p in self._probed.values()}
         self._keys = {i: list(keys_of(lookup.ids, len(lookup.features))) for i, lookup in probed.items()}
-        figures = {name: self._of(table, lookups.get(name, 0)) for name, table in self._tables.items()}
+        figures = {
+            name: self._of(table, lookups.get(name, 0)) | hits.get(name, {})
+            for name, table in self._tables.items()
+        }
         self._turn += 1
         self._probed.clear()
         self._keys.clear()
@@ -95,6 +97,14 @@ class Statistics:
             self._counted[id(lookup)] = now
         return total
 
+    def _cache_hits(self) -> dict[str, dict[str, float]]:
+        """table → what is known of the cache of the kernel that looks it up, since the last call."""
+        found: dict[str, dict[str, float]] = {}
+        for lookup in self._taps.lookups:
+            if (share := cache_hits(lookup.kernel)) is not None:
+                found |= {table: {"cache_hit_rate": share} for table in lookup.tables}
+        return found
+
     def _of(self, table: Table, lookups: int) -> dict[str, Any]:
         shard, probed = _shard(table), self._probed.get(table.name)
         rows, columns = shard.values.shape
@@ -109,40 +119,36 @@ class Statistics:
             "lookups": lookups,
             "lookup_bytes": lookups * columns * shard.values.element_size(),
             "changed_share": self._changed_share(table.name),
-            **self._norms(shard.values, state, table),
+            **self._norms(shard, state, table),
         }
         if probed:
-            now = shard.values[probed.ids].float()
+            now = shard.read(probed.ids).float()
             figures |= {
                 "touched_rows": probed.distinct,
                 "unique_ratio": probed.distinct / max(1, probed.lookups),
                 "gradient_norm": self._gradient_norm(table, probed),
+                "update_norm": _scaled(now - probed.before, probed),
                 "max_abs": torch.maximum(figures["max_abs"], _largest(now)),
             }
-            if not has_cache(probed.lookup.kernel):  # new values may still be in it
-                figures["update_norm"] = _scaled(now - probed.before, probed)
-        figures |= cache_hits(probed.lookup.kernel if probed else None)
         return figures
 
-    def _norms(self, values: torch.Tensor, state: dict, table: Table) -> dict[str, Any]:
+    def _norms(self, shard: Shard, state: dict, table: Table) -> dict[str, Any]:
         """Figures of a sample of rows."""
-        rows = values.shape[0]
+        rows = shard.values.shape[0]
         if not rows:
-            return {"max_abs": torch.zeros((), device=values.device)}
+            return {"max_abs": torch.zeros((), device=shard.values.device)}
         stride = max(1, rows // SAMPLE)
         # A prime, so that rows beside each other are not looked at one after the other.
         sample = slice(self._turn * 7919 % stride, None, stride)
-        weights = values[sample].float()
+        weights = shard.read(sample).float()
         norms = torch.linalg.vector_norm(weights, dim=1)
         quantiles = torch.quantile(norms, norms.new_tensor([0.05, 0.5, 0.95]))
-        low, high, bins = NORM_EDGES
-        counts = torch.histc(norms.clamp_min(1e-30).log10().clamp(low, high), bins, low, high)
         figures = {
             "row_norm_p05": quantiles[0],
             "row_norm_p50": quantiles[1],
             "row_norm_p95": quantiles[2],
             "row_norm_max": norms.max(),
-            "row_norm_counts": counts,
+            "row_norm_counts": _counts(norms),
             "max_abs": _largest(weights),
             "weight_norm": (norms.square().mean() * rows).sqrt(),
         }
@@ -161,7 +167,7 @@ class Statistics:
         """Of the table's shard: from what its lookup was handed back, or, for a data-parallel table, from its
         gradient over all ranks."""
         if probed.lookup.replicated:
-            gradient = getattr(table.parameter, "grad", None)
+            gradient = None if table.parameter is None else table.parameter.grad
             return None if gradient is None else torch.linalg.vector_norm(gradient.float())
         if probed.lookup.gradient is None:
             return None
@@ -192,11 +198,11 @@ class Statistics:
             seen[_ids(features, key)] = True
 
     def _probe(self, name: str, lookup: Lookup, features: KeyedJaggedTensor, keys: list[int]) -> None:
-        values = _shard(self._tables[name]).values
+        shard = _shard(self._tables[name])
         ids = torch.cat([_ids(features, key) for key in keys])
         rows = ids.unique()
         some = rows[:: max(1, len(rows) // SAMPLE)]
-        before = values[some].detach().float().clone()
+        before = shard.read(some).detach().float()
         self._probed[name] = Probed(lookup, some, len(rows), len(ids), before, keys)
 
     def _changed_share(self, table: str) -> float | None:
@@ -238,22 +244,21 @@ def collisions(dead_share: torch.Tensor) -> torch.Tensor:
     return 1 - (1 - dead_share.double()) / load
 
 
-def cache_hits(kernel: torch.nn.Module | None) -> dict[str, float]:
-    """Of a kernel with a cache on the device (fused_uvm_caching): the share of distinct rows that were in it,
-    since the last call; nothing for others."""
-    lookup = getattr(kernel, "emb_module", None)
-    if not getattr(lookup, "gather_uvm_cache_stats", False):
-        return {}
-    # fbgemm-gpu 1.8.0: calls, ids, distinct ids, distinct misses, …
-    _, _, distinct, misses, *_ = lookup.get_uvm_cache_stats(use_local_cache=False).tolist()
-    lookup.reset_uvm_cache_stats()
-    return {"cache_hit_rate": 1 - misses / distinct} if distinct else {}
-
-
 def _scaled(rows: torch.Tensor, probed: Probed) -> torch.Tensor:
     """The L2 norm over all touched rows, from some of them."""
     share = probed.distinct / max(1, len(probed.ids))
     return (rows.square().sum() * share).sqrt()
+
+
+def _counts(norms: torch.Tensor) -> torch.Tensor:
+    """Norms in the bins of NORM_EDGES, the last one with its upper edge: int64 [bins].
+
+    Not torch.histc, which torch.use_deterministic_algorithms refuses on CUDA.
+    """
+    low, high, bins = NORM_EDGES
+    values = norms.clamp_min(1e-30).log10().clamp(low, high)
+    bin_N1 = ((values - low) * bins / (high - low)).long().clamp(max=bins - 1).unsqueeze(1)
+    return (bin_N1 == torch.arange(bins, device=norms.device)).sum(0)
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
@@ -281,14 +286,14 @@ def _ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
 def _plain(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Tensors as numbers, with one copy from the device."""
     tensors = [v for figures in found.values() for v in figures.values() if isinstance(v, torch.Tensor)]
-    flat = iter(torch.cat([t.double().reshape(-1) for t in tensors]).tolist() if tensors else [])
+    numbers = iter(read([tensor.double() for tensor in tensors]))
 
     def plain(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        numbers = [next(flat) for _ in range(prod(value.shape))]
+        of_it = next(numbers)
         if value.dim():  # of a histogram
-            return [int(number) for number in numbers]
-        return numbers[0] if isfinite(numbers[0]) else None  # as JSON has it
+            return [int(number) for number in of_it]
+        return of_it[0] if isfinite(of_it[0]) else None  # as JSON has it
 
     return {name: {key: plain(v) for key, v in figures.items()} for name, figures in found.items()}

@@ -46,7 +46,7 @@ class Scene:
 
 def loop(
     rank, world, plan, fault=None, after=4, *, optimizer="sgd", steps=6, every=3, balance="unequal", lr=0.1,
-    schema=SCHEMA, checks=None, dense=None, model=None, **train,
+    schema=SCHEMA, checks=None, dense=None, model=None, device="cpu", **train,
 ):  # fmt: skip
     """Trains `steps` steps and checks at the start, every `every` steps and at the end as before a
     checkpoint; records of all outcomes.
@@ -69,7 +69,7 @@ def loop(
     by_id = read_by_id(schema, settings.model)
     for name, reaction in (checks or {}).items():
         setattr(settings.checks, name, reaction)
-    scene = Scene(rank, world, build_step(settings, schema, torch.device("cpu"))[0])
+    scene = Scene(rank, world, build_step(settings, schema, torch.device(device))[0])
     whole, scene.local = batches(steps, rank, world, balance, schema, by_id)
     schema = looked_up(schema, by_id)
     for number, batch in enumerate(scene.local):
@@ -85,7 +85,7 @@ def loop(
             scene.state.tables,
             scene.state.dense,
             scene.taps,
-            torch.device("cpu"),
+            torch.device(device),
             parameters,
         )
         outcomes, rows = scene.checks.at_start(scene.about), 0

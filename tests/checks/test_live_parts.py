@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from loops import failed, loop
+from loops import PLANS, failed, loop
 from ranks import on_ranks
 from small import config
+from standin import cuda
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checks.keys import LONGEST, keys_of, some_bags
@@ -17,7 +18,8 @@ from raytrec.checks.live import CHECKS, verdict
 from raytrec.checks.numbers import GROWTH, ROWS, Look, Numbers, _largest
 from raytrec.checks.outcome import Outcome, Position, Watched, odd_ones, ranks
 from raytrec.checks.probe import error_of
-from raytrec.checks.replicas import CHUNK, _multipliers, fingerprint
+from raytrec.checks.readout import read
+from raytrec.checks.replicas import CHUNK, Replicas, _multipliers, fingerprint
 from raytrec.checks.shards import _gaps
 from raytrec.embeddings.tables import Parts, Shard, Table
 from raytrec.embeddings.taps import Lookup
@@ -262,3 +264,56 @@ def long(rank, world, plan, optimizer, lr):
 @pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "data_parallel"])
 def test_ordinary_training_raises_no_alarm(sharding, optimizer, lr):
     assert not failed(on_ranks(2, long, {"sharding": sharding}, optimizer, lr))
+
+
+def test_tensors_of_two_devices_are_hashed_and_measured():
+    """torch keeps an optimizer's count of steps in host memory."""
+    torch.manual_seed(0)
+    of_host = {
+        "dense/a/value": torch.randn(100),
+        "dense/a/sum": torch.rand(100),
+        "dense/a/step": torch.tensor(4.0),
+    }
+    settings, found = config(1, {}), []
+    with cuda() as gpu:
+        of_gpu = {n: t if n.endswith("step") else t.clone().to("cuda") for n, t in of_host.items()}
+        for dense in (of_host, of_gpu):
+            run = Watched(
+                settings, None, {}, dense, SimpleNamespace(lookups=[]), dense["dense/a/value"].device
+            )
+            gpu.waits.clear()
+            found.append([check(run).look(Position(1), False) for check in (Replicas, Numbers)])
+    assert found[0] == found[1]
+    assert found[0][1].state == {"dense/a/sum": float(of_host["dense/a/sum"].max()), "dense/a/step": 4.0}
+
+
+def test_figures_come_from_each_device_in_one_copy():
+    with cuda() as gpu:
+        tensors = [
+            torch.arange(3).to("cuda"),
+            torch.tensor(2.5),
+            torch.ones(2, 2).to("cuda"),
+            torch.tensor(7),
+        ]
+        tensors += [torch.zeros(0).to("cuda"), torch.tensor(2**62 + 1).to("cuda")]
+        gpu.waits.clear()
+        assert read(tensors) == [[0, 1, 2], [2.5], [1.0] * 4, [7], [], [2**62 + 1]]
+        assert [wait.what for wait in gpu.waits] == ["tolist"] * 2, "of int64 and of float32"
+    assert read([]) == []
+
+
+def on_a_gpu(rank, world, plan, settings):
+    import torch.distributed as dist
+
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return loop(rank, world, PLANS[plan], dense="adam", device=device, **settings)
+
+
+@pytest.mark.parametrize("plan", ["row-wise", "table-wise", "data-parallel", "dense"])
+def test_all_checks_pass_on_gpus(plan):
+    """Errors of rounding aside, with the same outcomes as on CPU."""
+    settings = {"optimizer": "adagrad", "clip_norm": 10.0 if plan == "row-wise" else None}
+    found = {kind: on_ranks(2, on_a_gpu, plan, settings, device=kind) for kind in ("cuda", "cpu")}
+    assert not failed(found["cuda"])
+    outcomes = [[(o["check"], o["step"], o["text"]) for o in found[kind][0]] for kind in ("cuda", "cpu")]
+    assert outcomes[0] == outcomes[1]

@@ -220,6 +220,8 @@ def cuda(index: int = 0, count: int = 1) -> Iterator[Gpu]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         for name, value in _torch_accelerator(gpu).items():
             stack.enter_context(patch.object(torch.accelerator, name, value))
+        # torch asks for it when it logs that something failed.
+        stack.enter_context(patch.object(torch.cuda.nccl, "version", lambda: (2, 29, 7)))
         for context in (on_device(gpu), nccl(), kernels()):
             stack.enter_context(context)
         yield gpu

@@ -1,0 +1,97 @@
+"""FBGEMM's cache of rows on the GPU, on kernels for CPU, which have none."""
+
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+
+WAYS = 32  # slots of a set (fbgemm-gpu 1.8.0, DEFAULT_ASSOC)
+STALE = 1000.0
+
+
+class Caches:
+    """A cache for every fused kernel of a model. While `holding`, some rows of its tables are in it, laid out
+    as CUDA's kernels do (fbgemm-gpu 1.8.0, lxu_cache.cu), and what the shards hold of them is out of date.
+    Forward and backward must run outside, as their kernels for CPU know of no cache.
+
+    Attributes:
+        flushes: how often a kernel was asked to write its cache back.
+    """
+
+    def __init__(self, model):
+        from raytrec.embeddings.kernels import fbgemm_of, sharded_kernels
+
+        self.flushes = 0
+        self._kernels = [k for k in sharded_kernels(model) if fbgemm_of(k) is not None]
+
+    @contextmanager
+    def holding(self):
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(torch.ops.fbgemm, "lxu_cache_lookup", lookup))
+            for kernel in self._kernels:
+                stack.enter_context(self._cached(kernel.emb_module))
+            yield self
+
+    def slots(self):
+        """The cached rows of all kernels: views [slots, widest table], to be written to."""
+        return [kernel.emb_module.lxu_cache_weights for kernel in self._kernels]
+
+    @contextmanager
+    def _cached(self, lookup):
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+            EmbeddingLocation,
+            construct_cache_state,
+        )
+
+        # .data: changes between forward and backward, undone before it, are nothing to autograd.
+        shards = [values.data for values in lookup.split_embedding_weights()]
+        rows = [len(shard) for shard in shards]
+        layout = construct_cache_state(
+            rows, [EmbeddingLocation.MANAGED_CACHING] * len(rows), lookup.feature_table_map
+        )
+        numbers = torch.randperm(sum(rows))[: -(-sum(rows) * 2 // 3)]  # two of three rows are cached
+        sets = -(-len(numbers) // WAYS) + 1
+        state = torch.full((sets, WAYS), -1)
+        state.view(-1)[torch.randperm(sets * WAYS)[: len(numbers)]] = numbers
+        weights = torch.full((sets * WAYS, lookup.max_D), torch.nan, dtype=shards[0].dtype)
+        starts = torch.tensor([0, *rows]).cumsum(0)
+
+        def places():
+            for slot in (state.view(-1) >= 0).nonzero().squeeze(1).tolist():
+                number = int(state.view(-1)[slot])
+                table = int(torch.searchsorted(starts, number, right=True)) - 1
+                yield weights[slot, : shards[table].shape[1]], shards[table][number - starts[table]]
+
+        def write_back():
+            for cached, stored in places():
+                stored.copy_(cached)
+
+        def flush():
+            self.flushes += 1
+            write_back()
+
+        with torch.no_grad():
+            for cached, stored in places():
+                cached.copy_(stored)
+                stored.fill_(STALE)
+        before = {
+            n: getattr(lookup, n) for n in ("lxu_cache_state", "lxu_cache_weights", "cache_hash_size_cumsum")
+        }
+        lookup.lxu_cache_state, lookup.lxu_cache_weights = state, weights
+        lookup.cache_hash_size_cumsum = torch.tensor(layout.cache_hash_size_cumsum)
+        lookup.flush = flush
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                write_back()
+            del lookup.flush
+            for name, value in before.items():
+                setattr(lookup, name, value)
+
+
+def lookup(numbers, state, *_):
+    """What fbgemm::lxu_cache_lookup gives on CUDA."""
+    assert numbers.dtype == torch.int64 and numbers.dim() == 1
+    hits = state.view(-1) == numbers.unsqueeze(1)
+    return torch.where(hits.any(1), hits.int().argmax(1), -1).int()

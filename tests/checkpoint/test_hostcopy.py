@@ -1,0 +1,170 @@
+"""The copy that is written while training goes on: from a GPU, its size in memory, and what it waits for."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from checkpoints import equal, whole
+from ranks import on_ranks
+from small import SCHEMA, batches, config, train
+from standin import cuda
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from raytrec.checkpoint.hostcopy import HostCopy
+
+SIZES = (1025, 5, 1 << 20, (1 << 20) + 3, 3_000_001, 0)  # values; powers of two and what is just above
+
+
+def state(device):
+    tensors = {f"dense/{n}/value": torch.randn(n, device=device) for n in SIZES}
+    tensors["dense/half/value"] = torch.randn(7, 3, device=device).half()
+    tensors["dense/flag/value"] = torch.ones(3, dtype=torch.bool, device=device)
+    return tensors | {"dense/w/step": torch.tensor(3.0)}  # which torch keeps in host memory
+
+
+def bytes_of(tensors):
+    return sum(value.nbytes for value in tensors.values())
+
+
+def same(copies, tensors):
+    return copies.keys() == tensors.keys() and all(
+        not copies[name].is_cuda
+        and copies[name].dtype == value.dtype
+        and copies[name].shape == value.shape
+        and torch.equal(copies[name], value.cpu())
+        for name, value in tensors.items()
+    )
+
+
+def test_a_copy_from_a_gpu_is_page_locked_and_no_larger_than_the_state():
+    with cuda() as gpu:
+        tensors, host = state("cuda"), HostCopy()
+        first = host.copy(tensors)
+        assert bytes_of(tensors) <= gpu.pinned_bytes <= 1.1 * bytes_of(tensors)
+        assert same(first, tensors) and host.note is None
+        assert all(copy.is_pinned() for copy in first.values() if copy.numel())
+        held = gpu.pinned_bytes
+        for value in tensors.values():
+            value.add_(1) if value.dtype != torch.bool else value.logical_not_()
+        assert same(host.copy(tensors), tensors) and gpu.pinned_bytes == held, "the same memory"
+        assert same(first, tensors), "the first copy was in it"
+        tensors["dense/5/value"] = torch.zeros(9, 9, device="cuda")
+        assert same(host.copy(tensors), tensors) and gpu.pinned_bytes <= 1.1 * bytes_of(tensors)
+        host.close()
+        assert gpu.pinned_bytes == 0
+        host.copy(tensors)
+        del host
+        assert gpu.pinned_bytes == 0, "unlocked before it is unmapped, whoever forgets to close"
+
+
+def test_a_copy_waits_once_and_for_the_stream_that_brings_it():
+    with cuda() as gpu:
+        tensors, host, other = state("cuda"), HostCopy(), torch.cuda.Stream()
+        del tensors["dense/0/value"]  # an empty tensor has no address, pinned or not
+        other.work(30.0)  # of somebody else
+        gpu.work(0.01)
+        gpu.waits.clear()
+        copies = host.copy(tensors)
+        assert [wait.what for wait in gpu.waits] == ["Stream.synchronize"]
+        assert same(copies, tensors)
+        host.close()
+
+
+def test_memory_that_cannot_be_locked_is_used_as_it_is_and_said():
+    with cuda() as gpu, patch("standin.device._Runtime.cudaHostRegister", lambda *_: 2):
+        tensors, host = state("cuda"), HostCopy()
+        assert same(host.copy(tensors), tensors) and not gpu.pinned_bytes
+        assert "could not be page-locked (cudaHostRegister: error 2)" in host.note
+        assert same(host.copy(tensors), tensors) and host.note is None, "said once"
+
+
+def test_ranks_without_a_gpu_do_not_touch_cuda():
+    def touched(*_, **__):
+        raise AssertionError("CUDA was touched")
+
+    tensors, host = state("cpu"), HostCopy()
+    names = ("is_available", "synchronize", "current_stream", "cudart", "current_device", "_lazy_init")
+    with patch.multiple(torch.cuda, **dict.fromkeys(names, touched)):
+        copies = host.copy(tensors)
+        assert same(copies, tensors)
+        host.close()
+    assert same(copies, tensors), "the pages go with the last tensor"
+
+
+def trained(rank, world, plan, optimizer, device, root, asynchronous):
+    """Trains and saves."""
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.sections import CheckpointSection
+    from raytrec.train.build import build_step
+
+    settings = config(world, plan, optimizer)
+    settings.optim.dense.name = "adam"  # whose count of steps is in host memory
+    step = build_step(settings, SCHEMA, torch.device(device))[0]
+    state = LogicalState(step.model, step.optimizer)
+    train(step, batches(3, rank, world)[1])
+    saver = Saver(root, CheckpointSection(asynchronous=asynchronous))
+    tensors = state.tensors()
+    sharded = [t for t in tensors.values() if isinstance(t, ShardedTensor)]
+    devices = {str(shard.metadata.placement.device()) for t in sharded for shard in t.local_shards()}
+    saver.save(3, tensors, {})
+    train(step, batches(2, rank, world)[1])  # what is written must not follow
+    saved = saver.taken()
+    saver.close()
+    if saved.error:
+        raise saved.error
+    return saved.folder, devices, {table.weight.device for table in state.tables.values()}
+
+
+def resumed(rank, world, plan, optimizer, device, root, target):
+    """Restores, and saves what it has restored."""
+    from raytrec.checkpoint.restore import restore
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.sections import CheckpointSection
+    from raytrec.train.build import build_step
+
+    settings = config(world, plan, optimizer)
+    settings.optim.dense.name = "adam"
+    step = build_step(settings, SCHEMA, torch.device(device))[0]
+    state = LogicalState(step.model, step.optimizer)
+    found = restore(root, state)
+    assert found.folder and not found.passed_over
+    saver = Saver(target, CheckpointSection())
+    saver.save(3, state.tensors(), {})
+    saved = saver.taken()
+    saver.close()
+    if saved.error:
+        raise saved.error
+    return saved.folder
+
+
+ROW_WISE, TABLE_WISE, COPIES = ({"sharding": way} for way in ("row_wise", "table_wise", "data_parallel"))
+
+
+@pytest.mark.parametrize(
+    "plan,then,optimizer,asynchronous",
+    [
+        (ROW_WISE, TABLE_WISE, "rowwise_adagrad", True),
+        (TABLE_WISE, ROW_WISE, "adagrad", True),  # a rank may hold no table
+        (COPIES, COPIES, "adam", True),
+        ({"sharding": "column_wise", "kernel": "fused_uvm"}, ROW_WISE, "adagrad", False),
+    ],
+)
+def test_gpus_save_what_cpus_save_and_each_restores_the_other(plan, then, optimizer, asynchronous, tmp_path):
+    folders = {}
+    for device in ("cpu", "cuda"):
+        root = str(tmp_path / device)
+        ranks = on_ranks(2, trained, plan, optimizer, device, root, asynchronous, device=device)
+        folders[device] = ranks[0][0]
+        for rank, (_, places, of_tables) in enumerate(ranks):
+            here = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
+            assert of_tables == {here} and places <= {str(here)}
+    one, other = (whole(folders[device]) for device in ("cpu", "cuda"))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-6, atol=1e-6, msg=name)
+    for device, source in (("cuda", "cpu"), ("cpu", "cuda")):
+        root, target = str(tmp_path / source), str(tmp_path / f"{source} to {device}")
+        again = on_ranks(2, resumed, then, optimizer, device, root, target, device=device)
+        assert equal(folders[source], again[0]) == []

@@ -1,0 +1,221 @@
+"""Kernels with a cache on the GPU are read through it; the names of FBGEMM and TorchRec that are used."""
+
+import inspect
+
+import pytest
+import torch
+from caching import STALE, Caches
+from ranks import on_ranks
+from small import SCHEMA, batches, build, config, train
+
+CACHED = {"sharding": "row_wise", "kernel": "fused_uvm_caching"}
+
+
+def read(rank, world, plan):
+    """A table that is read, written and saved while its kernel caches rows."""
+    from raytrec.checkpoint.state import LogicalState
+
+    step = build(config(world, plan))
+    train(step, batches(2, rank, world)[1])
+    caches = Caches(step.model)
+    with caches.holding():
+        state = LogicalState(step.model, step.optimizer)
+    before = {name: [s.values.clone() for s in t.weight.local] for name, t in state.tables.items()}
+    caches.flushes = 0
+    with caches.holding():
+        for name, table in state.tables.items():
+            for shard, values in zip(table.weight.local, before[name], strict=True):
+                rows = torch.arange(len(values)).flip(0)
+                assert not len(rows) or (shard.values == STALE).any()
+                assert torch.equal(shard.read(rows), values[rows])
+                assert torch.equal(shard.read(slice(1, None, 3)), values[1::3])
+                assert shard.read(rows[:0]).shape == (0, values.shape[1])
+    assert not caches.flushes
+    with caches.holding():
+        whole = {name: table.weight.dense() for name, table in state.tables.items()}
+    with caches.holding():
+        saved = state.tensors()
+        for name in state.tables:
+            for part, values in zip(
+                saved[f"tables/{name}/weight"].local_shards(), before[name], strict=False
+            ):
+                assert torch.equal(part.tensor, values)
+    with caches.holding():
+        for table in state.tables.values():
+            table.weight.load(torch.full((2, 8), 7.0), first_row=1)
+            for shard in table.weight.local:
+                assert torch.equal(shard.read(slice(None)), shard.values), "nothing old is left in the cache"
+    loaded = {name: table.weight.dense() for name, table in state.tables.items()}
+    return whole, loaded
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "column_wise"])
+def test_cached_rows_are_read_through_the_cache(sharding):
+    found = on_ranks(2, read, CACHED | {"sharding": sharding})
+    expected = on_ranks(2, plain, {"sharding": sharding})[0]
+    for whole, loaded in found:
+        for name in SCHEMA.tables:
+            assert torch.equal(whole[name], expected[name])
+            assert (loaded[name][1:3] == 7).all() and torch.equal(loaded[name][3:], expected[name][3:])
+
+
+def plain(rank, world, plan):
+    from raytrec.embeddings.tables import tables
+
+    step = build(config(world, plan))
+    train(step, batches(2, rank, world)[1])
+    return {name: table.weight.dense() for name, table in tables(step.model).items()}
+
+
+def watched(rank, world, kernel, optimizer):
+    """Statistics, and what numbers and parity say, of a step on kernels that cache rows."""
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.checks.numbers import Numbers
+    from raytrec.checks.outcome import Position, Watched
+    from raytrec.checks.probe import Parity
+    from raytrec.embeddings.taps import Taps
+    from raytrec.tracking.statistics import Statistics
+    from raytrec.train.step import Head
+
+    settings = config(world, {"sharding": "row_wise", "kernel": kernel}, optimizer)
+    step = build(settings)
+    caches = Caches(step.model if kernel == "fused_uvm_caching" else torch.nn.Module())
+    with caches.holding():
+        state = LogicalState(step.model, step.optimizer)
+    caches.flushes = 0
+    head = next(module for module in step.model.modules() if isinstance(module, Head))
+    taps = Taps(step.model, head, list(SCHEMA.sparse))
+    held = []
+
+    def hold(*_):
+        held.append(caches.holding())
+        held[-1].__enter__()
+
+    def release(*_):
+        held.pop().__exit__(None, None, None)
+
+    for lookup in taps.lookups:
+        lookup.kernel.register_forward_hook(hold)
+    statistics = Statistics(SCHEMA, state.tables, taps)
+    for lookup in taps.lookups:
+        lookup.kernel.register_forward_hook(release)
+    run = Watched(settings, SCHEMA, state.tables, state.dense, taps, torch.device("cpu"))
+    parity, numbers = Parity(run), Numbers(run)
+    local = batches(3, rank, world)[1]
+    train(step, local[:-1])
+    taps.probing = True
+    with caches.holding():
+        parity.prepare(local[-1])
+    train(step, local[-1:])
+    with caches.holding():
+        looks = parity.look(Position(3), True), numbers.look(Position(3), True)
+        figures = statistics.collect()
+        for slots in caches.slots():
+            slots.masked_fill_(slots == slots, torch.nan)  # whatever is cached
+        broken = numbers.look(Position(3), True)
+    assert not caches.flushes
+    return figures, looks, broken
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
+def test_what_is_watched_is_current_though_nothing_is_flushed(optimizer):
+    found = on_ranks(2, watched, "fused_uvm_caching", optimizer)
+    expected = on_ranks(2, watched, "fused_uvm", optimizer)
+    for (figures, (parity, numbers), broken), (others, (_, same), _) in zip(found, expected, strict=True):
+        assert max(parity.forward.values()) < 1e-5
+        assert max(error for error, _ in parity.gradient.values()) < 1e-5
+        assert numbers == same
+        assert any(value != value for name, value in broken.values.items() if name.startswith("table"))
+        for table, of_table in others.items():
+            different = {k for k, v in of_table.items() if figures[table][k] != v}
+            assert different <= {"device"}, table
+            assert of_table["update_norm"] > 0
+
+
+class Counting:
+    """A kernel of several tables whose cache counts hits."""
+
+    def __init__(self, lookup):
+        self.emb_module = lookup
+
+
+def test_hits_of_a_kernel_count_for_all_of_its_tables():
+    from types import SimpleNamespace
+
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+
+    from raytrec.embeddings.kernels import cache_hits
+    from raytrec.tracking.statistics import Statistics
+
+    lookup = SplitTableBatchedEmbeddingBagsCodegen.__new__(SplitTableBatchedEmbeddingBagsCodegen)
+    torch.nn.Module.__init__(lookup)
+    lookup.gather_uvm_cache_stats = True
+    lookup.uvm_cache_stats = torch.tensor([3, 100, 40, 10, 0, 0])
+    lookup.local_uvm_cache_stats = torch.zeros(6, dtype=torch.int32)
+    kernel = Counting(lookup)
+    statistics = Statistics.__new__(Statistics)
+    statistics._taps = SimpleNamespace(lookups=[SimpleNamespace(kernel=kernel, tables=["a", "b", "a"])])
+    assert statistics._cache_hits() == {"a": {"cache_hit_rate": 0.75}, "b": {"cache_hit_rate": 0.75}}
+    assert statistics._cache_hits() == {}, "counted anew"
+    lookup.gather_uvm_cache_stats = False
+    assert cache_hits(kernel) is None
+
+
+def test_the_names_of_fbgemm_and_torchrec_that_are_used_are_there():
+    """What raytrec touches in other libraries' kernels, beside what they document. A name that has gone would
+    otherwise be noticed on GPUs alone, or by nobody."""
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        DenseTableBatchedEmbeddingBagsCodegen,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+    from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingBag
+    from torchrec.distributed.embedding_types import ShardedEmbeddingTable
+
+    step = on_ranks(1, names)[0]
+    fused = SplitTableBatchedEmbeddingBagsCodegen
+    for method in ("flush", "reset_cache_states", "get_uvm_cache_stats", "reset_uvm_cache_stats"):
+        assert callable(getattr(fused, method))
+    assert list(inspect.signature(fused.set_optimizer_step).parameters) == ["self", "step"]
+    assert "use_local_cache" in inspect.signature(fused.get_uvm_cache_stats).parameters
+    assert not issubclass(DenseTableBatchedEmbeddingBagsCodegen, fused)
+    assert "local_metadata" in ShardedEmbeddingTable.__dataclass_fields__
+    assert "emb_module" in vars(BatchedFusedEmbeddingBag)
+    schema = torch.ops.fbgemm.lxu_cache_lookup.default._schema
+    assert [a.name for a in schema.arguments][:2] == ["linear_cache_indices", "lxu_cache_state"]
+    assert step == {
+        "lxu_cache_weights": (0, 0),
+        "lxu_cache_state": (1,),
+        "cache_hash_size_cumsum": (1,),
+        "iter": (1,),
+        "iter_cpu": (1,),
+        "gather_uvm_cache_stats": "bool",
+        "feature_table_map": "list",
+    }
+
+
+def names(rank, world):
+    from raytrec.embeddings.kernels import sharded_kernels
+
+    kernel = next(sharded_kernels(build(config(world, {"sharding": "table_wise"})).model))
+    lookup, found = kernel.emb_module, {}
+    for name in (
+        *("lxu_cache_weights", "lxu_cache_state", "cache_hash_size_cumsum", "iter", "iter_cpu"),
+        *("gather_uvm_cache_stats", "feature_table_map"),
+    ):
+        value = getattr(lookup, name)
+        found[name] = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    return found
+
+
+def counted(rank, world):
+    """What a kernel counts once its count has been set."""
+    from raytrec.embeddings.kernels import set_updates_made, sharded_kernels, updates_made
+
+    kernel = next(sharded_kernels(build(config(world, {"sharding": "table_wise"})).model))
+    before = updates_made(kernel)
+    set_updates_made(kernel, 7)
+    return before, updates_made(kernel), int(kernel.emb_module.iter_cpu)
+
+
+def test_the_count_of_updates_can_be_set():
+    assert on_ranks(1, counted) == [(0, 7, 7)]
