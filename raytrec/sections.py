@@ -304,6 +304,17 @@ class TrainSection(Section):
         description="A loss that is not finite: stop, with the batch in the run folder; or leave the step "
         "out on all ranks, and count it.",
     )
+    matmul: Literal["fp32", "tf32", "bf16"] = Field(
+        "fp32",
+        description="Precision of the dense layers' matrix products, in training and evaluation. tf32: "
+        "float32 with 10 bits of fraction, on tensor cores; on CPU, fp32. bf16: autocast to bfloat16; "
+        "parameters, losses, embeddings and optimizers stay fp32.",
+    )
+    deterministic: bool = Field(
+        False,
+        description="On GPUs, add up in the same order each time, so that the same run on the same machines "
+        "gives the same bits; slower where a batch has an id thousands of times. On CPU it is so anyway.",
+    )
 
 
 class TrackingSection(Section):

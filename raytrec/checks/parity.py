@@ -74,13 +74,16 @@ def compare(
 
     Args:
         build: train.build.build_step.
-        config: its plan, optimizers, clipping, micro-batches and loss are what is checked.
+        config: its plan, optimizers, clipping, micro-batches and loss are what is checked, in fp32
+            whatever train.matmul says: a lower precision would hide what is looked for.
         schema: tables small enough for one process.
         rows: of a global batch. balance: see `batches.cuts`.
 
     Returns:
         On rank 0, one Finding for each feature, table and dense parameter; empty on the others.
     """
+    config = config.model_copy(deep=True)
+    config.train.matmul = "fp32"
     bounds = cuts(rows, dist.get_world_size(), balance)
     choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step) for step in range(steps)]
     return _gradient(build, config, schema, device, choices[0], bounds) + _steps(

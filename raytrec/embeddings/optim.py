@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_in_backward
@@ -11,6 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from raytrec.embeddings.bags import table_of
+from raytrec.embeddings.kernels import sharded_kernels
 from raytrec.sections import DenseOptim, EmbeddingOptim, OptimSection
 
 CLASSES = {
@@ -60,3 +64,24 @@ def combine(model: nn.Module, config: OptimSection) -> CombinedOptimizer:
 
 def _wrap(parameters: dict[str, nn.Parameter], config: EmbeddingOptim | DenseOptim) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(parameters, lambda params: CLASSES[config.name](params, **_settings(config)))
+
+
+@contextmanager
+def updates_uncounted(model: nn.Module) -> Iterator[None]:
+    """A block whose lookups are no training.
+
+    FBGEMM (1.8.0) counts every lookup of a fused kernel as an update, also without gradients. Its Adam
+    corrects its bias by that count, which is saved, too: evaluating would change what is trained after.
+    """
+    counters = [
+        counter
+        for kernel in sharded_kernels(model)
+        for counter in (getattr(kernel.emb_module, name, None) for name in ("iter", "iter_cpu"))
+        if counter is not None
+    ]
+    before = [counter.clone() for counter in counters]
+    try:
+        yield
+    finally:
+        for counter, count in zip(counters, before, strict=True):
+            counter.copy_(count)

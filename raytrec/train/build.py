@@ -21,6 +21,7 @@ from raytrec.models.inputs import Sequences
 from raytrec.schema import Schema
 from raytrec.sequences import looked_up, read_by_id
 from raytrec.train.nan import SkipBad
+from raytrec.train.numerics import Numerics, prepare_process
 from raytrec.train.phases import Phases
 from raytrec.train.step import Head, LossModel, Step
 
@@ -36,6 +37,7 @@ def build_step(
         fill: whether tables get their initial values; a checkpoint that is read next brings others.
     """
     require_gradient_division()
+    prepare_process(config.train)
     model = _unsharded(config, schema, device)
     if is_fused(config.optim.embeddings, device):
         fuse(model.embeddings.bags, config.optim.embeddings)
@@ -49,8 +51,17 @@ def build_step(
         optimizer = GlobalNormClip(optimizer, sharded, config.train.clip_norm)
     if config.train.on_nan == "skip":
         optimizer = SkipBad(optimizer, model.head)
-    phases = Phases(device) if config.tracking.every_steps else None
-    return Step(sharded, optimizer, device, config.run.seed, config.optim.schedule, phases), plan
+    step = Step(
+        sharded,
+        optimizer,
+        device,
+        config.run.seed,
+        config.optim.schedule,
+        Phases(device) if config.tracking.every_steps else None,
+        Numerics(config.train, device),
+        prefetch=_has_caches(plan, device),
+    )
+    return step, plan
 
 
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
@@ -58,11 +69,16 @@ def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> Sharding
     return _plan(_unsharded(config, schema, device), config, schema, device)
 
 
-def _sharder(plan: ShardingPlan, device: torch.device) -> BagSharder:
-    """With hits counted where kernels have a cache."""
+def _has_caches(plan: ShardingPlan, device: torch.device) -> bool:
+    """Whether a table lies in host memory with a cache on the GPUs. (On CPU it has none.)"""
     kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
-    cached = device.type == "cuda" and "fused_uvm_caching" in kernels
-    return BagSharder(fused_params={"gather_uvm_cache_stats": True} if cached else None)
+    return device.type == "cuda" and "fused_uvm_caching" in kernels
+
+
+def _sharder(plan: ShardingPlan, device: torch.device) -> BagSharder:
+    """Where kernels have a cache, with hits counted, and rows locked until their batch has been trained."""
+    cached = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
+    return BagSharder(fused_params=cached if _has_caches(plan, device) else None)
 
 
 def _unsharded(config: RunConfig, schema: Schema, device: torch.device) -> LossModel:
@@ -78,6 +94,7 @@ def _unsharded(config: RunConfig, schema: Schema, device: torch.device) -> LossM
         config.train.micro_batches,
         skip_bad,
         Sequences(schema, by_id) if by_id else None,
+        config.train.matmul == "bf16",
     )
     return LossModel(PooledEmbeddings(looked_up(schema, by_id), dtypes), head)
 

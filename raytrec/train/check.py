@@ -77,7 +77,8 @@ def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
     """Holds a configuration to a plain torch.nn process: forward, gradient, weights and optimizer state.
 
     Its schema, plan, kernels, optimizers and collectives are the real ones, on its own cluster and number of
-    workers; tables are cut to 199 rows, batches are random and small, and dropout is off. No data is read.
+    workers; tables are cut to 199 rows, batches are random and small, dropout is off and train.matmul fp32.
+    No data is read.
 
     Raises:
         ConfigError, SchemaError: what is wrong with the input. RunError: when a worker failed.
@@ -96,6 +97,10 @@ def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
             with ray_session(config.scaling.address, local_cpus(config)):
                 tracker.ready()
                 tracker.params(config)
+                if config.train.matmul != "fp32":
+                    console.note(
+                        f"checked in fp32: rounding by train.matmul={config.train.matmul} would hide errors"
+                    )
                 watch = Watch(console)
                 found = run_group("check_worker", config, schema, {}, "", watch)
             seconds = round(perf_counter() - began, 3)

@@ -1,4 +1,8 @@
-"""TorchRec's train pipelines, with their parts timed."""
+"""TorchRec's train pipelines (1.8.0), with their parts timed.
+
+Both exchange the next batch's ids during this batch's forward. Where tables lie in host memory with a cache
+on the GPU, PrefetchPipeline also brings the next batch's rows into the cache while this batch is trained.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.utils import _wait_for_batch
 
+from raytrec.embeddings.kernels import sharded_kernels
 from raytrec.train.phases import Phases
 
 
-class TimedPipeline(TrainPipelineSparseDist):
-    """TorchRec's pipeline (1.8.0) with its parts timed; it does the same.
+class Timed:
+    """A pipeline with its parts timed; it does the same.
 
     Args:
         phases: that the parts' times are added to. It also times waits for other ranks, in this process, by
@@ -49,6 +55,10 @@ class TimedPipeline(TrainPipelineSparseDist):
         with self.phases.phase("input_exchange"):
             super().wait_sparse_data_dist(context)
 
+    def _prefetch(self, context: Any) -> None:
+        with self.phases.phase("input_exchange"):
+            super()._prefetch(context)
+
     def _backward(self, losses: torch.Tensor) -> None:
         with self.phases.phase("backward"):
             super()._backward(losses)
@@ -56,3 +66,82 @@ class TimedPipeline(TrainPipelineSparseDist):
     def _optimizer_step(self) -> None:
         with self.phases.phase("optimizer"):
             super()._optimizer_step()
+
+
+class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
+    """TorchRec's pipeline for tables with a cache on the GPU; for GPUs only, as it works by streams alone.
+
+    The order of a step's parts is TorchRec's. Three things differ:
+
+    - Backward and the optimizer's step go through the methods that TorchRec's other pipeline has for them.
+    - A step ends, for the current stream, when the next batch's rows are in the cache. Between two steps the
+      cache may so be written back (a checkpoint, a check) without a row that is being replaced in it.
+    - In evaluation rows are not locked into the cache: what FBGEMM unlocks them in is backward, so that they
+      would stay there. Instead, nothing is brought into the cache while a batch is being looked up.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, device: torch.device, **options: Any):
+        # pipeline_postproc would take nothing here: the tables' input is an attribute of the batch.
+        super().__init__(model, optimizer, device, pipeline_postproc=False, **options)
+        self._default_stream = torch.get_device_module(
+            device
+        ).current_stream()  # TorchRec's is one not in use
+        self._kernels = [k.emb_module for k in sharded_kernels(model) if hasattr(k.emb_module, "prefetch")]
+
+    def progress(self, dataloader_iter: Iterator) -> Any:
+        for kernel in self._kernels:
+            kernel.lock_cache_line = kernel.prefetch_pipeline and self._model.training
+        self.fill_pipeline(dataloader_iter)
+        if not self.batches:
+            for kernel in self._kernels:  # rows of steps that were left out without a backward
+                kernel.lxu_cache_locking_counter.zero_()
+            raise StopIteration
+        self._set_module_context(self.contexts[0])
+        if self._model.training:
+            self._optimizer.zero_grad()
+        _wait_for_batch(self.batches[0], self._prefetch_stream)
+        self.enqueue_batch(dataloader_iter)
+        if len(self.batches) >= 2:
+            self.wait_sparse_data_dist(self.contexts[1])
+        losses, output = self._model_fwd(self.batches[0])
+        self.contexts[0].module_input_post_prefetch.clear()
+        self.contexts[0].module_contexts_post_prefetch.clear()
+        if len(self.batches) >= 2:
+            self._prefetch(self.contexts[1])
+        if self._model.training:
+            self._backward(losses)
+            self._optimizer_step()
+        if len(self.batches) >= 3:
+            self.start_sparse_data_dist(self.batches[2], self.contexts[2])
+        self.dequeue_batch()
+        self._default_stream.wait_stream(self._prefetch_stream)
+        return output
+
+    def _prefetch(self, context: Any) -> None:
+        if not self._model.training:
+            self._prefetch_stream.wait_stream(self._default_stream)
+        super()._prefetch(context)
+
+
+class TimedPipeline(Timed, TrainPipelineSparseDist):
+    """TorchRec's pipeline."""
+
+
+class TimedPrefetchPipeline(Timed, PrefetchPipeline):
+    """The one for tables with a cache."""
+
+
+def pipeline(
+    model: Any, optimizer: Any, device: torch.device, phases: Phases | None, *, prefetch: bool
+) -> TrainPipelineSparseDist:
+    """The pipeline that a model is trained by.
+
+    Args:
+        phases: that the parts' times are added to; None: they are not timed.
+        prefetch: whether any rank has a table with a cache. The same on all ranks, whose collectives come in
+            another order with it.
+    """
+    if phases:
+        return (TimedPrefetchPipeline if prefetch else TimedPipeline)(model, optimizer, device, phases)
+    kind = PrefetchPipeline if prefetch else TrainPipelineSparseDist
+    return kind(model, optimizer, device, execute_all_batches=True)

@@ -27,6 +27,7 @@ FREE = (
     "train.log_every_steps",
     "train.eval_every_steps",
     "train.on_nan",
+    "train.deterministic",
     "data.train",
     "data.valid",
     "data.test",

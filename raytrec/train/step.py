@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import NamedTuple
 
@@ -11,17 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.data.batch import Batch
 from raytrec.embeddings.gradients import PieceByPiece, rank_loss
+from raytrec.embeddings.optim import updates_uncounted
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import Sequences
 from raytrec.sections import Schedule
 from raytrec.train.nan import Gate, bad_anywhere
+from raytrec.train.numerics import Numerics
 from raytrec.train.phases import Phases
-from raytrec.train.pipeline import TimedPipeline
+from raytrec.train.pipeline import pipeline
 
 
 class Outputs(NamedTuple):
@@ -66,6 +68,7 @@ class Head(nn.Module):
         micro_batches: pieces in which the model sees a batch in training.
         skip_bad: leave out training steps with a loss that is not finite on any rank.
         sequences: makes the model's inputs of what was looked up; default: they are that.
+        bf16: have the model multiply matrices in bfloat16 (autocast), and its logits made float32 again.
 
     Attributes:
         left_out: whether the last step is left out: no gradient reaches a table, and `nan.SkipBad` keeps the
@@ -80,10 +83,11 @@ class Head(nn.Module):
         micro_batches: int = 1,
         skip_bad: bool = False,
         sequences: Sequences | None = None,
+        bf16: bool = False,
     ):
         super().__init__()
         self.model = model
-        self.sequences = sequences
+        self.sequences, self.bf16 = sequences, bf16
         self.world, self.reduction, self.micro_batches = world, reduction, micro_batches
         self.skip_bad, self.left_out = skip_bad, False
 
@@ -95,7 +99,7 @@ class Head(nn.Module):
         if self.training and self.micro_batches > 1:
             loss, logits_B = self._in_pieces(pooled, batch)
         else:
-            logits_B = self.model(batch.dense, self._inputs(pooled, batch))
+            logits_B = self._logits(batch.dense, self._inputs(pooled, batch))
             loss = self._loss(logits_B, labels_B, batch.weights, batch.global_rows)
         self.left_out = guarded and bad_anywhere(loss)
         if self.left_out:
@@ -107,6 +111,13 @@ class Head(nn.Module):
         """What the model is given of some rows."""
         return self.sequences(looked_up, batch.sparse, rows) if self.sequences else looked_up
 
+    def _logits(self, dense_BN: torch.Tensor, inputs: dict) -> torch.Tensor:
+        if not self.bf16:
+            return self.model(dense_BN, inputs)
+        with torch.autocast(dense_BN.device.type, torch.bfloat16):
+            logits_B = self.model(dense_BN, inputs)
+        return logits_B.float()
+
     def _loss(self, logits_B, labels_B, weights_B, global_rows: int) -> torch.Tensor:
         losses_B = nn.functional.binary_cross_entropy_with_logits(logits_B, labels_B, reduction="none")
         return rank_loss(losses_B, weights_B, global_rows, self.world, self.reduction)
@@ -116,7 +127,7 @@ class Head(nn.Module):
 
         def loss_of(rows: slice, inputs: list[torch.Tensor]) -> torch.Tensor:
             looked_up = dict(zip(pooled, inputs, strict=True))
-            logits_P = self.model(batch.dense[rows], self._inputs(looked_up, batch, rows))
+            logits_P = self._logits(batch.dense[rows], self._inputs(looked_up, batch, rows))
             logits.append(logits_P.detach())
             return self._loss(logits_P, batch.labels[rows, 0], batch.weights[rows], batch.global_rows)
 
@@ -137,6 +148,10 @@ class Step:
         trained: steps that the model has been trained; dropout (with seed and rank) and learning rates depend
             on it alone, so that a run that was restored goes on like the one that was saved.
         phases: where the time of training goes; counts only if it was given.
+
+    Args:
+        numerics: how steps are computed, in training and evaluation; default: as torch is set.
+        prefetch: whether a table of the plan has a cache on the GPUs; see pipeline.pipeline.
     """
 
     def __init__(
@@ -147,17 +162,16 @@ class Step:
         seed: int = 0,
         schedule: Schedule | None = None,
         phases: Phases | None = None,
+        numerics: Numerics | None = None,
+        prefetch: bool = False,
     ):
         self.model = model
         self.optimizer = optimizer
         self.trained, self._seed, self._schedule = 0, seed, schedule or Schedule()
         self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
         self.phases = phases or Phases(device)
-        self._pipeline = (
-            TimedPipeline(model, optimizer, device, phases)
-            if phases
-            else TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
-        )
+        self._numerics = numerics or nullcontext
+        self._pipeline = pipeline(model, optimizer, device, phases, prefetch=prefetch)
 
     def train(self, batches: Iterator[Batch], steps: int) -> Iterator[Outputs]:
         """Trains on the next `steps` batches, yielding after each."""
@@ -181,14 +195,15 @@ class Step:
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
         """Forward only, over all batches."""
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), updates_uncounted(self.model):
             while (outputs := self._progress(batches)) is not None:
                 yield outputs
 
     def _progress(self, batches: Iterator[Batch]) -> Outputs | None:
         """One step of the pipeline; None when it has run empty."""
         try:
-            return self._pipeline.progress(batches)
+            with self._numerics():
+                return self._pipeline.progress(batches)
         except StopIteration:
             return None
 

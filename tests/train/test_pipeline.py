@@ -1,0 +1,97 @@
+"""The pipeline for tables with a cache trains as the plain one does; evaluating leaves no trace."""
+
+import torch
+from ranks import on_ranks
+from small import batches, build, config, train
+
+
+def weights(step):
+    from raytrec.embeddings.tables import tables
+
+    return {name: table.weight.dense().tolist() for name, table in tables(step.model).items()}
+
+
+def a_run(rank, world, plan):
+    """Four steps, an evaluation, three steps."""
+    step = build(config(world, plan, "adagrad", clip_norm=0.1), device=torch.device("cuda", rank))
+    _, local = batches(7, rank, world)
+    local = [batch.pin_memory() for batch in local]
+    pipeline = step._pipeline
+    logits, locks = [], []
+    for part in (local[:4], None, local[4:]):
+        for outputs in step.evaluate(iter(local)) if part is None else step.train(iter(part), len(part)):
+            logits.append(outputs.logits.tolist())
+            locks.append([kernel.lock_cache_line for kernel in getattr(pipeline, "_kernels", [])])
+    names = {name for name, seconds in step.phases.take().items() if seconds > 0}
+    return type(pipeline).__name__, logits, weights(step), locks, names
+
+
+def test_prefetching_changes_nothing_but_the_time():
+    plain = on_ranks(2, a_run, {"sharding": "row_wise"}, device="cuda")
+    prefetching = on_ranks(2, a_run, {"sharding": "row_wise", "kernel": "fused_uvm_caching"}, device="cuda")
+    for (kind, logits, tables, _, _), (other, *same, locks, phases) in zip(plain, prefetching, strict=True):
+        assert kind == "TimedPipeline" and other == "TimedPrefetchPipeline"
+        assert same == [logits, tables]
+        # Rows are locked into the cache until backward, which an evaluation does not have.
+        assert locks == [[True]] * 4 + [[False]] * 7 + [[True]] * 3
+        assert phases >= {"data", "copy", "input_exchange", "forward", "backward", "optimizer"}
+
+
+def streams_after_steps(rank, world):
+    """Whether the current stream had waited for what was being brought into the cache after each step; and in
+    evaluation, whether that had waited for the batch before."""
+    from standin import Gpu
+
+    gpu = Gpu.active
+    plan = {"sharding": "row_wise", "kernel": "fused_uvm_caching"}
+    step = build(config(world, plan), device=torch.device("cuda", rank))
+    pipeline, prefetched = step._pipeline, []
+    kernel = pipeline._kernels[0]
+    bring = kernel.prefetch
+
+    def slowly(*args, **options):
+        prefetched.append(gpu.stream.done_at >= gpu.default_stream.done_at)
+        gpu.work(0.05)
+        return bring(*args, **options)
+
+    kernel.prefetch = slowly
+    step.model.module.head.register_forward_hook(lambda *_: gpu.work(0.1))
+    _, local = batches(3, rank, world)
+    settled = []
+    for outputs in (step.train(iter(local), 3), step.evaluate(iter(local))):
+        for _ in outputs:
+            settled.append(gpu.default_stream.done_at >= pipeline._prefetch_stream.done_at)
+    return settled, prefetched[3:]
+
+
+def test_the_cache_is_at_rest_between_steps():
+    ((settled, prefetched),) = on_ranks(1, streams_after_steps, device="cuda")
+    assert settled == [True] * 6
+    assert prefetched == [True] * 3
+
+
+def counts(rank, world):
+    """Updates that FBGEMM has counted: on the device, and on the host."""
+    step = build(config(world, {"sharding": "row_wise"}, "rowwise_adagrad"))
+    from raytrec.embeddings.kernels import sharded_kernels
+
+    kernels = [kernel.emb_module for kernel in sharded_kernels(step.model)]
+
+    def now():
+        return [(int(kernel.iter), int(kernel.iter_cpu)) for kernel in kernels]
+
+    _, local = batches(4, rank, world)
+    train(step, local)
+    trained, seen = now(), 0
+    for _ in step.evaluate(iter(local)):
+        seen += 1
+    after = now()
+    for _ in step.evaluate(iter(local)):
+        break  # an evaluation that is given up
+    return trained, after, now(), seen
+
+
+def test_evaluating_counts_no_update():
+    for trained, after, given_up, seen in on_ranks(2, counts):
+        assert seen == 4
+        assert trained == after == given_up == [(4, 4)]
