@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 from time import monotonic, time
 from typing import Any
 
@@ -23,6 +24,17 @@ PHASES = {
     "step": "computing",
     "evaluate": "evaluating",
     "save": "saving",
+}
+# Where a GPU is in a step (train.phases.PHASES), from its beginning to its end.
+ON_GPU = {
+    "data": "waiting for data",
+    "copy": "waiting for its batch",
+    "input_exchange": "in the exchange of ids",
+    "forward": "in the forward pass",
+    "collectives": "in the exchange of embeddings",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer",
+    "other": "",
 }
 # What may take long without being stuck: it ends, or fails, by itself.
 PATIENT = ("start", "plan", "restore", "data", "evaluate", "save")
@@ -46,6 +58,7 @@ class Member:
         phase: one of PHASES.
         where: the place in the code, while no progress is made.
         waiting: whether that place is a wait for other ranks.
+        unfinished: the step that its GPU has not finished, and the phase; None: it has, or there is none.
     """
 
     rank: int
@@ -56,11 +69,19 @@ class Member:
     phase: str = "start"
     where: str = ""
     waiting: bool = False
+    unfinished: tuple[int, str] | None = None
     beat_at: float = field(default_factory=monotonic)
     progress_at: float = field(default_factory=monotonic)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid} on {self.node})"
+
+    @property
+    def behind(self) -> tuple[int, int, bool, float, int]:
+        """Sorts ranks: first whoever is behind; where hosts are level, whose GPU is."""
+        step, phase = self.unfinished or (inf, "")
+        place = list(ON_GPU).index(phase) if phase in ON_GPU else len(ON_GPU)
+        return self.step, self.ticks, self.waiting, step, place
 
 
 class Hub:
@@ -115,7 +136,15 @@ class Hub:
         return self._attempts - 1
 
     async def beat(
-        self, attempt: str, rank: int, ticks: int, step: int, phase: str, where: str, waiting: bool
+        self,
+        attempt: str,
+        rank: int,
+        ticks: int,
+        step: int,
+        phase: str,
+        where: str,
+        waiting: bool,
+        unfinished: tuple[int, str] | None = None,
     ) -> int:
         """A rank's heartbeat; the command of the moment."""
         member = self._members.get(rank)
@@ -125,7 +154,7 @@ class Hub:
         if ticks != member.ticks:
             member.progress_at = now
         member.beat_at, member.ticks, member.step, member.phase = now, ticks, step, phase
-        member.where, member.waiting = where, waiting
+        member.where, member.waiting, member.unfinished = where, waiting, unfinished
         return self._command
 
     async def current(self, attempt: str) -> bool:
@@ -208,13 +237,16 @@ class Hub:
         """Who keeps the others waiting, when nothing has gone on for too long."""
         now, members = monotonic(), list(self._members.values())
         idle = now - max(m.progress_at for m in members)
-        culprit = self._silent(SILENT_S) or min(members, key=lambda m: (m.step, m.ticks, m.waiting))
+        culprit = self._silent(SILENT_S) or min(members, key=lambda m: m.behind)
         patient = culprit.phase in PATIENT and now - culprit.beat_at < SILENT_S
         if idle < (self._patience_s if patient else self._hang_s):
             return None
         others = [m for m in members if m is not culprit]
         if now - culprit.beat_at > SILENT_S:
             what = f"{culprit} stands still: no sign of life for {now - culprit.beat_at:.0f} s"
+        elif culprit.unfinished:
+            whose = "its GPU" if not others or len({m.unfinished for m in members}) > 1 else "all GPUs"
+            what = f"{culprit} has made no progress for {idle:.0f} s: {_on_gpu(whose, *culprit.unfinished)},"
         elif culprit.waiting and len({m.ticks for m in members}) == 1:
             what = f"all ranks wait for one another for {idle:.0f} s; {culprit}"
         else:
@@ -234,6 +266,12 @@ class Hub:
             if now - member.beat_at > SILENT_S and member.node in nodes:
                 place = On(nodes[member.node], soft=False)
                 ray.remote(_kill).options(num_cpus=0, scheduling_strategy=place).remote(member.pid)
+
+
+def _on_gpu(whose: str, step: int, phase: str) -> str:
+    place = ON_GPU.get(phase, "")
+    verb = "have" if whose == "all GPUs" else "has"
+    return f"{whose} {verb} not finished step {step}" + (f" ({place})" if place else "")
 
 
 def _kill(pid: int) -> None:

@@ -12,6 +12,8 @@ from torchrec.metrics.ne import compute_logloss, compute_ne, get_ne_states
 from raytrec.train.step import Outputs
 
 ETA = 1e-12  # TorchRec's bound on probabilities inside logarithms
+AT_ONCE = 1 << 22  # values of a rank that a gather holds on the device: 16 MiB
+AUC_BYTES = 160  # a row, at most: float64, sorted, with torchmetrics' cumulative counts
 
 
 class Sums:
@@ -63,23 +65,38 @@ class Sums:
         }
 
 
-def gather_to_first(values: torch.Tensor) -> torch.Tensor | None:
-    """All ranks' values, one after the other, on rank 0; None elsewhere. A collective.
+def gather_to_first(
+    values: torch.Tensor, device: torch.device | None = None, at_once: int = AT_ONCE
+) -> torch.Tensor | None:
+    """All ranks' values, one after the other, on rank 0, where they lay; None elsewhere. A collective.
 
     Args:
         values: [n] of one dtype; n may differ between ranks.
+        device: that they travel over, as NCCL reads no host memory; default: where they lie.
+        at_once: values of each rank that are on that device at a time.
     """
-    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, torch.tensor([values.numel()], device=values.device))
-    longest = max(int(c) for c in counts)
-    padded = torch.zeros(longest, dtype=values.dtype, device=values.device)
-    padded[: values.numel()] = values
-    first = dist.get_rank() == 0
-    parts = [torch.empty_like(padded) for _ in counts] if first else None
-    dist.gather(padded, parts)
-    return (
-        torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]) if first else None
-    )
+    device, world, first = device or values.device, dist.get_world_size(), dist.get_rank() == 0
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(counts, torch.tensor([values.numel()], device=device))
+    counts = torch.cat(counts).tolist()
+    wholes = [torch.empty(n, dtype=values.dtype, device=values.device) for n in counts] if first else []
+    for start in range(0, max(counts), at_once):
+        padded = torch.zeros(min(at_once, max(counts) - start), dtype=values.dtype, device=device)
+        mine = values[start : start + at_once]
+        padded[: mine.numel()] = mine.to(device)
+        parts = [torch.empty_like(padded) for _ in counts] if first else None
+        dist.gather(padded, parts)
+        for whole, part in zip(wholes, parts or [], strict=True):
+            there = whole[start : start + at_once]
+            there.copy_(part[: there.numel()])
+    return torch.cat(wholes) if first else None
+
+
+def place_for(rows: int, device: torch.device) -> torch.device:
+    """Where the AUC of so many rows is computed: on a GPU if half of its free memory is enough."""
+    if device.type == "cuda" and rows * AUC_BYTES > torch.cuda.mem_get_info(device)[0] // 2:
+        return torch.device("cpu")
+    return device
 
 
 def exact_auc(logits: torch.Tensor, labels: torch.Tensor) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -20,14 +21,17 @@ PHASES = (
     "collectives",  # waiting for other ranks anywhere else: pooled embeddings, their gradients
     "other",
 )
-SETTLE = 2000  # CUDA events that are kept before those that have passed are read
+SETTLE = 500  # intervals between CUDA events that are kept before those that have passed are read
 
 
 class Phases:
     """Seconds of each phase, exclusive: a phase inside another stops the other's clock.
 
-    On CPU they are those of this thread. On CUDA they are the time between two events on the current stream:
-    how long the GPU computed in a phase, or stood idle because the host was in it.
+    On CPU they are those of this thread. On CUDA they are the time between two events on the stream on which
+    the model computes (the one that was current when this was made): how long it computed what it was given
+    in a phase, or stood idle because the host was in it. Events of one stream pass in their order, whichever
+    stream the host uses in between; so no phase is negative, and all add up to the time between the first
+    event and the last. What the host waits for (data, ids) while that stream still computes costs no time.
 
     Args:
         device: of the rank.
@@ -37,8 +41,9 @@ class Phases:
         self._cuda, self._thread = device.type == "cuda", get_ident()
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._current, self._running = "other", False
+        self._stream = torch.cuda.current_stream(device) if self._cuda else None
         self._mark: Any = None
-        self._passed: list[tuple[str, Any, Any]] = []  # phase, its first event, its last
+        self._passed: deque[tuple[str, Any, Any]] = deque()  # phase, its first event, its last
 
     def resume(self) -> None:
         """Training begins or goes on."""
@@ -54,7 +59,7 @@ class Phases:
         """Seconds of each phase since the last call."""
         if self._running:
             self._switch(self._current)
-        self._settle()
+        self._settle(wait=True)
         taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
         return taken
 
@@ -82,12 +87,20 @@ class Phases:
 
         return timed
 
+    @property
+    def standing(self) -> str | None:
+        """The phase that a GPU's stream has not finished; None: it has, or on CPU. From any thread."""
+        unfinished = (phase for phase, _, last in list(self._passed) if not last.query())
+        if (phase := next(unfinished, None)) is not None or self._stream is None:
+            return phase
+        return None if self._stream.query() else self._current
+
     def _switch(self, to: str) -> None:
         now = self._now()
         if self._cuda:
             self._passed.append((self._current, self._mark, now))
             if len(self._passed) > SETTLE:
-                self._settle()
+                self._settle(wait=False)
         else:
             self._seconds[self._current] += now - self._mark
         self._mark, self._current = now, to
@@ -96,13 +109,17 @@ class Phases:
         if not self._cuda:
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self._stream)
         return event
 
-    def _settle(self) -> None:
-        """Reads the CUDA events."""
-        if self._passed:
+    def _settle(self, wait: bool) -> None:
+        """Reads the CUDA events that have passed.
+
+        Args:
+            wait: for all of them.
+        """
+        if wait and self._passed:
             self._passed[-1][2].synchronize()
-        for phase, first, last in self._passed:
+        while self._passed and self._passed[0][2].query():
+            phase, first, last = self._passed.popleft()
             self._seconds[phase] += first.elapsed_time(last) / 1e3
-        self._passed.clear()

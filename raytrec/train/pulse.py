@@ -6,15 +6,19 @@ import faulthandler
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Event, Thread, main_thread
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from raytrec.errors import RunError
 from raytrec.train.hub import BEAT_S, Command
 
+if TYPE_CHECKING:
+    from raytrec.train.nan import Known
+
 T = TypeVar("T")
+NEVER = 2**62  # the first bad step of a rank that knows of none
 ANSWER_S = 10.0  # that the hub may take to answer
 # A frame in one of these files means: waiting for other ranks.
 WAITS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
@@ -30,12 +34,15 @@ class Pulse:
     Attributes:
         command: what the hub wants.
         phase: what this rank is doing; see hub.PATIENT.
+        device: asked, from another thread, for the step that this rank's GPU has not finished, and the phase
+            of training ("" where that is not known); None where it has finished all, and on CPU.
     """
 
     def __init__(self, hub: Any, attempt: str, rank: int, lease_s: float):
         self._hub, self._attempt, self._rank, self._lease_s = hub, attempt, rank, lease_s
         self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
         self._going = False  # the first step sets everything up, and may take long
+        self.device: Callable[[], tuple[int, str] | None] = lambda: None
         # The thread that trains: Ray Train runs the worker's function in one that is not the main thread.
         self._watched = _this_thread()
         self._over = Event()
@@ -82,14 +89,15 @@ class Pulse:
     def _beat(self) -> None:
         import ray
 
-        last, where, waiting, heard = -1, "", False, monotonic()
+        last, heard = -1, monotonic()
         while not self._over.wait(BEAT_S):
-            ticks = self._ticks
-            where, waiting = (_place(self._watched)) if ticks == last else ("", False)
+            ticks, where, waiting, unfinished = self._ticks, "", False, None
+            if ticks == last:
+                (where, waiting), unfinished = _place(self._watched), self.device()
             last = ticks
             try:
                 beat = self._hub.beat.remote(
-                    self._attempt, self._rank, ticks, self._step, self.phase, where, waiting
+                    self._attempt, self._rank, ticks, self._step, self.phase, where, waiting, unfinished
                 )
                 command, heard = Command(ray.get(beat, timeout=ANSWER_S)), monotonic()
             except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
@@ -138,16 +146,19 @@ def _place(thread: int) -> tuple[str, bool]:
 
 
 class Agreed(NamedTuple):
-    """What any rank has said at a step; the same on all ranks.
+    """What the ranks have said at a step, taken together; the same on all ranks.
 
     Attributes:
         command: the highest Command.
-        bad: whether a loss was not a finite number.
+        through: the step up to which every rank knew whether its losses were finite.
+        bad: the first step whose loss, as far as any rank knew, was not; None: no such step was known. It is
+            the run's first one if `through` has reached it.
         busy: whether a checkpoint is still being written.
     """
 
     command: Command
-    bad: bool
+    through: int
+    bad: int | None
     busy: bool
 
 
@@ -163,22 +174,36 @@ class Signals:
         self._group = dist.new_group(backend="gloo")
         self._begun: deque = deque()
 
-    def exchange(self, command: Command, bad: bool, busy: bool) -> Agreed | None:
-        """Says this step's, and returns what was agreed on at the step before (None at the first)."""
-        import torch
-        import torch.distributed as dist
+    def exchange(self, command: Command, known: Known, busy: bool) -> Agreed | None:
+        """Says this step's, and returns what was agreed on at the step before (None at the first).
 
-        values = torch.tensor([command, bad, busy])
-        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._begun.append((work, values))
+        Args:
+            known: of this rank's losses; on a GPU that is less than all steps.
+        """
+        self._begin(command, known, busy)
         return self._finish() if len(self._begun) > 1 else None
 
     def settle(self) -> Agreed | None:
         """What was agreed on at this step; waits for it. None when it is known already."""
         return self._finish() if self._begun else None
 
+    def agree(self, known: Known) -> Agreed:
+        """What all ranks together know of the losses; waits for it."""
+        self.settle()
+        self._begin(Command.GO, known, False)
+        return self._finish()
+
+    def _begin(self, command: Command, known: Known, busy: bool) -> None:
+        import torch
+        import torch.distributed as dist
+
+        first = NEVER if known.bad is None else known.bad
+        values = torch.tensor([command, -known.through, -first, busy])  # the least of what has a minus
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._begun.append((work, values))
+
     def _finish(self) -> Agreed:
         work, values = self._begun.popleft()
         work.wait()
-        command, bad, busy = values.tolist()
-        return Agreed(Command(command), bool(bad), bool(busy))
+        command, through, first, busy = values.tolist()
+        return Agreed(Command(command), -through, None if first == -NEVER else -first, bool(busy))

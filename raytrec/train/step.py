@@ -20,7 +20,7 @@ from raytrec.embeddings.optim import updates_uncounted
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import Sequences
 from raytrec.sections import Schedule
-from raytrec.train.nan import Gate, bad_anywhere
+from raytrec.train.nan import Gate, Verdict
 from raytrec.train.numerics import Numerics
 from raytrec.train.phases import Phases
 from raytrec.train.pipeline import pipeline
@@ -29,13 +29,21 @@ from raytrec.train.pipeline import pipeline
 class Outputs(NamedTuple):
     """What one rank's step hands to the metrics; all detached, float32 [B].
 
-    A step that was left out on all ranks (train.on_nan: skip) has zero logits and weights.
+    A step that was left out on all ranks has zero logits and weights.
+
+    Attributes:
+        verdict: whether it was; None unless train.on_nan is skip.
     """
 
     logits: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
-    left_out: bool = False
+    verdict: Verdict | None = None
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the step was left out on all ranks."""
+        return self.verdict is not None and self.verdict.left_out
 
 
 class LossModel(nn.Module):
@@ -71,8 +79,8 @@ class Head(nn.Module):
         bf16: have the model multiply matrices in bfloat16 (autocast), and its logits made float32 again.
 
     Attributes:
-        left_out: whether the last step is left out: no gradient reaches a table, and `nan.SkipBad` keeps the
-            optimizers still.
+        verdict: whether the last step is left out: no gradient reaches a table, and `nan.SkipBad` keeps the
+            optimizers still. None unless `skip_bad`, and before the first step.
     """
 
     def __init__(
@@ -89,7 +97,7 @@ class Head(nn.Module):
         self.model = model
         self.sequences, self.bf16 = sequences, bf16
         self.world, self.reduction, self.micro_batches = world, reduction, micro_batches
-        self.skip_bad, self.left_out = skip_bad, False
+        self.skip_bad, self.verdict = skip_bad, None
 
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
         labels_B = batch.labels[:, 0]
@@ -101,11 +109,12 @@ class Head(nn.Module):
         else:
             logits_B = self._logits(batch.dense, self._inputs(pooled, batch))
             loss = self._loss(logits_B, labels_B, batch.weights, batch.global_rows)
-        self.left_out = guarded and bad_anywhere(loss)
-        if self.left_out:
-            nothing_B = torch.zeros_like(labels_B)
-            return loss, Outputs(nothing_B, labels_B.nan_to_num(), nothing_B, True)
-        return loss, Outputs(logits_B.detach(), labels_B, batch.weights)
+        if not guarded:
+            return loss, Outputs(logits_B.detach(), labels_B, batch.weights)
+        self.verdict = Verdict(loss)
+        bad = self.verdict.mask
+        logits_B, weights_B = logits_B.detach().masked_fill(bad, 0), batch.weights.masked_fill(bad, 0)
+        return loss, Outputs(logits_B, labels_B.nan_to_num(), weights_B, self.verdict)
 
     def _inputs(self, looked_up: dict[str, torch.Tensor], batch: Batch, rows: slice = slice(None)) -> dict:
         """What the model is given of some rows."""

@@ -8,7 +8,6 @@ from math import inf
 from time import monotonic, time
 from typing import Any
 
-import torch
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checkpoint.restore import Restored, restore
@@ -19,7 +18,7 @@ from raytrec.errors import RunError
 from raytrec.redact import hide_all
 from raytrec.train.causes import Restart
 from raytrec.train.hub import Command
-from raytrec.train.nan import FOLDER, Recent, dump
+from raytrec.train.nan import FOLDER, Losses, Recent, dump
 from raytrec.train.progress import Progress
 from raytrec.train.pulse import Agreed, Signals
 from raytrec.train.rank import Rank
@@ -51,8 +50,9 @@ class Survival:
         self._config, self._last_step = rank.task.config, last_step
         self.state = LogicalState(step.model, step.optimizer)
         self._saver = Saver(rank.task.checkpoint, self._config.checkpoint, rank.pulse.confirm)
-        self._signals = Signals()
-        self._saved_at, self._asked, self._finite = monotonic(), False, []
+        self._signals, self._losses = Signals(), Losses()
+        self._saved_at, self._asked = monotonic(), False
+        rank.pulse.device = self._unfinished
 
     def restore(self) -> Restored:
         """Goes on from the newest checkpoint that is whole, if there is one."""
@@ -76,10 +76,11 @@ class Survival:
         command = rank.pulse.command
         if rank.index == 0 and command == Command.GO and self._time_is_up():
             command, self._asked = Command.SAVE, True
-        agreed = self._signals.exchange(command, self._not_finite(outputs), self._saver.busy)
+        self._losses.add(step, outputs.logits, outputs.labels)
+        agreed = self._signals.exchange(command, self._losses.look(), self._saver.busy)
         if agreed is None:
-            agreed = Agreed(Command.GO, False, True)
-        self._stop_if_bad(agreed, step - 1)
+            agreed = Agreed(Command.GO, 0, None, True)
+        self._stop_if_bad(agreed)
         began = self._saver.last_step
         if not agreed.busy and began is not None and began < step - 1:
             self._take()
@@ -107,11 +108,13 @@ class Survival:
             again: even if there is one.
 
         Raises:
-            RunError: a loss was not finite in the last step, so that this state must not be kept.
+            RunError: a loss was not finite up to this step, so that this state must not be kept.
         """
         rank, step = self._rank, self._progress.step
-        if (last := self._signals.settle()) is not None:
-            self._stop_if_bad(last, step)
+        if (last := self._signals.settle()) is not None:  # else it has been saved before, and this was asked
+            if last.through < step:  # GPUs have not finished; the copy would wait for them as well
+                last = self._signals.agree(self._losses.wait())
+            self._stop_if_bad(last)
         if again or self._saver.last_step != step:
             rank.pulse.tick("save")
             self._take()
@@ -160,20 +163,19 @@ class Survival:
     def _time_is_up(self) -> bool:
         return not self._asked and monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
 
-    def _not_finite(self, outputs: Outputs) -> bool:
-        """Whether a loss of this rank was not finite: on CPU of this step, on a GPU, which is still computing
-        it, of the step before."""
-        self._finite.append(torch.isfinite(outputs.logits.sum() + outputs.labels.sum()))
-        late = int(outputs.logits.is_cuda)
-        return len(self._finite) > late and not self._finite.pop(0)
+    def _unfinished(self) -> tuple[int, str] | None:
+        """The step that this rank's GPU has not finished, and the phase it is in; from the pulse's thread."""
+        step = self._losses.unfinished
+        return None if step is None else (step, self._step.phases.standing or "")
 
-    def _stop_if_bad(self, agreed: Agreed, step: int) -> None:
-        """Args: step: at which the ranks said so."""
-        if not agreed.bad:
+    def _stop_if_bad(self, agreed: Agreed) -> None:
+        """Ends the run at the first step that was bad on any rank."""
+        if agreed.bad is None:
             return
-        rank = self._rank
-        step -= int(rank.device.type == "cuda")
-        batch, folder = self.batches.at(step), self._config.run.dir
+        if agreed.through < agreed.bad:  # another rank may not have known yet of an earlier step
+            agreed = self._signals.agree(self._losses.wait())
+        rank, step = self._rank, agreed.bad
+        batch, folder = self.batches.at(step - 1), self._config.run.dir  # batches are counted from 0
         if batch is not None:
             dump(batch, rank.task.schema, folder, step, rank.index)
         raise RunError(

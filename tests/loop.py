@@ -1,0 +1,116 @@
+"""The loop of raytrec/train/worker.py on one rank of on_ranks, without Ray and without files of data."""
+
+import json
+from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
+
+import small
+
+ROWS = 12  # of a global batch of small.batches
+
+
+class Said(list):
+    """In the place of the hub's handle."""
+
+    put = property(lambda self: self)
+
+    def remote(self, message):
+        self.append(json.loads(json.dumps(message)))  # what is said must be JSON
+
+
+class Pulse:
+    """A heartbeat that nobody hears."""
+
+    def __init__(self):
+        from raytrec.train.hub import Command
+
+        self.command, self.device = Command.GO, lambda: None
+
+    def tick(self, phase=None, step=None):
+        pass
+
+    def confirm(self):
+        pass
+
+
+@dataclass
+class Loop:
+    """What a test of one rank's loop can reach.
+
+    Attributes:
+        local: this rank's batches.
+        error: that ended it, as text.
+    """
+
+    rank: object
+    step: object
+    survival: object
+    observation: object
+    progress: object
+    batches: object
+    local: list
+    said: Said
+    error: str | None = None
+
+    def train(self, steps, after=None):
+        """Trains so many steps and ends as a run does.
+
+        Args:
+            after: called with the loop at each step, before what the ranks agree on.
+        """
+        from raytrec.errors import RunError
+
+        try:
+            self.observation.begin()
+            for outputs in self.step.train(self.batches, steps):
+                self.progress.count(ROWS, outputs)
+                self.observation.after_step(ROWS)
+                if after:
+                    after(self)
+                self.survival.after_step(outputs)
+            self.survival.finish()
+        except RunError as error:
+            self.error = str(error)
+            self.survival._saver.taken()  # what has begun to be written is there when the test looks
+        return self
+
+
+def make(rank, world, steps, changes, folder, spoil=None, plan="row_wise"):
+    """A Loop over random batches; `spoil(rank, local batches)` changes them first.
+
+    Args:
+        folder: of the run.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from raytrec.config import load_config
+    from raytrec.train.build import build_step
+    from raytrec.train.metrics import Sums
+    from raytrec.train.nan import Recent
+    from raytrec.train.observe import Observation
+    from raytrec.train.progress import Progress
+    from raytrec.train.rank import Rank, Task
+    from raytrec.train.survive import Survival
+
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    settings = [f"run.dir={folder}", *changes]
+    config, said = load_config(small.config(world, {"sharding": plan}), settings), Said()
+    step, sharding = build_step(config, small.SCHEMA, device)
+    _, local = small.batches(steps, rank, world)
+    if spoil:
+        spoil(rank, local)
+    for number, batch in zip(count(), local):
+        batch.step = number
+    read = [batch.pin_memory() for batch in local] if on_gpu else local
+    task = Task(config, small.SCHEMA, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
+    here = Rank(rank, world, device, task, Pulse(), 0)
+    here.report = lambda checkpoint, step: None
+    batches, progress = Recent(iter(read), 0), Progress(Sums(device))
+    survival = Survival(here, step, sharding, progress, steps)
+    survival.batches = batches
+    observation = Observation(here, step, survival.state, progress, batches, steps)
+    survival.before_save = observation.before_save
+    return Loop(here, step, survival, observation, progress, batches, local, said)

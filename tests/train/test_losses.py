@@ -1,0 +1,61 @@
+"""A loss that is not finite ends a run by its own step's name, however late a GPU tells of it."""
+
+from pathlib import Path
+
+import checkpoints
+import loop
+import pyarrow.parquet as pq
+import pytest
+from ranks import on_ranks
+
+QUIET = ["tracking.every_steps=null"] + [
+    f"checks.{name}=off" for name in ("alike", "shards", "replicas", "parity", "conservation", "numbers")
+]
+
+
+def spoiled(step):
+    """Has one value of a step (from 1) be infinite on the last rank."""
+
+    def spoil(rank, local):
+        if rank == 1:
+            local[step - 1].dense[0, 0] = float("inf")
+
+    return spoil
+
+
+def run(rank, world, folder, bad, steps, busy_s, changes):
+    """(the error, the step at which it came, the labels of the bad step on this rank)."""
+    if busy_s:
+        from standin import Gpu
+
+        Gpu.active.step_s = busy_s  # each operation takes so long, and the host gets ahead of the GPU
+    try:
+        made = loop.make(rank, world, steps, QUIET + changes, folder, spoil=spoiled(bad))
+        made.train(steps)
+    finally:
+        if busy_s:
+            Gpu.active.step_s = 0.0
+    batch = made.local[bad - 1]
+    real = batch.weights > 0
+    return made.error, made.progress.step, batch.labels[real, 0].tolist(), batch.dense[real].tolist()
+
+
+@pytest.mark.parametrize("device,busy_s", [("cpu", 0), ("cuda", 1e-5)])
+@pytest.mark.parametrize("bad", [3, 8, 9])
+def test_the_first_bad_step_is_named_dumped_and_not_saved(device, busy_s, bad, tmp_path):
+    """Of nine steps with a checkpoint after the fourth and the eighth; the ninth is the last."""
+    from raytrec.train.nan import LATE
+
+    changes = ["checkpoint.every_steps=4", "checkpoint.keep_last=9"]
+    results = on_ranks(2, run, str(tmp_path), bad, 9, busy_s, changes, device=device)
+    for rank, (error, ended, labels, dense) in enumerate(results):
+        assert error and f"where: step {bad};" in " ".join(error.split()), error
+        assert ended <= bad + 1 + (LATE if device == "cuda" else 0)
+        table = pq.read_table(tmp_path / f"nan/step-{bad:010d}-rank-{rank}.parquet")
+        assert table["y"].to_pylist() == labels
+        columns = table["a"].to_pylist(), table["b"].to_pylist()
+        assert [list(row) for row in zip(*columns, strict=True)] == dense
+    assert len(list((tmp_path / "nan").iterdir())) == 2
+    places = sorted(Path(tmp_path).glob("checkpoints/step-*"))
+    kept = [checkpoints.about(place)["progress"]["step"] for place in places]
+    assert kept == [step for step in (4, 8) if step < bad]
