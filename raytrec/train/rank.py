@@ -59,6 +59,9 @@ class Rank:
         import torch
         import torch.distributed as dist
 
+        from raytrec.train.numerics import prepare_process
+
+        prepare_process(task.config.train)
         if task.folder not in sys.path:
             sys.path.append(task.folder)
         context = ray.train.get_context()

@@ -38,9 +38,12 @@ def settings(folder, tmp_path):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_check_that_passes(folder, tmp_path):
-    result = check.check(settings(folder, tmp_path))
+def test_a_check_that_passes(folder, tmp_path, capsys):
+    values = settings(folder, tmp_path)
+    values["train"]["matmul"] = "bf16"  # whose rounding no comparison would pass
+    result = check.check(values)
     assert result.passed
+    assert "checked in fp32" in "".join(capsys.readouterr())
     compared = {(f["check"], f["name"]) for f in result.findings}
     assert compared >= {
         ("forward", "user"),

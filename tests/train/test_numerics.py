@@ -2,11 +2,14 @@
 
 import copy
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
+
+TESTS = Path(__file__).parents[1]
 
 
 class InBf16(torch.nn.Module):
@@ -68,6 +71,47 @@ def test_bf16_is_autocast_around_the_dense_model(settings):
         # A pooled embedding that differs in its last bit may round to another bfloat16: 2^-8.
         assert errors["bf16"] < 4e-3
         assert errors["fp32"] > 1e-4
+
+
+def bf16_models(rank, world):
+    """How far each model's logits in bf16 are from those in fp32, as a share of the largest."""
+    from test_on_ranks import SECTIONS
+
+    from raytrec.config import load_config
+    from raytrec.sequences import read_by_id
+
+    schema = SCHEMA.model_copy(deep=True)
+    schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
+    errors = {}
+    for name, section in SECTIONS.items():
+        of = {}
+        for matmul in ("fp32", "bf16"):
+            values = config(world, {}, matmul=matmul).model_dump(by_alias=True)
+            settings = load_config(values | {"model": section})
+            by_id = read_by_id(schema, settings.model)
+            _, local = batches(3, rank, world, schema=schema, by_id=by_id)
+            of[matmul] = torch.cat([o.logits for o in train(build(settings, schema), local)])
+        errors[name] = float((of["bf16"] - of["fp32"]).abs().max() / of["fp32"].abs().max())
+    return errors
+
+
+def test_every_model_trains_in_bf16(monkeypatch):
+    monkeypatch.syspath_prepend(str(TESTS / "models"))
+    (errors,) = on_ranks(1, bf16_models)
+    assert all(1e-5 < error < 0.05 for error in errors.values()), errors
+
+
+def checked_in_bf16(rank, world):
+    from loops import PLANS, loop
+
+    return loop(rank, world, PLANS["row-wise"], matmul="bf16", micro_batches=2)
+
+
+def test_live_checks_hold_for_a_run_in_bf16(monkeypatch):
+    monkeypatch.syspath_prepend(str(TESTS / "checks"))
+    for outcomes in on_ranks(2, checked_in_bf16):
+        assert {outcome["check"] for outcome in outcomes} >= {"parity", "replicas", "numbers"}
+        assert all(outcome["passed"] for outcome in outcomes)
 
 
 def switches(rank, world, settings, device):
