@@ -147,7 +147,8 @@ def plan_for(
             f"no plan for {len(schema.tables)} tables ({gib:.2f} GiB of weights) on {world} workers: "
             f"{reason}",
             where="plan, scaling.workers",
-            expected=f"tables that fit under {', '.join(config.plan.sharding)} and plan.tables",
+            expected=f"tables that fit under {', '.join(config.plan.sharding)} and plan.tables"
+            + _room(topology, settled),
             do="add workers, allow row_wise, or make tables smaller",
         )
     # The planner (torchrec 1.8.0) refuses dense kernels for sharded tables, and UVM kernels on CPU, which run
@@ -156,6 +157,17 @@ def plan_for(
         for table, spec in module.items():
             spec.compute_kernel = settled[table].kernel or ("dense" if not fused else spec.compute_kernel)
     return plan
+
+
+def _room(topology: Topology, settled: dict[str, Pin]) -> str:
+    """What a worker on a GPU has for tables, in words."""
+    if topology.compute_device != "cuda":
+        return ""
+    has = topology.devices[0].storage
+    words = f" in {has.hbm / GIB:.1f} GiB on each GPU, less 15 %"
+    if any(pin.kernel in UVM_KERNELS for pin in settled.values()):
+        words += f", and {has.ddr / GIB:.1f} GiB of host memory for each (plan.host_memory_gib)"
+    return words
 
 
 def _constraints(pin: Pin, dim: int, world: int, local: int, device: str) -> ParameterConstraints:

@@ -6,7 +6,7 @@ from ranks import on_ranks
 
 from raytrec.config import RunConfig
 from raytrec.embeddings.footprint import GIB
-from raytrec.embeddings.hosts import Place, agree
+from raytrec.embeddings.hosts import Place, agree, host_memory
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
 
@@ -16,7 +16,7 @@ def schema(rows=100):
     return Schema.parse({"labels": ["y"], "sparse": {t: {"table": t} for t in tables}, "tables": tables}, "t")
 
 
-def planned(rank, world, plan, rows=100, optimizer="adagrad"):
+def planned(rank, world, plan, rows=100, optimizer="adagrad", device="cpu"):
     """describe(plan), and for each table the offsets of its shards; or the error."""
     from raytrec.embeddings.plan import describe
     from raytrec.train.build import build_step
@@ -30,7 +30,7 @@ def planned(rank, world, plan, rows=100, optimizer="adagrad"):
         }
     )
     try:
-        _, plan = build_step(config, schema(rows), torch.device("cpu"))
+        _, plan = build_step(config, schema(rows), torch.device(device))
     except ConfigError as error:
         return str(error)
     entries = describe(plan)
@@ -226,6 +226,16 @@ def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gi
     return {table.table: table for table in plan}
 
 
+def test_tables_that_do_not_fit_host_memory_have_no_plan():
+    """TorchRec would take each rank to have 128 GiB of it."""
+    rows = 2 * host_memory() // (4 * 8 * 8)  # of four tables of 8 columns, with as much of state
+    plan = {"tables": {"t*": {"kernel": "fused_uvm"}}}
+    (message,) = on_ranks(1, planned, plan, rows, "adagrad", "cuda", device="cuda")
+    assert "no plan for 4 tables" in message and "of host memory" in message
+    (plan,) = on_ranks(1, planned, plan, 1000, "adagrad", "cuda", device="cuda")
+    assert all(table["kernel"] == "fused_uvm" for table in plan)
+
+
 def test_tables_in_host_memory_are_counted_there():
     """Four tables of 0.3 GiB, with as much of state: t0 and t1 in the memory of two hosts, 0.6 GiB each."""
     from raytrec.embeddings.dryrun import gib_of_hosts, gib_of_ranks
@@ -241,9 +251,8 @@ def test_tables_in_host_memory_are_counted_there():
     held = list(plan.values())
     assert gib_of_hosts(held, 2, 1) == pytest.approx([size] * 2)
     assert gib_of_ranks(held, 2) == pytest.approx([size + cache] * 2)
-    with pytest.raises(
-        ConfigError, match="no plan for 4 tables"
-    ):  # 15 % and 0.5 GiB of each host are not theirs
+    # 15 % of each host, and 0.5 GiB of rows read ahead, are not theirs.
+    with pytest.raises(ConfigError, match=r"no plan for 4 tables(.|\n)*2.0 GiB on each GPU.*0.5 GiB of host"):
         dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=1.2)
     dry(tables | {"t*": {"kernel": "fused_uvm"}}, memory_gib=0.3, host_memory_gib=8)
 
