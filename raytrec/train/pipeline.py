@@ -74,8 +74,9 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
     The order of a step's parts is TorchRec's. Three things differ:
 
     - Backward and the optimizer's step go through the methods that TorchRec's other pipeline has for them.
-    - A step ends, for the current stream, when the next batch's rows are in the cache. Between two steps the
-      cache may so be written back (a checkpoint, a check) without a row that is being replaced in it.
+    - A step ends, for the current stream, when the next batch's rows are in the cache, and no further ones
+      come into it before what is put on that stream between two steps. So the cache may be written back there
+      (for a checkpoint, a check) without a row that is being replaced in it.
     - In evaluation rows are not locked into the cache: what FBGEMM unlocks them in is backward, so that they
       would stay there. Instead, nothing is brought into the cache while a batch is being looked up.
     """
@@ -89,6 +90,7 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
         self._kernels = [k.emb_module for k in sharded_kernels(model) if hasattr(k.emb_module, "prefetch")]
 
     def progress(self, dataloader_iter: Iterator) -> Any:
+        self._prefetch_stream.wait_stream(self._default_stream)
         for kernel in self._kernels:
             kernel.lock_cache_line = kernel.prefetch_pipeline and self._model.training
         self.fill_pipeline(dataloader_iter)

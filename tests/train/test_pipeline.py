@@ -37,37 +37,40 @@ def test_prefetching_changes_nothing_but_the_time():
         assert phases >= {"data", "copy", "input_exchange", "forward", "backward", "optimizer"}
 
 
-def streams_after_steps(rank, world):
-    """Whether the current stream had waited for what was being brought into the cache after each step; and in
-    evaluation, whether that had waited for the batch before."""
+def streams_around_steps(rank, world):
+    """After each step, whether what was being brought into the cache is waited for; and each time that
+    something is, whether that had waited for what came between the steps, and for all before it."""
     from standin import Gpu
 
     gpu = Gpu.active
     plan = {"sharding": "row_wise", "kernel": "fused_uvm_caching"}
     step = build(config(world, plan), device=torch.device("cuda", rank))
-    pipeline, prefetched = step._pipeline, []
-    kernel = pipeline._kernels[0]
-    bring = kernel.prefetch
+    pipeline, kernel, flushed_at = step._pipeline, step._pipeline._kernels[0], [0.0]
+    bring, settled, after_flush, after_all = kernel.prefetch, [], [], []
 
     def slowly(*args, **options):
-        prefetched.append(gpu.stream.done_at >= gpu.default_stream.done_at)
+        after_flush.append(gpu.stream.done_at >= flushed_at[0])
+        after_all.append(gpu.stream.done_at >= gpu.default_stream.done_at)
         gpu.work(0.05)
         return bring(*args, **options)
 
     kernel.prefetch = slowly
     step.model.module.head.register_forward_hook(lambda *_: gpu.work(0.1))
-    _, local = batches(3, rank, world)
-    settled = []
-    for outputs in (step.train(iter(local), 3), step.evaluate(iter(local))):
+    _, local = batches(4, rank, world)
+    for outputs in (step.train(iter(local), 4), step.evaluate(iter(local))):
         for _ in outputs:
             settled.append(gpu.default_stream.done_at >= pipeline._prefetch_stream.done_at)
-    return settled, prefetched[3:]
+            gpu.work(0.2)  # a flush
+            flushed_at[0] = gpu.default_stream.done_at
+    return settled, after_flush, after_all[:4], after_all[4:]
 
 
 def test_the_cache_is_at_rest_between_steps():
-    ((settled, prefetched),) = on_ranks(1, streams_after_steps, device="cuda")
-    assert settled == [True] * 6
-    assert prefetched == [True] * 3
+    ((settled, after_flush, training, evaluating),) = on_ranks(1, streams_around_steps, device="cuda")
+    assert settled == [True] * 8
+    assert after_flush == [True] * 8
+    assert training == [True, False, False, False]  # beside forward
+    assert evaluating == [True] * 4
 
 
 def counts(rank, world):
