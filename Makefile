@@ -6,6 +6,7 @@
 # make test-survive  the slower tests of whole runs, most of which disturb them
 # make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
 #              what the README's other figures come from
+# make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
 PYTHON ?= python3.11
 BIN := .venv/bin
 # What .venv was installed for stays its device: packages for another one would break it.
@@ -18,7 +19,7 @@ endif
 endif
 ROWS ?= 300000
 
-.PHONY: train test cluster-test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching lint format install lock clean
+.PHONY: train test cluster-test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -40,6 +41,12 @@ bench-checkpoint: install
 
 bench-watching: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/watching.py
+
+gpu-check: install
+	$(BIN)/python -W ignore tests/gpu/check.py
+
+bench-gpu: install data/ingest/schema.yaml
+	$(BIN)/python -W ignore benchmarks/gpu.py --readers 4
 
 parity: install
 	$(BIN)/pytest tests/parity -m "parity or not parity"

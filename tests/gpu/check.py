@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,9 +27,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "parity"), str(ROOT / "benchmarks")]
 
-import typer
-from blocks import BLOCKS, Block
-from here import CannotRun, Here
+import typer  # noqa: E402
+from blocks import BLOCKS, Block  # noqa: E402
+from here import CannotRun, Here  # noqa: E402
 
 ROWS = {"smallest": 6_000, "cpu": 20_000, "cuda": 300_000}  # of the synthetic training data
 PASSED, FAILED, CANNOT = "passed", "failed", "cannot run here"
@@ -53,14 +53,16 @@ class Outcome:
     about: dict[str, Any]
 
 
-def run_block(block: Block, here: Here, stand_in: bool = False) -> Outcome:
+def run_block(block: Block, here: Here) -> Outcome:
     """Runs a block in a process of its own and waits for its end."""
     here.folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-W", "ignore", __file__, "--child", block.name, "--device", here.kind]
     command += ["--folder", str(here.shared), *(["--smallest"] if here.smallest else [])]
-    command += ["--stand-in"] if stand_in else []
+    command += ["--stand-in"] if here.stand_in else []
     began, log = perf_counter(), here.folder / "log.txt"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path[:4], os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*sys.path[:4], os.environ.get("PYTHONPATH", "")])
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=environment, cwd=HERE, start_new_session=True
@@ -83,10 +85,8 @@ def run_block(block: Block, here: Here, stand_in: bool = False) -> Outcome:
 
 def _end(process: subprocess.Popen) -> None:
     """Ends a block's process and those of its group."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -101,15 +101,15 @@ def _tail(log: Path) -> str:
     return said[-1][-300:] if said else "silent"
 
 
-def child(name: str, here: Here, stand_in: bool) -> None:
+def child(name: str, here: Here) -> None:
     """The block itself, in its own process; leaves outcome.json."""
     import faulthandler
 
     faulthandler.enable()
     values = {"found": here.found, "about": {}}
     try:
-        with _device(stand_in):
-            values["about"] = about(here.kind)
+        with _device(here.stand_in):
+            values["about"] = about(here)
             _say(here, values)  # should the process die
             import_module(f"blocks.{name}").run(here)
         values |= {"result": PASSED, "why": ""}
@@ -143,20 +143,19 @@ def _device(stand_in: bool) -> Any:
     return cuda()
 
 
-def about(kind: str) -> dict[str, Any]:
+def about(here: Here) -> dict[str, Any]:
     """Versions of the packages and what the device is."""
     import platform
 
-    import torch
+    from blocks.environment import PACKAGES, driver_version, version
 
-    from raytrec.train.survive import versions
-
-    facts = {"python": platform.python_version(), **versions(), "cores": os.cpu_count(), "device": "cpu"}
-    if kind == "cuda":
-        from blocks.environment import driver_version, version
+    facts = {"python": platform.python_version(), "cores": os.cpu_count(), "device": "cpu"}
+    facts |= {name: found for name in PACKAGES if (found := version(name))}
+    if here.kind == "cuda":
+        import torch
 
         facts |= {"device": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
-        facts |= {"driver": driver_version(), "nccl": version("nvidia-nccl-cu13")}
+        facts["driver"] = driver_version() if here.real else "none"
     return facts
 
 
@@ -170,7 +169,17 @@ def find_device() -> str:
 def prepare(here: Here) -> None:
     """Makes the synthetic data that the blocks train on."""
     rows = ROWS["smallest" if here.smallest else here.kind]
-    command = [sys.executable, "-m", "raytrec", "prepare", "synthetic", "--out", str(here.data), "--rows", str(rows)]
+    command = [
+        sys.executable,
+        "-m",
+        "raytrec",
+        "prepare",
+        "synthetic",
+        "--out",
+        str(here.data),
+        "--rows",
+        str(rows),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 
@@ -180,7 +189,9 @@ def show(outcomes: list[Outcome]) -> None:
     from rich.table import Table
 
     facts = next((o.about for o in outcomes if o.about), {})
-    table = Table(title=", ".join(str(facts[k]) for k in ("device", "driver", "torch") if k in facts), show_lines=True)
+    table = Table(
+        title=", ".join(str(facts[k]) for k in ("device", "driver", "torch") if k in facts), show_lines=True
+    )
     for column in ("block", "result", "s", "what was found"):
         table.add_column(column, justify="right" if column == "s" else "left", overflow="fold")
     colors = {PASSED: "green", FAILED: "red", CANNOT: "yellow"}
@@ -197,7 +208,12 @@ def _short(value: Any) -> str:
 
 
 def check(
-    kind: str, shared: Path, blocks: tuple[Block, ...] = BLOCKS, *, smallest: bool = False, stand_in: bool = False
+    kind: str,
+    shared: Path,
+    blocks: tuple[Block, ...] = BLOCKS,
+    *,
+    smallest: bool = False,
+    stand_in: bool = False,
 ) -> list[Outcome]:
     """Runs blocks one after the other.
 
@@ -208,10 +224,12 @@ def check(
     """
     outcomes = []
     for block in blocks:
-        here = Here(kind, smallest, shared / block.name, shared)
-        outcomes.append(run_block(block, here, stand_in))
+        here = Here(kind, smallest, shared / block.name, shared, stand_in)
+        outcomes.append(run_block(block, here))
         last = outcomes[-1]
-        print(f"{block.name}: {last.result}, {last.seconds:.0f} s{'. ' * bool(last.why)}{last.why}", flush=True)
+        print(
+            f"{block.name}: {last.result}, {last.seconds:.0f} s{'. ' * bool(last.why)}{last.why}", flush=True
+        )
     return outcomes
 
 
@@ -226,11 +244,13 @@ def main(
 ) -> None:
     """Checks this machine, block by block."""
     if child_of:
-        return child(child_of, Here(device, smallest, folder / child_of, folder), stand_in)
+        return child(child_of, Here(device, smallest, folder / child_of, folder, stand_in))
     device = find_device() if device == "auto" else device
     chosen = tuple(block for block in BLOCKS if not only or block.name in only.split(","))
     if unknown := set(filter(None, only.split(","))) - {block.name for block in BLOCKS}:
-        raise typer.BadParameter(f"no block {', '.join(sorted(unknown))}; there are {[b.name for b in BLOCKS]}")
+        raise typer.BadParameter(
+            f"no block {', '.join(sorted(unknown))}; there are {[b.name for b in BLOCKS]}"
+        )
     print(f"{len(chosen)} blocks on {device}" + " (torch finds no GPU)" * (device == "cpu"), flush=True)
     began = perf_counter()
     with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as place:

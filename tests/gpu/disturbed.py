@@ -1,4 +1,4 @@
-"""Models for runs that are to be disturbed or watched from inside: model.name="disturbed:CLASS" in a config.
+"""Models of runs that are disturbed or watched from inside: model.name="disturbed:CLASS" in a config.
 
 They are DLRMs that do something more at a step of training; model.options has `folder`, where they leave word.
 """
@@ -46,7 +46,7 @@ class Counting(DLRM):
 
 
 class Disturbed(Counting):
-    """Is stuck in a kernel (on CPU: in a sleep) in its first process, and killed in its second; at step `at`."""
+    """Is stuck in a kernel (on CPU: a sleep) in its first process, and killed in its second, at step `at`."""
 
     def at(self, count: int, dense: torch.Tensor) -> None:
         if count != self.options["at"]:

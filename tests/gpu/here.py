@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,7 @@ class Here:
         smallest: the smallest sizes that still mean something, for CI.
         folder: of this block alone.
         shared: of all blocks of this check; train/ is the run that the block `train` leaves.
+        stand_in: the GPU is tests/standin, which has neither NVML nor kernels of CUDA's own.
         found: what the block has measured, for gpu-check.json; kept when the block fails later.
     """
 
@@ -35,6 +37,7 @@ class Here:
     smallest: bool
     folder: Path
     shared: Path
+    stand_in: bool = False
     found: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -53,10 +56,21 @@ class Here:
         """One of three sizes."""
         return smallest if self.smallest else cuda if self.kind == "cuda" else cpu
 
-    def needs_cuda(self, why: str) -> None:
+    @property
+    def real(self) -> bool:
+        """Whether there is a GPU, and no stand-in for one."""
+        return self.kind == "cuda" and not self.stand_in
+
+    def needs_gpu(self, why: str) -> None:
         """Raises CannotRun without a GPU."""
-        if self.kind != "cuda":
+        if not self.real:
             raise CannotRun(f"no GPU: {why}")
+
+    def about_device(self) -> str:
+        """The GPU's name."""
+        import torch
+
+        return torch.cuda.get_device_name(self.device)
 
     def wait(self) -> None:
         """Returns when the device has done what it was given."""
@@ -75,6 +89,26 @@ class Here:
             yield
         finally:
             dist.destroy_process_group()
+
+    @contextmanager
+    def ray(self, kind: str | None = None) -> Iterator[None]:
+        """Runs inside are on this device (default: the block's).
+
+        For cpu that is in a local Ray that counts no GPU, which raytrec uses as it is; for cuda each run
+        starts its own, as `raytrec train` does.
+        """
+        if (kind or self.kind) == "cpu":
+            context = _ray_without_gpus()
+        elif self.stand_in:
+            from standin.worker import gpu_cluster
+
+            context = gpu_cluster(cpus=8, gpus=1)
+        else:
+            context = nullcontext()
+        # The packages of a machine with a stand-in are for CPUs.
+        there = patch("raytrec.train.nodes.built_for", lambda: "cuda") if self.stand_in else nullcontext()
+        with context, there:
+            yield
 
     def settings(self, name: str, **changes: Any) -> dict[str, Any]:
         """The values of a RunConfig on the synthetic data; changes are section__key=value."""
@@ -98,7 +132,7 @@ class Here:
 
 
 def join(rank: int, world: int, kind: str, store: str) -> None:
-    """Makes this process a rank of a group whose ranks are all on this machine; on CUDA, GPU number `rank`."""
+    """Makes this process a rank of a group whose ranks are all on this machine, on CUDA with GPU `rank`."""
     import torch
     import torch.distributed as dist
 
@@ -139,15 +173,17 @@ def _on_gpu(rank: int, world: int, folder: str, function: Callable, args: tuple)
     dist.destroy_process_group()
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of JSON in a file of a run folder; none without the file."""
+    import json
+
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 @contextmanager
-def ray_on(kind: str, cpus: int = 8) -> Iterator[None]:
-    """Runs inside are on this device: for cpu in a local Ray that counts no GPU, which raytrec uses as it is;
-    for cuda each in one that it starts itself."""
+def _ray_without_gpus() -> Iterator[None]:
     import logging
 
-    if kind == "cuda":
-        yield
-        return
     import ray
 
     from raytrec.cluster import stay_on_loopback
@@ -155,7 +191,7 @@ def ray_on(kind: str, cpus: int = 8) -> Iterator[None]:
     stay_on_loopback()
     ray.init(
         address="local",
-        num_cpus=cpus,
+        num_cpus=8,
         num_gpus=0,
         include_dashboard=False,
         log_to_driver=False,
@@ -165,10 +201,3 @@ def ray_on(kind: str, cpus: int = 8) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of JSON in a file of a run folder; none without the file."""
-    import json
-
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

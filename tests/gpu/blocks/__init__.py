@@ -21,7 +21,7 @@ BLOCKS = (
     Block("train", 240, "a whole run ends with the AUC that it has on CPU"),
     Block("resume", 300, "evaluated and resumed on the other device, or from half way: the same model"),
     Block("adam", 60, "evaluating in between changes no table"),
-    Block("not_finite", 150, "no state with a NaN is saved, and no run ends well with one"),
+    Block("not_finite", 240, "no state with a NaN is saved, and no run ends well with one"),
     Block("syncs", 120, "raytrec's own code never makes the host wait in a step"),
     Block("phases", 60, "the phases of a step are its whole time"),
     Block("hang", 240, "a stuck kernel and a killed worker are found, named and survived"),

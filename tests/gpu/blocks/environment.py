@@ -1,34 +1,38 @@
-"""0: the packages are the pinned ones and go together with the driver and the GPU; nobody else computes there."""
+"""0: the packages are the pinned ones, and go together with driver and GPU; nobody else computes there."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
 
-from here import ROOT, Here
+from here import ROOT, CannotRun, Here
 
 CUDA, DRIVER = "13.0", 580  # of the pinned torch; the oldest driver that CUDA 13 runs on
 # fbgemm-gpu 1.8.0 on PyPI holds machine code, and no PTX, for sm_80, sm_90a and sm_100a
-# (.github/scripts/fbgemm_gpu_build.bash of its tag): code for 8.0 runs on any 8.x, the others on theirs alone.
+# (.github/scripts/fbgemm_gpu_build.bash at v1.8.0): that for 8.0 runs on any 8.x, the others on theirs alone.
 SERVED = {(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)}
-PINNED = ("torch", "torchrec", "ray", "nvidia-nccl-cu13")
+PACKAGES = ("torch", "torchrec", "ray", "nvidia-nccl-cu13", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
 def run(here: Here) -> None:
     import fbgemm_gpu  # noqa: F401
     import torch
 
+    if here.stand_in:
+        raise CannotRun("a stand-in has neither a driver nor kernels")
     others = _others() if here.kind == "cuda" else []  # before this process is one of them
     fbgemm = "fbgemm-gpu" if here.kind == "cuda" else "fbgemm-gpu-cpu"
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / f"requirements/{here.kind}.txt").read_text(), re.M))
     wrong = [
         f"{name} is {version(name)}, pinned is {pins[name]}"
-        for name in (*PINNED, fbgemm)
+        for name in PACKAGES
         if name in pins and (version(name) or "").partition("+")[0] != pins[name].partition("+")[0]
     ]
     assert not wrong, "; ".join(wrong)
     both = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if version(name)]
-    assert both == [fbgemm], f"{' and '.join(both)} installed; {fbgemm} alone belongs here: they share a folder"
+    assert both == [fbgemm], (
+        f"{' and '.join(both)} installed; {fbgemm} alone belongs here: they share a folder"
+    )
     key = here.kind.upper()
     assert torch._C._dispatch_has_kernel_for_dispatch_key("fbgemm::bounds_check_indices", key), (
         f"FBGEMM has no kernels for {key}"

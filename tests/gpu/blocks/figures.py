@@ -1,4 +1,4 @@
-"""13: what the run of the block `train` has recorded is whole: NVML's figures, phases, and the page of pictures."""
+"""13: what the run of the block `train` has recorded is whole: NVML's figures, phases, the report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run(here: Here) -> None:
     folder = Path(left.read_text())
     ranks = lines(folder / "ranks.jsonl")
     assert ranks, "no rank has recorded anything"
-    wanted = ["cpu_percent", "rss_bytes", *(["gpu_percent", "gpu_memory_bytes"] if here.kind == "cuda" else [])]
+    wanted = ["cpu_percent", "rss_bytes", *(["gpu_percent", "gpu_memory_bytes"] if here.real else [])]
     for name in wanted:
         values = [line["system"][name] for line in ranks[1:] or ranks]
         assert all(value is not None for value in values), f"{name} could not be read"

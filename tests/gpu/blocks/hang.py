@@ -23,7 +23,8 @@ def run(here: Here) -> None:
         tracking__every_steps=None,
     )
     values["model"] = {"name": "disturbed:Disturbed", "options": {"folder": str(here.folder), "at": 8}}
-    result = driver.train(values)
+    with here.ray():
+        result = driver.train(values)
     assert result.metrics["train.steps"] == 24
     events = lines(result.path / "events.jsonl")
     stuck, killed = (json.loads((here.folder / f"{what}.json").read_text()) for what in ("stuck", "killed"))
@@ -35,7 +36,10 @@ def run(here: Here) -> None:
     assert found_s < HANG_S + 10, f"found after {found_s:.0f} s, where scaling.hang_s is {HANG_S}"
     starts = [e["unix_s"] for e in events if e["event"] == "started"]
     assert len(starts) == 3, f"{len(starts)} starts; the first, one after the hang, one after the kill"
-    here.found["again_after_s"] = [round(starts[1] - hangs[0]["unix_s"], 1), round(starts[2] - killed["unix_s"], 1)]
+    here.found["again_after_s"] = [
+        round(starts[1] - hangs[0]["unix_s"], 1),
+        round(starts[2] - killed["unix_s"], 1),
+    ]
     died = [e["cause"] for e in events if e["event"] == "failed"][-1]
     assert "died" in died and "NCCL" not in died, f"of the killed worker it says: {died}"
     for what in (stuck, killed):
@@ -53,7 +57,7 @@ def _alive(pid: int) -> bool:
 
 def _gpu_memory(here: Here) -> int:
     """Bytes of the GPU in use by all processes."""
-    if here.kind != "cuda":
+    if not here.real:
         return 0
     import pynvml
 

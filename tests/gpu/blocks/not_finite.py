@@ -1,4 +1,4 @@
-"""7: a loss that is not finite ends the run, in its last step, too, and its state is never the newest checkpoint."""
+"""7: a loss that is not finite ends the run, in its last step, too, and its state is never saved."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from here import Here
 
 
 def run(here: Here) -> None:
-    step, kept = _diverged(here, "diverges", None)
-    here.found |= {"step": step, "newest_checkpoint": kept}
-    assert kept < step, f"the loss of step {step} was not finite, and there is a checkpoint of step {kept}"
-    # The same again, with that step as the last one, after which no other one could find it.
-    last, kept = _diverged(here, "at_the_end", step)
+    with here.ray():
+        step, kept = _diverged(here, "diverges", None)
+        here.found |= {"step": step, "newest_checkpoint": kept}
+        assert kept < step, (
+            f"the loss of step {step} was not finite, and there is a checkpoint of step {kept}"
+        )
+        # The same again, with that step as the last one, after which no other one could find it.
+        last, kept = _diverged(here, "at_the_end", step)
     assert last == step, f"the loss was not finite at step {step}, and now at step {last}"
     assert kept < step, f"the loss of the last step, {step}, was not finite, and there is a checkpoint of it"
 
@@ -25,7 +28,9 @@ def _diverged(here: Here, name: str, max_steps: int | None) -> tuple[int, int]:
     from raytrec.errors import RunError
     from raytrec.train import driver
 
-    values = here.settings(name, checkpoint__every_steps=1, train__max_steps=max_steps, tracking__every_steps=None)
+    values = here.settings(
+        name, checkpoint__every_steps=1, train__max_steps=max_steps, tracking__every_steps=None
+    )
     values["optim"] = {"dense": {"name": "sgd", "lr": 1e30}}
     values["checks"] = {"numbers": "off"}
     try:

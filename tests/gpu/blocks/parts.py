@@ -1,4 +1,4 @@
-"""2: what reads the model's state on the device: live checks, hashes, checkpoints; and batches on their way to it."""
+"""2: what reads the state on the device (live checks, hashes, checkpoints), and batches that go there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""9: the phases of a step are not negative, add up to its time, and find a wait that was planted in the data."""
+"""9: the phases of a step are not negative, add up to its time, and find a wait planted in the data."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ def run(here: Here) -> None:
     for name, seconds in [*taken.items(), *later.items()]:
         assert seconds >= 0, f"phase {name} took {seconds:.4f} s"
     total, planted = sum(taken.values()), SLEEP_S * STEPS
-    assert abs(total - wall) < 0.05 * wall + 0.01, f"phases add up to {total:.3f} s, the steps took {wall:.3f} s"
+    assert abs(total - wall) < 0.05 * wall + 0.01, (
+        f"phases add up to {total:.3f} s, the steps took {wall:.3f} s"
+    )
     waited = taken["data"]
-    assert 0.8 * planted < waited < 1.5 * planted, f"data took {waited:.2f} s, where {planted:.2f} s were planted"
+    assert 0.8 * planted < waited < 1.5 * planted, (
+        f"data took {waited:.2f} s, where {planted:.2f} s were planted"
+    )
 
 
 def _timed(here: Here, step, batches) -> tuple[float, dict[str, float]]:

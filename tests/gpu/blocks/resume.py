@@ -5,32 +5,36 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from here import Here, ray_on
+from here import Here
 
 APART = 1e-5  # of AUC
 
 
 def run(here: Here) -> None:
-    """Configurations say device: auto, so that what Ray counts decides on which device a model is evaluated."""
+    """Configurations say device: auto, so that what Ray counts decides where a model is evaluated."""
     import checkpoints
 
     from raytrec.train import driver
 
     test = str(here.data / "test")
-    with ray_on(here.kind):
+    with here.ray():
         whole = driver.train(_settings(here, "whole"))
         auc = whole.metrics["eval.auc"]
-        here.found |= {"eval.auc": auc, "steps": whole.metrics["train.steps"], "deterministic": _deterministic()}
+        here.found |= {
+            "eval.auc": auc,
+            "steps": whole.metrics["train.steps"],
+            "deterministic": _deterministic(),
+        }
         resumed = driver.train(None, resume=_cut_off(whole.path, here.folder / "resumed"))
         differ = checkpoints.equal(checkpoints.newest(whole.path), checkpoints.newest(resumed.path))
         assert not differ, f"the resumed run ends with other values of {', '.join(differ)}"
         assert resumed.metrics["eval.auc"] == auc, f"AUC {resumed.metrics['eval.auc']}, undisturbed {auc}"
     if here.kind == "cpu":
         return
-    with ray_on("cpu"):
+    with here.ray("cpu"):
         _same_auc(driver.evaluate(whole.path, test), auc, "cpu, of a model from cuda")
         on_cpu = driver.train(_settings(here, "cpu", steps=20))
-    with ray_on("cuda"):
+    with here.ray("cuda"):
         expected = on_cpu.metrics["eval.auc"]
         _same_auc(driver.evaluate(on_cpu.path, test), expected, "cuda, of a model from cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from here import Here
+from here import CannotRun, Here
 
 FIRST, LAST = 30, 50  # of the run's steps: between those at which raytrec logs, records or checks
 
@@ -12,7 +12,8 @@ FIRST, LAST = 30, 50  # of the run's steps: between those at which raytrec logs,
 def run(here: Here) -> None:
     from raytrec.train import driver
 
-    here.needs_cuda("the host waits for nothing else")
+    if here.kind == "cpu":
+        raise CannotRun("no GPU: the host waits for nothing else")
     values = here.settings(
         "watched",
         train__max_steps=LAST + 5,
@@ -24,7 +25,8 @@ def run(here: Here) -> None:
         "name": "disturbed:Watching",
         "options": {"folder": str(here.folder), "first": FIRST, "last": LAST},
     }
-    driver.train(values)
+    with here.ray():
+        driver.train(values)
     waits = json.loads((here.folder / "waits.json").read_text())
     ours = sorted({place for whose, place in waits if whose == "raytrec"})
     upstream = [place for whose, place in waits if whose == "upstream"]

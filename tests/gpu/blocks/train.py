@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from here import Here, lines, ray_on
+from here import Here, lines
 
 APART = 2e-3  # of AUC, between a GPU and the CPU
 
@@ -10,7 +10,8 @@ APART = 2e-3  # of AUC, between a GPU and the CPU
 def run(here: Here) -> None:
     from raytrec.train import driver
 
-    result = driver.train(_settings(here, "train", here.kind))  # in a Ray of its own, as by `raytrec train`
+    with here.ray():
+        result = driver.train(_settings(here, "train", here.kind))
     folder, figures = result.path, result.metrics
     here.found |= {name: figures[name] for name in ("eval.auc", "eval.ne", "train.samples_per_s", "seconds")}
     (here.shared / "train.run").write_text(str(folder))
@@ -24,7 +25,7 @@ def run(here: Here) -> None:
     assert len(evaluated) >= 2, f"{len(evaluated)} evaluations while training"
     assert figures["eval.auc"] > here.size(0.55, 0.6, 0.7), f"AUC {figures['eval.auc']}: nothing was learned"
     if here.kind == "cuda":
-        with ray_on("cpu"):
+        with here.ray("cpu"):
             on_cpu = driver.train(_settings(here, "cpu", "cpu")).metrics
         here.found["eval.auc on cpu"] = on_cpu["eval.auc"]
         apart = abs(figures["eval.auc"] - on_cpu["eval.auc"])

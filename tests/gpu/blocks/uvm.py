@@ -1,5 +1,5 @@
-"""11: tables in host memory behind a cache on the GPU: what is flushed is what lookups give, and saving it locks
-no more host memory than it is large."""
+"""11: tables in host memory with a cache on the GPU: what is saved is what is looked up, and saving locks no
+more host memory than the state is large."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def run(here: Here) -> None:
     from raytrec.tracking.statistics import cache_hits
     from raytrec.train.build import build_step
 
-    here.needs_cuda("FBGEMM keeps a cache on GPUs alone")
+    here.needs_gpu("FBGEMM keeps a cache on GPUs alone")
     schema, config = _schema(), _config()
     with here.group():
-        step, plan = build_step(config, schema, here.device)
+        step, _ = build_step(config, schema, here.device)
         _train(step, here)
         (kernel,) = sharded_kernels(step.model)
         hits = cache_hits(kernel)
@@ -74,10 +74,16 @@ def _train(step, here: Here) -> None:
 
     def batches():
         for _ in range(STEPS):
-            ids = (torch.rand(4 * BATCH, generator=generator) ** 4 * TABLE_ROWS).long().clamp(max=TABLE_ROWS - 1)
+            ids = (
+                (torch.rand(4 * BATCH, generator=generator) ** 4 * TABLE_ROWS)
+                .long()
+                .clamp(max=TABLE_ROWS - 1)
+            )
             sparse = KeyedJaggedTensor(["f"], ids, lengths=torch.full((BATCH,), 4, dtype=torch.int32))
             labels = torch.randint(0, 2, (BATCH, 1), generator=generator).float()
-            batch = Batch(torch.randn(BATCH, 1, generator=generator), sparse, labels, torch.ones(BATCH), BATCH)
+            batch = Batch(
+                torch.randn(BATCH, 1, generator=generator), sparse, labels, torch.ones(BATCH), BATCH
+            )
             yield batch.pin_memory()
 
     for _ in step.train(batches(), STEPS):
@@ -90,7 +96,9 @@ def _lookup(kernel, ids):
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     with torch.no_grad():
-        return kernel(KeyedJaggedTensor(["f"], ids, lengths=torch.ones(len(ids), dtype=torch.int32, device=ids.device)))
+        return kernel(
+            KeyedJaggedTensor(["f"], ids, lengths=torch.ones(len(ids), dtype=torch.int32, device=ids.device))
+        )
 
 
 def _check_locked_memory(here: Here, tensors) -> None:
@@ -107,7 +115,9 @@ def _check_locked_memory(here: Here, tensors) -> None:
     locked = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) - before
     size = sum(_bytes(value) for value in tensors.values())
     here.found |= {"state_mib": size >> 20, "locked_mib": locked >> 20, "save_s": saved.seconds}
-    assert locked <= MOST * size + (16 << 20), f"{locked >> 20} MiB of host memory locked for {size >> 20} MiB"
+    assert locked <= MOST * size + (16 << 20), (
+        f"{locked >> 20} MiB of host memory locked for {size >> 20} MiB"
+    )
 
 
 def _bytes(value) -> int:

@@ -1,0 +1,537 @@
+"""How fast raytrec computes on a device, against the most that the device could do.
+
+    python benchmarks/gpu.py [--device auto|cpu|cuda] [--only lookup,dense,step,ingest] [--rounds 7]
+
+The model is MLPerf's DLRM-DCNv2 as in jobs/criteo_1tb_8xa100.yaml, on one device. What is compared:
+
+lookup   FBGEMM's kernels as TorchRec calls them: lookup and Adagrad's update of 26 tables of dim 128; with
+         1 id a feature, and with MLPerf's 214 ids a row
+dense    forward, backward and optimizer of the dense layers: fp32, tf32, bf16, and the last two compiled
+step     raytrec's whole training step, of batches in pinned host memory: train.matmul fp32, tf32, bf16
+ingest   Parquet to batches on the device by raytrec's stream; and the copy to the device alone
+
+The sides of a case take turns in one process, and the median of their turns counts. The least time is what
+the device's data sheet allows (its peaks without sparsity): FLOPs of matrix products ÷ their peak + bytes of
+what is no matrix product ÷ memory bandwidth; for ingest, bytes ÷ bandwidth of the link to the host. On a CPU,
+which has no such sheet, peaks are measured and sizes small: that shows that the benchmark runs, no more.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.config import RunConfig
+from raytrec.data.batch import Batch
+from raytrec.embeddings.kernels import sharded_kernels
+from raytrec.models import build_model
+from raytrec.schema import Schema
+from raytrec.train.build import build_step
+from raytrec.train.numerics import Numerics
+
+RESULTS = Path(__file__).parent / "results" / "gpu.json"
+DENSE, FEATURES = 13, 26
+# Ids of each feature of a row in MLPerf's data: 214 together.
+MULTI_HOT = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
+TURN_S = 0.3
+PRECISIONS = ("fp32", "tf32", "bf16")
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a device can do at most.
+
+    Attributes:
+        fp32, tf32, bf16: FLOP/s of matrix products, without sparsity.
+        memory, link: bytes/s of its memory, and of one direction of the link to its host.
+        measured: here, for want of a data sheet.
+    """
+
+    fp32: float
+    tf32: float
+    bf16: float
+    memory: float
+    link: float
+    measured: bool = False
+
+
+T, GB = 1e12, 1e9
+# NVIDIA's data sheets. The first whose words are all in the device's name counts: 'NVIDIA H100 80GB HBM3' is
+# the SXM module, 'NVIDIA H100 PCIe' the card.
+KNOWN: list[tuple[tuple[str, ...], Peaks]] = [
+    (("A100", "40GB"), Peaks(19.5 * T, 156 * T, 312 * T, 1555 * GB, 32 * GB)),
+    (("A100", "80GB", "PCIe"), Peaks(19.5 * T, 156 * T, 312 * T, 1935 * GB, 32 * GB)),
+    (("A100", "80GB"), Peaks(19.5 * T, 156 * T, 312 * T, 2039 * GB, 32 * GB)),
+    (("H100", "PCIe"), Peaks(51 * T, 378 * T, 756 * T, 2000 * GB, 64 * GB)),
+    (("H100", "80GB", "HBM3"), Peaks(67 * T, 494 * T, 989 * T, 3350 * GB, 64 * GB)),
+    (("H200", "NVL"), Peaks(60 * T, 418 * T, 835 * T, 4800 * GB, 64 * GB)),
+    (("H200",), Peaks(67 * T, 494 * T, 989 * T, 4800 * GB, 64 * GB)),
+    (("B200",), Peaks(75 * T, 1100 * T, 2250 * T, 7700 * GB, 64 * GB)),
+    (("L40S",), Peaks(91.6 * T, 183 * T, 362 * T, 864 * GB, 32 * GB)),
+    (("L4",), Peaks(30.3 * T, 60 * T, 121 * T, 300 * GB, 32 * GB)),
+    (("A10G",), Peaks(31.5 * T, 35 * T, 70 * T, 600 * GB, 32 * GB)),
+]
+
+
+def peaks_of(name: str) -> Peaks | None:
+    """By the device's name, such as 'NVIDIA H100 80GB HBM3'; None where nothing is known of it."""
+    words = set(name.replace("-", " ").split())
+    return next((peaks for known, peaks in KNOWN if set(known) <= words), None)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large everything is.
+
+    Attributes:
+        layers: `model` of the configuration.
+        lookup_rows, step_rows: of each table, where kernels are measured alone, and in whole steps.
+    """
+
+    batches: tuple[int, ...]
+    dim: int
+    lookup_rows: int
+    step_rows: int
+    layers: dict[str, Any]
+    turn_s: float = TURN_S
+
+
+MLPERF = {
+    "name": "dcn",
+    "bottom_mlp": [512, 256, 128],
+    "cross_layers": 3,
+    "cross_rank": 512,
+    "top_mlp": [1024, 1024, 512, 256],
+}
+WHOLE = Size((8192, 65536), 128, 1_000_000, 200_000, MLPERF)
+SMALL = Size((64,), 8, 500, 500, MLPERF | {"bottom_mlp": [16, 8], "cross_rank": 8, "top_mlp": [16]}, 0.02)
+
+
+def size_for(device: torch.device) -> Size:
+    """What fits: tables of the lookup, with Adagrad's state, take 40 % of the device's memory at most."""
+    if device.type == "cpu":
+        return SMALL
+    memory = torch.cuda.get_device_properties(device).total_memory
+    rows = int(0.4 * memory / (FEATURES * WHOLE.dim * 2 * 4))
+    batches = WHOLE.batches if memory > 40e9 else (8192,)
+    return replace(
+        WHOLE, batches=batches, lookup_rows=min(WHOLE.lookup_rows, rows), step_rows=min(200_000, rows // 4)
+    )
+
+
+@dataclass
+class Side:
+    """One of those that take turns.
+
+    Attributes:
+        steps: makes so many steps; they need not have ended when it returns.
+        rows: of a step. least_s: seconds that a step takes at least; None: not known.
+        source: of ingest: the batches, which others may take, too.
+    """
+
+    name: str
+    steps: Callable[[int], None]
+    rows: int
+    least_s: float | None
+    source: Iterator[Batch] | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a side: milliseconds a step (median of the turns), the least there can be, and least ÷ ms."""
+
+    ms: float
+    rows_per_s: float
+    least_ms: float | None
+    share: float | None
+
+
+def measure(sides: list[Side], device: torch.device, rounds: int, turn_s: float) -> dict[str, Figures]:
+    """Lets the sides take turns; who begins changes."""
+    counts, seconds = {}, {side.name: [] for side in sides}
+    for side in sides:
+        side.steps(3)  # compiles, fills caches
+        each = _timed(side, 3, device) / 3
+        counts[side.name] = max(1, min(200, int(turn_s / each)))
+    for turn in range(rounds):
+        for side in [*sides[turn % len(sides) :], *sides[: turn % len(sides)]]:
+            count = counts[side.name]
+            seconds[side.name].append(_timed(side, count, device) / count)
+    out = {}
+    for side in sides:
+        each = statistics.median(seconds[side.name])
+        least = side.least_s
+        out[side.name] = Figures(each * 1e3, side.rows / each, least and least * 1e3, least and least / each)
+    return out
+
+
+def _timed(side: Side, steps: int, device: torch.device) -> float:
+    _wait(device)
+    began = perf_counter()
+    side.steps(steps)
+    _wait(device)
+    return perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# The model and its batches
+
+
+def schema_of(rows: int, dim: int) -> Schema:
+    """13 dense columns, 26 features with a table each."""
+    names = [f"C{i + 1}" for i in range(FEATURES)]
+    return Schema.parse(
+        {
+            "labels": ["y"],
+            "dense": [f"I{i + 1}" for i in range(DENSE)],
+            "sparse": {name: {"table": name} for name in names},
+            "tables": {name: {"rows": rows, "dim": dim} for name in names},
+        },
+        "benchmark",
+    )
+
+
+def config_of(size: Size, batch: int, **train: Any) -> RunConfig:
+    """The job's model and optimizers, on one worker."""
+    return RunConfig.model_validate(
+        {
+            "data": {"train": "unused/train", "global_batch_size": batch},
+            "scaling": {"workers": 1},
+            "model": size.layers,
+            "optim": {
+                "embeddings": {"name": "adagrad", "lr": 0.005},
+                "dense": {"name": "adagrad", "lr": 0.005},
+            },
+            "plan": {"sharding": ["table_wise"]},
+            "train": train,
+        }
+    )
+
+
+def batch_of(rows: int, table_rows: int, ids: list[int], seed: int = 0) -> Batch:
+    """Random rows, `ids` of each feature; in pinned memory where there is a GPU."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor(ids, dtype=torch.int32).repeat_interleave(rows)
+    values = torch.randint(0, table_rows, (int(lengths.sum()),), generator=g)
+    sparse = KeyedJaggedTensor([f"C{i + 1}" for i in range(FEATURES)], values, lengths=lengths)
+    labels = torch.randint(0, 2, (rows, 1), generator=g).float()
+    batch = Batch(torch.randn(rows, DENSE, generator=g), sparse, labels, torch.ones(rows), rows)
+    return batch.pin_memory() if torch.cuda.is_available() else batch
+
+
+# What a step takes at least
+
+
+def matmul_flops(model: nn.Module) -> int:
+    """Of a row's matrix products: forward, gradients of weights, gradients of inputs (not of the first layer's)."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    first = [layer for layer in layers if layer.in_features == DENSE]
+    each = [2 * layer.in_features * layer.out_features for layer in layers]
+    return 3 * sum(each) - sum(2 * layer.in_features * layer.out_features for layer in first)
+
+
+def other_bytes(model: nn.Module, width: int, cross_layers: int) -> int:
+    """Of a row's float32 values that are read and written beside matrix products, whose own traffic hides
+    behind their arithmetic at these shapes.
+
+    A cross layer x ← x₀ ⊙ y + x reads 3 vectors of x₀'s width and writes 1; its backward reads 2 and writes 1
+    twice, and adds up two gradients, 3 each. x₀ is put together and taken apart. A ReLU reads 3 and writes 2.
+    """
+    hidden = sum(
+        m.out_features
+        for m in model.modules()
+        if isinstance(m, nn.Linear) and m.out_features not in (1, width)
+    )
+    return 4 * (cross_layers * (4 + 6 + 6) * width + 4 * width + 5 * hidden)
+
+
+def lookup_bytes(ids: int, dim: int) -> int:
+    """Of a row: each id's vector is read, its weight and Adagrad's sum are read and written by the update;
+    each feature's pooled vector is written, and its gradient read."""
+    return 4 * dim * (ids * (1 + 2 + 2) + FEATURES * 2)
+
+
+def dense_least_s(
+    size: Size, model: nn.Module, rows: int, precision: str, peaks: Peaks | None
+) -> float | None:
+    """Seconds that the dense layers of `rows` rows take; with bf16 every value counts as 2 bytes."""
+    if peaks is None:
+        return None
+    width = size.layers["bottom_mlp"][-1] + FEATURES * size.dim
+    traffic = other_bytes(model, width, size.layers["cross_layers"]) / (2 if precision == "bf16" else 1)
+    return rows * (matmul_flops(model) / getattr(peaks, precision) + traffic / peaks.memory)
+
+
+# The cases
+
+
+def lookups(size: Size, batch: int, device: torch.device, peaks: Peaks | None) -> list[Side]:
+    """FBGEMM's kernels alone."""
+    config, schema = config_of(size, batch), schema_of(size.lookup_rows, size.dim)
+    step, _ = build_step(config, schema, device)
+    (kernel,) = sharded_kernels(step.model)
+    sides = []
+    for name, ids in (("1 id a feature", [1] * FEATURES), ("MLPerf's 214 ids a row", MULTI_HOT)):
+        sparse = batch_of(batch, size.lookup_rows, ids).sparse.to(device)
+        gradient = torch.full((batch, FEATURES * size.dim), 1e-3, device=device)
+
+        def steps(count: int, sparse=sparse, gradient=gradient) -> None:
+            for _ in range(count):
+                kernel(sparse).backward(gradient)
+
+        least = peaks and batch * lookup_bytes(sum(ids), size.dim) / peaks.memory
+        sides.append(Side(name, steps, batch, least))
+    return sides
+
+
+def dense(
+    size: Size, batch: int, device: torch.device, peaks: Peaks | None, compiled: bool = True
+) -> list[Side]:
+    """The dense layers alone, on embeddings that are there."""
+    schema = schema_of(1, size.dim)
+    embeddings = {f: torch.randn(batch, size.dim, device=device).requires_grad_() for f in schema.sparse}
+    inputs = torch.randn(batch, DENSE, device=device)
+    labels = torch.randint(0, 2, (batch,), device=device).float()
+    variants = [(precision, False) for precision in PRECISIONS]
+    variants += [("tf32", True), ("bf16", True)] if compiled else []
+    sides = []
+    for precision, whether in variants:
+        config = config_of(size, batch, matmul=precision)
+        model = build_model(schema, config.model).to(device)
+        least = dense_least_s(size, model, batch, precision, peaks)
+        if whether:
+            model.compile()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.005)
+        numerics = Numerics(config.train, device)
+
+        def steps(
+            count: int, model=model, optimizer=optimizer, numerics=numerics, bf16=precision == "bf16"
+        ) -> None:
+            with numerics():
+                for _ in range(count):
+                    optimizer.zero_grad()
+                    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                        logits = model(inputs, embeddings)
+                    nn.functional.binary_cross_entropy_with_logits(logits.float(), labels).backward()
+                    for values in embeddings.values():
+                        values.grad = None
+                    optimizer.step()
+
+        sides.append(Side(precision + ", compiled" * whether, steps, batch, least))
+    return sides
+
+
+def whole_steps(
+    size: Size,
+    batch: int,
+    device: torch.device,
+    peaks: Peaks | None,
+    precisions: tuple[str, ...] = PRECISIONS,
+) -> list[Side]:
+    """raytrec's own step, as `raytrec train` makes it, but for reading."""
+    sides, schema = [], schema_of(size.step_rows, size.dim)
+    batches = [batch_of(batch, size.step_rows, [1] * FEATURES, seed) for seed in range(4)]
+    for precision in precisions:
+        step, _ = build_step(config_of(size, batch, matmul=precision), schema, device)
+
+        def steps(count: int, step=step) -> None:
+            for _ in step.train((batches[i % len(batches)] for i in range(count)), count):
+                pass
+
+        model = step.model.module.head.model
+        least = dense_least_s(size, model, batch, precision, peaks)
+        least = least and least + batch * lookup_bytes(FEATURES, size.dim) / peaks.memory
+        sides.append(Side(precision, steps, batch, least))
+    return sides
+
+
+@contextmanager
+def ingest(
+    folder: Path, batch: int, device: torch.device, peaks: Peaks | None, readers: int
+) -> Iterator[list[Side]]:
+    """Reading; a step is one batch. Only with a local Ray, which this starts."""
+    from raytrec.cluster import ray_session
+    from raytrec.data.fragments import scan
+    from raytrec.data.order import Order
+    from raytrec.data.stream import Stream
+
+    schema = Schema.load(str(folder / "schema.yaml"))
+    data, cuda = scan(str(folder / "train"), schema, "benchmark"), device.type == "cuda"
+
+    def forever() -> Iterator[Batch]:
+        stream = Stream(
+            data, Order(batch, 24, "groups", 2), rank=0, world=1, readers=readers, pin_memory=cuda
+        )
+        yield from stream.epochs(1_000_000)
+
+    with ray_session(num_cpus=readers + 1):
+        reading = forever()
+        one = next(reading)
+        size = sum(t.numel() * t.element_size() for t in _tensors(one))
+        least = peaks and size / peaks.link
+
+        def read(count: int) -> None:
+            for _ in range(count):
+                next(reading).to(device, non_blocking=True)
+
+        def copy(count: int) -> None:
+            for _ in range(count):
+                one.to(device, non_blocking=True)
+
+        try:
+            yield [Side("Parquet to the device", read, batch, least, reading)] + [
+                Side("copy to the device alone", copy, batch, least)
+            ] * cuda
+        finally:
+            reading.close()
+
+
+def _tensors(batch: Batch) -> list[torch.Tensor]:
+    sparse = batch.sparse
+    return [batch.dense, batch.labels, batch.weights, sparse.values(), sparse.lengths()]
+
+
+# Peaks of a device without a data sheet
+
+
+def measured_peaks(device: torch.device) -> Peaks:
+    """Of a CPU: products of matrices that stay in its caches, and copies that do not."""
+    a, big = torch.randn(512, 512, device=device), torch.zeros(1 << 24, device=device)
+    flops = 2 * 512**3 / _fastest(lambda: a @ a, device)
+    half = a.bfloat16()
+    bf16 = 2 * 512**3 / _fastest(lambda: half @ half, device)
+    memory = 2 * big.numel() * 4 / _fastest(big.clone, device)
+    return Peaks(flops, flops, bf16, memory, memory, measured=True)
+
+
+def _fastest(call: Callable, device: torch.device, times: int = 8) -> float:
+    seconds = []
+    for _ in range(times):
+        _wait(device)
+        began = perf_counter()
+        call()
+        _wait(device)
+        seconds.append(perf_counter() - began)
+    return min(seconds)
+
+
+# The whole
+
+
+@contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """This process as the only rank of a group on its device."""
+    from overhead import join
+
+    with tempfile.TemporaryDirectory() as folder:
+        join(0, 1, device.type, folder)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def run(
+    device: torch.device, size: Size, only: list[str], rounds: int, data: Path, readers: int, compiled: bool
+) -> tuple[dict[str, dict[str, Figures]], Peaks | None]:
+    """{case: {side: Figures}}."""
+    peaks = peaks_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else measured_peaks(device)
+    out: dict[str, dict[str, Figures]] = {}
+    with alone(device):
+        for batch in size.batches:
+            cases = {
+                "lookup": lambda batch=batch: lookups(size, batch, device, peaks),
+                "dense": lambda batch=batch: dense(size, batch, device, peaks, compiled),
+                "step": lambda batch=batch: whole_steps(size, batch, device, peaks),
+            }
+            for name, sides in cases.items():
+                if name in only:
+                    out[f"{name}, {batch} rows"] = measure(sides(), device, rounds, size.turn_s)
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
+    if "ingest" in only:
+        with ingest(data, size.batches[0], device, peaks, readers) as sides:
+            out[f"ingest, {size.batches[0]} rows"] = measure(sides, device, rounds, size.turn_s)
+    return out, peaks
+
+
+def show(found: dict[str, dict[str, Figures]], peaks: Peaks | None, name: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{name}: against " + (
+        "peaks measured here"
+        if peaks and peaks.measured
+        else "its data sheet"
+        if peaks
+        else "nothing: unknown device"
+    )
+    table = Table(title=title)
+    for column in ("case", "side", "ms/step", "rows/s", "least ms", "of the most"):
+        table.add_column(column, justify="left" if column in ("case", "side") else "right", no_wrap=True)
+    for case, sides in found.items():
+        for side, f in sides.items():
+            least = f"{f.least_ms:.2f}" if f.least_ms else "?"
+            share = f"{f.share:.0%}" if f.share else "?"
+            table.add_row(case, side, f"{f.ms:.2f}", f"{f.rows_per_s:,.0f}", least, share)
+        table.add_section()
+    Console(width=110).print(table)
+
+
+def main(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    only: Annotated[str, typer.Option(help="Cases, with commas between.")] = "lookup,dense,step,ingest",
+    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 7,
+    readers: Annotated[int, typer.Option(help="Ray Data tasks that read.")] = 1,
+    data: Annotated[Path, typer.Option(help="A folder of `raytrec prepare synthetic`.")] = Path(
+        "data/ingest"
+    ),
+    compiled: Annotated[bool, typer.Option(help="Also compiled, which needs a C compiler.")] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where figures go; default: benchmarks/results/gpu.json, on a GPU alone."),
+    ] = None,
+) -> None:
+    """Prints the table."""
+    warnings.simplefilter("ignore")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    here = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+    size = size_for(here)
+    if "ingest" in only and not (data / "schema.yaml").exists():
+        rows = "1250000" if kind == "cuda" else "5000"
+        made = ["prepare", "synthetic", "--out", str(data), "--rows", rows]
+        subprocess.run([sys.executable, "-m", "raytrec", *made], check=True)
+    name = torch.cuda.get_device_name(here) if kind == "cuda" else "cpu"
+    found, peaks = run(here, size, only.split(","), rounds, data, readers, compiled)
+    show(found, peaks, name)
+    out = out or (RESULTS if kind == "cuda" else None)
+    if out:
+        cases = {case: {side: asdict(f) for side, f in sides.items()} for case, sides in found.items()}
+        about = {"device": name, "torch": torch.__version__, "rounds": rounds, "readers": readers}
+        values = {**about, "peaks": peaks and asdict(peaks), "cases": cases}
+        out.parent.mkdir(exist_ok=True)
+        out.write_text(json.dumps(values, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
