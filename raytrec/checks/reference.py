@@ -51,7 +51,7 @@ class Reference(nn.Module):
         model: forward(dense, pooled) → logits [B]; used as it is.
         by_id: sequences that the model reads id by id → the most ids, the last of a bag being the first.
 
-    A table given in fp16 or bf16 is computed in fp32 and rounded to the nearest of its own dtype by
+    A table given in fp16 is computed in fp32 and rounded to the nearest of its own dtype by
     `round_tables`, which `train` calls after every step.
     """
 

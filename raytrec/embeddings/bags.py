@@ -16,7 +16,7 @@ def embedding_bags(schema: Schema, dtypes: dict[str, str] | None = None) -> Embe
     means are divided outside (`pooling.BagMeans`).
 
     Args:
-        dtypes: table → fp32, fp16 or bf16; default: all fp32.
+        dtypes: table → fp32 or fp16; default: all fp32.
     """
     features_of: dict[str, list[str]] = {table: [] for table in schema.tables}
     for feature, spec in schema.sparse.items():

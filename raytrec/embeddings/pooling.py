@@ -23,7 +23,7 @@ class PooledEmbeddings(nn.Module):
 
     Args:
         schema: the features, their pooling and their tables.
-        dtypes: table → fp32, fp16 or bf16; default: all fp32. They are fixed: a cast later would part what is
+        dtypes: table → fp32 or fp16; default: all fp32. They are fixed: a cast later would part what is
             read from what is trained, so `.to(dtype)`, `.half()`, `.bfloat16()` and the like raise.
 
     Returns (forward):
@@ -75,7 +75,7 @@ def refuse_cast(fn: Callable, dtypes: set[torch.dtype]) -> None:
                 f"a cast of embedding tables from {dtype} to {after}",
                 where="model.to(dtype), .float(), .half(), .bfloat16(), .double() or .type(dtype)",
                 expected="a dtype chosen before sharding: a cast parts what is read from what is trained",
-                do="set plan.tables.TABLE.dtype to fp32, fp16 or bf16; cast dense layers by themselves",
+                do="set plan.tables.TABLE.dtype to fp32 or fp16; cast dense layers by themselves",
             )
 
 

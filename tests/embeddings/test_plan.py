@@ -16,7 +16,7 @@ def schema(rows=100):
     return Schema.parse({"labels": ["y"], "sparse": {t: {"table": t} for t in tables}, "tables": tables}, "t")
 
 
-def planned(rank, world, plan, rows=100, optimizer="adagrad", device="cpu"):
+def planned(rank, world, plan, rows=100, optimizer="adagrad"):
     """describe(plan), and for each table the offsets of its shards; or the error."""
     from raytrec.embeddings.plan import describe
     from raytrec.train.build import build_step
@@ -30,7 +30,7 @@ def planned(rank, world, plan, rows=100, optimizer="adagrad", device="cpu"):
         }
     )
     try:
-        _, plan = build_step(config, schema(rows), torch.device(device))
+        _, plan = build_step(config, schema(rows), torch.device("cpu"))
     except ConfigError as error:
         return str(error)
     entries = describe(plan)
@@ -226,14 +226,26 @@ def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gi
     return {table.table: table for table in plan}
 
 
+def planned_on_gpu(rank, world, plan, rows):
+    """The kernels of the plan, without making any table; or the error."""
+    from raytrec.train.build import plan_of
+
+    values = {"data": {"train": "d/train"}, "scaling": {"workers": world}, "plan": plan}
+    values["optim"] = {"embeddings": {"name": "adagrad"}}
+    try:
+        plan = plan_of(RunConfig.model_validate(values), schema(rows), torch.device("cuda", 0))
+    except ConfigError as error:
+        return str(error)
+    return [spec.compute_kernel for module in plan.plan.values() for spec in module.values()]
+
+
 def test_tables_that_do_not_fit_host_memory_have_no_plan():
     """TorchRec would take each rank to have 128 GiB of it."""
     rows = 2 * host_memory() // (4 * 8 * 8)  # of four tables of 8 columns, with as much of state
     plan = {"tables": {"t*": {"kernel": "fused_uvm"}}}
-    (message,) = on_ranks(1, planned, plan, rows, "adagrad", "cuda", device="cuda")
+    (message,) = on_ranks(1, planned_on_gpu, plan, rows, device="cuda")
     assert "no plan for 4 tables" in message and "of host memory" in message
-    (plan,) = on_ranks(1, planned, plan, 1000, "adagrad", "cuda", device="cuda")
-    assert all(table["kernel"] == "fused_uvm" for table in plan)
+    assert on_ranks(1, planned_on_gpu, plan, 1000, device="cuda") == [["fused_uvm"] * 4]
 
 
 def test_tables_in_host_memory_are_counted_there():
