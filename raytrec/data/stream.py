@@ -29,13 +29,12 @@ BLOCK_BYTES = 16 << 20  # of what a task hands over at a time
 class Stream:
     """The batches that one rank reads of a dataset, in an order that only the Order decides.
 
-    Reading, checking and shuffling run as Ray Data tasks on spare CPUs; this process slices and concatenates
-    in a thread, `prefetch` batches ahead of the step.
+    Reading, checking and shuffling run as Ray Data tasks, which ask Ray for no CPU; this process slices and
+    concatenates in a thread, `prefetch` batches ahead of the step.
 
     Args:
         rank, world: this rank and their number.
         readers: read tasks at the same time.
-        reader_cpus: what each asks Ray for; 0: CPUs have been set aside for them elsewhere.
         prefetch: batches made ready ahead.
         faults: what becomes of rows that cannot be read; default: a DataError.
         buffer_bytes: what Ray's object store may hold of rows that have been read and not yet taken over.
@@ -51,7 +50,6 @@ class Stream:
         rank: int,
         world: int,
         readers: int = 1,
-        reader_cpus: int = 1,
         prefetch: int = 4,
         faults: Faults | None = None,
         buffer_bytes: int = 1 << 29,
@@ -60,7 +58,7 @@ class Stream:
     ):
         self.dataset, self.order, self._by_id = dataset, order, by_id
         self._rank, self._world = rank, world
-        self._readers, self._reader_cpus, self._prefetch = readers, reader_cpus, prefetch
+        self._readers, self._prefetch = readers, prefetch
         self._faults, self._buffer_bytes, self._pin_memory = faults, buffer_bytes, pin_memory
 
     @property
@@ -143,7 +141,9 @@ class Stream:
             read,
             batch_size=None,
             batch_format="pyarrow",
-            num_cpus=self._reader_cpus,
+            # Their CPUs are set aside with the worker's (train/group.py). Tasks of a paused stream would keep
+            # what they had asked for, and those of another would wait for it for ever.
+            num_cpus=0,
             compute=ray.data.TaskPoolStrategy(size=self._readers),
             ray_remote_args_fn=place,
         )

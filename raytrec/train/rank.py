@@ -90,7 +90,6 @@ class Rank:
             rank=self.index,
             world=self.world,
             readers=data.readers,
-            reader_cpus=int(self.device.type == "cuda"),  # see group.bundle
             prefetch=data.prefetch,
             faults=Faults(data.on_error == "skip", f"{self.task.config.run.dir}/{SKIPPED}"),
             buffer_bytes=int(data.buffer_gib * 2**30),
