@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from raytrec.errors import RunError
+from raytrec.interfaces import socket_interfaces
 from raytrec.remote.refused import check_token
 from raytrec.remote.token import IN_JOB, use_token
 
@@ -89,7 +90,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def stay_on_loopback() -> None:
-    """Lets nothing of a local Ray, or of gloo between its workers, listen beyond this machine.
+    """Lets nothing of a local Ray, or of gloo and NCCL between its workers, listen beyond this machine.
 
     Ray 2.60 turns a node address of 127.0.0.1 back into the machine's own and its servers then listen on all
     interfaces (`services.resolve_ip_for_localhost`), unless it is told, as by default on macOS and Windows,
@@ -103,8 +104,8 @@ def stay_on_loopback() -> None:
 
 
 def loopback_environment() -> dict[str, str]:
-    """The environment in which a Ray that is started, and gloo, stay on loopback; see stay_on_loopback."""
+    """The environment in which a Ray that is started, gloo and NCCL stay on loopback: stay_on_loopback."""
     from ray._private import ray_constants
 
-    gloo = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-    return {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"} | (gloo if sys.platform == "linux" else {})
+    mine = {name: os.environ.get(name, value) for name, value in socket_interfaces("lo").items()}
+    return {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"} | (mine if sys.platform == "linux" else {})

@@ -109,7 +109,9 @@ class ScalingSection(Section):
         description="Worker processes; on GPUs one for each GPU. [least, most]: as many as the cluster has "
         "room for; the run shrinks and grows with it, at the same global batch size.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where Ray has GPUs.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where Ray has GPUs, and the packages there are those for CUDA."
+    )
     cpus_per_worker: PositiveInt = Field(1, description="CPUs that Ray sets aside for one worker.")
     address: str | None = Field(
         None,

@@ -14,26 +14,32 @@ def place() -> dict[str, Any]:
     """Ray options for one read task.
 
     On a cluster of both kinds, the CPUs beside GPUs belong to those who train: a node without GPUs is chosen
-    at random, which gives the task away again if it is full or gone. Else Ray chooses, this node first.
+    at random, those with more CPUs more often, because tasks ask for none; Ray chooses another if it is gone.
+    Else Ray chooses, this node first.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = _nodes(int(monotonic() / LOOK_EVERY_S))
     if not nodes:
         return {"scheduling_strategy": "DEFAULT"}
-    chosen = NodeAffinitySchedulingStrategy(random.choice(nodes), soft=True, _spill_on_unavailable=True)
-    return {"scheduling_strategy": chosen}
+    (chosen,) = random.choices(list(nodes), weights=list(nodes.values()))
+    strategy = NodeAffinitySchedulingStrategy(chosen, soft=True, _spill_on_unavailable=True)
+    return {"scheduling_strategy": strategy}
+
+
+def nodes_without_gpus() -> dict[str, float]:
+    """Id → CPUs of nodes with CPUs and without GPUs; none where all nodes are of one kind."""
+    import ray
+
+    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    if not any(has.get("GPU") for has in alive.values()):
+        return {}
+    return {node: has["CPU"] for node, has in alive.items() if has.get("CPU") and not has.get("GPU")}
 
 
 @lru_cache(maxsize=1)
-def _nodes(_: int) -> list[str]:
-    """Ids of nodes with CPUs and without GPUs; none where all nodes are of one kind."""
-    import ray
-
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    if not any(node["Resources"].get("GPU") for node in alive):
-        return []
-    return [n["NodeID"] for n in alive if n["Resources"].get("CPU") and not n["Resources"].get("GPU")]
+def _nodes(_: int) -> dict[str, float]:
+    return nodes_without_gpus()
 
 
 def leave_room_to_ray() -> None:

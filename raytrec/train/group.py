@@ -10,63 +10,95 @@ from typing import Any
 
 from raytrec.config import RunConfig
 from raytrec.data.fragments import Dataset
-from raytrec.data.placement import settle_here
-from raytrec.embeddings.hosts import GIB, host_memory
+from raytrec.data.placement import nodes_without_gpus, settle_here
+from raytrec.embeddings.footprint import GIB
+from raytrec.embeddings.hosts import host_memory
 from raytrec.embeddings.pins import check_pins
 from raytrec.errors import ConfigError, RaytrecError, RunError, root_cause
+from raytrec.installed import OTHER_DEVICE
 from raytrec.redact import hide
 from raytrec.schema import Schema
 from raytrec.storage import open_filesystem
+from raytrec.train.causes import main_line
+from raytrec.train.nodes import GpuNode, alive_nodes, gpu_nodes, is_local
 from raytrec.train.rank import Task
 from raytrec.train.stop import Interrupted, Stop
 from raytrec.train.watch import Watch
 
 
 def local_cpus(config: RunConfig) -> int:
-    """Logical CPUs of a local cluster: the workers', and one for each reader, which must not wait."""
-    scaling = config.scaling
-    return scaling.most * (scaling.cpus_per_worker + config.data.readers)
+    """Logical CPUs of a local cluster: those of the workers and their readers."""
+    return int(config.scaling.most * bundle(config, "cpu")["CPU"])
 
 
-def _device(config: RunConfig) -> str:
+def _device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
     """cpu or cuda, after a look at what the cluster has.
+
+    Args:
+        nodes: those with GPUs.
 
     Raises:
         ConfigError: fewer GPUs or CPUs than the workers and their readers need, and no autoscaler that could
-            start more: Ray would wait for ever. Or there is one, and nobody has said for which device.
+            start more: Ray would wait for ever. Or there is one, and nobody has said for which device. Or
+            scaling.device is cuda, and the packages of a node with GPUs are for CPUs.
     """
-    import ray
-
-    have, scaling, grows = ray.cluster_resources(), config.scaling, _grows()
-    gpus, cpus = int(have.get("GPU", 0)), int(have.get("CPU", 0))
-    if grows and not gpus and scaling.device == "auto":
+    scaling, grows = config.scaling, _grows()
+    if grows and not nodes and scaling.device == "auto":
         raise ConfigError(
             "the cluster has no GPU now, but may start nodes with some",
             where="scaling.device=auto",
             expected="cuda or cpu, where an autoscaler has to know for what it is to start nodes",
             do="set scaling.device=cuda, or scaling.device=cpu",
         )
-    device = scaling.device if scaling.device != "auto" else ("cuda" if gpus else "cpu")
-    if grows:  # the run says how many workers there is room for, while it waits
-        return device
-    if device == "cuda" and gpus < scaling.least:
+    device = scaling.device if scaling.device != "auto" else ("cuda" if nodes else "cpu")
+    if device == "cuda" and (wrong := [node.address for node in nodes if node.built_for == "cpu"]):
+        what = f"torch is built for CPUs on {'this machine' if is_local() else ', '.join(wrong)}"
+        if scaling.device == "cuda":
+            raise ConfigError(
+                what,
+                where="scaling.device=cuda",
+                expected="the packages of requirements/cuda.txt wherever there are GPUs",
+                do=f"{OTHER_DEVICE.format(device='cuda')}; or set scaling.device=cpu",
+            )
+        console.note(
+            f"there are GPUs, but {what}: training on CPUs. For GPUs: {OTHER_DEVICE.format(device='cuda')}"
+        )
+        device = "cpu"
+    if not grows:  # else the run says how many workers there is room for, while it waits
+        _check_room(config, device, sum(node.gpus for node in nodes))
+    return device
+
+
+def _check_room(config: RunConfig, device: str, gpus: int) -> None:
+    """Whether the nodes, were nothing else there, hold the least number of workers.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    least, places = config.scaling.least, bundle(config, device, _others_read(device))
+    if device == "cuda" and gpus < least:
         raise ConfigError(
-            f"the cluster has {gpus} GPUs for {scaling.least} workers",
+            f"the cluster has {gpus} GPUs for {least} workers",
             where="scaling.workers, scaling.device",
             expected="one GPU for each worker",
             do="lower scaling.workers, or set scaling.device=cpu",
         )
-    each = bundle(config, device)["CPU"]
-    needed = int(scaling.least * each + (device == "cuda"))
-    if cpus < needed:
+    have = [node["Resources"] for node in alive_nodes()]
+    if sum(int(min(node.get(name, 0) // n for name, n in places.items())) for node in have) < least:
+        each = places["CPU"]
+        beside = " beside GPUs" if device == "cuda" else ""
+        cpus = int(sum(node.get("CPU", 0) for node in have if device == "cpu" or node.get("GPU")))
         raise ConfigError(
-            f"the cluster has {cpus} CPUs for {scaling.least} workers and their readers",
+            f"the cluster has {cpus} CPUs{beside} for {least} workers and their readers",
             where="scaling.workers, scaling.cpus_per_worker, data.readers",
-            expected=f"at least {needed}: {each} for each worker"
-            + (", and one to read" * (device == "cuda")),
-            do="lower scaling.workers, or join a larger cluster",
+            expected=f"at least {int(least * each)}: {each} for each worker, on its own node",
+            do="lower scaling.workers or data.readers, or join a larger cluster",
         )
-    return device
+
+
+def _others_read(device: str) -> bool:
+    """Whether nodes without GPUs read for workers with GPUs, or may be started for it."""
+    return device == "cuda" and (_grows() or bool(nodes_without_gpus()))
 
 
 def _grows() -> bool:
@@ -79,26 +111,36 @@ def _grows() -> bool:
     return any(node.ray_node_type_name for node in cluster.node_states)
 
 
-def _check_pins(config: RunConfig, schema: Schema, device: str, local: bool) -> None:
-    """Whether pins can be kept with every number of workers, as far as hosts and memory are known."""
-    import ray
+def _check_pins(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode]) -> None:
+    """Whether pins can be kept with every number of workers, as far as hosts and memory are known.
 
-    plan, most = config.plan, config.scaling.most
+    Args:
+        nodes: those with GPUs.
+    """
+    plan, most, local = config.plan, config.scaling.most, is_local()
     memory = int(plan.memory_gib * GIB) if plan.memory_gib else None
-    there = ray.cluster_resources().get("GPU")  # not yet, where an autoscaler has still to start nodes
-    if memory is None and device == "cuda" and there and (plan.together or plan.tables):
-        memory = ray.get(ray.remote(num_gpus=1, num_cpus=0)(_gpu_memory).remote(), timeout=60)
-    elif memory is None and device == "cpu" and local:
+    if memory is None and device == "cuda":
+        memory = min((node.gpu_memory for node in nodes if node.gpu_memory), default=None)
+    elif memory is None and local:
         memory = host_memory() // most
     for workers in range(config.scaling.least, most + 1):
-        hosts = plan.ranks_per_host or (workers if local else None)
-        check_pins(config, schema, device, world=workers, ranks_per_host=hosts, memory=memory)
+        check_pins(
+            config,
+            schema,
+            device,
+            world=workers,
+            ranks_per_host=plan.ranks_per_host or (workers if local else None),
+            memory=memory,
+            host_share=_host_share(nodes, workers, local),
+        )
 
 
-def _gpu_memory() -> int:
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory
+def _host_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
+    """Bytes of main memory for each worker on GPUs, as far as nodes have said what they have."""
+    if local:
+        return host_memory() // workers
+    known = [node for node in nodes if node.host_memory]
+    return min((node.host_memory // min(node.gpus, workers) for node in known), default=None)
 
 
 def run_group(
@@ -122,9 +164,10 @@ def run_group(
     """
     import ray
 
-    device, scaling = _device(config), config.scaling
-    local = all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
-    _check_pins(config, schema, device, local)
+    scaling = config.scaling
+    nodes = gpu_nodes() if scaling.device != "cpu" else []
+    device = _device(config, nodes, watch.console)
+    _check_pins(config, schema, device, nodes)
     watch.console.phase("starting the workers")
     for name, value in RAY_TRAIN.items():
         os.environ.setdefault(name, value)
@@ -137,14 +180,22 @@ def run_group(
 
     settle_here()
     hub = start_hub(scaling.hang_s, scaling.timeout_s)
-    places = bundle(config, device)
+    others_read = _others_read(device)
+    places = bundle(config, device, others_read)
     ray_scaling = ray.train.ScalingConfig(
         num_workers=(scaling.least, scaling.most) if scaling.elastic else scaling.most,
         use_gpu=device == "cuda",
         resources_per_worker=places,
         placement_strategy="PACK" if device == "cuda" else "SPREAD",
     )
-    room = RoomOnNodes(ray_scaling, hub, scaling.least, scaling.most, scaling.grow_every_s)
+    room = RoomOnNodes(
+        ray_scaling,
+        hub,
+        scaling.least,
+        scaling.most,
+        scaling.grow_every_s,
+        cpus_beside=scaling.most * config.data.readers if others_read else 0,
+    )
     failures = FailuresWithReason(ray.train.FailureConfig(), hub, scaling.max_failures if saves else 0)
     stop = Stop(hub, scaling.stop_s if saves else 0)
     task = Task(config, schema, datasets, hub, checkpoint, fingerprint(datasets.get("train")))
@@ -152,7 +203,7 @@ def run_group(
         getattr(workers, worker),
         train_loop_config=task,
         torch_config=OwnAddressTorchConfig(
-            backend="nccl" if device == "cuda" else "gloo", timeout_s=scaling.timeout_s
+            backend="nccl" if device == "cuda" else "gloo", timeout_s=group_timeout(config, device)
         ),
         scaling_config=ray_scaling,
         run_config=_ray_run(checkpoint if saves else f"{config.run.dir}/ray"),
@@ -172,16 +223,29 @@ def run_group(
     return watch.result
 
 
-def bundle(config: RunConfig, device: str) -> dict[str, float]:
+def bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[str, float]:
     """What Ray sets aside for a worker.
 
-    Without GPUs this has the CPUs of the worker's readers, whose tasks then ask for none: workers that take
-    all CPUs of the nodes that are left would wait for ever for data. With GPUs, other nodes read.
+    This has the CPUs of the worker's readers, whose tasks therefore ask for none. Tasks that did would wait
+    for ever where workers, or the paused tasks of another stream, hold all CPUs: an evaluation begins while
+    those of training have still to hand over what they have read.
+
+    Args:
+        others_read: whether there are, or may come, nodes without GPUs, whose CPUs then serve for that.
     """
     scaling = config.scaling
-    if device == "cuda":
-        return {"CPU": scaling.cpus_per_worker, "GPU": 1}
-    return {"CPU": scaling.cpus_per_worker + config.data.readers}
+    cpus = scaling.cpus_per_worker + (0 if others_read else config.data.readers)
+    return {"CPU": cpus} | ({"GPU": 1} if device == "cuda" else {})
+
+
+def group_timeout(config: RunConfig, device: str) -> int:
+    """Seconds that a collective may take.
+
+    When NCCL's time is up it ends the process that waits, which would then be taken for the one that failed.
+    The hub knows who keeps the others waiting, and has the time to say so first. Gloo raises an error.
+    """
+    scaling = config.scaling
+    return scaling.timeout_s + (int(scaling.hang_s) + 1 if device == "cuda" else 0)
 
 
 # How soon the end, or an error, is seen; how long Ray waits for places that are not there after all; and no
@@ -226,8 +290,7 @@ def _explain(error: Exception, config: RunConfig, sentence: str) -> RaytrecError
     story.write_text(hide("".join(traceback.format_exception(error))))
     if isinstance(cause, RaytrecError):
         return cause
-    last = [line for line in str(cause).splitlines() if line.strip()]
     return RunError(
-        f"training failed: {sentence or (last[-1] if last else type(cause).__name__)}",
+        f"training failed: {sentence or main_line(str(cause)) or type(cause).__name__}",
         where=f"the traceback is in {story}",
     )

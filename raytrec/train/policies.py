@@ -13,10 +13,17 @@ from time import monotonic
 from typing import Any
 
 import ray
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+    DefaultAutoscalingCoordinator,
+)
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
+    AUTOSCALING_REQUESTS_EXPIRE_TIME_S,
+    AUTOSCALING_REQUESTS_INTERVAL_S,
+)
 from ray.train.v2.api.exceptions import ControllerError
 
 from raytrec.train.causes import Cause, Kind, find_cause
@@ -99,10 +106,21 @@ class RoomOnNodes(ScalingPolicy):
     Args:
         least, most: workers.
         grow_every_s: seconds between two looks for more room.
+        cpus_beside: that an autoscaler is to have ready beside the workers' own, for reading: read tasks ask
+            for none themselves, see group.bundle.
     """
 
-    def __init__(self, scaling_config: Any, hub: Any, least: int, most: int, grow_every_s: float):
+    def __init__(
+        self,
+        scaling_config: Any,
+        hub: Any,
+        least: int,
+        most: int,
+        grow_every_s: float,
+        cpus_beside: int = 0,
+    ):
         super().__init__(scaling_config)
+        self._cpus_beside, self._beside, self._asked_at = cpus_beside, None, 0.0
         self._hub, self._least, self._most = hub, least, most
         self._grow_every_s, self._looked, self._roomy = grow_every_s, monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group
@@ -167,6 +185,28 @@ class RoomOnNodes(ScalingPolicy):
 
     def _get_num_workers_for_resource_request(self) -> int:
         return self._most
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        if self._cpus_beside:
+            self._beside = DefaultAutoscalingCoordinator(f"readers-{train_run_context.run_id}")
+        super().after_controller_start(train_run_context)
+        self._ask_for_cpus()
+
+    def _maybe_send_resource_request(self) -> None:
+        super()._maybe_send_resource_request()
+        if monotonic() - self._asked_at > AUTOSCALING_REQUESTS_INTERVAL_S:
+            self._ask_for_cpus()
+
+    def _ask_for_cpus(self) -> None:
+        if self._beside:
+            self._asked_at = monotonic()
+            wanted = [{"CPU": 1}] * self._cpus_beside
+            self._beside.request_resources(wanted, AUTOSCALING_REQUESTS_EXPIRE_TIME_S)
+
+    def _cancel_resource_request(self) -> None:
+        super()._cancel_resource_request()
+        if self._beside:
+            self._beside.cancel_request()
 
 
 def _answers(node: dict[str, Any]) -> bool:

@@ -2,9 +2,11 @@
 
 torch's TCPStore, through which ranks find each other, listens on all interfaces and asks for no password.
 gloo listens where the host's name leads to, which on many hosts is loopback, and out of reach of other hosts.
+NCCL, even of a single rank, listens on the first interface that is not loopback (InfiniBand's before others).
 Neither Ray Train's TorchConfig nor torch's env:// rendezvous lets one choose the address. So workers hand the
-store a socket that is bound already, and name their interface to gloo (torch 2.13.0:
-torch/distributed/rendezvous.py; ray 2.60.0: ray/train/torch/config.py). On a local cluster that is loopback.
+store a socket that is bound already, and name their interface to gloo and NCCL (torch 2.13.0:
+torch/distributed/rendezvous.py; ray 2.60.0: ray/train/torch/config.py; NCCL 2.29.7: src/misc/socket.cc). On a
+local cluster that is loopback.
 """
 
 from __future__ import annotations
@@ -17,10 +19,16 @@ from importlib import import_module
 from ray.train.torch import TorchConfig
 from ray.train.torch.config import _TorchBackend
 
+from raytrec.errors import ConfigError
+from raytrec.installed import OTHER_DEVICE
+from raytrec.interfaces import socket_interfaces
+
 
 class _OwnAddressBackend(_TorchBackend):
     def on_start(self, worker_group, backend_config) -> None:
         worker_group.execute(keep_to_own_address)
+        if backend_config.backend == "nccl":
+            worker_group.execute(check_gpu)
         super().on_start(worker_group, backend_config)
 
 
@@ -34,17 +42,40 @@ class OwnAddressTorchConfig(TorchConfig):
 
 
 def keep_to_own_address() -> None:
-    """Makes gloo and the TCPStore of this process listen on its node's address only.
+    """Makes gloo, NCCL and the TCPStore of this process listen on its node's address only.
 
-    Where that is no address of this machine (it is translated on the way), torch chooses by itself.
-    GLOO_SOCKET_IFNAME of the environment overrules what gloo is told here.
+    Where that is no address of this machine (it is translated on the way), they choose by themselves.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the environment, or of NCCL's own files, overrule this.
     """
     import ray
 
     address = ray.util.get_node_ip_address()
     if interface := interface_of(address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        for name, value in socket_interfaces(interface).items():
+            os.environ.setdefault(name, value)
         bind_store(address)
+
+
+def check_gpu() -> None:
+    """
+    Raises:
+        ConfigError: torch cannot use the GPU that Ray has given to this process.
+    """
+    import ray
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    built = torch.version.cuda
+    raise ConfigError(
+        f"torch {torch.__version__} cannot use the GPU of {ray.util.get_node_ip_address()}"
+        + ("" if built else ": it is built for CPUs"),
+        where="scaling.device=cuda",
+        expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
+        if built
+        else "the packages of requirements/cuda.txt wherever there are GPUs",
+        do="update the driver" if built else OTHER_DEVICE.format(device="cuda"),
+    )
 
 
 def interface_of(address: str) -> str | None:

@@ -53,6 +53,7 @@ def gpu_cluster(cpus: int = 6, gpus: int = 2) -> Iterator[None]:
     with (
         patch.dict(os.environ, {"PYTHONPATH": path}),
         patch("raytrec.train.rendezvous.OwnAddressTorchConfig", StandInTorchConfig),
+        patch("raytrec.train.nodes.built_for", lambda: "cuda"),
     ):
         stay_on_loopback()
         ray.init(

@@ -220,6 +220,60 @@ def test_nothing_listens_beyond_loopback(folder, tmp_path):
     assert not seen
 
 
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="names Linux's interfaces")
+def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_path):
+    """As a worker's process is, before it joins a group. What somebody has set stays."""
+    import ray
+
+    from raytrec.cluster import loopback_environment
+
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+    def told(env):
+        """Of a worker in an environment with these variables."""
+        import os
+
+        from raytrec.train.rendezvous import keep_to_own_address
+
+        for name in (*names, "NCCL_CONF_FILE"):  # a local cluster's processes have inherited them
+            os.environ.pop(name, None)
+        os.environ |= env
+        keep_to_own_address()
+        return {name: os.environ.get(name) for name in names}
+
+    def ask(**env):
+        return ray.get(ray.remote(num_cpus=0, max_calls=1)(told).remote(env), timeout=60)
+
+    (tmp_path / "nccl.conf").write_text("NCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME=ib0\n")
+    assert ask() == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}, (
+        "= is: this name, no longer ones"
+    )
+    assert ask(NCCL_SOCKET_IFNAME="eth7")["NCCL_SOCKET_IFNAME"] == "eth7"
+    conf = ask(NCCL_CONF_FILE=str(tmp_path / "nccl.conf"))
+    assert conf == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": None}, "NCCL's own file says it"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert loopback_environment().items() >= {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}.items()
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert loopback_environment()["NCCL_SOCKET_IFNAME"] == "eth7"
+
+
+def test_a_worker_whose_torch_has_no_gpu_says_so(monkeypatch):
+    import torch
+
+    from raytrec.train.rendezvous import check_gpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match=r"cannot use the GPU of 127.0.0.1: it is built for CPUs") as error:
+        check_gpu()
+    assert "make install DEVICE=cuda" in error.value.do
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match=r"cannot use the GPU of 127.0.0.1$") as error:
+        check_gpu()
+    assert "driver for CUDA 13.0" in error.value.expected
+
+
 def test_bad_rows_in_test_lose_no_training(folder, tmp_path):
     bad = parquet.dataset(tmp_path / "bad")
     values = pq.read_table(bad / "test/part-0.parquet")
