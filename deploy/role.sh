@@ -17,9 +17,12 @@ secret() { # FILE: what it holds, which has to be enough that nobody guesses it
 first() { head -n 1 | cut -d ' ' -f 1; }
 own_address() { hostname -i | first; }
 
-# Ray would take 30 % of the memory and, where /dev/shm is smaller, put all of it on the disk instead.
+# Ray would take 30 % of the memory and, where /dev/shm is smaller, put all of it on the disk instead. More than the
+# machine has it refuses, and /dev/shm may be larger than that: half of it at most.
 object_store() {
     bytes=$(($(df --block-size=1 --output=avail /dev/shm | tail -n 1) * 9 / 10))
+    most=$(($(sed -n 's/^MemTotal: *\([0-9]*\) kB$/\1/p' /proc/meminfo) * 512))
+    [ "$bytes" -lt "$most" ] || bytes=$most
     [ "$bytes" -lt 134217728 ] || echo "--object-store-memory=$bytes"
 }
 
