@@ -90,6 +90,27 @@ def test_plans_for_gpus_that_are_not_here(name, hosts, sizes):
             assert len({rank // 8 for rank in entry.ranks}) == 1, "within a machine"
 
 
+def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
+    from raytrec.train.plan import plan, print_plan
+
+    schema = tmp_path / "schema.yaml"
+    schema.write_text(yaml.safe_dump(criteo([10_000_000] * 26).model_dump(exclude_none=True)))
+    pins = "plan.tables={C1: {kernel: fused_uvm}, C2: {kernel: fused_uvm_caching, ranks: [9]}}"
+    given = JOBS / "criteo_1tb_2x8xh100.yaml", [f"data.schema={schema}", pins]
+    found = plan(*given, host_memory_gib=2048)
+    size = 10_000_000 * 128 * 8 / 2**30
+    assert sum(found["host_gib"]) == pytest.approx(2 * size)
+    assert found["host_gib"][1] >= size, "C2 is on the second host"
+    cache = 10_000_000 * (4 + 0.2 * (16 + 128 * 4)) / 2**30
+    assert sum(found["gib"]) == pytest.approx(24 * size + cache)
+    print_plan(found)
+    *_, gpus, hosts = capsys.readouterr().out.splitlines()
+    assert gpus.startswith("2 × 8 GPUs of 80 GiB: tables take")
+    assert hosts.startswith("in host memory: ") and f"{2 * size:.1f} in all" in hosts
+    with pytest.raises(ConfigError, match=r"table C2: .* of host memory"):
+        plan(*given, host_memory_gib=128)
+
+
 def test_what_does_not_fit_says_so():
     from raytrec.embeddings.dryrun import dry_run
 
