@@ -243,7 +243,7 @@ def batch_of(rows: int, table_rows: int, ids: list[int], seed: int = 0) -> Batch
 
 
 def matmul_flops(model: nn.Module) -> int:
-    """Of a row's matrix products: forward, gradients of weights, gradients of inputs (not of the first layer's)."""
+    """Of a row's matrix products: forward, gradients of weights, and of inputs but for the first layer's."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     first = [layer for layer in layers if layer.in_features == DENSE]
     each = [2 * layer.in_features * layer.out_features for layer in layers]

@@ -111,7 +111,7 @@ def child(name: str, here: Here) -> None:
         with _device(here.stand_in):
             values["about"] = about(here)
             _say(here, values)  # should the process die
-            import_module(f"blocks.{name}").run(here)
+            import_module(name if "." in name else f"blocks.{name}").run(here)
         values |= {"result": PASSED, "why": ""}
     except CannotRun as reason:
         values |= {"result": CANNOT, "why": str(reason)}
@@ -181,6 +181,12 @@ def prepare(here: Here) -> None:
         str(rows),
     ]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
+
+
+def _tell(folder: Path) -> None:
+    """What a block that failed has said, and the tracebacks of its runs' workers."""
+    for path in [folder / "log.txt", *sorted(folder.rglob("error.txt"))]:
+        print(f"\n--- {path.relative_to(folder.parent)} ---\n{path.read_text(errors='replace')[-4000:]}")
 
 
 def show(outcomes: list[Outcome]) -> None:
@@ -259,7 +265,7 @@ def main(
         outcomes = check(device, shared, chosen, smallest=smallest, stand_in=stand_in)
         for outcome in outcomes:
             if outcome.result == FAILED:
-                print(f"\n--- {outcome.name} ---\n{(shared / outcome.name / 'log.txt').read_text()[-4000:]}")
+                _tell(shared / outcome.name)
     show(outcomes)
     facts = next((o.about for o in outcomes if o.about), {})
     blocks = [{k: v for k, v in asdict(o).items() if k != "about"} for o in outcomes]

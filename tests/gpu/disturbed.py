@@ -1,6 +1,6 @@
 """Models of runs that are disturbed or watched from inside: model.name="disturbed:CLASS" in a config.
 
-They are DLRMs that do something more at a step of training; model.options has `folder`, where they leave word.
+They are DLRMs that do something more at a step of training; model.options.folder is where they leave word.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Block(NamedTuple):
-    """A block: its module in this folder, and the seconds after which its processes are killed."""
+    """A block: its module in this folder (with a dot: elsewhere), and the seconds that it may take."""
 
     name: str
     limit_s: int

@@ -23,6 +23,9 @@ def run(here: Here) -> None:
         peaks = gpu.peaks_of(here.about_device()) if cuda else gpu.measured_peaks(device)
         here.found["data_sheet"] = "of this device" if cuda and peaks else "none"
         rows = size.batches[-1]
+        lookups = gpu.lookups(size, size.batches[0], device, peaks)
+        _measured(here, lookups, f"lookup, {size.batches[0]} rows")
+        del lookups
         layers = _measured(here, gpu.dense(size, rows, device, peaks, compiled=False), f"dense, {rows} rows")
         steps = gpu.whole_steps(size, size.batches[0], device, peaks, gpu.PRECISIONS if cuda else ("fp32",))
         _measured(here, steps, f"step, {size.batches[0]} rows")

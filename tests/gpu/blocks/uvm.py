@@ -1,15 +1,16 @@
-"""11: tables in host memory with a cache on the GPU: what is saved is what is looked up, and saving locks no
-more host memory than the state is large."""
+"""11: tables in host memory with a cache on the GPU: what is saved is what is looked up, and saving takes
+no more host memory than the state is large."""
 
 from __future__ import annotations
 
 from here import Here
 
 TABLE_ROWS, DIM, BATCH, STEPS = 500_000, 32, 1024, 60
-MOST = 1.1  # locked host memory for a checkpoint, as a share of the state
+MOST, SLACK = 1.1, 64 << 20  # host memory that a save takes: a share of the state, and bytes for writing it
 
 
 def run(here: Here) -> None:
+    here.needs_gpu("FBGEMM keeps a cache on GPUs alone")
     import torch
 
     from raytrec.checkpoint.state import LogicalState
@@ -17,7 +18,6 @@ def run(here: Here) -> None:
     from raytrec.tracking.statistics import cache_hits
     from raytrec.train.build import build_step
 
-    here.needs_gpu("FBGEMM keeps a cache on GPUs alone")
     schema, config = _schema(), _config()
     with here.group():
         step, _ = build_step(config, schema, here.device)
@@ -33,7 +33,7 @@ def run(here: Here) -> None:
         rows = state.tables["t"].weight.dense()[ids.to(state.tables["t"].weight.device)]
         apart = float((rows.to(looked_up.device) - looked_up).abs().max())
         assert apart == 0, f"rows that were flushed differ from those that are looked up by {apart:.2g}"
-        _check_locked_memory(here, tensors)
+        _check_host_memory(here, tensors)
 
 
 def _schema():
@@ -101,23 +101,22 @@ def _lookup(kernel, ids):
         )
 
 
-def _check_locked_memory(here: Here, tensors) -> None:
-    import torch
+def _check_host_memory(here: Here, tensors) -> None:
+    """Of the whole process: raytrec locks memory that torch's statistics of pinned memory do not know of."""
+    import psutil
 
     from raytrec.checkpoint.save import Saver
     from raytrec.sections import CheckpointSection
 
-    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    process = psutil.Process()
+    before = process.memory_info().rss
     saver = Saver(str(here.folder / "checkpoints"), CheckpointSection(every_s=None))
     saver.save(1, tensors, {})
     saved = saver.taken()
     assert saved.error is None, str(saved.error)
-    locked = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) - before
-    size = sum(_bytes(value) for value in tensors.values())
-    here.found |= {"state_mib": size >> 20, "locked_mib": locked >> 20, "save_s": saved.seconds}
-    assert locked <= MOST * size + (16 << 20), (
-        f"{locked >> 20} MiB of host memory locked for {size >> 20} MiB"
-    )
+    more, size = process.memory_info().rss - before, sum(_bytes(value) for value in tensors.values())
+    here.found |= {"state_mib": size >> 20, "host_mib": more >> 20, "save_s": saved.seconds}
+    assert more <= MOST * size + SLACK, f"{more >> 20} MiB of host memory for a copy of {size >> 20} MiB"
 
 
 def _bytes(value) -> int:

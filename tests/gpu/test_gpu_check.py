@@ -1,0 +1,138 @@
+"""`make gpu-check` on CPU: its runner survives every block, and the blocks find this machine well."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
+
+from blocks import BLOCKS, Block  # noqa: E402
+from check import CANNOT, FAILED, PASSED, check  # noqa: E402
+
+BROKEN = {
+    "crash": "import os\ndef run(here):\n    here.found['so_far'] = 1\n    os.abort()",
+    "hang": "import time\ndef run(here):\n    print('about to wait')\n    time.sleep(600)",
+    "wrong": "def run(here):\n    here.found['seen'] = 3\n    assert 1 > 2, 'one is less than two'",
+    "elsewhere": "from here import CannotRun\ndef run(here):\n    raise CannotRun('needs another GPU')",
+    "right": "def run(here):\n    here.found['answer'] = 42",
+}
+
+
+def test_no_block_stops_the_others(tmp_path, monkeypatch):
+    (tmp_path / "broken").mkdir()
+    for name, code in BROKEN.items():
+        (tmp_path / "broken" / f"{name}.py").write_text(code + "\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    blocks = tuple(Block(f"broken.{name}", 8, "") for name in BROKEN)
+    crash, hang, wrong, elsewhere, right = check("cpu", tmp_path / "shared", blocks)
+    assert crash.result == FAILED and "SIGABRT" in crash.why
+    assert hang.result == FAILED and "not done after 8 s" in hang.why
+    assert (wrong.result, wrong.found) == (FAILED, {"seen": 3}) and wrong.why.startswith(
+        "one is less than two"
+    )
+    assert (elsewhere.result, elsewhere.why) == (CANNOT, "needs another GPU")
+    assert (right.result, right.found) == (PASSED, {"answer": 42})
+    assert right.about["torch"] and max(o.seconds for o in (crash, wrong, right)) < 8
+
+
+def command(tmp_path, *arguments):
+    """(exit status, gpu-check.json, what was said) of the command."""
+    out = tmp_path / "gpu-check.json"
+    words = [sys.executable, "-W", "ignore", HERE / "check.py", "--smallest", "--out", out, *arguments]
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=900)
+    return done.returncode, json.loads(out.read_text()), done.stdout + done.stderr
+
+
+def results(values):
+    return {block["name"]: block["result"] for block in values["blocks"]}
+
+
+def test_blocks_in_one_process(tmp_path):
+    names = ["environment", "collectives", "parts", "parity", "adam", "phases", "speed"]
+    status, values, said = command(tmp_path, "--device", "cpu", "--only", ",".join(names))
+    assert results(values) == dict.fromkeys(names, PASSED), said
+    assert status == 0 and values["about"]["device"] == "cpu"
+    assert {block["name"]: block["found"] for block in values["blocks"]}["parity"]["cases"] == 3
+
+
+def test_blocks_on_the_stand_in(tmp_path):
+    """The branches of CUDA."""
+    names = ["parts", "phases", "uvm"]
+    status, values, said = command(tmp_path, "--device", "cuda", "--stand-in", "--only", ",".join(names))
+    assert results(values) == {"parts": PASSED, "phases": PASSED, "uvm": CANNOT}, said
+    assert status == 0 and "stand-in" in values["about"]["device"]
+
+
+@pytest.mark.survive
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    "device", [["--device", "cpu"], ["--device", "cuda", "--stand-in"]], ids=["cpu", "stand-in"]
+)
+def test_blocks_of_whole_runs(tmp_path, device):
+    names = ["train", "resume", "not_finite", "syncs", "hang", "figures"]
+    _, values, said = command(tmp_path, *device, "--only", ",".join(names))
+    expected = dict.fromkeys(names, PASSED) | ({"syncs": CANNOT} if "cpu" in device else {})
+    assert results(values) == expected, said
+
+
+def test_an_unknown_block(tmp_path):
+    done = subprocess.run(
+        [sys.executable, HERE / "check.py", "--only", "sped"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2 and "no block sped" in done.stderr
+
+
+def test_docs_have_every_block():
+    text = (HERE.parents[1] / "docs" / "gpu.md").read_text()
+    assert [block.name for block in BLOCKS if f"| `{block.name}` |" not in text] == []
+
+
+def test_who_waits(tmp_path):
+    """Of a stack, the innermost frame that is no library's."""
+    import traceback
+
+    import disturbed
+    import torchrec
+
+    import raytrec
+
+    torch_file = str(Path(torchrec.__file__).parents[1] / "torch" / "_tensor.py")
+
+    def stack(*files):
+        return traceback.StackSummary.from_list([(file, 7, "f", "") for file in files])
+
+    ours, theirs = f"{Path(raytrec.__file__).parent}/train/step.py", torchrec.__file__
+    assert disturbed.who_waits(stack(ours, torch_file)) == ["raytrec", "raytrec/train/step.py:7"]
+    assert disturbed.who_waits(stack(ours, theirs, torch_file))[0] == "upstream"
+    assert (
+        disturbed.who_waits(stack(theirs, ours, sys.prefix + "/lib/python3.11/contextlib.py"))[0] == "raytrec"
+    )
+
+
+def test_idle_share():
+    from blocks.speed import idle_share
+
+    assert idle_share([(0, 4), (2, 6), (8, 10)]) == pytest.approx(0.2)
+    assert idle_share([(5, 6), (0, 10)]) == 0
+
+
+def test_roofline_of_the_documentation():
+    """docs/gpu.md has the figures that the benchmark computes."""
+    import gpu
+
+    from raytrec.models import build_model
+
+    assert gpu.peaks_of("NVIDIA H100 80GB HBM3").memory == 3350e9
+    assert gpu.peaks_of("NVIDIA A100-SXM4-40GB").memory == 1555e9
+    assert gpu.peaks_of("NVIDIA L40S").fp32 > 2 * gpu.peaks_of("NVIDIA L4").fp32
+    assert gpu.peaks_of("Tesla T4") is None
+    model = build_model(gpu.schema_of(1, 128), gpu.config_of(gpu.WHOLE, 8).model)
+    assert round(gpu.matmul_flops(model) / 1e6, 1) == 96.2
+    assert round(gpu.other_bytes(model, 3456, 3) / 1e6, 2) == 0.82
+    least = gpu.dense_least_s(gpu.WHOLE, model, 1, "tf32", gpu.peaks_of("NVIDIA H100 80GB HBM3"))
+    least += gpu.lookup_bytes(26, 128) / 3350e9
+    assert f"{least * 1e6:.2f}" == "0.47"
