@@ -65,6 +65,8 @@ class Loop:
             self.observation.begin()
             for outputs in self.step.train(self.batches, steps):
                 self.progress.count(ROWS, outputs)
+                if self.progress.step % self.rank.task.config.train.log_every_steps == 0:
+                    self.rank.tell(kind="train", step=self.progress.step, **self.progress.report())
                 self.observation.after_step(ROWS)
                 if after:
                     after(self)

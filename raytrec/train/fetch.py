@@ -26,10 +26,12 @@ class Fetch:
     @property
     def arrived(self) -> bool:
         """Whether `wait` would return at once; from any thread."""
-        return self._event is None or self._event.query()
+        event = self._event
+        return event is None or event.query()
 
     def wait(self) -> torch.Tensor:
         """The values, in host memory."""
         if self._event is not None:
             self._event.synchronize()
+            self._event = None
         return self._values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from unittest.mock import patch
 import torch
 
 
+CLOCK_HZ = 1.755e9  # of the streaming multiprocessors
+# What torch does not warn of: a program has asked for it.
+UNSAID = ("torch.cuda.synchronize", "Stream.synchronize", "Event.synchronize")
+
+
 class Wait(NamedTuple):
     """The host has waited for the device.
 
@@ -21,11 +27,15 @@ class Wait(NamedTuple):
         what: the operation.
         where: FILE:FUNCTION of the innermost caller outside torch.
         ours: the same of the innermost caller in raytrec; "" where there is none.
+        callers: the same of all callers in raytrec, the innermost first.
+        drains: whether the default stream, on which models compute, has nothing left to do after it.
     """
 
     what: str
     where: str
     ours: str
+    callers: tuple[str, ...] = ()
+    drains: bool = False
 
 
 class Stream:
@@ -107,6 +117,7 @@ class Gpu:
     Attributes:
         index: of the one it uses; count: that it sees.
         waits: every wait of the host for the device, in order.
+        warns: whether a wait is also a warning (torch.cuda.set_sync_debug_mode).
         step_s: seconds of work that every operation puts on its stream.
     """
 
@@ -115,6 +126,7 @@ class Gpu:
     def __init__(self, index: int = 0, count: int = 1):
         self.index, self.count, self.step_s = index, count, 0.0
         self.waits: list[Wait] = []
+        self.warns = False
         self.default_stream = Stream()
         self._current = threading.local()
         self._pinned: dict[int, tuple[int, object]] = {}  # address → bytes, what keeps it
@@ -143,8 +155,12 @@ class Gpu:
 
     def wait(self, what: str, stream: Stream | None = None, until: float | None = None) -> None:
         """The host waits for a stream (default: the current one)."""
-        self.waits.append(Wait(what, *_callers()))
         until = (stream or self.stream).done_at if until is None else until
+        drains = perf_counter() < self.default_stream.done_at <= until
+        outside, ours = _callers()
+        self.waits.append(Wait(what, outside, ours[0] if ours else "", ours, drains))
+        if self.warns and what not in UNSAID:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         if (rest := until - perf_counter()) > 0:
             sleep(rest)
 
@@ -164,7 +180,10 @@ class Gpu:
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(size for size, _ in self._pinned.values())
+        """What torch's allocator of pinned memory makes powers of two of, and what was registered as it is."""
+        return sum(
+            size if keep is None else 1 << (size - 1).bit_length() for size, keep in self._pinned.values()
+        )
 
 
 class _Runtime:
@@ -182,18 +201,18 @@ class _Runtime:
         return 0
 
 
-def _callers() -> tuple[str, str]:
-    """The innermost callers outside torch and this stand-in, and in raytrec, as FILE:FUNCTION."""
-    frame, outside, ours = sys._getframe(2), "", ""
-    while frame is not None and not ours:
+def _callers() -> tuple[str, tuple[str, ...]]:
+    """The innermost caller outside torch and this stand-in, and all in raytrec, as FILE:FUNCTION."""
+    frame, outside, ours = sys._getframe(2), "", []
+    while frame is not None:
         file = frame.f_code.co_filename
         place = f"{'/'.join(file.split('/')[-3:])}:{frame.f_code.co_name}"
         if "/torch/" not in file and "/standin/" not in file and "contextlib" not in file:
             outside = outside or place
             if "/raytrec/" in file:
-                ours = place
+                ours.append(place)
         frame = frame.f_back
-    return outside, ours
+    return outside, tuple(ours)
 
 
 @contextmanager
@@ -270,4 +289,6 @@ def _torch_cuda(gpu: Gpu) -> dict[str, object]:
         "default_stream": lambda device=None: gpu.default_stream,
         "synchronize": lambda device=None: gpu.synchronize(),
         "cudart": _Runtime,
+        "_sleep": lambda cycles: gpu.work(cycles / CLOCK_HZ),
+        "set_sync_debug_mode": lambda mode: setattr(gpu, "warns", mode not in (0, "default")),
     }

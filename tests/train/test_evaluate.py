@@ -1,0 +1,82 @@
+"""Evaluation on GPUs: exact, in host memory, and without letting the GPU run dry."""
+
+from types import SimpleNamespace
+
+import pytest
+import small
+import torch
+from ranks import on_ranks
+
+ROWS = 6 * 12
+
+
+def evaluated(rank, world, memory=None):
+    """(figures, curves, places in raytrec that waited until the GPU had run dry) of six batches."""
+    import torch.distributed as dist
+
+    from raytrec.train.build import build_step
+    from raytrec.train.evaluate import evaluate
+
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    step, _ = build_step(small.config(world, {"sharding": "row_wise"}), small.SCHEMA, device)
+    _, local = small.batches(6, rank, world)
+    read = [batch.pin_memory() for batch in local] if on_gpu else local
+    stream = SimpleNamespace(
+        batches=lambda: iter(read), may_skip=False, dataset=SimpleNamespace(rows=ROWS, uri="here")
+    )
+    if not on_gpu:
+        return *evaluate(step, stream, device), set()
+    from standin import Gpu
+
+    gpu = Gpu.active
+    gpu.waits.clear()
+    predict, step.evaluate = step.evaluate, lambda batches: slowly(predict(batches), gpu)
+    if memory is not None:
+        torch.cuda.mem_get_info = lambda device=None: (memory, memory)
+    figures, drawn = evaluate(step, stream, device)
+    return figures, drawn, {w.ours for w in gpu.waits if w.drains and w.where.startswith("raytrec/")}
+
+
+def slowly(all_outputs, gpu):
+    """Each batch takes the GPU a while."""
+    for outputs in all_outputs:
+        gpu.work(0.1)
+        yield outputs
+    gpu.default_stream.synchronize()
+    gpu.waits.pop()
+
+
+@pytest.mark.parametrize("memory", [None, 1000])
+def test_a_gpu_gives_the_figures_of_a_cpu_and_does_not_run_dry(memory):
+    expected = on_ranks(2, evaluated)
+    found = on_ranks(2, evaluated, memory, device="cuda")
+    for (figures, drawn, _), (same, curves, dry) in zip(expected, found, strict=True):
+        assert same == pytest.approx(figures, nan_ok=True) and curves == drawn
+        assert not dry
+    assert 0 < expected[0][0]["auc"] < 1 and expected[1][0]["auc"] is None
+
+
+def gathered(rank, world, at_once):
+    from raytrec.train.metrics import gather_to_first
+
+    mine = torch.arange(rank * 10, rank * 10 + (7, 0, 3)[rank])
+    whole = gather_to_first(mine, at_once=at_once)
+    return None if whole is None else whole.tolist()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
+def test_what_is_gathered_in_pieces_is_in_order(at_once):
+    first, *others = on_ranks(3, gathered, at_once)
+    assert first == [*range(7), 20, 21, 22] and others == [None, None]
+
+
+@pytest.mark.parametrize("rows,place", [(1000, "cuda"), (10**9, "cpu")])
+def test_the_auc_of_many_rows_leaves_the_tables_their_memory(rows, place):
+    from standin import cuda
+
+    from raytrec.train.metrics import place_for
+
+    with cuda():
+        assert place_for(rows, torch.device("cuda", 0)).type == place
+    assert place_for(rows, torch.device("cpu")).type == "cpu"
