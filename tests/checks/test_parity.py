@@ -34,6 +34,26 @@ def test_replicas_that_differ(part, name):
     assert name in on_ranks(2, failed, part, 1)[0]
 
 
+def on_a_gpu(rank, world, plan, optimizer):
+    """Findings of a few steps on a GPU."""
+    from raytrec.checks.parity import compare
+    from raytrec.train.build import build_step
+
+    found = compare(
+        build_step, config(world, plan, optimizer), SCHEMA, torch.device("cuda"), rows=12, steps=2
+    )
+    return {f.check for f in found}, {f.name for f in found if not f.error <= f.limit}
+
+
+@pytest.mark.parametrize(
+    "plan,optimizer",
+    [({"sharding": "table_wise", "dtype": "fp16"}, "adagrad"), ({"sharding": "data_parallel"}, "adam")],
+)
+def test_gpus_are_compared_with_one_process_on_cpu(plan, optimizer):
+    checks, wrong = on_ranks(2, on_a_gpu, plan, optimizer, device="cuda")[0]
+    assert checks == {"forward", "gradient", "weights", "state"} and not wrong
+
+
 def scheduled(rank, world, sharding):
     """Findings of 12 steps of warm-up and decay."""
     from raytrec.checks.parity import compare

@@ -8,7 +8,7 @@ import torch
 from ranks import on_ranks
 
 from raytrec.tracking.ranks import over_ranks
-from raytrec.tracking.statistics import collisions
+from raytrec.tracking.statistics import NORM_EDGES, _counts, collisions
 
 STEPS = 3
 
@@ -18,10 +18,12 @@ def observed(rank, world, plan, optimizer, train, sample):
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.taps import Taps
     from raytrec.tracking import statistics
+    from raytrec.train.build import build_step
     from raytrec.train.step import Head
 
     statistics.SAMPLE = sample
-    step = small.build(small.config(world, plan, optimizer, **train))
+    device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
+    step = build_step(small.config(world, plan, optimizer, **train), small.SCHEMA, device)[0]
     state = LogicalState(step.model, step.optimizer)
     head = next(module for module in step.model.modules() if isinstance(module, Head))
     taps = Taps(step.model, head, list(small.SCHEMA.sparse))
@@ -93,6 +95,36 @@ def test_figures_are_those_of_the_whole_tables(sharding, optimizer):
         if sharding == "table_wise":
             close(shards[0]["unique_ratio"], len(touched.unique()) / len(touched))
             close(shards[0]["row_norm_p50"], after[name].norm(dim=1).quantile(0.5))
+
+
+def on_a_device(rank, world, plan, optimizer):
+    """Statistics of a run on CPU or on the stand-in for a GPU."""
+    return observed(rank, world, plan, optimizer, {}, 4096)[0]
+
+
+@pytest.mark.parametrize("sharding,optimizer", [("row_wise", "sgd"), ("data_parallel", "adagrad")])
+def test_figures_of_gpus_are_those_of_cpus(sharding, optimizer):
+    found = [
+        on_ranks(2, on_a_device, {"sharding": sharding}, optimizer, device=device)
+        for device in ("cuda", "cpu")
+    ]
+    for rank, (of_gpu, of_cpu) in enumerate(zip(*found, strict=True)):
+        for name, figures in of_cpu.items():
+            assert of_gpu[name]["device"] == f"cuda:{rank}"
+            for key in figures.keys() - {"device"}:
+                value = figures[key]
+                expected = value if value is None else pytest.approx(value, rel=1e-5)
+                assert of_gpu[name][key] == expected, (name, key)
+
+
+def test_bins_are_those_of_a_histogram():
+    """torch.histc, which CUDA refuses where algorithms must be deterministic."""
+    low, high, bins = NORM_EDGES
+    edges = 10.0 ** torch.linspace(low, high, bins + 1)
+    drawn = torch.randn(2000, generator=torch.Generator().manual_seed(0)).mul(3).exp()
+    for norms in (drawn, edges, torch.tensor([0.0, 1e-9, 1e9, torch.inf, torch.nan])):
+        expected = torch.histc(norms.clamp_min(1e-30).log10().clamp(low, high), bins, low, high)
+        assert torch.equal(_counts(norms), expected.long())
 
 
 def test_samples_stand_for_the_whole():
