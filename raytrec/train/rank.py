@@ -165,6 +165,14 @@ class Clock:
         """Starts anew after a pause."""
         self._last = perf_counter()
 
+    def pause(self, device: Any) -> None:
+        """Adds what a GPU still has to do of the steps that were noted; a pause waits for it in any case."""
+        if device.type == "cuda" and self._begun:
+            import torch
+
+            torch.cuda.current_stream(device).synchronize()
+            self.seconds += perf_counter() - self._last
+
     def step(self, rows: int) -> None:
         """Notes that a step of `rows` rows has ended."""
         now = perf_counter()

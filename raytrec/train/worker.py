@@ -52,6 +52,7 @@ def train_worker(task: Task) -> None:
                     rank.tell(kind="train", step=progress.step, **progress.report())
                 observation.after_step(rows)
                 survival.after_step(outputs)
+            progress.clock.pause(rank.device)
             if progress.step < total and not progress.evaluated:
                 figures, curves = evaluate(step, rank.watched(valid), rank.device)
                 progress.evaluation = {"step": progress.step, **figures}
