@@ -269,7 +269,7 @@ def test_a_worker_whose_torch_has_no_gpu_says_so(monkeypatch):
         check_gpu()
     assert "make install DEVICE=cuda" in error.value.do
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ConfigError, match=r"cannot use the GPU of 127.0.0.1$") as error:
+    with pytest.raises(ConfigError, match=r"cannot use the GPU of 127.0.0.1\n") as error:
         check_gpu()
     assert "driver for CUDA 13.0" in error.value.expected
 
