@@ -77,15 +77,23 @@ class Cache:
         Returns:
             [n, columns], of the dtype of `values`.
         """
-        stored_NC = values.index_select(0, rows)
         if not len(rows):
-            return stored_NC
+            return values[:0].clone()
         lookup = self.kernel.emb_module
+        filling = (
+            lookup.prefetch_stream
+        )  # fbgemm-gpu 1.8.0: brings the next batch's rows in; None: nobody does
+        if filling is not None:
+            torch.cuda.current_stream().wait_stream(filling)
         # fbgemm-gpu 1.8.0: of each row its place in lxu_cache_weights, or -1. lxu_cache_state is
         # [sets, 32], the numbers of the rows that are cached; of a cached row the first `columns` are used.
         slots_N = torch.ops.fbgemm.lxu_cache_lookup((rows + self.first).long(), lookup.lxu_cache_state).long()
+        stored_NC = values.index_select(0, rows)
         cached_NC = lookup.lxu_cache_weights[slots_N.clamp(min=0), : values.shape[1]]
-        return torch.where((slots_N >= 0).unsqueeze(1), cached_NC.to(values.dtype), stored_NC)
+        current_NC = torch.where((slots_N >= 0).unsqueeze(1), cached_NC.to(values.dtype), stored_NC)
+        if filling is not None:
+            filling.wait_stream(torch.cuda.current_stream())
+        return current_NC
 
 
 def caches(model: nn.Module) -> dict[str, Cache]:

@@ -1,12 +1,14 @@
 """Kernels with a cache on the GPU are read through it; the names of FBGEMM and TorchRec that are used."""
 
 import inspect
+from unittest.mock import patch
 
 import pytest
 import torch
 from caching import STALE, Caches
 from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
+from standin import cuda
 
 CACHED = {"sharding": "row_wise", "kernel": "fused_uvm_caching"}
 
@@ -132,6 +134,35 @@ def test_what_is_watched_is_current_though_nothing_is_flushed(optimizer):
             assert of_table["update_norm"] > 0
 
 
+def test_a_read_waits_for_rows_on_their_way_and_keeps_others_from_coming():
+    """The stream that fills the cache ahead replaces rows in it."""
+    from types import SimpleNamespace
+
+    from caching import lookup as lookup_of_cuda
+
+    from raytrec.embeddings.kernels import Cache
+
+    state = torch.full((1, 32), -1)
+    state[0, 3] = 12  # row 2 of a shard whose first row has number 10
+    weights = torch.arange(32.0).unsqueeze(1).repeat(1, 8)
+    with cuda() as gpu, patch.object(torch.ops.fbgemm, "lxu_cache_lookup", lookup_of_cuda):
+        filling = torch.cuda.Stream()
+        emb = SimpleNamespace(
+            prefetch_stream=filling, lxu_cache_state=state.to("cuda"), lxu_cache_weights=weights.to("cuda")
+        )
+        cache = Cache(SimpleNamespace(emb_module=emb), 10)
+        values, rows = torch.zeros(4, 8).to("cuda"), torch.tensor([2, 0]).to("cuda")
+        filling.work(0.05)
+        done = filling.done_at
+        gpu.waits.clear()
+        assert cache.read(values, rows).is_cuda and not gpu.waits, "the host waits for neither"
+        assert gpu.stream.done_at >= done, "rows on their way have come"
+        gpu.work(0.05)
+        found = cache.read(values, rows)
+        assert filling.done_at >= gpu.stream.done_at, "others come after the read"
+        assert found.cpu()[:, 0].tolist() == [3.0, 0.0]
+
+
 class Counting:
     """A kernel of several tables whose cache counts hits."""
 
@@ -190,6 +221,7 @@ def test_the_names_of_fbgemm_and_torchrec_that_are_used_are_there():
         "iter_cpu": (1,),
         "gather_uvm_cache_stats": "bool",
         "feature_table_map": "list",
+        "prefetch_stream": "NoneType",
     }
 
 
@@ -200,7 +232,7 @@ def names(rank, world):
     lookup, found = kernel.emb_module, {}
     for name in (
         *("lxu_cache_weights", "lxu_cache_state", "cache_hash_size_cumsum", "iter", "iter_cpu"),
-        *("gather_uvm_cache_stats", "feature_table_map"),
+        *("gather_uvm_cache_stats", "feature_table_map", "prefetch_stream"),
     ):
         value = getattr(lookup, name)
         found[name] = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
