@@ -8,6 +8,7 @@ from math import inf
 from time import monotonic, time
 from typing import Any
 
+import torch
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checkpoint.restore import Restored, restore
@@ -165,8 +166,15 @@ class Survival:
 
     def _unfinished(self) -> tuple[int, str] | None:
         """The step that this rank's GPU has not finished, and the phase it is in; from the pulse's thread."""
-        step = self._losses.unfinished
-        return None if step is None else (step, self._step.phases.standing or "")
+        device = self._rank.device
+        if device.type != "cuda":
+            return None
+        torch.cuda.set_device(device)  # of the calling thread; CUDA would set itself up on the first GPU, too
+        try:
+            step = self._losses.unfinished
+            return None if step is None else (step, self._step.phases.standing or "")
+        except RuntimeError:  # the GPU has failed; the thread that trains will say so
+            return None
 
     def _stop_if_bad(self, agreed: Agreed) -> None:
         """Ends the run at the first step that was bad on any rank."""

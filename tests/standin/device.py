@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import torch
 
-
 CLOCK_HZ = 1.755e9  # of the streaming multiprocessors
 # What torch does not warn of: a program has asked for it.
 UNSAID = ("torch.cuda.synchronize", "Stream.synchronize", "Event.synchronize")
@@ -42,7 +41,8 @@ class Stream:
     """Work in order, done at a time of its own."""
 
     def __init__(self, device: object = None, priority: int = 0, **_: object):
-        self.done_at, self.device, self.cuda_stream = 0.0, device, id(self)
+        self.done_at, self.cuda_stream = 0.0, id(self)
+        self.device = Gpu.active.device if device is None else torch.device(device)  # TorchRec asks for it
 
     def work(self, seconds: float) -> None:
         """Puts work on it."""
@@ -127,7 +127,7 @@ class Gpu:
         self.index, self.count, self.step_s = index, count, 0.0
         self.waits: list[Wait] = []
         self.warns = False
-        self.default_stream = Stream()
+        self.default_stream = Stream(self.device)
         self._current = threading.local()
         self._pinned: dict[int, tuple[int, object]] = {}  # address → bytes, what keeps it
 
@@ -180,7 +180,7 @@ class Gpu:
 
     @property
     def pinned_bytes(self) -> int:
-        """What torch's allocator of pinned memory makes powers of two of, and what was registered as it is."""
+        """With what torch's allocator rounds up to powers of two; what was registered is as it is."""
         return sum(
             size if keep is None else 1 << (size - 1).bit_length() for size, keep in self._pinned.values()
         )

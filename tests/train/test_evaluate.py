@@ -1,17 +1,20 @@
 """Evaluation on GPUs: exact, in host memory, and without letting the GPU run dry."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import small
 import torch
 from ranks import on_ranks
+from standin.clock import simulated
 
 ROWS = 6 * 12
 
 
 def evaluated(rank, world, memory=None):
-    """(figures, curves, places in raytrec that waited until the GPU had run dry) of six batches."""
+    """(figures, curves, places that waited until the GPU had run dry) of six batches."""
     import torch.distributed as dist
 
     from raytrec.train.build import build_step
@@ -32,10 +35,10 @@ def evaluated(rank, world, memory=None):
     gpu = Gpu.active
     gpu.waits.clear()
     predict, step.evaluate = step.evaluate, lambda batches: slowly(predict(batches), gpu)
-    if memory is not None:
-        torch.cuda.mem_get_info = lambda device=None: (memory, memory)
-    figures, drawn = evaluate(step, stream, device)
-    return figures, drawn, {w.ours for w in gpu.waits if w.drains and w.where.startswith("raytrec/")}
+    small_one = patch.object(torch.cuda, "mem_get_info", lambda device=None: (memory, memory))
+    with simulated(), small_one if memory else nullcontext():
+        figures, drawn = evaluate(step, stream, device)
+    return figures, drawn, {wait.where for wait in gpu.waits if wait.drains}
 
 
 def slowly(all_outputs, gpu):

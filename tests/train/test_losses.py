@@ -7,6 +7,7 @@ import loop
 import pyarrow.parquet as pq
 import pytest
 from ranks import on_ranks
+from standin.clock import simulated
 
 QUIET = ["tracking.every_steps=null"] + [
     f"checks.{name}=off" for name in ("alike", "shards", "replicas", "parity", "conservation", "numbers")
@@ -33,10 +34,37 @@ def run(rank, world, folder, bad, steps, behind_s, changes):
             Gpu.active.work(behind_s)
 
     made = loop.make(rank, world, steps, QUIET + changes, folder, spoil=spoiled(bad))
-    made.train(steps, busy)
+    with simulated():
+        made.train(steps, busy)
     batch = made.local[bad - 1]
     real = batch.weights > 0
     return made.error, made.progress.step, batch.labels[real, 0].tolist(), batch.dense[real].tolist()
+
+
+def heartbeats(rank, world, folder):
+    """What the heartbeat says of the GPU at each of five steps and after them; each takes the GPU 0.3 s."""
+    from standin import Gpu
+
+    said = []
+
+    def busy(made):
+        Gpu.active.work(0.3)
+        said.append(made.rank.pulse.device())
+
+    made = loop.make(rank, world, 5, [*QUIET, "tracking.every_steps=100"], folder)
+    with simulated():
+        made.train(5, busy)
+    return [*said, made.rank.pulse.device()]
+
+
+def test_the_heartbeat_says_what_the_gpu_has_not_finished(tmp_path):
+    from raytrec.train.hub import ON_GPU
+    from raytrec.train.nan import LATE
+
+    for first, *said, recorded, last in on_ranks(2, heartbeats, str(tmp_path), device="cuda"):
+        assert first is recorded is last is None, "nothing has been done yet; the rest has been waited for"
+        for step, (unfinished, phase) in enumerate(said, 2):
+            assert step - 1 - LATE <= unfinished < step and phase in ON_GPU
 
 
 @pytest.mark.parametrize("device,behind_s", [("cpu", 0), ("cuda", 0.1)])

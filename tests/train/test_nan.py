@@ -5,6 +5,7 @@ import parquet
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 from small import SCHEMA, batches, config, train
 
@@ -61,7 +62,9 @@ def left_out(rank, world, plan, optimizer, clip):
     settings = config(world, plan, optimizer, on_nan="skip", clip_norm=clip)
     ends, left = [], []
     for bad in (True, False):
-        step, _ = build_step(settings, SCHEMA, torch.device("cpu"))
+        on_gpu = dist.get_backend() == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        step, _ = build_step(settings, SCHEMA, device)
         local = batches(4, rank, world)[1]
         if bad and rank == 0:
             local[2].dense[0, 0] = float("inf")
@@ -73,7 +76,7 @@ def left_out(rank, world, plan, optimizer, clip):
             name: [s.tensor for s in v.local_shards()] if hasattr(v, "local_shards") else [v]
             for name, v in tensors.items()
         }
-        ends.append({name: [p.detach().clone() for p in values] for name, values in parts.items()})
+        ends.append({name: [p.detach().cpu().clone() for p in values] for name, values in parts.items()})
     return left, ends
 
 
@@ -89,7 +92,19 @@ def left_out(rank, world, plan, optimizer, clip):
     ],
 )
 def test_a_step_that_is_left_out_changes_nothing(plan, optimizer, clip):
-    for left, (with_bad, without) in on_ranks(2, left_out, plan, optimizer, clip):
+    changes_nothing(on_ranks(2, left_out, plan, optimizer, clip))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    "plan,optimizer", [({"sharding": "row_wise"}, "adagrad"), ({"sharding": "data_parallel"}, "adam")]
+)
+def test_so_it_is_on_a_gpu(plan, optimizer, clip):
+    changes_nothing(on_ranks(2, left_out, plan, optimizer, clip, device="cuda"))
+
+
+def changes_nothing(results):
+    for left, (with_bad, without) in results:
         assert left == [[False, False, True, False], [False] * 3]
         for name, values in without.items():
             for one, other in zip(values, with_bad[name], strict=True):
