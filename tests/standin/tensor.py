@@ -118,7 +118,7 @@ def made(func: Any, args: tuple, kwargs: dict) -> Any:
         gpu.pin(out.data_ptr(), out.untyped_storage().nbytes(), out.untyped_storage())
     if not on_gpu:
         return out
-    return place(out.clone() if name_of(func) in COPIED else out)
+    return place(out.clone()) if name_of(func) in COPIED else _placed(out, set())
 
 
 def as_device(value: Any) -> torch.device:

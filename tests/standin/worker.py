@@ -21,7 +21,8 @@ class StandInTorchConfig(OwnAddressTorchConfig):
     def backend_cls(self) -> type:
         class Backend(super().backend_cls):
             def on_start(self, worker_group: Any, backend_config: Any) -> None:
-                worker_group.execute(enter)
+                if backend_config.backend == "nccl":
+                    worker_group.execute(enter)
                 super().on_start(worker_group, backend_config)
 
         return Backend
