@@ -10,8 +10,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from standin.tensor import is_on_device, tensors_in
 from torch.distributed import distributed_c10d
+
+from standin.tensor import is_on_device, tensors_in
 
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter"),

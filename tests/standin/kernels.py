@@ -14,6 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     EmbeddingLocation,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+
 from standin.tensor import place
 
 # What lies on the device in FBGEMM's kernels for CUDA (1.8.0); counters and learning rates lie in host memory.
@@ -23,7 +24,10 @@ ON_DEVICE = ("weights", "momentum")
 @contextmanager
 def kernels() -> Iterator[None]:
     """Kernels are built for CPU, whatever they are asked for."""
-    fused, dense = SplitTableBatchedEmbeddingBagsCodegen.__init__, DenseTableBatchedEmbeddingBagsCodegen.__init__
+    fused, dense = (
+        SplitTableBatchedEmbeddingBagsCodegen.__init__,
+        DenseTableBatchedEmbeddingBagsCodegen.__init__,
+    )
 
     def init_fused(self: Any, embedding_specs: list, *args: Any, **kwargs: Any) -> None:
         specs = [(r, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for r, d, *_ in embedding_specs]

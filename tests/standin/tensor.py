@@ -10,8 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from standin.device import Gpu
 from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
+
+from standin.device import Gpu
 
 # Operations that hand a value of the device, or a size that depends on one, to the host (torch 2.13.0).
 WAITING = {
@@ -21,7 +22,17 @@ WAITING = {
 }
 # Operations that take tensors of two devices.
 ACROSS = {
-    *("copy_", "to", "_to_copy", "__getitem__", "__setitem__", "index_put_", "index_put", "__set__", "__get__"),
+    *(
+        "copy_",
+        "to",
+        "_to_copy",
+        "__getitem__",
+        "__setitem__",
+        "index_put_",
+        "index_put",
+        "__set__",
+        "__get__",
+    ),
     *("set_", "type", "as_subclass", "register_hook", "backward"),
 }
 # Operations that take no scalar of the other device either.

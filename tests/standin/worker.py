@@ -1,4 +1,4 @@
-"""Ray Train workers whose GPUs are stand-ins: `torch_config` instead of raytrec's own, on a Ray that counts GPUs."""
+"""Ray Train workers whose GPUs are stand-ins, on a Ray that counts GPUs."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def gpu_cluster(cpus: int = 6, gpus: int = 2) -> Iterator[None]:
         patch("raytrec.train.nodes.built_for", lambda: "cuda"),
     ):
         stay_on_loopback()
-        ray.init(
-            address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, log_to_driver=False
-        )
+        ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, log_to_driver=False)
         try:
             yield
         finally:
