@@ -17,7 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from standin.tensor import place
 
-# What lies on the device in FBGEMM's kernels for CUDA (1.8.0); counters and learning rates lie in host memory.
+# What lies on the device in FBGEMM's kernels for CUDA (1.8.0); learning rates lie in host memory.
 ON_DEVICE = ("weights", "momentum")
 
 
