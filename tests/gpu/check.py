@@ -147,15 +147,14 @@ def about(here: Here) -> dict[str, Any]:
     """Versions of the packages and what the device is."""
     import platform
 
-    from blocks.environment import PACKAGES, driver_version, version
+    from blocks.environment import PACKAGES, driver_version, gpu_name, version
 
     facts = {"python": platform.python_version(), "cores": os.cpu_count(), "device": "cpu"}
     facts |= {name: found for name in PACKAGES if (found := version(name))}
-    if here.kind == "cuda":
-        import torch
-
-        facts |= {"device": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
-        facts["driver"] = driver_version() if here.real else "none"
+    if here.real:  # over NVML, as torch would begin to use the GPU
+        facts |= {"device": gpu_name(), "driver": driver_version()}
+    elif here.kind == "cuda":
+        facts["device"] = "stand-in for a GPU"
     return facts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from typing import Any
 
 from here import ROOT, CannotRun, Here
 
@@ -72,15 +73,28 @@ def driver_version() -> str:
     import pynvml
 
     pynvml.nvmlInit()
-    found = pynvml.nvmlSystemGetDriverVersion()
-    return found.decode() if isinstance(found, bytes) else found
+    return pynvml.nvmlSystemGetDriverVersion()
 
 
-def _others() -> list[int]:
-    """Processes that compute on the GPU."""
+def gpu_name() -> str:
+    """Of the GPU, such as NVIDIA H100 80GB HBM3."""
+    import pynvml
+
+    return pynvml.nvmlDeviceGetName(handle())
+
+
+def handle() -> Any:
+    """NVML's handle of the GPU that the blocks use."""
     import pynvml
 
     from raytrec.tracking.system import _handle
 
     pynvml.nvmlInit()
-    return [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(_handle("cuda:0"))]
+    return _handle("cuda:0")
+
+
+def _others() -> list[int]:
+    """Processes that compute on the GPU. (Their numbers are the host's, which in a container are others.)"""
+    import pynvml
+
+    return [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle())]

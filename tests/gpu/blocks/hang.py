@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from time import monotonic, sleep
 
 from here import Here, lines
@@ -48,11 +47,13 @@ def run(here: Here) -> None:
 
 
 def _alive(pid: int) -> bool:
+    """Whether it still runs; one that has ended and that nobody has asked about does not."""
+    import psutil
+
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return True
 
 
 def _gpu_memory(here: Here) -> int:
@@ -61,10 +62,9 @@ def _gpu_memory(here: Here) -> int:
         return 0
     import pynvml
 
-    from raytrec.tracking.system import _handle
+    from blocks.environment import handle
 
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetMemoryInfo(_handle("cuda:0")).used
+    return pynvml.nvmlDeviceGetMemoryInfo(handle()).used
 
 
 def _check_memory(here: Here, before: int, wait_s: float = 15, slack: int = 256 << 20) -> None:

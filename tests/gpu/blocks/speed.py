@@ -26,6 +26,7 @@ def run(here: Here) -> None:
         lookups = gpu.lookups(size, size.batches[0], device, peaks)
         _measured(here, lookups, f"lookup, {size.batches[0]} rows")
         del lookups
+        gpu.free(device)
         layers = _measured(here, gpu.dense(size, rows, device, peaks, compiled=False), f"dense, {rows} rows")
         steps = gpu.whole_steps(size, size.batches[0], device, peaks, gpu.PRECISIONS if cuda else ("fp32",))
         _measured(here, steps, f"step, {size.batches[0]} rows")
@@ -41,6 +42,7 @@ def run(here: Here) -> None:
         here.found["idle"] = {name: round(share, 3) for name, share in idle.items()}
         assert idle["fp32"] < IDLE, f"the GPU stands idle for {idle['fp32']:.0%} of a step in fp32"
         del steps
+        gpu.free(device)
         _reading_keeps_up(here, size)
 
 

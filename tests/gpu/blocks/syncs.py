@@ -16,6 +16,7 @@ def run(here: Here) -> None:
         raise CannotRun("no GPU: the host waits for nothing else")
     values = here.settings(
         "watched",
+        train__epochs=3,
         train__max_steps=LAST + 5,
         train__log_every_steps=100,
         tracking__every_steps=100,
