@@ -14,7 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from raytrec.embeddings.bags import table_of
-from raytrec.embeddings.kernels import sharded_kernels
+from raytrec.embeddings.kernels import fbgemm_of, sharded_kernels
 from raytrec.sections import DenseOptim, EmbeddingOptim, OptimSection
 
 CLASSES = {
@@ -73,12 +73,8 @@ def updates_uncounted(model: nn.Module) -> Iterator[None]:
     FBGEMM (1.8.0) counts every lookup of a fused kernel as an update, also without gradients. Its Adam
     corrects its bias by that count, which is saved, too: evaluating would change what is trained after.
     """
-    counters = [
-        counter
-        for kernel in sharded_kernels(model)
-        for counter in (getattr(kernel.emb_module, name, None) for name in ("iter", "iter_cpu"))
-        if counter is not None
-    ]
+    fused = [lookup for kernel in sharded_kernels(model) if (lookup := fbgemm_of(kernel)) is not None]
+    counters = [counter for lookup in fused for counter in (lookup.iter, lookup.iter_cpu)]
     before = [counter.clone() for counter in counters]
     try:
         yield

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.utils import _wait_for_batch
 
-from raytrec.embeddings.kernels import sharded_kernels
+from raytrec.embeddings.kernels import fbgemm_of, sharded_kernels
 from raytrec.train.phases import Phases
 
 
@@ -84,10 +84,9 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
     def __init__(self, model: Any, optimizer: Any, device: torch.device, **options: Any):
         # pipeline_postproc would take nothing here: the tables' input is an attribute of the batch.
         super().__init__(model, optimizer, device, pipeline_postproc=False, **options)
-        self._default_stream = torch.get_device_module(
-            device
-        ).current_stream()  # TorchRec's is one not in use
-        self._kernels = [k.emb_module for k in sharded_kernels(model) if hasattr(k.emb_module, "prefetch")]
+        # TorchRec's is a new one, on which nothing runs.
+        self._default_stream = torch.get_device_module(device).current_stream()
+        self._kernels = [k for kernel in sharded_kernels(model) if (k := fbgemm_of(kernel)) is not None]
 
     def progress(self, dataloader_iter: Iterator) -> Any:
         self._prefetch_stream.wait_stream(self._default_stream)

@@ -137,6 +137,7 @@ class Survival:
         self._rank.phase("saving the checkpoint", "save")
         self.save()
         saved = self._take()
+        self._saver.close()
         if saved and saved.error:
             raise saved.error
 

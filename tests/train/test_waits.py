@@ -30,10 +30,7 @@ CONFIGURATIONS = {
     "micro_batches": ["train.micro_batches=3"],
     "skip and clip_norm": ["train.on_nan=skip", "train.clip_norm=0.5"],
 }
-FIRST, LAST = (
-    5,
-    25,
-)  # ordinary steps of 30: checks begin before them, the last is saved
+FIRST, LAST = 5, 25  # ordinary steps of 30: checks begin before them, the last is saved
 BACKWARD_S = 0.03  # of work that the GPU has after each backward pass, so that the host gets ahead
 
 
