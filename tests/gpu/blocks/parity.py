@@ -18,6 +18,7 @@ def run(here: Here) -> None:
         worst = compare_all(here.device, wanted[: here.size(3, 40, 40)])
         _bf16_is_refused(here)
     here.found |= {"cases": len(worst), "worst_share_of_the_limit": max(worst.values())}
+    here.found["worst_case"] = max(worst, key=worst.get)
     gpus = torch.cuda.device_count() if here.kind == "cuda" else 0
     if gpus > 1:
         world = min(gpus, 3)  # as many as `make parity` has on one host
