@@ -1,7 +1,8 @@
 """Runs a function on several real processes joined by gloo.
 
-The processes of one world size are started once and kept: importing torch takes longer than most tests.
-A call that fails or takes too long ends them; the next one starts new ones.
+The processes of one world size are kept for the next call: importing torch takes longer than most tests. As
+gloo's threads look around a hundred times a second, those that have not been used for longest are ended when
+there are too many. A call that fails or takes too long ends its own; the next one starts new ones.
 """
 
 import atexit
@@ -15,6 +16,7 @@ from multiprocessing import get_context
 from time import monotonic
 
 TIMEOUT_S = 120
+KEPT = 8  # processes, beside those in use
 _pools = {}
 
 
@@ -26,8 +28,10 @@ def on_ranks(world, function, *args, hosts=1, device="cpu"):
         device: cuda: each has a GPU of its host, a stand-in (standin.cuda), and its group says it is NCCL's.
     """
     key = world, hosts, device
-    if key not in _pools:
-        _pools[key] = _Pool(world, hosts, device)
+    pool = _pools.pop(key, None)
+    while sum(size for size, _, _ in _pools) > KEPT:
+        _pools.pop(next(iter(_pools))).close()
+    _pools[key] = pool or _Pool(world, hosts, device)  # the last one used comes last
     try:
         return _pools[key].run(function, args)
     except BaseException:
@@ -115,6 +119,7 @@ def _answer(end, rank, world, folder, backend):
 
 
 @atexit.register
-def _close_all():
-    for pool in _pools.values():
-        pool.close()
+def close_all():
+    """Ends the processes that are kept."""
+    while _pools:
+        _pools.popitem()[1].close()
