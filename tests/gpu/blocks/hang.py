@@ -7,7 +7,7 @@ from time import monotonic, sleep
 
 from here import Here, lines
 
-HANG_S = 8
+HANG_S, STEPS = 8, 24
 
 
 def run(here: Here) -> None:
@@ -18,13 +18,15 @@ def run(here: Here) -> None:
         "disturbed",
         scaling__hang_s=HANG_S,
         checkpoint__every_steps=5,
-        train__max_steps=24,
+        train__epochs=2,
+        train__max_steps=STEPS,
         tracking__every_steps=None,
     )
     values["model"] = {"name": "disturbed:Disturbed", "options": {"folder": str(here.folder), "at": 8}}
     with here.ray():
         result = driver.train(values)
-    assert result.metrics["train.steps"] == 24
+    steps = result.metrics["train.steps"]
+    assert steps == STEPS, f"{steps:,.0f} steps were trained, not {STEPS}"
     events = lines(result.path / "events.jsonl")
     stuck, killed = (json.loads((here.folder / f"{what}.json").read_text()) for what in ("stuck", "killed"))
     hangs = [e for e in events if e["event"] == "hang"]
