@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
 from raytrec.cluster import stay_on_loopback
+from raytrec.remote.token import use_token
 
 HERE = Path(__file__).parent
 PREEMPTION = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -26,6 +27,7 @@ class Nodes:
 
     def __init__(self, temporary: Path):
         stay_on_loopback()
+        use_token(create=True)  # as drivers do that find one: nodes without it would not reach them
         paths = [os.environ.get("PYTHONPATH"), str(HERE)]  # workers import recorder
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         head = self._node(0, temp_dir=str(temporary), include_dashboard=False)
