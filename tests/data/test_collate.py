@@ -9,6 +9,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sequence_schema import schema
 from standin import cuda
 
 from raytrec.data.collate import Collator, Rows
@@ -24,20 +25,7 @@ PADDED = 40
 
 
 def form(weights=False):
-    """Single ids, bags, and sequences of both kinds."""
-    scores = {"weights": "w"} if weights else {}
-    schema = {
-        "labels": ["y"],
-        "dense": ["x"],
-        "sparse": {
-            "item": {"table": "item"},
-            "history": {"table": "item", "pooling": "sequence", "column": "seen", **scores},
-            "last": {"table": "item", "pooling": "sequence"},
-            "tags": {"table": "tag", "pooling": "mean"},
-        },
-        "tables": {"item": {"rows": 1000, "dim": 4}, "tag": {"rows": 1000, "dim": 4}},
-    }
-    return Form(Schema.parse(schema, "test"), lists=frozenset({"history", "tags"}))
+    return Form(schema(weights, dense=["x"]), lists=frozenset({"history", "tags"}))
 
 
 def rows(form, count, seed, longest=5, absent=False):

@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from sequence_schema import schema
 
 from raytrec.checks.batches import local_batch
 from raytrec.checks.reference import GlobalBatch
@@ -18,23 +19,6 @@ from raytrec.train.nan import dump
 
 LENGTH = 3
 SEQUENCE = SequenceSection(name="sequence", max_length=LENGTH)
-
-
-def schema(weights=False):
-    scores = {"weights": "w"} if weights else {}
-    return Schema.parse(
-        {
-            "labels": ["y"],
-            "sparse": {
-                "item": {"table": "item"},
-                "history": {"table": "item", "pooling": "sequence", "column": "seen", **scores},
-                "last": {"table": "item", "pooling": "sequence"},
-                "tags": {"table": "tag", "pooling": "mean"},
-            },
-            "tables": {"item": {"rows": 1000, "dim": 4}, "tag": {"rows": 1000, "dim": 4}},
-        },
-        "test",
-    )
 
 
 def bags(rows, most, seed):

@@ -135,7 +135,7 @@ def _why(error: BaseException) -> str:
 
 
 def _device(stand_in: bool) -> Any:
-    """With the stand-in for a GPU (tests/standin.py), or as the machine is."""
+    """With the stand-in for a GPU (tests/standin), or as the machine is."""
     if not stand_in:
         return nullcontext()
     from standin import cuda
@@ -225,7 +225,7 @@ def check(
     Args:
         kind: cpu or cuda.
         shared: a folder for what they write.
-        stand_in: the GPU is tests/standin.py.
+        stand_in: the GPU is tests/standin.
     """
     outcomes = []
     for block in blocks:
@@ -242,7 +242,7 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     only: Annotated[str, typer.Option(help="These blocks alone, with commas between.")] = "",
     smallest: Annotated[bool, typer.Option(help="The smallest sizes.")] = False,
-    stand_in: Annotated[bool, typer.Option(help="A GPU that is none: tests/standin.py.")] = False,
+    stand_in: Annotated[bool, typer.Option(help="A GPU that is none: tests/standin.")] = False,
     out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("gpu-check.json"),
     child_of: Annotated[str, typer.Option("--child", hidden=True)] = "",
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,

@@ -118,13 +118,12 @@ class Gpu:
         index: of the one it uses; count: that it sees.
         waits: every wait of the host for the device, in order.
         warns: whether a wait is also a warning (torch.cuda.set_sync_debug_mode).
-        step_s: seconds of work that every operation puts on its stream.
     """
 
     active: Gpu | None = None
 
     def __init__(self, index: int = 0, count: int = 1):
-        self.index, self.count, self.step_s = index, count, 0.0
+        self.index, self.count = index, count
         self.waits: list[Wait] = []
         self.warns = False
         self.default_stream = Stream(self.device)

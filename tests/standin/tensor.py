@@ -183,8 +183,6 @@ def call(func: Any, args: tuple, kwargs: dict) -> Any:
     if target is not None:
         kwargs = kwargs | {"device": torch.device("cpu")}
     out = _run(func, args, kwargs)
-    if gpu.step_s:
-        gpu.work(gpu.step_s)
     if to_host or _leaves_as_it_is(func, name):
         return out
     # An operation in place on host memory gives that memory back.
