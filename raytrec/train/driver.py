@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -13,21 +14,30 @@ from typing import Any
 from raytrec.checkpoint.files import find
 from raytrec.cluster import in_job, ray_session
 from raytrec.config import RunConfig, load_config
+from raytrec.data.contents import Content, fingerprint, in_background, look_at_all
 from raytrec.data.fragments import Dataset, scan
 from raytrec.embeddings.pins import pins
+from raytrec.errors import RunError
 from raytrec.redact import hide
 from raytrec.schema import Schema
 from raytrec.storage import absolute, relative
 from raytrec.tracking.mlflow import NoTracker, Tracker
 from raytrec.tracking.tags import run_tags
 from raytrec.train.console import RunConsole
-from raytrec.train.group import fingerprint, local_cpus, run_group
+from raytrec.train.group import local_cpus, run_group
 from raytrec.train.lock import held
 from raytrec.train.owner import driving
-from raytrec.train.resume import check_same_data, check_unfinished
-from raytrec.train.settle import check_nothing_hidden, make_folder, note_left_out, open_data, settle
+from raytrec.train.resume import check_same_data, check_unfinished, note_data
+from raytrec.train.settle import (
+    check_nothing_hidden,
+    make_folder,
+    note_left_out,
+    open_data,
+    settle,
+    write_config,
+)
 from raytrec.train.warm import check_fits, schema_of
-from raytrec.train.watch import METRICS, RESULT, TRACKED, Record, Watch, write_json, write_text
+from raytrec.train.watch import METRICS, TRACKED, Record, Watch
 
 REPORT = "report.html"
 PATIENCE_S = 60.0  # beyond scaling.stop_s, for the driver of before to end
@@ -48,6 +58,16 @@ class Result:
     metrics: dict[str, Any]
     path: Path
     next_steps: list[str] = field(default_factory=list)
+
+
+class Unfinished(RunError):
+    """A run has been trained to its end, but its model or its result could not be kept; it can be resumed.
+
+    Attributes:
+        result: its figures.
+    """
+
+    result: Result | None = None
 
 
 def train(
@@ -74,7 +94,8 @@ def train(
     Raises:
         ConfigError, SchemaError, DataError: what is wrong with the input, before or during training.
         RunError: workers failed more often than scaling.max_failures; error.txt in the run folder has the
-            traceback. Interrupted: Ctrl-C or SIGTERM; the run can be resumed.
+            traceback. Interrupted: Ctrl-C or SIGTERM; the run can be resumed. Unfinished: the trained model
+            or the result could not be written.
     """
     began = perf_counter()
     config, resume = settle(source, overrides or [], start_from, resume, go_on, allow_code)
@@ -84,11 +105,12 @@ def train(
     lines = check_fits(config, schema) if config.run.start_from and not resume else []
     pins(config, schema)  # names of plan.tables and plan.together, before anything starts
     patience = PATIENCE_S + config.scaling.stop_s if go_on else 0
+    contents = in_background(look_at_all, datasets)
     with RunConsole(config.run.name) as console, held(folder, patience, console.phase):
         if resume:
             check_unfinished(folder)
-            check_same_data(folder, root, schema, fingerprint(datasets["train"]))
-            write_text(folder / "config.yaml", config.to_yaml())
+            lines += check_same_data(folder, root, schema, datasets, contents.result())
+            write_config(folder, config)
         else:
             make_folder(folder, config, schema)
         if in_job():
@@ -96,13 +118,14 @@ def train(
         for line in [*lines, *note_left_out(folder, datasets)]:
             console.warn(line)
         with driving(folder):
-            return _drive(config, schema, datasets, console, began, new=not resume)
+            return _drive(config, schema, datasets, contents, console, began, new=not resume)
 
 
 def _drive(
     config: RunConfig,
     schema: Schema,
     datasets: dict[str, Dataset],
+    contents: Future[dict[str, list[Content]]],
     console: RunConsole,
     began: float,
     *,
@@ -118,8 +141,18 @@ def _drive(
         with ray_session(config.scaling.address, local_cpus(config)):
             _begin_record(record, tracker, config, new=new)
             watch = Watch(console, record)
-            root = config.checkpoint_root
-            figures = run_group("train_worker", config, schema, datasets, root, watch, saves=True)
+            root, data = config.checkpoint_root, contents.result()
+            note_data(folder, data)
+            figures = run_group(
+                "train_worker",
+                config,
+                schema,
+                datasets,
+                root,
+                watch,
+                fingerprint=fingerprint(data["train"]),
+                saves=True,
+            )
         metrics = {
             **figures,
             "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
@@ -128,8 +161,10 @@ def _drive(
             "mlflow_run_id": tracker.run_id,
             "name": config.run.name,
         }
-        write_json(folder / RESULT, metrics)
-        record.result(metrics)
+        if missing := record.result(metrics, watch.unsaved):
+            error = Unfinished(**missing.parts)
+            error.result = Result(metrics, folder, [f"run folder   {relative(folder)}"])
+            raise error
         status = "FINISHED"
     except KeyboardInterrupt:
         status = "KILLED"
@@ -140,7 +175,7 @@ def _drive(
         if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
             console.phase("drawing the report")
             _draw(folder, tracker, console)
-        if lost := record.close(status):
+        for lost in record.close(status):
             console.warn(lost)
     return Result(metrics, folder, _next_steps(config, folder, tracker))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import traceback
 from pathlib import Path
@@ -151,12 +150,14 @@ def run_group(
     checkpoint: str,
     watch: Watch,
     *,
+    fingerprint: str = "",
     saves: bool = False,
 ) -> dict[str, Any]:
     """Runs a function of `train.worker` on a Ray Train worker group; the figures that rank 0 reports.
 
     Args:
         checkpoint: the folder of all checkpoints, or the one to read.
+        fingerprint: of the training data (data.contents), which checkpoints hold.
         saves: whether the function saves, so that it can be started again and asked to stop.
 
     Raises:
@@ -198,7 +199,7 @@ def run_group(
     )
     failures = FailuresWithReason(ray.train.FailureConfig(), hub, scaling.max_failures if saves else 0)
     stop = Stop(hub, scaling.stop_s if saves else 0)
-    task = Task(config, schema, datasets, hub, checkpoint, fingerprint(datasets.get("train")))
+    task = Task(config, schema, datasets, hub, checkpoint, fingerprint)
     trainer = Trainer(
         getattr(workers, worker),
         train_loop_config=task,
@@ -273,24 +274,18 @@ def _ray_run(folder: str) -> Any:
     return ray.train.RunConfig(name=name, storage_path=place, storage_filesystem=filesystem)
 
 
-def fingerprint(dataset: Dataset | None) -> str:
-    """Of the row groups that the cursor counts: their files' names and rows, in order; not where they lie."""
-    if dataset is None:
-        return ""
-    text = "\n".join(
-        f"{group.path.rpartition('/')[2]} {group.index} {group.rows}" for group in dataset.groups
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _explain(error: Exception, config: RunConfig, sentence: str) -> RaytrecError:
     """The error for people behind what Ray raised; the whole story goes to error.txt in the run folder."""
     cause = root_cause(error)
     story = Path(config.run.dir) / "error.txt"
-    story.write_text(hide("".join(traceback.format_exception(error))))
+    where = f"the traceback is in {story}"
+    try:
+        story.write_text(hide("".join(traceback.format_exception(error))))
+    except OSError as full:
+        where = f"the traceback could not be written to {story}: {full.strerror}"
     if isinstance(cause, RaytrecError):
         return cause
     return RunError(
         f"training failed: {sentence or main_line(str(cause)) or type(cause).__name__}",
-        where=f"the traceback is in {story}",
+        where=where,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,23 @@ import yaml
 
 from raytrec.checkpoint.files import newest
 from raytrec.config import RunConfig, load_config
+from raytrec.data.contents import Content, differences, fingerprint, old_fingerprint, written_again
+from raytrec.data.fragments import Dataset
 from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.schema import Schema
 from raytrec.storage import absolute
-from raytrec.train.watch import RESULT
+from raytrec.train.watch import RESULT, write_json
+from raytrec.trust import code_in, is_ours, not_ours
+
+DATA = "data.json"  # in the run folder: what the data held when the run began
 
 # What may change in mid-run: it does not change what is trained. (Where the data lie may change, because
-# their row groups are compared, too.)
+# their content is compared, too.)
 FREE = (
     "scaling.",
     "plan.",
     "tracking.",
+    "checks.",
     "checkpoint.every",
     "checkpoint.keep",
     "checkpoint.best_by",
@@ -50,7 +57,8 @@ def resume_config(
         place: the run folder.
         source: a config to hold it to; None: the run's own.
         overrides: `section.key=value` strings.
-        allow_code: a source out of a URI may name code (trust.py); the run's own always may.
+        allow_code: a configuration that is not the user's own may name code (trust.py): a source out of a
+            URI, or that of a run folder that somebody else has written.
 
     Raises:
         RunError: no run there, or a finished one. ConfigError: a change that would make it another run.
@@ -64,14 +72,19 @@ def resume_config(
             expected="the folder of a run, with its config.yaml",
             do="give the folder that `raytrec train` printed (run.dir)",
         )
-    before = load_config(folder / "config.yaml")
-    config = load_config(source if source is not None else before, overrides, allow_code=allow_code)
+    before = load_config(folder / "config.yaml", allow_code=True)  # nothing of it runs until it is allowed
+    trusted = allow_code or is_ours(folder)
+    elsewhere = None if trusted or source is not None else not_ours(folder)
+    config = load_config(
+        before if source is None else source, overrides, elsewhere=elsewhere, allow_code=allow_code
+    )
     for section, key in (("run", "name"), ("run", "dir"), ("run", "start_from"), ("checkpoint", "dir")):
         part = getattr(config, section)
         if getattr(part, key) is None:
             setattr(part, key, getattr(getattr(before, section), key))
     config.run.dir = str(folder)  # it may have been moved since
-    config.tracking.uri = config.tracking.uri or before.tracking.uri
+    if trusted or "tracking.uri" not in code_in(before.model_dump(by_alias=True)):
+        config.tracking.uri = config.tracking.uri or before.tracking.uri
     if changed := _differences(before, config):
         raise ConfigError(
             "the configuration has changed in what decides the result:\n" + "\n".join(changed),
@@ -109,23 +122,44 @@ def interrupted(config: RunConfig, named: bool) -> Path | None:
         return folder if _is_unfinished(folder) else None
     stem = config.run.name.rsplit("-", 2)[0]  # NAME-date-time
     found = [f for f in sorted(folder.parent.glob(f"{stem}-*"), reverse=True) if _is_unfinished(f)]
-    return next((f for f in found if _is_same(load_config(f / "config.yaml"), config)), None)
+    return next((f for f in found if _is_same(f, config)), None)
 
 
 def _is_unfinished(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and not (folder / RESULT).exists()
 
 
-def _is_same(before: RunConfig, after: RunConfig) -> bool:
+def _is_same(folder: Path, after: RunConfig) -> bool:
+    try:
+        before = load_config(folder / "config.yaml", allow_code=True)  # which is only compared
+    except ConfigError:  # of another version, or damaged: not this one
+        return False
     data = all(getattr(before.data, part) == getattr(after.data, part) for part in ("train", "valid", "test"))
     return data and not _differences(before, after)
 
 
-def check_same_data(folder: Path, root: str, schema: Schema, fingerprint: str) -> None:
+def note_data(folder: Path, contents: dict[str, list[Content]]) -> None:
+    """Writes down in the run folder what the datasets hold, for whoever resumes the run."""
+    write_json(folder / DATA, {name: [c.record() for c in found] for name, found in contents.items()})
+
+
+def check_same_data(
+    folder: Path,
+    root: str,
+    schema: Schema,
+    datasets: dict[str, Dataset],
+    contents: dict[str, list[Content]],
+) -> list[str]:
     """Looks whether the cursor in the newest checkpoint still means the same rows.
 
+    Args:
+        contents: of each dataset, as it is now.
+
+    Returns:
+        Warnings: what has changed in other data, and what cannot be told.
+
     Raises:
-        ConfigError, DataError: what has changed.
+        ConfigError, DataError: what has changed in what decides the result.
     """
     if schema.to_yaml() != (folder / "schema.yaml").read_text():
         raise ConfigError(
@@ -135,13 +169,54 @@ def check_same_data(folder: Path, root: str, schema: Schema, fingerprint: str) -
             do=f"set data.schema={folder / 'schema.yaml'}",
         )
     _, index, _ = newest(root)
-    if index and index["about"]["data"] != fingerprint:
+    if not index:
+        return []  # nothing has been kept that was trained on other data
+    before, lines = _noted(folder), []
+    if (was := index["about"]["data"]) in (
+        fingerprint(contents["train"]),
+        old_fingerprint(datasets["train"]),
+    ):
+        if was == old_fingerprint(datasets["train"]):
+            lines.append(
+                "the run began with an earlier raytrec, which noted the names and row counts of the files in "
+                "data.train alone: whether their content has changed cannot be told"
+            )
+    else:
+        found = differences(before.get("train", []), contents["train"]) if before.get("train") else []
         raise DataError(
-            "data.train has other row groups than when the run was interrupted",
-            where=f"data.train; {root}",
-            expected="the same files: which rows are left is counted in their row groups",
+            "data.train is not what it was when the run was interrupted" + _listed(found),
+            where=f"{datasets['train'].uri}; {root}",
+            expected="the same files with the same content: which rows are left is counted in them. (Other "
+            "folders, and copies, are fine.)",
             do=f"bring the files back; or begin a new run with the weights: raytrec train --from {folder}",
         )
+    for name, was in before.items():
+        now = contents.get(name, [])
+        if now and (found := differences(was, now)):
+            lines.append(
+                f"data.{name} is not what it was when the run began, so figures from before and after cannot "
+                f"be compared{_listed(found)}"
+            )
+        elif again := written_again(was, now):
+            lines.append(
+                f"data.{name}: {len(again)} files were written again, the first is {again[0]}; their sizes, "
+                "footers and samples are as before, so they are taken for copies"
+            )
+    return lines
+
+
+def _noted(folder: Path) -> dict[str, list[Content]]:
+    """What the datasets held when the run began; empty where nothing of use was written down."""
+    try:
+        noted = json.loads((folder / DATA).read_text())
+        return {name: [Content(**values) for values in found] for name, found in noted.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _listed(lines: list[str]) -> str:
+    more = [f"… and {len(lines) - 5} more"] if len(lines) > 5 else []
+    return "".join(f"\n  {line}" for line in lines[:5] + more)
 
 
 def _differences(before: RunConfig, after: RunConfig) -> list[str]:

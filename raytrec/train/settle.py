@@ -21,6 +21,7 @@ from raytrec.train.resume import interrupted, resume_config
 from raytrec.train.warm import config_from, schema_at
 from raytrec.train.watch import RESULT, write_text
 from raytrec.transforms import LookupVocabulary
+from raytrec.trust import mark
 
 
 def settle(
@@ -128,6 +129,12 @@ def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
     return [f"left out {error.where}: {error.what}" for error in errors]
 
 
+def write_config(folder: Path, config: RunConfig) -> None:
+    """Writes a run's config.yaml, and marks it as this user's (trust.py)."""
+    write_text(folder / "config.yaml", config.to_yaml())
+    mark(folder)
+
+
 def make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
     if (folder / RESULT).exists():
         raise RunError(
@@ -154,7 +161,7 @@ def make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.yaml", config.to_yaml())
+        write_config(folder, config)
         write_text(folder / "schema.yaml", schema.to_yaml())
     except OSError as error:
         raise RunError(f"cannot write the run folder: {error.strerror}", where=str(folder)) from None

@@ -1,0 +1,287 @@
+"""What a dataset's files hold, as fingerprints: whether they are still the same when a run is resumed.
+
+Names and row counts alone would let labels that were flipped, or files that were written again, pass. So each
+file counts with its size, its footer (byte for byte: layout, sizes and statistics of every column) and its
+content: every byte where a dataset is small, samples of its columns where it is large. Times of modification
+and the versions of an object store do not count, because copies have others; they only tell files that were
+written again apart from those that are as they were. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrec.data.faults import answering, retried
+from raytrec.data.form import Form
+from raytrec.data.fragments import Dataset
+from raytrec.errors import DataError
+from raytrec.storage import open_filesystem
+from raytrec.transforms import LookupVocabulary, columns_before
+
+T = TypeVar("T")
+WHOLE_BYTES = 1 << 30  # a dataset's files are read whole up to its share of this many bytes for each
+SAMPLES, SAMPLE_BYTES = 4096, 64 << 10  # of larger files: so many pieces of the dataset, of so many bytes
+READ_BYTES = 4 << 20
+VERSIONS = ("ETag", "crc32c", "generation")  # what object stores say of an object, of whatever they say
+FORMAT = "2"  # of fingerprints; those without one are of names and row counts
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one file holds.
+
+    Attributes:
+        name: without its folder; of a vocabulary, the key that names it.
+        groups: [index, rows] of each row group with rows.
+        size: in bytes.
+        footer: SHA-256 of the Parquet footer.
+        data: SHA-256 of all bytes, or of samples.
+        whole: whether of all bytes.
+        modified_ns: when it was written, since 1970; None where the storage does not say.
+        version: what an object store calls this version of it.
+    """
+
+    name: str
+    groups: list[list[int]]
+    size: int
+    footer: str
+    data: str
+    whole: bool
+    modified_ns: int | None = None
+    version: str | None = None
+
+    def same_as(self, other: Content) -> bool:
+        """Whether both hold the same, wherever and whenever they were written."""
+        return self._counted() == other._counted()
+
+    def written_again(self, other: Content) -> bool:
+        """Whether nothing but samples says that this is the same content."""
+        if self.whole or (self.version and self.version == other.version):
+            return False
+        return (self.modified_ns, self.version) != (other.modified_ns, other.version)
+
+    def difference(self, other: Content) -> str:
+        """How this, a file as it was, differs from what it is now."""
+        if self.groups != other.groups:
+            now, was = ((sum(r for _, r in c.groups), len(c.groups)) for c in (other, self))
+            return "{:,} rows in {} row groups, and had {:,} in {}".format(*now, *was)
+        if self.size != other.size:
+            return f"{other.size:,} bytes, and had {self.size:,}"
+        if self.footer != other.footer:
+            return "another footer: its columns' sizes or statistics have changed"
+        return "as many rows and bytes as before, but other values"
+
+    def _counted(self) -> tuple:
+        return self.name, self.groups, self.size, self.footer, self.data
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, of which `Content(**values)` is this again."""
+        return asdict(self)
+
+
+def look(dataset: Dataset) -> list[Content]:
+    """What the files of a dataset hold, in their order, and then its transforms' vocabularies.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    files: dict[str, list[list[int]]] = {}
+    for group in dataset.groups:
+        files.setdefault(group.path, []).append([group.index, group.rows])
+    share = len(files)
+
+    def one(numbered: tuple[int, tuple[str, list[list[int]]]]) -> Content:
+        number, (path, groups) = numbered
+        return _look(path, groups, dataset.form, share, number)
+
+    remote = any("://" in path for path in files)
+    with ThreadPoolExecutor(64 if remote else min(16, 4 + (os.cpu_count() or 1))) as pool:
+        found = list(pool.map(one, enumerate(files.items())))
+    return found + [
+        _look_at_vocabulary(number, transform.vocabulary)
+        for number, transform in enumerate(dataset.form.transforms)
+        if isinstance(transform, LookupVocabulary)
+    ]
+
+
+def look_at_all(datasets: dict[str, Dataset]) -> dict[str, list[Content]]:
+    """What each of them holds."""
+    return {name: look(dataset) for name, dataset in datasets.items()}
+
+
+def in_background(call: Callable[..., T], *arguments: Any) -> Future[T]:
+    """What a call will have given, made in a thread."""
+    with_thread = ThreadPoolExecutor(1, thread_name_prefix=call.__name__)
+    try:
+        return with_thread.submit(call, *arguments)
+    finally:
+        with_thread.shutdown(wait=False)
+
+
+def fingerprint(contents: Iterable[Content] | None) -> str:
+    """One text for all that `Content.same_as` compares."""
+    if contents is None:
+        return ""
+    digest = hashlib.sha256()
+    for content in contents:
+        digest.update(f"{content._counted()}\n".encode())
+    return f"{FORMAT}-{digest.hexdigest()}"
+
+
+def old_fingerprint(dataset: Dataset) -> str:
+    """What was noted before content was looked at: of files' names and row groups, in order."""
+    text = "\n".join(
+        f"{group.path.rpartition('/')[2]} {group.index} {group.rows}" for group in dataset.groups
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def differences(before: list[Content], after: list[Content]) -> list[str]:
+    """What has changed between two looks at a dataset: a line for each file."""
+    was, now = (_by_name(contents) for contents in (before, after))
+    lines = [f"{was[key].name}: gone" for key in was if key not in now]
+    lines += [f"{now[key].name}: new" for key in now if key not in was]
+    changed = [(was[key], now[key]) for key in was if key in now and not was[key].same_as(now[key])]
+    lines += [f"{old.name}: {old.difference(new)}" for old, new in changed]
+    if not lines and [c.name for c in before] != [c.name for c in after]:
+        lines = ["the order of the files"]
+    return lines
+
+
+def written_again(before: list[Content], after: list[Content]) -> list[str]:
+    """Names of files that only samples say are the same: large ones, written at another time."""
+    was, now = (_by_name(contents) for contents in (before, after))
+    return [was[key].name for key in was if key in now and was[key].written_again(now[key])]
+
+
+def _by_name(contents: list[Content]) -> dict[tuple, Content]:
+    """By name, and by number where several folders have a file of that name."""
+    counted: dict[str, int] = {}
+    named = {}
+    for content in contents:
+        number = counted[content.name] = counted.get(content.name, 0) + 1
+        named[(content.name,) if number == 1 else (content.name, number)] = content
+    return named
+
+
+def _look(path: str, groups: list[list[int]], form: Form, share: int, number: int) -> Content:
+    """
+    Args:
+        share: files of the dataset.
+        number: of this one among them.
+    """
+
+    def read() -> Content:
+        filesystem, inner = open_filesystem(path)
+        info = filesystem.get_file_info(inner)
+        with filesystem.open_input_file(inner) as file:
+            size = file.size()
+            footer = _footer(file, size)
+            whole = size <= WHOLE_BYTES // share
+            pieces = _all(size) if whole else _samples(footer, form, max(2, SAMPLES // share), number)
+            return Content(
+                name=path.rpartition("/")[2],
+                groups=groups,
+                size=size,
+                footer=hashlib.sha256(footer).hexdigest(),
+                data=_digest(file, pieces),
+                whole=whole,
+                modified_ns=info.mtime_ns,
+                version=_version(file),
+            )
+
+    return _reading(path, read)
+
+
+def _look_at_vocabulary(number: int, path: str) -> Content:
+    def read() -> Content:
+        filesystem, inner = open_filesystem(path)
+        with filesystem.open_input_file(inner) as file:
+            size = file.size()
+            name = f"data.transforms[{number}].vocabulary"
+            return Content(name, [], size, "", _digest(file, _all(size)), True)
+
+    return _reading(path, read)
+
+
+def _reading(path: str, read: Any) -> Content:
+    try:
+        return retried(path, read)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            where=path,
+            expected=answering(path) + "a whole file that does not change while it is read",
+        ) from None
+
+
+def _footer(file: pa.NativeFile, size: int) -> bytes:
+    """The raw footer, with its length and magic number."""
+    length = int.from_bytes(file.read_at(8, size - 8)[:4], "little") + 8
+    return file.read_at(min(length, size), max(0, size - length))
+
+
+def _all(size: int) -> Iterator[tuple[int, int]]:
+    return ((at, min(READ_BYTES, size - at)) for at in range(0, size, READ_BYTES))
+
+
+def _samples(footer: bytes, form: Form, most: int, number: int) -> list[tuple[int, int]]:
+    """(place, bytes) of pieces to read: where the columns of a run begin in row groups, labels first.
+
+    Where a column chunk begins, its dictionary lies: of flipped labels, it may be all that has changed.
+
+    Args:
+        most: pieces.
+        number: of the file: in many files, each one's pieces are of other row groups and columns.
+    """
+    metadata = pq.read_metadata(pa.BufferReader(footer))
+    labels = columns_before(form.transforms, form.schema.labels)
+    others = [name for name in form.columns if name not in labels]
+    of_labels, rest = (_chunks(metadata, names) for names in (labels, others))
+    half = _spread(of_labels, max(1, most // 2), number)
+    return half + _spread(rest, most - len(half), number)
+
+
+def _chunks(metadata: pq.FileMetaData, names: list[str]) -> list[tuple[int, int]]:
+    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    columns = {name.partition(".")[0] for name in names}  # of fields, all of their column
+    mine = [i for i, path in enumerate(paths) if path.partition(".")[0] in columns]
+    found = []
+    for group in range(metadata.num_row_groups):
+        for i in mine:
+            chunk = metadata.row_group(group).column(i)
+            first = chunk.dictionary_page_offset if chunk.has_dictionary_page else None
+            first = chunk.data_page_offset if first is None else min(first, chunk.data_page_offset)
+            found.append((first, min(SAMPLE_BYTES, chunk.total_compressed_size)))
+    return found
+
+
+def _spread(chunks: list[tuple[int, int]], most: int, number: int) -> list[tuple[int, int]]:
+    """At most so many of them, as far from one another as can be, beginning with another one in each file."""
+    if len(chunks) <= most:
+        return chunks
+    return [chunks[(number + i * len(chunks) // most) % len(chunks)] for i in range(most)]
+
+
+def _digest(file: pa.NativeFile, pieces: Iterable[tuple[int, int]]) -> str:
+    digest = hashlib.sha256()
+    for at, length in pieces:
+        digest.update(file.read_at(length, at))
+    return digest.hexdigest()
+
+
+def _version(file: pa.NativeFile) -> str | None:
+    said = {_text(key): _text(value) for key, value in file.metadata().items()}
+    return "; ".join(f"{key} {said[key]}" for key in VERSIONS if key in said) or None
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

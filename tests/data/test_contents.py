@@ -1,0 +1,162 @@
+"""Fingerprints of data see content, and nothing but content: what a resumed run is held to."""
+
+import json
+import os
+import shutil
+
+import parquet
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.checkpoint.index import write_index
+from raytrec.data import contents
+from raytrec.data.contents import Content, fingerprint, look, old_fingerprint
+from raytrec.data.fragments import scan
+from raytrec.errors import DataError
+from raytrec.schema import Schema
+from raytrec.train.resume import DATA, check_same_data, note_data
+from raytrec.transforms import LookupVocabulary
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = parquet.dataset(tmp_path / "d", train=600, valid=50, test=50)
+    for path in folder.glob("*/*.parquet"):
+        pq.write_table(pq.read_table(path), path, row_group_size=300, compression="none")
+    return folder
+
+
+def scanned(folder, name="train", **options):
+    return scan(str(folder / name), Schema.load(folder / "schema.yaml"), **options)
+
+
+def flip(path):
+    """Writes a file again with its labels flipped: as many rows and bytes, the same names and statistics."""
+    table = pq.read_table(path)
+    flipped = pc.subtract(pa.scalar(1, pa.int8()), table["label"])
+    pq.write_table(table.set_column(0, "label", flipped), path, row_group_size=300, compression="none")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_flipped_labels_are_seen(folder, monkeypatch, whole):
+    """Flipped, a column's dictionary may be all that changes: neither sizes nor the footer do."""
+    if not whole:
+        monkeypatch.setattr(contents, "WHOLE_BYTES", 0)
+        monkeypatch.setattr(contents, "SAMPLES", 4)
+    path = folder / "train/part-0.parquet"
+    before, footer = look(scanned(folder)), pq.read_metadata(path)
+    flip(path)
+    after = look(scanned(folder))
+    assert pq.read_metadata(path).equals(footer), "else this is too easy"
+    assert [old.same_as(new) for old, new in zip(before, after, strict=True)] == [False, True]
+    assert before[0].whole == whole
+    assert fingerprint(before) != fingerprint(after)
+    assert contents.differences(before, after) == [
+        "part-0.parquet: as many rows and bytes as before, but other values"
+    ]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_copies_are_the_same(folder, tmp_path, monkeypatch, whole):
+    if not whole:
+        monkeypatch.setattr(contents, "WHOLE_BYTES", 0)
+    before = look(scanned(folder))
+    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    for path in (tmp_path / "copy/train").iterdir():
+        os.utime(path, (1, 1))
+    after = look(scanned(tmp_path / "copy"))
+    assert fingerprint(after) == fingerprint(before) and not contents.differences(before, after)
+    said = contents.written_again(before, after)
+    assert said == ([] if whole else ["part-0.parquet", "part-1.parquet"]), "samples alone are no proof"
+    assert contents.written_again(before, look(scanned(folder))) == []
+    assert [Content(**json.loads(json.dumps(c.record()))) for c in before] == before
+
+
+def test_each_difference_is_named(folder):
+    before = look(scanned(folder))
+    table = pq.read_table(folder / "train/part-0.parquet")
+    pq.write_table(table.slice(0, 200), folder / "train/part-0.parquet", row_group_size=100)
+    pq.write_table(table, folder / "train/part-2.parquet")
+    (folder / "train/part-1.parquet").unlink()
+    assert contents.differences(before, look(scanned(folder))) == [
+        "part-1.parquet: gone",
+        "part-2.parquet: new",
+        "part-0.parquet: 200 rows in 2 row groups, and had 300 in 1",
+    ]
+
+
+def test_a_vocabulary_counts_as_data(folder, tmp_path):
+    (tmp_path / "words").write_text("1\n2\n")
+    transform = LookupVocabulary(do="lookup_vocabulary", columns=["user"], vocabulary=str(tmp_path / "words"))
+    dataset = scanned(folder, transforms=(transform,))
+    before = look(dataset)
+    (tmp_path / "words").write_text("2\n1\n")
+    assert contents.differences(before, look(dataset)) == [
+        "data.transforms[0].vocabulary: as many rows and bytes as before, but other values"
+    ]
+
+
+def test_many_files_are_sampled_within_bounds(folder, monkeypatch):
+    """Few pieces of each of many files; other columns and row groups in each."""
+    monkeypatch.setattr(contents, "WHOLE_BYTES", 0)
+    with open(folder / "train/part-0.parquet", "rb") as file:
+        footer = contents._footer(pa.PythonFile(file), os.path.getsize(folder / "train/part-0.parquet"))
+    form = scanned(folder).form
+    pieces = [contents._samples(footer, form, 2, number) for number in range(8)]
+    assert all(len(each) == 2 for each in pieces) and len({p for each in pieces for p in each}) > 3
+    assert all(size <= contents.SAMPLE_BYTES for each in pieces for _, size in each)
+
+
+class Run:
+    """A run folder with one checkpoint, as far as `check_same_data` looks at it."""
+
+    def __init__(self, place, data, old=False):
+        self.folder, self.data, self.root = place, data, place / "checkpoints"
+        at = self.root / "step-0000000003"
+        at.mkdir(parents=True)
+        (place / "schema.yaml").write_text(Schema.load(data / "schema.yaml").to_yaml())
+        datasets, found = self._now()
+        of_train = old_fingerprint(datasets["train"]) if old else fingerprint(found["train"])
+        about = {"data": of_train, "step": 3}
+        write_index(str(at), {"attempt": "a", "block_bytes": 1 << 22, "tensors": {}, "about": about})
+        if not old:
+            note_data(place, found)
+
+    def _now(self):
+        datasets = {name: scanned(self.data, name) for name in ("train", "valid", "test")}
+        return datasets, contents.look_at_all(datasets)
+
+    def check(self):
+        schema = Schema.load(self.data / "schema.yaml")
+        return check_same_data(self.folder, str(self.root), schema, *self._now())
+
+
+def test_a_run_is_not_resumed_on_other_labels(folder, tmp_path):
+    run = Run(tmp_path / "run", folder)
+    assert run.check() == []
+    flip(folder / "train/part-1.parquet")
+    with pytest.raises(DataError) as error:
+        run.check()
+    assert "part-1.parquet: as many rows and bytes as before, but other values" in str(error.value)
+    assert "--from" in error.value.do
+    (run.folder / DATA).write_text("[")  # it is refused without the list of files, too
+    with pytest.raises(DataError, match=r"data\.train is not what it was"):
+        run.check()
+
+
+def test_other_evaluation_data_is_a_warning(folder, tmp_path):
+    run = Run(tmp_path / "run", folder)
+    flip(folder / "test/part-0.parquet")
+    (line,) = run.check()
+    assert "data.test is not what it was" in line and "part-0.parquet" in line
+
+
+def test_a_run_of_an_earlier_version_is_resumed_and_told(folder, tmp_path):
+    run = Run(tmp_path / "run", folder, old=True)
+    (line,) = run.check()
+    assert "earlier raytrec" in line
+    pq.write_table(pq.read_table(folder / "train/part-0.parquet").slice(1), folder / "train/part-0.parquet")
+    with pytest.raises(DataError, match=r"data\.train is not what it was"):
+        run.check()
