@@ -7,21 +7,27 @@
       - {do: bucketize, columns: [age], boundaries: [18, 30, 50], into: [age_bucket]}
       - {do: hash, columns: [city], rows: 5000}
       - {do: lookup_vocabulary, columns: [film], vocabulary: films.txt, unknown: 0}
+      - {do: binarize, columns: [rating], at_least: 4, into: [label]}
+      - {do: date_part, columns: [seen_at], part: hour, into: [hour]}
+      - {do: age, columns: [joined], until_column: seen_at, unit: days}
+      - {do: cast, columns: [zip], to: int64}
+      - {do: drop_null, columns: [tags]}
       - {do: "mine.features:ratio", reads: [clicks, views], writes: [ratio], options: {smooth: 10}}
 
 They run one after the other, on whole Arrow columns, in the tasks that read. Numbers inside of lists are
-treated like numbers in plain columns.
+treated like numbers in plain columns. Columns are named as in a schema: `user.joined` is a field of a struct.
 """
 
 from __future__ import annotations
 
+from datetime import date
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from raytrec.python_path import PYTHON_PATH
-from raytrec.section import Section
+from raytrec.section import PositiveInt, Section
 
 
 class OnColumns(Section):
@@ -112,6 +118,97 @@ class LookupVocabulary(OnColumns):
     unknown: int | None = Field(None, ge=0, description="The id of all other values; default: no id.")
 
 
+class Binarize(OnColumns):
+    """A value becomes 1 or 0, as int8: 1 where it is large enough, or one of those named. Nulls stay null."""
+
+    do: Literal["binarize"] = Field(description="binarize")
+    at_least: float | int | None = Field(None, description="Numbers from here on become 1.")
+    positive: list[bool | int | float | str] | None = Field(
+        None,
+        min_length=1,
+        description="Values that become 1, such as ['yes', 'buy'] (quoted: see YAML's yes).",
+    )
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> Binarize:
+        if (self.at_least is None) == (self.positive is None):
+            raise ValueError(
+                "binarize needs at_least (for numbers) or positive (a list of values), one of them"
+            )
+        return self
+
+
+class DatePart(OnColumns):
+    """A time becomes a part of it, as int64, which is a number and an id."""
+
+    do: Literal["date_part"] = Field(description="date_part")
+    part: Literal[
+        "second",
+        "minute",
+        "hour",
+        "weekday",
+        "day",
+        "day_of_year",
+        "week",
+        "month",
+        "quarter",
+        "year",
+        "hour_of_week",
+    ] = Field(
+        description="hour is 0 to 23, weekday 0 (Monday) to 6, hour_of_week 0 to 167, week the ISO week."
+    )
+    timezone: str | None = Field(
+        None, description="Such as Europe/Zurich; default: the column's own, and UTC where it has none."
+    )
+    since_1970: Literal["s", "ms", "us", "ns"] | None = Field(
+        None, description="What numbers count; not needed for columns of dates, times and ISO text."
+    )
+
+
+class Age(OnColumns):
+    """A time becomes how long it lies before another one, as float32; below 0 where it is later."""
+
+    do: Literal["age"] = Field(description="age")
+    until: str | None = Field(
+        None, description="The time to count to: 2026-11-01, or 2026-11-01T12:00 (UTC). Durations need none."
+    )
+    until_column: str | None = Field(None, description="A column with that time, instead.")
+    unit: Literal["seconds", "minutes", "hours", "days"] = Field("days", description="Of the number.")
+    since_1970: Literal["s", "ms", "us", "ns"] | None = Field(
+        None, description="What numbers count; not needed for columns of dates, times and ISO text."
+    )
+
+    @field_validator("until", mode="before")
+    @classmethod
+    def _iso(cls, value: Any) -> Any:
+        return value.isoformat() if isinstance(value, date) else value  # what YAML makes of 2026-11-01
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Age:
+        if self.until is not None and self.until_column is not None:
+            raise ValueError("age takes until or until_column, not both")
+        return self
+
+    @property
+    def reads(self) -> list[str]:
+        """The columns that it needs."""
+        return list(dict.fromkeys([*self.columns, *([self.until_column] if self.until_column else [])]))
+
+
+class Cast(OnColumns):
+    """A value in another type: text as the number that it spells, whole floats (and decimals) as integers.
+    NaN among them becomes null; a number with a fraction cannot become an integer."""
+
+    do: Literal["cast"] = Field(description="cast")
+    to: Literal["int64", "float32", "string"] = Field(description="int64, float32 or string.")
+
+
+class DropNull(OnColumns):
+    """Nulls inside of lists are left out; the lists get shorter. (Their weights do not: see fill_null.)"""
+
+    do: Literal["drop_null"] = Field(description="drop_null")
+
+
 class Python(Section):
     """A function of yours, `function(table: pyarrow.Table, **options) -> pyarrow.Table`, row for row.
 
@@ -133,12 +230,17 @@ BUILT_IN = {
     "bucketize": Bucketize,
     "hash": Hash,
     "lookup_vocabulary": LookupVocabulary,
+    "binarize": Binarize,
+    "date_part": DatePart,
+    "age": Age,
+    "cast": Cast,
+    "drop_null": DropNull,
 }
 
 
 def _kind(value: Any) -> str | None:
     do = value.get("do") if isinstance(value, dict) else getattr(value, "do", None)
-    if do in BUILT_IN:
+    if isinstance(do, str) and do in BUILT_IN:
         return do
     return "module:function" if PYTHON_PATH.fullmatch(str(do)) else None
 
@@ -150,6 +252,11 @@ Transform = Annotated[
     | Annotated[Bucketize, Tag("bucketize")]
     | Annotated[Hash, Tag("hash")]
     | Annotated[LookupVocabulary, Tag("lookup_vocabulary")]
+    | Annotated[Binarize, Tag("binarize")]
+    | Annotated[DatePart, Tag("date_part")]
+    | Annotated[Age, Tag("age")]
+    | Annotated[Cast, Tag("cast")]
+    | Annotated[DropNull, Tag("drop_null")]
     | Annotated[Python, Tag("module:function")],
     Discriminator(
         _kind,

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrec.data.faults import answering, retried
+from raytrec.data.nested import pick, to_read
 from raytrec.errors import DataError
 from raytrec.storage import open_filesystem
 
@@ -29,14 +30,13 @@ def decode(path: str, group: int, rows: int, columns: list[str]) -> pa.Table:
             reader = pq.ParquetFile(file, metadata=footer, pre_buffer=True, page_checksum_verification=True)
             if footer is None:
                 _remember(version, reader.metadata)
-            return reader.read_row_group(group, columns=columns, use_threads=False)
+            asked = to_read(reader.schema_arrow, columns)
+            return pick(reader.read_row_group(group, columns=asked, use_threads=False), columns)
 
     try:
         table = retried(path, read)
         if table.num_rows < rows:
             raise IndexError(f"it has {table.num_rows:,} rows, and had {rows:,} or more before")
-        if missing := set(columns) - set(table.column_names):
-            raise KeyError(f"column {', '.join(sorted(missing))} is gone")
     except (pa.ArrowException, OSError, IndexError, KeyError, UnicodeDecodeError) as error:
         raise DataError(
             f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raytrec.data.kinds import is_list
+from raytrec.data.kinds import is_list, plain_array
 from raytrec.schema import Schema
 from raytrec.transforms import Transform, columns_before
 
@@ -149,11 +149,11 @@ def _matrix(columns: list[np.ndarray], rows: int, dtype: type) -> pa.FixedSizeLi
 
 
 def one_array(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array, dictionaries decoded."""
+    """A column as one array of a plain type (kinds.plain_array)."""
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0) if array.num_chunks else pa.array([], array.type)
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+        array = array.chunk(0) if array.num_chunks else pa.nulls(0, array.type)
+    return plain_array(array)
 
 
 def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
@@ -169,4 +169,4 @@ def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
         flat = array.flatten() if nested else array.drop_null()
         offsets = np.zeros(len(array) + 1, np.int32)
         np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
-    return offsets, flat.dictionary_decode() if pa.types.is_dictionary(flat.type) else flat
+    return offsets, plain_array(flat)

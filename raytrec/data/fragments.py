@@ -15,7 +15,9 @@ from pyarrow import fs
 from raytrec.data.faults import answering, retried
 from raytrec.data.form import Form
 from raytrec.data.kinds import check_present, check_types, is_list
+from raytrec.data.nested import empty_table, select
 from raytrec.data.partitions import Between, in_order, within
+from raytrec.data.statistics import accused
 from raytrec.data.transform import transformed
 from raytrec.errors import DataError
 from raytrec.schema import Schema
@@ -41,12 +43,14 @@ class Dataset:
         uri: where it lies, for messages.
         form: how its rows are read.
         left_out: what was wrong with files that are left out (data.on_error: skip).
+        accused: row groups that a run will stop at, as far as footers say (statistics.py).
     """
 
     uri: str
     groups: tuple[RowGroup, ...]
     form: Form
     left_out: tuple[DataError, ...] = ()
+    accused: tuple[RowGroup, ...] = ()
 
     @cached_property
     def rows(self) -> int:
@@ -78,18 +82,18 @@ def scan(
     files, left_out = list_files(places, key, between), []
     form = Form(schema, transforms=transforms, folder=os.getcwd())
 
-    def look(file: str) -> tuple[list[RowGroup], set[str]]:
+    def look(file: str) -> tuple[list[RowGroup], set[str], list[int]]:
         try:
             return _look(file, form)
         except DataError as error:
             if not skip:
                 raise
             left_out.append(error)
-            return [], set()
+            return [], set(), []
 
     with ThreadPoolExecutor(16) as pool:
         seen = list(pool.map(look, files))
-    groups = tuple(group for per_file, _ in seen for group in per_file)
+    groups = tuple(group for per_file, *_ in seen for group in per_file)
     if not groups:
         raise DataError(
             "there are no rows",
@@ -97,8 +101,9 @@ def scan(
             expected=f"rows in its {len(files)} Parquet files"
             + (f", of which {len(left_out)} are left out: {left_out[0].what}" if left_out else ""),
         )
-    lists = frozenset().union(*(lists for _, lists in seen))
-    return Dataset(name_of(places), groups, replace(form, lists=lists), tuple(left_out))
+    lists = frozenset().union(*(lists for _, lists, _ in seen))
+    bad = tuple(g for per_file, _, bad in seen for g in per_file if not skip and g.index in bad)
+    return Dataset(name_of(places), groups, replace(form, lists=lists), tuple(left_out), bad)
 
 
 def name_of(places: str | list[str]) -> str:
@@ -176,16 +181,17 @@ def read_footer(uri: str) -> pq.FileMetaData:
     return metadata
 
 
-def _look(uri: str, form: Form) -> tuple[list[RowGroup], set[str]]:
-    """A file's row groups, and the sparse features that are lists in it (after the transforms)."""
+def _look(uri: str, form: Form) -> tuple[list[RowGroup], set[str], list[int]]:
+    """A file's row groups; the sparse features that are lists in it (after the transforms); the groups that
+    its footer accuses."""
     metadata, schema = read_footer(uri), form.schema
     arrow = metadata.schema.to_arrow_schema()
     check_present(arrow, form.columns, uri)
+    arrow = select(arrow, form.columns)
     if form.transforms:
-        empty = pa.schema([arrow.field(name) for name in form.columns]).empty_table()
-        arrow = transformed(empty, form.transforms, uri, form.folder).schema
-        check_present(arrow, schema.columns, f"{uri}, after data.transforms")
+        arrow = transformed(empty_table(arrow), form.transforms, uri, form.folder).schema
+        check_present(arrow, schema.columns, f"{uri}, after data.transforms", fields=False)
     check_types(arrow, schema, uri)
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.column_of(name)).type)}
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-    return [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows], lists
+    return [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows], lists, accused(metadata, form)

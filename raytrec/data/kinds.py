@@ -3,87 +3,185 @@
 from __future__ import annotations
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import types
 
+from raytrec.data import nested
 from raytrec.errors import DataError, did_you_mean
 from raytrec.schema import Schema
 
+SHOWN = 30  # column names in a message
 
-def check_present(arrow: pa.Schema, columns: list[str], where: str) -> None:
-    """Looks whether columns are there.
+
+def check_present(arrow: pa.Schema, columns: list[str], where: str, *, fields: bool = True) -> None:
+    """Looks whether columns are there, each once.
+
+    Args:
+        fields: fields of structs are columns, too.
 
     Raises:
-        DataError: one is missing; names the nearest there is.
+        DataError: one is missing (names the nearest there is), or its name stands for several.
     """
     for column in columns:
-        if column not in arrow.names:
-            near = did_you_mean(column, arrow.names)
+        try:
+            found = nested.find(arrow, column)
+            found = found if fields or len(found or ()) == 1 else None
+        except nested.Ambiguous:
+            raise DataError(
+                f"column '{column}' is there more than once",
+                where=f"{where}, column {column}",
+                expected="one column, or one field of a struct, of this name",
+                do="write the file again with a name of its own for each column",
+            ) from None
+        if found is None:
+            known = list(dict.fromkeys([*arrow.names, *nested.leaves(arrow)]))
+            near = did_you_mean(column, known)
             raise DataError(
                 f"column '{column}' is missing",
                 where=where,
-                expected=f"what the schema and data.transforms read; there are {', '.join(arrow.names)}",
+                expected=f"what the schema and data.transforms read; there are {_some(known)}",
                 do=f"did you mean '{near}'? Correct the schema" if near else "correct the schema or the data",
             )
+
+
+def _some(names: list[str]) -> str:
+    more = f" … and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    return ", ".join(name if len(name) < 80 else f"{name[:80]}…" for name in names[:SHOWN]) + more
 
 
 def check_types(arrow: pa.Schema, schema: Schema, uri: str) -> None:
     """Looks at the types of the columns that the schema names.
 
     Raises:
-        DataError: a column of the wrong type.
+        DataError: a column of the wrong type; says by which transform, or name, it becomes a right one.
     """
     for column in schema.labels:
         _check_number(arrow.field(column).type, column, "label", uri)
     for column in schema.dense:
         _check_number(arrow.field(column).type, column, "dense column", uri)
     for feature, spec in schema.sparse.items():
+        column = schema.column_of(feature)
         text_allowed = schema.tables[spec.table].out_of_range == "hash"
-        _check_ids(arrow.field(schema.column_of(feature)).type, feature, spec.table, text_allowed, uri)
+        _check_ids(arrow.field(column).type, feature, column, spec.table, text_allowed, uri)
         if spec.weights:
             _check_weights(arrow.field(spec.weights).type, spec.weights, uri)
 
 
 def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
-    if not (
-        types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
-    ):
-        what = "a list" if is_list(kind) else str(kind)
-        raise DataError(
-            f"{role} '{column}' is {what} ({kind})"
-            if is_list(kind)
-            else f"{role} '{column}' is of type {kind}",
-            where=f"{uri}, column {column}",
-            expected="one number a row",
-            do="convert the column, or list it under sparse",
-        )
-
-
-def _check_ids(kind: pa.DataType, feature: str, table: str, text_allowed: bool, uri: str) -> None:
-    value = value_type(kind)
-    if types.is_integer(value) or (is_text(value) and text_allowed):
+    if is_number(plain(kind)):
         return
+    advice = _as_number(plain(kind), column, role)
     raise DataError(
-        f"sparse feature '{feature}' holds {value}",
-        where=f"{uri}, column {feature}",
-        expected="integer ids, or lists of them",
-        do=f"for text, set tables.{table}.out_of_range to hash"
-        if is_text(value)
-        else "convert the column, or list it under dense",
+        f"{role} '{column}' is {'a list' if is_list(kind) else 'of type'} {_short(kind)}",
+        where=f"{uri}, column {column}",
+        expected="one number a row",
+        do=advice,
     )
 
 
+def _as_number(kind: pa.DataType, column: str, role: str) -> str:
+    """How a column that is no number becomes one."""
+    if is_text(kind) and role == "label":
+        return f"say which texts are 1: {_transform('binarize', column, 'positive: […]')}"
+    if is_text(kind):
+        return (
+            f"list it under sparse with a table of out_of_range: hash; text that spells numbers: "
+            f"{_transform('cast', column, 'to: float32')}"
+        )
+    if is_list(kind) or types.is_map(kind):
+        return _field_of(kind, column) or "list it under sparse, or make one number of it with a transform"
+    if types.is_null(kind):
+        return f"it holds nulls only: {_transform('fill_null', column, 'value: 0')}"
+    return _field_of(kind, column) or _of_time(kind, column) or _by_hand()
+
+
+def _check_ids(
+    kind: pa.DataType, feature: str, column: str, table: str, text_allowed: bool, uri: str
+) -> None:
+    value = value_type(kind)
+    if types.is_integer(value) or (is_text(value) and text_allowed) or types.is_null(value):
+        return
+    deep = " (lists inside of lists)" if is_list(value) else ""
+    raise DataError(
+        f"sparse feature '{feature}' holds {_short(value)}{deep}",
+        where=f"{uri}, column {column}",
+        expected="integer ids, text (where out_of_range is hash), or lists of them",
+        do=f"for text, set tables.{table}.out_of_range to hash"
+        if is_text(value)
+        else _as_ids(plain(kind), value, column),
+    )
+
+
+def _as_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
+    """How a column that holds no ids comes to hold some."""
+    if types.is_boolean(value) or is_number(value):
+        ids = _transform("cast", column, "to: int64")
+        if is_list(kind):
+            return f"for whole numbers: {ids}"
+        return f"for whole numbers: {ids}; or list it under dense"
+    return _field_of(kind, column) or _of_time(value, column) or _by_hand()
+
+
 def _check_weights(kind: pa.DataType, column: str, uri: str) -> None:
-    if not (is_list(kind) and (types.is_floating(kind.value_type) or types.is_integer(kind.value_type))):
+    value = value_type(kind)
+    if not (is_list(kind) and (types.is_floating(value) or types.is_integer(value) or types.is_null(value))):
         raise DataError(
-            f"weights '{column}' are of type {kind}",
+            f"weights '{column}' are of type {_short(kind)}",
             where=f"{uri}, column {column}",
             expected="lists of numbers, one for each id",
+            do=_field_of(plain(kind), column)
+            or f"for other numbers in lists: {_transform('cast', column, 'to: float32')}",
         )
+
+
+def _of_time(kind: pa.DataType, column: str) -> str | None:
+    """How a time becomes a feature."""
+    if types.is_duration(kind):
+        return f"{_transform('age', column, 'unit: days')}; it is a number then"
+    if not types.is_temporal(kind) or types.is_interval(kind):
+        return None
+    part = "weekday" if types.is_date(kind) else "hour"
+    made = f"{column}_{part}"
+    ways = f"{_transform('date_part', column, f'part: {part}', made)}, and name {made} in the schema"
+    if types.is_time(kind):
+        return ways
+    return (
+        f"{ways}; or its age: {_transform('age', column, 'until: 2026-01-01, unit: days', column + '_age')}"
+    )
+
+
+def _field_of(kind: pa.DataType, column: str) -> str | None:
+    """Which name has what is inside of a struct."""
+    inside = nested.leaves(pa.schema([(column, kind)]))
+    if inside == [column]:
+        return None
+    return f"name what is inside of it: {_some(inside)} (of a sparse feature, with column: NAME)"
+
+
+def _by_hand() -> str:
+    return "leave it out, or make numbers of it: data.transforms with {do: 'module:function'}"
+
+
+def _transform(do: str, column: str, settings: str, into: str | None = None) -> str:
+    target = f", into: [{quoted(into)}]" if into else ""
+    return f"data.transforms: {{do: {do}, columns: [{quoted(column)}], {settings}{target}}}"
+
+
+def quoted(name: str) -> str:
+    """A name as YAML's flow style has it."""
+    import yaml
+
+    return yaml.safe_dump([name], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
+
+
+def _short(kind: pa.DataType) -> str:
+    text = str(kind)
+    return text if len(text) < 200 else f"{text[:200]}…"
 
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether an Arrow type is any kind of list."""
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return nested.element(kind) is not None
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -91,15 +189,54 @@ def is_text(kind: pa.DataType) -> bool:
     return (
         types.is_string(kind)
         or types.is_large_string(kind)
+        or types.is_string_view(kind)
         or types.is_binary(kind)
         or types.is_large_binary(kind)
+        or types.is_binary_view(kind)
+        or types.is_fixed_size_binary(kind)
+    )
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether an Arrow type is one number, or true and false."""
+    return (
+        types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
     )
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """The type of the ids inside lists and dictionaries."""
-    while True:
-        if is_list(kind) or types.is_dictionary(kind):
-            kind = kind.value_type
+    """The type of the ids: in a list, of what it holds; plain."""
+    inner = nested.element(plain(kind))
+    return plain(kind) if inner is None else plain(inner)
+
+
+def plain(kind: pa.DataType) -> pa.DataType:
+    """The type that `plain_array` gives."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain(kind.storage_type)
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return plain(kind.value_type)
+    if types.is_string_view(kind):
+        return pa.string()
+    if types.is_binary_view(kind):
+        return pa.binary()
+    if types.is_float16(kind):
+        return pa.float32()
+    if types.is_decimal32(kind) or types.is_decimal64(kind):
+        return pa.decimal128(kind.precision, kind.scale)
+    return kind
+
+
+def plain_array(array: pa.Array) -> pa.Array:
+    """The same values in a type that Arrow's functions and NumPy know: no dictionaries, runs, views of text,
+    extensions, half floats or short decimals. What lists hold stays as it is."""
+    while array.type != plain(array.type):
+        if isinstance(array.type, pa.BaseExtensionType):
+            array = array.storage
+        elif types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        elif types.is_run_end_encoded(array.type):
+            array = pc.run_end_decode(array)
         else:
-            return kind
+            array = array.cast(plain(array.type))
+    return array

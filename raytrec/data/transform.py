@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 
 from raytrec import python_path
 from raytrec import transforms as t
+from raytrec.data import times
 from raytrec.data.form import one_array, unnest
 from raytrec.data.hashing import hash_integers, hash_text
-from raytrec.data.kinds import is_list, is_text
+from raytrec.data.kinds import is_list, is_number, is_text, value_type
 from raytrec.errors import DataError
 from raytrec.storage import open_filesystem, read_text
 
@@ -61,7 +62,12 @@ def _apply(transform: t.Transform, table: pa.Table, folder: str | None) -> pa.Ta
     if isinstance(transform, t.Python):
         return _function(transform.do, folder)(table, **transform.options)
     on_values = partial(BUILT_IN[type(transform)], transform)
-    columns = [_within_lists(one_array(table[name]), on_values) for name in transform.reads]
+    if isinstance(transform, t.Age):
+        end = transform.until_column
+        on_values = partial(on_values, until=one_array(table[end]) if end else None)
+    columns = [
+        _within_lists(_typed(one_array(table[name]), transform), on_values) for name in transform.columns
+    ]
     for target, column in zip(transform.writes, columns, strict=True):
         if target in table.column_names:
             table = table.set_column(table.column_names.index(target), target, column)
@@ -71,6 +77,25 @@ def _apply(transform: t.Transform, table: pa.Table, folder: str | None) -> pa.Ta
 
 
 _function = lru_cache(python_path.load)
+
+
+def _typed(array: pa.Array, transform: t.Transform) -> pa.Array:
+    """An array; one of nothing but nulls (as in files that never saw a value) in a type for the transform."""
+    if not pa.types.is_null(value_type(array.type)):
+        return array
+    kind = pa.int64()
+    if isinstance(transform, t.FillNull):
+        kind = pa.scalar(transform.value).type
+    elif isinstance(transform, (t.DatePart, t.Age)):
+        kind = pa.timestamp("us")
+    elif isinstance(transform, t.LookupVocabulary) or (
+        isinstance(transform, t.Binarize) and transform.positive
+    ):
+        kind = pa.string()
+    if not is_list(array.type):
+        return array.cast(kind)
+    offsets, flat = unnest(array)
+    return pa.ListArray.from_arrays(offsets, flat.cast(kind))
 
 
 def _within_lists(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) -> pa.Array:
@@ -87,17 +112,25 @@ def _within_lists(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) ->
 
 
 def _fill_null(spec: t.FillNull, array: pa.Array) -> pa.Array:
-    value = pa.scalar(spec.value).cast(array.type)
+    value = pa.scalar(spec.value)
+    if pa.types.is_decimal(array.type):  # by way of text: pyarrow wants room for every integer's digits
+        value = pa.scalar(str(spec.value))
+    value = value.cast(array.type)
     if pa.types.is_floating(array.type):
         array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
     return pc.fill_null(array, value)
 
 
+def _scalar(value: float | int | str, kind: pa.DataType) -> pa.Scalar:
+    """A setting in a column's type; for decimals from its digits, as pyarrow wants room for any integer's."""
+    return pa.scalar(str(value) if pa.types.is_decimal(kind) else value).cast(kind)
+
+
 def _clip(spec: t.Clip, array: pa.Array) -> pa.Array:
     if spec.low is not None:
-        array = pc.if_else(pc.less(array, spec.low), pa.scalar(spec.low).cast(array.type), array)
+        array = pc.if_else(pc.less(array, spec.low), _scalar(spec.low, array.type), array)
     if spec.high is not None:
-        array = pc.if_else(pc.greater(array, spec.high), pa.scalar(spec.high).cast(array.type), array)
+        array = pc.if_else(pc.greater(array, spec.high), _scalar(spec.high, array.type), array)
     return array
 
 
@@ -148,6 +181,42 @@ def _vocabulary(uri: str, kind: pa.DataType) -> pa.Array:
     return values
 
 
+def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
+    kind = array.type
+    if is_number(array.type):
+        array = array.cast(pa.float64(), safe=False)
+        array = pc.if_else(pc.is_nan(array), pa.scalar(None, pa.float64()), array)
+    if spec.at_least is not None:
+        if is_text(array.type):
+            raise TypeError(f"at_least takes numbers, not {array.type}; for text: positive: [TEXT, …]")
+        return pc.greater_equal(array, float(spec.at_least)).cast(pa.int8())
+    if wrong := [value for value in spec.positive if isinstance(value, str) != is_text(array.type)]:
+        raise TypeError(
+            f"the column holds {kind}, and positive {wrong[0]!r}"
+            + ("; put it into quotes (YAML's bare yes, no and numbers are no text)" * is_text(array.type))
+        )
+    known = spec.positive if is_text(array.type) else [float(value) for value in spec.positive]
+    known = pa.array(known).cast(array.type)
+    return pc.if_else(array.is_valid(), pc.is_in(array, value_set=known), pa.scalar(None, pa.bool_())).cast(
+        pa.int8()
+    )
+
+
+def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
+    kind = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.string()}[spec.to]
+    if is_text(array.type) and spec.to != "string":
+        array = pc.utf8_trim_whitespace(array.cast(pa.string()))
+    if pa.types.is_floating(array.type) and spec.to == "int64":  # what pandas makes of nulls among integers
+        array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
+    if pa.types.is_decimal(array.type) and spec.to == "float32":
+        array = array.cast(pa.float64())
+    return array.cast(kind, safe=spec.to != "float32")
+
+
+def _drop_null(spec: t.DropNull, array: pa.Array) -> pa.Array:
+    return array  # lists lose their nulls after every transform
+
+
 BUILT_IN: dict[type, Callable[..., pa.Array]] = {
     t.FillNull: _fill_null,
     t.Clip: _clip,
@@ -155,4 +224,9 @@ BUILT_IN: dict[type, Callable[..., pa.Array]] = {
     t.Bucketize: _bucketize,
     t.Hash: _hash,
     t.LookupVocabulary: _lookup_vocabulary,
+    t.Binarize: _binarize,
+    t.DatePart: times.date_part,
+    t.Age: times.age,
+    t.Cast: _cast,
+    t.DropNull: _drop_null,
 }

@@ -1,11 +1,14 @@
 """Each transform against plain Python, in plain columns and in lists; functions of the user's own."""
 
 import math
+from datetime import date, datetime, time, timedelta
+from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pydantic import TypeAdapter
+import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
@@ -42,6 +45,20 @@ NAN = float("nan")
         ({"do": "clip", "low": 0}, [[-4, 4], [], [1]], [[0, 4], [], [1]]),
         ({"do": "bucketize", "boundaries": [1, 2.5]}, [0, 1, 2, 3, None], [0, 1, 1, 2, None]),
         ({"do": "bucketize", "boundaries": [0]}, [[-1.0, NAN, 1.0], []], [[0, 1], []]),
+        ({"do": "binarize", "at_least": 4}, [5, 4, 3, None], [1, 1, 0, None]),
+        ({"do": "binarize", "at_least": 3.5}, [3.5, 3.4, NAN, None], [1, 0, None, None]),
+        ({"do": "binarize", "positive": ["yes", "y"]}, ["yes", "no", "y", None], [1, 0, 1, None]),
+        ({"do": "binarize", "positive": [1, 2]}, [1, 0, 2.0, None], [1, 0, 1, None]),
+        ({"do": "binarize", "positive": [True]}, [True, False, None], [1, 0, None]),
+        ({"do": "binarize", "at_least": 2}, [[1, 2], [], None], [[0, 1], [], []]),
+        ({"do": "cast", "to": "int64"}, [" 12", "-3", None], [12, -3, None]),
+        ({"do": "cast", "to": "int64"}, [4.0, NAN, None], [4, None, None]),
+        ({"do": "cast", "to": "int64"}, [True, False, None], [1, 0, None]),
+        ({"do": "cast", "to": "int64"}, [["7"], [None, "8"]], [[7], [8]]),
+        ({"do": "cast", "to": "float32"}, ["0.5", "1e3", None], [0.5, 1000, None]),
+        ({"do": "cast", "to": "string"}, [12, None], ["12", None]),
+        ({"do": "drop_null"}, [[1, None, 2], [None], None, []], [[1, 2], [], [], []]),
+        ({"do": "drop_null"}, [["a", None]], [["a"]]),
     ],
 )
 def test_built_in(spec, column, expected):
@@ -77,6 +94,153 @@ def test_lookup_vocabulary(tmp_path):
     (tmp_path / "w.txt").write_text("red\nred\n")
     with pytest.raises(DataError, match="twice"):
         run(["x"], do="lookup_vocabulary", vocabulary=str(tmp_path / "w.txt"))
+
+
+WHEN = [
+    datetime(2026, 2, 28, 23, 59, 58),
+    datetime(2024, 12, 30, 0, 5),
+    datetime(1969, 7, 20, 20, 17, 40),
+    None,
+]
+OF_A_DATE = {
+    "weekday": lambda t: t.weekday(),
+    "day": lambda t: t.day,
+    "day_of_year": lambda t: t.timetuple().tm_yday,
+    "week": lambda t: t.isocalendar().week,
+    "month": lambda t: t.month,
+    "quarter": lambda t: (t.month + 2) // 3,
+    "year": lambda t: t.year,
+}
+OF_A_TIME = {"second": lambda t: t.second, "minute": lambda t: t.minute, "hour": lambda t: t.hour}
+
+
+def each(function, values):
+    return [None if value is None else function(value) for value in values]
+
+
+@pytest.mark.parametrize("part", [*OF_A_DATE, *OF_A_TIME])
+def test_parts_of_times(part):
+    parts = OF_A_DATE | OF_A_TIME
+    expected = each(parts[part], WHEN)
+    for kind in (pa.timestamp("s"), pa.timestamp("ns"), pa.timestamp("us", "UTC")):
+        assert run(pa.array(WHEN, kind), do="date_part", part=part) == expected
+    text = each(str, WHEN)
+    assert run(text, do="date_part", part=part) == expected
+    assert run(pa.array(text, pa.string_view()), do="date_part", part=part) == expected
+    assert run(each(lambda t: f"{t.isoformat()}Z", WHEN), do="date_part", part=part) == expected
+    assert run(each(lambda t: f"{t - timedelta(hours=2)}-02:00", WHEN), do="date_part", part=part) == expected
+    seconds = each(lambda t: round((t - datetime(1970, 1, 1)).total_seconds()), WHEN)
+    assert run(seconds, do="date_part", part=part, since_1970="s") == expected
+    thousands = each(lambda s: s * 1000.0, seconds)
+    assert run(thousands, do="date_part", part=part, since_1970="ms") == expected
+    assert run([WHEN[:2], [], None], do="date_part", part=part) == [expected[:2], [], []]
+    if part in OF_A_DATE:
+        assert run(pa.array(WHEN, pa.date32()), do="date_part", part=part) == expected
+    else:
+        clock = [time(23, 59, 58), None]
+        assert run(pa.array(clock, pa.time32("s")), do="date_part", part=part) == each(parts[part], clock)
+
+
+def test_parts_of_times_elsewhere():
+    there = [t.replace(tzinfo=ZoneInfo("UTC")).astimezone(ZoneInfo("Asia/Kolkata")) for t in WHEN[:2]]
+    spec = {"do": "date_part", "timezone": "Asia/Kolkata"}
+    assert run(WHEN[:2], **spec, part="hour") == [t.hour for t in there]
+    assert run(WHEN[:2], **spec, part="day") == [t.day for t in there]
+    assert run(WHEN[:2], **spec, part="hour_of_week") == [24 * t.weekday() + t.hour for t in there]
+    with pytest.raises(DataError, match="Asia/Kolkatta"):
+        run(pa.array([], pa.timestamp("us")), do="date_part", part="hour", timezone="Asia/Kolkatta")
+
+
+def test_ages():
+    until = "2026-03-01"
+    expected = each(lambda t: pytest.approx((datetime(2026, 3, 1) - t).total_seconds() / 86400), WHEN)
+    assert run(WHEN, do="age", until=until) == expected
+    assert run(each(str, WHEN), do="age", until=until) == expected
+    assert run([WHEN[:2], []], do="age", until=until) == [expected[:2], []]
+    hours = each(lambda days: pytest.approx(24 * days.expected), expected)
+    assert run(pa.array(WHEN, pa.timestamp("ns", "Asia/Tokyo")), do="age", until=until, unit="hours") == hours
+    assert run(pa.array([timedelta(minutes=90), None]), do="age", unit="hours") == [1.5, None]
+    assert run([date(2026, 2, 27), date(2026, 3, 2)], do="age", until="2026-03-01T12:00") == [2.5, -0.5]
+    assert run(
+        [1_700_000_000_000], do="age", until="2023-11-14T22:13:21", unit="seconds", since_1970="ms"
+    ) == [1]
+    table = pa.table({"joined": WHEN, "now": [datetime(2026, 3, 1)] * 3 + [None]})
+    (spec,) = parse([{"do": "age", "columns": ["joined"], "into": ["days"], "until_column": "now"}])
+    assert columns_before([spec], ["days"]) == ["joined", "now"]
+    assert transformed(table, (spec,), "test")["days"].to_pylist() == expected
+    (read,) = parse([yaml.safe_load("{do: age, columns: [x], until: 2026-03-01}")])
+    assert read.until == "2026-03-01", "YAML reads dates as dates"
+
+
+@pytest.mark.parametrize(
+    "spec,says",
+    [
+        ({"do": "binarize"}, "at_least .* or positive"),
+        ({"do": "binarize", "at_least": 1, "positive": ["a"]}, "at_least .* or positive"),
+        ({"do": "age", "until": "2026-01-01", "until_column": "b"}, "not both"),
+        ({"do": "date_part", "part": "hours"}, "hour"),
+        ({"do": "cast", "to": "int"}, "int64"),
+    ],
+)
+def test_settings_that_do_not_fit(spec, says):
+    with pytest.raises(ValidationError, match=says):
+        parse([{"columns": ["x"], **spec}])
+
+
+@pytest.mark.parametrize(
+    "spec,column,says",
+    [
+        ({"do": "binarize", "positive": [True]}, ["yes"], "put it into quotes"),
+        ({"do": "binarize", "positive": ["1"]}, [1], "holds int64, and positive '1'"),
+        ({"do": "binarize", "at_least": 1}, ["1"], "for text: positive"),
+        ({"do": "date_part", "part": "hour"}, [1_700_000_000], "since_1970"),
+        ({"do": "date_part", "part": "hour"}, ["noon"], "noon"),
+        ({"do": "age"}, WHEN, "until_column"),
+        ({"do": "age", "until": "soon"}, WHEN, "soon"),
+        ({"do": "cast", "to": "int64"}, [1.5], "1.5"),
+        ({"do": "cast", "to": "float32"}, ["many"], "many"),
+    ],
+)
+def test_columns_that_do_not_fit(spec, column, says):
+    with pytest.raises(DataError, match=says):
+        run(column, **spec)
+
+
+@pytest.mark.parametrize(
+    "spec,expected",
+    [
+        ({"do": "fill_null", "value": 0.5}, [0.5, 0.5]),
+        ({"do": "fill_null", "value": "?"}, ["?", "?"]),
+        ({"do": "clip", "low": 0}, [None, None]),
+        ({"do": "hash", "rows": 5}, [None, None]),
+        ({"do": "date_part", "part": "hour"}, [None, None]),
+        ({"do": "age", "until": "2026-01-01"}, [None, None]),
+        ({"do": "binarize", "positive": ["yes"]}, [None, None]),
+        ({"do": "binarize", "at_least": 1}, [None, None]),
+        ({"do": "cast", "to": "string"}, [None, None]),
+    ],
+)
+def test_columns_of_nothing_but_nulls(spec, expected):
+    assert run(pa.nulls(2), **spec) == expected
+    lists = run(pa.array([[None], []], pa.list_(pa.null())), **spec)
+    assert lists == ([expected[:1], []] if expected[0] is not None else [[], []])
+
+
+def test_types_that_arrow_has_few_functions_for():
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array([7, 1]))
+    assert run(runs, do="clip", low=5) == [7, 7, 5]
+    assert run(pa.array([1.5, None], pa.float16()), do="fill_null", value=0) == [1.5, 0]
+    assert run(pa.array([1, None], pa.decimal128(5, 2)), do="fill_null", value=0.25) == [
+        1,
+        pytest.approx(0.25),
+    ]
+    assert run(pa.array([1, 20], pa.decimal32(5, 2)), do="clip", high=10) == [1, 10]
+    assert run(pa.array(["a", None], pa.string_view()), do="fill_null", value="?") == ["a", "?"]
+    assert run(pa.array([[1, 20], None, [3]], pa.list_view(pa.int64())), do="clip", high=10) == [
+        [1, 10],
+        [],
+        [3],
+    ]
 
 
 def test_every_kind_of_list():

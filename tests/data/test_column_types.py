@@ -1,0 +1,309 @@
+"""Columns of every type that Parquet has: read right, or refused before the start with advice that works."""
+
+import re
+from datetime import datetime, timedelta
+
+import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from raytrec.data.fragments import scan
+from raytrec.data.order import Item, Part
+from raytrec.data.rows import read_item
+from raytrec.errors import DataError
+from raytrec.schema import Schema
+from raytrec.transforms import Transform
+
+parse = TypeAdapter(list[Transform]).validate_python
+BASE = {"label": [0, 1, 1], "user": [1, 2, 3]}
+IDS = {"hash": {"rows": 400, "dim": 4, "out_of_range": "hash"}, "error": {"rows": 400, "dim": 4}}
+
+
+def rows_of(tmp_path, table, schema, transforms=()):
+    """All rows of a table as a run would read them from a file."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(table if isinstance(table, pa.Table) else pa.table(table), path)
+    data = scan(str(path), Schema.parse(schema, "test"), transforms=tuple(parse(list(transforms))))
+    item = Item(0, 0, (Part(str(path), 0, 0, data.rows),), None)
+    return parquet.plain_rows(read_item(item, data.form), data.form)
+
+
+def schema(dense=(), policy="error", **features):
+    features = features or {"user": {}}
+    return {
+        "labels": ["label"],
+        "dense": list(dense),
+        "sparse": {name: {"table": "t", **spec} for name, spec in features.items()},
+        "tables": {"t": IDS[policy]},
+    }
+
+
+def ids(tmp_path, array, policy="error", name="x"):
+    rows = rows_of(tmp_path, {**BASE, name: array}, schema(policy=policy, **{name: {}}))
+    return [row[name] for row in rows]
+
+
+VALUES = [[5, 6], None, [7]]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.int64()),
+        pa.large_list(pa.uint64()),
+        pa.list_view(pa.int32()),
+        pa.large_list_view(pa.int16()),
+    ],
+)
+def test_every_kind_of_list_of_ids(tmp_path, kind):
+    assert ids(tmp_path, pa.array(VALUES, kind)) == [[5, 6], [], [7]]
+
+
+def test_every_kind_of_text_gives_the_same_ids(tmp_path):
+    words = ["a", None, "bb"]
+    plain = ids(tmp_path, pa.array(words), "hash")
+    assert plain[1] == []
+    for kind in (pa.large_string(), pa.string_view()):
+        assert ids(tmp_path, pa.array(words, kind), "hash") == plain
+    assert ids(tmp_path, pa.array(words).dictionary_encode(), "hash") == plain
+    lists = ids(tmp_path, pa.array([["a"], None, ["bb"]], pa.list_view(pa.string_view())), "hash")
+    assert lists == plain
+    coded = pa.array([["a"], None, ["bb"]], pa.list_(pa.dictionary(pa.int32(), pa.string())))
+    assert ids(tmp_path, coded, "hash") == plain
+
+
+def test_bytes_and_extension_types(tmp_path):
+    raw = [b"a" * 16, None, b"b" * 16]
+    plain = ids(tmp_path, pa.array(raw, pa.binary()), "hash")
+    for kind in (pa.binary(16), pa.large_binary(), pa.binary_view()):
+        assert ids(tmp_path, pa.array(raw, kind), "hash") == plain
+    uuids = pa.ExtensionArray.from_storage(pa.uuid(), pa.array(raw, pa.binary(16)))
+    assert ids(tmp_path, uuids, "hash") == plain
+    flags = pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, 1], pa.int8()))
+    found = rows_of(tmp_path, {**BASE, "flag": flags}, schema(["flag"]))
+    assert [row["dense"] for row in found] == [[1], [0], [1]]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.float16(),
+        pa.decimal32(5, 2),
+        pa.decimal64(9, 2),
+        pa.decimal256(50, 2),
+        pa.dictionary(pa.int8(), pa.float64()),
+    ],
+)
+def test_every_kind_of_number(tmp_path, kind):
+    numbers = pa.array([0.5, 1.5, 2.5])
+    numbers = numbers.dictionary_encode() if pa.types.is_dictionary(kind) else numbers.cast(kind)
+    rows = rows_of(tmp_path, {**BASE, "price": numbers}, schema(["price"]))
+    assert [row["dense"] for row in rows] == [[0.5], [1.5], [2.5]]
+
+
+def test_weights_of_half_floats(tmp_path):
+    table = {
+        **BASE,
+        "x": pa.array(VALUES),
+        "w": pa.array([[0.5, 1.5], None, [2.0]], pa.list_view(pa.float16())),
+    }
+    rows = rows_of(tmp_path, table, schema(x={"weights": "w"}))
+    assert [row["weights"]["x"] for row in rows] == [[0.5, 1.5], [], [2.0]]
+
+
+def test_a_column_that_never_saw_a_value_has_no_ids(tmp_path):
+    assert ids(tmp_path, pa.nulls(3)) == [[], [], []]
+    assert ids(tmp_path, pa.array([[], None, []], pa.list_(pa.null()))) == [[], [], []]
+    filled = [{"do": "fill_null", "columns": ["x"], "value": 0.5}]
+    rows = rows_of(tmp_path, {**BASE, "x": pa.nulls(3)}, schema(["x"]), filled)
+    assert [row["dense"] for row in rows] == [[0.5]] * 3
+
+
+USER = pa.array([{"age": 1, "geo": {"zip": 7}}, None, {"age": 3, "geo": None}])
+
+
+def test_fields_of_structs_are_columns(tmp_path):
+    bought = pa.array([[{"id": 4, "n": 0.5}, {"id": 5, "n": 1.0}], None, []])
+    scores = pa.array([[(8, 0.5)], [], [(9, 2.0), (6, 1.0)]], pa.map_(pa.int64(), pa.float64()))
+    table = {**BASE, "who": USER, "bought": bought, "scores": scores}
+    spec = schema(
+        ["who.age"],
+        zip={"column": "who.geo.zip"},
+        bought={"column": "bought.id", "weights": "bought.n"},
+        scored={"column": "scores.key", "weights": "scores.value"},
+    )
+    fill = [{"do": "fill_null", "columns": ["who.age"], "value": 9}]
+    rows = rows_of(tmp_path, table, spec, fill)
+    assert [row["dense"] for row in rows] == [[1], [9], [3]]
+    assert [row["zip"] for row in rows] == [[7], [], []]
+    assert [row["bought"] for row in rows] == [[4, 5], [], []]
+    assert [row["weights"]["scored"] for row in rows] == [[0.5], [], [2.0, 1.0]]
+
+
+def test_the_exact_name_wins_over_a_path(tmp_path):
+    table = {**BASE, "who": USER, "who.age": [40, 50, 60], "who.geo": pa.array([{"zip": 1}] * 3)}
+    rows = rows_of(tmp_path, table, schema(["who.age"]))
+    assert [row["dense"] for row in rows] == [[40], [50], [60]]
+    with pytest.raises(DataError, match=r"'who.geo.zip' is there more than once") as error:
+        rows_of(tmp_path, table, schema(["who.geo.zip"]))
+    assert "a.parquet, column who.geo.zip" in str(error.value)
+
+
+def test_of_a_struct_only_the_named_fields_are_read(tmp_path):
+    from raytrec.data.nested import to_read
+
+    arrow = pa.schema([("who", USER.type), ("a.b", pa.int64())])
+    assert to_read(arrow, ["who.geo.zip", "a.b"]) == ["who.geo.zip", "a.b"]
+
+
+@pytest.mark.parametrize("name", ["a b", "größe", "a:b", "a.b", "", "[x]", "'", "a\nb", "ids", "0"])
+def test_names_of_columns(tmp_path, name):
+    rows = rows_of(tmp_path, {**BASE, name: [0.5, 1.5, 2.5]}, schema([name]))
+    assert [row["dense"] for row in rows] == [[0.5], [1.5], [2.5]]
+    if name != "":
+        assert ids(tmp_path, pa.array([4, 5, 6]), name=name) == [[4], [5], [6]]
+
+
+def test_a_column_that_stands_twice(tmp_path):
+    twice = pa.table([[0, 1], [1, 2], [1, 2], [3, 4]], names=["label", "user", "user", "other"])
+    with pytest.raises(DataError, match="column 'user' is there more than once") as error:
+        rows_of(tmp_path, twice, schema())
+    assert "a.parquet" in str(error.value)
+    fine = twice.rename_columns(["label", "other", "other", "user"])
+    assert [row["user"] for row in rows_of(tmp_path, fine, schema())] == [[3], [4]]
+    both = pa.StructArray.from_arrays([pa.array([1, 2, 3])] * 2, names=["a", "a"])
+    with pytest.raises(DataError, match=r"'s.a' is there more than once"):
+        rows_of(tmp_path, {**BASE, "s": both}, schema(["s.a"]))
+
+
+DEEP = pa.array([[[1]], [[2, 3]], None])
+TIMES = pa.array([datetime(2026, 11, 1, 13), datetime(2026, 11, 2, 14), datetime(2026, 11, 3, 15)])
+
+
+@pytest.mark.parametrize(
+    "column,roles",
+    [
+        (DEEP, "dense sparse weights label"),
+        (pa.array(DEEP.to_pylist(), pa.list_view(pa.list_(pa.int64()))), "sparse"),
+        (pa.array([["a"]] * 3), "weights label"),
+        (TIMES, "weights"),
+        (USER, "dense sparse weights label"),
+        (pa.array([[{"a": 1}]] * 3), "sparse dense"),
+        (pa.array([[0.5]] * 3), "dense label"),
+        (pa.array([True] * 3), "sparse"),
+        (pa.nulls(3), "dense label"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_the_start(tmp_path, column, roles):
+    for role in roles.split():
+        spec = {
+            "dense": schema(["x"]),
+            "sparse": schema(policy="hash", other={"column": "x"}),
+            "weights": schema(user={"weights": "x"}),
+            "label": {**schema(), "labels": ["x"]},
+        }[role]
+        pq.write_table(pa.table({**BASE, "x": column}), tmp_path / "a.parquet")
+        with pytest.raises(DataError) as error:
+            scan(str(tmp_path), Schema.parse(spec, "test"))
+        message = str(error.value)
+        assert "a.parquet, column x" in message and "  do:" in message, message
+
+
+def followed(error):
+    """The transform that a message's `do:` spells, as YAML reads it."""
+    text = re.search(r"data\.transforms: (\{.*?\})", str(error.value))[1]
+    return yaml.safe_load(text)
+
+
+TIME_COLUMNS = {
+    "timestamp": TIMES,
+    "zoned": TIMES.cast(pa.timestamp("ns", "Europe/Zurich")),
+    "date": TIMES.cast(pa.date32()),
+    "date64": TIMES.cast(pa.date64()),
+    "time32": TIMES.cast(pa.time32("s")),
+    "time64": TIMES.cast(pa.time64("us")),
+    "duration": pa.array([timedelta(hours=h) for h in (36, 12, 0)]),
+    "text": pa.array(["1.5", " 2", "3"]),
+    "strange: name": TIMES,
+}
+NUMBERS = {
+    "timestamp": [13, 14, 15],
+    "zoned": [14, 15, 16],
+    "date": [6, 0, 1],
+    "date64": [6, 0, 1],
+    "time32": [13, 14, 15],
+    "time64": [13, 14, 15],
+    "duration": [1.5, 0.5, 0],
+    "text": [1.5, 2, 3],
+    "strange: name": [13, 14, 15],
+}
+
+
+@pytest.mark.parametrize("name", TIME_COLUMNS)
+def test_the_advice_works_when_it_is_followed(tmp_path, name):
+    table = {**BASE, name: TIME_COLUMNS[name]}
+    with pytest.raises(DataError) as error:
+        rows_of(tmp_path, table, schema([name]))
+    transform = followed(error)
+    made = transform.get("into", transform["columns"])
+    assert made == [name] or f"name {made[0]} in the schema" in str(error.value)
+    rows = rows_of(tmp_path, table, schema(made), [transform])
+    assert [row["dense"] for row in rows] == [[n] for n in NUMBERS[name]]
+
+
+@pytest.mark.parametrize(
+    "column,expected",
+    [
+        (TIMES, [[13], [14], [15]]),
+        (pa.array([True, None, False]), [[1], [], [0]]),
+        (pa.array([4.0, float("nan"), 6.0]), [[4], [], [6]]),
+        (pa.array([4, None, 6]).cast(pa.decimal128(20, 0)), [[4], [], [6]]),
+        (pa.array([[4.0], None, [6.0, 7.0]]), [[4], [], [6, 7]]),
+        (pa.array([[datetime(2026, 1, 1, 5)], None, []]), [[5], [], []]),
+    ],
+)
+def test_the_advice_for_ids_works_when_it_is_followed(tmp_path, column, expected):
+    table = {**BASE, "x": column}
+    with pytest.raises(DataError) as error:
+        rows_of(tmp_path, table, schema(x={}))
+    transform = followed(error)
+    (made,) = transform.get("into", ["x"])
+    rows = rows_of(tmp_path, table, schema(x={"column": made}), [transform])
+    assert [row["x"] for row in rows] == expected
+
+
+def test_the_advice_for_structs_works_when_it_is_followed(tmp_path):
+    with pytest.raises(DataError) as error:
+        rows_of(tmp_path, {**BASE, "who": USER}, schema(x={"column": "who"}))
+    named = re.search(r"name what is inside of it: (\S+), (\S+)", str(error.value)).groups()
+    assert named == ("who.age", "who.geo.zip")
+    rows = rows_of(tmp_path, {**BASE, "who": USER}, schema(x={"column": named[1]}))
+    assert [row["x"] for row in rows] == [[7], [], []]
+
+
+@pytest.mark.parametrize(
+    "columns,spec",
+    [
+        ({"x": [0.5, None, 1.0]}, schema(["x"])),
+        ({"x": [0.5, float("nan"), 1.0]}, schema(["x"])),
+        ({"x": [[1], [None, 2], []]}, schema(x={})),
+        ({"column with, comma": [[1], [None, 2], []]}, schema(x={"column": "column with, comma"})),
+    ],
+)
+def test_the_advice_for_nulls_works_when_it_is_followed(tmp_path, columns, spec):
+    with pytest.raises(DataError) as error:
+        rows_of(tmp_path, {**BASE, **columns}, spec)
+    rows = rows_of(tmp_path, {**BASE, **columns}, spec, [followed(error)])
+    assert len(rows) == 3 and rows[1].get("x") in (None, [2])
+
+
+def test_labels_of_text(tmp_path):
+    table = {"user": [1, 2, 3], "label": ["yes", "no", "yes"]}
+    with pytest.raises(DataError) as error:
+        rows_of(tmp_path, table, schema())
+    transform = {**followed(error), "positive": ["yes"]}
+    rows = rows_of(tmp_path, table, schema(), [transform])
+    assert [row["labels"] for row in rows] == [[1], [0], [1]]
