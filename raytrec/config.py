@@ -11,8 +11,10 @@ from typing import Annotated, Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from raytrec.errors import ConfigError, did_you_mean
+from raytrec.errors import LONGEST_WORD, ConfigError, did_you_mean, some, some_of
 from raytrec.model_sections import SECTIONS, DlrmSection, ModelSection
+from raytrec.reading import NotReadable, yaml_values
+from raytrec.redact import hide_all
 from raytrec.sections import (
     CheckpointSection,
     ChecksSection,
@@ -25,8 +27,10 @@ from raytrec.sections import (
     TrackingSection,
     TrainSection,
 )
-from raytrec.storage import read_text
-from raytrec.trust import code_in, refuse_code
+from raytrec.storage import read_yaml
+from raytrec.trust import code_in, refuse_code, strange_run
+
+MOST_MISTAKES = 20  # that are told at once
 
 
 class RunConfig(Section):
@@ -98,10 +102,10 @@ def load_config(
     if isinstance(source, RunConfig):
         values, where = source.model_dump(by_alias=True), "RunConfig"
     elif isinstance(source, dict):
-        values, where = yaml.safe_load(yaml.safe_dump(source)), "config"
+        values, where = _plain(source), "config"
     else:
         values, where = _read(str(source)), str(source)
-        elsewhere = where if "://" in where else elsewhere
+        elsewhere = where if "://" in where else elsewhere or strange_run(where)
     named = code_in(values) if elsewhere and not allow_code else {}
     for override in overrides or []:
         _apply(values, override)
@@ -110,7 +114,7 @@ def load_config(
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(
-            "\n".join(_explain(e) for e in error.errors()),
+            some_of([_explain(e) for e in error.errors()[:MOST_MISTAKES]], error.error_count()),
             where=where + (f" with {' '.join(overrides)}" if overrides else ""),
             do="`raytrec config --schema` lists every key",
         ) from None
@@ -118,18 +122,32 @@ def load_config(
 
 def _read(uri: str) -> dict:
     try:
-        values = yaml.safe_load(read_text(uri)) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"not YAML: {' '.join(str(error).split())}", where=uri) from None
-    except (FileNotFoundError, IsADirectoryError):
+        values = read_yaml(uri)
+    except NotReadable as error:
+        raise ConfigError(f"not YAML that can be used: {error}", where=uri) from None
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ConfigError(
             "there is no such config file", where=uri, expected="a YAML file, as in jobs/"
         ) from None
     except OSError as error:
-        raise ConfigError(f"cannot read the config: {error}", where=uri) from None
+        raise ConfigError(f"cannot read the config: {error.strerror or error}", where=uri) from None
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError("the config is not a mapping of sections", where=uri)
     return values
+
+
+def _plain(values: dict) -> dict:
+    """A copy that has nothing but YAML's types in it."""
+    try:
+        return yaml_values(yaml.safe_dump(values))
+    except (yaml.YAMLError, NotReadable, RecursionError) as error:
+        words = " ".join(str(error).split()) or "it contains itself"
+        raise ConfigError(
+            f"a value is not plain: {words}",
+            where="config",
+            expected="mappings, lists, text, numbers, true, false and None",
+        ) from None
 
 
 def _apply(values: dict, override: str) -> None:
@@ -137,12 +155,14 @@ def _apply(values: dict, override: str) -> None:
     parts = key.strip().split(".")
     if not equals or not all(parts) or len(parts) < 2:
         raise ConfigError(
-            f"'{override}' is not an override", where="command line", expected="section.key=value"
+            f"{some(override)} is not an override", where="command line", expected="section.key=value"
         )
     try:
-        value = yaml.safe_load(text) if text else None
-    except yaml.YAMLError:
-        raise ConfigError(f"'{text}' is not a YAML value", where=f"command line, {key}") from None
+        value = yaml_values(text) if text else None
+    except NotReadable as error:
+        raise ConfigError(
+            f"{some(text)} is not a YAML value: {error}", where=f"command line, {some(key)}"
+        ) from None
     for part in parts[:-1]:
         if values.get(part) is None:
             values[part] = {}
@@ -169,7 +189,7 @@ def _explain(error: dict) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return message
-    return f"{place}: {message} (got {error['input']!r})"
+    return f"{place}: {message} (got {some(hide_all({place: error['input']})[place])})"
 
 
 def _nearest(place: str) -> str | None:
@@ -177,6 +197,8 @@ def _nearest(place: str) -> str | None:
     from difflib import get_close_matches
 
     keys = _all_keys()
+    if len(place) > LONGEST_WORD:
+        return None
     if near := get_close_matches(place, keys, n=1, cutoff=0.85):
         return near[0]
     last = {key.rpartition(".")[2]: key for key in keys}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from raytrec.python_path import PYTHON_PATH
-from raytrec.section import Section
+from raytrec.section import Few, Number, Section
 
-Sizes = list[PositiveInt]
-Dropout = Annotated[float, Field(ge=0, lt=1)]
+Size = Annotated[int, Field(strict=True, gt=0, le=2**20)]
+Sizes = Annotated[list[Size], Field(max_length=1000)]
+Dropout = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class DlrmSection(Section):
@@ -31,8 +32,8 @@ class DcnSection(Section):
     bottom_mlp: Sizes = Field(
         [], description="Sizes of layers over the dense columns; []: the columns enter as they are."
     )
-    cross_layers: PositiveInt = Field(3, description="Cross layers, one after the other.")
-    cross_rank: PositiveInt | None = Field(
+    cross_layers: Annotated[Few, Field(le=1000)] = Field(3, description="Cross layers, one after the other.")
+    cross_rank: Size | None = Field(
         None, description="Rank of each cross layer's matrix, as a product U V; default: one full matrix."
     )
     deep: Literal["stacked", "parallel"] = Field(
@@ -69,7 +70,7 @@ class SequenceSection(Section):
     """Attention over sequences, for the item in question, before DLRM's dot products (models/sequence.py)."""
 
     name: Literal["sequence"] = Field(description="The model.")
-    max_length: PositiveInt = Field(
+    max_length: Few = Field(
         50,
         description="The most recent so many ids of a sequence feature are read; the last id is the newest.",
     )
@@ -92,7 +93,7 @@ class PythonSection(Section):
 
     name: str = Field(description="module:Class, on Python's path or in the folder of the command.")
     options: dict[str, Any] = Field(default_factory=dict, description="Whatever the class reads from it.")
-    max_length: PositiveInt | None = Field(
+    max_length: Few | None = Field(
         None,
         description="The most recent so many ids of a sequence feature are given to the model, one by one; "
         "default: their mean.",
@@ -117,7 +118,7 @@ SECTIONS: dict[str, type[Section]] = {
 
 def _kind(value: Any) -> str | None:
     name = value.get("name", "dlrm") if isinstance(value, dict) else getattr(value, "name", None)
-    if name in SECTIONS and name != "module:Class":
+    if isinstance(name, str) and name in SECTIONS and name != "module:Class":
         return name
     return "module:Class" if PYTHON_PATH.fullmatch(str(name)) else None
 

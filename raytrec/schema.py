@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from raytrec.errors import SchemaError, did_you_mean
+from raytrec.errors import SchemaError, did_you_mean, some, some_of
+from raytrec.reading import NotReadable
+from raytrec.section import PositiveInt
 
 # Tables are entries of a torch.nn.ModuleDict, which cannot have its own attributes' names as keys.
 RESERVED = frozenset(
@@ -52,7 +54,9 @@ class Table(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     rows: PositiveInt = Field(description="Number of ids; valid ids are 0 to rows - 1.")
-    dim: PositiveInt = Field(multiple_of=4, description="Width of one embedding; a multiple of 4 (FBGEMM).")
+    dim: PositiveInt = Field(
+        multiple_of=4, le=2**16, description="Width of one embedding; a multiple of 4 (FBGEMM)."
+    )
     out_of_range: Literal["error", "clamp", "hash"] = Field(
         "error",
         description="What an id < 0 or ≥ rows becomes: an error, the nearest valid id, or a hash of it into "
@@ -148,7 +152,7 @@ class Schema(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             raise SchemaError(
-                "; ".join(_explain(e) for e in error.errors()),
+                some_of([_explain(e) for e in error.errors()[:20]], error.error_count()),
                 where=where,
                 expected="labels, dense, sparse: {feature: {table, pooling}}, tables: {table: {rows, dim}}",
                 do="correct the file; `raytrec inspect DIR` prints one that fits the data",
@@ -157,19 +161,21 @@ class Schema(BaseModel):
     @classmethod
     def load(cls, path: str | Path) -> Schema:
         """Reads a schema.yaml (local path or any URI that pyarrow's filesystems read)."""
-        from raytrec.storage import read_text
+        from raytrec.storage import read_yaml
 
         try:
-            values = yaml.safe_load(read_text(str(path)))
-        except FileNotFoundError:
+            values = read_yaml(str(path))
+        except (FileNotFoundError, NotADirectoryError):
             raise SchemaError(
                 "there is no schema file",
                 where=str(path),
                 expected="a schema.yaml beside the data, or data.schema=PATH",
                 do="write one with `raytrec inspect DIR > schema.yaml`",
             ) from None
-        except yaml.YAMLError as error:
-            raise SchemaError(f"not YAML: {' '.join(str(error).split())}", where=str(path)) from None
+        except NotReadable as error:
+            raise SchemaError(f"not YAML that can be used: {error}", where=str(path)) from None
+        except OSError as error:
+            raise SchemaError(f"cannot read the schema: {error.strerror or error}", where=str(path)) from None
         return cls.parse(values, str(path))
 
     def to_yaml(self) -> str:
@@ -204,6 +210,6 @@ def _explain(error: dict) -> str:
         if error["type"] == "value_error" and not place
         else (
             f"{place}: {message}"
-            + (f" (got {error['input']!r})" if not isinstance(error["input"], dict) else "")
+            + (f" (got {some(error['input'])})" if not isinstance(error["input"], dict) else "")
         )
     )

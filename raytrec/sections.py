@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from math import cos, pi
 from typing import Annotated, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from raytrec.section import (
+    Few,
     NonNegativeFloat,
     NonNegativeInt,
+    Number,
     PositiveFloat,
     PositiveInt,
-    model_validator,
+    Section,
 )
-
-from raytrec.section import Section
 from raytrec.storage import sibling
 from raytrec.transforms import Transform
 
+NAME = re.compile(r"\w[\w .,:+=@()-]{0,149}")
+
+
+def name_like(text: str) -> str:
+    """The name nearest to a text that a run can have."""
+    name = re.sub(r"[^\w .,:+=@()-]", "_", text)[:100]
+    return name if NAME.fullmatch(name) else f"_{name}"
+
+
+def _a_name(name: str) -> str:
+    """It becomes the name of a folder, and stands in logs and on terminals."""
+    if not NAME.fullmatch(name) or name != name.strip() or len(name.encode()) > 200:
+        raise ValueError(
+            "run.name: a name is at most 150 letters, digits, spaces and . , : + = @ ( ) - _, beginning with "
+            f"a letter, digit or _ (got {name[:60]!r}); run.dir says where its folder lies"
+        )
+    return name
+
 
 class RunSection(Section):
-    name: str | None = Field(None, description="Name of the run; default: the config's name and the time.")
+    name: Annotated[str, AfterValidator(_a_name)] | None = Field(
+        None,
+        description="Name of the run: letters, digits, spaces and . , : + = @ ( ) - _; default: the config's "
+        "name and the time.",
+    )
     dir: str | None = Field(
         None, description="The run folder: result, checkpoint, config; default: runs/NAME."
     )
@@ -43,7 +66,9 @@ class RunSection(Section):
     start_dense: Literal["exact", "matching"] = Field(
         "exact", description="matching: dense parameters whose shape has changed begin anew in a warm start."
     )
-    seed: NonNegativeInt = Field(0, description="Seeds initial weights, epoch order and dropout.")
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = Field(
+        0, description="Seeds initial weights, epoch order and dropout."
+    )
 
 
 Folders = str | Annotated[list[str], Field(min_length=1)]
@@ -73,16 +98,16 @@ class DataSection(Section):
         description="What is done to columns before the schema sees them: fill_null, clip, log, bucketize, "
         "hash, lookup_vocabulary, or module:function.",
     )
-    global_batch_size: PositiveInt = Field(2048, description="Rows per step over all workers together.")
+    global_batch_size: Annotated[PositiveInt, Field(lt=2**31)] = Field(
+        2048, description="Rows per step over all workers together."
+    )
     shuffle: Literal["none", "groups", "window"] = Field(
         "window",
         description="none: file order. groups: row groups in a new seeded order each epoch. window: also "
         "rows within a window of row groups.",
     )
-    window: PositiveInt = Field(
-        2, description="Row groups of each lane whose rows are mixed by shuffle=window."
-    )
-    lanes: PositiveInt = Field(
+    window: Few = Field(2, description="Row groups of each lane whose rows are mixed by shuffle=window.")
+    lanes: Few = Field(
         24, description="Parts that a global batch is read from at once; the most workers that can share it."
     )
     on_error: Literal["fail", "skip"] = Field(
@@ -91,11 +116,11 @@ class DataSection(Section):
         "have no loss; they are counted (train.skipped_rows) and listed in skipped.jsonl.",
     )
     drop_last: bool = Field(False, description="Leave out an epoch's last, smaller batch.")
-    readers: PositiveInt = Field(1, description="Ray Data tasks that read for one worker at the same time.")
+    readers: Few = Field(1, description="Ray Data tasks that read for one worker at the same time.")
     buffer_gib: PositiveFloat = Field(
         0.5, description="What Ray's object store may hold, in GiB, of rows read ahead for one worker."
     )
-    prefetch: PositiveInt = Field(4, description="Batches made ready ahead of the step, for each worker.")
+    prefetch: Few = Field(4, description="Batches made ready ahead of the step, for each worker.")
 
     @property
     def schema_uri(self) -> str:
@@ -104,7 +129,7 @@ class DataSection(Section):
 
 
 class ScalingSection(Section):
-    workers: PositiveInt | tuple[PositiveInt, PositiveInt] = Field(
+    workers: Few | tuple[Few, Few] = Field(
         2,
         description="Worker processes; on GPUs one for each GPU. [least, most]: as many as the cluster has "
         "room for; the run shrinks and grows with it, at the same global batch size.",
@@ -112,13 +137,13 @@ class ScalingSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda where Ray has GPUs, and the packages there are those for CUDA."
     )
-    cpus_per_worker: PositiveInt = Field(1, description="CPUs that Ray sets aside for one worker.")
+    cpus_per_worker: Few = Field(1, description="CPUs that Ray sets aside for one worker.")
     address: str | None = Field(
         None,
         description="Ray cluster to join ('auto' or HOST:PORT); default: the one of a Ray job, else a "
         "local one on loopback, ended with the run.",
     )
-    timeout_s: PositiveInt = Field(
+    timeout_s: Annotated[PositiveInt, Field(le=10**8)] = Field(
         300, description="Seconds that building, restoring, saving or one read of data may take on a rank."
     )
     hang_s: PositiveFloat = Field(
@@ -195,7 +220,7 @@ class Schedule(Section):
     decay_steps: PositiveInt | None = Field(
         None, description="Steps after the warm-up in which the factor falls to floor, where it stays."
     )
-    floor: float = Field(0.0, ge=0, le=1, description="The lowest factor of the decay.")
+    floor: Number = Field(0.0, ge=0, le=1, description="The lowest factor of the decay.")
 
     @model_validator(mode="after")
     def _known(self) -> Schedule:
@@ -269,7 +294,7 @@ class PlanSection(Section):
         default_factory=list,
         description="Groups of tables (or patterns), each of which lies on one rank, table-wise.",
     )
-    ranks_per_host: PositiveInt | None = Field(
+    ranks_per_host: Few | None = Field(
         None, description="Ranks that share a host; default: as Ray placed them."
     )
     memory_gib: PositiveFloat | None = Field(
@@ -293,7 +318,7 @@ class TrainSection(Section):
     loss: Literal["mean", "sum"] = Field(
         "mean", description="Of the rows of a global batch: what the gradient is taken of."
     )
-    micro_batches: PositiveInt = Field(
+    micro_batches: Few = Field(
         1,
         description="Pieces in which the dense layers see a batch, one after the other, to save memory. The "
         "step is that of the whole batch, tables included.",
@@ -372,6 +397,11 @@ class ChecksSection(Section):
     conservation: Reaction = Field(
         "stop", description="No id and no row is lost between ranks; all are at the same step."
     )
+    finite: Reaction = Field(
+        "stop",
+        description="No weight and no optimizer state is NaN or infinite. Whatever is set here, such a state "
+        "is never saved.",
+    )
     numbers: Reaction = Field(
-        "warn", description="No NaN or infinity, no exploding norm, no drift of calibration."
+        "warn", description="No NaN or infinite gradient, no exploding norm, no drift of calibration."
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
+from raytrec import reading
 from raytrec.errors import ConfigError, DataError
+from raytrec.reading import MOST_JSON_BYTES, MOST_YAML_BYTES, yaml_values
 
 ROOT = "RAYTREC_ROOT"
 COPIES = "/runtime_resources/working_dir_files/"  # where Ray unpacks the working directories of jobs
@@ -31,6 +35,9 @@ def open_filesystem(uri: str):
             filesystem, path = fs.FileSystem.from_uri(uri)
         else:
             filesystem, path = fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(uri))
+            os.fsencode(path)  # what cannot be the name of a file
+            if "\0" in path:
+                raise ValueError("a zero byte is in its name")
     except (OSError, ValueError) as error:
         raise DataError(
             f"cannot open this place: {error}",
@@ -40,15 +47,39 @@ def open_filesystem(uri: str):
     return filesystem, path.rstrip("/") or "/"
 
 
+def read_bytes(uri: str, most: int = MOST_YAML_BYTES) -> bytes:
+    """The content of a file.
+
+    Raises:
+        FileNotFoundError: when there is none. OSError: it cannot be read, is no file but a pipe, a device or
+            a folder, or has more bytes than `most`.
+    """
+    filesystem, path = open_filesystem(uri)
+    if filesystem.type_name == "local":
+        return reading.read_bytes(path, most)
+    with filesystem.open_input_stream(path) as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", uri)
+    return data
+
+
 def read_text(uri: str) -> str:
     """The UTF-8 text of a file.
 
     Raises:
-        FileNotFoundError: when there is none.
+        OSError: as `read_bytes`. UnicodeDecodeError: it is something else.
     """
-    filesystem, path = open_filesystem(uri)
-    with filesystem.open_input_stream(path) as stream:
-        return stream.read().decode()
+    return read_bytes(uri, MOST_JSON_BYTES).decode()
+
+
+def read_yaml(uri: str) -> Any:
+    """The values of a YAML file.
+
+    Raises:
+        OSError: as `read_bytes`. NotReadable: it is no YAML, or nothing should be made of it.
+    """
+    return yaml_values(read_bytes(uri))
 
 
 def absolute(uri: str, root: str | None = None) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
-from raytrec.checkpoint.index import INDEX, CheckpointError, read_index
+from raytrec.checkpoint.index import INDEX, CheckpointError, is_local, read_index, unreadable
+from raytrec.checkpoint.sound import why_no_run
 from raytrec.errors import RunError
+from raytrec.reading import MOST_YAML_BYTES, NotReadable, read_bytes, yaml_values
 from raytrec.storage import absolute, open_filesystem
 
 PREFIX = "step-"
@@ -38,7 +41,10 @@ def newest(root: str) -> tuple[str | None, dict[str, Any], list[CheckpointError]
     for step in steps(root):
         folder = folder_of(root, step)
         try:
-            return folder, read_index(folder), passed_over
+            index = read_index(folder)
+            if not isinstance(index["about"].get("data"), str):
+                raise unreadable("it is not that of a run", f"{folder}/{INDEX}")
+            return folder, index, passed_over
         except CheckpointError as error:
             passed_over.append(error)
     return None, {}, passed_over
@@ -54,9 +60,9 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     for root in _roots(place):
         folder, index, _ = newest(root)
         if folder:
-            return folder, index
+            return folder, _of_a_run(folder, index)
     if _is_step(place.rstrip("/").rpartition("/")[2]) or _exists(f"{place}/{INDEX}"):
-        return place, read_index(place)
+        return place, _of_a_run(place, read_index(place))
     raise RunError(
         "there is no run or checkpoint here",
         where=place,
@@ -72,6 +78,42 @@ def keep(root: str, last: int, best: int, by: str) -> list[str]:
     Returns:
         What has been removed.
     """
+    found = _found(root)
+    complete = [step for step, about in found.items() if about is not None]
+    kept = {*complete[:last], *_best(found, best, by)}
+    gone = [s for s in found if s not in kept and complete and s < complete[0]]
+    for step in gone:
+        _remove(root, step, complete=found[step] is not None)
+    return [folder_of(root, step) for step in gone]
+
+
+def remove_leftovers(root: str) -> list[str]:
+    """Removes what saves that were interrupted have left behind; what has been removed.
+
+    To be called by the only writer, before it begins to write.
+    """
+    left = [step for step, about in _found(root).items() if about is None]
+    for step in left:
+        _remove(root, step, complete=False)
+    return [folder_of(root, step) for step in left]
+
+
+def remove_oldest(root: str, best: int, by: str) -> str | None:
+    """Removes the oldest complete checkpoint, so that there is room for the next one; it, or None.
+
+    The newest one stays, which a run resumes from, and so do the `best` ones by a metric.
+    """
+    found = _found(root)
+    complete = [step for step, about in found.items() if about is not None]
+    may_go = [step for step in complete[1:] if step not in _best(found, best, by)]
+    if not may_go:
+        return None
+    _remove(root, may_go[-1], complete=True)
+    return folder_of(root, may_go[-1])
+
+
+def _found(root: str) -> dict[int, dict | None]:
+    """Step → what its index says, None where it has none, the newest first; without what cannot be read."""
     found: dict[int, dict | None] = {}
     for step in steps(root):
         folder = folder_of(root, step)
@@ -80,20 +122,44 @@ def keep(root: str, last: int, best: int, by: str) -> list[str]:
         except CheckpointError:
             if not _exists(f"{folder}/{INDEX}"):
                 found[step] = None
-    complete = [step for step, about in found.items() if about is not None]
-    kept = set(complete[:last])
-    rated = [(s, m) for s in complete if (m := (found[s].get("evaluation") or {}).get(by)) is not None]
+    return found
+
+
+def _best(found: dict[int, dict | None], best: int, by: str) -> set[int]:
+    rated = [
+        (step, value)
+        for step, about in found.items()
+        if about is not None and (value := (about.get("evaluation") or {}).get(by)) is not None
+    ]
     rated.sort(key=lambda pair: pair[1], reverse=not LESS_IS_BETTER[by])
-    kept |= {step for step, _ in rated[:best]}
-    gone = [s for s in found if s not in kept and complete and s < complete[0]]
-    filesystem, _ = open_filesystem(root)
-    for step in gone:
-        folder = folder_of(root, step)
-        _, path = open_filesystem(folder)
-        if found[step] is not None:  # first what makes it count, so that no half of one is taken for a whole
-            filesystem.delete_file(f"{path}/{INDEX}")
-        filesystem.delete_dir(path)
-    return [folder_of(root, step) for step in gone]
+    return {step for step, _ in rated[:best]}
+
+
+def _remove(root: str, step: int, *, complete: bool) -> None:
+    filesystem, path = open_filesystem(folder_of(root, step))
+    if complete:  # first what makes it count, so that no half of one is taken for a whole
+        filesystem.delete_file(f"{path}/{INDEX}")
+    filesystem.delete_dir(path)
+
+
+def remove_others(folder: str, attempt: str) -> None:
+    """Removes what earlier attempts have written into a checkpoint that is complete now."""
+    from pyarrow import fs
+
+    filesystem, path = open_filesystem(folder)
+    for info in filesystem.get_file_info(fs.FileSelector(path)):
+        ours = info.base_name.endswith(".bin") or ".partial-" in info.base_name
+        if ours and attempt not in info.base_name:
+            filesystem.delete_file(info.path)
+
+
+def free_bytes(root: str) -> int | None:
+    """What this user may still write where checkpoints lie; None where nobody can tell: an object store."""
+    filesystem, path = open_filesystem(root)
+    if not is_local(filesystem):
+        return None
+    place = next(p for p in (Path(path), *Path(path).parents) if p.exists())
+    return shutil.disk_usage(place).free
 
 
 def discard(folder: str, attempt: str) -> None:
@@ -112,6 +178,17 @@ def discard(folder: str, attempt: str) -> None:
         return
 
 
+def _of_a_run(folder: str, index: dict[str, Any]) -> dict[str, Any]:
+    """The same index.
+
+    Raises:
+        CheckpointError: it does not say what the index of a run's checkpoint does.
+    """
+    if why := why_no_run(index["about"]):
+        raise unreadable(f"it is not that of a run (about: {why})", f"{folder}/{INDEX}")
+    return index
+
+
 def _is_step(name: str) -> bool:
     return name.startswith(PREFIX) and name.removeprefix(PREFIX).isdecimal()
 
@@ -125,12 +202,19 @@ def _exists(uri: str) -> bool:
 
 def _roots(place: str) -> list[str]:
     """Where a run folder's checkpoints may be: where its configuration says, beside it, or here."""
-    import yaml
-
     roots = [f"{place}/{FOLDER}", place]
     config = Path(place) / "config.yaml"
     if "://" not in place and config.is_file():
-        values = yaml.safe_load(config.read_text()) or {}
-        if away := (values.get("checkpoint") or {}).get("dir"):
+        try:
+            values = yaml_values(read_bytes(config, MOST_YAML_BYTES))
+            away = values["checkpoint"]["dir"]
+        except (
+            OSError,
+            NotReadable,
+            KeyError,
+            TypeError,
+        ):  # whoever needs the configuration says what is wrong
+            return roots
+        if isinstance(away, str) and away:
             roots.insert(0, away)
     return roots

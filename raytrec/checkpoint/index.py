@@ -5,6 +5,7 @@ No pickle: JSON, with a hash of itself. No torch either: the driver reads it, to
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -12,16 +13,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from raytrec import reading
+from raytrec.checkpoint.sound import why_unsound
 from raytrec.data.faults import answering, retried
-from raytrec.errors import RunError
+from raytrec.errors import RunError, some
 from raytrec.storage import open_filesystem
 
 INDEX = "checkpoint.json"
 FORMAT = 1
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CheckpointError(RunError):
     """A checkpoint is damaged, or cannot be read or written."""
+
+
+class NoRoom(CheckpointError):
+    """There is no space left for a checkpoint, or this user may not have more."""
 
 
 def read_index(folder: str) -> dict:
@@ -40,6 +48,8 @@ def read_index(folder: str) -> dict:
     filesystem, path = open_filesystem(where)
 
     def read() -> bytes:
+        if is_local(filesystem):
+            return reading.read_bytes(path)
         with filesystem.open_input_stream(path) as stream:
             return stream.read()
 
@@ -55,16 +65,19 @@ def read_index(folder: str) -> dict:
     except OSError as error:
         raise unreadable(reason(error), where) from None
     try:
-        index = json.loads(text)
+        index = reading.json_values(text)
         version, found = index["format"], index["sha256"]
+        right = found == _digest(index)
     except (ValueError, KeyError, TypeError) as error:
         raise unreadable(f"damaged ({error})", where) from None
     if version != FORMAT:
         raise CheckpointError(
-            f"the checkpoint is of format {version}", where=where, expected=f"format {FORMAT}"
+            f"the checkpoint is of format {some(version)}", where=where, expected=f"format {FORMAT}"
         )
-    if found != _digest(index):
+    if not right:
         raise unreadable("damaged (it does not match its own hash)", where)
+    if why := why_unsound(index):
+        raise unreadable(f"damaged ({why})", where)
     return index
 
 
@@ -124,7 +137,8 @@ def writing(where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
+        kind = NoRoom if error.errno in FULL else CheckpointError
+        raise kind(
             f"the checkpoint cannot be written: {reason(error)}",
             where=where,
             expected="a folder that all workers can write to, with room for the checkpoint",

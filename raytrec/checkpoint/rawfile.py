@@ -13,6 +13,7 @@ from pathlib import Path
 
 from raytrec.checkpoint.index import is_local, reason, sync_folder, unreadable
 from raytrec.data.faults import retried
+from raytrec.reading import open_regular
 from raytrec.storage import open_filesystem
 
 ALIGNMENT = 64  # bytes
@@ -100,7 +101,7 @@ class Source:
         self._uri = f"{folder}/{name}"
         filesystem, path = open_filesystem(self._uri)
         if is_local(filesystem):
-            self.reads, self._file = READS, FileIO(path)
+            self.reads, self._file = READS, open_regular(path)
             self._read = self._read_local
         else:
             self.reads = REMOTE_READS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from raytrec.checkpoint.files import folder_of, steps
-from raytrec.checkpoint.index import CheckpointError, read_index
+from raytrec.checkpoint.finite import not_finite, on_any_rank
+from raytrec.checkpoint.index import INDEX, CheckpointError, read_index, unreadable
 from raytrec.checkpoint.state import LogicalState, State
 from raytrec.checkpoint.storage import ShardReader
 from raytrec.errors import root_cause
@@ -34,22 +36,28 @@ class Restored:
     passed_over: list[str] = field(default_factory=list)
 
 
-def restore(root: str, state: LogicalState) -> Restored:
+def restore(
+    root: str, state: LogicalState, why_not: Callable[[dict[str, Any]], str | None] = lambda about: None
+) -> Restored:
     """Reads the newest checkpoint that is whole into a model; a collective.
 
-    Incomplete ones are passed over, and so are those whose data turn out to be damaged.
+    Incomplete ones are passed over, and so are those whose data turn out to be damaged, or not finite.
+
+    Args:
+        why_not: of what an index says beside the tensors, why nothing can go on from it; None: it can.
 
     Raises:
         CheckpointError: there are complete checkpoints, and none of them can be read.
     """
     out = Restored()
     folders = None
-    for folder, about, reason in _from_first_rank(root):
+    for folder, about, reason in _from_first_rank(root, why_not):
         if reason:
             out.passed_over.append(reason)
             continue
         try:
             load(folder, state.tensors())
+            _check_finite(folder, state)
         except CheckpointError as error:
             out.passed_over.append(f"{error.what} ({error.where})")
             folders = [*(folders or []), folder]
@@ -64,6 +72,13 @@ def restore(root: str, state: LogicalState) -> Restored:
             do="bring one of them back from a copy, or remove them to begin anew",
         )
     return out
+
+
+def _check_finite(folder: str, state: LogicalState) -> None:
+    """Raises a CheckpointError, on all ranks, where a state is NaN or infinite; what has been trained from it
+    would be, too."""
+    if found := on_any_rank(not_finite(state.tensors(), state.unbounded)):
+        raise CheckpointError(f"the checkpoint is NaN or infinite: {found}", where=folder)
 
 
 def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> None:
@@ -113,7 +128,7 @@ def _cut(chunks: list[ChunkStorageMetadata], rows: int) -> list[ChunkStorageMeta
     ]
 
 
-def _from_first_rank(root: str) -> list[tuple[str, dict, str | None]]:
+def _from_first_rank(root: str, why_not: Callable) -> list[tuple[str, dict, str | None]]:
     """(folder, about, why it is not complete) of all checkpoints, the newest first, as rank 0 sees them."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -121,7 +136,10 @@ def _from_first_rank(root: str) -> list[tuple[str, dict, str | None]]:
         for step in steps(root):
             folder = folder_of(root, step)
             try:
-                found[0].append((folder, read_index(folder)["about"], None))
+                about = read_index(folder)["about"]
+                if why := why_not(about):
+                    raise unreadable(f"it is not that of a run ({why})", f"{folder}/{INDEX}")
+                found[0].append((folder, about, None))
             except CheckpointError as error:
                 found[0].append((folder, {}, f"{error.what} ({error.where})"))
     dist.broadcast_object_list(found)

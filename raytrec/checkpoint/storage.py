@@ -54,18 +54,13 @@ from raytrec.checkpoint.index import (
     writing,
 )
 from raytrec.checkpoint.rawfile import Sink, Source, read_block
+from raytrec.checkpoint.sound import ITEM_BYTES
 from raytrec.storage import open_filesystem
 
 __all__ = ["BLOCK_BYTES", "INDEX", "CheckpointError", "ShardReader", "ShardWriter", "read_index"]
 
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the largest element
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-    )
-}
+DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 class ShardWriter(StorageWriter):
@@ -228,7 +223,7 @@ class ShardReader(StorageReader):
         try:
             index = read_index(self._folder)
             self._block_bytes = index["block_bytes"]
-            return _metadata(index, f"{self._folder}/{INDEX}")
+            return _metadata(index)
         except CheckpointError as error:
             self._error = error
             return Metadata({}, storage_data={})
@@ -304,21 +299,17 @@ class ShardReader(StorageReader):
         read_block(source, chunk.start + begin, into, chunk.crc32[number], where)
 
 
-def _metadata(index: dict, where: str) -> Metadata:
-    """The index in torch's words, with a StoredChunk for every chunk."""
+def _metadata(index: dict) -> Metadata:
+    """A sound index in torch's words, with a StoredChunk for every chunk."""
     tensors, chunks = {}, {}
     for fqn, entry in index["tensors"].items():
         dtype, boxes = DTYPES[entry["dtype"]], []
         for number, part in enumerate(entry["chunks"]):
             box = ChunkStorageMetadata(torch.Size(part["offsets"]), torch.Size(part["sizes"]))
-            if Path(part["file"]).name != part["file"]:
-                raise unreadable(f"damaged (it names a file of another folder: {part['file']})", where)
             key = MetadataIndex(fqn, box.offsets, number)
             sizes, crc32 = tuple(part["sizes"]), tuple(part["crc32"])
             chunks[key] = StoredChunk(fqn, dtype, sizes, part["file"], part["start"], crc32)
             boxes.append(box)
-        if sum(math.prod(box.sizes) for box in boxes) != math.prod(entry["shape"]):
-            raise unreadable(f"damaged (it does not have all of tensor {fqn})", where)
         properties = TensorProperties(dtype=dtype)
         tensors[fqn] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), boxes)
     return Metadata(tensors, storage_data=chunks)

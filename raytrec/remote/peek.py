@@ -6,17 +6,24 @@ read: what is asked for is a file that a run writes, in a folder that has the co
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.rows import StoredTable, table_names
 from raytrec.errors import RunError, did_you_mean
+from raytrec.reading import (
+    MOST_YAML_BYTES,
+    NotReadable,
+    json_lines,
+    json_values,
+    open_regular,
+    read_bytes,
+    yaml_values,
+)
 from raytrec.storage import absolute
 from raytrec.train.owner import LOG, ask_to_stop, driver_of, is_alive
 
@@ -58,7 +65,7 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
     for key, name in GROWING.items():
         text, since[key] = _whole_lines(folder / name, since.get(key, 0))
         told[key] = text if key == "log" else _objects(text)
-    result = json.loads((folder / RESULT).read_text()) if (folder / RESULT).is_file() else None
+    result = _result(folder)
     more = {"since": since, "folder": str(folder), "state": state, "result": result}
     return told | more | {"job": note.get("job"), "error": note.get("error")}
 
@@ -144,12 +151,20 @@ def run_folder(run: str) -> Path:
     return folder
 
 
+def _result(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json_values(read_bytes(folder / RESULT, MOST_BYTES))
+    except (OSError, NotReadable):  # there is none
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _is_run(folder: Path) -> bool:
     """Whether there is the config.yaml of a run, whose folder this is."""
     try:
-        values = yaml.safe_load((folder / CONFIG).read_text())
+        values = yaml_values(read_bytes(folder / CONFIG, MOST_YAML_BYTES))
         return Path(values["run"]["name"]).name == values["run"]["name"] and "train" in values["data"]
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+    except (OSError, NotReadable, ValueError, TypeError, KeyError):
         return False
 
 
@@ -175,7 +190,7 @@ def _state(folder: Path) -> str:
 
 def _is_there(note: dict[str, Any]) -> bool:
     alive = is_alive(note)
-    return note["host"] in _hosts() if alive is None else alive
+    return note.get("host") in _hosts() if alive is None else alive
 
 
 def _hosts() -> dict[str, str]:
@@ -196,32 +211,28 @@ def _on_host(host: str) -> dict[str, Any]:
 def _whole_lines(path: Path, since: int) -> tuple[str, int]:
     """Text from a byte on, up to the last end of a line, and where that is."""
     try:
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             stream.seek(since)
             data = stream.read(MOST_BYTES)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return "", since
+    except OSError as error:
+        raise RunError(f"cannot read {path.name}: {error.strerror}", where=str(path.parent)) from None
     data = data[: data.rfind(b"\n") + 1]
     return data.decode(errors="replace"), since + len(data)
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
     """Lines of JSON; torn ones are passed over."""
-    found = []
-    for line in text.splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return [line for line in found if isinstance(line, dict)]
+    return list(json_lines(text.split("\n")))
 
 
 def _content(path: Path) -> bytes:
     try:
         if path.is_symlink():
             raise RunError(f"{path.name} is a link to something else", where=str(path))
-        if path.stat().st_size > MOST_BYTES:
-            raise RunError(f"{path.name} is larger than {MOST_BYTES >> 20} MiB", where=str(path))
-        return path.read_bytes()
+        return read_bytes(path, MOST_BYTES)
     except FileNotFoundError:
         raise RunError(f"the run has no {path.name} (yet)", where=str(path.parent)) from None
+    except OSError as error:
+        raise RunError(f"cannot read {path.name}: {error.strerror}", where=str(path)) from None

@@ -6,17 +6,24 @@ restart, steps since the last checkpoint are trained again; for these, what was 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from io import BufferedReader
 from math import nan
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from raytrec.errors import RunError
+from raytrec.reading import (
+    MOST_JSON_BYTES,
+    NotReadable,
+    json_lines,
+    json_values,
+    open_regular,
+    read_text,
+    yaml_values,
+)
 from raytrec.tracking.totals import begin, by_step, load_order, over_time, table_over_ranks, tables_of
 from raytrec.tracking.units import is_step, number
 
@@ -212,30 +219,26 @@ def _lines(path: Path, steps: bool = False) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines; with `steps`, those that say their step."""
     if not path.is_file():
         return
-    with open(path, "rb") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:  # torn: the driver died while it wrote
-                continue
-            if isinstance(line, dict) and (not steps or is_step(line.get("step"))):
+    with BufferedReader(open_regular(path)) as file:
+        for line in json_lines(file):  # torn ones, from a driver that died while it wrote, are passed over
+            if not steps or is_step(line.get("step")):
                 yield line
 
 
 def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.is_file() else ""
+    return read_text(path, MOST_JSON_BYTES) if path.is_file() else ""
 
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(_text(path) or "null")
-    except ValueError:
+        return json_values(_text(path) or "null")
+    except NotReadable:
         return None
 
 
 def _mapping(text: str) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError:
+        values = yaml_values(text)
+    except NotReadable:
         return {}
     return values if isinstance(values, dict) else {}

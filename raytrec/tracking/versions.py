@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from raytrec.checkpoint.files import FOLDER, newest
+from raytrec.reading import NotReadable, json_values, read_bytes
 
 TAGS = "tags.json"  # {tag: text}: the tags of the MLflow run, where the driver has left them
 
@@ -17,8 +17,8 @@ def versions(folder: Path) -> dict[str, str]:
 
 def _tags(folder: Path) -> dict[str, str]:
     try:
-        tags = json.loads((folder / TAGS).read_text())
-    except (OSError, ValueError):
+        tags = json_values(read_bytes(folder / TAGS))
+    except (OSError, NotReadable):
         return {}
     return _texts(tags, prefix="version.")
 

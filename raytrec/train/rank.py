@@ -19,7 +19,7 @@ from raytrec.storage import open_filesystem
 from raytrec.train.pulse import Pulse
 
 
-@dataclass
+@dataclass(repr=False)  # Ray's dashboard shows what is written of it: nothing
 class Task:
     """What the driver hands to every rank.
 
@@ -91,11 +91,16 @@ class Rank:
             world=self.world,
             readers=data.readers,
             prefetch=data.prefetch,
-            faults=Faults(data.on_error == "skip", f"{self.task.config.run.dir}/{SKIPPED}"),
+            faults=Faults(data.on_error == "skip", self._skipped),
             buffer_bytes=int(data.buffer_gib * 2**30),
             pin_memory=self.device.type == "cuda",
             by_id=read_by_id(self.task.schema, self.task.config.model),
         )
+
+    @property
+    def _skipped(self) -> str | None:
+        """Where skipped rows are noted: in the run folder. What is evaluated again has none to write to."""
+        return f"{self.task.config.run.dir}/{SKIPPED}" if "train" in self.task.datasets else None
 
     def streams(self, train: Order, evaluation: Order):
         """The Streams of training, of evaluations while training, and of the last one (or None)."""

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import yaml
-
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.index import INDEX, read_index
 from raytrec.config import RunConfig, load_config
 from raytrec.errors import ConfigError, SchemaError
+from raytrec.reading import NotReadable, yaml_values
 from raytrec.schema import Schema
 
 
@@ -30,8 +29,9 @@ def config_from(
         RunError: no checkpoint there. ConfigError: as in `load_config`.
     """
     folder, index = find(place)
-    values = index["about"]["config"]
-    name = re.sub(r"-\d{8}-\d{6}$", "", values["run"]["name"])
+    whole = load_config(index["about"]["config"], allow_code=True)  # nothing of it runs before the next time
+    values = whole.model_dump(by_alias=True, mode="json")
+    name = re.sub(r"-\d{8}-\d{6}$", "", whole.run.name or "run")
     values["run"] |= {"name": None, "dir": None, "start_from": folder}
     values["checkpoint"]["dir"] = None
     values["data"]["schema"] = f"{folder}/{INDEX}"
@@ -102,8 +102,9 @@ def check_fits(config: RunConfig, schema: Schema) -> list[str]:
     Raises:
         ConfigError, SchemaError: what differs, and nothing is said about in run.start_tables and start_dense.
     """
-    about = read_index(config.run.start_from)["about"]
-    before, old_schema = about["config"], schema_of(about)
+    about = find(config.run.start_from)[1]["about"]
+    before = load_config(about["config"], allow_code=True).model_dump(by_alias=True, mode="json")
+    old_schema = schema_of(about)
     lines = [start.told for start in table_starts(config, old_schema, schema).values() if start.told]
     if config.run.start_dense == "exact":
         _check_dense(config, before, old_schema, schema)
@@ -127,7 +128,11 @@ def schema_at(uri: str) -> Schema:
 
 def schema_of(about: dict) -> Schema:
     """The schema in a checkpoint."""
-    return Schema.parse(yaml.safe_load(about["schema"]), "the checkpoint's schema")
+    where = "the checkpoint's schema"
+    try:
+        return Schema.parse(yaml_values(str(about.get("schema", ""))), where)
+    except NotReadable as error:
+        raise SchemaError(f"not YAML that can be used: {error}", where=where) from None
 
 
 def _check_dense(config: RunConfig, before: dict, old_schema: Schema, schema: Schema) -> None:

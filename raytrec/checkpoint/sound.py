@@ -1,0 +1,129 @@
+"""Whether an index says what an index has to: a right hash only means that somebody computed it. No torch."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import Field, Strict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+MOST_BLOCK_BYTES = 1 << 30  # a block is what is read at a time
+MOST_DIMENSIONS = 8
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "bool": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+}
+
+Count = Annotated[int, Strict(), Field(ge=0, lt=2**62)]
+Counts = Annotated[list[Count], Field(max_length=MOST_DIMENSIONS)]
+Checksum = Annotated[int, Strict(), Field(ge=0, lt=2**32)]
+Text = Annotated[str, Strict()]
+
+
+class _Chunk(TypedDict):
+    offsets: Counts
+    sizes: Counts
+    file: Text
+    start: Count
+    crc32: list[Checksum]
+
+
+class _Tensor(TypedDict):
+    dtype: Text
+    shape: Counts
+    chunks: list[_Chunk]
+
+
+class _Index(TypedDict):
+    attempt: Text
+    block_bytes: Annotated[int, Strict(), Field(gt=0, le=MOST_BLOCK_BYTES, multiple_of=8)]
+    tensors: dict[Text, _Tensor]
+    about: dict[Text, Any]
+
+
+class _Progress(TypedDict):
+    step: Count
+    rows: Count
+    trained: Annotated[float, Strict()]
+    nan_steps: Count
+    window: list[Annotated[float, Strict()]]
+    seconds: Annotated[float, Strict(), Field(ge=0)]
+    timed_rows: Count
+    evaluation: dict[Text, Any] | None
+
+
+class _About(TypedDict):
+    config: dict[Text, Any]
+    schema: Text
+    data: Text
+    progress: _Progress
+
+
+def why_unsound(index: dict[str, Any]) -> str | None:
+    """What of an index cannot be, in a few words; None where all of it can."""
+    if words := _misfit(_Index, index):
+        return words
+    for name, tensor in index["tensors"].items():
+        if words := _why_not_whole(name[:80], tensor, index["block_bytes"]):
+            return words
+    return None
+
+
+def why_no_run(about: dict[str, Any]) -> str | None:
+    """What a run's checkpoint must say of its run and this one does not; None where nothing is missing."""
+    return _misfit(_About, about)
+
+
+def why_no_progress(about: dict[str, Any]) -> str | None:
+    """The same of what a run that resumes goes on from."""
+    return _misfit(_Progress, about.get("progress"))
+
+
+def _why_not_whole(name: str, tensor: dict[str, Any], block_bytes: int) -> str | None:
+    shape, width = tensor["shape"], ITEM_BYTES.get(tensor["dtype"])
+    if width is None:
+        return f"tensor {name} is of {tensor['dtype'][:40]}"
+    for chunk in tensor["chunks"]:
+        offsets, sizes, file = chunk["offsets"], chunk["sizes"], chunk["file"]
+        if not len(offsets) == len(sizes) == len(shape):
+            return f"a part of tensor {name} has other dimensions than the whole"
+        if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
+            return f"a part of tensor {name} lies outside of the whole"
+        if file in ("", ".", "..") or "/" in file or "\0" in file:
+            return f"it names a file of another folder: {file[:80]}"
+    if sum(math.prod(chunk["sizes"]) for chunk in tensor["chunks"]) != math.prod(shape):
+        return f"it does not have all of tensor {name}"
+    for chunk in tensor["chunks"]:
+        if len(chunk["crc32"]) != -(-math.prod(chunk["sizes"]) * width // block_bytes):
+            return f"a part of tensor {name} has too few or too many checksums"
+    return None
+
+
+def _misfit(kind: type, value: Any) -> str | None:
+    try:
+        _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part)[:80] for part in first["loc"])
+        return f"{place or kind.__name__.strip('_').lower()}: {first['msg'].lower()}"[:300]
+    return None
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter:
+    return TypeAdapter(kind)
