@@ -84,6 +84,7 @@ def train(
 ):
     """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.workers=2"""
     from raytrec.errors import ConfigError
+    from raytrec.train.driver import Unfinished
     from raytrec.train.driver import train as run
     from raytrec.train.stop import Interrupted
 
@@ -103,6 +104,9 @@ def train(
         result = run(config, overrides, start_from, resume, go_on, allow_code)
     except Interrupted as interrupt:  # the run has said so itself
         raise typer.Exit(128 + interrupt.signal) from None
+    except Unfinished as error:  # there are figures all the same
+        _show(error.result, json)
+        raise
     _show(result, json)
 
 
@@ -172,10 +176,20 @@ def stop_job(job: Job = None, address: Address = None):
 @app.command()
 def evaluate(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
-    data: Annotated[str, typer.Option(help="Folder or file of Parquet.")],
+    data: Annotated[
+        str | None, typer.Option(help="Folder or file of Parquet; default: the run's data.test.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Workers; default: as in training.")] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Global batch size; default: as in training.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Such as data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
+        ),
     ] = None,
     allow_code: AllowCode = False,
     json: Json = False,
@@ -183,7 +197,10 @@ def evaluate(
     """Evaluates a finished run again, on any Parquet and with any number of workers."""
     from raytrec.train.driver import evaluate as again
 
-    _show(again(run, data, workers=workers, batch_size=batch_size, allow_code=allow_code), json)
+    result = again(
+        run, data, workers=workers, batch_size=batch_size, overrides=overrides, allow_code=allow_code
+    )
+    _show(result, json)
 
 
 @app.command()

@@ -61,11 +61,11 @@ def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> N
     now = code_in(values)
     named = [f"{key}: {value}" for key, value in before.items() if now.get(key) == value]
     if named:
+        servers = " or servers to trust" if {"scaling.address", "tracking.uri"} & before.keys() else ""
         raise ConfigError(
-            f"a configuration from elsewhere names code to run, or whom to tell secrets: {'; '.join(named)}",
+            f"a configuration from elsewhere names code to run{servers}: {'; '.join(named)}",
             where=where,
-            expected="data alone: no module:name, no address of a cluster, no MLflow server while a password "
-            "for one is set",
+            expected="data alone: no module:name, no cluster, no MLflow server while a password for one is set",
             do="if you trust its source, say --allow-code; else set these keys to something of your own",
         )
 

@@ -62,7 +62,7 @@ class ByClient:
         """A run that somebody has started, of which this is the news."""
         return Seen(self, news["folder"], LOOK_S)
 
-    def evaluate(self, run: str, data: str, options: dict[str, int]) -> dict[str, Any]:
+    def evaluate(self, run: str, data: str, options: dict[str, Any]) -> dict[str, Any]:
         """Evaluates a run's newest checkpoint."""
         connection = self._connections[()]
         driver = connection.actor(Driver)

@@ -49,9 +49,11 @@ class ByJob:
             return Job(self, news["job"], news["folder"])
         return Seen(self, news["folder"], LOOK_S)
 
-    def evaluate(self, run: str, data: str, options: dict[str, int]) -> dict[str, Any]:
+    def evaluate(self, run: str, data: str, options: dict[str, Any]) -> dict[str, Any]:
         """Evaluates a run's newest checkpoint."""
         words = ["evaluate", self.call("news", run, {})["folder"], "--data", data, "--json"]
+        options = dict(options)
+        words += [word for override in options.pop("overrides", ()) for word in ("--set", override)]
         words += [
             word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))
         ]

@@ -43,7 +43,7 @@ class Driver:
         except ASKED:  # to Ray it would mean that somebody cancels this call
             return None
 
-    def evaluate(self, run: str, data: str, options: dict[str, int]) -> dict[str, Any]:
+    def evaluate(self, run: str, data: str, options: dict[str, Any]) -> dict[str, Any]:
         """Evaluates the newest checkpoint of a run; the figures."""
         from raytrec.remote.peek import run_folder
         from raytrec.train.driver import evaluate

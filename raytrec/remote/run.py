@@ -128,12 +128,12 @@ class Run:
         """A file of the run: config.yaml, schema.yaml, plan.json, result.json, error.txt."""
         return self._ask("file", name).decode()
 
-    def evaluate(self, data: str, **options: int) -> dict[str, Any]:
+    def evaluate(self, data: str, **options: Any) -> dict[str, Any]:
         """Evaluates the newest checkpoint on the cluster.
 
         Args:
             data: folder or file of Parquet, as the cluster sees it.
-            options: workers, batch_size; default: as in training.
+            options: workers, batch_size; default: as in training. overrides: such as data.on_error=skip.
 
         Returns:
             eval.auc, eval.ne, eval.logloss, eval.calibration, eval.rows and more.

@@ -7,6 +7,7 @@ No Ray is imported here, because Ray reads that variable when it is.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import sys
@@ -19,23 +20,25 @@ MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray sets in the environment of a job's driver
 
 
-def use_token(*, create: bool = False) -> None:
+def use_token(*, create: bool = False, own: bool = False) -> None:
     """Makes this process, and those it starts, ask for and send Ray's token; to be called before Ray is used.
 
     Whoever has set RAY_AUTH_MODE has chosen; a job's driver uses what its cluster uses.
 
     Args:
         create: makes a token where there is none, for a new cluster.
+        own: the new cluster is for this process and those it starts alone: where its token cannot be kept in
+            a file, because the home cannot be written to or read, it is kept in their environment.
 
     Raises:
-        RunError: there is no token, and none is to be made.
+        RunError: there is no token, and none is to be made, or it cannot be kept.
     """
     if MODE not in os.environ and IN_JOB in os.environ:
         return
     if os.environ.get(MODE, "token").lower() != "token":
         return
     if not os.environ.get(TOKEN):
-        _find_file(create)
+        _find_file(create, own)
     os.environ[MODE] = "token"
     if "ray" in sys.modules:  # which has read its settings
         from ray._raylet import Config
@@ -46,7 +49,8 @@ def use_token(*, create: bool = False) -> None:
 def token_file() -> Path:
     """The file in which Ray looks for the token."""
     named = os.environ.get(PATH)
-    return Path(named).expanduser() if named else Path.home() / ".ray" / "auth_token"
+    # Without a home (a container's user who is in no list), `~` stays as it is, and there is no such file.
+    return Path(os.path.expanduser(named or "~/.ray/auth_token"))
 
 
 def token_source() -> str:
@@ -58,14 +62,40 @@ def token_source() -> str:
     )
 
 
-def _find_file(create: bool) -> None:
+def _make(file: Path) -> None:
+    """Makes a token, unless there is one that can be read.
+
+    Raises:
+        OSError: it can be neither made nor read.
+    """
+    if not file.is_absolute():
+        raise FileNotFoundError(errno.ENOENT, "there is no home folder")
+    if file.exists():
+        file.open("rb").close()
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Not write_text and chmod: between the two, others could read it.
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(secrets.token_hex(32))
+
+
+def _find_file(create: bool, own: bool) -> None:
     file = token_file()
-    if create and not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Not write_text and chmod: between the two, others could read it.
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-            out.write(secrets.token_hex(32))
-    if not file.is_file():
+    try:
+        if create:
+            _make(file)
+        there = file.is_file() and os.access(file, os.R_OK)
+    except OSError as error:
+        if create and own:
+            os.environ[TOKEN] = secrets.token_hex(32)
+            return
+        raise RunError(
+            f"the token for the Ray cluster cannot be {'kept' if create else 'read'}: {error.strerror}",
+            where=str(file),
+            expected="a file that this user can write and read, or a token in the environment",
+            do=f"set {PATH}=FILE to a place that can be written to, or {TOKEN}",
+        ) from None
+    if not there:
         raise RunError(
             "there is no token for the Ray cluster",
             where=f"{TOKEN} is not set, and there is no file {file}",

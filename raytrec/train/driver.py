@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -13,17 +12,20 @@ from typing import Any
 
 from raytrec.checkpoint.files import find
 from raytrec.cluster import in_job, ray_session
-from raytrec.config import RunConfig, load_config
+from raytrec.config import RunConfig
 from raytrec.data.contents import Content, fingerprint, in_background, look_at_all
 from raytrec.data.fragments import Dataset, scan
+from raytrec.data.verify import check_accused
 from raytrec.embeddings.pins import pins
-from raytrec.errors import RunError
+from raytrec.errors import ConfigError, RaytrecError, RunError
 from raytrec.redact import hide
 from raytrec.schema import Schema
 from raytrec.storage import absolute, relative
 from raytrec.tracking.mlflow import NoTracker, Tracker
 from raytrec.tracking.tags import run_tags
+from raytrec.train.ahead import reading_ahead
 from raytrec.train.console import RunConsole
+from raytrec.train.evaluation import evaluation_config, scratch_folder, with_way_on
 from raytrec.train.group import local_cpus, run_group
 from raytrec.train.lock import held
 from raytrec.train.owner import driving
@@ -36,8 +38,9 @@ from raytrec.train.settle import (
     settle,
     write_config,
 )
-from raytrec.train.warm import check_fits, schema_of
+from raytrec.train.warm import check_fits
 from raytrec.train.watch import METRICS, TRACKED, Record, Watch
+from raytrec.train.worker import total_steps
 
 REPORT = "report.html"
 PATIENCE_S = 60.0  # beyond scaling.stop_s, for the driver of before to end
@@ -143,16 +146,17 @@ def _drive(
             watch = Watch(console, record)
             root, data = config.checkpoint_root, contents.result()
             note_data(folder, data)
-            figures = run_group(
-                "train_worker",
-                config,
-                schema,
-                datasets,
-                root,
-                watch,
-                fingerprint=fingerprint(data["train"]),
-                saves=True,
-            )
+            with reading_ahead(config, datasets, console.warn):
+                figures = run_group(
+                    "train_worker",
+                    config,
+                    schema,
+                    datasets,
+                    root,
+                    watch,
+                    fingerprint=fingerprint(data["train"]),
+                    saves=True,
+                )
         metrics = {
             **figures,
             "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
@@ -166,6 +170,8 @@ def _drive(
             error.result = Result(metrics, folder, [f"run folder   {relative(folder)}"])
             raise error
         status = "FINISHED"
+    except RaytrecError as error:
+        raise with_way_on(error, config, total_steps(config, datasets["train"].rows)) from None
     except KeyboardInterrupt:
         status = "KILLED"
         again = "submit the same again" if in_job() else f"raytrec train --resume {relative(folder)}"
@@ -235,19 +241,23 @@ def _draw(folder: Path, tracker: Tracker | NoTracker, console: RunConsole) -> No
 
 def evaluate(
     place: str | Path,
-    data: str,
+    data: str | None = None,
     *,
     workers: int | None = None,
     batch_size: int | None = None,
+    overrides: list[str] | None = None,
     allow_code: bool = False,
 ) -> Result:
-    """Evaluates a finished run, or a checkpoint, on a folder of Parquet.
+    """Evaluates a finished run, or a checkpoint, on a folder of Parquet. Nothing is written there.
 
     Args:
         place: run folder or checkpoint folder.
-        data: folder or file of Parquet, local or s3:// or gs://.
+        data: folder or file of Parquet, local or s3:// or gs://; default: the run's data.test, else its
+            data.valid.
         workers: number of workers; default: as the run was trained.
         batch_size: global batch size; default: as the run was trained.
+        overrides: `section.key=value` of data, scaling, plan and train, such as data.on_error=skip; and
+            tables.NAME.out_of_range=RULE.
         allow_code: the configuration in there may name code (raytrec/trust.py).
 
     Returns:
@@ -260,17 +270,32 @@ def evaluate(
     folder, index = find(place)
     changes = [f"scaling.workers={workers}"] if workers else []
     changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
-    config = load_config(index["about"]["config"], changes, elsewhere=folder, allow_code=allow_code)
-    config.run.dir = folder if "://" not in folder else str(Path(tempfile.gettempdir()) / "raytrec")
-    schema = schema_of(index["about"])
-    datasets = {"test": scan(absolute(data), schema, "--data", transforms=tuple(config.data.transforms))}
-    with RunConsole(config.run.name) as console, ray_session(config.scaling.address, local_cpus(config)):
-        watch = Watch(console)
-        figures = run_group("evaluate_worker", config, schema, datasets, folder, watch)
+    changes += overrides or []
+    config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
+    places = absolute(data) if data else config.data.test or config.data.valid
+    if not places:
+        raise ConfigError("there is nothing to evaluate on", where=folder, expected="--data PARQUET")
+    dataset = scan(
+        places,
+        schema,
+        "--data",
+        transforms=tuple(config.data.transforms),
+        skip=config.data.on_error == "skip",
+    )
+    check_accused(dataset)
+    with (
+        scratch_folder() as config.run.dir,
+        RunConsole(config.run.name) as console,
+        ray_session(config.scaling.address, local_cpus(config)),
+    ):
+        for error in dataset.left_out:
+            console.warn(f"left out {error.where}: {error.what}")
+        figures = run_group("evaluate_worker", config, schema, {"test": dataset}, folder, Watch(console))
     metrics = {
         **figures,
+        "skipped_files": len(dataset.left_out),
         "seconds": round(perf_counter() - began, 3),
-        "name": f"{config.run.name} on {data}",
+        "name": f"{config.run.name} on {data or dataset.uri}",
     }
     return Result(metrics, Path(folder))
 

@@ -13,6 +13,7 @@ from raytrec.checkpoint.index import reason
 from raytrec.config import RunConfig, load_config
 from raytrec.data.faults import SKIPPED, Faults
 from raytrec.data.fragments import Dataset, list_files, scan
+from raytrec.data.verify import check_accused
 from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.redact import hidden_keys
 from raytrec.schema import Schema
@@ -109,6 +110,8 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
         for name in ("train", "valid", "test")
         if (places := getattr(data, name))
     }
+    for dataset in datasets.values():
+        check_accused(dataset)
     rows = datasets["train"].rows
     if rows < config.data.global_batch_size:
         raise DataError(

@@ -10,8 +10,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from raytrec.errors import ConfigError, DataError, RunError
-from raytrec.train import driver
+from raytrec.config import load_config
+from raytrec.errors import ConfigError, DataError, RunError, SchemaError
+from raytrec.train import ahead, driver
+from raytrec.train.evaluation import evaluation_config
+from raytrec.train.settle import open_data
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -102,7 +105,7 @@ def test_what_the_ranks_did(runs, folder, workers):
         assert looked_up == 3 * count
     checks = [json.loads(line) for line in (runs[workers].path / "checks.jsonl").read_text().splitlines()]
     assert {c["check"] for c in checks} == {
-        "alike", "shards", "replicas", "parity", "conservation", "numbers"
+        "alike", "shards", "replicas", "parity", "conservation", "finite", "numbers"
     }  # fmt: skip
     assert [c for c in checks if not c["passed"]] == []
     assert runs[workers].metrics["train.checks_passed"] == len(checks)
@@ -179,7 +182,7 @@ def test_bad_row_stops_every_rank_with_its_place(folder, tmp_path):
     users = values["user"].to_numpy().copy()
     users[700] = 40
     changed = values.set_column(values.schema.get_field_index("user"), "user", [users])
-    pq.write_table(changed, path, row_group_size=300)
+    pq.write_table(changed, path, row_group_size=300, write_statistics=False)  # which would tell before
     with pytest.raises(DataError) as error:
         driver.train(parquet.settings(bad, tmp_path / "run"))
     message = str(error.value)
@@ -274,15 +277,71 @@ def test_a_worker_whose_torch_has_no_gpu_says_so(monkeypatch):
     assert "driver for CUDA 13.0" in error.value.expected
 
 
-def test_bad_rows_in_test_lose_no_training(folder, tmp_path):
-    bad = parquet.dataset(tmp_path / "bad")
+def seen(folder):
+    """What lies in a folder, and when it, and each folder in it, was changed."""
+    return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
+
+
+def test_bad_rows_in_test_lose_no_training(folder, tmp_path, monkeypatch, capsys):
+    """They are found while training runs; then the model is there, and can be evaluated without them."""
+    bad, run = parquet.dataset(tmp_path / "bad"), tmp_path / "run"
     values = pq.read_table(bad / "test/part-0.parquet")
+    users = values["user"].to_numpy().copy()
+    users[3] = 40
+    values = values.set_column(values.schema.get_field_index("user"), "user", [users])
+    pq.write_table(values, bad / "test/part-0.parquet", write_statistics=False)
+    monkeypatch.setattr(ahead, "BEGIN_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="id 40 of feature 'user' is not in table 'user'") as error:
+        driver.train(parquet.settings(bad, run, scaling__workers=1, train__max_steps=3))
+    warned = " ".join(capsys.readouterr().err.split())
+    assert "warning: data.test: id 40 of feature 'user'" in warned and "Training goes on" in warned
+    assert "all 3 steps are trained and saved" in error.value.do
+    assert "`raytrec evaluate run --set data.on_error=skip`" in error.value.do
+    assert "`raytrec train --resume run`" in error.value.do
+
+    before = seen(run)
+    for change, rows in (("data.on_error=skip", 1002), ("tables.us*.out_of_range=hash", 1003)):
+        figures = driver.evaluate("run", overrides=[change]).metrics
+        assert (figures["eval.rows"], figures["eval.skipped_rows"]) == (rows, 1003 - rows)
+    assert seen(run) == before, "nothing is written where somebody else's run may lie"
+
+    monkeypatch.setattr(ahead, "BEGIN_S", 0.0)
+    shutil.copytree(folder / "test", bad / "test", dirs_exist_ok=True)
+    assert driver.train(None, resume="run").metrics["eval.rows"] == 1003
+
+
+def test_what_footers_tell_is_told_before_anything_starts(tmp_path):
+    bad = parquet.dataset(tmp_path / "bad", train=200, valid=50, test=50)
+    values = pq.read_table(bad / "test/part-1.parquet")
     labels = values["label"].to_numpy().copy()
     labels[3] = 7
-    pq.write_table(values.set_column(0, "label", [labels]), bad / "test/part-0.parquet")
-    with pytest.raises(DataError, match="label 'label' is 7"):
-        driver.train(parquet.settings(bad, tmp_path / "run", scaling__workers=1, train__max_steps=3))
-    assert driver.evaluate(tmp_path / "run", str(folder / "test")).metrics["eval.rows"] == 1003
+    pq.write_table(values.set_column(0, "label", [labels]), bad / "test/part-1.parquet")
+    settings = parquet.settings(bad, tmp_path / "run")
+    with pytest.raises(DataError, match="label 'label' is 7") as error:
+        driver.train(settings)
+    assert "part-1.parquet, row group 0, column label, row 3" in error.value.where
+    assert not (tmp_path / "run").exists()
+    assert open_data(load_config(settings, ["data.on_error=skip"]))[1]["test"].rows == 50
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("model.top_mlp=[3]", "has no part in an evaluation"),
+        ("run.dir=/x", "has no part"),
+        ("tables.user.rows=50", r"cannot be set.*\n.*\n.*a table's size is that of the weights"),
+        ("tables.usr.out_of_range=hash", "there is no table 'usr'"),
+        ("tables.user.out_of_range=drop", "out_of_range"),
+        ("data.on_eror=skip", "did you mean data.on_error"),
+        ("nonsense", "has no part|not an override"),
+    ],
+)
+def test_what_an_evaluation_cannot_change(folder, tmp_path, change, says):
+    config = load_config(parquet.settings(folder, tmp_path / "run"))
+    about = {"config": config.model_dump(by_alias=True, mode="json"), "schema": parquet.SCHEMA_YAML}
+    with pytest.raises((ConfigError, SchemaError), match=says):
+        evaluation_config(about, "there", [change], allow_code=False)
 
 
 def test_more_workers_than_the_cluster_has(folder, tmp_path):

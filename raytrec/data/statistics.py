@@ -1,0 +1,66 @@
+"""What footers' statistics say against row groups: ids beyond a table, labels beyond 1, nulls. No torch.
+
+They are in most footers, and cost nothing more to look at. Row groups that they accuse are read before a run
+starts (verify.py), so that its error names the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from raytrec.data.form import Form
+
+
+def accused(metadata: pq.FileMetaData, form: Form) -> list[int]:
+    """Row groups that hold what the schema does not allow, as far as the footer's statistics say."""
+    leaves: dict[str, list[int]] = {}
+    for i in range(metadata.num_columns):
+        leaves.setdefault(metadata.schema.column(i).path.partition(".")[0], []).append(i)
+    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    asked = [
+        (i, wrong)
+        for name, wrong in _questions(form)
+        for i in leaves.get(name.partition(".")[0], [])
+        if paths[i] == name or paths[i] in (f"{name}.list.element", f"{name}.list.item")
+    ]
+    found = []
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        if any(wrong(column) for i, wrong in asked if (column := group.column(i)).is_stats_set):
+            found.append(index)
+    return found
+
+
+def _questions(form: Form) -> Iterator[tuple[str, Callable[[pq.ColumnChunkMetaData], bool]]]:
+    """(column, whether a chunk of it has what is not allowed) for columns that no transform makes."""
+    schema, made = form.schema, {name for transform in form.transforms for name in transform.writes}
+    for name in {*schema.labels, *schema.dense} - made:
+        yield (
+            name,
+            lambda chunk, label=name in schema.labels: _has_null(chunk) or (label and _beyond(chunk, 1)),
+        )
+    for name, spec in schema.sparse.items():
+        table, column = schema.tables[spec.table], schema.column_of(name)
+        if column not in made and table.out_of_range == "error":
+            yield column, lambda chunk, last=table.rows - 1: _beyond(chunk, last)
+
+
+def _has_null(chunk: pq.ColumnChunkMetaData) -> bool:
+    return bool(chunk.statistics.has_null_count and chunk.statistics.null_count)
+
+
+def _beyond(chunk: pq.ColumnChunkMetaData, last: int) -> bool:
+    """Whether numbers lie outside of [0, last]."""
+    found = chunk.statistics
+    if not found.has_min_max:
+        return False
+    least, greatest = found.min, found.max
+    return _number(least) and _number(greatest) and (least < 0 or greatest > last)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float | Decimal)

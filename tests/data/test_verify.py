@@ -1,0 +1,108 @@
+"""Rows that a run would stop at, found before it comes to them."""
+
+import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.data import verify
+from raytrec.data.fragments import scan
+from raytrec.data.verify import check_accused, check_rows
+from raytrec.errors import DataError
+from raytrec.schema import Schema
+from raytrec.transforms import Clip, FillNull
+
+COLUMNS = ["label", "price", "user", "tags"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return parquet.dataset(tmp_path / "d", train=10, valid=10, test=900)
+
+
+def change(folder, column, row, value, **options):
+    """Puts a value into a column of the second file of test/, whose row groups have 300 and 150 rows."""
+    path = folder / "test/part-1.parquet"
+    table = pq.read_table(path)
+    values = table[column].to_pylist()
+    values[row] = value
+    place = table.schema.get_field_index(column)
+    kind = table.schema.field(column).type
+    kind = pa.float32() if isinstance(value, float) else kind
+    pq.write_table(
+        table.set_column(place, column, pa.array(values, kind)), path, row_group_size=300, **options
+    )
+
+
+def scanned(folder, **options):
+    return scan(str(folder / "test"), Schema.load(folder / "schema.yaml"), **options)
+
+
+WRONG = [
+    ("user", 40, "id 40 of feature 'user'"),
+    ("user", -1, "id -1 of feature 'user'"),
+    ("tags", [3, 99], "id 99 of feature 'tags'"),
+    ("label", 7, "label 'label' is 7"),
+    ("price", None, "column 'price' has a null"),
+]
+
+
+@pytest.mark.parametrize(("column", "value", "says"), WRONG)
+def test_footers_accuse_and_the_row_is_named(folder, column, value, says):
+    change(folder, column, 310, value)
+    dataset = scanned(folder)
+    assert [(g.path.rpartition("/")[2], g.index) for g in dataset.accused] == [("part-1.parquet", 1)]
+    with pytest.raises(DataError, match=says) as error:
+        check_accused(dataset)
+    assert "part-1.parquet, row group 1" in error.value.where and "row 10" in error.value.where
+
+
+@pytest.mark.parametrize(("column", "value", "says"), WRONG)
+def test_what_no_footer_says_is_found_by_reading(folder, monkeypatch, column, value, says):
+    monkeypatch.setattr(verify, "ROWS", 64)
+    change(folder, column, 310, value, write_statistics=False)
+    dataset = scanned(folder)
+    assert dataset.accused == ()
+    read = [n for g in dataset.groups[:3] for n in check_rows(g.path, g.index, dataset.form)]
+    assert sum(read) == 750 and max(read) == 64
+    with pytest.raises(DataError, match=says) as error:
+        list(check_rows(dataset.groups[3].path, 1, dataset.form))
+    assert "row 10" in error.value.where
+
+
+def test_nan_is_found_by_reading(folder):
+    change(folder, "price", 310, float("nan"))
+    dataset = scanned(folder)
+    assert dataset.accused == ()
+    with pytest.raises(DataError, match="column 'price' has NaN"):
+        list(check_rows(dataset.groups[3].path, 1, dataset.form))
+
+
+def test_sound_data_is_not_accused(folder):
+    assert scanned(folder).accused == ()
+
+
+def test_rules_and_transforms_are_not_accused(folder):
+    """What a table takes, what a transform mends, and what is skipped is nothing to stop at."""
+    change(folder, "user", 310, 40)
+    change(folder, "price", 5, None)
+    schema = Schema.load(folder / "schema.yaml")
+    assert len(scanned(folder).accused) == 2
+    assert scanned(folder, skip=True).accused == ()
+    schema.tables["user"].out_of_range = "hash"
+    mend = (FillNull(do="fill_null", columns=["price"], value=0),)
+    dataset = scan(str(folder / "test"), schema, transforms=mend)
+    assert dataset.accused == () and sum(check_rows(dataset.groups[2].path, 0, dataset.form)) == 300
+    clip = (*mend, Clip(do="clip", columns=["user"], low=0, high=39))
+    assert scanned(folder, transforms=clip).accused == ()
+
+
+def test_a_damaged_row_group_is_named(folder):
+    path = folder / "test/part-1.parquet"
+    dataset = scanned(folder)
+    data = bytearray(path.read_bytes())
+    data[4:400] = bytes(396)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="cannot decode") as error:
+        list(check_rows(str(path), 0, dataset.form))
+    assert "row group 0" in error.value.where
