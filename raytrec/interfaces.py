@@ -19,7 +19,7 @@ def socket_interfaces(interface: str) -> dict[str, str]:
 
 
 def _in_nccl_files(name: str) -> bool:
-    own = os.environ.get("NCCL_CONF_FILE") or Path("~/.nccl.conf").expanduser()
+    own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")  # a user may have no home
     for file in (Path(own), Path("/etc/nccl.conf")):
         with suppress(OSError):
             if any(line.startswith(f"{name}=") for line in file.read_text().splitlines()):
