@@ -6,19 +6,37 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from raytrec.checkpoint.files import discard, folder_of, keep
+from raytrec.checkpoint.files import (
+    discard,
+    folder_of,
+    free_bytes,
+    keep,
+    remove_leftovers,
+    remove_oldest,
+    remove_others,
+)
+from raytrec.checkpoint.finite import not_finite, on_any_rank
 from raytrec.checkpoint.hostcopy import HostCopy
+from raytrec.checkpoint.index import NoRoom
 from raytrec.checkpoint.state import State
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.errors import RunError, root_cause
 from raytrec.sections import CheckpointSection
+
+SLACK_BYTES = 1 << 20  # of a disk: for the index, and what Ray Train notes beside checkpoints
+
+
+class NotFinite(RunError):
+    """A state that is not saved, because it is NaN or infinite somewhere."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +68,18 @@ class Saver:
         config: how many to keep, and whether training goes on while one is written.
         confirm: called on rank 0 before a checkpoint is committed and before old ones are removed; raises
             RunError where these ranks are no longer the run's.
+        unbounded: of LogicalState.
     """
 
-    def __init__(self, root: str, config: CheckpointSection, confirm: Callable[[], None] = lambda: None):
-        self._root, self._config, self._confirm = root, config, confirm
+    def __init__(
+        self,
+        root: str,
+        config: CheckpointSection,
+        confirm: Callable[[], None] = lambda: None,
+        unbounded: frozenset[str] = frozenset(),
+    ):
+        self._root, self._config, self._confirm, self._unbounded = root, config, confirm, unbounded
+        self._cramped = False  # older checkpoints have had to go first
         # A group of its own, because its collectives run beside those of training; gloo, for host memory.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -101,24 +127,117 @@ class Saver:
     def _write(
         self, step: int, attempt: str, tensors: State, about: dict, began: float, blocked: float
     ) -> Saved:
-        folder, error = folder_of(self._root, step), None
+        folder = folder_of(self._root, step)
+        notes = [self._host.note] if self._host.note else []
+        try:
+            error = self._refused(tensors, step) or self._store(folder, attempt, tensors, about, notes)
+        except Exception as failure:  # of the exchange between ranks
+            error = RunError(str(failure), where=folder)
+        return Saved(step, folder, error, "; ".join(notes) or None, blocked, perf_counter() - began)
+
+    def _refused(self, tensors: State, step: int) -> NotFinite | None:
+        """Why this state is not to be saved; the same on all ranks."""
+        found = on_any_rank(not_finite(tensors, self._unbounded), self._group)
+        if found is None:
+            return None
+        return NotFinite(
+            f"the state of step {step} is NaN or infinite: {found}",
+            where=f"step {step}",
+            expected="finite weights and optimizer state; nothing else is saved as a checkpoint",
+        )
+
+    def _store(
+        self, folder: str, attempt: str, tensors: State, about: dict, notes: list[str]
+    ) -> RunError | None:
+        """Writes and commits; where there is no room for that, older checkpoints go first.
+
+        Returns:
+            Why there is no checkpoint, the same on all ranks.
+        """
+        needed = self._make_room(tensors, notes)
+        for number in count():
+            name = f"{attempt}{number:02x}"
+            error = self._try(folder, name, tensors, about)
+            if dist.get_rank() == 0:
+                self._tidy(folder, name, error, notes)
+            if not isinstance(error, NoRoom):
+                return error
+            last = [None]
+            if dist.get_rank() == 0 and not self._remove_oldest(notes):
+                last = [self._explained(error, needed)]
+            dist.broadcast_object_list(last, group=self._group)
+            if last[0] is not None:
+                return last[0]
+
+    def _try(self, folder: str, attempt: str, tensors: State, about: dict) -> RunError | None:
         try:
             writer = ShardWriter(folder, attempt, about, self._confirm)
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
         except (Exception, CheckpointException) as failure:  # torch's is a BaseException
             cause = root_cause(failure)
-            error = cause if isinstance(cause, RunError) else RunError(str(cause), where=folder)
-        notes = [self._host.note] if self._host.note else []
-        if dist.get_rank() == 0:
-            try:
-                self._tidy(folder, attempt, error)
-            except (OSError, RunError) as failure:
-                notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
-        return Saved(step, folder, error, "; ".join(notes) or None, blocked, perf_counter() - began)
+            return cause if isinstance(cause, RunError) else RunError(str(cause), where=folder)
+        return None
 
-    def _tidy(self, folder: str, attempt: str, error: RunError | None) -> None:
-        if error is None:
+    def _make_room(self, tensors: State, notes: list[str]) -> int:
+        """Removes older checkpoints until there seems to be room for one more; the bytes of one."""
+        sizes: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(sizes, _bytes_of(tensors), group=self._group)
+        needed = sum(sizes)
+        try:
+            if dist.get_rank() == 0 and self._is_short(needed):
+                self._confirm()
+                remove_leftovers(self._root)
+                while self._is_short(needed) and self._remove_oldest(notes):
+                    pass
+        except (OSError, RunError) as failure:
+            notes.append(f"no room could be made: {str(failure).splitlines()[0]}")
+        return needed
+
+    def _is_short(self, needed: int) -> bool:
+        free = free_bytes(self._root)
+        return free is not None and free < needed + SLACK_BYTES
+
+    def _remove_oldest(self, notes: list[str]) -> bool:
+        """On rank 0: whether an older checkpoint could be removed; said once."""
+        try:
             self._confirm()
+            removed = remove_oldest(self._root, self._config.keep_best, self._config.best_by)
+        except (OSError, RunError) as failure:
+            notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
+            return False
+        if removed and not self._cramped:
+            self._cramped = True
+            notes.append(
+                f"there is no room for a checkpoint beside {self._config.keep_last} others "
+                f"(checkpoint.keep_last): the oldest is removed before a new one is written, now {removed}"
+            )
+        return removed is not None
+
+    def _explained(self, error: NoRoom, needed: int) -> NoRoom:
+        free = free_bytes(self._root)
+        there = "" if free is None else f", and {free / 2**20:,.1f} MiB are free"
+        return NoRoom(
+            error.what,
+            where=error.where,
+            expected=f"room for one more: a checkpoint takes {needed / 2**20:,.1f} MiB{there}",
+            do="make room, or choose another checkpoint.dir. The newest complete checkpoint is only removed "
+            "when there is a newer one: even checkpoint.keep_last=1 needs room for two",
+        )
+
+    def _tidy(self, folder: str, attempt: str, error: RunError | None, notes: list[str]) -> None:
+        if error is not None:
+            return discard(folder, attempt)
+        try:
+            self._confirm()
+            remove_others(folder, attempt)
             keep(self._root, self._config.keep_last, self._config.keep_best, self._config.best_by)
-        else:
-            discard(folder, attempt)
+        except (OSError, RunError) as failure:
+            notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
+
+
+def _bytes_of(tensors: State) -> int:
+    """Of this rank's part; what all ranks have is written by one of them."""
+    first = dist.get_rank() == 0
+    sharded = [v for v in tensors.values() if isinstance(v, ShardedTensor)]
+    plain = [v for v in tensors.values() if not isinstance(v, ShardedTensor)] if first else []
+    return sum(s.tensor.nbytes for v in sharded for s in v.local_shards()) + sum(v.nbytes for v in plain)

@@ -27,6 +27,7 @@ from torchrec.optim.keyed import (
     OptimizerWrapper,
 )
 
+from raytrec.checkpoint.finite import not_finite
 from raytrec.embeddings.bags import table_of
 from raytrec.embeddings.kernels import fbgemm_of, set_updates_made, sharded_kernels, updates_made
 from raytrec.embeddings.tables import Parts, Table, tables
@@ -42,6 +43,10 @@ class LogicalState:
     Args:
         model, optimizer: of `train.build.build_step`.
         with_optimizer: also the optimizers' state.
+
+    Attributes:
+        unbounded: names of buffers of the dense layers that are infinite by design, as masks are: the model
+            was built with them.
     """
 
     def __init__(
@@ -53,6 +58,9 @@ class LogicalState:
         self._kernels = list(sharded_kernels(model))
         self.tables: dict[str, Table] = tables(model, plain if with_optimizer else None)
         self.dense = dict(_dense_values(model))
+        buffers = {name: self.dense.get(f"dense/{name}/value") for name, _ in model.named_buffers()}
+        built = {f"dense/{name}/value": value for name, value in buffers.items() if value is not None}
+        self.unbounded = frozenset(not_finite(built))
         self._fused_steps: list[tuple[nn.Module, torch.Tensor]] = []
         if with_optimizer:
             self.dense |= dict(_dense_state(plain))

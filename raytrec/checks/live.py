@@ -23,6 +23,7 @@ from torch import nn
 
 from raytrec.checks.alike import Alike
 from raytrec.checks.conservation import Conservation
+from raytrec.checks.finite import Finite
 from raytrec.checks.numbers import Numbers
 from raytrec.checks.outcome import CHECKPOINT, START, STEP, Check, Outcome, Position, Watched
 from raytrec.checks.probe import Parity
@@ -35,7 +36,7 @@ from raytrec.embeddings.taps import Taps
 from raytrec.errors import RunError
 from raytrec.schema import Schema
 
-CHECKS: tuple[type[Check], ...] = (Alike, Shards, Replicas, Parity, Conservation, Numbers)
+CHECKS: tuple[type[Check], ...] = (Alike, Shards, Replicas, Parity, Conservation, Finite, Numbers)
 
 
 class LiveChecks:
@@ -46,6 +47,7 @@ class LiveChecks:
         taps: of the model.
         device: of this rank.
         parameters: the dense layers' parameters by name, so that `numbers` sees their gradients, too.
+        unbounded: of LogicalState.
 
     Attributes:
         probes: whether a check needs the step before `after_step` to be probed.
@@ -60,8 +62,9 @@ class LiveChecks:
         taps: Taps,
         device: torch.device,
         parameters: Mapping[str, nn.Parameter] | None = None,
+        unbounded: frozenset[str] = frozenset(),
     ):
-        run = Watched(config, schema, tables, dense, taps, device, parameters or {})
+        run = Watched(config, schema, tables, dense, taps, device, parameters or {}, unbounded)
         self._checks = [check(run) for check in CHECKS if getattr(config.checks, check.name) != "off"]
         self.probes = any(check.probes for check in self._checks)
         # Looks are exchanged as objects, which the GPUs' backend cannot do by itself.
@@ -110,7 +113,7 @@ def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
     if not bad:
         return None
     names = list(dict.fromkeys(o.check for o in bad))
-    do = next(check.do for check in CHECKS if check.name == names[0])
+    do = next(check.do for check in CHECKS if check.name == names[0]).replace("RUN", config.run.dir or "RUN")
     return RunError(
         f"a check failed: {'. '.join(o.text for o in bad)}",
         where=f"step {bad[0].step}, {' and '.join(names)}",

@@ -1,4 +1,4 @@
-"""numbers: nothing is NaN or infinite, no norm explodes, predicted rates do not drift from real ones."""
+"""numbers: no gradient is NaN or infinite, no norm explodes, predicted rates do not drift from real ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from statistics import median
 
 import torch
 
+from raytrec.checks.finite import largest, weights_of
 from raytrec.checks.outcome import Check, Outcome, Position, ranks
 from raytrec.checks.readout import read
-from raytrec.embeddings.tables import Shard
-from raytrec.embeddings.taps import Lookup
 
-ROWS = 4096  # of a shard that are looked at each time, and of those that a probed step touched
 GROWTH = 100.0  # times the median of the earlier looks
 LEARN = 3  # looks
 KEPT = 100  # looks that the median is taken of
@@ -32,13 +30,12 @@ class Look:
     """What one rank sees.
 
     Attributes:
-        values: name → max |value| of weights. state: the same of optimizer state.
+        values: name → max |value| of weights.
         squares: after a probed step, name → Σ of the squared gradient.
         figures: of the position, and its step.
     """
 
     values: dict[str, float]
-    state: dict[str, float]
     squares: dict[str, float]
     figures: dict[str, float]
 
@@ -59,22 +56,13 @@ class Numbers(Check):
 
     @torch.no_grad()
     def look(self, position: Position, probed: bool) -> Look:
-        values, state = [], []
-        touched = _touched(self.run.taps.lookups) if probed else {}
-        for table in self.run.tables.values():
-            for shard in (s for s in table.weight.local if len(s.rows)):
-                parts = [self._sample(shard), *map(shard.read, touched.get(table.name, ()))]
-                values += [(f"table {table.name}", part) for part in parts]
-            for kind, parts in table.state.items():
-                state += [(f"table {table.name}'s {kind}", self._sample(s)) for s in parts.local]
-        for name, value in self.run.dense.items():
-            (values if name.endswith("/value") else state).append((name, value))
+        values = largest(weights_of(self.run, self._looks, probed))
         self._looks += 1
         figures = {k: v for k, v in position.figures.items() if isinstance(v, int | float)}
         squares = self._squares() if probed else {}
         if self.run.config.train.on_nan == "skip" and not all(map(isfinite, squares.values())):
             squares = {}  # of a step that is left out and counted: it has changed nothing
-        return Look(_largest(values), _largest(state), squares, {**figures, "step": position.step})
+        return Look(values, squares, {**figures, "step": position.step})
 
     def judge(self, looks: list[Look], step: int) -> Outcome:
         problems = _not_finite(looks)
@@ -92,7 +80,8 @@ class Numbers(Check):
                 times = f"{growths[-1]:,.0f} × what is usual"
                 problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {times}")
         problems += _drift(looks[0].figures)
-        return self.outcome(step, problems, "all numbers are finite and of usual size", max(growths), GROWTH)
+        good = "all gradients are finite, and all numbers of usual size"
+        return self.outcome(step, problems, good, max(growths), GROWTH)
 
     def _growth(self, name: str, size: float, floor: float) -> float:
         """How many times its usual size something has; 0 while that is being learned."""
@@ -102,11 +91,6 @@ class Numbers(Check):
             return 0.0
         earlier.append(size)
         return size / usual if usual else 0.0
-
-    def _sample(self, shard: Shard) -> torch.Tensor:
-        """About `ROWS` rows of a shard, over a number of looks all of them."""
-        stride = max(1, -(-len(shard.rows) // ROWS))
-        return shard.read(slice(self._looks % stride, None, stride))
 
     def _squares(self) -> dict[str, float]:
         """Of dense parameters, and of what the lookups of each table gave."""
@@ -126,42 +110,13 @@ class Numbers(Check):
         return dict(out)
 
 
-def _touched(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
-    """Table → int64 [n] of each key: some rows of this rank's shard that the probed step has looked up."""
-    rows: dict[str, list[torch.Tensor]] = defaultdict(list)
-    for lookup in lookups:
-        if lookup.ids is None:
-            continue
-        sizes = lookup.ids.lengths().view(len(lookup.tables), -1).sum(1).tolist()
-        for table, of_key in zip(lookup.tables, lookup.ids.values().split(sizes), strict=True):
-            rows[table].append(of_key[:: max(1, -(-len(of_key) // ROWS))])
-    return rows
-
-
-def _largest(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
-    """name → max |value|; NaN where one is NaN."""
-    some = [(name, t) for name, t in tensors if t.numel() and t.is_floating_point()]
-    if not some:
-        return {}
-    # Many times faster on CPU than torch.linalg.vector_norm(t, inf), and hands NaN on, too.
-    sizes = read([torch.stack(t.aminmax()).float().abs().amax() for _, t in some])
-    out: dict[str, float] = {}
-    for (name, _), (size,) in zip(some, sizes, strict=True):
-        before = out.get(name, 0.0)
-        out[name] = max(size, before) if isfinite(size + before) else float("nan")
-    return out
-
-
 def _not_finite(looks: list[Look]) -> list[str]:
     """What is on the fewest ranks comes first: what has begun on one is soon on all."""
     found = []
-    for what in ("values", "state", "squares"):
-        of_rank = [getattr(look, what) for look in looks]
-        for name in dict.fromkeys(name for values in of_rank for name in values):
-            bad = [rank for rank, values in enumerate(of_rank) if not isfinite(values.get(name, 0.0))]
-            if bad:
-                part = "the gradient" if what == "squares" else "a value"
-                found.append((len(bad), f"{name}: {part} is NaN or infinite on {ranks(bad)}"))
+    for name in dict.fromkeys(name for look in looks for name in look.squares):
+        bad = [rank for rank, look in enumerate(looks) if not isfinite(look.squares.get(name, 0.0))]
+        if bad:
+            found.append((len(bad), f"{name}: the gradient is NaN or infinite on {ranks(bad)}"))
     return [text for _, text in sorted(found, key=lambda pair: pair[0])]
 
 

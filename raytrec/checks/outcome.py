@@ -72,6 +72,7 @@ class Watched:
     Attributes:
         tables, dense: live values, of checkpoint.state.LogicalState.
         parameters: the dense layers', for their gradients; may be empty.
+        unbounded: names of `dense` that are infinite by design.
     """
 
     config: RunConfig
@@ -81,6 +82,7 @@ class Watched:
     taps: Taps
     device: torch.device
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    unbounded: frozenset[str] = frozenset()
 
 
 class Check:

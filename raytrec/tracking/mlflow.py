@@ -181,7 +181,7 @@ class Tracker:
         if not missing:
             return None
         why = f" ({self._why})" if self._why else ""
-        return f"MLflow lacks {' and '.join(missing)}{why}; the run folder has everything"
+        return f"MLflow lacks {' and '.join(missing)}{why}"
 
     def _work(self) -> None:
         """The thread: rounds until the run is ended, or `close` waits no longer."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from raytrec.checkpoint.finite import not_finite, on_any_rank
 from raytrec.checkpoint.index import read_index
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.state import LogicalState, State
 from raytrec.config import RunConfig
 from raytrec.embeddings.initial import fill_tables
+from raytrec.errors import RunError
 from raytrec.schema import Schema
 from raytrec.train.step import Step
 from raytrec.train.warm import schema_of, table_starts
@@ -26,6 +28,13 @@ def begin(step: Step, config: RunConfig, schema: Schema) -> None:
     if config.run.start_dense == "matching":
         tensors = _matching(tensors, index["tensors"])
     load(config.run.start_from, tensors, rows)
+    if found := on_any_rank(not_finite(tensors, state.unbounded)):
+        raise RunError(
+            f"the checkpoint is NaN or infinite: {found}",
+            where=f"run.start_from={config.run.start_from}",
+            expected="finite weights and optimizer state to begin with",
+            do="begin with an earlier checkpoint; if only optimizer state is, set run.start_state=false",
+        )
     state.written()
 
 

@@ -48,7 +48,14 @@ class Observation:
         if checked:
             parameters = dict(head.model.named_parameters())
             self._checks = LiveChecks(
-                config, lookups, state.tables, state.dense, self._taps, rank.device, parameters
+                config,
+                lookups,
+                state.tables,
+                state.dense,
+                self._taps,
+                rank.device,
+                parameters,
+                state.unbounded,
             )
         self._check_due = checked
 

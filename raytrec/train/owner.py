@@ -14,11 +14,14 @@ from time import time
 from typing import Any, TextIO
 
 from raytrec.errors import RaytrecError, RunError
+from raytrec.reading import NotReadable, json_values, read_bytes
 from raytrec.remote.token import IN_JOB
 
 # What a signal becomes; while Ray is only starting, it has handlers of its own, which end the process.
 ASKED = (KeyboardInterrupt, SystemExit)
 NOTE, LOG = "driver.json", "run.log"
+KINDS = {"pid": int, "started": int, "host": str, "status": str, "job": str, "unix_s": (int, float)}
+PARTS = ("what", "where", "expected", "do")  # of an error
 
 
 @contextmanager
@@ -55,18 +58,23 @@ def driving(folder: Path) -> Iterator[None]:
 def driver_of(folder: Path) -> dict[str, Any]:
     """What the note says; empty where there is none. A status of RUNNING may be of a process that died."""
     try:
-        note = json.loads((folder / NOTE).read_text())
-    except (OSError, ValueError):
+        note = json_values(read_bytes(folder / NOTE))
+    except (OSError, NotReadable):
         return {}
-    return note if isinstance(note, dict) else {}
+    if not isinstance(note, dict):
+        return {}
+    sound = {key: note[key] for key, kind in KINDS.items() if isinstance(note.get(key), kind)}
+    if isinstance(error := note.get("error"), dict):
+        sound["error"] = {"what": "", **{key: str(error[key]) for key in PARTS if error.get(key)}}
+    return sound
 
 
 def is_alive(note: dict[str, Any]) -> bool | None:
     """Whether the process of a note is there; None when it is one of another host."""
     if note.get("host") != socket.gethostname():
         return None
-    started = _started(note["pid"])
-    return started is not None and started == note["started"]
+    started = _started(note.get("pid", 0))
+    return started is not None and started == note.get("started")
 
 
 def ask_to_stop(note: dict[str, Any]) -> None:
@@ -118,12 +126,18 @@ def _logged(path: Path) -> Iterator[None]:
         yield
         return
     before = sys.stderr
-    with open(path, "a", buffering=1) as file:
-        sys.stderr = _Both(before, file)
-        try:
-            yield
-        finally:
-            sys.stderr = before
+    try:
+        file = open(path, "a", buffering=1)  # noqa: SIM115
+    except OSError:  # a full disk: the run itself says so
+        yield
+        return
+    sys.stderr = _Both(before, file)
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        with suppress(OSError):  # what the disk has not taken
+            file.close()
 
 
 class _Both:

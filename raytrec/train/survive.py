@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 from time import monotonic, time
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torchrec.distributed.types import ShardingPlan
 
+from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.restore import Restored, restore
-from raytrec.checkpoint.save import Saved, Saver
+from raytrec.checkpoint.save import NotFinite, Saved, Saver
+from raytrec.checkpoint.sound import why_no_progress
 from raytrec.checkpoint.state import LogicalState
 from raytrec.embeddings.plan import describe
 from raytrec.errors import RunError
@@ -50,20 +53,23 @@ class Survival:
         self._rank, self._step, self._plan, self._progress = rank, step, plan, progress
         self._config, self._last_step = rank.task.config, last_step
         self.state = LogicalState(step.model, step.optimizer)
-        self._saver = Saver(rank.task.checkpoint, self._config.checkpoint, rank.pulse.confirm)
+        self._saver = Saver(
+            rank.task.checkpoint, self._config.checkpoint, rank.pulse.confirm, self.state.unbounded
+        )
+        self._kept: int | None = None  # the step of the newest checkpoint
         self._signals, self._losses = Signals(), Losses()
         self._saved_at, self._asked = monotonic(), False
         rank.pulse.device = self._unfinished
 
     def restore(self) -> Restored:
         """Goes on from the newest checkpoint that is whole, if there is one."""
-        found = restore(self._rank.task.checkpoint, self.state)
+        found = restore(self._rank.task.checkpoint, self.state, why_no_progress)
         for reason in found.passed_over:
             self._rank.tell(kind="warn", text=f"passed over a checkpoint: {reason}")
         if found.folder:
             self._progress.resume(found.about["progress"])
             self._step.trained = self._progress.step
-            self._saver.last_step = self._progress.step
+            self._saver.last_step = self._kept = self._progress.step
         return found
 
     def after_step(self, outputs: Outputs) -> None:
@@ -128,18 +134,38 @@ class Survival:
             self._take()
         rank.pulse.tick("step")
 
-    def finish(self) -> None:
+    def finish(self, *, again: bool = False) -> RunError | None:
         """The last checkpoint of the run.
 
+        Args:
+            again: try once more to write it: there may be room by now.
+
+        Returns:
+            Why there is none, and how to go on.
+
         Raises:
-            RunError: it could not be written.
+            RunError: the state is not finite, and checks.finite is to stop the run for that.
         """
         self._rank.phase("saving the checkpoint", "save")
-        self.save()
+        self.save(again=again)
         saved = self._take()
-        self._saver.close()
-        if saved and saved.error:
-            raise saved.error
+        error = saved and saved.error
+        if error is None or again:
+            self._saver.close()
+        return error and self._last_words(error)
+
+    def _last_words(self, error: RunError) -> RunError:
+        """The error of a run whose last checkpoint could not be written."""
+        if isinstance(error, NotFinite):
+            return error
+        folder = self._config.run.dir
+        from_step = f"from the checkpoint of step {self._kept}" if self._kept else "from the beginning"
+        return RunError(
+            f"the trained model is not saved: {error.what}",
+            where=error.where,
+            expected=error.expected,
+            do=f"make room, then train the last steps again, {from_step}: raytrec train --resume {folder}",
+        )
 
     def _take(self) -> Saved | None:
         """The outcome of the last save: told, and handed to Ray Train."""
@@ -149,6 +175,7 @@ class Survival:
         if saved.error:
             self._rank.tell(kind="warn", text=f"no checkpoint of step {saved.step}: {saved.error.what}")
         else:
+            self._kept = saved.step
             self._rank.report(saved.folder, saved.step)
         if saved.note:
             self._rank.tell(kind="warn", text=saved.note)
@@ -160,7 +187,25 @@ class Survival:
             blocked_s=saved.blocked_s,
             seconds=saved.seconds,
         )
+        if isinstance(saved.error, NotFinite):
+            saved = replace(saved, error=self._with_advice(saved.error))
+            if self._config.checks.finite == "stop":
+                raise saved.error
         return saved
+
+    def _with_advice(self, error: NotFinite) -> NotFinite:
+        """With the command that begins again from the newest checkpoint, all of which are finite."""
+        optim = self._config.optim
+        lower = f"optim.embeddings.lr={optim.embeddings.lr / 10:g} optim.dense.lr={optim.dense.lr / 10:g}"
+        if self._kept is None:
+            do = f"begin anew with lower learning rates ({lower}) or train.clip_norm"
+        else:
+            folder = folder_of(self._rank.task.checkpoint, self._kept)
+            do = (
+                "begin a new run with the weights of the last checkpoint, which is finite, and with lower "
+                f"learning rates or train.clip_norm: raytrec train --from {folder} {lower}"
+            )
+        return NotFinite(error.what, where=error.where, expected=error.expected, do=do)
 
     def _time_is_up(self) -> bool:
         return not self._asked and monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
@@ -185,11 +230,15 @@ class Survival:
             agreed = self._signals.agree(self._losses.wait())
         rank, step = self._rank, agreed.bad
         batch, folder = self.batches.at(step - 1), self._config.run.dir  # batches are counted from 0
-        if batch is not None:
-            dump(batch, rank.task.schema, folder, step, rank.index)
+        there = f"its batch is in {folder}/{FOLDER}"
+        try:
+            if batch is not None:
+                dump(batch, rank.task.schema, folder, step, rank.index)
+        except OSError as error:
+            there = f"its batch could not be written to {folder}/{FOLDER}: {error.strerror or error}"
         raise RunError(
             "the loss is not a finite number",
-            where=f"step {step}; its batch is in {folder}/{FOLDER}",
+            where=f"step {step}; {there}",
             expected="a finite loss",
             do="look at the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
             "±10; or set train.on_nan=skip",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
@@ -11,12 +10,15 @@ from threading import Event, Thread
 from time import time
 from typing import Any
 
+from raytrec.checkpoint.index import reason
+from raytrec.errors import RunError
 from raytrec.redact import hide_all, hide_yaml
 from raytrec.tracking.advice import hot_rank, low_utilisation, straggler
 from raytrec.tracking.gauges import Gauges
+from raytrec.tracking.journal import EVENTS, Journal, write_whole
 from raytrec.tracking.ranks import Lines, rank_metrics
 
-EVENTS, METRICS, RANKS, CHECKS = "events.jsonl", "metrics.jsonl", "ranks.jsonl", "checks.jsonl"
+METRICS, RANKS, CHECKS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl"
 RESULT, TRACKED = "result.json", "mlflow_run_id"
 
 
@@ -26,11 +28,17 @@ class Watch:
     Args:
         console: shows it.
         record: keeps it; None where nothing is trained.
+
+    Attributes:
+        result: the figures of rank 0, once the group has ended well.
+        unsaved: why the trained model could not be saved; None: it was.
+        stopped_at: the step at which the run has been stopped.
     """
 
     def __init__(self, console: Any, record: Record | None = None):
         self.console, self.result, self.stopped_at = console, None, None
-        self._record = record
+        self.unsaved: RunError | None = None
+        self._record, self._unrecorded = record, set()
 
     def reading(self, hub: Any) -> _Reading:
         """A block in which a thread reads the hub's messages; at its end nothing is left there."""
@@ -39,14 +47,25 @@ class Watch:
     def _receive(self, kind: str, **message: Any) -> None:
         if kind == "result":
             self.result = finite(message["figures"])
+            self.unsaved = RunError(**parts) if (parts := message.get("unsaved")) else None
             return
         if kind == "stopped":
             self.stopped_at = message["step"]
         if self._record:
-            for warning in self._record.keep(kind, message):
+            for warning in self._keep(kind, message):
                 self.console.warn(warning)
         if show := getattr(self.console, kind, None):
             show(**message)
+
+    def _keep(self, kind: str, message: dict[str, Any]) -> list[str]:
+        """What is to be said of a message. Whatever goes wrong with one, the next ones must be read."""
+        try:
+            return self._record.keep(kind, message)
+        except Exception as error:
+            what = f"messages of kind {kind} are not recorded: {type(error).__name__}: {error}"
+            new = what not in self._unrecorded
+            self._unrecorded.add(what)
+            return [what] if new else []
 
 
 class Record:
@@ -66,6 +85,8 @@ class Record:
         self.checks: dict[str, list[int]] = {}
         self._tracker, self._folder, self._cells = tracker, folder, cells
         self._gauges, self._lines, self._advised = Gauges(name), Lines(), set()
+        self._said: list[str] = []  # of the run folder
+        self._journal = Journal(folder, self._said.append)
         self._remembered = False
         self._attempt: int | None = None  # whose first interval is over
 
@@ -77,24 +98,52 @@ class Record:
     def remember_run(self) -> None:
         """Notes the MLflow run, once there is one, for whoever resumes this run."""
         if self._tracker.run_id and not self._remembered:
-            write_text(self._folder / TRACKED, self._tracker.run_id)
+            self._journal.put(TRACKED, self._tracker.run_id)
             self._remembered = True
 
-    def result(self, metrics: dict[str, Any]) -> None:
-        """The figures of result.json, which has been written."""
+    def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:
+        """Writes result.json, by which a run counts as finished, if the trained model has been saved.
+
+        Args:
+            unsaved: why it has not.
+
+        Returns:
+            Why there is no result.json; the run can be resumed then.
+        """
         figures = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
         self._log("", figures, metrics["train.steps"])
+        if unsaved:
+            return unsaved
+        try:
+            write_json(self._folder / RESULT, metrics)
+        except OSError as error:
+            return RunError(
+                f"the result cannot be written: {reason(error)}",
+                where=str(self._folder / RESULT),
+                expected="room in the run folder; the model has been saved",
+                do=f"make room, then have it evaluated again: raytrec train --resume {self._folder}",
+            )
         self._tracker.file(self._folder / RESULT)
+        return None
 
-    def close(self, status: str) -> str | None:
-        """Writes what is left; what is missing in MLflow in the end."""
+    def close(self, status: str) -> list[str]:
+        """Writes what is left; what is missing in the end, in the run folder and in MLflow."""
         self._gauges.close()
         lost = self._tracker.close(status)
         self.remember_run()
-        return lost
+        missing = self._journal.missing()
+        said, self._said[:] = list(self._said), []
+        if lost and not missing:
+            lost += "; the run folder has everything"
+        return [*said, *filter(None, (missing, lost))]
 
     def keep(self, kind: str, message: dict[str, Any]) -> list[str]:
         """Writes one message down; what people should be told of it."""
+        advice = self._keep(kind, message)
+        said, self._said[:] = list(self._said), []
+        return said + advice
+
+    def _keep(self, kind: str, message: dict[str, Any]) -> list[str]:
         self.remember_run()
         if kind in ("event", "saved", "start", "stopped"):
             self._append(EVENTS, {"event": kind, "unix_s": time(), **message}, without="plan")
@@ -108,8 +157,8 @@ class Record:
             self._append(RANKS, message)
             return self._spoken(message)
         if kind == "start":
-            write_json(self._folder / "plan.json", message["plan"])
-            self._tracker.file(self._folder / "plan.json")
+            text = json.dumps(message["plan"], indent=2) + "\n"
+            self._journal.put("plan.json", text, lambda: self._tracker.file(self._folder / "plan.json"))
         return []
 
     def _measured(self, kind: str, message: dict[str, Any]) -> None:
@@ -150,8 +199,7 @@ class Record:
     def _append(self, name: str, entry: dict[str, Any], without: str = "") -> None:
         """A line of JSON, which has no NaN."""
         entry = hide_all(finite({key: value for key, value in entry.items() if key != without}))
-        with open(self._folder / name, "a") as file:
-            file.write(json.dumps(entry) + "\n")
+        self._journal.add(name, entry)
 
 
 class _Reading:
@@ -192,10 +240,5 @@ def write_json(path: Path, values: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Written whole or not at all; a configuration that holds a password, for this user alone to read."""
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
     shown = hide_yaml(text) if path.suffix == ".yaml" else text
-    mode = 0o666 if shown == text else 0o600
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-        file.write(text)
-    partial.replace(path)
+    write_whole(path, text.encode(), 0o666 if shown == text else 0o600)

@@ -58,7 +58,7 @@ def train_worker(task: Task) -> None:
                 progress.evaluation = {"step": progress.step, **figures}
                 rank.tell(kind="eval", curves=curves, **progress.evaluation)
                 survival.after_evaluation()
-        survival.finish()
+        unsaved = survival.finish()
     except Stopped:
         rank.tell(kind="stopped", step=progress.step)
         return rank.leave()
@@ -75,12 +75,15 @@ def train_worker(task: Task) -> None:
         figures, curves = evaluate(step, rank.watched(test), rank.device)
         rank.tell(kind="final", step=progress.step, curves=curves, **figures)
         result |= {f"eval.{name}": value for name, value in figures.items()}
-    rank.tell(kind="result", step=progress.step, figures=result)
+    if unsaved:  # there may be room by now
+        unsaved = survival.finish(again=True)
+    rank.tell(kind="result", step=progress.step, figures=result, unsaved=unsaved and unsaved.parts)
     return rank.leave()
 
 
 def evaluate_worker(task: Task) -> None:
     """Loads a checkpoint and evaluates it as one rank of a Ray Train worker group."""
+    from raytrec.checkpoint.finite import not_finite, on_any_rank
     from raytrec.checkpoint.restore import load
     from raytrec.checkpoint.state import LogicalState
     from raytrec.train.build import build_step
@@ -89,7 +92,10 @@ def evaluate_worker(task: Task) -> None:
     rank = Rank.enter(task)
     rank.phase("loading the checkpoint", "restore")
     step, _ = build_step(task.config, task.schema, rank.device, fill=False)
-    load(task.checkpoint, LogicalState(step.model, step.optimizer, with_optimizer=False).tensors())
+    state = LogicalState(step.model, step.optimizer, with_optimizer=False)
+    load(task.checkpoint, state.tensors())
+    if found := on_any_rank(not_finite(state.tensors(), state.unbounded)):
+        rank.tell(kind="warn", text=f"the checkpoint is NaN or infinite, its figures mean nothing: {found}")
     rank.phase("evaluating", "evaluate")
     stream = rank.stream("test", evaluation_order(task.config))
     figures, _ = evaluate(step, rank.watched(stream), rank.device)

@@ -13,9 +13,11 @@ from small import config
 from standin import cuda
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.checks import finite
+from raytrec.checks.finite import ROWS, Finite, largest, sample
 from raytrec.checks.keys import LONGEST, keys_of, some_bags
 from raytrec.checks.live import CHECKS, verdict
-from raytrec.checks.numbers import GROWTH, ROWS, Look, Numbers, _largest
+from raytrec.checks.numbers import GROWTH, Look, Numbers
 from raytrec.checks.outcome import Outcome, Position, Watched, odd_ones, ranks
 from raytrec.checks.probe import error_of
 from raytrec.checks.readout import read
@@ -92,7 +94,7 @@ def test_odd_ones():
 
 
 def judged(numbers, step=1, values=0.5, gradient=0.1, **figures):
-    look = Look({"table t": values}, {}, {"table t": gradient**2}, {**figures, "step": step})
+    look = Look({"table t": values}, {"table t": gradient**2}, {**figures, "step": step})
     return numbers.judge([look], step)
 
 
@@ -114,14 +116,15 @@ def test_what_is_not_finite():
     nan, inf = float("nan"), float("inf")
     both = [("t", torch.tensor([nan])), ("t", torch.tensor([2.0])), ("u", torch.tensor([-3.0, 1.0]))]
     for parts in (both, both[::-1]):
-        assert str(_largest(parts)["t"]) == "nan" and _largest(parts)["u"] == 3.0
-    looks = [Look({"dense": nan, "table": x}, {"table's sum": 1.0}, {}, {"step": 1}) for x in (1.0, inf)]
-    assert (
-        Numbers(None).judge(looks, 1).text.startswith("table: a value is NaN or infinite on rank 1; dense: ")
-    )
+        assert str(largest(parts)["t"]) == "nan" and largest(parts)["u"] == 3.0
+    looks = [finite.Look({"dense": nan, "table": x}, {"table's sum": 1.0}) for x in (1.0, inf)]
+    found = Finite(None).judge(looks, 1)
+    assert found.text.startswith("table: a value is NaN or infinite on rank 1; dense: ") and not found.passed
+    assert Finite(None).judge([finite.Look({"table": 1.0}, {"table's sum": 1.0})], 1).passed
     numbers = Numbers(None)
     assert all(judged(numbers, values=0.5).passed for _ in range(3))
-    assert not any(judged(numbers, values=x).passed for x in (inf, nan, inf, nan, inf))
+    assert all(judged(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), "finite says that"
+    assert not judged(numbers, gradient=nan).passed
     assert not judged(numbers, values=51.0).passed, "what is not finite is not usual"
 
 
@@ -129,7 +132,7 @@ def test_the_norm_is_that_of_the_whole_gradient():
     dense, table = "dense layers' top.0.bias", "table t"
 
     def judge(numbers, *squares):
-        return numbers.judge([Look({}, {}, part, {"step": 1}) for part in squares], 1)
+        return numbers.judge([Look({}, part, {"step": 1}) for part in squares], 1)
 
     numbers = Numbers(None)
     usual = {dense: 9.0, table: 8.0}, {dense: 9.0, table: 8.0}
@@ -169,11 +172,11 @@ def test_rates_that_drift(step, ratio, positives, passed):
 def test_every_row_is_looked_at_in_turn():
     rows = 3 * ROWS - 5
     shard = Shard(0, range(rows), range(1), torch.arange(rows).view(-1, 1))
-    numbers, seen = Numbers(None), set()
-    for numbers._looks in range(3):
-        sample = numbers._sample(shard)
-        assert len(sample) <= ROWS
-        seen |= set(sample.flatten().tolist())
+    seen = set()
+    for turn in range(3):
+        some = sample(shard, turn)
+        assert len(some) <= ROWS
+        seen |= set(some.flatten().tolist())
     assert len(seen) == rows
 
 
@@ -188,9 +191,9 @@ def test_rows_that_a_probed_step_touched_are_looked_at():
     for touched, expected in [(777, True), (778, False)]:
         ids.values()[2] = touched
         run = Watched(config(1, {}), None, {"t": table}, {}, SimpleNamespace(lookups=[lookup]), values.device)
-        numbers = Numbers(run)
+        check = Finite(run)
         for probed in (False, True):
-            outcome = numbers.judge([numbers.look(Position(1), probed)], 1)
+            outcome = check.judge([check.look(Position(1), probed)], 1)
             assert outcome.passed != (probed and expected)
 
 
@@ -282,7 +285,7 @@ def test_tensors_of_two_devices_are_hashed_and_measured():
                 settings, None, {}, dense, SimpleNamespace(lookups=[]), dense["dense/a/value"].device
             )
             gpu.waits.clear()
-            found.append([check(run).look(Position(1), False) for check in (Replicas, Numbers)])
+            found.append([check(run).look(Position(1), False) for check in (Replicas, Finite)])
     assert found[0] == found[1]
     assert found[0][1].state == {"dense/a/sum": float(of_host["dense/a/sum"].max()), "dense/a/step": 4.0}
 

@@ -113,10 +113,10 @@ def test_nothing_is_found_where_nothing_is(world, plan, settings):
     answers = on_ranks(world, run, PLANS[plan], None, STEPS[settings])
     assert not failed(answers)
     steps = [(o["check"], o["step"]) for o in answers[0]]
-    each = ["shards", "replicas", "conservation", "numbers"]
+    each = ["shards", "replicas", "conservation", "finite", "numbers"]
     assert steps == [
-        *((check, 0) for check in ("alike", "shards", "replicas", "numbers")),
-        *((c, s) for s in (3, 6) for c in ("shards", "replicas", "parity", "conservation", "numbers")),
+        *((check, 0) for check in ("alike", "shards", "replicas", "finite", "numbers")),
+        *((c, s) for s in (3, 6) for c in ("shards", "replicas", "parity", *each[2:])),
         *((check, 6) for check in each),
     ]
     assert all(o["figure"] < 1e-6 for o in answers[0] if o["check"] == "parity"), (

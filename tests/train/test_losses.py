@@ -10,7 +10,8 @@ from ranks import on_ranks
 from standin.clock import simulated
 
 QUIET = ["tracking.every_steps=null"] + [
-    f"checks.{name}=off" for name in ("alike", "shards", "replicas", "parity", "conservation", "numbers")
+    f"checks.{name}=off"
+    for name in ("alike", "shards", "replicas", "parity", "conservation", "finite", "numbers")
 ]
 
 

@@ -110,7 +110,8 @@ def test_a_failed_check_warns():
 
 def test_all_off():
     changes = ["tracking.every_steps=null"] + [
-        f"checks.{name}=off" for name in ("alike", "shards", "replicas", "parity", "conservation", "numbers")
+        f"checks.{name}=off"
+        for name in ("alike", "shards", "replicas", "parity", "conservation", "finite", "numbers")
     ]
     assert on_ranks(2, run, 4, changes, flip_a_bit) == [([], None), ([], None)]
 

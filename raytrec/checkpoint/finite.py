@@ -1,0 +1,77 @@
+"""Whether a state is finite: one that is not can neither be trained on nor taken for a good checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from raytrec.checks.outcome import ranks
+from raytrec.checks.readout import read
+
+if TYPE_CHECKING:
+    from raytrec.checkpoint.state import State
+
+SHOWN = 3  # tensors
+
+
+def not_finite(tensors: State, apart: frozenset[str] = frozenset()) -> list[str]:
+    """The names of the tensors that are NaN or infinite somewhere in this rank's part of them.
+
+    It reads every value once, where it lies, and keeps nothing.
+
+    Args:
+        apart: names that are not looked at (LogicalState.unbounded).
+    """
+    named = [(name, part) for name, value in tensors.items() if name not in apart for part in _parts(value)]
+    named = [(name, part) for name, part in named if part.numel() and part.is_floating_point()]
+    good = read([_finite(part.detach()) for _, part in named])
+    return list(dict.fromkeys(name for (name, _), (fine,) in zip(named, good, strict=True) if not fine))
+
+
+def on_any_rank(mine: list[str], group: dist.ProcessGroup | None = None) -> str | None:
+    """What the names of all ranks come to, in words: the tensors, each with its ranks; None: all is finite.
+    A collective.
+
+    Args:
+        mine: of `not_finite`.
+    """
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    on = {
+        name: [rank for rank, bad in enumerate(everyone) if name in bad] for bad in everyone for name in bad
+    }
+    # What has begun on one rank is soon on all, so the fewest come first.
+    names = sorted(on, key=lambda name: (len(on[name]), name))
+    if not names:
+        return None
+    said = [f"{in_words(name)} on {ranks(on[name])}" for name in names[:SHOWN]]
+    more = f"; and {len(names) - SHOWN} more tensors" if len(names) > SHOWN else ""
+    return "; ".join(said) + more
+
+
+def in_words(name: str) -> str:
+    """`tables/user/sum` is "table user's sum"; `dense/top.0.weight/value` is "top.0.weight"."""
+    kind, _, rest = name.partition("/")
+    of, _, what = rest.rpartition("/")
+    return f"table {of}'s {what}" if kind == "tables" else of if what == "value" else f"{of}'s {what}"
+
+
+def _parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
+    return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+
+
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """Whether all values are finite: bool scalar.
+
+    NaN and infinity stay in a sum, and in the least and the greatest. Both are one pass without memory of
+    their own (torch.isfinite makes a mask first, and takes 40 times as long on CPU). The sum is 3 times as
+    fast, but may overflow where nothing is infinite.
+    """
+    if values.dtype in (torch.float32, torch.float64) and values.device.type == "cpu":
+        summed = values.sum().isfinite()
+        if summed:
+            return summed
+    return torch.stack(values.aminmax()).isfinite().all()

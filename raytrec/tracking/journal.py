@@ -1,0 +1,164 @@
+"""What is written into a run folder while a run goes on; it waits in memory while the disk takes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import time
+from typing import Any
+
+from raytrec.checkpoint.index import reason
+
+MOST_BYTES = 32 << 20  # of what waits: the oldest lines go beyond that
+EVENTS = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Something to be written.
+
+    Attributes:
+        whole: it is the content of the file, not a line at its end.
+        then: called when it has been written.
+    """
+
+    name: str
+    data: bytes
+    whole: bool = False
+    then: Callable[[], None] = lambda: None
+
+
+class Journal:
+    """Lines of JSON and small files of a run folder, written in the order in which they come.
+
+    Whatever the disk says, nothing is raised, and no line is left in part. What cannot be written waits, and
+    is tried again with the next line.
+
+    Args:
+        folder: of the run.
+        say: told once when the folder takes nothing, and once when it does again.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]):
+        self._folder, self._say = folder, say
+        self._waiting: deque[Waiting] = deque()
+        self._bytes, self._lost, self._trouble = 0, 0, ""
+        self._begun: set[str] = set()  # files whose last line is known to be whole
+
+    def add(self, name: str, entry: dict[str, Any]) -> None:
+        """A line at the end of a file."""
+        self._put(Waiting(name, json.dumps(entry).encode() + b"\n"))
+        self.write()
+
+    def put(self, name: str, text: str, then: Callable[[], None] = lambda: None) -> None:
+        """A file as a whole, in place of what it was."""
+        self._put(Waiting(name, text.encode(), True, then))
+        self.write()
+
+    def write(self) -> None:
+        """Writes what waits, as far as the disk takes it."""
+        while self._waiting:
+            first = self._waiting[0]
+            try:
+                self._write(first)
+            except OSError as error:
+                return self._failed(reason(error))
+            self._waiting.popleft()
+            self._bytes -= len(first.data)
+            first.then()
+        if self._trouble:
+            self._trouble = ""
+            self._say("the run folder can be written again; what waited is there" + self._left_out())
+            self.add(EVENTS, {"event": "room", "unix_s": time()})
+
+    def missing(self) -> str | None:
+        """What the run folder lacks, as a sentence; None: nothing."""
+        self.write()
+        lines = len(self._waiting) + self._lost
+        if not lines:
+            return None
+        why = f" ({self._trouble})" if self._trouble else ""
+        return f"the run folder lacks {lines:,} record{'s' * (lines != 1)}{why}: {self._folder}"
+
+    def _put(self, what: Waiting) -> None:
+        self._waiting.append(what)
+        self._bytes += len(what.data)
+        while self._bytes > MOST_BYTES:
+            self._bytes -= len(self._waiting.popleft().data)
+            self._lost += 1
+
+    def _failed(self, why: str) -> None:
+        if self._trouble:
+            return
+        self._trouble = why
+        self._say(
+            f"the run folder cannot be written ({why}): {self._folder}; training goes on, and what there is "
+            "to record waits in memory until there is room"
+        )
+        self._put(
+            Waiting(EVENTS, json.dumps({"event": "full", "unix_s": time(), "error": why}).encode() + b"\n")
+        )
+
+    def _left_out(self) -> str:
+        return f", but for the oldest {self._lost:,} records" if self._lost else ""
+
+    def _write(self, what: Waiting) -> None:
+        path = self._folder / what.name
+        if what.whole:
+            write_whole(path, what.data)
+            return
+        start = b"" if what.name in self._begun else _missing_end(path)
+        append_to(path, start + what.data)
+        self._begun.add(what.name)
+
+
+def append_to(path: Path, data: bytes) -> None:
+    """Adds to the end of a file: all of it, or nothing.
+
+    Raises:
+        OSError: the file is as it was.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        size, left = os.fstat(descriptor).st_size, memoryview(data)
+        try:
+            while left:
+                left = left[os.write(descriptor, left) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+        OSError: the file is as it was.
+    """
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _missing_end(path: Path) -> bytes:
+    """The end of a last line that a driver that died has left in part."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            return b"" if file.read(1) == b"\n" else b"\n"
+    return b""

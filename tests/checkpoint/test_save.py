@@ -1,0 +1,233 @@
+"""What is saved: nothing that is not finite; and where there is little room, older checkpoints go first."""
+
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from ranks import on_ranks
+from small import build, config
+
+from raytrec.checkpoint.files import remove_oldest, steps
+from raytrec.checkpoint.finite import in_words, not_finite
+from raytrec.checkpoint.save import NotFinite
+
+
+def saver(state, root, **changes):
+    from raytrec.checkpoint.save import Saver
+    from raytrec.config import load_config
+
+    return Saver(
+        str(root),
+        load_config({"data": {"train": "x"}, "checkpoint": changes}).checkpoint,
+        unbounded=state.unbounded,
+    )
+
+
+def outcome(saver, step, tensors):
+    saver.save(step, tensors, {})
+    return saver.taken()
+
+
+def broken(rank, world, root, asynchronous):
+    """The errors of saves of a good state, of ones of which a part is broken on rank 1, and of a good one."""
+    from raytrec.checkpoint.state import LogicalState
+
+    step = build(config(world, {"sharding": "row_wise"}))
+    state = LogicalState(step.model, step.optimizer)
+    saves, found = saver(state, root, keep_last=9, asynchronous=asynchronous), []
+    places = {
+        "weights": state.tables["user"].weight.local[0].values,
+        "state": state.tables["tag"].state["sum"].local[0].values,
+        "dense": next(v for name, v in sorted(state.dense.items()) if name.endswith("weight/value")),
+    }
+    found.append(outcome(saves, 1, state.tensors()).error)
+    for number, (place, bad) in enumerate(zip(places, ("nan", "inf", "-inf"), strict=True), start=2):
+        values = places[place].view(-1)
+        before = values[-1].clone()
+        if rank == 1:
+            values[-1] = float(bad)
+        found.append(outcome(saves, number, state.tensors()).error)
+        values[-1] = before
+    found.append(outcome(saves, 9, state.tensors()).error)
+    saves.close()
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_is_not_finite_is_never_a_checkpoint(tmp_path, asynchronous):
+    answers = on_ranks(2, broken, str(tmp_path), asynchronous)
+    assert list(map(str, answers[0])) == list(map(str, answers[1])), "the ranks do not agree"
+    good, weights, state, dense, again = answers[0]
+    assert good is None and again is None
+    assert all(isinstance(error, NotFinite) for error in (weights, state, dense))
+    assert "step 2 is NaN or infinite: table user's weight on rank 1" in weights.what
+    assert "table tag's sum on rank 1" in state.what and "step 3" in state.where
+    assert "head.model.bottom.0.weight on rank 1" in dense.what
+    assert steps(str(tmp_path)) == [9, 1], "nothing at all has been written of the others"
+
+
+def test_what_is_looked_at():
+    large = torch.full((1000,), 3e38)
+    tensors = {
+        "tables/a/weight": large,  # whose sum overflows
+        "tables/a/sum": torch.tensor([1.0, float("inf"), float("-inf")]),
+        "tables/b/weight": torch.tensor([1.0, float("nan")], dtype=torch.bfloat16),
+        "tables/c/weight": torch.full((70000,), 60000.0, dtype=torch.float16),
+        "tables/d/weight": torch.zeros(0, 8),
+        "dense/m.w/value": torch.tensor([1e300], dtype=torch.float64),
+        "dense/m.w/step": torch.tensor(3),
+        "dense/mask/value": torch.tensor([float("-inf")]),
+    }
+    assert not_finite(tensors) == ["tables/a/sum", "tables/b/weight", "dense/mask/value"]
+    assert not_finite(tensors, frozenset({"dense/mask/value"})) == ["tables/a/sum", "tables/b/weight"]
+    assert in_words("tables/a.b/sum") == "table a.b's sum"
+    assert in_words("dense/m.w/value") == "m.w" and in_words("dense/m.w/exp_avg") == "m.w's exp_avg"
+
+
+def with_a_mask(rank, world):
+    """What is taken for infinite by design, of a model with a mask."""
+    from raytrec.checkpoint.state import LogicalState
+
+    step = build(config(world, {"sharding": "row_wise"}))
+    head = next(m for m in step.model.modules() if type(m).__name__ == "Head")
+    head.model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    state = LogicalState(step.model, step.optimizer)
+    return sorted(state.unbounded), not_finite(state.tensors(), state.unbounded)
+
+
+def test_a_mask_is_infinite_by_design():
+    [(unbounded, bad)] = on_ranks(1, with_a_mask)
+    assert unbounded == ["dense/head.model.mask/value"] and bad == []
+
+
+@contextmanager
+def disk(place, size):
+    """A file system of so many bytes."""
+    place.mkdir(exist_ok=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a file system takes root")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def many(rank, world, root, keep_last, unseen):
+    """(error, note, steps there are) after each of several saves."""
+    from raytrec.checkpoint import save
+    from raytrec.checkpoint.state import LogicalState
+
+    if unseen:  # as under a quota
+        save.free_bytes = lambda root: None
+    step = build(config(world, {"sharding": "row_wise"}))
+    state = LogicalState(step.model, step.optimizer)
+    tensors = state.tensors() | {"dense/padding/value": torch.ones(1 << 20)}  # 4 MiB
+    saves, found = saver(state, root, keep_last=keep_last), []
+    for number in range(1, 6):
+        saved = outcome(saves, number, tensors)
+        torch.distributed.barrier()
+        found.append(
+            (
+                saved.error,
+                saved.note,
+                [s for s in steps(root) if (Path(root) / f"step-{s:010d}/checkpoint.json").exists()],
+            )
+        )
+        torch.distributed.barrier()
+    saves.close()
+    return found
+
+
+@pytest.mark.parametrize("unseen", [False, True], ids=["free space is known", "a quota"])
+def test_room_for_keep_last_but_not_for_one_more(tmp_path, unseen):
+    with disk(tmp_path / "disk", "11m") as place:
+        (place / "c/step-0000000099").mkdir(parents=True)
+        answers = on_ranks(2, many, str(place / "c"), 2, unseen)
+        found = answers[0]
+        assert [error for error, _, _ in found] == [None] * 5, "every save found room"
+        assert [there for _, _, there in found] == [[1], [2, 1], [3, 2], [4, 3], [5, 4]]
+        said = [note for _, note, _ in found if note]
+        assert len(said) == 1 and "no room for a checkpoint beside 2 others" in said[0], said
+        assert "step-0000000001" in said[0]
+        files = [path for path in (place / "c").rglob("*.bin")]
+        assert len(files) == 4, "two ranks, two checkpoints, nothing of what failed"
+        whole = checkpoints.whole(place / "c/step-0000000005")
+        assert whole["dense/padding/value"].sum() == 1 << 20
+
+
+@pytest.mark.parametrize("unseen", [False, True], ids=["free space is known", "a quota"])
+def test_the_only_checkpoint_stays(tmp_path, unseen):
+    with disk(tmp_path / "disk", "6m") as place:
+        (_, *failed), other = on_ranks(2, many, str(place / "c"), 1, unseen)
+        assert [str(e) for e, _, _ in failed] == [str(e) for e, _, _ in other[1:]], "the ranks do not agree"
+        for error, _, there in failed:
+            assert there == [1] and "No space left" in error.what
+            assert (
+                "a checkpoint takes 4.0 MiB" in error.expected
+                and "keep_last=1 needs room for two" in error.do
+            )
+        assert checkpoints.whole(place / "c/step-0000000001")["dense/padding/value"].sum() == 1 << 20
+
+
+def test_the_oldest_goes_but_neither_the_newest_nor_the_best(tmp_path):
+    from raytrec.checkpoint.index import write_index
+
+    for step, ne in ((1, 0.9), (2, 0.5), (3, 0.8), (4, 0.7)):
+        folder = tmp_path / f"step-{step:010d}"
+        folder.mkdir()
+        about = {"evaluation": {"ne": ne}}
+        write_index(str(folder), {"attempt": "a", "block_bytes": 8, "tensors": {}, "about": about})
+    gone = [remove_oldest(str(tmp_path), 1, "ne") for _ in range(3)]
+    assert [g and g[-1] for g in gone] == ["1", "3", None]
+    assert steps(str(tmp_path)) == [4, 2]
+
+
+def again(rank, world, root):
+    """A save of a step that has been saved before."""
+    from raytrec.checkpoint.state import LogicalState
+
+    step = build(config(world, {"sharding": "row_wise"}))
+    state = LogicalState(step.model, step.optimizer)
+    saves = saver(state, root)
+    errors = [outcome(saves, 7, state.tensors()).error for _ in range(2)]
+    saves.close()
+    return errors
+
+
+def test_a_step_that_is_saved_again_takes_no_more_room(tmp_path):
+    assert on_ranks(2, again, str(tmp_path)) == [[None, None]] * 2
+    assert len(list((tmp_path / "step-0000000007").glob("*.bin"))) == 2
+    assert checkpoints.whole(tmp_path / "step-0000000007")
+
+
+def refusing(rank, world, root):
+    """What restoring makes of a newest checkpoint that is not finite."""
+    from raytrec.checkpoint import save
+    from raytrec.checkpoint.restore import restore
+    from raytrec.checkpoint.state import LogicalState
+
+    step = build(config(world, {"sharding": "row_wise"}))
+    state = LogicalState(step.model, step.optimizer)
+    saves = saver(state, root)
+    errors = [outcome(saves, 1, state.tensors()).error]
+    save.not_finite, kept = lambda *_: [], save.not_finite  # as earlier versions saved
+    if rank == 1:
+        state.tables["user"].state["sum"].local[0].values[0] = float("inf")
+    errors.append(outcome(saves, 2, state.tensors()).error)
+    save.not_finite = kept
+    saves.close()
+    found = restore(root, state)
+    return errors, found.folder, found.passed_over, not_finite(state.tensors())
+
+
+def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path):
+    for errors, folder, passed_over, bad in on_ranks(2, refusing, str(tmp_path)):
+        assert errors == [None, None] and folder.endswith("step-0000000001") and bad == []
+        assert "NaN or infinite: table user's sum on rank 1" in passed_over[0]
+        assert "step-0000000002" in passed_over[0]
