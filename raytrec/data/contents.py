@@ -186,7 +186,7 @@ def _look(path: str, groups: list[list[int]], form: Form, share: int, number: in
             size = file.size()
             footer = _footer(file, size)
             whole = size <= WHOLE_BYTES // share
-            pieces = _all(size) if whole else _samples(footer, form, max(2, SAMPLES // share), number)
+            pieces = _all(size) if whole else _samples(footer, size, form, max(2, SAMPLES // share), number)
             return Content(
                 name=path.rpartition("/")[2],
                 groups=groups,
@@ -233,12 +233,14 @@ def _all(size: int) -> Iterator[tuple[int, int]]:
     return ((at, min(READ_BYTES, size - at)) for at in range(0, size, READ_BYTES))
 
 
-def _samples(footer: bytes, form: Form, most: int, number: int) -> list[tuple[int, int]]:
-    """(place, bytes) of pieces to read: where the columns of a run begin in row groups, labels first.
+def _samples(footer: bytes, size: int, form: Form, most: int, number: int) -> list[tuple[int, int]]:
+    """(place, bytes) of pieces to read: where the columns of a run begin in row groups, labels first; then
+    all over the file.
 
     Where a column chunk begins, its dictionary lies: of flipped labels, it may be all that has changed.
 
     Args:
+        size: of the file.
         most: pieces.
         number: of the file: in many files, each one's pieces are of other row groups and columns.
     """
@@ -247,7 +249,9 @@ def _samples(footer: bytes, form: Form, most: int, number: int) -> list[tuple[in
     others = [name for name in form.columns if name not in labels]
     of_labels, rest = (_chunks(metadata, names) for names in (labels, others))
     half = _spread(of_labels, max(1, most // 2), number)
-    return half + _spread(rest, most - len(half), number)
+    found = half + _spread(rest, most - len(half), number)
+    left = most - len(found)
+    return found + [(at, min(SAMPLE_BYTES, size - at)) for at in (size * i // left for i in range(left))]
 
 
 def _chunks(metadata: pq.FileMetaData, names: list[str]) -> list[tuple[int, int]]:

@@ -101,12 +101,15 @@ def test_a_vocabulary_counts_as_data(folder, tmp_path):
 def test_many_files_are_sampled_within_bounds(folder, monkeypatch):
     """Few pieces of each of many files; other columns and row groups in each."""
     monkeypatch.setattr(contents, "WHOLE_BYTES", 0)
-    with open(folder / "train/part-0.parquet", "rb") as file:
-        footer = contents._footer(pa.PythonFile(file), os.path.getsize(folder / "train/part-0.parquet"))
-    form = scanned(folder).form
-    pieces = [contents._samples(footer, form, 2, number) for number in range(8)]
+    path = folder / "train/part-0.parquet"
+    size, form = path.stat().st_size, scanned(folder).form
+    with open(path, "rb") as file:
+        footer = contents._footer(pa.PythonFile(file), size)
+    pieces = [contents._samples(footer, size, form, 2, number) for number in range(8)]
     assert all(len(each) == 2 for each in pieces) and len({p for each in pieces for p in each}) > 3
-    assert all(size <= contents.SAMPLE_BYTES for each in pieces for _, size in each)
+    many = contents._samples(footer, size, form, 100, 0)
+    assert len(many) == 100, "the columns' beginnings, and places all over the file"
+    assert all(0 < n <= contents.SAMPLE_BYTES and at + n <= size for at, n in sum(pieces, many))
 
 
 class Run:
