@@ -6,48 +6,80 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raytrec.errors import DataError
-from raytrec.storage import open_filesystem
-
 SMALLEST = 65_536  # hashes kept to count distinct values: exact below, ± 0.4 % beyond
 LONGEST_COUNTED = 10_000  # bag lengths from here on are counted as this
+FEW = 64  # distinct values that are counted one by one
+NUMBERS = frozenset({"integer", "float", "bool", "decimal"})
 
 
 @dataclass
 class ColumnStats:
-    """What is known of one column.
+    """What is known of one column, or of a field of a struct.
 
     Attributes:
-        type: Arrow type; base: integer, float, bool, text, time or other (of a list: its values').
+        type: Arrow type; base: integer, float, bool, decimal, text, time, null or other (of a list: its
+            values'). Where files differ it is one that has room for all.
+        types: Arrow type → the first file that has it.
+        mixed: whether files differ so that values have to be cast.
+        trouble: why it cannot be used, where it cannot.
         rows, values, nulls: counts; of a list, `values` are its elements.
-        low, high: of finite numbers. not_finite: NaN and infinities.
+        nulls_inside: of lists. nan, infinite: of numbers.
+        low, high: of finite numbers; whole: whether none of them has a fraction.
+        few: value → how often, as long as there are few.
+        elsewhere: the same of validation and test data, by folder.
     """
 
     name: str
     type: str
     base: str
     is_list: bool
+    types: dict[str, str] = field(default_factory=dict)
+    mixed: bool = False
+    trouble: str | None = None
     rows: int = 0
     values: int = 0
     nulls: int = 0
-    not_finite: int = 0
+    nulls_inside: int = 0
+    nan: int = 0
+    infinite: int = 0
     low: float = np.inf
     high: float = -np.inf
+    whole: bool = True
+    few: dict | None = field(default_factory=dict)
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(LONGEST_COUNTED + 1, np.int64))
+    elsewhere: dict[str, ColumnStats] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> list[ColumnStats]:
+        """Of training, validation and test data."""
+        return [self, *self.elsewhere.values()]
+
+    def count(self, what: str) -> int:
+        """nulls, nan, … of all parts together."""
+        return sum(getattr(part, what) for part in self.parts)
+
+    @property
+    def lowest(self) -> float:
+        return min(part.low for part in self.parts)
+
+    @property
+    def highest(self) -> float:
+        return max(part.high for part in self.parts)
 
     @property
     def distinct(self) -> int:
         """Distinct values: exact below 65,536, then from the smallest hashes (Bar-Yossef et al. 2002)."""
-        if len(self.hashes) < SMALLEST:
-            return len(self.hashes)
-        return round((SMALLEST - 1) / (float(self.hashes[-1]) / 2**64))
+        return count_distinct(self.hashes)
+
+    @property
+    def is_number(self) -> bool:
+        return self.base in NUMBERS and not self.is_list
 
     @property
     def is_probability(self) -> bool:
         """A column of numbers in [0, 1]."""
-        numeric = self.base in ("integer", "float", "bool") and not self.is_list
-        return numeric and self.low >= 0 and self.high <= 1
+        return self.is_number and 0 <= self.lowest <= self.highest <= 1
 
     @property
     def distinct_text(self) -> str:
@@ -55,12 +87,12 @@ class ColumnStats:
 
     @property
     def nulls_text(self) -> str:
-        share = self.nulls / max(self.rows, 1)
-        return "0 %" if not self.nulls else f"{100 * share:.2g} %"
+        share = 100 * self.nulls / max(self.rows, 1)
+        return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"
 
     @property
     def range_text(self) -> str:
-        return f"{self.low:.10g} to {self.high:.10g}" if self.low <= self.high else ""
+        return f"{self.low:.10g} to {self.high:.10g}" if self.low <= self.high and self.base != "time" else ""
 
     @property
     def bag_text(self) -> str:
@@ -77,104 +109,88 @@ class ColumnStats:
         """Adds a row group's column (pyarrow.ChunkedArray)."""
         import pyarrow.compute as pc
 
-        array = column.combine_chunks()
+        from raytrec.data.form import one_array, unnest
+        from raytrec.data.kinds import is_list
+
+        array = one_array(column)
         self.rows += len(array)
         self.nulls += array.null_count
-        if self.is_list:
+        if is_list(array.type):
             lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
             self.lengths += np.bincount(np.minimum(lengths, LONGEST_COUNTED), minlength=LONGEST_COUNTED + 1)
-            array = array.flatten()
-        if hasattr(array, "dictionary_decode"):
-            array = array.dictionary_decode()
+            _, array = unnest(array)
+            self.nulls_inside += array.null_count
         array = array.drop_null()
         self.values += len(array)
-        if len(array) and self.base not in ("other", "time"):
-            self._count(pc.unique(array))
+        if len(array):
+            self._count(array)
 
-    def _count(self, unique) -> None:
+    def _count(self, array) -> None:
+        """Values (pyarrow.Array without nulls): their range, and how many there are."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        array = _comparable(array, self.base, self.mixed)
+        if pa.types.is_floating(array.type):
+            finite = pc.is_finite(array)
+            nan = pc.sum(pc.is_nan(array)).as_py()
+            self.nan += nan
+            self.infinite += len(array) - pc.sum(finite).as_py() - nan
+            array = array.filter(finite)
+        if self.few is None:
+            unique = pc.unique(array)
+        else:
+            unique, counts = pc.value_counts(array).flatten()
+            self._count_few(unique, counts)
+        if len(unique):
+            self._count_distinct(unique)
+
+    def _count_few(self, unique, counts) -> None:
+        if len(unique) > FEW:
+            self.few = None
+            return
+        for value, count in zip(unique.to_pylist(), counts.to_pylist(), strict=True):
+            self.few[value] = self.few.get(value, 0) + count
+        if len(self.few) > FEW:
+            self.few = None
+
+    def _count_distinct(self, unique) -> None:
         from pandas.util import hash_array
 
         values = unique.to_numpy(zero_copy_only=False)
-        if self.base in ("integer", "float", "bool"):
-            finite = np.isfinite(values.astype(np.float64))
-            self.not_finite += int((~finite).sum())
-            if finite.any():
-                self.low = min(self.low, float(values[finite].min()))
-                self.high = max(self.high, float(values[finite].max()))
-        else:
+        if self.base == "text":
             values = values.astype(object)
+        else:
+            self.low = min(self.low, values.min().item())
+            self.high = max(self.high, values.max().item())
+            self.whole &= values.dtype.kind in "iu" or bool((values == np.floor(values)).all())
         self.hashes = np.union1d(self.hashes, hash_array(values))[:SMALLEST]
 
 
-def scan_columns(uri: str, max_rows: int | None) -> tuple[list[ColumnStats], int, bool]:
-    """Statistics of every column, the rows looked at, and whether these are all.
-
-    Raises:
-        DataError: nothing there, no rows, or a file that is not whole.
-    """
+def _comparable(array, base: str, mixed: bool):
+    """Values in the type in which those of all files are compared."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
-    from rich.console import Console
-    from rich.progress import Progress
 
-    from raytrec.data.fragments import list_files, read_footer
-
-    footers = {path: read_footer(path) for path in list_files(uri, "inspect")}
-    groups = [(p, i, f.row_group(i).num_rows) for p, f in footers.items() for i in range(f.num_row_groups)]
-    total = sum(rows for _, _, rows in groups)
-    if not total:
-        raise DataError("there are no rows", where=uri, expected=f"rows in its {len(footers)} Parquet files")
-    chosen = _spread(groups, total, max_rows)
-    schema = next(iter(footers.values())).schema.to_arrow_schema()
-    columns = [_column(f) for f in schema]
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        for path, index, _ in bar.track(chosen, description="reading"):
-            filesystem, inner = open_filesystem(path)
-            try:
-                with filesystem.open_input_file(inner) as file:
-                    table = pq.ParquetFile(file).read_row_group(index)
-                for column in columns:
-                    column.add(table[column.name])
-            except (pa.ArrowException, OSError, KeyError) as error:
-                raise DataError(
-                    f"cannot read the row group: {error}",
-                    where=f"{path}, row group {index}",
-                    expected="the columns of the first file, readable",
-                ) from None
-    return columns, sum(rows for _, _, rows in chosen), len(chosen) == len(groups)
+    if base == "time":
+        return array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())
+    if base == "decimal" or (mixed and base != "text"):
+        return array.cast(pa.float64(), safe=False)
+    if base == "bool":
+        return array.cast(pa.int8())
+    if pa.types.is_fixed_size_binary(array.type):
+        return array.cast(pa.binary())
+    return array.cast(pa.string()) if mixed else array
 
 
-def _spread(groups: list, total: int, max_rows: int | None) -> list:
-    """Row groups, evenly spread, that hold about max_rows rows."""
-    if max_rows is None or max_rows >= total:
-        return groups
-    count = max(1, round(len(groups) * max_rows / total))
-    return [groups[i * len(groups) // count] for i in range(count)]
+def count_distinct(hashes: np.ndarray) -> int:
+    """Distinct values of which these are the smallest hashes (uint64, rising)."""
+    if len(hashes) < SMALLEST:
+        return len(hashes)
+    return round((SMALLEST - 1) / (float(hashes[SMALLEST - 1]) / 2**64))
 
 
-def _column(arrow_field) -> ColumnStats:
-    from raytrec.data.kinds import is_list, value_type
-
-    return ColumnStats(
-        arrow_field.name,
-        str(arrow_field.type),
-        _base(value_type(arrow_field.type)),
-        is_list(arrow_field.type),
-    )
-
-
-def _base(kind) -> str:
-    import pyarrow.types as t
-
-    from raytrec.data.kinds import is_text
-
-    if t.is_temporal(kind):
-        return "time"
-    if t.is_integer(kind):
-        return "integer"
-    if t.is_floating(kind):
-        return "float"
-    if t.is_boolean(kind):
-        return "bool"
-    return "text" if is_text(kind) else "other"
+def share_of(inner: ColumnStats, outer: ColumnStats) -> float:
+    """Which share of a column's distinct values are another's, too, as far as their smallest hashes tell."""
+    known = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= SMALLEST]
+    mine, theirs = (s.hashes[s.hashes <= min(known)] if known else s.hashes for s in (inner, outer))
+    return len(np.intersect1d(mine, theirs, assume_unique=True)) / max(len(mine), 1)

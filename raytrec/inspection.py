@@ -1,54 +1,52 @@
-"""Looks at Parquet and writes the schema.yaml that fits it.
+"""Looks at Parquet and writes the schema.yaml that fits it, with the transforms that it needs.
 
-How a column's kind is inferred, in this order:
+How a column's kind is inferred, in this order (column_roles.py):
 
-    label      named with --label, or called label, target, click, … with numbers in [0, 1]
-    left out   constant or only nulls; integers that differ in each row; dates and times (also integers that
-               look like seconds since 1970)
-    sparse     lists of integers or text (mean pooling); text; integers called …id; integers ≥ 0 that fill
-               their range (max < 10 × distinct values) and repeat
+    label      named with --label, or called label, target, click, …; other values than 0 to 1 become 0 and 1
+               by a transform (binarize)
+    left out   missing in a file, or of types that have nothing in common; constant or only nulls; integers
+               that differ in each row; dates and times (also integers that look like seconds since 1970)
+    sparse     lists of integers or text (mean pooling; sequences where they are called history, clicked, …);
+               text; numbers called …id; integers that fill their range, from wherever it begins, and repeat;
+               integers of few values, or too large for quantities
     weights    lists of floats called like a sparse list: tags_weights or tags_weight for tags
     dense      other numbers
 
-A table has max + 1 rows where ids fill their range; else (text, hashed ids, negative ids) twice the distinct
-values and `out_of_range: hash`.
+Fields of structs are columns: user.age. Features share a table where their values do and their names say so,
+or where values are such (text, hashed ids) that it cannot be chance (shared_tables.py).
+
+A table has max + 1 rows where ids fill their range. Where no validation and test data lies beside the
+training data, or only a sample was read, it has a tenth more, and `out_of_range: hash` for ids that were not
+seen. Text, hashed and negative ids are hashed, too, into ten times as many rows as there are values (of many:
+twice as many).
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from raytrec.column_stats import ColumnStats, scan_columns
-from raytrec.errors import ConfigError, SchemaError
-from raytrec.schema import Schema, table_name
-from raytrec.storage import train_part
+import yaml
 
-LABEL_NAMES = (
-    "label",
-    "labels",
-    "target",
-    "click",
-    "clicked",
-    "is_click",
-    "is_clicked",
-    "converted",
-    "conversion",
-    "y",
+from raytrec.column_roles import (
+    LABEL_NAMES,
+    Finding,
+    fill_weights,
+    find_role,
+    is_called_label,
 )
-TIMES = ((10**8, 10**10), (10**11, 10**13), (10**14, 10**16))  # seconds, ms and µs since 1970
-SPARSE_FILL = 10  # an id column's max is below this × its distinct values
+from raytrec.column_scan import scan_columns
+from raytrec.column_stats import ColumnStats
+from raytrec.errors import ConfigError, SchemaError
+from raytrec.schema import Schema, scalar
+from raytrec.shared_tables import SharedTable, find_tables, is_sequence
+from raytrec.storage import parts_beside, train_part
 
-
-@dataclass
-class Finding:
-    """One column: what it is taken for, why, and what to look out for."""
-
-    stats: ColumnStats
-    kind: str  # label, dense, sparse, weights or left out
-    why: str
-    notes: list[str] = field(default_factory=list)
+# Of transforms: in lists, all but fill_null leave out nulls, whose weights would stay.
+ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip", "log")
+LONGEST_COMMAND = 2000  # with transforms in it
 
 
 @dataclass
@@ -58,35 +56,55 @@ class Inspection:
     Attributes:
         uri: the place that was looked at.
         findings: one for each column, in the files' order.
-        schema: the schema that fits.
+        schema: the schema that fits what comes out of the transforms.
+        transforms: data.transforms, without which training refuses columns of the schema.
         rows: rows looked at; `whole` says whether these are all.
+        also: name → place of validation and test data that was looked at, too.
+        tables: why features share tables.
     """
 
     uri: str
     findings: list[Finding]
     schema: Schema
+    transforms: list[dict]
     rows: int
     whole: bool
+    also: dict[str, str]
+    tables: list[SharedTable]
 
     def schema_yaml(self) -> str:
-        """schema.yaml, with a comment for every column."""
-        by_name = {f.stats.name: f for f in self.findings}
+        """schema.yaml, with the transforms and a comment for every column."""
         sampled = "" if self.whole else ", a sample: cardinalities and ranges are lower bounds"
-        lines = [f"# Inferred from {self.uri} ({self.rows:,} rows{sampled}). Look it over before you train."]
-        section = ""
-        for line in self.schema.to_yaml().splitlines():
-            name = line.strip().partition(":")[0].strip("'\"")
-            if not line.startswith(" "):
-                section = name
-                for column in self.schema.dense if section == "dense" else ():
-                    lines.append(f"# {column}: {_describe(by_name[column])}")
-            elif section == "sparse":
-                line = f"{line}  # {_describe(by_name[name])}"
-            lines.append(line)
-        for finding in self.findings:
-            if finding.kind == "left out":
-                lines.append(f"# left out: {finding.stats.name} ({finding.stats.type}): {finding.why}")
-        return "\n".join(lines) + "\n"
+        beside = f", ids also from {' and '.join(self.also)}" if self.also else ""
+        lines = [
+            f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{beside}). Look it over before you train."
+        ]
+        if self.transforms:
+            lines += ["Training needs these in its configuration, too:", "data:", "  transforms:"]
+            lines += [f"    - {_flow(transform)}" for transform in self.transforms]
+        out = [f"# {_printable(line)}" for line in lines]
+        out.append(
+            self.schema.to_yaml({key: _printable(text) for key, text in self._comments().items()}).rstrip()
+        )
+        for f in self.findings:
+            if f.kind == "left out":
+                out.append(_printable(f"# left out: {scalar(f.stats.name)} ({f.stats.type}): {f.why}"))
+        return "\n".join(out) + "\n"
+
+    def _comments(self) -> dict[tuple[str, str], str]:
+        """(section, column) → what is said of it."""
+        shared = {
+            name: f"shares {t.name}'s table: {why}" for t in self.tables for name, why in t.reasons.items()
+        }
+        found = {}
+        for f in self.findings:
+            section = {"label": "labels", "dense": "dense", "sparse": "sparse"}.get(f.kind)
+            if section:
+                more = [shared[f.stats.name]] if section == "sparse" and f.stats.name in shared else []
+                if section == "sparse" and is_sequence(f):
+                    more.append("its name says sequence: the most recent id has to be the last")
+                found[section, f.stats.name] = "; ".join([_describe(f), *more])
+        return found
 
     def show(self, out: str | None = None, overwrite: bool = False) -> None:
         """A table of the columns on stderr; the schema on stdout or in a file.
@@ -96,6 +114,8 @@ class Inspection:
         """
         self._print_table()
         if out is None:
+            if hasattr(sys.stdout, "reconfigure"):
+                sys.stdout.reconfigure(encoding="utf-8")  # as a schema is read, whatever the terminal's is
             sys.stdout.write(self.schema_yaml())
             return
         path = Path(out)
@@ -104,23 +124,37 @@ class Inspection:
                 "the file exists", where=out, do="choose another --out, or replace it with --force"
             )
         try:
-            path.write_text(self.schema_yaml())
+            path.write_text(self.schema_yaml(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write the schema: {error.strerror}", where=out) from None
         print(f"wrote {out}; look it over, then:", file=sys.stderr)
-        print(f"  raytrec train jobs/own.yaml data.train={self.uri} data.schema={out}", file=sys.stderr)
+        print(f"  {self._command(out)}", file=sys.stderr)
+
+    def _command(self, schema: str) -> str:
+        """The command that trains with a schema file."""
+        parts = {"test" if name == "test" else "valid": place for name, place in self.also.items()}
+        settings = [f"data.train={self.uri}", *(f"data.{name}={place}" for name, place in parts.items())]
+        settings.append(f"data.schema={schema}")
+        transforms = f"data.transforms=[{', '.join(map(_flow, self.transforms))}]"
+        if self.transforms and len(transforms) <= LONGEST_COMMAND:
+            settings.append(transforms)
+        command = shlex.join(["raytrec", "train", "jobs/own.yaml", *settings])
+        if self.transforms and len(transforms) > LONGEST_COMMAND:
+            command += f"  # with the data.transforms that {schema} names in jobs/own.yaml"
+        return command
 
     def _print_table(self) -> None:
-        from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=f"{self.uri}: {self.rows:,} rows", title_justify="left")
+        from raytrec.terminal import open_console, plain
+
+        table = Table(title=plain(f"{self.uri}: {self.rows:,} rows"), title_justify="left")
         for heading in ("column", "taken for", "because", "nulls", "distinct"):
             table.add_column(heading)
         for f in self.findings:
             why = "; ".join([f.why, *f.notes])
-            table.add_row(f.stats.name, f.kind, why, f.stats.nulls_text, f.stats.distinct_text)
-        Console(stderr=True).print(table)
+            table.add_row(plain(f.stats.name), f.kind, plain(why), f.stats.nulls_text, f.stats.distinct_text)
+        open_console(stderr=True).print(table)
 
 
 def inspect(
@@ -129,104 +163,125 @@ def inspect(
     """Reads Parquet row group by row group and infers a schema.
 
     Args:
-        uri: folder or file; local, s3:// or gs://. Of a folder with train/, valid/, test/ it looks at train/.
+        uri: folder or file; local, s3:// or gs://. Of a folder with train/, valid/, test/ it looks at train/,
+            and at the others for the ids, nulls and types that are there; so it does of a folder train/ with
+            such folders beside it.
         dim: width of the tables.
         labels: columns to predict; default: a column with a usual name.
-        max_rows: look at about this many rows, in row groups spread over the files.
+        max_rows: look at about this many rows of each, in row groups spread over the files.
 
     Raises:
         DataError: nothing there, or not Parquet. SchemaError: no label or no sparse feature can be told.
     """
     uri = train_part(uri)
-    columns, rows, whole = scan_columns(uri, max_rows)
-    findings = [_finding(column, labels, columns) for column in columns]
+    also = parts_beside(uri)
+    scan = scan_columns(uri, max_rows, also)
+    names = [column.name for column in scan.columns]
+    if missing := [label for label in labels or () if label not in names]:
+        raise SchemaError(f"there is no column '{missing[0]}'", where=uri, expected=", ".join(names[:50]))
+    plain_labels = any(is_called_label(c) and c.is_probability for c in scan.columns)
+    findings = [find_role(column, labels, plain_labels) for column in scan.columns]
+    _check_some_label(findings, uri)
     _pair_weights(findings)
-    return Inspection(uri, findings, _schema(findings, dim, labels, uri), rows, whole)
+    tables = find_tables(findings)
+    all_seen = bool(also) and scan.whole
+    schema = _schema(findings, tables, dim, all_seen, uri)
+    return Inspection(uri, findings, schema, _transforms(findings), scan.rows, scan.whole, also, tables)
 
 
-def _finding(s: ColumnStats, labels: list[str] | None, columns: list[ColumnStats]) -> Finding:
-    if s.name in (labels or ()) or (not labels and s.name.lower() in LABEL_NAMES and s.is_probability):
-        return Finding(s, "label", "named with --label" if labels else "its name")
-    if s.distinct == 0 or (s.distinct == 1 and not s.nulls and not s.is_list):
-        return Finding(s, "left out", "only nulls" if s.distinct == 0 else "constant")
-    if s.base == "time" or (s.base == "integer" and not s.is_list and _looks_like_time(s)):
-        return Finding(s, "left out", "a time; derive features such as the hour from it")
-    if s.base == "text" or (s.is_list and s.base == "integer"):
-        return Finding(s, "sparse", "a list of ids" if s.is_list else "text")
-    if s.is_list and s.base == "float":
-        return Finding(s, "left out", "a list of floats that is no feature's weights")
-    if s.base == "integer" and _is_id(s):
-        why = "its name" if _named_id(s) else "integers that fill their range"
-        return Finding(s, "sparse", why)
-    if s.base == "integer" and not s.is_list and s.distinct == s.values > 100:
-        return Finding(s, "left out", "another value in each row")
-    if s.base in ("integer", "float", "bool") and not s.is_list:
-        notes = [f"{s.nulls:,} nulls: training refuses them, fill them first"] if s.nulls else []
-        if s.not_finite:
-            notes.append(f"{s.not_finite:,} NaN or infinite: training refuses them")
-        if max(abs(s.low), abs(s.high)) > 1000:
-            notes.append("large values: scale them first, for example by log(1 + x)")
-        return Finding(s, "dense", "a number", notes)
-    return Finding(s, "left out", f"type {s.type} is not supported")
+def _check_some_label(findings: list[Finding], uri: str) -> None:
+    if any(f.kind == "label" for f in findings):
+        return
+    likely = [f.stats.name for f in findings if f.stats.is_probability and f.stats.distinct == 2]
+    ratings = [f.stats.name for f in findings if f.kind in ("dense", "sparse") and _could_be_rating(f.stats)]
+    raise SchemaError(
+        "cannot tell which column is the label",
+        where=uri,
+        expected=f"a column called {', '.join(LABEL_NAMES[:5])} or the like",
+        do=f"name it with --label COLUMN; columns of 0 and 1 are: {', '.join(likely[:20]) or 'none'}"
+        + (
+            f"; with few values, which a transform makes 0 and 1: {', '.join(ratings[:20])}"
+            if ratings
+            else ""
+        ),
+    )
 
 
-def _named_id(s: ColumnStats) -> bool:
-    return s.name.lower() == "id" or s.name.lower().endswith("_id") or s.name.endswith("Id")
-
-
-def _is_id(s: ColumnStats) -> bool:
-    fills = s.low >= 0 and s.high < SPARSE_FILL * s.distinct
-    return _named_id(s) or (fills and s.distinct * 2 <= s.values)
-
-
-def _looks_like_time(s: ColumnStats) -> bool:
-    return not _named_id(s) and any(low <= s.low and s.high < high for low, high in TIMES)
+def _could_be_rating(s: ColumnStats) -> bool:
+    return not s.is_list and s.few is not None and 2 <= len(s.few) <= 11 and not s.is_probability
 
 
 def _pair_weights(findings: list[Finding]) -> None:
+    """Lists of floats that are named after a list of ids are its weights, and keep their length."""
     lists = {f.stats.name: f for f in findings if f.kind == "sparse" and f.stats.is_list}
     for f in findings:
-        owner = f.stats.name.removesuffix("s").removesuffix("_weight")
-        if f.stats.is_list and f.stats.base == "float" and owner in lists and owner != f.stats.name:
-            f.kind, f.why = "weights", f"of {owner}"
+        name = f.stats.name
+        owner = name.removesuffix("s").removesuffix("_weight")
+        owner = f"{name.removesuffix('.value')}.key" if name.endswith(".value") else owner  # of a map
+        floats = f.stats.is_list and f.stats.base in ("float", "decimal") and not f.stats.trouble
+        if floats and owner in lists and owner != name:
+            f.kind, f.why, f.transforms = "weights", f"of {owner}", []
+            fill_weights(f)
+            _keep_length(lists[owner])
 
 
-def _schema(findings: list[Finding], dim: int, labels: list[str] | None, uri: str) -> Schema:
-    names = [f.stats.name for f in findings]
-    if missing := [label for label in labels or () if label not in names]:
-        raise SchemaError(f"there is no column '{missing[0]}'", where=uri, expected=", ".join(names))
-    chosen = [f.stats.name for f in findings if f.kind == "label"]
-    if not chosen:
-        likely = [f.stats.name for f in findings if f.stats.is_probability and f.stats.distinct == 2]
+def _keep_length(f: Finding) -> None:
+    """Nulls in a list that has weights become an id of their own, instead of going."""
+    if not any(t["do"] == "drop_null" for t in f.transforms):
+        return
+    f.transforms = [t for t in f.transforms if t["do"] != "drop_null"]
+    s = f.stats
+    if s.base == "text":
+        f.needs("fill_null", value="")
+        return
+    s.high = max(int(s.highest) + 1, 0)
+    f.needs("fill_null", value=s.high)
+
+
+def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, all_seen: bool, uri: str) -> Schema:
+    if not tables:
         raise SchemaError(
-            "cannot tell which column is the label",
+            "no column can be looked up in a table",
             where=uri,
-            expected=f"a column called {', '.join(LABEL_NAMES[:5])} or the like",
-            do=f"name it with --label COLUMN; columns of 0 and 1 are: {', '.join(likely) or 'none'}",
+            expected="integer ids, lists of them, or text",
+            do="make ids of a number in data.transforms: {do: bucketize, columns: [NUMBER], boundaries: […]}",
         )
-    sparse, tables = {}, {}
+    of_column = {f.stats.name: table for table in tables for f in table.members}
     weights = {f.why.removeprefix("of "): f.stats.name for f in findings if f.kind == "weights"}
+    sparse = {}
     for f in findings:
-        if f.kind != "sparse":
-            continue
-        s = f.stats
-        table = table_name(s.name.removesuffix("_id"))
-        sparse[s.name] = {"table": table, "pooling": "mean" if s.is_list else "sum"}
-        if s.name in weights:
-            sparse[s.name]["weights"] = weights[s.name]
-        tables[table] = {"dim": dim, **_size(s)}
-    if not sparse:
-        raise SchemaError(
-            "no column can be looked up in a table", where=uri, expected="integer ids, lists of them, or text"
-        )
-    dense = [f.stats.name for f in findings if f.kind == "dense"]
-    return Schema.parse({"labels": chosen, "dense": dense, "sparse": sparse, "tables": tables}, uri)
+        if f.kind == "sparse":
+            name = f.stats.name
+            pooling = "sequence" if is_sequence(f) else "mean" if f.stats.is_list else "sum"
+            sparse[name] = {"table": of_column[name].name, "pooling": pooling, "weights": weights.get(name)}
+    values = {
+        "labels": [f.stats.name for f in findings if f.kind == "label"],
+        "dense": [f.stats.name for f in findings if f.kind == "dense"],
+        "sparse": sparse,
+        "tables": {table.name: {"dim": dim, **table.size(all_seen)} for table in tables},
+    }
+    return Schema.parse(values, uri)
 
 
-def _size(s: ColumnStats) -> dict:
-    if s.base == "integer" and s.low >= 0 and s.high < max(SPARSE_FILL * s.distinct, 1000):
-        return {"rows": int(s.high) + 1}
-    return {"rows": max(2 * s.distinct, 100), "out_of_range": "hash"}
+def _transforms(findings: list[Finding]) -> list[dict]:
+    """What all columns need, columns of the same need together."""
+    together: dict[str, dict] = {}
+    for transform in (t for f in findings if f.kind != "left out" for t in f.transforms):
+        settings = {key: value for key, value in transform.items() if key != "columns"}
+        known = together.setdefault(_flow(settings), {"do": transform["do"], "columns": [], **settings})
+        known["columns"] += transform["columns"]
+    return sorted(together.values(), key=lambda t: ORDER.index(t["do"]))
+
+
+def _flow(value: dict) -> str:
+    """YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
+    return text.strip()
+
+
+def _printable(text: str) -> str:
+    """Text that can stand in a comment."""
+    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _describe(finding: Finding) -> str:
@@ -234,4 +289,7 @@ def _describe(finding: Finding) -> str:
     parts = [s.type, f"{s.distinct_text} distinct", s.range_text, f"{s.nulls_text} null"]
     if s.is_list:
         parts.append(f"bags {s.bag_text}")
+    beyond = [part for part, other in s.elsewhere.items() if other.high > s.high or other.low < s.low]
+    if finding.kind == "sparse" and beyond and s.base != "text":
+        parts.append(f"{s.lowest:.10g} to {s.highest:.10g} with {' and '.join(beyond)}")
     return ", ".join(p for p in [*parts, *finding.notes] if p)

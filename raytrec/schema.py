@@ -20,6 +20,7 @@ No torch here: the driver reads schemas on machines without it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -178,22 +179,35 @@ class Schema(BaseModel):
             raise SchemaError(f"cannot read the schema: {error.strerror or error}", where=str(path)) from None
         return cls.parse(values, str(path))
 
-    def to_yaml(self) -> str:
-        """The text of a schema.yaml: one line for each feature and table; defaults left out."""
-        lines = [f"labels: [{', '.join(map(_scalar, self.labels))}]"]
-        lines.append(f"dense: [{', '.join(map(_scalar, self.dense))}]")
+    def to_yaml(self, comments: Mapping[tuple[str, str], str] | None = None) -> str:
+        """The text of a schema.yaml: one line for each feature and table; defaults left out.
+
+        Args:
+            comments: (section, name) → what is said of a label, dense column, feature or table; one line.
+        """
+        comments, lines = comments or {}, []
+        for section in ("labels", "dense"):
+            names = getattr(self, section)
+            known = ((name, comments.get((section, name))) for name in names)
+            lines += [f"# {scalar(name)}: {comment}" for name, comment in known if comment]
+            lines.append(f"{section}: [{', '.join(map(scalar, names))}]")
         for section in ("sparse", "tables"):
             lines.append(f"{section}:")
             for name, spec in getattr(self, section).items():
                 values = spec.model_dump(exclude_defaults=True)
-                inner = ", ".join(f"{k}: {_scalar(v)}" for k, v in values.items())
-                lines.append(f"  {_scalar(name)}: {{{inner}}}")
+                inner = ", ".join(f"{k}: {scalar(v)}" for k, v in values.items())
+                comment = comments.get((section, name))
+                lines.append(f"  {scalar(name)}: {{{inner}}}" + (f"  # {comment}" if comment else ""))
         return "\n".join(lines) + "\n"
 
 
-def _scalar(value: object) -> str:
+def scalar(value: object) -> str:
     """A scalar as YAML flow text, quoted where YAML needs it."""
-    return yaml.safe_dump([value], default_flow_style=True, width=10**6).strip()[1:-1]
+    quotes = '"' if isinstance(value, str) and not value.isprintable() else None  # others would fold lines
+    text = yaml.safe_dump(
+        [value], default_flow_style=True, width=10**6, allow_unicode=True, default_style=quotes
+    )
+    return text.strip()[1:-1]
 
 
 def _explain(error: dict) -> str:

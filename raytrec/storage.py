@@ -123,3 +123,19 @@ def train_part(uri: str) -> str:
     inner = uri.rstrip("/") + "/train"
     filesystem, path = open_filesystem(inner)
     return inner if filesystem.get_file_info(path).type == fs.FileType.Directory else uri
+
+
+def parts_beside(uri: str) -> dict[str, str]:
+    """Validation and test data beside a folder train/ (or a file train.parquet): name → place."""
+    from pyarrow import fs
+
+    name = uri.rstrip("/").rpartition("/")[2]
+    if name.partition(".")[0] != "train":
+        return {}
+    found = {}
+    for part in ("valid", "val", "validation", "test", "eval"):
+        place = uri.rstrip("/").removesuffix(name) + name.replace("train", part, 1)
+        filesystem, path = open_filesystem(place)
+        if filesystem.get_file_info(path).type != fs.FileType.NotFound:
+            found[part] = place
+    return found

@@ -1,17 +1,22 @@
 """From columns to a schema that loads and trains."""
 
 import datetime
+import shlex
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from raytrec.data.fragments import scan
+from raytrec.data.order import Item, Part
+from raytrec.data.rows import read_item
 from raytrec.errors import ConfigError, DataError, SchemaError
 from raytrec.inspection import inspect
 from raytrec.schema import Schema
+from raytrec.transforms import Transform
 
 ROWS = 2000
 
@@ -59,7 +64,7 @@ def test_kinds(folder):
         "price": "dense",
         "user_id": "sparse",
         "slot": "sparse",
-        "device_hash": "dense",
+        "device_hash": "sparse",
         "item_id": "sparse",
         "city": "sparse",
         "tags": "sparse",
@@ -74,7 +79,7 @@ def test_kinds(folder):
         "row": "left out",
     }
     tables = found.schema.tables
-    assert (tables["user"].rows, tables["user"].out_of_range) == (300, "error")
+    assert (tables["user"].rows, tables["user"].out_of_range) == (330, "hash"), "ids to come have room"
     assert tables["city"].out_of_range == tables["item"].out_of_range == "hash"
     assert found.schema.sparse["tags"].weights == "tags_weights"
     assert found.schema.sparse["tags"].pooling == "mean"
@@ -156,3 +161,282 @@ def test_file_is_not_overwritten(folder, tmp_path, capsys):
     found.show(str(tmp_path / "schema.yaml"), overwrite=True)
     found.show()
     assert capsys.readouterr().out.endswith(found.schema_yaml())
+
+
+def write(path, columns, **settings):
+    """A Parquet file, in a folder that is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(columns if isinstance(columns, pa.Table) else pa.table(columns), path, **settings)
+
+
+def accepted(text, *places):
+    """Reads all rows of places as a run with this text's schema and transforms would; their schema."""
+    comments = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
+    pasted = "\n".join(line for line in comments if line.startswith(("data:", "  ")))
+    transforms = (yaml.safe_load(pasted) or {"data": {"transforms": []}})["data"]["transforms"]
+    parsed = tuple(TypeAdapter(list[Transform]).validate_python(transforms))
+    schema = Schema.parse(yaml.safe_load(text), "text")
+    for place in places:
+        data = scan(str(place), schema, transforms=parsed)
+        for group in data.groups:
+            part = Part(group.path, group.index, 0, group.rows)
+            assert read_item(Item(0, 0, (part,), None), data.form).num_rows == group.rows
+    return schema
+
+
+def odd_columns(rows, seed, users=200):
+    """Columns as strangers have them."""
+    rng = np.random.default_rng(seed)
+    item = rng.integers(0, 90, rows)
+    some = rng.random(rows) < 0.1
+    bags = [rng.integers(0, 90, n).tolist() for n in rng.integers(0, 6, rows)]
+    when = np.datetime64("2026-01-01T00:00:00") + rng.integers(0, 10**6, rows).astype("timedelta64[s]")
+    return {
+        "label": rng.integers(1, 6, rows),
+        "Größe (cm)": pa.array(rng.normal(size=rows), mask=some),
+        "café_id": rng.integers(0, 50, rows),
+        "a: b": rng.choice(["x", "y"], rows),
+        "[/red]": rng.integers(0, 9, rows),
+        "": rng.normal(size=rows),
+        "half": pa.array(rng.normal(size=rows).astype(np.float16)),
+        "halves": pa.array([[np.float16(0.5)]] * rows, pa.list_(pa.float16())),
+        "deep": pa.array([[[1], [2]]] * rows),
+        "view": pa.array(rng.choice(["p", "q", "r"], rows), pa.string_view()),
+        "views": pa.array(bags, pa.list_view(pa.int64())),
+        "when": pa.array(when),
+        "day": pa.array(when.astype("datetime64[D]")),
+        "since": (when - np.datetime64("1970-01-01")).astype("timedelta64[ms]").astype(np.int64),
+        "took": pa.array(rng.integers(1, 99, rows), pa.duration("s")),
+        "user": pa.array([{"id": int(i), "age": float(i % 7), "x": {"zip": int(i % 5)}} for i in item]),
+        "user_id": rng.integers(0, users, rows),
+        "item_id": item,
+        "clicked_items": pa.array(bags),
+        "holes": pa.array([[1, None, 3]] * rows),
+        "tags": pa.array([[5, None]] * rows),
+        "tags_weights": pa.array([[1.0, None]] * rows),
+        "pandas_id": pa.array(np.where(some, np.nan, item)),
+        "oracle_id": pa.array(item).cast(pa.decimal128(20, 0)),
+        "money": pa.array(np.round(rng.random(rows) * 50, 2)).cast(pa.decimal128(9, 2)),
+        "year": rng.integers(1990, 2025, rows),
+        "code": rng.choice([10_000_017, 10_000_523, 10_000_871], rows),
+        "huge": np.where(rng.random(rows) < 0.01, np.inf, rng.normal(size=rows) * 1e5),
+        "scores": pa.array([[("a", 0.5)]] * rows, pa.map_(pa.string(), pa.float64())),
+        "key": pa.array([rng.bytes(2) for _ in range(rows)], pa.binary(2)),
+        "flag": pa.array(rng.random(rows) < 0.5, mask=some),
+        "nothing": pa.nulls(rows),
+        "a\nb": rng.integers(0, 3, rows),
+    }
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """A folder with train/ of two files, and test/ with users and nulls that train/ has not."""
+    folder = tmp_path_factory.mktemp("odd")
+    write(folder / "train" / "a.parquet", odd_columns(2000, 0), row_group_size=700)
+    write(folder / "train" / "b.parquet", odd_columns(500, 1))
+    later = odd_columns(300, 2, users=260)
+    later["item_id"][0] = 101
+    later["money"] = pa.array([None, *later["money"].to_pylist()[1:]], pa.decimal128(9, 2))
+    write(folder / "test" / "a.parquet", later)
+    return folder
+
+
+def test_what_is_written_of_odd_columns_is_what_the_reader_takes(odd, capsys):
+    found = inspect(str(odd))
+    text = found.schema_yaml()
+    schema = accepted(text, odd / "train", odd / "test")
+    assert schema == found.schema
+    found.show()
+    captured = capsys.readouterr()
+    assert captured.out == text and "[/red]" in captured.err
+    assert inspect(str(odd / "train")).schema == schema, "of train/ it looks at what is beside it, too"
+
+
+def test_kinds_of_odd_columns(odd):
+    found = inspect(str(odd))
+    why = {f.stats.name: f.why for f in found.findings if f.kind == "left out"}
+    assert {name for name in why if "only nulls" in why[name]} == {"nothing"}
+    assert why["deep"] == "type list<element: list<element: int64>> is not supported"
+    assert why["when"].endswith("{do: date_part, columns: [when], part: hour, into: [when_hour]}")
+    assert "since_1970: ms" in why["since"] and "part: weekday" in why["day"] and "do: age" in why["took"]
+    assert set(why) == {"nothing", "deep", "when", "since", "day", "took", "halves"}
+    schema = found.schema
+    assert schema.labels == ["label"]
+    assert {"Größe (cm)", "", "half", "user.age", "money", "huge", "flag"} == set(schema.dense)
+    assert {"year", "code", "pandas_id", "oracle_id", "key", "view", "user.x.zip"} < set(schema.sparse)
+    tables = schema.tables
+    assert (tables["user"].rows, tables["user"].out_of_range) == (260, "error"), "ids of test/"
+    assert tables[schema.sparse["code"].table].rows == 100 and tables["year"].rows == 2025
+    assert schema.sparse["scores.key"].weights == "scores.value"
+    assert "caf\u00e9_id: {table: café}" in found.schema_yaml()
+    assert "0 to 259 with test" in found.schema_yaml()
+
+
+def test_columns_of_the_same_ids_share_a_table(odd):
+    found = inspect(str(odd))
+    sparse = found.schema.sparse
+    assert sparse["clicked_items"].table == sparse["item_id"].table == "item"
+    assert sparse["clicked_items"].pooling == "sequence" and sparse["views"].pooling == "mean"
+    assert found.schema.tables["item"].rows == 102
+    assert sparse["[/red]"].table != sparse["a\nb"].table, "small integers look alike"
+    lines = {line.strip().partition(":")[0]: line for line in found.schema_yaml().splitlines()}
+    assert "shares item's table: 100 % of its values are in item_id, too" in lines["clicked_items"]
+    assert "the most recent id has to be the last" in lines["clicked_items"]
+
+
+def test_text_ids_share_a_table_and_names_of_tables_do_not_clash(tmp_path):
+    rng = np.random.default_rng(0)
+    cities = [f"city {i}" for i in range(40)]
+    columns = {
+        "click": rng.integers(0, 2, 900),
+        "home": rng.choice(cities, 900),
+        "work": rng.choice(cities[:30], 900),
+        "colour": rng.choice([f"colour {i}" for i in range(20)], 900),
+        "colour_id": rng.integers(0, 20, 900),
+        "history": pa.array([rng.integers(0, 70, 5).tolist() for _ in range(900)]),
+        "user_id": rng.integers(0, 700, 900),
+        "film_id": rng.integers(0, 70, 900),
+        "prev_film_id": rng.integers(0, 70, 900),
+    }
+    write(tmp_path / "a.parquet", columns)
+    sparse = inspect(str(tmp_path)).schema.sparse
+    assert sparse["work"].table == sparse["home"].table == "home"
+    assert sparse["history"].table == sparse["prev_film_id"].table == sparse["film_id"].table == "film"
+    assert {sparse["colour"].table, sparse["colour_id"].table} == {"colour", "colour_2"}
+    assert sparse["user_id"].table == "user"
+
+
+@pytest.mark.parametrize(
+    "values,transform",
+    [
+        ([1, 2, 3, 4, 5], {"at_least": 4}),
+        ([0.5, 1, 2, 3, 4, 4.5, 5], {"at_least": 4}),
+        ([-1, 1], {"at_least": 1}),
+        ([0, 1, None, 3], {"at_least": 3}),
+        (list(range(200)), {"at_least": 149.25}),
+        (["yes", "no"], {"positive": ["yes"]}),
+        (["N", "Y", "N"], {"positive": ["Y"]}),
+        (["view", "view", "Purchase", "click"], {"positive": ["Purchase", "click"]}),
+        (["red", "blue", "red"], {"positive": ["blue"]}),
+        (["0", "1"], {"positive": ["1"]}),
+        ([b"no", b"yes"], {"positive": ["yes"]}),
+    ],
+)
+@pytest.mark.parametrize("name", ["label", "stars: 1"])
+def test_labels_that_are_no_0_or_1_become_so(tmp_path, name, values, transform):
+    values = [v for v in values if v is not None] * 100
+    write(tmp_path / "a.parquet", {name: values, "user_id": np.arange(len(values)) % 7})
+    found = inspect(str(tmp_path), labels=None if name == "label" else [name])
+    assert found.transforms == [{"do": "binarize", "columns": [name], **transform}]
+    text = found.schema_yaml()
+    assert accepted(text, tmp_path).labels == [name]
+    assert "choose the t" in text
+    if len(set(values)) < 64:
+        assert "of the rows are 1 now" in text
+
+
+def test_the_command_that_is_shown_has_the_transforms(tmp_path, capsys):
+    place = tmp_path / "my data"
+    write(place / "a.parquet", {"label": ["yes", "no"] * 9, "user_id": [1, 2] * 9})
+    inspect(str(place)).show(str(tmp_path / "schema.yaml"))
+    command = shlex.split(capsys.readouterr().err.splitlines()[-1])
+    assert command[:3] == ["raytrec", "train", "jobs/own.yaml"]
+    settings = dict(word.split("=", 1) for word in command[3:])
+    assert settings["data.train"] == str(place)
+    assert yaml.safe_load(settings["data.transforms"])[0]["positive"] == ["yes"]
+
+
+def test_labels_that_cannot_be(tmp_path):
+    for values, says in (
+        ([f"name {i}" for i in range(90)], "text with 90 values.*binarize"),
+        ([[1]] * 90, "of type list"),
+        (pa.nulls(90), "only nulls"),
+    ):
+        write(tmp_path / "a.parquet", {"label": values, "user_id": np.arange(90) % 7})
+        with pytest.raises(SchemaError, match=rf"(?s)column 'label' cannot be the label: .*{says}"):
+            inspect(str(tmp_path))
+    columns = {"label": np.arange(90) % 5 + 1, "click": np.arange(90) % 2, "user_id": np.arange(90) % 7}
+    write(tmp_path / "a.parquet", columns)
+    found = inspect(str(tmp_path))
+    assert found.schema.labels == ["click"] and "called like a label" in found.schema_yaml()
+    assert "label" not in found.schema.columns, "it gives the click away"
+    write(tmp_path / "a.parquet", {"stars": np.arange(90) % 5 + 1, "user_id": np.arange(90) % 40})
+    with pytest.raises(SchemaError, match="which a transform makes 0 and 1: stars"):
+        inspect(str(tmp_path))
+
+
+def test_files_that_differ_are_named(tmp_path):
+    n = 400
+    base = {"click": np.arange(n) % 2, "user_id": np.arange(n) % 9}
+    ids, texts = np.arange(n) % 20, [str(i) for i in np.arange(n) % 20]
+    a = base | {
+        "x_id": ids,
+        "y": ids * 1.0,
+        "z": ids,
+        "w": ids,
+        "here": ids,
+        "v": pa.nulls(n),
+        "price": ids - 5,
+    }
+    b = base | {"x_id": ids * 1.0, "y": ids * 1.0, "z": texts, "w": pa.array([{"a": 1}] * n), "v": ids}
+    b |= {"price": ids * 0.5 - 5}
+    write(tmp_path / "a.parquet", a)
+    write(tmp_path / "b.parquet", b)
+    found = inspect(str(tmp_path))
+    text = found.schema_yaml()
+    schema = accepted(text, tmp_path)
+    assert {"user_id", "x_id", "z", "v"} == set(schema.sparse) and set(schema.dense) == {"price"}
+    where, there = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    assert f"its type differs: int64 in {where}; double in {there}" in text
+    assert f"left out: w (int64): its type differs: int64 in {where}; struct<a: int64> in {there}" in text
+    assert f"left out: here (int64): there is no such column in {there}" in text
+    assert f"left out: w.a (int64): there is no such column in {where}" in text
+    write(tmp_path / "b.parquet", b | {"w": pa.array([[[1]]] * n)})
+    text = inspect(str(tmp_path)).schema_yaml()
+    assert f"its type differs: int64 in {where}; list<element: list<element: int64>> in {there}" in text
+
+
+def test_a_column_that_stands_twice_or_cannot_be_read_is_left_out_by_name(tmp_path):
+    n = 300
+    table = pa.table(
+        [np.arange(n) % 2, np.arange(n) % 9, np.arange(n), np.arange(n)], ["y", "user", "x", "x"]
+    )
+    write(tmp_path / "a.parquet", table)
+    found = inspect(str(tmp_path))
+    assert (
+        f"left out: x (int64): there is more than one column of this name in {tmp_path}"
+        in found.schema_yaml()
+    )
+    accepted(found.schema_yaml(), tmp_path)
+    spoiled = {"y": np.arange(n) % 2, "user": np.arange(n) % 9, "big": np.arange(n) * 7.5}
+    write(tmp_path / "a.parquet", spoiled, compression="none", use_dictionary=False)
+    raw = bytearray((tmp_path / "a.parquet").read_bytes())
+    column = pq.read_metadata(tmp_path / "a.parquet").row_group(0).column(2)
+    raw[column.data_page_offset : column.data_page_offset + 20] = bytes(20)
+    (tmp_path / "a.parquet").write_bytes(raw)
+    text = inspect(str(tmp_path)).schema_yaml()
+    assert f"left out: big (double): cannot be read in {tmp_path / 'a.parquet'}, row group 0: " in text
+
+
+def test_nulls_inside_lists_are_mentioned(odd):
+    text = inspect(str(odd)).schema_yaml()
+    holes = next(line for line in text.splitlines() if line.startswith("  holes"))
+    assert "2,800 nulls inside lists" in holes, "test has some, too"
+    assert "{do: drop_null, columns: [holes]}" in text, "a null that has no weight goes"
+    assert "{do: fill_null, columns: [tags], value: 6}" in text, "one that has a weight is an id"
+
+
+def test_names_that_are_no_text(tmp_path):
+    write(tmp_path / "a.parquet", {"label": [0, 1], "QQQQ": [1, 2]})
+    raw = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(raw.replace(b"QQQQ", b"\xff\xfe\xfdQ"))
+    with pytest.raises(DataError, match=r"(?s)utf-8.*a\.parquet"):
+        inspect(str(tmp_path))
+
+
+def test_a_file_beside_others(tmp_path):
+    write(tmp_path / "train.parquet", {"label": [0, 1] * 50, "user_id": [1, 2] * 50})
+    write(tmp_path / "valid.parquet", {"label": [0, 1] * 50, "user_id": [1, 7] * 50})
+    found = inspect(str(tmp_path / "train.parquet"))
+    assert found.schema.tables["user"].rows == 8 and found.rows == 100
+    assert found.also == {"valid": str(tmp_path / "valid.parquet")}

@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 
 from raytrec.data.form import one_array, unnest
 from raytrec.data.hashing import hash_integers, hash_text
-from raytrec.data.kinds import is_list, is_text, quoted
+from raytrec.data.kinds import is_list, is_text
 from raytrec.errors import DataError
-from raytrec.schema import Sparse, Table
+from raytrec.schema import Sparse, Table, scalar
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def numbers(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
             f"column '{name}' has a null",
             where=place.of(name, row),
             expected="a number in every row of a dense column or label",
-            do=f"data.transforms: {{do: fill_null, columns: [{quoted(name)}], value: 0}}; or skip such rows: "
+            do=f"data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or skip such rows: "
             "data.on_error=skip",
         )
     if pa.types.is_decimal(array.type):  # straight to float32 is off by more than its rounding
@@ -57,8 +57,8 @@ def _finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], i
             f"column '{name}' has {values[at]:g}".replace("nan", "NaN"),
             where=place.of(name, rows(at)),
             expected="finite float32 numbers",
-            do=f"data.transforms: {{do: fill_null, columns: [{quoted(name)}], value: 0}} for NaN, clip or log "
-            "for what is too large; or skip such rows: data.on_error=skip",
+            do=f"data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}} for NaN, clip or "
+            "log for what is too large; or skip such rows: data.on_error=skip",
         )
 
 
@@ -115,7 +115,7 @@ def bags(
             f"feature '{name}' has a null inside a list",
             where=place.of(name, rows(at)),
             expected="ids; an empty list, or null for the whole list, when there are none",
-            do=f"data.transforms: {{do: drop_null, columns: [{quoted(spec.column or name)}]}}",
+            do=f"data.transforms: {{do: drop_null, columns: [{scalar(spec.column or name)}]}}",
         )
     ids = _in_range(_ids(flat, table), name, spec, table, place, rows, tally)
     if is_text(flat.type):

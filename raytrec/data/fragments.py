@@ -170,8 +170,8 @@ def read_footer(uri: str) -> pq.FileMetaData:
 
     try:
         metadata = retried(uri, read)
-        metadata.schema.to_arrow_schema()
-    except (pa.ArrowException, OSError) as error:
+        _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # may be no UTF-8
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"not a whole Parquet file: {str(error).splitlines()[0]}",
             where=uri,

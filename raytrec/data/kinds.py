@@ -8,7 +8,7 @@ from pyarrow import types
 
 from raytrec.data import nested
 from raytrec.errors import DataError, did_you_mean
-from raytrec.schema import Schema
+from raytrec.schema import Schema, scalar
 
 SHOWN = 30  # column names in a message
 
@@ -163,15 +163,8 @@ def _by_hand() -> str:
 
 
 def _transform(do: str, column: str, settings: str, into: str | None = None) -> str:
-    target = f", into: [{quoted(into)}]" if into else ""
-    return f"data.transforms: {{do: {do}, columns: [{quoted(column)}], {settings}{target}}}"
-
-
-def quoted(name: str) -> str:
-    """A name as YAML's flow style has it."""
-    import yaml
-
-    return yaml.safe_dump([name], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
+    target = f", into: [{scalar(into)}]" if into else ""
+    return f"data.transforms: {{do: {do}, columns: [{scalar(column)}], {settings}{target}}}"
 
 
 def _short(kind: pa.DataType) -> str:
