@@ -77,7 +77,8 @@ def _tables(history: History) -> list[str]:
         ordered = sorted(over, key=lambda name: -over[name])
         found += _shortened([text.format(n, percent(over[n])) for n in ordered], "tables like that")
     hits = {n: t["cache_hit_rate"] for n, t in last.items() if not isnan(t["cache_hit_rate"])}
-    cold = [f"table {n}: its cache has {percent(h)} of lookups" for n, h in hits.items() if h < MISSED]
+    text = "table {}: its cache has {} of the rows that are looked up"
+    cold = [text.format(n, percent(h)) for n, h in hits.items() if h < MISSED]
     return found + _shortened(cold, "tables like that")
 
 

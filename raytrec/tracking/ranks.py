@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from math import sqrt
+from math import isnan
 from typing import Any
 
 from raytrec.tracking.system import system_metrics
+from raytrec.tracking.totals import FIGURES, table_over_ranks
 
-ADDED = ("lookups", "lookup_bytes", "weight_bytes", "state_bytes")
-NORMS = ("weight_norm", "gradient_norm", "update_norm", "state_norm")
-LARGEST = ("max_abs", "row_norm_max")
-AVERAGED = (
-    "row_norm_p05",
-    "row_norm_p50",
-    "row_norm_p95",
-    "unique_ratio",
-    "dead_share",
-    "changed_share",
-    "cache_hit_rate",
-    "collision_rate",
-)
-PER_RANK = (*ADDED, *NORMS, *LARGEST, *AVERAGED, "touched_rows")
+ADDED = ("lookups", "lookup_bytes", "weight_bytes", "state_bytes")  # over the tables of a rank
 
 
 class Lines:
@@ -49,9 +37,8 @@ def rank_metrics(lines: list[dict[str, Any]], cells: int) -> dict[str, float | N
         cells: up to so many ranks × tables, those of each table on each rank are among them.
 
     Returns:
-        watch/rank/R/…: load, memory and milliseconds of each phase a step; watch/table/NAME/…: sums, norms
-        and maxima over ranks, and averages of shares and quantiles, weighted by rows;
-        watch/rank/R/table/NAME/…; system/rank_R/….
+        watch/rank/R/…: load, memory and milliseconds of each phase a step; watch/table/NAME/…: what
+        `totals.table_over_ranks` makes of all ranks; watch/rank/R/table/NAME/…; system/rank_R/….
     """
     out: dict[str, float | None] = {}
     names = sorted({name for line in lines for name in line["tables"]})
@@ -60,10 +47,10 @@ def rank_metrics(lines: list[dict[str, Any]], cells: int) -> dict[str, float | N
         if len(lines) * len(names) <= cells:
             for name, figures in line["tables"].items():
                 place = f"watch/rank/{line['rank']}/table/{name}"
-                out |= {f"{place}/{key}": figures.get(key) for key in PER_RANK}
+                out |= {f"{place}/{key}": figures.get(key) for key in FIGURES}
     for name in names:
-        shards = [line["tables"][name] for line in lines if name in line["tables"]]
-        out |= {f"watch/table/{name}/{key}": value for key, value in over_ranks(shards).items()}
+        figures = table_over_ranks(lines, name)
+        out |= {f"watch/table/{name}/{key}": None if isnan(v := figures[key]) else v for key in FIGURES}
     return out
 
 
@@ -74,24 +61,3 @@ def _of_rank(line: dict[str, Any]) -> dict[str, float | None]:
     for key in ADDED:
         out[f"{place}/{key}"] = sum(figures[key] for figures in line["tables"].values())
     return out | system_metrics(line["rank"], line["system"])
-
-
-def over_ranks(shards: list[dict[str, Any]]) -> dict[str, float | None]:
-    """One table's figures over the ranks that have a shard of it. Data-parallel tables are counted on each
-    rank: their memory and lookups add up, their norms are those of one copy."""
-    copies = len(shards) > 1 and all(shard.get("replicated") for shard in shards)
-    out: dict[str, float | None] = {key: sum(shard[key] for shard in shards) for key in ADDED}
-    for key in NORMS:
-        values = _known(shards, key)
-        out[key] = (max(values) if copies else sqrt(sum(v * v for v in values))) if values else None
-    for key in LARGEST:
-        out[key] = max(_known(shards, key), default=None)
-    for key in AVERAGED:
-        weighted = [(s["rows"], s[key]) for s in shards if s.get(key) is not None and s["rows"]]
-        rows = sum(weight for weight, _ in weighted)
-        out[key] = sum(weight * value for weight, value in weighted) / rows if rows else None
-    return out
-
-
-def _known(shards: list[dict[str, Any]], key: str) -> list[float]:
-    return [shard[key] for shard in shards if shard.get(key) is not None]

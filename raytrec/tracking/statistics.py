@@ -118,6 +118,7 @@ class Statistics:
             "device": _device(table, shard),
             "lookups": lookups,
             "lookup_bytes": lookups * columns * shard.values.element_size(),
+            "read_ids": self._read(table.name)[1],
             "changed_share": self._changed_share(table.name),
             **self._norms(shard, state, table),
         }
@@ -205,9 +206,14 @@ class Statistics:
         before = shard.read(some).detach().float()
         self._probed[name] = Probed(lookup, some, len(rows), len(ids), before, keys)
 
-    def _changed_share(self, table: str) -> float | None:
+    def _read(self, table: str) -> tuple[int, int]:
+        """Ids of a table that this rank has read since the last call of `collect`: changed ones, and all."""
         mine = [i for i, spec in enumerate(self._schema.sparse.values()) if spec.table == table]
         changed, ids = self._changed[:, mine].sum(1).tolist()
+        return changed, ids
+
+    def _changed_share(self, table: str) -> float | None:
+        changed, ids = self._read(table)
         return changed / ids if ids else None
 
     def _all_hashed(self, table: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isnan, nan, sqrt
 from typing import Any
 
@@ -13,8 +14,18 @@ WAITING = ("input_exchange", "collectives")  # phases in which a rank waits for 
 SUMMED = ("weight_bytes", "state_bytes", "lookups", "lookup_bytes", "touched_rows")
 LARGEST = ("max_abs", "row_norm_max")
 NORMS = ("weight_norm", "gradient_norm", "update_norm", "state_norm")
-SHARE_OF_ROWS = ("dead_share", "row_norm_p05", "row_norm_p50", "row_norm_p95")
-SHARE_OF_LOOKUPS = ("unique_ratio", "changed_share", "cache_hit_rate", "collision_rate")
+# Figures that are averaged over shards, and what each shard counts for: what its figure is a share of.
+WEIGHTS: dict[str, Callable[[dict[str, Any]], float]] = {
+    **dict.fromkeys(
+        # Ids that are hashed fall on all rows alike.
+        ("dead_share", "row_norm_p05", "row_norm_p50", "row_norm_p95", "collision_rate"),
+        lambda entry: or_0(entry.get("rows")),
+    ),
+    "unique_ratio": lambda entry: _ids_of_step(entry),
+    "changed_share": lambda entry: or_0(entry.get("read_ids")),
+    "cache_hit_rate": lambda entry: or_0(entry.get("lookups")),
+}
+FIGURES = (*SUMMED, *LARGEST, *NORMS, *WEIGHTS)  # of a table, over all ranks
 BINS = 30
 
 
@@ -117,8 +128,8 @@ def load_order(lines: list[dict[str, Any]]) -> list[str]:
     return sorted(load, key=lambda name: (-load[name], name))
 
 
-def table_over_ranks(lines: list[dict[str, Any]], table: str, replicated: bool) -> dict[str, Any]:
-    """What the shards of a table come to together, at one step.
+def table_over_ranks(lines: list[dict[str, Any]], table: str, replicated: bool = False) -> dict[str, Any]:
+    """What the shards of a table come to together, at one step: in MLflow and in the report.
 
     Args:
         lines: of all ranks at the step.
@@ -126,16 +137,15 @@ def table_over_ranks(lines: list[dict[str, Any]], table: str, replicated: bool) 
             entries may say so, too.
 
     Returns:
-        The contract's keys of a table, summed, averaged by rows or lookups, or as the norm over all shards;
-        NaN where no rank has a figure; `row_norm_counts` a list of 30 floats, or None.
+        FIGURES: sums, the largest, norms over all shards, or averages by WEIGHTS; NaN where no rank has a
+        figure. And `row_norm_counts`, a list of 30 floats, or None.
     """
     entries = [tables_of(line)[table] for line in lines if table in tables_of(line)]
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)
     out: dict[str, Any] = {key: _known(entries, key, sum) for key in SUMMED}
     out |= {key: _known(entries, key, max) for key in LARGEST}
     out |= {key: _known(entries, key, max if replicated else _root_of_squares) for key in NORMS}
-    out |= {key: _mean(entries, key, "rows") for key in SHARE_OF_ROWS}
-    out |= {key: _mean(entries, key, "lookups") for key in SHARE_OF_LOOKUPS}
+    out |= {key: _mean(entries, key, weight) for key, weight in WEIGHTS.items()}
     counts = [c for entry in entries if (c := _counts(entry.get("row_norm_counts")))]
     out["row_norm_counts"] = [sum(column) for column in zip(*counts, strict=True)] if counts else None
     return out
@@ -150,9 +160,15 @@ def _root_of_squares(values: list[float]) -> float:
     return sqrt(sum(value * value for value in values))
 
 
-def _mean(entries: list[dict], key: str, weight: str) -> float:
+def _ids_of_step(entry: dict[str, Any]) -> float:
+    """The ids that a shard looked up in the probed step: its distinct rows ÷ their ratio to its ids."""
+    ratio = or_0(entry.get("unique_ratio"))
+    return or_0(entry.get("touched_rows")) / ratio if ratio > 0 else 0.0
+
+
+def _mean(entries: list[dict], key: str, weight: Callable[[dict], float]) -> float:
     """The mean over shards, by weight; the plain one where nothing has weight."""
-    pairs = [(number(e.get(key)), or_0(e.get(weight))) for e in entries]
+    pairs = [(number(e.get(key)), weight(e)) for e in entries]
     pairs = [(value, w) for value, w in pairs if not isnan(value)]
     total = sum(w for _, w in pairs)
     if total:

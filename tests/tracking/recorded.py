@@ -160,7 +160,7 @@ def curves(power: float = 0.3) -> dict:
 
 def checks(last: int) -> list[dict]:
     """Five checks each 100 steps; parity fails once."""
-    names = ("shards", "replicas", "parity", "conservation", "finite", "numbers")
+    names = ("shards", "replicas", "parity", "conservation", "numbers")
     return [
         {
             "step": step,

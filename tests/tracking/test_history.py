@@ -157,13 +157,15 @@ def test_shards_come_together(tmp_path):
         "lookups": 30,
         "max_abs": None,
     }
-    one["tables"]["user"]["unique_ratio"], two["tables"]["user"]["unique_ratio"] = 0.2, 0.6
+    one["tables"]["user"] |= {"touched_rows": 2, "unique_ratio": 0.2, "read_ids": 300, "changed_share": 0.0}
+    two["tables"]["user"] |= {"touched_rows": 18, "unique_ratio": 0.6, "read_ids": 100, "changed_share": 1.0}
     write_lines(tmp_path / "ranks.jsonl", [one, two])
     history = History.read(tmp_path)
     whole = history.tables["user"][100]
     assert whole["dead_share"] == 0.75
     assert whole["gradient_norm"] == 5.0
-    assert whole["unique_ratio"] == pytest.approx(0.5)
+    assert whole["unique_ratio"] == pytest.approx(0.5), "20 distinct rows of 10 and 30 ids"
+    assert whole["changed_share"] == 0.25, "100 of 300 and 100 ids that ranks have read"
     assert (whole["lookups"], whole["max_abs"]) == (40, 0.1)
     assert math.isnan(whole["state_norm"])
     counts = zip(*(line["tables"]["user"]["row_norm_counts"] for line in (one, two)), strict=True)

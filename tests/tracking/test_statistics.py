@@ -7,8 +7,8 @@ import small
 import torch
 from ranks import on_ranks
 
-from raytrec.tracking.ranks import over_ranks
 from raytrec.tracking.statistics import NORM_EDGES, _counts, collisions
+from raytrec.tracking.totals import table_over_ranks
 
 STEPS = 3
 
@@ -69,7 +69,7 @@ def test_figures_are_those_of_the_whole_tables(sharding, optimizer):
     gradients = reference_gradients(before, model, whole[-1])
     for name, spec in small.SCHEMA.tables.items():
         shards = [found[name] for found, *_ in results if name in found]
-        figures = over_ranks(shards)
+        figures = table_over_ranks([{"tables": found} for found, *_ in results], name)
         copies = {"column_wise": 2}.get(sharding, 1)
         assert figures["lookups"] == copies * len(ids_of(name, whole))
         assert figures["weight_bytes"] == 4 * spec.rows * spec.dim * (2 if sharding == "data_parallel" else 1)

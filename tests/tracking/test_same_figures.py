@@ -1,0 +1,168 @@
+"""MLflow and the report show the same figures: both are driven from the same messages, and compared."""
+
+from math import isnan
+from random import Random
+
+import pytest
+import recorded
+
+from raytrec.tracking import parts
+from raytrec.tracking.history import History
+from raytrec.tracking.mlflow import NoTracker
+from raytrec.tracking.totals import FIGURES
+from raytrec.train.watch import Record
+
+TABLES = ("user", "item", "city")
+STEPS = (100, 200, 300)
+
+
+class Kept(NoTracker):
+    """In the place of a Tracker: what it is given."""
+
+    def __init__(self):
+        self.run_id, self.figures, self.files = "an id", {}, []
+
+    def metrics(self, figures, step, unix_s=None):
+        self.figures.setdefault(step, {}).update(figures)
+
+    def file(self, path, folder=""):
+        self.files.append(path.name)
+
+
+def line(rank, step, random):
+    """A rank's line in which rows, lookups and all figures differ from rank to rank."""
+    found = recorded.interval([], rank, 2, step)
+    for name in TABLES:
+        shard = recorded.shard(1, 1)
+        shard |= {key: random.uniform(0.1, 0.9) for key, value in shard.items() if isinstance(value, float)}
+        shard |= {key: random.uniform(0, 1) for key in shard if shard[key] is None}
+        shard |= {
+            key: random.randrange(10, 10**6)
+            for key in ("rows", "lookups", "lookup_bytes", "read_ids", "touched_rows")
+        }
+        if name == "city":  # on one rank nothing is known of it
+            shard |= {key: None for key in ("unique_ratio", "gradient_norm", "touched_rows") if rank}
+        found["tables"][name] = shard | {"replicated": name == "item"}
+    found["system"] |= {
+        "gpu_percent": 40.0 + rank,
+        "gpu_memory_bytes": 2**30,
+        "network_sent_bytes_per_s": 1e6,
+    }
+    return found
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """(what MLflow was given, the run as the report reads it)."""
+    folder, kept, random = tmp_path_factory.mktemp("same"), Kept(), Random(0)
+    record = Record(kept, folder, "same", 64)
+    record.keep(
+        "start",
+        {"step": 0, "workers": 2, "total": 300, "plan": [{"table": t, "ranks": [0, 1]} for t in TABLES]},
+    )
+    for step in STEPS:
+        figures = {"logloss": random.random(), "ne": random.random(), "rows_per_s": random.random()}
+        record.keep("train", {"step": step, **figures})
+        if step < 300:  # the last evaluation is in the result
+            record.keep("eval", {"step": step, **figures, "auc": random.random(), "curves": None})
+        record.keep(
+            "check",
+            {
+                "check": "parity",
+                "step": step,
+                "passed": step != 200,
+                "figure": random.random(),
+                "limit": 1.0,
+                "text": "",
+            },
+        )
+        for rank in (0, 1):
+            record.keep("rank", line(rank, step, random))
+    assert record.result({"train.steps": 300, "eval.auc": 0.75, "eval.ne": 0.5}, None) is None
+    assert record.close("FINISHED") == []
+    return kept, History.read(folder)
+
+
+def same(one, other):
+    """Equal figures, where one side has None for what the other has NaN for."""
+    one, other = (float("nan") if value is None else value for value in (one, other))
+    return one == pytest.approx(other, rel=1e-12, nan_ok=True)
+
+
+def test_tables(both):
+    kept, history = both
+    for step in STEPS:
+        for name in TABLES:
+            seen = {
+                k.rpartition("/")[2]: v
+                for k, v in kept.figures[step].items()
+                if k.startswith(f"watch/table/{name}/")
+            }
+            of_report = history.tables[name][step]
+            assert set(seen) == set(FIGURES) == set(of_report) - {"row_norm_counts"}
+            assert [key for key in FIGURES if not same(seen[key], of_report[key])] == []
+    assert kept.figures[300]["watch/table/user/touched_rows"] > 0
+
+
+COLUMNS = {
+    "distinct ids": "unique_ratio",
+    "never trained": "dead_share",
+    "row norm, median": "row_norm_p50",
+    "row norm, max": "row_norm_max",
+    "max |w|": "max_abs",
+    "gradient norm": "gradient_norm",
+    "update norm": "update_norm",
+    "state norm": "state_norm",
+    "ids changed": "changed_share",
+    "cache hits": "cache_hit_rate",
+    "collisions": "collision_rate",
+}
+
+
+def test_the_tables_of_the_page(both):
+    kept, history = both
+    sheet = parts.tables(history)
+    for row in sheet.rows:
+        cells = dict(zip(sheet.columns, row, strict=True))
+        name = cells["table"].text
+        for column, key in COLUMNS.items():
+            assert same(cells[column].value, kept.figures[300][f"watch/table/{name}/{key}"]), (name, column)
+        held = [kept.figures[300][f"watch/table/{name}/{key}"] for key in ("weight_bytes", "state_bytes")]
+        assert same(cells["memory"].value, sum(held))
+        load = [sum(kept.figures[s][f"watch/table/{t}/lookup_bytes"] for s in STEPS) for t in (name, *TABLES)]
+        assert same(cells["lookups"].value, load[0] / sum(load[1:]))
+
+
+def test_the_ranks_of_the_page(both):
+    kept, history = both
+    sheet = parts.ranks(history)
+    looked = [sum(kept.figures[s][f"watch/rank/{rank}/lookup_bytes"] for s in STEPS[1:]) for rank in (0, 1)]
+    for rank, row in enumerate(sheet.rows):
+        cells = dict(zip(sheet.columns, row, strict=True))
+        seen = {
+            k.rpartition("/")[2]: v
+            for k, v in kept.figures[300].items()
+            if f"rank/{rank}/" in k or f"rank_{rank}/" in k
+        }
+        assert same(cells["ms a step"].value, seen["step_ms"])
+        assert same(cells["data wait"].value, seen["data_ms"] / seen["step_ms"])
+        assert same(cells["lookups"].value, looked[rank] / sum(looked))
+        assert same(cells["process"].value, 1e6 * seen["process_memory_usage_megabytes"])
+        assert same(cells["CPU"].value, seen["cpu_utilization_percentage"] / 100)
+        assert same(cells["GPU"].value, seen["gpu_utilization_percentage"] / 100)
+        assert same(cells["GPU memory"].value, 1e6 * seen["gpu_memory_usage_megabytes"])
+        assert same(cells["host memory"].value, seen["system_memory_usage_percentage"] / 100)
+        assert same(cells["sent/s"].value, 1e6 * seen["network_transmit_megabytes_per_s"])
+
+
+def test_losses_checks_and_results(both):
+    kept, history = both
+    for measured in history.figures("train", "eval"):
+        for key in measured.keys() - {"kind", "step", "unix_s", "curves"}:
+            assert same(kept.figures[measured["step"]][f"{measured['kind']}/{key}"], measured[key])
+    for check in history.checks:
+        figures = kept.figures[check["step"]]
+        assert figures["watch/check/parity"] == check["passed"]
+        assert same(figures["watch/check/parity_figure"], check["figure"])
+    assert {k: kept.figures[300][k.replace(".", "/")] for k in history.result} == history.result
+    assert not isnan(history.result["eval.auc"])
