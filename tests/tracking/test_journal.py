@@ -1,0 +1,135 @@
+"""What is written into a run folder whose disk is full for a while: nothing lost, nothing torn, said once."""
+
+import errno
+import json
+import os
+import subprocess
+
+import pytest
+
+from raytrec.tracking import journal
+from raytrec.tracking.journal import Journal, append_to
+from raytrec.tracking.mlflow import NoTracker
+from raytrec.train.watch import Record, Watch, write_json, write_text
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 1 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a file system takes root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(disk):
+    """Takes all the room that is left."""
+    with open(disk / "ballast", "ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1000))
+        except OSError:
+            return
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_wait_while_the_disk_is_full(disk):
+    said, written = [], []
+    kept = Journal(disk, said.append)
+    kept.add("metrics.jsonl", {"step": 0})
+    fill(disk)
+    wide = "x" * 5000  # more than is left of the file's last page
+    for step in range(1, 50):
+        kept.add("metrics.jsonl", {"step": step, "wide": wide})
+        kept.add("events.jsonl", {"event": "saved", "step": step})
+    kept.put("plan.json", "[]", lambda: written.append("plan"))
+    assert len(said) == 1 and "No space left on device" in said[0] and "training goes on" in said[0]
+    assert "the run folder lacks" in kept.missing() and not written
+    whole = lines(disk / "metrics.jsonl")
+    assert [line["step"] for line in whole] == list(range(len(whole))), "no line in part"
+    (disk / "ballast").unlink()
+    kept.add("metrics.jsonl", {"step": 50})
+    assert [line["step"] for line in lines(disk / "metrics.jsonl")] == list(range(51))
+    events = lines(disk / "events.jsonl")
+    assert [e["step"] for e in events if e["event"] == "saved"] == list(range(1, 50))
+    assert [e["event"] for e in events if e["event"] != "saved"] == ["full", "room"]
+    assert events[-1]["event"] == "room" and (disk / "plan.json").read_text() == "[]" and written == ["plan"]
+    assert len(said) == 2 and "can be written again" in said[1] and kept.missing() is None
+
+
+def test_what_waits_is_bounded_and_its_loss_said(tmp_path, monkeypatch):
+    said, full = [], True
+    monkeypatch.setattr(journal, "MOST_BYTES", 1000)
+
+    def no_room(path, data):
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append_to(path, data)
+
+    monkeypatch.setattr(journal, "append_to", no_room)
+    kept = Journal(tmp_path, said.append)
+    for step in range(1000):
+        kept.add("ranks.jsonl", {"step": step})
+    assert kept._bytes <= 1000
+    full = False
+    kept.write()
+    left = [line["step"] for line in lines(tmp_path / "ranks.jsonl")]
+    assert left == list(range(left[0], 1000)) and 30 < len(left) < 100
+    assert f"but for the oldest {left[0] + 1:,} records" in said[1]  # and the note that the disk is full
+    assert "lacks" in kept.missing()
+
+
+def test_a_line_that_a_driver_has_left_in_part_costs_no_other(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "sav')
+    Journal(tmp_path, print).add("events.jsonl", {"event": "started"})
+    text = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert text == ['{"event": "start"}', '{"event": "sav', '{"event": "started"}']
+
+
+def test_a_file_is_written_whole_or_not_at_all(disk):
+    write_json(disk / "result.json", {"a": 1})
+    fill(disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(disk / "result.json", "x" * 10_000)
+    assert json.loads((disk / "result.json").read_text()) == {"a": 1}
+    assert sorted(p.name for p in disk.iterdir()) == ["ballast", "result.json"], "nothing in part is left"
+
+
+class Console:
+    def __init__(self):
+        self.said = []
+
+    def warn(self, text):
+        self.said.append(text)
+
+
+def test_a_result_that_cannot_be_written_is_told_with_what_to_do(disk):
+    console, record = Console(), Record(NoTracker(), disk, "run", 64)
+    watch = Watch(console, record)
+    fill(disk)
+    watch._receive("start", step=0, total=3, workers=1, plan=[])
+    watch._receive("train", step=3, logloss=0.5)
+    watch._receive("result", step=3, figures={"train.steps": 3, "eval.auc": float("nan")})
+    assert watch.result == {"train.steps": 3, "eval.auc": None} and watch.unsaved is None
+    error = record.result(watch.result, None)
+    assert "the result cannot be written: No space left on device" in error.what
+    assert f"raytrec train --resume {disk}" in error.do
+    (lost,) = record.close("FAILED")
+    assert "the run folder lacks" in lost and len(console.said) == 1
+    assert not (disk / "result.json").exists()
+
+
+def test_a_message_that_cannot_be_recorded_does_not_end_the_recording(tmp_path):
+    console = Console()
+    watch = Watch(console, Record(NoTracker(), tmp_path, "run", 64))
+    for _ in range(2):
+        watch._receive("rank", step=1)  # without its rank
+    watch._receive("train", step=2, logloss=0.5)
+    assert lines(tmp_path / "metrics.jsonl")[0]["step"] == 2
+    assert len(console.said) == 1 and "messages of kind rank are not recorded" in console.said[0]
