@@ -53,6 +53,12 @@ def test_joining_without_a_token_is_one_error(home):
         use_token()
 
 
+def test_ray_train_can_be_imported(home):
+    """Which looks for a folder in the home; so there is the name of one."""
+    use_token(create=True, own=True)
+    assert os.path.isabs(os.path.expanduser("~")) and Path.home().is_absolute()
+
+
 def test_nothing_else_needs_a_home(home):
     assert socket_interfaces("lo")["GLOO_SOCKET_IFNAME"] == "lo"
     assert str(token_file()).endswith(".ray/auth_token")

@@ -17,6 +17,7 @@ from pathlib import Path
 from raytrec.errors import RunError
 
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+NO_HOME = "/dev/null"  # in which nobody can write
 IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray sets in the environment of a job's driver
 
 
@@ -33,6 +34,8 @@ def use_token(*, create: bool = False, own: bool = False) -> None:
     Raises:
         RunError: there is no token, and none is to be made, or it cannot be kept.
     """
+    if os.path.expanduser("~") == "~":  # a user in no list; Ray Train cannot even be imported without a home
+        os.environ["HOME"] = NO_HOME
     if MODE not in os.environ and IN_JOB in os.environ:
         return
     if os.environ.get(MODE, "token").lower() != "token":
