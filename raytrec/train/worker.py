@@ -17,6 +17,7 @@ def train_worker(task: Task) -> None:
     from raytrec.train.build import build_step
     from raytrec.train.causes import Restart
     from raytrec.train.evaluate import evaluate
+    from raytrec.train.garbage import spare_what_stays
     from raytrec.train.metrics import Sums
     from raytrec.train.nan import Recent
     from raytrec.train.observe import Observation
@@ -36,6 +37,7 @@ def train_worker(task: Task) -> None:
     found = survival.restore()
     if not found.folder:
         begin(step, config, task.schema)
+    spare_what_stays()
     reading = train.epochs(config.train.epochs, progress.step)
     batches = survival.batches = Recent(rank.pulse.reading(reading), progress.step)
     observation = Observation(rank, step, survival.state, progress, batches, total)
