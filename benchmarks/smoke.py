@@ -1,0 +1,97 @@
+"""The smallest form of every make target, one after the other: does it still run at all?
+
+    python benchmarks/smoke.py [--only train,parity]
+
+One fault, few cases, seconds of data; nothing is written into benchmarks/results or the repository. The exit
+code is 1 if one of them fails; what it said is printed then.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+REPO = Path(__file__).parents[1]
+LIMIT_S = 300
+
+# What follows `python`; {folder} is one that is removed afterwards, in which there is data of a few rows.
+PYTEST = "-m pytest -q -p no:cacheprovider"
+DATA = "data.train={folder}/data/train data.test={folder}/data/test"
+COMBINATIONS = "tests/parity/test_suite.py::test_every_combination"
+STORE = "tracking.uri=sqlite:///{folder}/mlflow.db"
+TARGETS = {
+    "install": "-c 'import raytrec, torch, torchrec, fbgemm_gpu, ray, mlflow'",
+    "train": f"-m raytrec train jobs/synthetic.yaml {DATA} run.dir={{folder}}/run {STORE}",
+    "test": f"{PYTEST} tests/test_schema.py tests/embeddings/test_gradients.py",
+    "test-fast": f"{PYTEST} tests/test_config.py tests/data/test_order.py",
+    "test-survive": f"{PYTEST} tests/train/test_nan.py -m survive -k leaves_the_steps_out",
+    "cluster-test": f"{PYTEST} tests/cluster/test_lines.py -m 'cluster or not cluster'",
+    "parity": f"{PYTEST} '{COMBINATIONS}[1 ranks, from case 0]' -m parity",
+    "chaos": "-W ignore benchmarks/chaos.py --faults 1",
+    "overhead": "benchmarks/overhead.py --smallest",
+    "curves": f"benchmarks/curves.py --smallest jobs/synthetic.yaml {DATA}",
+    "bench-ingest": "-W ignore benchmarks/ingest.py --smallest {folder}/data/train",
+    "bench-checkpoint": "-W ignore benchmarks/checkpoint.py --smallest --folder {folder}/saved",
+    "bench-watching": "-W ignore benchmarks/watching.py --smallest",
+    "gpu-check": "-W ignore tests/gpu/check.py --smallest --only environment --out {folder}/gpu-check.json",
+    "bench-gpu": "-W ignore benchmarks/gpu.py --device cpu --only dense --rounds 1 --no-compiled",
+    "lint": "-m ruff check benchmarks",
+}
+# These change the checkout or the environment, and have nothing smaller.
+NONE = ("format", "lock", "clean", "smoke")
+
+
+def run(smallest: str, folder: Path) -> tuple[float, subprocess.CompletedProcess]:
+    """(seconds, what came of it)."""
+    began = time.monotonic()
+    command = [sys.executable, *shlex.split(smallest.replace("{folder}", shlex.quote(str(folder))))]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=REPO, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            said = process.communicate(timeout=LIMIT_S)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said = f"{process.communicate()[0]}\nit has not ended within {LIMIT_S} s"
+    done = subprocess.CompletedProcess(command, process.returncode, said)
+    return time.monotonic() - began, done
+
+
+def main(only: Annotated[str, typer.Option(help="These targets alone, with commas between.")] = "") -> None:
+    """Prints a table: target, seconds, whether it passed."""
+    chosen = {name: command for name, command in TARGETS.items() if not only or name in only.split(",")}
+    if unknown := set(filter(None, only.split(","))) - set(TARGETS):
+        raise typer.BadParameter(f"no target {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
+    table = Table(title="make smoke")
+    for column in ("target", "s", "result"):
+        table.add_column(column, justify="right" if column == "s" else "left", no_wrap=True)
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="smoke-", ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        data = "-m raytrec prepare synthetic --rows 6000 --out {folder}/data"
+        chosen = {"data for the others": data, **chosen}
+        for name, smallest in chosen.items():
+            seconds, done = run(smallest, folder)
+            passed = done.returncode == 0
+            print(f"{name}: {'passed' if passed else 'FAILED'}, {seconds:.0f} s", flush=True)
+            table.add_row(name, f"{seconds:.0f}", "[green]passed[/]" if passed else "[red]FAILED[/]")
+            if not passed:
+                failed.append(name)
+                print("\n".join(done.stdout.splitlines()[-40:]), flush=True)
+    Console().print(table)
+    raise typer.Exit(bool(failed))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,46 @@
+"""Every make target has a smallest form that `make smoke` runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def smoke(monkeypatch):
+    monkeypatch.syspath_prepend(REPO / "benchmarks")
+    import smoke
+
+    return smoke
+
+
+def targets():
+    return set(re.findall(r"(?m)^([a-z][a-z-]*):(?!=)", (REPO / "Makefile").read_text()))
+
+
+def test_every_target_has_a_smallest_form(smoke):
+    assert targets() >= {"train", "test", "chaos"}
+    assert set(smoke.TARGETS) | set(smoke.NONE) == targets()
+    assert not set(smoke.TARGETS) & set(smoke.NONE)
+
+
+@pytest.mark.parametrize("file", ["README.md", *sorted(p.name for p in (REPO / "docs").glob("*.md"))])
+def test_documents_name_targets_that_there_are(file):
+    path = REPO / file if file == "README.md" else REPO / "docs" / file
+    named = re.findall(r"(?m)`make ([a-z][a-z-]*)[^`]*`|^ +make ([a-z][a-z-]*)", path.read_text())
+    assert {one or other for one, other in named} <= targets()
+
+
+def test_no_smallest_form_writes_results(smoke):
+    """Benchmarks are told to write nothing, or what they write lies in a folder of the smoke test's own."""
+    for name, command in smoke.TARGETS.items():
+        script = re.search(r"benchmarks/\w+\.py", command)
+        if script and "results" in (REPO / script[0]).read_text():
+            assert re.search("--smallest|--faults 1$|--device cpu", command), name
+
+
+def test_a_target_that_fails_is_told(smoke, tmp_path):
+    seconds, done = smoke.run("-c 'print(\"why\"); exit(3)' {folder}", tmp_path)
+    assert done.returncode == 3 and "why" in done.stdout and seconds < 60

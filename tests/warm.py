@@ -1,0 +1,241 @@
+"""A process that has imported torch and TorchRec, and forks processes that begin with them.
+
+Importing them takes a processor 6 s, more than most tests. What is forked is a process like any other: with
+its own environment, folder and output. Two things come of it: ranks without Ray (ranks.py) and the workers of
+a local Ray (ray_workers).
+
+Ray reads its part of the environment when it is imported. So for each driver on each cluster a child of the
+process imports Ray, in the environment of that cluster's first worker, and forks the workers.
+"""
+
+import atexit
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import traceback
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import sleep
+from unittest.mock import patch
+
+TORCH = ("torchrec", "tensordict", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
+RAY = ("ray.train.torch", "ray.train.v2.api.data_parallel_trainer", "ray.data", "raytrec.train.worker")
+RAY += ("raytrec.train.build", "raytrec.train.observe", "raytrec.train.survive", "raytrec.train.hub")
+RAY += ("raytrec.data.stream", "raytrec.data.rows", "raytrec.checkpoint.restore", "raytrec.checkpoint.save")
+SOCKET = "RAYTREC_TESTS_WARM"  # where warm_worker.py finds it
+_servers = []
+
+
+def fork(target, *args):
+    """(pid, Connection) of a new process that runs target(connection, *args) and ends with it."""
+    connection = _ask(
+        {"target": f"{target.__module__}:{target.__qualname__}", "args": args, "path": sys.path}
+    )
+    return connection.recv(), connection
+
+
+def end(pids):
+    """Kills forked processes, and waits until they have gone."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        while os.path.exists(f"/proc/{pid}"):
+            sleep(0.002)
+
+
+@contextmanager
+def ray_workers():
+    """The workers of a local Ray that is started here are forked, but for those with another interpreter."""
+    script = str(Path(__file__).with_name("warm_worker.py"))
+    with (
+        patch.dict(os.environ, {SOCKET: _server().address}),
+        patch("ray._private.ray_constants.SETUP_WORKER_FILENAME", script),
+    ):
+        yield
+
+
+def _ask(request):
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(_server().address)
+    message = json.dumps(request).encode()
+    connection.sendall(struct.pack("!I", len(message)) + message)
+    return Connection(connection.detach())
+
+
+def _receive(connection):
+    head, fds, _, _ = socket.recv_fds(connection, 4, 3)
+    size, message = struct.unpack("!I", head)[0], b""
+    while len(message) < size:
+        if not (part := connection.recv(size - len(message))):
+            raise EOFError
+        message += part
+    return json.loads(message), fds
+
+
+def _server():
+    if not _servers:
+        _servers.append(_Server())
+    return _servers[0]
+
+
+class _Server:
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        self.address = f"{self._folder.name}/socket"
+        context = get_context("spawn")
+        self._alive, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self.address), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._alive.recv()
+
+    def close(self):
+        self._alive.close()
+        self._process.join()
+        self._folder.cleanup()
+
+
+def _serve(alive, address, modules=TORCH):
+    """Forks on request, until nobody holds the other end of `alive`."""
+    for module in modules:
+        import_module(module)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    ended, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    selector, pids, of_ray = selectors.DefaultSelector(), set(), {}
+    places = [listener, alive, ended]
+    for place in places:
+        selector.register(place, selectors.EVENT_READ)
+    alive.send(None)
+    while True:
+        ready = [key.fileobj for key, _ in selector.select()]
+        if alive in ready:
+            return _end(pids)
+        if ended in ready:
+            ended.recv(4096)
+            _reap(pids)
+        if listener not in ready:
+            continue
+        connection = listener.accept()[0]
+        with connection, suppress(EOFError, ConnectionError):
+            request, fds = _receive(connection)
+            if "cluster" in request:
+                if request["cluster"] not in of_ray:
+                    mine, theirs = Pipe()
+                    of_ray[request["cluster"]] = mine
+                else:
+                    theirs = None
+                if theirs and not (pid := os.fork()):
+                    _leave(selector, *places, wake, connection, *of_ray.values())
+                    _begin(_serve_ray, theirs, f"{address}-{request['cluster']}", request["env"])
+                if theirs:
+                    theirs.close()
+                    pids.add(pid)
+                    mine.recv()
+                connection.sendall(b"1")
+                continue
+            if not (pid := os.fork()):
+                _leave(selector, *places, wake, *of_ray.values())
+                if "target" in request:
+                    _begin(_call, connection, request)
+                _begin(_become_ray_worker, request, fds)
+            pids.add(pid)
+            for fd in fds:
+                os.close(fd)
+
+
+def _serve_ray(alive, address, env):
+    _enter(env)
+    _serve(alive, address, RAY)
+
+
+def _enter(env):
+    os.environ.clear()
+    os.environ.update(env)
+    more = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*more, *(path for path in sys.path if path not in more)]
+
+
+def _leave(*places):
+    """A child gives up what belongs to its parent."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for place in places:
+        place.close()
+
+
+def _reap(pids):
+    while pids:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        pids.discard(pid)
+
+
+def _end(pids):
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def _begin(function, *args):
+    """All that a forked process does; leaves nothing of the parent's to be cleaned up by the child."""
+    code = 1
+    try:
+        function(*args)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _call(connection, request):
+    sys.path[:] = request["path"]
+    channel = Connection(connection.detach())
+    channel.send(os.getpid())
+    module, _, name = request["target"].partition(":")
+    getattr(import_module(module), name)(channel, *request["args"])
+
+
+def _become_ray_worker(request, fds):
+    """What `python default_worker.py ...` would be."""
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.nice(max(0, request["nice"] - os.getpriority(os.PRIO_PROCESS, 0)))
+    os.chdir(request["folder"])
+    _enter(request["env"])
+    random.seed()
+    sys.argv[:] = request["command"]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+@atexit.register
+def _close():
+    while _servers:
+        _servers.pop().close()
