@@ -8,16 +8,28 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any, NoReturn
 
 from raytrec.errors import RunError
 from raytrec.interfaces import socket_interfaces
-from raytrec.remote.refused import check_token
+from raytrec.lifeline import RayLost
+from raytrec.local_ray import heads, own_sessions, private_folder
+from raytrec.remote.refused import START_ONE, check_answers, check_token
 from raytrec.remote.token import IN_JOB, use_token
+
+SHUTDOWN_S = 5.0
 
 
 def in_job() -> bool:
     """Whether this process is the driver of a Ray job that was submitted."""
     return IN_JOB in os.environ
+
+
+def stays_here(address: str | None) -> bool:
+    """Whether a run with this scaling.address has a Ray of its own on this machine."""
+    return not (address or os.environ.get("RAY_ADDRESS") or in_job())
 
 
 @contextmanager
@@ -26,7 +38,8 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
 
     In this order: a Ray that this process already uses (left running), the cluster at `address`, the cluster
     of the Ray job that this process is the driver of, or a new local one. A local one listens on loopback
-    only, has no dashboard, and ends with the block.
+    only, has no dashboard, keeps its files where no other user can enter, and ends with the block, files
+    included.
 
     Args:
         address: 'auto', HOST:PORT or ray://HOST:PORT of a running cluster.
@@ -40,29 +53,132 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
     if ray.is_initialized():
         yield
         return
-    use_token(create=not (address or os.environ.get("RAY_ADDRESS")))
-    address = address or os.environ.get("RAY_ADDRESS")
-    options: dict = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address:
-        if _is_on_loopback(address):
-            stay_on_loopback()
-        check_token(address)
-        options["address"] = address
+    in_environment = os.environ.get("RAY_ADDRESS")
+    alone = not (address or in_environment)
+    use_token(create=alone, own=alone)
+    if alone:
+        session = _started(num_cpus)
+    elif address:
+        session = _joined(address, f"scaling.address={address}")
     else:
+        session = _joined(in_environment, f"RAY_ADDRESS={in_environment}")
+    with session:
+        yield
+
+
+@contextmanager
+def _joined(address: str, given: str) -> Iterator[None]:
+    """A session on a cluster that is running.
+
+    Args:
+        given: where the address comes from.
+    """
+    import ray
+
+    if address == "auto" and not os.environ.get("RAY_ADDRESS") and (here := heads()):
+        address = _the_only(here, given)
+    check_answers(address, given)
+    if _is_on_loopback(address):
         stay_on_loopback()
-        options |= {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
-    try:
-        ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise RunError(
-            f"cannot reach Ray: {str(error).splitlines()[0]}",
-            where=f"scaling.address={address}" if address else "a new local cluster",
-            do="start one with `ray start --head --node-ip-address 127.0.0.1`, or leave scaling.address out",
-        ) from None
+    check_token(address, given)
+    _init(given, address=address)
     try:
         yield
+    except RayLost:
+        _shut_down_what_is_left()
+        raise
     finally:
-        ray.shutdown()
+        if not _state.stuck:
+            ray.shutdown()
+
+
+@contextmanager
+def _started(num_cpus: int | None) -> Iterator[None]:
+    """A session on a new cluster of this machine alone."""
+    import ray
+
+    stay_on_loopback()
+    options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+    with private_folder() as folder, own_sessions(folder) as end_rest:
+        try:
+            _init("a new local cluster", _temp_dir=str(folder / "ray"), **options)
+            _state.ours = True
+            yield
+        except RayLost:
+            _shut_down_what_is_left()
+            raise
+        finally:
+            _state.ours = False
+            if not _state.stuck:
+                ray.shutdown()
+            end_rest()
+
+
+@dataclass
+class _State:
+    """Of this process's Ray.
+
+    Attributes:
+        ours: it was started here.
+        stuck: ray.shutdown() does not come back.
+    """
+
+    ours: bool = False
+    stuck: bool = False
+
+
+_state = _State()
+
+
+def started_here() -> bool:
+    """Whether this process's Ray was started by ray_session, for this process alone."""
+    return _state.ours
+
+
+def is_stuck() -> bool:
+    """Whether this process can have no other Ray, because it cannot leave the one that it had."""
+    return _state.stuck
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process; at once where Ray would hold it up for a minute."""
+    if _state.stuck:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _shut_down_what_is_left() -> None:
+    """ray.shutdown() of a Ray that has lost a part; without GCS it would wait for a minute."""
+    import ray
+
+    thread = Thread(target=ray.shutdown, daemon=True)
+    thread.start()
+    thread.join(SHUTDOWN_S)
+    _state.stuck = thread.is_alive()
+
+
+def _the_only(addresses: list[str], given: str) -> str:
+    """Ray itself would take any cluster that it finds, another run's own one, too."""
+    if len(addresses) > 1:
+        raise RunError(
+            f"there are {len(addresses)} clusters on this machine: {', '.join(sorted(addresses))}",
+            where=given,
+            expected="the address of one of them",
+        )
+    return addresses[0]
+
+
+def _init(where: str, **options: Any) -> None:
+    import ray
+
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception as error:  # Exception itself, too, when the machine is too busy to start Ray in time
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        do = START_ONE if "ADDRESS" in where.upper() else "try again, with less to do for this machine"
+        raise RunError(f"cannot reach Ray: {why}", where=where, do=do) from None
 
 
 def _is_on_loopback(address: str) -> bool:

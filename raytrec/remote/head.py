@@ -25,8 +25,9 @@ def start_head(
         cpus: logical CPUs; default: what the machine has.
 
     Raises:
-        RunError: there is no `ray` beside this Python.
+        RunError: there is no `ray` beside this Python; a port is taken, or two are the same.
     """
+    check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
     program = Path(sys.executable).with_name("ray")
     if not program.exists():
         raise RunError("there is no `ray` command", where=str(program.parent), expected="ray[default]")
@@ -41,13 +42,55 @@ def start_head(
         f"--dashboard-agent-listen-port={_free_port()}"
     ]  # another Ray here may have the default one
     arguments += [f"--ray-client-server-port={client_port}", *([f"--num-cpus={cpus}"] if cpus else [])]
+    # Any free ports, as a local Ray's workers take them: by default 10002 to 19999 may be nobody else's.
+    arguments += ["--min-worker-port=0", "--max-worker-port=0"]
     os.execve(program, [str(program), *arguments], environment)
+
+
+def check_ports(ports: dict[str, int]) -> None:
+    """Looks, before anything starts, whether a cluster can listen on these ports.
+
+    Args:
+        ports: option → port.
+
+    Raises:
+        RunError: it cannot; Ray itself says so in a traceback, or after a minute.
+    """
+    options: dict[int, str] = {}
+    for option, port in ports.items():
+        if (other := options.setdefault(port, option)) != option:
+            raise RunError(
+                f"port {port} is given twice", where=f"{other}, {option}", expected="a port for each"
+            )
+        if why := _why_not(port):
+            raise RunError(
+                f"port {port} cannot be used: {why}",
+                where=f"{option} {port}",
+                expected="a port from 1024 to 65535 on which nothing listens on this machine",
+                do="end what listens there (another `raytrec head`?), or give another port",
+            )
+
+
+def _why_not(port: int) -> str | None:
+    if not 1024 <= port <= 65535:
+        return "it is no port that a user may listen on"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just let go of is free
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error.strerror
+    return None
 
 
 def _environment(root: Path) -> dict[str, str]:
     from raytrec.cluster import loopback_environment
+    from raytrec.local_ray import TMPDIR, make_folder
 
-    environment = loopback_environment() | {PATH: str(token_file().absolute())}
+    # Held by the program that this process becomes; whoever starts a Ray here afterwards removes it.
+    folder, owner = make_folder()
+    os.set_inheritable(owner, True)
+    environment = {TMPDIR: str(folder)} | loopback_environment() | {PATH: str(token_file().absolute())}
     # Jobs say `python` and mean the one beside us, as in an activated environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return environment | {

@@ -1,8 +1,10 @@
-"""Says that a cluster refuses our token; Ray itself waits for minutes and then speaks of a timeout."""
+"""Says that no cluster answers, or that it refuses our token; Ray itself would take minutes to say so."""
 
 from __future__ import annotations
 
 import os
+import socket
+from time import monotonic, sleep
 
 from raytrec.errors import RunError
 from raytrec.remote.token import token_file
@@ -11,16 +13,48 @@ ANSWER_S = 10.0
 # Calls that exist on the two kinds of servers and change nothing; what matters is whether they are refused.
 OF_GCS, OF_CLIENT_SERVER = "/ray.rpc.NodeInfoGcsService/CheckAlive", "/ray.rpc.RayletDriver/ClusterInfo"
 SCHEME = "ray://"
+COMES_UP_S = 5.0  # a cluster that is being started may take so long to listen
+START_ONE = "start one with `raytrec head`, or give no address: a run then starts a Ray of its own"
 
 
-def check_token(address: str) -> None:
+def check_answers(address: str, given: str | None = None) -> None:
+    """Looks whether something listens at a cluster's address, before Ray connects to it.
+
+    Args:
+        address: as of check_token.
+        given: where it comes from; default: scaling.address.
+
+    Raises:
+        RunError: nothing does.
+    """
+    places = _places(address)  # none: Ray says what is wrong with the address
+    deadline, why = monotonic() + COMES_UP_S, ""
+    while places and not (why and monotonic() > deadline):
+        for host, port in places:
+            try:
+                return socket.create_connection((host, port), COMES_UP_S).close()
+            except OSError as error:
+                why = error.strerror or str(error)
+        sleep(0.3)
+    if not places:
+        return None
+    raise RunError(
+        f"no Ray cluster answers at {address.removeprefix(SCHEME)}: {why}",
+        where=given or f"scaling.address={address}",
+        expected="the address of a cluster that runs, which this machine can reach",
+        do=START_ONE + (", if you unset RAY_ADDRESS" if (given or "").startswith("RAY_ADDRESS") else ""),
+    )
+
+
+def check_token(address: str, given: str | None = None) -> None:
     """Asks a cluster whether it takes our token, before Ray connects to it.
 
     Args:
         address: HOST:PORT of its head, ray://HOST:PORT of its Ray client server, or 'auto'.
+        given: where it comes from; default: scaling.address.
 
     Raises:
-        RunError: it does not. One that does not answer, or is not there, raises nothing: Ray says so.
+        RunError: it does not, or what listens there is no Ray cluster.
     """
     import grpc
 
@@ -33,15 +67,35 @@ def check_token(address: str) -> None:
             channel.unary_unary(method)(b"", timeout=ANSWER_S, metadata=_token())
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-                raise _refused(address) from None
+                raise _refused(given or f"scaling.address={address}") from None
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise RunError(
+                    f"what listens at {target} does not answer as a Ray cluster does",
+                    where=given or f"scaling.address={address}",
+                    expected="HOST:PORT of a cluster's head (by default 6379), or ray://HOST:PORT",
+                ) from None
 
 
 def _target(address: str) -> str | None:
     """HOST:PORT; None where Ray knows of no cluster, or what is said to it is encrypted."""
+    encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+    return None if encrypted else _place(address)
+
+
+def _places(address: str) -> list[tuple[str, int]]:
+    """Where a cluster may listen: Ray turns 127.0.0.1 into the machine's own address."""
+    found = []
+    for target in (address.removeprefix(SCHEME), _place(address)):
+        host, _, port = (target or "").partition("/")[0].rpartition(":")
+        if host and port.isdigit() and int(port) < 2**16 and (host.strip("[]"), int(port)) not in found:
+            found.append((host.strip("[]"), int(port)))
+    return found
+
+
+def _place(address: str) -> str | None:
+    """HOST:PORT; None where Ray knows of no cluster."""
     from ray._private.services import canonicalize_bootstrap_address
 
-    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-        return None
     if address.startswith(SCHEME):
         return address.removeprefix(SCHEME)
     try:
@@ -57,10 +111,10 @@ def _token() -> tuple[tuple[str, str], ...]:
     return interceptor._get_authentication_metadata_tuple()
 
 
-def _refused(address: str) -> RunError:
+def _refused(given: str) -> RunError:
     return RunError(
         "the cluster refuses the token" if _token() else "the cluster asks for a token",
-        where=f"scaling.address={address}",
+        where=given,
         expected="the token with which the cluster was started",
         do=f"bring it into {token_file()} (chmod 600), or set RAY_AUTH_TOKEN_PATH=FILE"
         + ("" if _token() else "; and do not set RAY_AUTH_MODE=disabled"),

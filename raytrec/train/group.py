@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from raytrec.cluster import started_here
 from raytrec.config import RunConfig
 from raytrec.data.fragments import Dataset
 from raytrec.data.placement import nodes_without_gpus, settle_here
@@ -17,7 +18,7 @@ from raytrec.errors import ConfigError, RaytrecError, RunError, root_cause
 from raytrec.installed import OTHER_DEVICE
 from raytrec.redact import hide
 from raytrec.schema import Schema
-from raytrec.storage import open_filesystem
+from raytrec.storage import open_filesystem, relative
 from raytrec.train.causes import main_line
 from raytrec.train.nodes import GpuNode, alive_nodes, gpu_nodes, is_local
 from raytrec.train.rank import Task
@@ -174,6 +175,7 @@ def run_group(
         os.environ.setdefault(name, value)
     import ray.train
 
+    from raytrec.lifeline import Lifeline, RayLost
     from raytrec.train import worker as workers
     from raytrec.train.hub import start_hub
     from raytrec.train.policies import FailuresWithReason, RoomOnNodes, Trainer
@@ -199,6 +201,7 @@ def run_group(
     )
     failures = FailuresWithReason(ray.train.FailureConfig(), hub, scaling.max_failures if saves else 0)
     stop = Stop(hub, scaling.stop_s if saves else 0)
+    lifeline = Lifeline(scaling.hang_s, own=started_here())
     task = Task(config, schema, datasets, hub, checkpoint, fingerprint)
     trainer = Trainer(
         getattr(workers, worker),
@@ -210,18 +213,35 @@ def run_group(
         run_config=_ray_run(checkpoint if saves else f"{config.run.dir}/ray"),
         policies={"scaling_policy": room, "failure_policy": failures},
         on_signal=stop.install,
+        lifeline=lifeline,
     )
     with stop, watch.reading(hub):
         try:
             trainer.fit()
+        except RayLost:
+            raise
         except Exception as error:
+            lifeline.settle()
             if stop.signal is None:
-                raise _explain(error, config, ray.get(hub.cause.remote(), timeout=10)) from None
+                raise _explain(error, config, _cause(hub)) from None
     if watch.result is None and stop.signal is not None:
         raise Interrupted(stop.signal, watch.stopped_at)
     if watch.result is None:
-        raise RunError("the workers ended without a result", where=config.run.dir)
+        again = (
+            f"raytrec train --resume {relative(Path(config.run.dir))}" if saves else "the same command again"
+        )
+        raise RunError("the workers ended without a result", where=config.run.dir, do=again)
     return watch.result
+
+
+def _cause(hub: Any) -> str:
+    """What the hub knows of the end; nothing where it has ended itself."""
+    import ray
+
+    try:
+        return ray.get(hub.cause.remote(), timeout=10)
+    except ray.exceptions.RayError:
+        return ""
 
 
 def bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[str, float]:

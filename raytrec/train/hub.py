@@ -8,6 +8,7 @@ ranks that send them and make no progress wait for one another. Both are found h
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
@@ -36,6 +37,7 @@ ON_GPU = {
     "optimizer": "in the optimizer",
     "other": "",
 }
+LOST = "the run's hub, an actor beside the driver, ended"
 # What may take long without being stuck: it ends, or fails, by itself.
 PATIENT = ("start", "plan", "restore", "data", "evaluate", "save")
 
@@ -90,14 +92,16 @@ class Hub:
     Args:
         hang_s: seconds without progress in training until the group is ended.
         patience_s: the same for what may take long (PATIENT).
+        again: asked whether this is one that takes the place of another, whose process has ended. What that
+            one knew is lost: ranks learn that their group is unknown, end, and are started again.
     """
 
-    def __init__(self, hang_s: float, patience_s: float):
+    def __init__(self, hang_s: float, patience_s: float, again: Callable[[], bool] = lambda: False):
         self._hang_s, self._patience_s = hang_s, patience_s
         self._messages: asyncio.Queue = asyncio.Queue()
         self._members: dict[int, Member] = {}
         self._attempt, self._attempts, self._command = "", 0, Command.GO
-        self._reason, self._cause, self._look = "", "", None
+        self._reason, self._cause, self._look = "", LOST if again() else "", None
         self._lost_at: float | None = None
 
     # Messages: ranks and policies put, the driver gets.
@@ -284,10 +288,18 @@ def _kill(pid: int) -> None:
 
 
 def start_hub(hang_s: float, patience_s: float) -> Any:
-    """A Hub as an actor on this node, which the driver does not outlive."""
+    """A Hub as an actor on this node, which the driver does not outlive; Ray starts it again if it ends."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(Hub).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here)
-    return actor.remote(hang_s, patience_s)
+    actor = ray.remote(Hub).options(
+        num_cpus=0, max_concurrency=1000, max_restarts=-1, scheduling_strategy=here
+    )
+    return actor.remote(hang_s, patience_s, _is_again)
+
+
+def _is_again() -> bool:
+    import ray
+
+    return ray.get_runtime_context().was_current_actor_reconstructed

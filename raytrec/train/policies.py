@@ -26,7 +26,9 @@ from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_cli
 )
 from ray.train.v2.api.exceptions import ControllerError
 
+from raytrec.lifeline import Lifeline, wait_for
 from raytrec.train.causes import Cause, Kind, find_cause
+from raytrec.train.cleaner import with_own_cleaner
 from raytrec.train.hub import Command
 
 SETTLE_S = 2.0  # after a failure, until what has gone is no longer counted, and what comes back is
@@ -40,17 +42,37 @@ class Trainer(TorchTrainer):
     Args:
         policies: scaling_policy and failure_policy.
         on_signal: called with the controller when fit() begins, in the main thread; installs handlers.
+        lifeline: looks whether Ray is there while the controller runs.
     """
 
-    def __init__(self, *args: Any, policies: dict[str, Any], on_signal: Any, **options: Any):
+    def __init__(
+        self, *args: Any, policies: dict[str, Any], on_signal: Any, lifeline: Lifeline, **options: Any
+    ):
         super().__init__(*args, **options)
-        self._policies, self._on_signal = policies, on_signal
+        self._policies, self._on_signal, self._lifeline = policies, on_signal, lifeline
 
     def _initialize_and_run_controller(self, **parts: Any):
-        return super()._initialize_and_run_controller(**parts | self._policies)
+        """As Ray's, whose wait for the controller nothing can interrupt when a part of Ray has ended."""
+        try:
+            return super()._initialize_and_run_controller(**parts | self._policies)
+        except _Started as started:
+            controller = started.controller
+        wait_for(controller.run.remote(), self._lifeline)
+        return wait_for(controller.get_result.remote(), self._lifeline)
 
     def _register_sigint_handler(self, controller: Any) -> None:
+        """Called in the main thread between the controller's start and the wait for it."""
         self._on_signal(controller)
+        raise _Started(controller)
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return with_own_cleaner(super()._create_default_callbacks())
+
+
+class _Started(Exception):
+    def __init__(self, controller: Any):
+        super().__init__()
+        self.controller = controller
 
 
 class FailuresWithReason(FailurePolicy):
@@ -85,7 +107,10 @@ class FailuresWithReason(FailurePolicy):
         return self._left >= 0 and not same
 
     def _step(self) -> int:
-        return ray.get(self._hub.step.remote(), timeout=10)
+        try:
+            return ray.get(self._hub.step.remote(), timeout=10)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # it is being started again
+            return -1
 
     def _not_started(self, error: ControllerError) -> FailureDecision:
         """The group did not come up: a node may have gone, or out of reach, in that moment."""

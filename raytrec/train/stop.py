@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 from threading import Timer
+from time import monotonic
 from typing import Any
 
 from raytrec.train.hub import Command
+
+SAME_S = 1.0  # `timeout` and others send each signal twice: to the process, and to its group
 
 
 class Interrupted(KeyboardInterrupt):
@@ -23,7 +26,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stop:
-    """Ctrl-C and SIGTERM while a group runs: the first asks it to save and end, the second ends it at once.
+    """Ctrl-C and SIGTERM while a group runs: the first asks it to save and end, a second ends it at once.
 
     Ray Train 2.60 installs a handler of its own that ends the workers and then the process, without a word.
 
@@ -34,6 +37,7 @@ class Stop:
     def __init__(self, hub: Any, patience_s: float):
         self._hub, self._patience_s, self.signal = hub, patience_s, None
         self._before: dict[int, Any] = {}
+        self._asked_at = 0.0
         self._timer: Timer | None = None
 
     def install(self, controller: Any) -> None:
@@ -43,7 +47,10 @@ class Stop:
             self._before[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
-        again, self.signal = self.signal is not None, number
+        again = self.signal is not None
+        if again and monotonic() - self._asked_at < SAME_S:
+            return None
+        self.signal, self._asked_at = number, monotonic()
         if again or not self._patience_s:
             return self._abort()
         self._hub.ask.remote(Command.STOP, signal.Signals(number).name)

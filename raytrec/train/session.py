@@ -1,0 +1,50 @@
+"""The Ray of a run: joined, or a local one that is started again when its raylet has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from raytrec.cluster import in_job, is_stuck, ray_session, started_here
+from raytrec.config import RunConfig
+from raytrec.lifeline import RAYLET, RayLost
+from raytrec.storage import relative
+from raytrec.train.group import local_cpus
+from raytrec.train.watch import Watch
+
+T = TypeVar("T")
+
+
+def in_session(config: RunConfig, watch: Watch, work: Callable[[], T]) -> T:
+    """Does a run's work in a Ray session; again in a new one where the local Ray's raylet has ended.
+
+    That counts against scaling.max_failures. All processes of the Ray before have ended by then, so that none
+    still writes. A cluster that was joined is not ours to start; and Ray ends a process when its GCS has been
+    gone for a minute.
+
+    Args:
+        work: goes on from the newest checkpoint when it is called again.
+
+    Raises:
+        RayLost: it cannot be started again, or too often.
+    """
+    left = config.scaling.max_failures
+    while True:
+        try:
+            with ray_session(config.scaling.address, local_cpus(config)):
+                ours = started_here()
+                return work()
+        except RayLost as lost:
+            left -= 1
+            again = ours and lost.part == RAYLET and left >= 0 and not is_stuck()
+            watch.failed(lost.what, again)
+            if not again:
+                raise with_resume(lost, config) from None
+
+
+def with_resume(lost: RayLost, config: RunConfig) -> RayLost:
+    """The error, with how to go on."""
+    folder = relative(Path(config.run.dir))
+    command = "submit the same again" if in_job() else f"raytrec train --resume {folder}"
+    return RayLost(lost.what, where=lost.where, do=f"go on from the last checkpoint: {command}")
