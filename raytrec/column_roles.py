@@ -61,7 +61,7 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
     Raises:
         SchemaError: it is to be a label, and cannot.
     """
-    if s.name in (labels or ()) or (not labels and is_called_label(s)):
+    if s.name in (labels or ()) or (not labels and is_called_label(s.name)):
         if s.is_probability or labels or not other_labels:
             return _label(s, "named with --label" if labels else "its name")
         return Finding(s, "left out", f"called like a label, with other values than 0 to 1: {_values(s)}")
@@ -70,8 +70,9 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
     return _with_hints(_feature(s))
 
 
-def is_called_label(s: ColumnStats) -> bool:
-    return s.name.lower() in LABEL_NAMES
+def is_called_label(name: str) -> bool:
+    """Whether labels are usually called so."""
+    return name.lower() in LABEL_NAMES
 
 
 def _feature(s: ColumnStats) -> Finding:

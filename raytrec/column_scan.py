@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from raytrec.column_stats import NUMBERS, ColumnStats
@@ -16,41 +16,71 @@ class Scan:
 
     Attributes:
         rows: of the training data that were looked at; whole: whether these, and the others', are all.
+        also: name → place of validation and test data that was looked at.
+        not_seen: name → why it was not.
     """
 
     columns: list[ColumnStats]
     rows: int
     whole: bool
+    also: dict[str, str]
+    not_seen: dict[str, str]
 
 
-def scan_columns(uri: str, max_rows: int | None, also: dict[str, str] | None = None) -> Scan:
+def scan_columns(
+    uri: str,
+    max_rows: int | None,
+    also: dict[str, str] | None = None,
+    is_label: Callable[[str], bool] = lambda name: False,
+) -> Scan:
     """Statistics of every column.
 
     Args:
-        also: name → folder of validation and test data.
+        also: name → place of validation and test data; what has no Parquet, or no labels, is none.
+        is_label: whether a column of this name is one.
 
     Raises:
         DataError: nothing there, no rows, or a file that is not whole.
     """
-    from raytrec.data.fragments import list_files, read_footer
-
-    places = {None: uri, **(also or {})}
-    footers = {part: {p: read_footer(p) for p in list_files(u, "inspect")} for part, u in places.items()}
-    columns = _columns({path: footer for part in footers.values() for path, footer in part.items()})
+    footers, not_seen = {None: _footers(uri)}, {}
+    labels = {name for name in _names(footers[None]) if is_label(name)}
+    for part, place in (also or {}).items():
+        try:
+            footers[part] = _footers(place)
+        except DataError as error:
+            not_seen[part] = error.what
+            continue
+        if missing := labels - _names(footers[part]):
+            not_seen[part] = f"it has no column {', '.join(sorted(missing))}"
+            del footers[part]
+    columns = _columns({path: footer for files in footers.values() for path, footer in files.items()})
     groups = {part: _groups(files) for part, files in footers.items()}
-    total = sum(rows for *_, rows in groups[None])
-    if not total:
+    if not sum(rows for *_, rows in groups[None]):
         raise DataError(
             "there are no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files"
         )
+    seen = {part: place for part, place in (also or {}).items() if part in footers}
+    for column in columns:
+        column.elsewhere = {part: replace(column, elsewhere={}, few=None) for part in seen}
     chosen = {part: _spread(of, max_rows) for part, of in groups.items()}
-    for part in also or {}:
-        for column in columns:
-            column.elsewhere[part] = replace(column, elsewhere={}, few=None, lengths=column.lengths.copy())
     for part, path, index in _tracked(chosen):
         _add_group([c if part is None else c.elsewhere[part] for c in columns], columns, path, index)
     rows = sum(rows for *_, rows in chosen[None])
-    return Scan(columns, rows, chosen == groups)
+    return Scan(columns, rows, chosen == groups, seen, not_seen)
+
+
+def _footers(place: str) -> dict:
+    """file → footer."""
+    from raytrec.data.fragments import list_files, read_footer
+
+    return {path: read_footer(path) for path in list_files(place, "inspect")}
+
+
+def _names(footers: dict) -> set[str]:
+    """Columns that all files have."""
+    from raytrec.data import nested
+
+    return set.intersection(*(set(nested.leaves(f.schema.to_arrow_schema())) for f in footers.values()))
 
 
 def _groups(footers: dict) -> list[tuple[str, int, int]]:

@@ -47,7 +47,7 @@ class ColumnStats:
     whole: bool = True
     few: dict | None = field(default_factory=dict)
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros(LONGEST_COUNTED + 1, np.int64))
+    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     elsewhere: dict[str, ColumnStats] = field(default_factory=dict)
 
     @property
@@ -117,7 +117,8 @@ class ColumnStats:
         self.nulls += array.null_count
         if is_list(array.type):
             lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-            self.lengths += np.bincount(np.minimum(lengths, LONGEST_COUNTED), minlength=LONGEST_COUNTED + 1)
+            counts = np.bincount(np.minimum(lengths, LONGEST_COUNTED), minlength=LONGEST_COUNTED + 1)
+            self.lengths = self.lengths + counts if len(self.lengths) else counts
             _, array = unnest(array)
             self.nulls_inside += array.null_count
         array = array.drop_null()

@@ -28,8 +28,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from raytrec.column_roles import (
     LABEL_NAMES,
     Finding,
@@ -37,7 +35,7 @@ from raytrec.column_roles import (
     find_role,
     is_called_label,
 )
-from raytrec.column_scan import scan_columns
+from raytrec.column_scan import Scan, scan_columns
 from raytrec.column_stats import ColumnStats
 from raytrec.errors import ConfigError, SchemaError
 from raytrec.schema import Schema, scalar
@@ -58,27 +56,35 @@ class Inspection:
         findings: one for each column, in the files' order.
         schema: the schema that fits what comes out of the transforms.
         transforms: data.transforms, without which training refuses columns of the schema.
-        rows: rows looked at; `whole` says whether these are all.
-        also: name → place of validation and test data that was looked at, too.
         tables: why features share tables.
+        scan: what was looked at.
     """
 
     uri: str
     findings: list[Finding]
     schema: Schema
     transforms: list[dict]
-    rows: int
-    whole: bool
-    also: dict[str, str]
     tables: list[SharedTable]
+    scan: Scan
+
+    @property
+    def rows(self) -> int:
+        """Rows of the training data that were looked at."""
+        return self.scan.rows
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows were looked at."""
+        return self.scan.whole
 
     def schema_yaml(self) -> str:
         """schema.yaml, with the transforms and a comment for every column."""
         sampled = "" if self.whole else ", a sample: cardinalities and ranges are lower bounds"
-        beside = f", ids also from {' and '.join(self.also)}" if self.also else ""
+        beside = f", ids also from {' and '.join(self.scan.also)}" if self.scan.also else ""
         lines = [
             f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{beside}). Look it over before you train."
         ]
+        lines += [f"{part} was not looked at: {why}" for part, why in self.scan.not_seen.items()]
         if self.transforms:
             lines += ["Training needs these in its configuration, too:", "data:", "  transforms:"]
             lines += [f"    - {_flow(transform)}" for transform in self.transforms]
@@ -132,7 +138,7 @@ class Inspection:
 
     def _command(self, schema: str) -> str:
         """The command that trains with a schema file."""
-        parts = {"test" if name == "test" else "valid": place for name, place in self.also.items()}
+        parts = {"test" if name == "test" else "valid": place for name, place in self.scan.also.items()}
         settings = [f"data.train={self.uri}", *(f"data.{name}={place}" for name, place in parts.items())]
         settings.append(f"data.schema={schema}")
         transforms = f"data.transforms=[{', '.join(map(_flow, self.transforms))}]"
@@ -174,19 +180,20 @@ def inspect(
         DataError: nothing there, or not Parquet. SchemaError: no label or no sparse feature can be told.
     """
     uri = train_part(uri)
-    also = parts_beside(uri)
-    scan = scan_columns(uri, max_rows, also)
+    scan = scan_columns(
+        uri, max_rows, parts_beside(uri), lambda name: name in labels if labels else is_called_label(name)
+    )
     names = [column.name for column in scan.columns]
     if missing := [label for label in labels or () if label not in names]:
         raise SchemaError(f"there is no column '{missing[0]}'", where=uri, expected=", ".join(names[:50]))
-    plain_labels = any(is_called_label(c) and c.is_probability for c in scan.columns)
+    plain_labels = any(is_called_label(c.name) and c.is_probability for c in scan.columns)
     findings = [find_role(column, labels, plain_labels) for column in scan.columns]
     _check_some_label(findings, uri)
     _pair_weights(findings)
     tables = find_tables(findings)
-    all_seen = bool(also) and scan.whole
+    all_seen = bool(scan.also) and scan.whole
     schema = _schema(findings, tables, dim, all_seen, uri)
-    return Inspection(uri, findings, schema, _transforms(findings), scan.rows, scan.whole, also, tables)
+    return Inspection(uri, findings, schema, _transforms(findings), tables, scan)
 
 
 def _check_some_label(findings: list[Finding], uri: str) -> None:
@@ -273,10 +280,11 @@ def _transforms(findings: list[Finding]) -> list[dict]:
     return sorted(together.values(), key=lambda t: ORDER.index(t["do"]))
 
 
-def _flow(value: dict) -> str:
+def _flow(value: object) -> str:
     """YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
-    return text.strip()
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
+    return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else scalar(value)
 
 
 def _printable(text: str) -> str:

@@ -203,11 +203,9 @@ class Schema(BaseModel):
 
 def scalar(value: object) -> str:
     """A scalar as YAML flow text, quoted where YAML needs it."""
-    quotes = '"' if isinstance(value, str) and not value.isprintable() else None  # others would fold lines
-    text = yaml.safe_dump(
-        [value], default_flow_style=True, width=10**6, allow_unicode=True, default_style=quotes
-    )
-    return text.strip()[1:-1]
+    odd = isinstance(value, str) and not value.isprintable()  # escaped, on one line
+    style = {"default_style": '"'} if odd else {"allow_unicode": True}
+    return yaml.safe_dump([value], default_flow_style=True, width=10**6, **style).strip()[1:-1]
 
 
 def _explain(error: dict) -> str:

@@ -8,15 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from pydantic import TypeAdapter
+from any_parquet import accepted
 
 from raytrec.data.fragments import scan
-from raytrec.data.order import Item, Part
-from raytrec.data.rows import read_item
 from raytrec.errors import ConfigError, DataError, SchemaError
 from raytrec.inspection import inspect
 from raytrec.schema import Schema
-from raytrec.transforms import Transform
 
 ROWS = 2000
 
@@ -167,21 +164,6 @@ def write(path, columns, **settings):
     """A Parquet file, in a folder that is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(columns if isinstance(columns, pa.Table) else pa.table(columns), path, **settings)
-
-
-def accepted(text, *places):
-    """Reads all rows of places as a run with this text's schema and transforms would; their schema."""
-    comments = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
-    pasted = "\n".join(line for line in comments if line.startswith(("data:", "  ")))
-    transforms = (yaml.safe_load(pasted) or {"data": {"transforms": []}})["data"]["transforms"]
-    parsed = tuple(TypeAdapter(list[Transform]).validate_python(transforms))
-    schema = Schema.parse(yaml.safe_load(text), "text")
-    for place in places:
-        data = scan(str(place), schema, transforms=parsed)
-        for group in data.groups:
-            part = Part(group.path, group.index, 0, group.rows)
-            assert read_item(Item(0, 0, (part,), None), data.form).num_rows == group.rows
-    return schema
 
 
 def odd_columns(rows, seed, users=200):
@@ -439,4 +421,10 @@ def test_a_file_beside_others(tmp_path):
     write(tmp_path / "valid.parquet", {"label": [0, 1] * 50, "user_id": [1, 7] * 50})
     found = inspect(str(tmp_path / "train.parquet"))
     assert found.schema.tables["user"].rows == 8 and found.rows == 100
-    assert found.also == {"valid": str(tmp_path / "valid.parquet")}
+    assert found.scan.also == {"valid": str(tmp_path / "valid.parquet")}
+    write(tmp_path / "test.parquet", {"user_id": [1, 9] * 50})
+    (tmp_path / "val.parquet").mkdir()
+    found = inspect(str(tmp_path / "train.parquet"))
+    assert list(found.scan.also) == ["valid"] and found.schema.tables["user"].rows == 8
+    assert "# test was not looked at: it has no column label\n" in found.schema_yaml()
+    assert "# val was not looked at: the folder holds no Parquet files\n" in found.schema_yaml()

@@ -1,5 +1,7 @@
-"""Good Parquet made bad in 60 ways: each ends in a message with its place, or in the very same rows."""
+"""Good Parquet made bad in 60 ways: each ends in a message with its place, or in the very same rows. And
+Parquet of any columns: read, or refused by name."""
 
+import os
 import pickle
 import random
 from functools import cache
@@ -9,8 +11,13 @@ import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from any_parquet import NAMES, TYPES, accepted, random_array, read_all
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from ranks import on_ranks
 
+from raytrec.errors import DataError, SchemaError
+from raytrec.inspection import inspect
 from raytrec.schema import Schema
 
 ROWS, GROUP = 600, 150
@@ -184,3 +191,60 @@ def test_skipping_keeps_every_other_row(name, expected, tmp_path):
 
 def test_there_are_enough():
     assert len(mutations()) >= 50
+
+
+def any_file(path, columns, seed, rows=60):
+    """A file with a label, users and columns of any names and types."""
+    rng = random.Random(seed)
+    arrays = [random_array(kind, rng, rows) for _, kind in columns]
+    names = ["label", "user", *(name for name, _ in columns)]
+    plain = [pa.array([i % 2 for i in range(rows)]), pa.array([i % 7 for i in range(rows)])]
+    try:
+        pq.write_table(pa.table([*plain, *arrays], names), path, row_group_size=25)
+    except pa.ArrowNotImplementedError:  # Parquet has no such column
+        assume(False)
+
+
+COLUMNS = st.lists(st.tuples(NAMES, TYPES), min_size=1, max_size=4)
+QUICK = settings(
+    max_examples=int(os.environ.get("RAYTREC_EXAMPLES", 25)),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@QUICK
+@given(st.lists(COLUMNS, min_size=1, max_size=2), st.integers(0, 99))
+def test_of_any_files_inspect_writes_what_is_read(tmp_path_factory, files, seed):
+    folder = tmp_path_factory.mktemp("any")
+    for i, columns in enumerate(files):
+        any_file(folder / f"{i}.parquet", columns, seed + i)
+    try:
+        text = inspect(str(folder)).schema_yaml()
+    except SchemaError as error:  # what is called like a label, and is none
+        assert "label" in error.what and len(str(error).encode()) < 4096
+        return
+    accepted(text, folder)
+
+
+@QUICK
+@given(COLUMNS, st.integers(0, 99), st.sampled_from(["dense", "sparse", "weights", "labels"]))
+def test_any_column_in_any_role_is_read_or_refused_by_name(tmp_path_factory, columns, seed, role):
+    path = tmp_path_factory.mktemp("any") / "a.parquet"
+    any_file(path, columns, seed)
+    name = columns[0][0]
+    feature = {"column": name} if role == "sparse" else {"weights": name} if role == "weights" else {}
+    spec = {
+        "labels": [name if role == "labels" else "label"],
+        "dense": [name] if role == "dense" else [],
+        "sparse": {"feature": {"table": "t", "column": "user", **feature}},
+        "tables": {"t": {"rows": 100, "dim": 4, "out_of_range": "hash"}},
+    }
+    try:
+        read_all(path, Schema.parse(spec, "test"))
+    except SchemaError as error:  # a label that is also an input
+        assert name in ("label", "user"), error
+    except DataError as error:
+        assert "a.parquet" in str(error) and len(str(error).encode()) < 4096
+        named = [n for n, _ in columns] + ["label", "user"]
+        assert any(n in str(error) or not n.isprintable() for n in named)

@@ -1,0 +1,109 @@
+"""Columns of any Arrow type, and what a run would make of files of them."""
+
+from decimal import Decimal
+
+import numpy as np
+import pyarrow as pa
+import yaml
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from raytrec.data.fragments import scan
+from raytrec.data.kinds import is_list, is_text
+from raytrec.data.order import Item, Part
+from raytrec.data.rows import read_item
+from raytrec.schema import Schema
+from raytrec.transforms import Transform
+
+LEAVES = [
+    *(pa.int8(), pa.uint64(), pa.float16(), pa.float32(), pa.float64(), pa.bool_(), pa.string()),
+    *(pa.large_string(), pa.string_view(), pa.binary(), pa.binary(3), pa.binary_view(), pa.date32()),
+    *(pa.date64(), pa.time32("ms"), pa.time64("ns"), pa.duration("s"), pa.timestamp("ns"), pa.null()),
+    *(pa.timestamp("us", "Asia/Tokyo"), pa.decimal128(20, 0), pa.decimal256(40, 3), pa.decimal32(6, 2)),
+    *(pa.uuid(), pa.bool8(), pa.dictionary(pa.int32(), pa.string()), pa.json_()),
+]
+
+
+def nested_types(inner):
+    named = st.sampled_from(["a", "b.c", "id", "", "ü"])
+    return st.one_of(
+        inner.map(pa.list_),
+        inner.map(pa.large_list),
+        inner.map(pa.list_view),
+        inner.map(lambda kind: pa.list_(kind, 2)),
+        inner.map(lambda kind: pa.map_(pa.string(), kind)),
+        st.lists(st.tuples(named, inner), min_size=1, max_size=3).map(pa.struct),
+    )
+
+
+TYPES = st.recursive(st.sampled_from(LEAVES), nested_types, max_leaves=4)
+NAMES = st.one_of(
+    st.sampled_from(
+        ["x", "label", "user.id", "history", "x_weights", "click", "day_id", "a b", "x.a", "ids"]
+    ),
+    st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=12),
+)
+
+
+def random_array(kind, rng, rows):
+    """An array of any type, with a null here and there (but where Parquet cannot have them)."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(kind, random_array(kind.storage_type, rng, rows))
+    if pa.types.is_null(kind):
+        return pa.nulls(rows)
+    mask = np.array([rng.random() < 0.1 for _ in range(rows)])
+    if pa.types.is_struct(kind):
+        parts = [random_array(kind.field(i).type, rng, rows) for i in range(kind.num_fields)]
+        return pa.StructArray.from_arrays(parts, fields=list(kind), mask=pa.array(mask))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.FixedSizeListArray.from_arrays(random_array(kind.value_type, rng, 2 * rows), 2)
+    lengths = [0 if m else rng.randrange(4) for m in mask]
+    offsets = np.cumsum([0, *lengths]).astype(np.int32)
+    if pa.types.is_map(kind):
+        keys = pa.array([f"k{i % 5}" for i in range(offsets[-1])], pa.string())
+        return pa.MapArray.from_arrays(offsets, keys, random_array(kind.item_type, rng, int(offsets[-1])))
+    if is_list(kind):
+        values = random_array(kind.value_type, rng, int(offsets[-1]))
+        if pa.types.is_list_view(kind):
+            return pa.ListViewArray.from_arrays(offsets[:-1], np.diff(offsets), values)
+        large = pa.types.is_large_list(kind)
+        return (pa.LargeListArray if large else pa.ListArray).from_arrays(offsets, values)
+    if pa.types.is_dictionary(kind):
+        return random_array(kind.value_type, rng, rows).dictionary_encode()
+    most = rng.choice([2, 10, 100])
+    whole = [None if m else rng.randrange(most) for m in mask]
+    if pa.types.is_fixed_size_binary(kind):
+        return pa.array([None if v is None else bytes([v]) * kind.byte_width for v in whole], kind)
+    if is_text(kind):
+        return pa.array([None if v is None else str(v) for v in whole]).cast(kind)
+    if pa.types.is_floating(kind):
+        odd = [v if v is None or rng.random() < 0.9 else float("nan") for v in whole]
+        return pa.array(odd, pa.float64()).cast(kind)
+    if pa.types.is_boolean(kind):
+        return pa.array([v if v is None else v % 2 == 0 for v in whole], kind)
+    if pa.types.is_decimal(kind):
+        return pa.array([None if v is None else Decimal(v) for v in whole], kind)
+    if pa.types.is_date64(kind):
+        return pa.array(whole, pa.int32()).cast(pa.date32()).cast(kind)
+    bits = pa.int32() if pa.types.is_temporal(kind) and kind.bit_width == 32 else pa.int64()
+    return pa.array(whole, bits).cast(kind)
+
+
+def read_all(place, schema, transforms=()):
+    """Reads all rows of a place as a run would."""
+    parsed = tuple(TypeAdapter(list[Transform]).validate_python(list(transforms)))
+    data = scan(str(place), schema, transforms=parsed)
+    for group in data.groups:
+        part = Part(group.path, group.index, 0, group.rows)
+        assert read_item(Item(0, 0, (part,), None), data.form).num_rows == group.rows
+
+
+def accepted(text, *places):
+    """Reads all rows of places as a run with this text's schema and transforms would; their schema."""
+    comments = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
+    pasted = "\n".join(line for line in comments if line.startswith(("data:", "  ")))
+    transforms = (yaml.safe_load(pasted) or {"data": {"transforms": []}})["data"]["transforms"]
+    schema = Schema.parse(yaml.safe_load(text), "text")
+    for place in places:
+        read_all(place, schema, transforms)
+    return schema
