@@ -4,13 +4,33 @@ escaped, and without the secrets of addresses."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from raytrec.errors import RunError
 from raytrec.redact import hide
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Gives errors of the file system, while the block writes a page or its pictures, their place.
+
+    Raises:
+        RunError: instead of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"cannot write the page: {error.strerror}",
+            where=str(error.filename or path),
+            do="choose another place with --out",
+        ) from None
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
@@ -29,8 +49,9 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
     )
     text = pages.get_template(template).render(**values)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8", errors="replace")
-    partial.replace(path)
+    with writing(path):
+        partial.write_text(text, encoding="utf-8", errors="replace")
+        partial.replace(path)
     return path
 
 

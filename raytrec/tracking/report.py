@@ -29,20 +29,29 @@ def build(folder: str | Path) -> Path:
         Path: of the page.
     """
     history = History.read(folder)
-    return _write(history, _draw(history))
+    return _write(history, _draw(history), history.folder)
 
 
 def pictures(folder: str | Path) -> list[Path]:
     """Writes the pictures that there is data for as PNG into FOLDER/pictures/; their paths."""
     history = History.read(folder)
-    return _save(history, _draw(history))
+    return _save(history, _draw(history), history.folder)
 
 
-def build_with_pictures(folder: str | Path) -> tuple[Path, list[Path]]:
-    """`build` and `pictures`, in less time than one after the other."""
-    history = History.read(folder)
-    drawn = _draw(history)
-    return _write(history, drawn), _save(history, drawn)
+def build_with_pictures(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[Path]]:
+    """`build` and `pictures`, in less time than one after the other.
+
+    Args:
+        folder: of the run.
+        out: where to write them; default: there.
+    """
+    from raytrec.tracking.page import writing
+
+    history, target = History.read(folder), Path(out or folder)
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        drawn = _draw(history)
+        return _write(history, drawn, target), _save(history, drawn, target)
 
 
 def _draw(history: History) -> list[tuple[Any, Any]]:
@@ -52,10 +61,10 @@ def _draw(history: History) -> list[tuple[Any, Any]]:
     return [(picture, picture.draw(history)) for picture in GALLERY]
 
 
-def _save(history: History, drawn: list[tuple[Any, Any]]) -> list[Path]:
+def _save(history: History, drawn: list[tuple[Any, Any]], folder: Path) -> list[Path]:
     from raytrec.tracking.figures.style import save_png
 
-    target = history.folder / PICTURES
+    target = folder / PICTURES
     target.mkdir(exist_ok=True)
     made = {target / f"{picture.name}.png": figure for picture, figure in drawn if figure}
     for path, figure in made.items():
@@ -63,11 +72,11 @@ def _save(history: History, drawn: list[tuple[Any, Any]]) -> list[Path]:
     return list(made)
 
 
-def _write(history: History, drawn: list[tuple[Any, Any]]) -> Path:
+def _write(history: History, drawn: list[tuple[Any, Any]], folder: Path) -> Path:
     from raytrec.tracking.page import write_page
 
     return write_page(
-        history.folder / REPORT,
+        folder / REPORT,
         "report.html.j2",
         name=history.name,
         folder=str(history.folder.absolute()),
