@@ -238,13 +238,16 @@ def plan(
 
 
 @app.command()
-def report(run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]):
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
+    out: Annotated[str | None, typer.Option(help="Folder to write to; default: RUN.")] = None,
+):
     """Builds a run's report.html anew, from what its folder records, and its pictures."""
     from raytrec.storage import relative
     from raytrec.tracking.history import run_folder
     from raytrec.tracking.report import build_with_pictures
 
-    page, pictures = build_with_pictures(run_folder(run).absolute())
+    page, pictures = build_with_pictures(run_folder(run).absolute(), out and Path(out).absolute())
     print(f"report       {relative(page)}")
     if pictures:
         print(f"pictures     {relative(pictures[0].parent)}")
@@ -312,6 +315,7 @@ def _dump(metrics: dict) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The `raytrec` command: errors of ours are one message and exit code 1, without a traceback."""
+    from raytrec.cluster import leave
     from raytrec.errors import RaytrecError
 
     try:
@@ -319,7 +323,7 @@ def main(arguments: list[str] | None = None) -> None:
     except RaytrecError as error:
         prefix = "\033[1;31merror:\033[0m" if sys.stderr.isatty() else "error:"
         print(f"{prefix} {error}", file=sys.stderr)
-        sys.exit(1)
+        leave(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
