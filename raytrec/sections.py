@@ -96,7 +96,7 @@ class DataSection(Section):
     transforms: list[Transform] = Field(
         default_factory=list,
         description="What is done to columns before the schema sees them: fill_null, clip, log, bucketize, "
-        "hash, lookup_vocabulary, or module:function.",
+        "hash, lookup_vocabulary, binarize, date_part, age, cast, drop_null, or module:function.",
     )
     global_batch_size: Annotated[PositiveInt, Field(lt=2**31)] = Field(
         2048, description="Rows per step over all workers together."
