@@ -11,12 +11,12 @@ from types import TracebackType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from raytrec.errors import ConfigError
 from raytrec.schema import Schema
 from raytrec.storage import relative
+from raytrec.terminal import open_console
 
 MARKER = "prepared.json"
 SPLITS = ("train", "valid", "test")
@@ -59,7 +59,7 @@ class Output:
         if before and self._force:
             return False
         if before == self.options:
-            Console(stderr=True).print(f"{self.folder} is prepared already", highlight=False, soft_wrap=True)
+            open_console(stderr=True).print(f"{self.folder} is prepared already", soft_wrap=True)
             return True
         if before is None:
             raise ConfigError(
@@ -108,11 +108,11 @@ class Output:
     def summary(self, job: str, *lines: str) -> None:
         """Prints the rows of each split, further lines, and the next command."""
         counts = ", ".join(f"{name} {count:,}" for name, count in self.facts()["rows"].items())
-        console = Console(stderr=True)
+        console = open_console(stderr=True)
         place = relative(self.folder)
         paths = " ".join(f"data.{name}={place}/{name}" for name in SPLITS)
         for line in (f"{place}: {counts} rows", *lines, f"next: raytrec train jobs/{job}.yaml {paths}"):
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
 
 
 class SplitWriter:
@@ -176,7 +176,7 @@ class SplitWriter:
 @contextmanager
 def progress(text: str, total: int | None) -> Iterator:
     """A bar on stderr, silent where that is no terminal; yields a function to call with units done."""
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, total=total)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
 
@@ -135,6 +136,13 @@ def started_here() -> bool:
     return _state.ours
 
 
+def logs_here() -> Path | None:
+    """The folder of the logs of this process's own Ray, which goes with it; None: it has none."""
+    import ray
+
+    return Path(ray._private.worker._global_node.get_logs_dir_path()) if _state.ours else None
+
+
 def is_stuck() -> bool:
     """Whether this process can have no other Ray, because it cannot leave the one that it had."""
     return _state.stuck
@@ -179,6 +187,8 @@ def _init(where: str, **options: Any) -> None:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         do = START_ONE if "ADDRESS" in where.upper() else "try again, with less to do for this machine"
         raise RunError(f"cannot reach Ray: {why}", where=where, do=do) from None
+    # What log_to_driver leaves: lines of advice on every process that ends. What ended is ours to say.
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 
 def _is_on_loopback(address: str) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from raytrec.errors import ConfigError
+from raytrec.reading import read_bytes, read_text
 
 MARK = "config.yaml.mark"
 OF_RUNS = ("driver.json", "events.jsonl", "plan.json", "checkpoints", MARK)  # what lies beside a run's config
@@ -82,7 +83,7 @@ def mark(folder: Path) -> None:
 def is_ours(folder: Path) -> bool:
     """Whether this user wrote a run folder's config.yaml, as it is now, with this home."""
     try:
-        found = (folder / MARK).read_text(errors="replace")
+        found = read_text(folder / MARK)
         return hmac.compare_digest(found.encode(), _mac(folder, _key(create=False)).encode())
     except (OSError, RuntimeError):  # no mark, no key, or no home
         return False
@@ -102,7 +103,7 @@ def not_ours(folder: Path) -> str:
 
 
 def _mac(folder: Path, key: bytes) -> str:
-    text = (folder / "config.yaml").read_bytes()
+    text = read_bytes(folder / "config.yaml")
     return hmac.new(key, b"raytrec run\0" + text, hashlib.sha256).hexdigest()
 
 

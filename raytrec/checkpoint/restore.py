@@ -99,7 +99,21 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
         cause = root_cause(error)
         if isinstance(cause, CheckpointError):
             raise cause from None
+        if found := _planned(error):
+            raise CheckpointError(
+                f"the checkpoint does not hold what the model needs: {found}",
+                where=folder,
+                expected="the tensors that the configuration and the schema ask for, in their shapes",
+                do="load another checkpoint, or use the configuration and schema that it was saved with",
+            ) from None
         raise
+
+
+def _planned(error: BaseException) -> str | None:
+    """What torch's planner says of a tensor that is missing or has another shape; None of other errors."""
+    inner = [f[0] for f in getattr(error, "failures", {}).values()] or [error]
+    words = [(str(each).splitlines() or [""])[0] for each in inner]
+    return next((w for w in words if "Missing key in checkpoint" in w or "ize mismatch" in w), None)
 
 
 class _FirstRows(ShardReader):

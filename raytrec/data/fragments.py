@@ -139,9 +139,21 @@ def _files_of(uri: str, key: str, between: Between | None) -> list[str]:
                 expected="a folder of .parquet files",
                 do="correct the path, or write the data with `raytrec prepare`",
             )
+        if info.type == fs.FileType.Unknown:
+            raise DataError(
+                "this is no file, but a pipe or a device", where=f"{key}={uri}", expected="Parquet"
+            )
         found = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
     except OSError as error:
         raise DataError(f"cannot list the folder: {error}", where=f"{key}={uri}") from None
+    odd = [f.path for f in found if f.type in (fs.FileType.Unknown, fs.FileType.NotFound)]
+    if odd := sorted(n for n in odd if n.endswith(".parquet") and not _hidden(n.removeprefix(path))):
+        raise DataError(
+            f"{len(odd)} of the .parquet in the folder are no files, but pipes, devices or links to nothing",
+            where=f"{key}={uri}, {odd[0]}",
+            expected="files",
+            do="remove them, or name them with _ at the beginning",
+        )
     names = [f.path for f in found if f.type == fs.FileType.File and f.extension == "parquet"]
     names = sorted((n for n in names if not _hidden(n.removeprefix(path))), key=in_order)
     if not names:

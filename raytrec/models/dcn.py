@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.errors import ConfigError
+from raytrec.fit import check_model
 from raytrec.model_sections import DcnSection
-from raytrec.models.inputs import dim_of, mlp, one_label
+from raytrec.models.inputs import dim_of, mlp
 from raytrec.schema import Schema
 
 
@@ -32,14 +32,7 @@ class DCN(nn.Module):
 
     def __init__(self, schema: Schema, config: DcnSection):
         super().__init__()
-        one_label(schema, config.name)
-        if config.bottom_mlp and not schema.dense:
-            raise ConfigError(
-                f"model.bottom_mlp is {config.bottom_mlp}, and the schema has no dense columns",
-                where="model.bottom_mlp",
-                expected="[] without dense columns",
-                do="set model.bottom_mlp=[]",
-            )
+        check_model(schema, config)
         self.features = list(schema.sparse)
         self.bottom = mlp([len(schema.dense), *config.bottom_mlp]) if schema.dense else None
         dense = (config.bottom_mlp or [len(schema.dense)])[-1] if schema.dense else 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from raytrec.fit import one_dim, one_label
 from raytrec.model_sections import DlrmSection, SequenceSection
-from raytrec.models.inputs import Constant, mlp, one_dim, one_label
+from raytrec.models.inputs import Constant, mlp
 from raytrec.schema import Schema
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.errors import ConfigError
 from raytrec.schema import Schema
 from raytrec.sequences import looked_up, positions
 
@@ -88,27 +87,3 @@ def mlp(sizes: list[int], dropout: float = 0.0) -> nn.Sequential:
 def dim_of(schema: Schema, feature: str) -> int:
     """Width of a feature's embeddings."""
     return schema.tables[schema.sparse[feature].table].dim
-
-
-def one_label(schema: Schema, model: str) -> None:
-    """Refuses several labels."""
-    if len(schema.labels) > 1:
-        raise ConfigError(
-            f"the schema has {len(schema.labels)} labels ({', '.join(schema.labels)})",
-            where="schema.yaml, labels",
-            expected=f"one label: {model} predicts one",
-            do="leave the one to predict in labels",
-        )
-
-
-def one_dim(schema: Schema, model: str) -> int:
-    """The dim of all tables; refuses different ones."""
-    dims = {table.dim for table in schema.tables.values()}
-    if len(dims) > 1:
-        raise ConfigError(
-            f"the tables have dims {', '.join(map(str, sorted(dims)))}",
-            where="schema.yaml, tables",
-            expected=f"one dim for all tables: {model} takes dot products between them",
-            do="give every table the same dim",
-        )
-    return dims.pop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.errors import ConfigError, did_you_mean
+from raytrec.fit import targets
 from raytrec.model_sections import SequenceSection
 from raytrec.models.dlrm import DLRM
 from raytrec.models.inputs import Sequence, dim_of
@@ -28,20 +28,12 @@ class SequenceModel(nn.Module):
 
     def __init__(self, schema: Schema, config: SequenceSection):
         super().__init__()
-        sequences = [f for f, spec in schema.sparse.items() if spec.pooling == "sequence"]
-        if not sequences:
-            raise ConfigError(
-                "the schema has no sequence",
-                where="schema.yaml, sparse",
-                expected="a feature of pooling: sequence for model.name=sequence",
-                do="set pooling: sequence on the feature whose ids are in the order of time, or take dlrm",
-            )
-        self.target_of = {feature: target_of(schema, config, feature) for feature in sequences}
+        self.target_of = targets(schema, config)
         self.dlrm = DLRM(schema, config)
         # Features are no names of modules: they may have dots.
         self.attention = nn.ModuleList(
             TargetAttention(dim_of(schema, feature), config.max_length, config.attention_mlp)
-            for feature in sequences
+            for feature in self.target_of
         )
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
@@ -85,26 +77,3 @@ class TargetAttention(nn.Module):
         count_B1 = present_BL.sum(1, keepdim=True).clamp(min=1)
         weights_BL = scores_BL.sigmoid() * present_BL / count_B1
         return torch.einsum("bl,bld->bd", weights_BL, vectors_BLD)
-
-
-def target_of(schema: Schema, config: SequenceSection, sequence: str) -> str:
-    """The feature that a sequence is attended for."""
-    bags = [feature for feature, spec in schema.sparse.items() if spec.pooling != "sequence"]
-    same = [feature for feature in bags if schema.sparse[feature].table == schema.sparse[sequence].table]
-    if config.target in bags:
-        return config.target
-    if config.target is not None:
-        near = did_you_mean(config.target, bags)
-        raise ConfigError(
-            f"'{config.target}' is no feature" + (f"; did you mean '{near}'?" if near else ""),
-            where="model.target",
-            expected=f"one of {', '.join(bags)}",
-        )
-    if len(same) != 1:
-        raise ConfigError(
-            f"for which feature is {sequence} to be read? {len(same)} others look up its table",
-            where="model.target",
-            expected="one feature that shares the sequence's table, or a word on which it is",
-            do=f"set model.target to one of {', '.join(same or bags)}",
-        )
-    return same[0]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 import torch
 from torch import nn
 
-from raytrec.errors import ConfigError, did_you_mean
+from raytrec.fit import members, one_label
 from raytrec.model_sections import TwoTowerSection
-from raytrec.models.inputs import dim_of, mlp, one_label
+from raytrec.models.inputs import dim_of, mlp
 from raytrec.schema import Schema
 
 
@@ -34,8 +32,8 @@ class TwoTower(nn.Module):
     def __init__(self, schema: Schema, config: TwoTowerSection):
         super().__init__()
         one_label(schema, config.name)
-        members = _members(schema, config)
-        self.towers = nn.ModuleDict({side: Tower(schema, members[side], config) for side in members})
+        of_tower = members(schema, config)
+        self.towers = nn.ModuleDict({side: Tower(schema, of_tower[side], config) for side in of_tower})
         self.normalize = config.normalize
         # Dot products of vectors grow with the root of their width; cosines are at most 1.
         self.scale = nn.Parameter(torch.tensor(5.0 if config.normalize else config.tower_mlp[-1] ** -0.5))
@@ -78,33 +76,3 @@ class Tower(nn.Module):
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         parts = [dense.index_select(1, self.columns)] if len(self.columns) else []
         return self.last(self.hidden(torch.cat([*parts, *(pooled[f] for f in self.features)], dim=1)))
-
-
-def _members(schema: Schema, config: TwoTowerSection) -> dict[str, set[str]]:
-    """Tower → its features and columns; each name of the schema is in one."""
-    names = [*schema.dense, *schema.sparse]
-    members: dict[str, set[str]] = {}
-    for side, patterns in (("query", config.towers.query), ("item", config.towers.item)):
-        members[side] = set()
-        for pattern in patterns:
-            matching = {name for name in names if fnmatchcase(name, pattern)}
-            if not matching:
-                near = did_you_mean(pattern, names)
-                raise ConfigError(
-                    f"no feature or dense column is named, or matches, '{pattern}'"
-                    + (f"; did you mean '{near}'?" if near else ""),
-                    where=f"model.towers.{side}",
-                    expected=f"names or patterns of {', '.join(names)}",
-                )
-            members[side] |= matching
-    both = members["query"] & members["item"]
-    neither = set(names) - members["query"] - members["item"]
-    if both or neither:
-        what, which = ("both towers", both) if both else ("neither tower", neither)
-        raise ConfigError(
-            f"in {what}: {', '.join(sorted(which))}",
-            where="model.towers",
-            expected="each feature and dense column in one tower: a query's vector knows nothing of the item",
-            do="name it under query or item, or leave it out of the schema",
-        )
-    return members

@@ -82,6 +82,7 @@ class Jobs:
 
     def start(self, command: str, runtime_env: dict[str, Any], name: str) -> str:
         """Starts a command as a job; its id begins with `name`."""
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # it becomes part of addresses
         job = f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         deadline = time.monotonic() + YOUNG_S
         while True:

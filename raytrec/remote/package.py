@@ -12,6 +12,7 @@ from pathlib import Path
 
 from raytrec.config import RunConfig, load_config
 from raytrec.errors import ConfigError
+from raytrec.sections import name_like
 from raytrec.trust import code_in
 
 OURS = ("raytrec", "raytrec_datasets")
@@ -92,7 +93,7 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
 
 def config_name(source: str | Path | dict | RunConfig) -> str:
     """The name of the config's file in the package."""
-    return f"{Path(source).stem}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
+    return f"{name_like(Path(source).stem)}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
 
 
 def user_modules(config: RunConfig) -> list[Path]:

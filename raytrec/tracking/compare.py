@@ -71,21 +71,21 @@ def write(comparison: Comparison, out: str | Path) -> Path:
 
 def print_table(comparison: Comparison) -> None:
     """The results, and what the configurations differ in, as tables on stdout."""
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    from raytrec.terminal import open_console, plain
+
+    console = open_console()
     for title, rows in (("figure", comparison.results), ("configuration", comparison.config)):
         if not rows:
             continue
         table = Table()
         table.add_column(title)
         for name in comparison.names:
-            table.add_column(escape(name), justify="right" if title == "figure" else "left", overflow="fold")
+            table.add_column(plain(name), justify="right" if title == "figure" else "left", overflow="fold")
         for key, texts in rows.items():
             label = LABELS[key][0] if title == "figure" else key
-            table.add_row(escape(label), *(escape(text) for text in texts))
+            table.add_row(plain(label), *map(plain, texts))
         console.print(table)
 
 

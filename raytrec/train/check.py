@@ -9,8 +9,8 @@ from typing import Any
 
 from raytrec.cluster import ray_session
 from raytrec.config import RunConfig, load_config
-from raytrec.embeddings.pins import pins
 from raytrec.errors import RunError
+from raytrec.fit import check_fit
 from raytrec.schema import Schema
 from raytrec.train.console import RunConsole
 from raytrec.train.driver import open_tracker, short
@@ -87,7 +87,7 @@ def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
     config = resolve(load_config(source, overrides), source, "check")
     folder = Path(config.run.dir)
     schema = Schema.load(config.data.schema_uri)
-    pins(config, schema)
+    check_fit(config, schema, here=False)  # tables are cut down
     _make_folder(folder)
     status = "FAILED"
     with RunConsole(config.run.name) as console:

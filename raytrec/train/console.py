@@ -5,8 +5,6 @@ from __future__ import annotations
 from time import monotonic
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -16,7 +14,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
+from raytrec.terminal import bold, open_console, plain
 from raytrec.tracking.results import LABELS, shown
 from raytrec.train import lines
 
@@ -31,15 +31,15 @@ class RunConsole:
     """
 
     def __init__(self, name: str):
-        self._console = Console(stderr=True, emoji=False)  # a path may have : and [ in it
-        self._name = name
+        self._console = open_console(stderr=True)
+        self._name = plain(name)
         self._last_plain, self._total = 0.0, 0
         self._begin: tuple[float, int] | None = None  # when and at which step the time left began to be known
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
@@ -47,7 +47,7 @@ class RunConsole:
             disable=not self._console.is_terminal,
             transient=True,
         )
-        self._task = self._progress.add_task(name, total=None, figures="")
+        self._task = self._progress.add_task(self._name, total=None, figures="")
 
     def __enter__(self) -> RunConsole:
         self._progress.start()
@@ -58,7 +58,7 @@ class RunConsole:
 
     def phase(self, text: str) -> None:
         """What the run is doing while no step is counted."""
-        self._progress.update(self._task, figures=text)
+        self._progress.update(self._task, figures=plain(text))
         self._plain(text, always=True)
 
     def start(self, total: int, step: int = 0, workers: int = 0, **_: Any) -> None:
@@ -91,7 +91,7 @@ class RunConsole:
 
     def note(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(f"{self._name}  {text}", highlight=False, soft_wrap=True, markup=False)
+        self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
 
     def train(self, step: int, logloss: float, ne: float, rows_per_s: float | None, **_: Any) -> None:
         text = lines.progress(step, self._total, rows_per_s, logloss, ne)
@@ -102,7 +102,7 @@ class RunConsole:
     def eval(self, step: int, **figures: Any) -> None:
         text = lines.evaluation(step, figures)
         if self._console.is_terminal:
-            self._progress.print(f"{self._name}  {text}", highlight=False)
+            self._progress.print(f"{self._name}  {text}")
         self._plain(text, always=True)
 
     def _left(self, step: int) -> float | None:
@@ -112,13 +112,13 @@ class RunConsole:
         return (now - began) / (step - first) * (self._total - step) if step > first else None
 
     def warn(self, text: str) -> None:
-        self._console.print("[yellow]warning:[/yellow]", escape(text), highlight=False, soft_wrap=True)
+        self._console.print(Text("warning:", style="yellow"), plain(text), soft_wrap=True)
 
     def _plain(self, text: str, always: bool) -> None:
         now = monotonic()
         if not self._console.is_terminal and (always or now - self._last_plain >= PLAIN_EVERY_S):
             self._last_plain = now
-            self._console.print(f"{self._name}  {text}", highlight=False, soft_wrap=True, markup=False)
+            self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
 
 
 def print_result(result: Any) -> None:
@@ -127,8 +127,8 @@ def print_result(result: Any) -> None:
     Args:
         result: driver.Result.
     """
-    console = Console()
-    console.print(f"[bold]{result.metrics['name']}[/bold]", highlight=False, soft_wrap=True)
+    console = open_console()
+    console.print(bold(result.metrics["name"]), soft_wrap=True)
     table = Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")
@@ -136,7 +136,7 @@ def print_result(result: Any) -> None:
         table.add_row(LABELS[key][0], text)
     console.print(table)
     for line in result.next_steps:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(plain(line), soft_wrap=True)
 
 
 CHECKS = {
@@ -153,9 +153,9 @@ def print_check(result: Any) -> None:
     Args:
         result: check.CheckResult.
     """
-    console = Console()
+    console = open_console()
     console.print(
-        f"[bold]{result.name}[/bold]: {result.world_size} workers against one process", soft_wrap=True
+        bold(result.name) + Text(f": {result.world_size} workers against one process"), soft_wrap=True
     )
     table = Table()
     for column in ("check", "compared", "max abs error", "relative", "limit", "result"):
@@ -168,15 +168,15 @@ def print_check(result: Any) -> None:
             _tiny(worst["absolute"]),
             _tiny(worst["error"]),
             f"{worst['limit']:.0e}",
-            "[green]pass[/green]" if all(f["passed"] for f in found) else "[red]FAIL[/red]",
+            Text("pass", "green") if all(f["passed"] for f in found) else Text("FAIL", "red"),
         )
     console.print(table)
     for f in result.findings:
         if not f["passed"]:
             line = f"FAIL  {CHECKS[f['check']]} of {f['name']}: relative error {_tiny(f['error'])}, limit "
-            console.print(line + f"{f['limit']:.0e}", highlight=False, soft_wrap=True)
+            console.print(plain(line + f"{f['limit']:.0e}"), soft_wrap=True)
     for line in result.next_steps:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(plain(line), soft_wrap=True)
 
 
 def _tiny(value: float | None) -> str:

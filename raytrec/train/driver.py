@@ -11,13 +11,14 @@ from time import perf_counter
 from typing import Any
 
 from raytrec.checkpoint.files import find
-from raytrec.cluster import in_job, ray_session
+from raytrec.cluster import in_job, ray_session, stays_here
 from raytrec.config import RunConfig
 from raytrec.data.contents import Content, fingerprint, in_background, look_at_all
 from raytrec.data.fragments import Dataset, scan
 from raytrec.data.verify import check_accused
-from raytrec.embeddings.pins import pins
 from raytrec.errors import ConfigError, RaytrecError, RunError
+from raytrec.fit import check_fit
+from raytrec.reading import read_text
 from raytrec.redact import hide
 from raytrec.schema import Schema
 from raytrec.storage import absolute, relative
@@ -30,6 +31,7 @@ from raytrec.train.group import local_cpus, run_group
 from raytrec.train.lock import held
 from raytrec.train.owner import driving
 from raytrec.train.resume import check_same_data, check_unfinished, note_data
+from raytrec.train.session import in_session
 from raytrec.train.settle import (
     check_nothing_hidden,
     make_folder,
@@ -106,7 +108,7 @@ def train(
     folder, root = Path(config.run.dir), config.checkpoint_root
     schema, datasets = open_data(config)
     lines = check_fits(config, schema) if config.run.start_from and not resume else []
-    pins(config, schema)  # names of plan.tables and plan.together, before anything starts
+    check_fit(config, schema, here=stays_here(config.scaling.address))
     patience = PATIENCE_S + config.scaling.stop_s if go_on else 0
     contents = in_background(look_at_all, datasets)
     with RunConsole(config.run.name) as console, held(folder, patience, console.phase):
@@ -141,13 +143,14 @@ def _drive(
     try:
         console.phase("starting Ray")
         _import_early()
-        with ray_session(config.scaling.address, local_cpus(config)):
+        watch = Watch(console, record)
+
+        def work() -> dict[str, Any]:
             _begin_record(record, tracker, config, new=new)
-            watch = Watch(console, record)
             root, data = config.checkpoint_root, contents.result()
             note_data(folder, data)
             with reading_ahead(config, datasets, console.warn):
-                figures = run_group(
+                return run_group(
                     "train_worker",
                     config,
                     schema,
@@ -157,6 +160,8 @@ def _drive(
                     fingerprint=fingerprint(data["train"]),
                     saves=True,
                 )
+
+        figures = in_session(config, watch, work)
         metrics = {
             **figures,
             "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
@@ -214,7 +219,7 @@ def open_tracker(config: RunConfig, console: RunConsole) -> Tracker | NoTracker:
     folder, tracking = Path(config.run.dir), config.tracking
     if not tracking.enabled:
         return NoTracker()
-    before = (folder / TRACKED).read_text() if (folder / TRACKED).is_file() else None
+    before = read_text(folder / TRACKED).strip()[:64] if (folder / TRACKED).is_file() else None
     return Tracker(
         tracking.uri,
         tracking.experiment,

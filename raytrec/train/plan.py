@@ -8,6 +8,7 @@ from warnings import catch_warnings, simplefilter
 
 from raytrec.config import load_config
 from raytrec.errors import ConfigError
+from raytrec.fit import check_fit
 from raytrec.schema import Schema
 from raytrec.tracking.units import ranges
 
@@ -54,6 +55,7 @@ def plan(
             expected="one worker for each GPU",
         )
     schema = Schema.load(config.data.schema_uri)
+    check_fit(config, schema, here=False)
     with catch_warnings():  # of what TorchRec will change
         simplefilter("ignore", FutureWarning)
         tables = dry_run(config, schema, hosts, gpus, memory_gib, host_memory_gib)
@@ -70,15 +72,16 @@ def plan(
 
 def print_plan(found: dict[str, Any]) -> None:
     """A line for each table, and how full the GPUs are, on stdout."""
-    from rich.console import Console
     from rich.table import Table
 
-    console, lines = Console(), Table()
+    from raytrec.terminal import open_console, plain
+
+    console, lines = open_console(), Table()
     for column in ("table", "rows", "dim", "sharding", "kernel", "ranks", "GiB in all"):
         lines.add_column(column, justify="right" if column in ("rows", "dim", "GiB in all") else "left")
     for table in found["tables"]:
         lines.add_row(
-            table["table"],
+            plain(table["table"]),
             f"{table['rows']:,}",
             str(table["dim"]),
             table["sharding"],
@@ -91,12 +94,10 @@ def print_plan(found: dict[str, Any]) -> None:
     console.print(
         f"{found['hosts']} × {found['gpus']} GPUs of {memory:g} GiB: tables take {min(gib):.1f} to "
         f"{max(gib):.1f} GiB of each, {sum(gib):.1f} GiB in all",
-        highlight=False,
         soft_wrap=True,
     )
     if any(host := found["host_gib"]):
         console.print(
             f"in host memory: {min(host):.1f} to {max(host):.1f} GiB of each host, {sum(host):.1f} in all",
-            highlight=False,
             soft_wrap=True,
         )

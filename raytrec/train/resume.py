@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from raytrec.config import RunConfig, load_config
 from raytrec.data.contents import Content, differences, fingerprint, old_fingerprint, written_again
 from raytrec.data.fragments import Dataset
 from raytrec.errors import ConfigError, DataError, RunError
+from raytrec.reading import json_values, read_bytes, read_text
 from raytrec.schema import Schema
 from raytrec.storage import absolute
 from raytrec.train.watch import RESULT, write_json
@@ -161,7 +161,7 @@ def check_same_data(
     Raises:
         ConfigError, DataError: what has changed in what decides the result.
     """
-    if schema.to_yaml() != (folder / "schema.yaml").read_text():
+    if schema.to_yaml() != _text(folder / "schema.yaml"):
         raise ConfigError(
             "the schema has changed since the run began",
             where=f"data.schema, {folder / 'schema.yaml'}",
@@ -208,10 +208,22 @@ def check_same_data(
 def _noted(folder: Path) -> dict[str, list[Content]]:
     """What the datasets held when the run began; empty where nothing of use was written down."""
     try:
-        noted = json.loads((folder / DATA).read_text())
+        noted = json_values(read_bytes(folder / DATA))
         return {name: [Content(**values) for values in found] for name, found in noted.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_text(file)
+    except OSError as error:
+        raise RunError(
+            f"{file.name} of the run cannot be read: {error.strerror}",
+            where=str(file),
+            expected="the file as the run wrote it",
+            do="bring it back from a copy",
+        ) from None
 
 
 def _listed(lines: list[str]) -> str:

@@ -17,6 +17,7 @@ from raytrec.data.verify import check_accused
 from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.redact import hidden_keys
 from raytrec.schema import Schema
+from raytrec.sections import name_like
 from raytrec.storage import absolute, relative
 from raytrec.train.resume import interrupted, resume_config
 from raytrec.train.warm import config_from, schema_at
@@ -55,7 +56,7 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     run, data, tracking = config.run, config.data, config.tracking
     stem = Path(source).stem if isinstance(source, (str, Path)) else "run"
     stem += "" if kind == "run" else f"-{kind}"
-    run.name = run.name or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    run.name = run.name or f"{name_like(stem)}-{datetime.now():%Y%m%d-%H%M%S}"
     place = partial(absolute, root=run.root)
     run.dir = run.dir or f"runs/{run.name}"
     if "://" in run.dir:

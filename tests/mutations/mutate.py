@@ -1,0 +1,351 @@
+"""What hypothesis does to configurations, schemas, run folders and indexes of checkpoints, and what is run on them.
+
+Each case goes through the real command line, in this process, up to the place where Ray would be started. It has
+to end in a result or in one message of ours: no traceback, within LIMIT_S, at most MOST_BYTES, no secret shown, and
+nothing written outside of its folder.
+"""
+
+import contextlib
+import faulthandler
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import parquet
+import recorded_run
+import yaml
+from hypothesis import strategies as st
+
+LIMIT_S, MOST_BYTES = 10, 4096
+SECRET = "hunter2-sesame"
+DEEP = 3000
+LAUGHS = "a: &a [lol,lol,lol,lol,lol,lol,lol,lol,lol]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(9)
+)
+WHOLE = (  # in place of a whole file
+    b"",
+    b"[1,2]",
+    b"checkpoint: 5",
+    b"5",
+    b"null",
+    b"'",
+    b"\xff\xfe\x00\x01binary\x00",
+    b"\x00" * 100,
+    LAUGHS.encode(),
+    b"[" * DEEP,
+    b"[" * DEEP + b"]" * DEEP,
+    b"{" * DEEP,
+    b"- " * DEEP + b"a",
+    b'{"a":' * DEEP + b"1" + b"}" * DEEP,
+    b"a: &a {b: *a}",
+    b"a: 1\n---\nb: 2",
+    b"{a: 1, a: 2}",
+    b"!!python/object/apply:os.system [true]",
+    b"2001-99-99",
+    b"x" * 300_000,
+    b"{" + b",".join(b"k%d: 1" % i for i in range(20_000)) + b"}",
+    b"9" * 6000,
+)
+PIECES = (  # in the midst of one
+    *(
+        "&a ",
+        "*a",
+        "<<: *a",
+        "[",
+        "{",
+        "]",
+        "}",
+        ": ",
+        "- ",
+        "!!int ",
+        "!!python/name:os.system ",
+        "\x00",
+        "\t",
+    ),
+    *("\x1b]0;x\x07", "‮", "'", '"', "---\n", "...\n", "%YAML 9.9\n", "? ", "|", ">", "~", "#", "@", "`", "é"),
+    *("run: {}\n", "data: {}\n", "  ", "\n", "[" * DEEP, "9" * 5000, "NaN", "1e999", '"\\ud800"', "\\u0000"),
+)
+VALUES = st.one_of(
+    st.sampled_from(
+        [
+            *(
+                None,
+                True,
+                False,
+                0,
+                -1,
+                1,
+                2**31,
+                2**53 + 1,
+                10**20,
+                -(10**20),
+                10**400,
+                0.5,
+                -0.0,
+                1e308,
+                1e-320,
+            ),
+            *(
+                float("inf"),
+                float("-inf"),
+                float("nan"),
+                "",
+                " ",
+                ".",
+                "..",
+                "../../x",
+                "/x\x00y",
+                "[/x]",
+                "[bold]",
+            ),
+            *(
+                "x" * 5000,
+                "*",
+                "[",
+                "a\nb",
+                "\x1b[31m",
+                "‮x",
+                "é" * 300,
+                "~nobody/x",
+                "no",
+                "1e-3",
+                "null",
+                "user",
+            ),
+            *(
+                "file:///nowhere",
+                "http://x",
+                "nowhere://y",
+                "://",
+                "my.module:Model",
+                "os:system",
+                ":",
+                "a:b:c",
+            ),
+            *(
+                f"http://me:{SECRET}@h",
+                f"nowhere://a:{SECRET}/@h/x?sig={SECRET}",
+                f"postgresql://u:{SECRET}@/db",
+            ),
+            *(
+                [],
+                {},
+                [[]],
+                [None],
+                {"": None},
+                [1, 2],
+                ["a", "b"],
+                {"name": "two_tower"},
+                {"a": {"b": {"c": 1}}},
+            ),
+            *(
+                [0] * 3000,
+                {f"k{i}": i for i in range(300)},
+                ["x" * 1000] * 20,
+                [[[[[[1]]]]]],
+                {"password": SECRET},
+            ),
+        ]
+    ),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.lists(st.integers(-2, 2**40), max_size=4),
+)
+
+
+class Reached(BaseException):
+    """The command would start Ray now."""
+
+
+class TooLong(BaseException):
+    """The watchdog's."""
+
+
+def places(values, path=()):
+    """The paths of all values in nested ones."""
+    if path:
+        yield path
+    inner = (
+        values.items() if isinstance(values, dict) else enumerate(values if isinstance(values, list) else [])
+    )
+    for key, each in inner:
+        yield from places(each, (*path, key))
+
+
+@st.composite
+def changed_values(draw, values):
+    """Values of which one to three have been replaced, removed, renamed or repeated."""
+    values = json.loads(json.dumps(values))
+    for _ in range(draw(st.integers(1, 3))):
+        found = list(places(values))
+        if not found:
+            return draw(VALUES)
+        *path, last = draw(st.sampled_from(found))
+        holder = values
+        for key in path:
+            holder = holder[key]
+        what = draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename", "add"]))
+        if what == "replace":
+            holder[last] = draw(VALUES)
+        elif what == "remove":
+            holder.pop(last)
+        elif isinstance(holder, dict):
+            name = draw(
+                st.one_of(st.text(max_size=8), st.sampled_from([f"{last}s", str(last)[::-1], SECRET[:5]]))
+            )
+            holder[name] = holder.pop(last) if what == "rename" else draw(VALUES)
+        else:
+            holder.append(draw(VALUES))
+    return values
+
+
+@st.composite
+def changed_bytes(draw, text):
+    """A file's bytes with something cut out, put in, repeated or flipped; or others altogether."""
+    data = text.encode() if isinstance(text, str) else text
+    what = draw(st.sampled_from(["whole", "cut", "put", "put", "repeat", "flip", "line"]))
+    if what == "whole" or not data:
+        return draw(st.one_of(st.sampled_from(WHOLE), st.binary(max_size=60)))
+    begin, end = sorted((draw(st.integers(0, len(data))), draw(st.integers(0, len(data)))))
+    if what == "cut":
+        return data[:begin] + data[end:]
+    if what == "put":
+        return data[:begin] + draw(st.sampled_from(PIECES)).encode(errors="surrogatepass") + data[begin:]
+    if what == "repeat":
+        return data[:end] + data[begin:end] + data[end:]
+    if what == "line":
+        lines = data.splitlines(keepends=True)
+        line = draw(st.sampled_from(lines))
+        return data + line
+    at = min(begin, len(data) - 1)
+    return data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :]
+
+
+def dumped(values):
+    """Values as a file, in YAML where JSON cannot hold them."""
+    return yaml.safe_dump(values, allow_unicode=True).encode(errors="replace")
+
+
+def put_kind(path, kind):
+    """Puts something that is no file where one was."""
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+            made.bind(path.name)
+    elif kind in ("circle", "zero", "nothing"):
+        path.symlink_to({"circle": path.name, "zero": "/dev/zero", "nothing": "/nowhere/x"}[kind])
+
+
+KINDS = ("pipe", "folder", "socket", "circle", "zero", "nothing", "gone")
+
+
+class Place:
+    """A folder far below another one, with data, a configuration and a run, made once and copied for each case."""
+
+    def __init__(self, folder):
+        self.outer = Path(folder) / "outer"
+        self.work, self.kept = self.outer / "a/b/c/work", Path(folder) / "kept"
+        parquet.dataset(self.kept / "data", train=300, valid=60, test=60)
+        self.work.parent.mkdir(parents=True)
+        self._fill()
+        recorded_run.make(self.work / "run", self.work / "data")
+        shutil.copytree(self.work / "run", self.kept / "run")
+        (self.work / "config.yaml").write_text(yaml.safe_dump(self.config()))
+        (self.kept / "config.yaml").write_bytes((self.work / "config.yaml").read_bytes())
+
+    def config(self):
+        """A configuration that trains."""
+        return recorded_run.settings(self.work / "run", self.work / "data")
+
+    @contextlib.contextmanager
+    def fresh(self):
+        """The folder as it was at first, as the working directory."""
+        self._fill()
+        with contextlib.chdir(self.work):
+            yield self.work
+
+    def _fill(self):
+        if self.work.exists():
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self.work)
+        shutil.copytree(self.kept, self.work)
+
+    def outside(self):
+        """What lies beside the working directory."""
+        return {str(p) for p in self.outer.rglob("*") if self.work not in (p, *p.parents)}
+
+
+def rehash(text):
+    """An index whose hash is right again, where it is one at all."""
+    try:
+        index = json.loads(text)
+        index.pop("sha256", None)
+        content = json.dumps(index, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        index["sha256"] = hashlib.sha256(content).hexdigest()
+        return json.dumps(index).encode()
+    except (ValueError, AttributeError, RecursionError):
+        return text
+
+
+def command(*arguments):
+    """Runs the command line with these arguments; what it said on stderr, and its exit code (None: up to Ray)."""
+    from raytrec.cli import main
+
+    return watched(lambda: main([str(a) for a in arguments]), arguments)
+
+
+def watched(call, what):
+    """Runs something with the watchdog, and looks at what it says; (stderr, exit code)."""
+    from raytrec.errors import RaytrecError
+
+    out, said, code = io.StringIO(), io.StringIO(), 0
+    before = signal.signal(signal.SIGALRM, _too_long)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    faulthandler.dump_traceback_later(3 * LIMIT_S, exit=True)  # of what no signal interrupts
+    began = time.monotonic()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+            call()
+    except Reached:
+        code = None
+    except SystemExit as ended:
+        code = ended.code
+    except RaytrecError as error:  # of what is called without the command line
+        said.write(f"error: {error}\n")
+        code = 1
+    except TooLong:
+        raise AssertionError(f"{what}: hangs for more than {LIMIT_S} s") from None
+    except BaseException as error:
+        raise AssertionError(f"{what}: a traceback: {type(error).__name__}: {str(error)[:300]}") from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    text = said.getvalue()
+    assert code in (None, 0, 1, 2), f"{what}: exit code {code}"
+    assert (code == 1) <= ("error: " in text), f"{what}: fails without a word: {text[:300]}"
+    assert "Traceback (most" not in text, f"{what}: {text[:1000]}"
+    size = len(text.encode(errors="surrogatepass"))
+    assert size <= MOST_BYTES, f"{what}: {size} bytes after {time.monotonic() - began:.1f} s: {text[:500]}"
+    assert not any(c < " " and c not in "\n\t" for c in text), f"{what}: control characters: {text[:300]!r}"
+    assert SECRET not in text + out.getvalue(), f"{what}: shows a secret: {text[:500]}"
+    return text, code
+
+
+def _too_long(*_):
+    raise TooLong

@@ -1,0 +1,86 @@
+"""A run folder with everything that an interrupted run has: records, a driver's note, a whole checkpoint."""
+
+import contextlib
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import parquet
+import torch
+import torch.distributed.checkpoint as dcp
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tracking"))
+import recorded
+
+from raytrec.checkpoint.storage import ShardWriter
+from raytrec.config import load_config
+from raytrec.data.contents import fingerprint, look_at_all
+from raytrec.schema import Schema
+from raytrec.train.settle import open_data
+
+STEP = 3
+TENSORS = {"tables/user/weight": (40, 8), "tables/tag/weight": (12, 8), "dense/weight": (3,)}
+
+
+def settings(run, data):
+    """The values of its configuration."""
+    return parquet.settings(data, run, run__name="recorded", tracking__enabled=False) | {
+        "run": {"dir": str(run), "name": "recorded"}
+    }
+
+
+def make(run, data):
+    """Writes it."""
+    recorded.record(run)
+    (run / "result.json").unlink()  # it has been interrupted
+    config = load_config(settings(run, data))
+    (run / "config.yaml").write_text(config.to_yaml())
+    schema, datasets = open_data(config)
+    (run / "schema.yaml").write_text(schema.to_yaml())
+    note = {
+        "pid": 1,
+        "started": 1,
+        "host": "elsewhere",
+        "job": None,
+        "unix_s": 1.8e9,
+        "status": "STOPPED",
+        "error": None,
+    }
+    (run / "driver.json").write_text(json.dumps(note))
+    about = {
+        "name": "recorded",
+        "saved_unix_s": 1.8e9,
+        "progress": {
+            "step": STEP,
+            "rows": 384,
+            "trained": 384,
+            "nan_steps": 0,
+            "window": [0.0] * 6,
+            "seconds": 1.5,
+            "timed_rows": 384,
+            "evaluation": None,
+        },
+        "evaluation": None,
+        "data": fingerprint(look_at_all(datasets)["train"]),
+        "config": config.model_dump(by_alias=True, mode="json"),
+        "schema": schema.to_yaml(),
+        "plan": [],
+        "world_size": 2,
+        "versions": {"torch": torch.__version__},
+    }
+    place = run / f"checkpoints/step-{STEP:010d}"
+    place.mkdir(parents=True)
+    with warnings.catch_warnings(), contextlib.suppress(UserWarning):
+        warnings.simplefilter("ignore")
+        dcp.save(tensors(), storage_writer=ShardWriter(str(place), "a", about), no_dist=True)
+
+
+def tensors():
+    """What its checkpoint holds."""
+    return {name: torch.ones(shape) for name, shape in TENSORS.items()}
+
+
+def schema_of(data):
+    """The schema beside its data."""
+    return Schema.load(Path(data) / "schema.yaml")

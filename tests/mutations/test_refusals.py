@@ -1,0 +1,241 @@
+"""2,000 configurations, schemas, run folders and indexes, broken by hypothesis: each ends in a result or a message.
+
+The ordinary suite tries a few of each kind; `pytest tests/mutations -m mutations` all of them.
+"""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import recorded_run
+import yaml
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from mutate import (
+    KINDS,
+    VALUES,
+    Place,
+    Reached,
+    changed_bytes,
+    changed_values,
+    command,
+    dumped,
+    put_kind,
+    rehash,
+    watched,
+)
+
+from raytrec.config import _all_keys
+
+FEW, PARTS, EACH = 6, 10, 34  # examples of each of the six kinds: 6, and 10 × 34
+INDEX = f"run/checkpoints/step-{recorded_run.STEP:010d}/checkpoint.json"
+RUN_FILES = (
+    "config.yaml",
+    "schema.yaml",
+    "driver.json",
+    "plan.json",
+    "events.jsonl",
+    "metrics.jsonl",
+    "ranks.jsonl",
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Where cases run; commands end where they would start Ray, draw, or ask a cluster."""
+    from raytrec.remote import peek
+    from raytrec.train import driver
+
+    def reached(*_, **__):
+        raise Reached
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = Place(tmp_path_factory.mktemp("mutations"))
+        patch.setattr(driver, "_drive", reached)
+        patch.setattr(driver, "ray_session", reached)
+        patch.setattr(peek, "_hosts", dict)
+        patch.setenv("HOME", str(made.kept.parent))
+        patch.delenv("RAYTREC_ROOT", raising=False)
+        yield made
+
+
+def examples(count, shrink):
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def few_and_many(cases):
+    """Two tests: of a few examples, always the same ones, and, marked, of all, in parts."""
+
+    def few(place):
+        seed(0)(examples(FEW, shrink=False)(cases))(place)
+
+    def many(place, part):
+        seed(part + 1)(examples(EACH, shrink=True)(cases))(place)
+
+    many = pytest.mark.parametrize("part", range(PARTS))(many)
+    return few, pytest.mark.mutations(pytest.mark.timeout(900)(many))
+
+
+def on_config(place, content, overrides=(), name="config.yaml"):
+    """Both commands that read a configuration, and nothing beside."""
+    with place.fresh() as work:
+        before = place.outside()
+        Path(name).write_bytes(content)
+        command("config", name, *overrides)
+        command("train", name, *overrides)
+        assert place.outside() == before, "written outside of the working directory"
+        return work
+
+
+@given(data=st.data())
+def bytes_of_configurations(place, data):
+    on_config(place, data.draw(changed_bytes((place.kept / "config.yaml").read_bytes())))
+
+
+@given(data=st.data())
+def values_of_configurations(place, data):
+    values = data.draw(changed_values(place.config()))
+    on_config(place, dumped(values))
+
+
+@given(
+    overrides=st.lists(
+        st.tuples(
+            st.sampled_from(
+                [key.replace("*", "user") for key in _all_keys() if key not in ("run.dir", "run.root")]
+            ),
+            VALUES,
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def settings_on_the_command_line(place, overrides):
+    texts = [
+        f"{key}={yaml.safe_dump(v, default_flow_style=True).removesuffix('...' + chr(10))}"
+        for key, v in overrides
+    ]
+    on_config(place, (place.kept / "config.yaml").read_bytes(), [t for t in texts if "\0" not in t])
+
+
+@given(data=st.data())
+def schemas(place, data):
+    text = (place.kept / "data/schema.yaml").read_text()
+    values = data.draw(st.booleans())
+    content = (
+        dumped(data.draw(changed_values(yaml.safe_load(text)))) if values else data.draw(changed_bytes(text))
+    )
+    with place.fresh():
+        if data.draw(st.integers(0, 9)) == 0:
+            put_kind("data/schema.yaml", data.draw(st.sampled_from(KINDS)))
+        else:
+            Path("data/schema.yaml").write_bytes(content)
+        command("train", "config.yaml")
+
+
+@given(data=st.data())
+def run_folders(place, data):
+    from raytrec.remote import peek
+
+    with place.fresh():
+        for name in data.draw(st.lists(st.sampled_from(RUN_FILES), min_size=1, max_size=2, unique=True)):
+            path = Path("run", name)
+            if data.draw(st.integers(0, 4)) == 0:
+                put_kind(path, data.draw(st.sampled_from(KINDS)))
+            elif name.endswith(".yaml") and data.draw(st.booleans()):
+                path.write_bytes(
+                    dumped(data.draw(changed_values(yaml.safe_load((place.kept / path).read_text()))))
+                )
+            elif data.draw(st.booleans()):
+                lines = (place.kept / path).read_text().splitlines()
+                line = data.draw(st.integers(0, len(lines) - 1))
+                try:
+                    lines[line] = json.dumps(data.draw(changed_values(json.loads(lines[line]))))
+                except ValueError:
+                    lines[line] = data.draw(st.text(max_size=30))
+                path.write_text("\n".join(lines) + "\n", errors="replace")
+            else:
+                path.write_bytes(data.draw(changed_bytes((place.kept / path).read_bytes())))
+        command("train", "--resume", "run")
+        command("train", "--from", "run", "data.train=data/train")
+        command("evaluate", "run", "--data", "data/test")
+        watched(lambda: history("run"), "history")
+        for call in (lambda: peek.news("./run", {}), lambda: peek.file("./run", "plan.json"), peek.runs):
+            watched(call, "peek")
+
+
+def history(folder):
+    """What `report` and `compare` read of a run, and the tables of the report: all but the drawing."""
+    from raytrec.tracking.compare import compare, print_table
+    from raytrec.tracking.history import History, run_folder
+    from raytrec.tracking.versions import versions
+
+    found = History.read(run_folder(folder))
+    print(found.name, found.config, found.tables, found.restarts(), versions(Path(folder)))
+    print_table(compare([folder, folder]))
+
+
+@given(data=st.data())
+def indexes(place, data):
+    from raytrec.checkpoint.restore import load
+    from raytrec.remote import peek
+
+    text = (place.kept / INDEX).read_bytes()
+    with place.fresh():
+        if data.draw(st.integers(0, 9)) == 0:
+            name = data.draw(st.sampled_from([INDEX, INDEX.replace("checkpoint.json", "a-00000.bin")]))
+            put_kind(name, data.draw(st.sampled_from(KINDS)))
+        elif data.draw(st.booleans()):
+            Path(INDEX).write_bytes(data.draw(changed_bytes(text)))
+        else:
+            values = data.draw(changed_values(json.loads(text)))
+            Path(INDEX).write_bytes(rehash(json.dumps(values, default=str)))
+        command("train", "--resume", "run")
+        command("train", "--from", "run", "data.train=data/train")
+        command("evaluate", str(Path(INDEX).parent), "--data", "data/test")
+        for call in (lambda: peek.tables("./run"), lambda: peek.rows("./run", "user", [0, 39])):
+            watched(call, "peek")
+        watched(lambda: load(str(Path(INDEX).parent), recorded_run.tensors()), "load")
+
+
+test_bytes_of_configurations, test_all_bytes_of_configurations = few_and_many(bytes_of_configurations)
+test_values_of_configurations, test_all_values_of_configurations = few_and_many(values_of_configurations)
+test_settings, test_all_settings = few_and_many(settings_on_the_command_line)
+test_schemas, test_all_schemas = few_and_many(schemas)
+test_run_folders, test_all_run_folders = few_and_many(run_folders)
+test_indexes, test_all_indexes = few_and_many(indexes)
+
+
+def test_what_is_right_gets_as_far_as_ray(place):
+    """Else the rest would show nothing."""
+    with place.fresh():
+        assert command("train", "config.yaml", "run.dir=new")[1] is None
+        assert command("train", "--resume", "run")[1] is None
+        assert command("train", "--from", "run", "data.train=data/train")[1] is None
+        assert command("evaluate", "run", "--data", "data/test")[1] is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.yaml",
+        "data/schema.yaml",
+        "data/train/part-0.parquet",
+        "run/config.yaml",
+        "run/schema.yaml",
+        INDEX,
+    ],
+)
+def test_something_that_is_no_file(place, name, kind):
+    with place.fresh():
+        put_kind(name, kind)
+        command("train", "--resume", "run") if name.startswith("run") else command("train", "config.yaml")
