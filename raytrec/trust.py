@@ -66,8 +66,9 @@ def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> N
         raise ConfigError(
             f"a configuration from elsewhere names code to run{servers}: {'; '.join(named)}",
             where=where,
-            expected="data alone: no module:name, no cluster, no MLflow server while a password for one is set",
-            do="if you trust its source, say --allow-code; else set these keys to something of your own",
+            expected="data alone: no module:name, no cluster, no MLflow server while one's password is set",
+            do="if you trust its source, say --allow-code, or make a copy of your own; else set these keys "
+            "to something of your own",
         )
 
 
