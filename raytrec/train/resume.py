@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,9 @@ def _is_same(folder: Path, after: RunConfig) -> bool:
 
 
 def note_data(folder: Path, contents: dict[str, list[Content]]) -> None:
-    """Writes down in the run folder what the datasets hold, for whoever resumes the run."""
-    write_json(folder / DATA, {name: [c.record() for c in found] for name, found in contents.items()})
+    """Writes down in the run folder, if there is room, what the datasets hold, for whoever resumes it."""
+    with suppress(OSError):
+        write_json(folder / DATA, {name: [c.record() for c in found] for name, found in contents.items()})
 
 
 def check_same_data(
