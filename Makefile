@@ -1,5 +1,7 @@
 # make train   everything from nothing to a trained, evaluated model on 2 CPU workers
 # make test    installs what it needs and runs the tests
+# make test-fast  those that need neither Ray nor several processes: under 90 s
+# make smoke   the smallest form of every target here, one after the other
 # make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
 # make chaos   a run on several nodes with at least 20 faults; writes benchmarks/results/chaos.json
 # make cluster-test  every way to run on a cluster, from a notebook and in an image, for real
@@ -18,14 +20,22 @@ $(error .venv is for $(INSTALLED), and DEVICE=$(DEVICE) is asked for: leave DEVI
 endif
 endif
 ROWS ?= 300000
+# Tests that run at the same time; those that share the Ray cluster run one after the other.
+AT_ONCE ?= 2
 
-.PHONY: train test cluster-test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast smoke cluster-test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
 
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup
+
+test-fast: install
+	$(BIN)/pytest -m "not processes and not parity and not survive and not cluster"
+
+smoke: install
+	$(BIN)/python -W ignore benchmarks/smoke.py
 
 cluster-test: install
 	$(BIN)/pytest tests/cluster -m "cluster or not cluster"

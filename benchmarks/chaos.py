@@ -1,10 +1,12 @@
 """A run under random faults, against the same run undisturbed: the same rows, the same AUC.
 
-    python benchmarks/chaos.py [--faults 24] [--seed 0]
+    python benchmarks/chaos.py [--faults 28] [--seed 0]
 
 A Ray cluster of a head and two nodes is started on this machine, and `raytrec train` on it, with one or two
 workers, as many as there is room for. What then happens to processes, nodes, disk and files is in faults.py,
 each at a random moment after the run has got over the last one. recorder.py notes the rows of every step.
+
+A run that ends by design (the process group was ended, the cluster's GCS has gone) is resumed as it said.
 
 Needs the right to mount a tmpfs. Writes benchmarks/results/chaos.json. The exit code is 1 if a row is lost or
 doubled, the AUC is another one, the run does not finish, or less happened to it than it should.
@@ -29,7 +31,7 @@ from faults import FAULTS, GOES_ON
 from nodes import Nodes, small_disk
 from outcome import Fault, measure, medians, recovery, show
 from planted import EPOCHS, configure, prepare
-from recorder import compare
+from recorder import RECORDS, compare
 from watched import MOST, Problem, Run
 
 RESULTS = Path(__file__).parent / "results" / "chaos.json"
@@ -38,7 +40,7 @@ SECONDS_EACH = 6.0  # that they should take, restarts left out
 LEAST_FAULTS, LARGEST_AUC_DELTA = 20, 1e-3
 # Of a step's mean loss, until the number of workers first changes: what is restored is the same to the bit.
 LARGEST_LOSS_DELTA = 1e-9
-CHANGE_WORKERS = ("node killed", "node added", "node drained")
+CHANGE_WORKERS = ("node killed", "node added", "node drained", "raylet killed")
 OFTEN = "worker killed"  # at least three times, for the median of where the time goes
 
 
@@ -104,7 +106,7 @@ def loss_delta(run: Run, calm: Run) -> float:
 
 
 def main(
-    faults: Annotated[int, typer.Option(help="How many things happen to the run, at least.")] = 24,
+    faults: Annotated[int, typer.Option(help="How many things happen to the run, at least.")] = 28,
     seed: Annotated[int, typer.Option(help="Of what happens when.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="These kinds alone (repeatable).")] = None,
     minutes: Annotated[float, typer.Option(help="After which it is given up.")] = 40,
@@ -114,6 +116,7 @@ def main(
     began, rng = time.monotonic(), random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     until, data = began + 60 * minutes, folder / "data"
+    os.environ[RECORDS] = str(folder / "records")
     wanted, done = plan(faults, rng, only or []), []
     total = max(len(wanted), 4) * STEPS_EACH // EPOCHS * EPOCHS
     rows = prepare(data, total)
@@ -122,8 +125,9 @@ def main(
     try:
         for _ in range(MOST):
             nodes.add()
-        with small_disk(folder / "small", mib=160):
-            places = [(folder / "run", folder / "small" / "checkpoints", configure(folder, data, [1, MOST]))]
+        with small_disk(folder / "small", mib=160), small_disk(folder / "disk", mib=64):
+            saves = folder / "small" / "checkpoints"
+            places = [(folder / "disk" / "run", saves, configure(folder, data, [1, MOST]))]
             places.append((folder / "calm", folder / "calm-checkpoints", configure(folder, data, MOST)))
             run, calm = (Run(*place, nodes, until) for place in places)
             undisturbed(calm)

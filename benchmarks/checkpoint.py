@@ -207,8 +207,10 @@ def main(
     rounds: Annotated[int, typer.Option(help="Turns of each variant.")] = 3,
     folder: Annotated[Path, typer.Option(help="Where the files go, for the time being.")] = Path("data"),
     write: Annotated[bool, typer.Option(help="Write benchmarks/results/checkpoint.json.")] = True,
+    smallest: Annotated[bool, typer.Option(help="The smallest sizes; writes nothing.")] = False,
 ) -> None:
     """Prints a table and writes benchmarks/results/checkpoint.json."""
+    gib, rounds, write = (0.02, 1, False) if smallest else (gib, rounds, write)
     rows = int(gib * 2**30 / (TABLES * (DIM + 1) * 4))
     folder.mkdir(parents=True, exist_ok=True)
     found = {}

@@ -71,11 +71,13 @@ def draw(runs: dict[int, dict]) -> None:
 def main(
     config: Annotated[str, typer.Argument(metavar="CONFIG")] = "jobs/synthetic.yaml",
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")] = None,
+    smallest: Annotated[bool, typer.Option(help="With 1 and 2 workers alone; writes nothing.")] = False,
 ) -> None:
     """Trains four times, prints the table, writes the picture."""
     load_config(config, overrides or [])  # its errors, before the first run
+    chosen = WORKERS[:2] if smallest else WORKERS
     with tempfile.TemporaryDirectory() as folder:
-        runs = {workers: run(config, overrides or [], workers, Path(folder)) for workers in WORKERS}
+        runs = {workers: run(config, overrides or [], workers, Path(folder)) for workers in chosen}
     table = Table(title=f"{config}, {runs[1]['loss'][-1][0]} steps")
     for column in ("workers", "test AUC", "test NE", "largest difference in training loss"):
         table.add_column(column, justify="right")
@@ -85,6 +87,8 @@ def main(
         summary[workers]["loss_difference"] = largest = max(difference(runs[1], figures))
         table.add_row(str(workers), f"{figures['auc']:.6f}", f"{figures['ne']:.6f}", f"{largest:.1e}")
     Console().print(table)
+    if smallest:
+        return
     draw(runs)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps({"summary": summary, "runs": runs}) + "\n")

@@ -9,10 +9,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
+from threading import Event, Thread
 
 from watched import Problem, Run
 
@@ -20,6 +21,9 @@ from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import INDEX, read_index
 
 NOTICE_S = 15.0  # before a drained node is taken away
+OVER_S = 60.0  # in which a run that cannot go on says so and ends; its promise is 20, on a machine at rest
+ENDED = 143  # the exit code after SIGTERM
+FULL, ROOM = "the run folder cannot be written", "the run folder can be written again"
 
 
 def kill_worker(run: Run, rng: random.Random) -> float:
@@ -130,21 +134,110 @@ def interrupt_driver(run: Run, rng: random.Random) -> float:
     return done
 
 
+def end_group(run: Run, rng: random.Random) -> float:
+    """SIGTERM to the driver's whole process group, as batch systems, containers and `timeout` send it."""
+    run.say("SIGTERM for the driver's process group")
+    done = time.time()
+    code = run.signal(signal.SIGTERM, group=True)
+    if code != ENDED:
+        raise Problem(f"after SIGTERM, the exit code is {code}, not {ENDED}\n{run.tail()}")
+    run.say("it has saved and ended; --resume")
+    run.resume()
+    return done
+
+
+def kill_hub(run: Run, rng: random.Random) -> float:
+    """The run goes on without help: Ray starts another hub."""
+    pid = run.nodes.hub()
+    run.say(f"SIGKILL for the hub (pid {pid})")
+    return _send(pid, signal.SIGKILL)
+
+
+def kill_raylet(run: Run, rng: random.Random) -> float:
+    node = run.nodes.of(run.worker(rng)[1])
+    run.say("SIGKILL for the raylet of a node")
+    done = time.time()
+    run.nodes.kill_raylet(node)
+    run.nodes.add()
+    run.say("another node is there")
+    return done
+
+
+def kill_gcs(run: Run, rng: random.Random) -> float:
+    return _kill_in_head(run, "gcs_server")
+
+
+def kill_head_raylet(run: Run, rng: random.Random) -> float:
+    return _kill_in_head(run, "raylet")
+
+
+def _kill_in_head(run: Run, process: str) -> float:
+    """Without it, the driver has no cluster and the run ends; on another one, it is resumed as it has said.
+
+    Raises:
+        Problem: its end took too long, or it did not say how to go on, or said it with a traceback.
+    """
+    run.say(f"SIGKILL for the {process} of the cluster's head")
+    written, done = len(run.said()), time.time()
+    run.nodes.kill_in_head(process)
+    code = run.end(OVER_S)
+    said, seconds = run.said(written), time.time() - done
+    if "--resume" not in said or "Traceback" in said or code != 1:
+        raise Problem(f"after {seconds:.0f} s with exit code {code} the run said:\n{said}")
+    error = next((line.strip() for line in said.splitlines() if "error" in line), "")
+    run.say(f"it has ended after {seconds:.1f} s: {error}; --resume on another cluster")
+    run.nodes.begin_again()
+    run.resume()
+    return done
+
+
+def fill_run_disk(run: Run, rng: random.Random) -> float:
+    """Fills the disk of the run folder for some seconds; checkpoints are elsewhere, so training goes on."""
+    written = len(run.said())
+    run.say("the disk of the run folder is full")
+    done = time.time()
+    with _full(run.folder.parent):
+        run.wait("a word about it", lambda: FULL in run.said(written))
+        step = run.attempt().last
+        run.wait("training that goes on", lambda: run.attempt().last > step + 5)
+    run.say("there is room again")
+    run.wait("a word about it", lambda: ROOM in run.said(written))
+    if run.since(done):
+        raise Problem(f"the workers were started again\n{run.tail()}")
+    return done
+
+
 def fill_disk(run: Run, rng: random.Random) -> float:
     """Fills the disk of the checkpoints until a save has failed."""
-    filler = Path(run.checkpoints).parent / "filler"
     run.say("the disk of the checkpoints is full")
     done = time.time()
-    try:
-        with suppress(OSError), open(filler, "wb", buffering=0) as file:
-            while True:
-                file.write(bytes(1 << 16))
+    with _full(Path(run.checkpoints).parent):
         failed = run.wait("a save that fails", lambda: [e for e in run.events(done) if e.get("error")])
-    finally:
-        filler.unlink()
     run.say(f"there is room again; the run said: {failed[0]['error'].splitlines()[0]}")
     run.new_checkpoint()
     return done
+
+
+@contextmanager
+def _full(disk: Path) -> Iterator[None]:
+    """A disk without room; what the run itself makes room for is filled, too."""
+    over = Event()
+
+    def fill() -> None:
+        with open(disk / "filler", "wb", buffering=0) as file:
+            while not over.wait(0.05):
+                with suppress(OSError):
+                    while True:
+                        file.write(bytes(1 << 12))
+
+    filler = Thread(target=fill)
+    filler.start()
+    try:
+        yield
+    finally:
+        over.set()
+        filler.join()
+        (disk / "filler").unlink()
 
 
 def _send(pid: int, number: int) -> float:
@@ -166,5 +259,11 @@ FAULTS: dict[str, tuple[Callable[[Run, random.Random], float], tuple[str, ...]]]
     "driver killed": (kill_driver, ()),
     "driver interrupted": (interrupt_driver, ("asked",)),
     "disk full": (fill_disk, ("saved",)),
+    "run disk full": (fill_run_disk, ("full",)),
+    "hub killed": (kill_hub, ("failed",)),
+    "raylet killed": (kill_raylet, ("failed",)),
+    "driver's raylet killed": (kill_head_raylet, ()),
+    "GCS killed": (kill_gcs, ()),
+    "process group ended": (end_group, ("asked",)),
 }
-GOES_ON = ("disk full",)  # without a new worker group
+GOES_ON = ("disk full", "run disk full")  # without a new worker group

@@ -220,8 +220,10 @@ def main(
     readers: Annotated[int, typer.Option(help="Reading processes.")] = 1,
     times: Annotated[int, typer.Option(help="How often the folder is read as one epoch.")] = 4,
     only: Annotated[list[str] | None, typer.Option(help="These variants alone (repeatable).")] = None,
+    smallest: Annotated[bool, typer.Option(help="One turn; writes nothing.")] = False,
 ) -> None:
     """Prints the table and, with all variants, writes benchmarks/results/ingest.json."""
+    rounds, times = (1, 1) if smallest else (rounds, times)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
@@ -242,10 +244,12 @@ def main(
                     measured = measure(variant, dataset, schema, readers, pool)
                     if turn:  # the first starts processes
                         turns[name].append(measured)
-    show(dataset.rows, readers, turns, memory)
+    show(dataset.rows, readers, turns, memory, write=set(chosen) == set(VARIANTS) and not smallest)
 
 
-def show(rows: int, readers: int, turns: dict[str, list[Measured]], memory: dict[int, float]) -> None:
+def show(
+    rows: int, readers: int, turns: dict[str, list[Measured]], memory: dict[int, float], write: bool
+) -> None:
     table = Table(title=f"{rows:,} rows, batch {BATCH}, {readers} reading process(es)")
     for column in ("variant", "rows/s", "of decode", "CPU-µs/row", "consumer CPU"):
         table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
@@ -266,7 +270,7 @@ def show(rows: int, readers: int, turns: dict[str, list[Measured]], memory: dict
         f"most memory of the stream, all processes and object store: {small[1]:,.0f} MiB for {small[0]:,} "
         f"rows, {large[1]:,.0f} MiB for {large[0]:,}"
     )
-    if set(middle) == set(VARIANTS):
+    if write:
         values = {
             "rows": rows,
             "readers": readers,

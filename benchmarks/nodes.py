@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
@@ -30,12 +31,24 @@ class Nodes:
         use_token(create=True)  # as drivers do that find one: nodes without it would not reach them
         paths = [os.environ.get("PYTHONPATH"), str(HERE)]  # workers import recorder
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        head = self._node(0, temp_dir=str(temporary), include_dashboard=False)
+        self._temporary = str(temporary)
+        self._begin()
+
+    def _begin(self) -> None:
+        head = self._node(0, temp_dir=self._temporary, include_dashboard=False)
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address = self._cluster.address
         self._gcs = GcsClient(address=self.address)
         self.all: list[Any] = []
         _end_in_order()
+
+    def begin_again(self) -> None:
+        """Another cluster, in the place of this one, with as many nodes."""
+        number = len(self.all)
+        self.close()
+        self._begin()
+        for _ in range(number):
+            self.add()
 
     def _node(self, cpus: int, **more: Any) -> dict[str, Any]:
         return {"num_cpus": cpus, "node_ip_address": "127.0.0.1", "object_store_memory": 200 << 20, **more}
@@ -59,6 +72,23 @@ class Nodes:
         """The node that a worker is on."""
         above = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         return next(node for node in self.all if self._raylet(node) == above)
+
+    def hub(self) -> int:
+        """The process of the hub, which is on the driver's node, the head."""
+        head = psutil.Process(self._raylet(self._cluster.head_node))
+        return next(
+            p.pid for p in head.children(recursive=True) if "".join(p.cmdline()[:1]).startswith("ray::Hub")
+        )
+
+    def kill_raylet(self, node: Any) -> None:
+        """Ends the raylet of a node alone, without notice; what is left of the node goes a little later."""
+        os.kill(self._raylet(node), signal.SIGKILL)
+        time.sleep(3)
+        self.kill(node)
+
+    def kill_in_head(self, name: str) -> None:
+        """Ends a process of the head node: gcs_server or raylet."""
+        os.kill(self._cluster.head_node.all_processes[name][0].process.pid, signal.SIGKILL)
 
     def _raylet(self, node: Any) -> int:
         return node.all_processes["raylet"][0].process.pid

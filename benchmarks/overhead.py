@@ -179,8 +179,10 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Turns of each side, for each case.")] = 30,
     batch: Annotated[int, typer.Option(help="Rows of a batch on each rank.")] = 512,
+    smallest: Annotated[bool, typer.Option(help="The smallest sizes; writes nothing.")] = False,
 ) -> None:
     """Prints the table and writes benchmarks/results/overhead.json."""
+    rounds = 1 if smallest else rounds
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, (workers, device, rounds, batch, folder), nprocs=workers)
         times = json.loads((Path(folder) / "times.json").read_text())
@@ -203,8 +205,9 @@ def main(
             f"{low:+.1%} to {high:+.1%}",
         )
     Console().print(table)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"title": title, "cases": results}, indent=1) + "\n")
+    if not smallest:
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps({"title": title, "cases": results}, indent=1) + "\n")
 
 
 def _interval(values: list[float]) -> tuple[float, float]:

@@ -2,11 +2,13 @@
 
     python benchmarks/recorder.py train CONFIG run.dir=RUN
 
-Every rank appends a line for each step to a file of its own, RUN/rows/ATTEMPT-RANK-PID.jsonl, before anything
-else can happen at that step: number of ranks, step, time, ids of the rows, their loss. The ids come from the
-batch that has been trained, so the data needs a sparse feature `row` with one id, the row's own.
+Every rank appends a line for each step to a file of its own, ATTEMPT-RANK-PID.jsonl in the folder that the
+environment variable CHAOS_RECORDS names and, there, the run's name, before anything else can happen at that
+step: number of ranks, step, time, ids of the rows, their loss; not in the run folder, whose disk may be full.
+The ids come from the batch that has been trained, so the data needs a sparse feature `row` with one id, the
+row's own.
 
-RUN/pace, if there is such a file, has the seconds that each step is to take longer.
+The file `pace` there, if there is one, has the seconds that each step is to take longer.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from typing import Any
 
 import numpy as np
 
-FEATURE, ROWS, PACE = "row", "rows", "pace"
+FEATURE, PACE, RECORDS = "row", "pace", "CHAOS_RECORDS"
+
+
+def records_of(run: str | Path) -> Path:
+    """Where what a run records lies."""
+    return Path(os.environ[RECORDS]) / Path(run).name
 
 
 class Writer:
@@ -30,12 +37,10 @@ class Writer:
 
     def __init__(self, survival: Any):
         rank = survival._rank
-        self._folder, self._world = Path(rank.task.config.run.dir), rank.world
+        self._folder, self._world = records_of(rank.task.config.run.dir), rank.world
         self._attempt = rank.pulse._attempt  # the same word on all ranks, and another one after a restart
-        place = self._folder / ROWS
-        place.mkdir(exist_ok=True)
         name = f"{self._attempt}-{rank.index}-{os.getpid()}.jsonl"
-        self._file = open(place / name, "ab", buffering=0)  # noqa: SIM115 (lives as long as the process)
+        self._file = open(self._folder / name, "ab", buffering=0)  # noqa: SIM115 (lives as long as the process)
 
     def step(self, survival: Any, outputs: Any) -> None:
         from torch.nn.functional import binary_cross_entropy_with_logits as entropy
@@ -107,7 +112,8 @@ class Record:
     """
 
     def __init__(self, folder: Path):
-        self._folder, self._read = folder / ROWS, {}
+        self._folder, self._read = records_of(folder), {}
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._attempts: dict[str, Attempt] = {}
 
     def look(self) -> list[Attempt]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nodes import HERE, Nodes
-from recorder import PACE, Attempt, Record
+from recorder import PACE, Attempt, Record, records_of
 
 from raytrec.checkpoint.files import folder_of, steps
 from raytrec.checkpoint.index import INDEX
@@ -41,7 +41,7 @@ class Run:
 
     def __init__(self, folder: Path, checkpoints: Path, config: Path, nodes: Nodes, until: float):
         self.folder, self.checkpoints, self.nodes = folder, str(checkpoints), nodes
-        self.record, self.log = Record(folder), folder.with_suffix(".log")
+        self.record, self.log = Record(folder), records_of(folder).with_suffix(".log")
         self._config, self._until, self._began = config, until, time.monotonic()
         self._process: subprocess.Popen | None = None
 
@@ -83,10 +83,28 @@ class Run:
     def result(self) -> dict[str, Any]:
         return json.loads((self.folder / "result.json").read_text())
 
-    def signal(self, number: int) -> int:
-        """Sends the driver a signal and waits for its end; the exit code."""
-        self._process.send_signal(number)
-        return self._process.wait(90)
+    def signal(self, number: int, group: bool = False) -> int:
+        """Sends the driver, or its whole process group, a signal and waits for its end; the exit code."""
+        if group:
+            os.killpg(self._process.pid, number)
+        else:
+            self._process.send_signal(number)
+        return self.end()
+
+    def end(self, seconds: float = 90) -> int:
+        """Waits for the driver's end; the exit code.
+
+        Raises:
+            Problem: it goes on.
+        """
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise Problem(f"the driver has not ended within {seconds:.0f} s\n{self.tail()}") from None
+
+    def said(self, since: int = 0) -> str:
+        """What it has written on the terminal, from that character on."""
+        return self.log.read_text(errors="replace")[since:]
 
     def kill(self) -> None:
         if self._process and self._process.poll() is None:
@@ -148,9 +166,9 @@ class Run:
 
     def pace(self, seconds: float) -> None:
         """How much longer a step takes from now on."""
-        partial = self.folder / (PACE + ".partial")
+        partial = records_of(self.folder) / (PACE + ".partial")
         partial.write_text(str(seconds))
-        partial.replace(self.folder / PACE)
+        partial.replace(partial.with_name(PACE))
 
     def worker(self, rng: random.Random) -> tuple[int, int]:
         """(rank, process id) of any worker."""

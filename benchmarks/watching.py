@@ -136,8 +136,10 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 15,
     batch: Annotated[int, typer.Option(help="Rows of a batch on each rank.")] = 512,
+    smallest: Annotated[bool, typer.Option(help="The smallest sizes; writes nothing.")] = False,
 ) -> None:
     """Prints the table and writes benchmarks/results/watching.json."""
+    rounds = 2 if smallest else rounds  # an interval needs two
     with tempfile.TemporaryDirectory() as name:
         folder, queue = Path(name), mp.get_context("spawn").Queue()
         tracker = Tracker(f"sqlite:///{folder}/mlflow.db", "benchmark", "watching", folder / "artifacts")
@@ -161,12 +163,15 @@ def main(
                 said[side] = []
         lost = tracker.close("FINISHED")
         seconds = json.loads((folder / "times.json").read_text())
-    _show(seconds, f"{workers} × {device}, {batch} rows a rank, {rounds} turns of {STEPS} steps")
+    title = f"{workers} × {device}, {batch} rows a rank, {rounds} turns of {STEPS} steps"
+    results = _show(seconds, title)
+    if not smallest:
+        RESULTS.write_text(json.dumps({"title": title, "sides": results}, indent=1) + "\n")
     if lost:
         print(lost)
 
 
-def _show(seconds: list[list[float]], title: str) -> None:
+def _show(seconds: list[list[float]], title: str) -> dict[str, dict[str, float]]:
     table = Table(title=title)
     for column in ("recording and checks", "ms a step", "added", "95 % interval"):
         table.add_column(column, justify="left" if column.startswith("rec") else "right", no_wrap=True)
@@ -180,7 +185,7 @@ def _show(seconds: list[list[float]], title: str) -> None:
         interval = f"{mean - 2 * error:+.1%} to {mean + 2 * error:+.1%}" if side else ""
         table.add_row(name, f"{ms:.1f}", f"{mean:+.1%}" if side else "", interval)
     Console().print(table)
-    RESULTS.write_text(json.dumps({"title": title, "sides": results}, indent=1) + "\n")
+    return results
 
 
 if __name__ == "__main__":
