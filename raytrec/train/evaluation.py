@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from raytrec.checkpoint.files import newest
+from raytrec.checkpoint.files import folder_of, newest
 from raytrec.config import RunConfig, load_config
 from raytrec.errors import ConfigError, DataError, RaytrecError
 from raytrec.schema import Schema
@@ -95,10 +95,10 @@ def with_way_on(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecEr
         steps: of the whole run.
     """
     try:
-        folder, index, _ = newest(config.checkpoint_root)
+        folder, _, _ = newest(config.checkpoint_root)
     except OSError:
         return error
-    if not folder or index["about"]["step"] < steps:
+    if not folder or folder != folder_of(config.checkpoint_root, steps):
         return error
     run = relative(Path(config.run.dir))
     words = ["raytrec", "evaluate", run]

@@ -1,6 +1,7 @@
 """Evaluation on GPUs: exact, in host memory, and without letting the GPU run dry."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -9,6 +10,12 @@ import small
 import torch
 from ranks import on_ranks
 from standin.clock import simulated
+
+from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.index import write_index
+from raytrec.config import load_config
+from raytrec.errors import DataError, RunError
+from raytrec.train.evaluation import with_way_on
 
 ROWS = 6 * 12
 
@@ -83,3 +90,33 @@ def test_the_auc_of_many_rows_leaves_the_tables_their_memory(rows, place):
     with cuda():
         assert place_for(rows, torch.device("cuda", 0)).type == place
     assert place_for(rows, torch.device("cpu")).type == "cpu"
+
+
+def saved(root, step):
+    """The folder of a checkpoint, as far as who looks for the newest one sees."""
+    folder = folder_of(str(root), step)
+    Path(folder).mkdir(parents=True)
+    about = {"progress": {"step": step}, "data": "", "config": {}, "schema": ""}
+    write_index(folder, {"attempt": "a", "block_bytes": 1 << 22, "tensors": {}, "about": about})
+    return folder
+
+
+def test_what_to_do_when_a_trained_run_could_not_be_evaluated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = {"data": {"train": "d"}, "run": {"dir": str(tmp_path / "a run")}}
+    config, root = load_config(values), tmp_path / "a run/checkpoints"
+    bad = DataError("id 7", where="there", do="correct the data")
+    assert with_way_on(bad, config, 20) is bad, "nothing is saved"
+    saved(root, 10)
+    assert with_way_on(bad, config, 20) is bad, "not all is trained"
+    last = saved(root, 20)
+    told = with_way_on(bad, config, 20)
+    assert type(told) is DataError and (told.what, told.where) == ("id 7", "there")
+    assert told.do == (
+        f"correct the data; all 20 steps are trained and saved, in {last}: evaluate them with "
+        "`raytrec evaluate 'a run' --set data.on_error=skip`; or mend this, and let the run come to its end: "
+        "`raytrec train --resume 'a run'`"
+    )
+    config = load_config(values | {"model": {"name": "mine:Model"}})
+    told = with_way_on(RunError("no answer"), config, 20)
+    assert "`raytrec evaluate 'a run' --allow-code`" in told.do
