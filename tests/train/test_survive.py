@@ -243,7 +243,7 @@ def test_what_cannot_be_resumed(undisturbed, folder, tmp_path):
     )
     refused(ConfigError, "train.epochs: 15 → 2", source=settings(folder, tmp_path) | {"train": {"epochs": 2}})
     other = parquet.dataset(tmp_path / "other", train=1999)
-    refused(DataError, "other row groups", overrides=[f"data.train={other / 'train'}"])
+    refused(DataError, "data.train is not what it was", overrides=[f"data.train={other / 'train'}"])
     (other / "schema.yaml").write_text(parquet.SCHEMA_YAML.replace("rows: 40", "rows: 50"))
     refused(ConfigError, "schema has changed", overrides=[f"data.schema={other / 'schema.yaml'}"])
     with pytest.raises(RunError, match="--resume"):
