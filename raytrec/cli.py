@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -314,7 +315,19 @@ def _dump(metrics: dict) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The `raytrec` command: errors of ours are one message and exit code 1, without a traceback."""
+    """The `raytrec` command: errors of ours are one message and exit code 1, without a traceback.
+
+    Args:
+        arguments: default: the command line's; then the process ends here.
+    """
+    from raytrec.ending import ends_at_once
+
+    with ends_at_once() if arguments is None else nullcontext():
+        _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> None:
+    """One command; ends in SystemExit."""
     from raytrec.cluster import leave
     from raytrec.errors import RaytrecError
 

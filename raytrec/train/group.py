@@ -276,8 +276,8 @@ RAY_TRAIN = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
-# Of ranks and of the read tasks that they start. glibc would keep freed memory in eight arenas a core, and each
-# becomes as large as the largest need of any thread: a rank grew by 8 MiB an epoch until all had been used.
+# Of ranks and of the read tasks that they start. glibc keeps freed memory in up to eight arenas a core, and
+# each becomes as large as any thread's largest need: a rank grew by 8 MiB an epoch until all were in use.
 WORKER_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
 
 
