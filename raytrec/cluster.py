@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 
 from raytrec.errors import RunError
 from raytrec.interfaces import socket_interfaces
-from raytrec.lifeline import RayLost
+from raytrec.lifeline import GCS, RAYLET, RayLost
 from raytrec.local_ray import heads, own_sessions, private_folder
 from raytrec.remote.refused import START_ONE, check_answers, check_token
 from raytrec.remote.token import IN_JOB, use_token
 
-SHUTDOWN_S = 5.0
+SHUTDOWN_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may take 13 s to know of its raylet's end
 
 
 def in_job() -> bool:
@@ -85,8 +85,8 @@ def _joined(address: str, given: str) -> Iterator[None]:
     _init(given, address=address)
     try:
         yield
-    except RayLost:
-        _shut_down_what_is_left()
+    except RayLost as lost:
+        _shut_down_what_is_left(lost.part)
         raise
     finally:
         if not _state.stuck:
@@ -157,13 +157,13 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _shut_down_what_is_left() -> None:
+def _shut_down_what_is_left(lost: str) -> None:
     """ray.shutdown() of a Ray that has lost a part; without GCS it would wait for a minute."""
     import ray
 
     thread = Thread(target=ray.shutdown, daemon=True)
     thread.start()
-    thread.join(SHUTDOWN_S)
+    thread.join(SHUTDOWN_S[lost])
     _state.stuck = thread.is_alive()
 
 

@@ -19,7 +19,7 @@ GONE_S = 2.0  # a process that refuses connections for so long has ended
 # In a cluster that was joined it may come back, with Redis behind it; Ray has a setting for how long to wait.
 COMES_BACK_S, RAYS_SETTING = 10.0, "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAYLET, GCS = "raylet", "GCS"
-WHAT = {RAYLET: "which runs its processes on a machine", GCS: "which knows all its processes"}
+WHAT = {RAYLET: "the process that starts the others of a machine", GCS: "the process that knows all others"}
 
 
 class RayLost(RunError):
@@ -79,7 +79,7 @@ class Lifeline:
         began = self._since.setdefault(part, monotonic())
         if monotonic() - began > (self._gone_s(part) if refused else self._patience_s):
             lost = RayLost(
-                f"training failed: Ray's {part}, {WHAT[part]}, has ended",
+                f"Ray's {part}, {WHAT[part]}, has ended, and all workers with it",
                 where="{}:{}".format(*place),
             )
             lost.part = part

@@ -27,6 +27,7 @@ TMPDIR = "RAY_TMPDIR"
 SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 LONGEST = 107 if sys.platform == "linux" else 103
 ABANDONED_S = 3600.0  # a folder without owner is not one that is just being made
+WORDS, MOST_WORDS = 8_000, 200_000  # bytes of a file, characters of all, that are kept of Ray's logs
 LINGER_S = 2.0  # that Ray's processes may take to end by themselves
 
 
@@ -158,6 +159,17 @@ def own_sessions(folder: Path) -> Iterator[Callable[[], None]]:
         yield lambda: end_sessions(started)
     finally:
         services.ConsolePopen = before
+
+
+def last_words(logs: Path) -> str:
+    """What processes of a Ray wrote to stderr last, file by file: crashes, and where threads stood."""
+    told = []
+    for file in sorted(logs.glob("*.err"), key=lambda file: file.stat().st_mtime):
+        with suppress(OSError), open(file, "rb") as said:
+            said.seek(max(0, file.stat().st_size - WORDS))
+            if text := said.read().decode(errors="replace").strip():
+                told.append(f"\n{file.name}:\n{text}\n")
+    return "".join(told)[-MOST_WORDS:]
 
 
 def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:

@@ -57,6 +57,14 @@ def test_what_a_killed_owner_left_is_swept_and_what_lives_stays(base):
         assert folder.exists()
 
 
+def test_what_processes_said_last_is_kept(tmp_path):
+    (tmp_path / "worker-1.err").write_text("x" * 20_000 + "Fatal Python error: Segmentation fault")
+    (tmp_path / "raylet.err").write_text("")
+    said = local_ray.last_words(tmp_path)
+    assert said.startswith("\nworker-1.err:\nxxx") and said.endswith("Segmentation fault\n")
+    assert len(said) < 9_000 and "raylet" not in said
+
+
 def test_a_path_that_is_too_long_is_said(base, monkeypatch):
     long = base / ("x" * 60)
     monkeypatch.setenv(TMPDIR, str(long))

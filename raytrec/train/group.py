@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from raytrec.cluster import started_here
+from raytrec.cluster import logs_here, started_here
 from raytrec.config import RunConfig
 from raytrec.data.fragments import Dataset
 from raytrec.data.placement import nodes_without_gpus, settle_here
@@ -16,6 +16,7 @@ from raytrec.embeddings.hosts import host_memory
 from raytrec.embeddings.pins import check_pins
 from raytrec.errors import ConfigError, RaytrecError, RunError, root_cause
 from raytrec.installed import OTHER_DEVICE
+from raytrec.local_ray import last_words
 from raytrec.redact import hide
 from raytrec.schema import Schema
 from raytrec.storage import open_filesystem, relative
@@ -218,7 +219,8 @@ def run_group(
     with stop, watch.reading(hub):
         try:
             trainer.fit()
-        except RayLost:
+        except RayLost as lost:
+            _tell(lost, config)
             raise
         except Exception as error:
             lifeline.settle()
@@ -305,15 +307,21 @@ def _ray_run(folder: str) -> Any:
 def _explain(error: Exception, config: RunConfig, sentence: str) -> RaytrecError:
     """The error for people behind what Ray raised; the whole story goes to error.txt in the run folder."""
     cause = root_cause(error)
-    story = Path(config.run.dir) / "error.txt"
-    where = f"the traceback is in {story}"
-    try:
-        story.write_text(hide("".join(traceback.format_exception(error))))
-    except OSError as full:
-        where = f"the traceback could not be written to {story}: {full.strerror}"
+    where = _tell(error, config)
     if isinstance(cause, RaytrecError):
         return cause
     return RunError(
         f"training failed: {sentence or main_line(str(cause)) or type(cause).__name__}",
         where=where,
     )
+
+
+def _tell(error: Exception, config: RunConfig) -> str:
+    """Writes the whole story to error.txt, with what a Ray of our own, whose logs go with it, said last."""
+    story, logs = Path(config.run.dir) / "error.txt", logs_here()
+    try:
+        said = last_words(logs) if logs else ""
+        story.write_text(hide("".join(traceback.format_exception(error)) + said))
+    except OSError as full:
+        return f"the traceback could not be written to {story}: {full.strerror}"
+    return f"the traceback is in {story}"

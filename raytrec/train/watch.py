@@ -12,6 +12,7 @@ from typing import Any
 
 from raytrec.checkpoint.index import reason
 from raytrec.errors import RunError
+from raytrec.lifeline import RayLost
 from raytrec.redact import hide_all, hide_yaml
 from raytrec.tracking.advice import hot_rank, low_utilisation, straggler
 from raytrec.tracking.gauges import Gauges
@@ -43,6 +44,10 @@ class Watch:
     def reading(self, hub: Any) -> _Reading:
         """A block in which a thread reads the hub's messages; at its end nothing is left there."""
         return _Reading(hub, self._receive)
+
+    def failed(self, cause: str, again: bool) -> None:
+        """Notes that all workers have ended, of which no hub could tell."""
+        self._receive("event", event="failed", cause=cause, rank=None, again=again)
 
     def _receive(self, kind: str, **message: Any) -> None:
         if kind == "result":
@@ -210,8 +215,10 @@ class _Reading:
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
         self._over.set()
+        if isinstance(error, RayLost):  # the hub is gone, too, and Ray may not say so
+            return
         self._thread.join()
         import ray
 
@@ -222,7 +229,12 @@ class _Reading:
 
         while True:
             last = self._over.is_set()
-            for message in ray.get(self._hub.get.remote(0 if last else 0.5)):
+            try:
+                messages = ray.get(self._hub.get.remote(0 if last else 0.5))
+            except ray.exceptions.RayError:  # it has ended; Ray starts it again
+                messages = []
+                self._over.wait(0.5)
+            for message in messages:
                 self._receive(**message)
             if last:
                 return
