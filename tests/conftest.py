@@ -1,21 +1,54 @@
-"""What tests share: one loopback Ray cluster per module, and tiny Parquet datasets."""
+"""What tests share: one loopback Ray cluster, and tiny Parquet datasets."""
 
+import atexit
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+# Names in a test's module by which it is known to start processes.
+STARTS = {"on_ranks", "subprocess", "gpu_cluster", "ray_session", "multiprocessing", "heads", "hosts", "Head"}
 
-@pytest.fixture(scope="module")
-def ray_cluster():
-    """A local Ray on loopback with 6 logical CPUs, ended with the module."""
+
+def pytest_sessionstart(session):
+    """After Python's own end comes that of the process, as for the command: see raytrec/ending.py."""
+
+    def end():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(session.exitstatus)
+
+    atexit.register(end)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Tests that share the Ray cluster come last, as others must find none."""
+    for item in items:
+        on_ray = "_shared_ray" in item.fixturenames
+        if on_ray or STARTS & vars(item.module).keys():
+            item.add_marker("processes")
+        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else item.module.__name__))
+    items.sort(key=lambda item: "_shared_ray" in item.fixturenames)
+
+
+@pytest.fixture(scope="session")
+def _shared_ray():
     import ranks
     import ray
+    from stores import made_once
 
     from raytrec.cluster import ray_session
 
     ranks.close_all()  # they would take a part of each core
     assert not ray.is_initialized(), "an earlier test left Ray running"
-    with ray_session(num_cpus=6):
+    with made_once(), ray_session(num_cpus=6):
         yield
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(_shared_ray):
+    """A local Ray on loopback with 6 logical CPUs, which the session's tests share."""
+    yield

@@ -1,8 +1,8 @@
 """Runs a function on several real processes joined by gloo.
 
-The processes of one world size are kept for the next call: importing torch takes longer than most tests. As
-gloo's threads look around a hundred times a second, those that have not been used for longest are ended when
-there are too many. A call that fails or takes too long ends its own; the next one starts new ones.
+They are forked from a process that has imported torch and TorchRec (warm.py). Few are kept for the next call:
+gloo's threads look around a hundred times a second. A call that fails, or takes too long, ends its own; the
+next one starts new ones.
 """
 
 import atexit
@@ -12,11 +12,12 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
-from multiprocessing import get_context
 from time import monotonic
 
+import warm
+
 TIMEOUT_S = 120
-KEPT = 8  # processes, beside those in use
+KEPT = 4  # processes, beside those in use
 _pools = {}
 
 
@@ -42,16 +43,10 @@ def on_ranks(world, function, *args, hosts=1, device="cpu"):
 class _Pool:
     def __init__(self, world, hosts, device):
         self._folder = tempfile.TemporaryDirectory()
-        context = get_context("spawn")
-        self._ends, self._processes = [], []
-        for rank in range(world):
-            mine, theirs = context.Pipe()
-            args = (theirs, rank, world, world // hosts, self._folder.name, device)
-            process = context.Process(target=_serve, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            self._ends.append(mine)
-            self._processes.append(process)
+        ranks = [
+            warm.fork(_serve, rank, world, world // hosts, self._folder.name, device) for rank in range(world)
+        ]
+        self._pids, self._ends = zip(*ranks, strict=True)
 
     def run(self, function, args):
         call = sys.path, pickle.dumps((function, args))
@@ -63,7 +58,7 @@ class _Pool:
                 if end.poll(0.01):
                     try:
                         good, value = pickle.loads(end.recv_bytes())
-                    except EOFError:
+                    except (EOFError, ConnectionResetError):
                         raise RuntimeError(f"the process of rank {rank} died") from None
                     if not good:
                         raise RuntimeError(f"rank {rank}:\n{value}")
@@ -74,9 +69,9 @@ class _Pool:
         return [results[rank] for rank in sorted(results)]
 
     def close(self):
-        for process in self._processes:
-            process.kill()
-            process.join()
+        for end in self._ends:
+            end.close()
+        warm.end(self._pids)
         self._folder.cleanup()
 
 
@@ -107,7 +102,7 @@ def _answer(end, rank, world, folder, backend):
     while True:
         try:
             sys.path[:], call = end.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         torch.manual_seed(0)
         try:
@@ -120,6 +115,6 @@ def _answer(end, rank, world, folder, backend):
 
 @atexit.register
 def close_all():
-    """Ends the processes that are kept."""
+    """Ends the ranks that are kept."""
     while _pools:
         _pools.popitem()[1].close()

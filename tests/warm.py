@@ -25,6 +25,7 @@ from importlib import import_module
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 from time import sleep
 from unittest.mock import patch
 
@@ -63,6 +64,11 @@ def ray_workers():
         patch("ray._private.ray_constants.SETUP_WORKER_FILENAME", script),
     ):
         yield
+
+
+def command():
+    """(what is run in the place of `python -m raytrec`, environment that it needs)."""
+    return [sys.executable, str(Path(__file__).with_name("warm_raytrec.py"))], {SOCKET: _server().address}
 
 
 def _ask(request):
@@ -154,7 +160,7 @@ def _serve(alive, address, modules=TORCH):
                 _leave(selector, *places, wake, *of_ray.values())
                 if "target" in request:
                     _begin(_call, connection, request)
-                _begin(_become_ray_worker, request, fds)
+                _begin(_become_ray_worker, connection, request, fds)
             pids.add(pid)
             for fd in fds:
                 os.close(fd)
@@ -220,7 +226,7 @@ def _call(connection, request):
     getattr(import_module(module), name)(channel, *request["args"])
 
 
-def _become_ray_worker(request, fds):
+def _become_ray_worker(connection, request, fds):
     """What `python default_worker.py ...` would be."""
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
@@ -230,9 +236,16 @@ def _become_ray_worker(request, fds):
     os.chdir(request["folder"])
     _enter(request["env"])
     random.seed()
+    Thread(target=_end_with, args=(connection,), daemon=True).start()
     sys.argv[:] = request["command"]
     sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _end_with(connection):
+    """Whom the raylet has started (warm_worker.py) was ended in the place of the worker, which ends with it."""
+    connection.recv(1)
+    os._exit(1)
 
 
 @atexit.register

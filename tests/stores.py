@@ -1,0 +1,24 @@
+"""Stores of MLflow on sqlite, without the 2 s that its migrations take of a processor in each new one."""
+
+import sqlite3
+from contextlib import closing, contextmanager
+from unittest.mock import patch
+
+
+@contextmanager
+def made_once():
+    """The first store that this process makes goes through all migrations; the others are copies of it."""
+    from mlflow.store.db import utils
+
+    make, first = utils._initialize_tables, sqlite3.connect(":memory:", check_same_thread=False)
+
+    def make_or_copy(engine):
+        with closing(sqlite3.connect(engine.url.database, timeout=60)) as file:
+            if first.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                first.backup(file)
+            else:
+                make(engine)
+                file.backup(first)
+
+    with closing(first), patch.object(utils, "_initialize_tables", make_or_copy):
+        yield
