@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from any_parquet import accepted
+from any_parquet import accepted, odd_dataset, write
 
 from raytrec.data.fragments import scan
 from raytrec.errors import ConfigError, DataError, SchemaError
@@ -160,67 +160,9 @@ def test_file_is_not_overwritten(folder, tmp_path, capsys):
     assert capsys.readouterr().out.endswith(found.schema_yaml())
 
 
-def write(path, columns, **settings):
-    """A Parquet file, in a folder that is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(columns if isinstance(columns, pa.Table) else pa.table(columns), path, **settings)
-
-
-def odd_columns(rows, seed, users=200):
-    """Columns as strangers have them."""
-    rng = np.random.default_rng(seed)
-    item = rng.integers(0, 90, rows)
-    some = rng.random(rows) < 0.1
-    bags = [rng.integers(0, 90, n).tolist() for n in rng.integers(0, 6, rows)]
-    when = np.datetime64("2026-01-01T00:00:00") + rng.integers(0, 10**6, rows).astype("timedelta64[s]")
-    return {
-        "label": rng.integers(1, 6, rows),
-        "Größe (cm)": pa.array(rng.normal(size=rows), mask=some),
-        "café_id": rng.integers(0, 50, rows),
-        "a: b": rng.choice(["x", "y"], rows),
-        "[/red]": rng.integers(0, 9, rows),
-        "": rng.normal(size=rows),
-        "half": pa.array(rng.normal(size=rows).astype(np.float16)),
-        "halves": pa.array([[np.float16(0.5)]] * rows, pa.list_(pa.float16())),
-        "deep": pa.array([[[1], [2]]] * rows),
-        "view": pa.array(rng.choice(["p", "q", "r"], rows), pa.string_view()),
-        "views": pa.array(bags, pa.list_view(pa.int64())),
-        "when": pa.array(when),
-        "day": pa.array(when.astype("datetime64[D]")),
-        "since": (when - np.datetime64("1970-01-01")).astype("timedelta64[ms]").astype(np.int64),
-        "took": pa.array(rng.integers(1, 99, rows), pa.duration("s")),
-        "user": pa.array([{"id": int(i), "age": float(i % 7), "x": {"zip": int(i % 5)}} for i in item]),
-        "user_id": rng.integers(0, users, rows),
-        "item_id": item,
-        "clicked_items": pa.array(bags),
-        "holes": pa.array([[1, None, 3]] * rows),
-        "tags": pa.array([[5, None]] * rows),
-        "tags_weights": pa.array([[1.0, None]] * rows),
-        "pandas_id": pa.array(np.where(some, np.nan, item)),
-        "oracle_id": pa.array(item).cast(pa.decimal128(20, 0)),
-        "money": pa.array(np.round(rng.random(rows) * 50, 2)).cast(pa.decimal128(9, 2)),
-        "year": rng.integers(1990, 2025, rows),
-        "code": rng.choice([10_000_017, 10_000_523, 10_000_871], rows),
-        "huge": np.where(rng.random(rows) < 0.01, np.inf, rng.normal(size=rows) * 1e5),
-        "scores": pa.array([[("a", 0.5)]] * rows, pa.map_(pa.string(), pa.float64())),
-        "key": pa.array([rng.bytes(2) for _ in range(rows)], pa.binary(2)),
-        "flag": pa.array(rng.random(rows) < 0.5, mask=some),
-        "nothing": pa.nulls(rows),
-        "a\nb": rng.integers(0, 3, rows),
-    }
-
-
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """A folder with train/ of two files, and test/ with users and nulls that train/ has not."""
-    folder = tmp_path_factory.mktemp("odd")
-    write(folder / "train" / "a.parquet", odd_columns(2000, 0), row_group_size=700)
-    write(folder / "train" / "b.parquet", odd_columns(500, 1))
-    later = odd_columns(300, 2, users=260)
-    later["item_id"][0] = 101
-    later["money"] = pa.array([None, *later["money"].to_pylist()[1:]], pa.decimal128(9, 2))
-    write(folder / "test" / "a.parquet", later)
-    return folder
+    return odd_dataset(tmp_path_factory.mktemp("odd"))
 
 
 def test_what_is_written_of_odd_columns_is_what_the_reader_takes(odd, capsys):
