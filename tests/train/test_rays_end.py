@@ -14,6 +14,7 @@ import psutil
 import pytest
 from test_survive import STEPS, events, folder, run_file, same, undisturbed, wait_for  # noqa: F401
 
+from raytrec.local_ray import sweep
 from raytrec.train import driver
 
 pytestmark = [pytest.mark.survive, pytest.mark.timeout(400)]
@@ -51,11 +52,15 @@ def end(process, part):
     return family, ray
 
 
-def wait_until_gone(family, ray, limit=5):
-    def gone():
-        return not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+def lives(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
-    wait_for(gone, "end of Ray's processes", limit)
+
+def wait_until_gone(family, ray):
+    wait_for(lambda: not any(map(lives, family)), "end of Ray's processes", 5)
     assert not ray.exists()
 
 
@@ -87,6 +92,19 @@ def test_the_end_of_gcs_is_one_sentence(undisturbed, folder, tmp_path):  # noqa:
     wait_until_gone(family, ray)
     assert json.loads((run / "driver.json").read_text())["status"] == "FAILED"
     same(undisturbed, driver.train(None, resume=run))
+
+
+def test_nothing_stays_of_a_driver_that_was_killed(folder, tmp_path):  # noqa: F811
+    """Ray's processes end with it, two agents by themselves up to 30 s later; whoever starts next sweeps."""
+    with training(run_file(folder, tmp_path)) as process:
+        family, lines, ray = below(process)
+        process.kill()
+        large = [each for each, line in zip(family, lines, strict=True) if "agent" not in line]
+        wait_for(lambda: not any(map(lives, large)), "end of Ray's processes", 10)
+        wait_for(lambda: not any(map(lives, family)), "end of Ray's agents", 40)
+    assert ray.exists()
+    sweep(ray.parent)
+    assert not ray.exists()
 
 
 @pytest.mark.parametrize("way", ["timeout", "group"])
