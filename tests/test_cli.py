@@ -88,7 +88,7 @@ def train(data, tmp_path, *overrides):
     [
         (["scaling.wokers=2"], "did you mean scaling.workers"),
         (["data.train=/nowhere/train"], "there is no such folder"),
-        (["data.global_batch_size=5000"], "fewer than one global batch"),
+        (["data.global_batch_size=5000", "data.drop_last=true"], "fewer than one global batch"),
         (["data.schema=/nowhere.yaml"], "there is no schema file"),
     ],
 )

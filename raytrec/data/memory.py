@@ -1,14 +1,19 @@
-"""Keeping freed memory, instead of handing it back to the system and asking for it again."""
+"""Keeping freed memory for a while, instead of handing it back to the system and asking for it again."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
+from threading import Lock
+from time import monotonic
 
 # glibc's mallopt(3): parameters, from <malloc.h>.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 64 << 20  # at the heap's top; larger pieces still go back
 LARGEST_BYTES = 32 << 20  # the most that glibc allows
+TRIM_EVERY_S = 5.0  # it takes some milliseconds, and the memory is then paid for again
+
+_trimmed_s, _lock = 0.0, Lock()
 
 
 @cache
@@ -24,3 +29,18 @@ def keep_memory() -> None:
         return
     mallopt(M_MMAP_THRESHOLD, LARGEST_BYTES)
     mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def give_back() -> None:
+    """Hands freed memory back: call it where many arrays have come to their end, as at the end of an epoch.
+
+    glibc keeps freed memory for each of its arenas (8 for each core), and each epoch's threads use others. So
+    a process would grow by some MiB with every epoch, up to KEPT_BYTES for every arena.
+    """
+    global _trimmed_s
+    with _lock:
+        if monotonic() - _trimmed_s < TRIM_EVERY_S:
+            return
+        _trimmed_s = monotonic()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

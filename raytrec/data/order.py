@@ -6,12 +6,15 @@ number of workers only says which lanes are whose.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from raytrec.data.fragments import Dataset
+
+PAGE_ROWS = 20_000  # of a page, as Spark and Arrow write them: rows from its first on are read fastest
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,21 @@ class Part:
     group: int
     first: int
     rows: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [first, first + rows) of one row group, which the order takes as a whole.
+
+    Attributes:
+        part: whether the row group has more.
+    """
+
+    path: str
+    group: int
+    first: int
+    rows: int
+    part: bool
 
 
 @dataclass(frozen=True)
@@ -51,7 +69,8 @@ class Order:
         batch_rows: rows of a global batch (B).
         lanes: spans of the order that every batch draws from (L); at least the number of workers.
         shuffle: none, groups or window.
-        window: row-group parts that are shuffled together.
+        window: row groups of a lane that are shuffled together. A large one is cut into pieces of
+            window × 20,000 rows (at least 40,000), each shuffled by itself.
         seed: of the permutation and the shuffles.
         drop_last: leave out the last, smaller batch.
         permute: False keeps row groups in file order (evaluation).
@@ -99,6 +118,30 @@ class Order:
         """The lanes [low, high) of a rank."""
         return rank * self.lanes // world, (rank + 1) * self.lanes // world
 
+    @property
+    def piece_rows(self) -> int:
+        """Rows of the pieces that large row groups are cut into."""
+        return max(2, self.window) * PAGE_ROWS
+
+    def pieces(self, dataset: Dataset) -> list[Piece]:
+        """The dataset's row groups, large ones in pieces, so that those need no more memory and time.
+
+        A row group's last piece has half as many to one and a half times as many rows as its others.
+        """
+        return list(self._pieces(dataset))
+
+    def cuts(self, dataset: Dataset) -> bool:
+        """Whether some row group is cut."""
+        return any(piece.part for piece in self._pieces(dataset))
+
+    def _pieces(self, dataset: Dataset) -> Iterator[Piece]:
+        for group in dataset.groups:
+            count = max(1, round(group.rows / self.piece_rows))
+            for i in range(count):
+                first = i * self.piece_rows
+                rows = self.piece_rows if i + 1 < count else group.rows - first
+                yield Piece(group.path, group.index, first, rows, count > 1)
+
     def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[Item]:
         """A rank's work for the rest of an epoch, in the order of the first step that needs it."""
         layout = _Layout(dataset, self, epoch)
@@ -110,31 +153,45 @@ class Order:
 
 
 class _Layout:
-    """An epoch's permuted row groups as one long sequence of rows."""
+    """An epoch's permuted pieces as one long sequence of rows."""
 
     def __init__(self, dataset: Dataset, order: Order, epoch: int):
         self.order, self.epoch = order, epoch
-        index = np.arange(len(dataset.groups))
+        pieces = order.pieces(dataset)
+        index = np.arange(len(pieces))
         if order.permute and order.shuffle != "none":
             np.random.default_rng((order.seed, epoch)).shuffle(index)
-        self.groups = [dataset.groups[i] for i in index]
-        self.ends = np.cumsum([group.rows for group in self.groups])
+        self.pieces = [pieces[i] for i in index]
+        self.ends = np.cumsum([piece.rows for piece in self.pieces])
         self.rows = int(self.ends[-1])
         self.full, self.rest = divmod(self.rows, order.batch_rows)
         if order.drop_last:
             self.rest = 0
 
-    def parts(self, start: int, stop: int) -> list[Part]:
-        """Rows [start, stop) of the sequence as parts of row groups."""
-        parts = []
-        for i in range(int(np.searchsorted(self.ends, start, side="right")), len(self.groups)):
-            group = self.groups[i]
-            begin = int(self.ends[i]) - group.rows
+    def parts(self, start: int, stop: int) -> Iterator[tuple[int, Part]]:
+        """Rows [start, stop) of the sequence: (which piece, the part of it)."""
+        for i in range(int(np.searchsorted(self.ends, start, side="right")), len(self.pieces)):
+            piece = self.pieces[i]
+            begin = int(self.ends[i]) - piece.rows
             if begin >= stop:
                 break
-            low, high = max(start, begin), min(stop, begin + group.rows)
-            parts.append(Part(group.path, group.index, low - begin, high - low))
-        return parts
+            low, high = max(start, begin), min(stop, begin + piece.rows)
+            yield i, Part(piece.path, piece.group, piece.first + low - begin, high - low)
+
+    def windows(self, start: int, stop: int) -> Iterator[tuple[Part, ...]]:
+        """Rows [start, stop) of the sequence, as far as they are read and shuffled together."""
+        size = self.order.window if self.order.shuffle == "window" else 1
+        window: list[Part] = []
+        for i, part in self.parts(start, stop):
+            if window and self.pieces[i].part:
+                yield tuple(window)
+                window = []
+            window.append(part)
+            if len(window) == size or self.pieces[i].part:
+                yield tuple(window)
+                window = []
+        if window:
+            yield tuple(window)
 
     def lane(self, lane: int, start_step: int) -> list[Item]:
         """The items of one lane from a step on."""
@@ -145,11 +202,8 @@ class _Layout:
         consumed = min(start_step, self.full) * per_step
         if start_step > self.full:
             consumed = stop - start
-        parts = self.parts(start, stop)
-        size = order.window if order.shuffle == "window" else 1
         items, position = [], 0
-        for i in range(0, len(parts), size):
-            window = tuple(parts[i : i + size])
+        for window in self.windows(start, stop):
             rows = sum(part.rows for part in window)
             skip = max(0, consumed - position)
             if skip < rows:
@@ -160,21 +214,18 @@ class _Layout:
         return items
 
     def slices(self, low: int, high: int, start_step: int) -> list[Item]:
-        """File order: a rank's slice of every batch, one item for each row group that it touches."""
-        order, items = self.order, []
-        per_group: dict[tuple[str, int], list[Part]] = {}
-        first_step: dict[tuple[str, int], int] = {}
+        """File order: a rank's slice of every batch, one item for each piece that it touches."""
+        order = self.order
+        per_piece: dict[int, list[Part]] = {}
+        first_step: dict[int, int] = {}
         for step in range(start_step, self.full + (self.rest > 0)):
             batch = order.batch_rows if step < self.full else self.rest
             begin = step * order.batch_rows
             span = begin + offset(batch, low, order.lanes), begin + offset(batch, high, order.lanes)
-            for part in self.parts(*span) if span[0] < span[1] else []:
-                key = (part.path, part.group)
-                per_group.setdefault(key, []).append(part)
-                first_step.setdefault(key, step)
-        for key, parts in per_group.items():
-            items.append(Item(0, first_step[key], tuple(parts), None))
-        return items
+            for i, part in self.parts(*span) if span[0] < span[1] else ():
+                per_piece.setdefault(i, []).append(part)
+                first_step.setdefault(i, step)
+        return [Item(0, first_step[i], tuple(parts), None) for i, parts in per_piece.items()]
 
 
 def offset(rows: int, lane: int, lanes: int) -> int:

@@ -17,11 +17,11 @@ from raytrec.data.columns import Place, Tally, bags, numbers, single
 from raytrec.data.decode import decode
 from raytrec.data.faults import Faults
 from raytrec.data.form import Form, shuffled
-from raytrec.data.memory import keep_memory
+from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Part
 from raytrec.data.transform import transformed
 from raytrec.errors import DataError
-from raytrec.schema import Sparse, Table
+from raytrec.schema import Sparse, Table, scalar
 
 AHEAD = 2  # items that are decoded before they are asked for
 MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, what is left is left out
@@ -44,6 +44,7 @@ def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -
             if following is not None:
                 coming.append(thread.submit(decode_item, following, form.columns))
             yield finish_item(item, decoded, form, faults)
+    give_back()
 
 
 @lru_cache(maxsize=2)  # of this epoch and the next
@@ -64,12 +65,13 @@ def read_item(item: Item, form: Form, faults: Faults | None = None) -> pa.Table:
 
 
 def decode_item(item: Item, columns: list[str]) -> list[pa.Table | DataError]:
-    """Each row group of an item, decoded once, or what is wrong with it."""
+    """The rows of each row group that an item's parts span, decoded once, or what is wrong with it."""
     keep_memory()
     decoded: list[pa.Table | DataError] = []
     for (path, group), parts in _groups(item):
         try:
-            decoded.append(decode(path, group, max(part.first + part.rows for part in parts), columns))
+            first, last = _span(parts)
+            decoded.append(decode(path, group, first, last - first, columns))
         except DataError as error:
             decoded.append(error)
     return decoded
@@ -95,10 +97,19 @@ def _groups(item: Item) -> list[tuple[tuple[str, int], list[Part]]]:
     ]
 
 
+def _span(parts: list[Part]) -> tuple[int, int]:
+    """The rows [first, last) of a row group from the first of its parts to the last."""
+    return min(part.first for part in parts), max(part.first + part.rows for part in parts)
+
+
 def _finish_group(
     place: Place, parts: list[Part], table: pa.Table | DataError, form: Form, faults: Faults
 ) -> pa.Table:
-    """The parts of one row group."""
+    """The parts of one row group.
+
+    Args:
+        table: the rows that they span.
+    """
     try:
         if isinstance(table, DataError):
             raise table
@@ -107,8 +118,8 @@ def _finish_group(
         rows = sum(part.rows for part in parts)
         faults.leave_out(error, rows)
         return _absent(rows, form)
-    first, last = min(part.first for part in parts), max(part.first + part.rows for part in parts)
-    table, place = table.slice(first, last - first), replace(place, first=first)
+    first, _ = _span(parts)
+    place = replace(place, first=first)
     whole = _present(table, form, place, faults) if faults.skip else canonical(table, form, place)
     if len(parts) == 1:
         return whole
@@ -175,6 +186,6 @@ def _label(table: pa.Table, name: str, place: Place) -> np.ndarray:
             f"label '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected="a number in [0, 1]",
-            do="map the label to 0 and 1",
+            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}",
         )
     return values

@@ -16,7 +16,7 @@ from raytrec.data.batch import Batch
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.faults import Faults
 from raytrec.data.fragments import Dataset
-from raytrec.data.memory import keep_memory
+from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Order
 from raytrec.data.placement import leave_room_to_ray, place
 from raytrec.data.rows import read_items
@@ -206,6 +206,7 @@ class Reading:
             self._put(None)
         except BaseException as error:
             self._put(error)
+        give_back()
 
     def _put(self, value: object) -> bool:
         """Puts a value when there is room; False when the reader has gone."""

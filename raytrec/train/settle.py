@@ -114,12 +114,12 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     for dataset in datasets.values():
         check_accused(dataset)
     rows = datasets["train"].rows
-    if rows < config.data.global_batch_size:
+    if config.data.drop_last and rows < config.data.global_batch_size:
         raise DataError(
-            f"data.train has {rows:,} rows, fewer than one global batch",
+            f"data.train has {rows:,} rows, fewer than one global batch, and data.drop_last leaves those out",
             where=f"{datasets['train'].uri}, data.global_batch_size={config.data.global_batch_size}",
-            expected=f"at least {config.data.global_batch_size:,} rows",
-            do=f"lower data.global_batch_size to {rows} or less",
+            expected=f"at least {config.data.global_batch_size:,} rows, or data.drop_last=false",
+            do=f"set data.drop_last=false, or lower data.global_batch_size to {rows} or less",
         )
     return schema, datasets
 

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytrec.data import decode as decode_module
+from raytrec.data import order as order_module
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.rows import read_item
@@ -31,7 +33,7 @@ SCHEMA = Schema.parse(
 )
 
 
-def write(folder, layout):
+def write(folder, layout, page_rows=None):
     """Files of row groups of these sizes; ids count through. A file without groups, and empty groups, too."""
     first = 0
     for number, sizes in enumerate(layout):
@@ -40,7 +42,8 @@ def write(folder, layout):
         table = pa.table(
             {"label": ids % 2, "id": ids, "bag": pa.array([[i] * (i % 3) for i in ids], pa.list_(pa.int64()))}
         )
-        with pq.ParquetWriter(folder / f"{number:03d}.parquet", table.schema) as writer:
+        pages = {"max_rows_per_page": page_rows}
+        with pq.ParquetWriter(folder / f"{number:03d}.parquet", table.schema, **pages) as writer:
             for size in sizes:
                 writer.write_table(table.slice(0, size), row_group_size=max(1, size))
                 table = table.slice(size)
@@ -95,13 +98,24 @@ def trained(data, order, epoch, world, start, stop):
     shuffle=st.sampled_from(["none", "groups", "window"]),
     window=st.integers(1, 3),
     phases=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), min_size=1, max_size=8),
+    page_rows=st.sampled_from([3, 10, 20_000]),
 )
-def test_any_layout_any_stops(tmp_path_factory, layout, batch, lanes, shuffle, window, phases):
-    """Phases of (world size, steps until the run is stopped) over two epochs, the last phase to the end."""
+def test_any_layout_any_stops(tmp_path_factory, layout, batch, lanes, shuffle, window, phases, page_rows):
+    """Phases of (world size, steps until the run is stopped) over two epochs, the last phase to the end.
+
+    Pages of 3 or 10 rows are to row groups of up to 120 what 20,000 are to those of up to 800,000: such are
+    cut into pieces, and those read by their pages.
+    """
     folder = tmp_path_factory.mktemp("layout")
-    rows = write(folder, layout)
-    data, order = scan(str(folder), SCHEMA), Order(batch, lanes, shuffle, window, seed=5)
-    steps = order.steps(rows)
+    rows = write(folder, layout, page_rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_module, "PAGE_ROWS", page_rows)
+        patch.setattr(decode_module, "WHOLE_ROWS", 2 * page_rows)
+        check_exactly_once(folder, rows, Order(batch, lanes, shuffle, window, seed=5), phases)
+
+
+def check_exactly_once(folder, rows, order, phases):
+    data, steps = scan(str(folder), SCHEMA), order.steps(rows)
     undisturbed = [ids for epoch in (0, 1) for ids in trained(data, order, epoch, 1, 0, steps)]
     assert Counter(i for ids in undisturbed for i in ids) == Counter(dict.fromkeys(range(rows), 2))
     got, epoch, step = [], 0, 0

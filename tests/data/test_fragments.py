@@ -1,11 +1,15 @@
 """Folders and footers: what is found, and each mistake's message."""
 
+import tracemalloc
+
 import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from raytrec.data.fragments import scan
+from raytrec.data.order import Order
+from raytrec.data.rows import read_item
 from raytrec.errors import DataError
 from raytrec.schema import Schema
 
@@ -104,3 +108,45 @@ def test_columns_that_do_not_fit(tmp_path, columns, says):
     assert scan(str(tmp_path), SCHEMA).rows == 2
     write(tmp_path / "b.parquet", **columns)
     fails(tmp_path, says, "b.parquet")
+
+
+@pytest.mark.parametrize("rows", [2**50, 2**31, 2**20, -1])
+@pytest.mark.parametrize("values_too", [True, False], ids=["values, too", "rows alone"])
+def test_a_footer_that_lies(tmp_path, rows, values_too):
+    """Rows that the file cannot hold are a message, before anything is counted or made room for."""
+    path = tmp_path / "a.parquet"
+    write(path)
+    lie(path, rows, values_too)
+    tracemalloc.start()
+    try:
+        if values_too and rows == 2**20:  # its pages could hold them: found when they are read
+            data = scan(str(tmp_path), SCHEMA)
+            with pytest.raises(DataError, match=r"a\.parquet, row group 0"):
+                read_item(Order(2048, 24).items(data, 0, 0, 1)[-1], data.form)
+        else:
+            fails(tmp_path, "a.parquet", "its footer claims")
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def lie(path, rows, values_too):
+    """Changes the numbers of rows (and of flat columns' values) in a file's footer."""
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[-8:-4], "little")
+    body, footer = raw[: -8 - size], raw[-8 - size : -8]
+    old, new = b"\x16" + zigzag(len(GOOD["label"])), b"\x16" + zigzag(rows)
+    if values_too:
+        footer = footer.replace(old, new)
+    else:
+        first, last = footer.index(old), footer.rindex(old)  # of the file, and of the row group
+        footer = footer[:first] + new + footer[first + len(old) : last] + new + footer[last + len(old) :]
+    path.write_bytes(body + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+
+
+def zigzag(number):
+    """As Thrift's compact protocol writes a number."""
+    number, out = (number << 1) ^ (number >> 63), b""
+    while number > 127:
+        out, number = out + bytes([number & 127 | 128]), number >> 7
+    return out + bytes([number])

@@ -1,11 +1,14 @@
 """The cursor's promises, over random layouts of files and row groups."""
 
+import hashlib
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytrec.data import order as order_module
 from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.data.order import Order
 
@@ -49,6 +52,14 @@ def batches(order, data, epoch, world, start_step=0):
 
 
 LAYOUTS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
+PAGES = st.sampled_from([1, 4, 20_000])  # rows; small ones cut some of these row groups into pieces
+
+
+@contextmanager
+def pages_of(rows):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_module, "PAGE_ROWS", rows)
+        yield
 
 
 @settings(max_examples=150, deadline=None)
@@ -61,10 +72,16 @@ LAYOUTS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
     drop_last=st.booleans(),
     epoch=st.integers(0, 2),
     start=st.integers(0, 12),
+    page_rows=PAGES,
 )
 def test_batches_do_not_depend_on_the_number_of_workers(
-    sizes, batch, lanes, shuffle, window, drop_last, epoch, start
+    sizes, batch, lanes, shuffle, window, drop_last, epoch, start, page_rows
 ):
+    with pages_of(page_rows):
+        check_batches(sizes, batch, lanes, shuffle, window, drop_last, epoch, start)
+
+
+def check_batches(sizes, batch, lanes, shuffle, window, drop_last, epoch, start):
     data = dataset(sizes)
     order = Order(batch, lanes, shuffle, window, seed=7, drop_last=drop_last)
     one = batches(order, data, epoch, 1)
@@ -80,7 +97,9 @@ def test_batches_do_not_depend_on_the_number_of_workers(
         assert [set(rows) for rows in resumed] == [set(rows) for rows in one[start:]]
 
 
-def test_file_order_is_file_order():
+@pytest.mark.parametrize("page_rows", [2, 20_000])
+def test_file_order_is_file_order(page_rows, monkeypatch):
+    monkeypatch.setattr(order_module, "PAGE_ROWS", page_rows)
     data = dataset([7, 3, 12, 5])
     order = Order(4, 6, "none")
     for world in (1, 2, 3):
@@ -136,3 +155,39 @@ def test_only_without_shuffling_every_rank_decodes_everything():
     of_evaluation = [len(decoded(Order.evaluation(512, 64), data, world)) for world in (1, 4, 16)]
     assert of_evaluation[0] == of_evaluation[1] == of_evaluation[2] < 1.25 * len(data.groups)
     assert len(decoded(Order(512, 64, "none"), data, 16)) == 16 * len(data.groups)
+
+
+LARGE = [1_000_000] * 6, [5_000_000], [100_000] * 60, [900, 300_000, 60_001], [59_999] * 9
+
+
+@pytest.mark.parametrize("sizes", LARGE, ids=str)
+@pytest.mark.parametrize("order", [Order(2048, 24), Order(2048, 24, "groups"), Order.evaluation(2048, 24)])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_batch_needs_does_not_grow_with_row_groups(sizes, order, world):
+    """Neither an item, nor what must be read before the first batch is there."""
+    data = dataset(sizes)
+    for rank in range(world):
+        items = order.items(data, 0, rank, world)
+        assert all(item.rows <= 60_000 for item in items if order.shuffle != "window")
+        assert all(item.rows <= 2 * 60_000 for item in items)
+        first = [item for item in items if item.step == 0]
+        assert len(first) == 24 // world and sum(item.rows for item in first) <= 24 // world * 60_000 * 2
+        spans = [sum(part.rows for part in item.parts) for item in items]
+        assert spans == [item.rows for item in items], "what is decoded is delivered"
+
+
+def test_small_row_groups_are_taken_whole():
+    """The order of datasets whose row groups have up to 60,000 rows: as it always was."""
+    data = dataset([16_384] * 40 + [59_999])
+    for order in (Order(512, 24, "window", 2, seed=3), Order(512, 24, "groups"), Order(512, 24, "none")):
+        assert not order.cuts(data)
+    assert Order(512, 24).cuts(dataset([10, 60_001]))
+
+
+def test_the_order_of_an_epoch_stays_what_it_was():
+    """Checkpoints hold (epoch, step): another order would repeat rows and leave out others."""
+    items = Order(60, 6, "window", 2, seed=3).items(dataset([100, 30, 20_000, 59_000, 7]), 1, 0, 2)
+    text = repr(
+        [(i.lane, i.step, [(p.path, p.group, p.first, p.rows) for p in i.parts], i.seed) for i in items]
+    )
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "153bbb4e6c0f878e"

@@ -161,18 +161,20 @@ def test_a_finished_run_is_not_overwritten(runs, folder):
 
 
 def test_max_steps_and_no_evaluation_data(folder, tmp_path):
-    values = parquet.settings(folder, tmp_path / "run", train__max_steps=3, scaling__workers=1)
+    few = {"data__global_batch_size": 5000, "train__epochs": 5}  # fewer rows than a batch are a batch
+    values = parquet.settings(folder, tmp_path / "run", train__max_steps=3, scaling__workers=1, **few)
     del values["data"]["valid"], values["data"]["test"]
     result = driver.train(values)
     assert result.metrics["train.steps"] == 3
-    assert result.metrics["train.rows"] == 3 * 128
+    assert result.metrics["train.rows"] == 3 * 2000
     assert not any(name.startswith("eval.") for name in result.metrics)
 
 
-def test_fewer_rows_than_a_batch(folder, tmp_path):
+def test_fewer_rows_than_a_batch_and_none_wanted(folder, tmp_path):
+    few = {"data__global_batch_size": 2001, "data__drop_last": True}
     with pytest.raises(DataError, match=r"2,000 rows, fewer than one global batch") as error:
-        driver.train(parquet.settings(folder, tmp_path / "run", data__global_batch_size=2001))
-    assert "data.global_batch_size" in str(error.value)
+        driver.train(parquet.settings(folder, tmp_path / "run", **few))
+    assert "data.drop_last=false" in str(error.value)
 
 
 def test_bad_row_stops_every_rank_with_its_place(folder, tmp_path):

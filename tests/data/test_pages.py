@@ -1,0 +1,182 @@
+"""Rows in the middle of row groups, read by their pages: always what pyarrow reads of the whole row group."""
+
+import os
+import random
+import tracemalloc
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrec.data import decode as decoding
+from raytrec.data import pages
+from raytrec.data.decode import decode
+from raytrec.data.pages import read_rows, unpack_levels
+from raytrec.data.thrift import Truncated, read_struct
+from raytrec.errors import DataError
+
+ROWS = 3000
+
+
+def table(rows=ROWS, seed=0):
+    """Columns of every kind that a schema can name: flat, with and without nulls, lists, structs."""
+    rng = np.random.default_rng(seed)
+    lists = [None if rng.random() < 0.1 else list(range(i, i + rng.integers(0, 9))) for i in range(rows)]
+    numbers = rng.integers(0, 50, rows)
+    return pa.table(
+        {
+            "few": pa.array(numbers),
+            "many": pa.array(np.arange(rows) * 7919),
+            "gaps": pa.array([None if i % 5 == 0 else i for i in range(rows)], pa.int32()),
+            "real": pa.array(rng.random(rows, np.float32)),
+            "text": pa.array([f"name {i}" * (i % 4) for i in numbers]),
+            "same": pa.array(np.zeros(rows, bool)),
+            "bag": pa.array(lists, pa.list_(pa.int64())),
+            "long": pa.array([list(range(i % 700)) if i % 100 == 0 else [i] for i in range(rows)]),
+            "who": pa.array([{"city": int(i), "age": i / 2, "bag": [i] * (i % 3)} for i in numbers]),
+        }
+    )
+
+
+WRITERS = {
+    "pyarrow's own": {},
+    "small pages": {"data_page_size": 300, "write_batch_size": 7},
+    "no dictionaries": {"data_page_size": 300, "use_dictionary": False, "write_batch_size": 10},
+    "dictionaries that are given up": {"dictionary_pagesize_limit": 500, "data_page_size": 300},
+    "version 2": {"data_page_version": "2.0", "data_page_size": 500},
+    "checksums": {"write_page_checksum": True, "max_rows_per_page": 90},
+    "an index of pages": {"write_page_index": True, "max_rows_per_page": 70},
+    **{
+        codec: {"compression": codec, "max_rows_per_page": 200}
+        for codec in ("none", "zstd", "gzip", "brotli", "lz4")
+    },
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_any_rows_of_any_writer(tmp_path, writer):
+    whole, path = table(), str(tmp_path / "a.parquet")
+    with pq.ParquetWriter(path, whole.schema, **WRITERS[writer]) as out:
+        out.write_table(whole.slice(0, 10))
+        out.write_table(whole, row_group_size=ROWS)
+    rng = random.Random(writer)
+    spans = [(0, 1), (0, ROWS), (ROWS - 1, ROWS), (ROWS - 5, ROWS + 9)]
+    spans += [sorted(rng.sample(range(ROWS + 1), 2)) for _ in range(12)]
+    names = [*whole.column_names[:-1], "who.city", "who.bag"]
+    for first, last in spans:
+        found = read(path, 1, first, last, names)
+        for name in names[:-2]:
+            assert found[name].to_pylist() == whole[name][first:last].to_pylist(), (name, first, last)
+        expected = [{k: who[k] for k in ("city", "bag")} for who in whole["who"][first:last].to_pylist()]
+        assert found["who"].to_pylist() == expected
+
+
+def read(path, group, first, last, names):
+    file = pa.OSFile(path)
+    return read_rows(file, (path, file.size(), 0), pq.ParquetFile(path), group, first, last, names)
+
+
+def test_only_the_pages_of_the_rows_are_read(tmp_path):
+    path, rows = str(tmp_path / "a.parquet"), 200_000
+    pq.write_table(pa.table({"x": np.random.default_rng(0).random(rows)}), path, use_dictionary=False)
+    with open(path, "rb") as plain:
+        counted = Counting(plain)
+        reader, version = pq.ParquetFile(path), (path, os.path.getsize(path), 0)
+        found = read_rows(counted, version, reader, 0, 100_000, 120_000, ["x"])
+        assert found["x"].equals(pq.read_table(path)["x"][100_000:120_000])
+        size = reader.metadata.row_group(0).total_byte_size
+        assert counted.bytes < 0.4 * size
+        before = counted.bytes
+        read_rows(counted, version, reader, 0, 40_000, 60_000, ["x"])
+        assert counted.bytes - before < 0.3 * size and counted.reads < 40, "where pages are is looked up once"
+
+
+class Counting:
+    def __init__(self, file):
+        self.file, self.bytes, self.reads = file, 0, 0
+
+    def read_at(self, size, at):
+        self.file.seek(at)
+        data = self.file.read(size)
+        self.bytes, self.reads = self.bytes + len(data), self.reads + 1
+        return data
+
+
+def test_what_is_known_of_pages_is_bounded(tmp_path, monkeypatch):
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(table(), path, max_rows_per_page=20)
+    monkeypatch.setattr(pages, "KNOWN_BYTES", 20_000)
+    for name in ("few", "many", "gaps", "real"):
+        read(path, 0, 2000, 2010, [name])
+        assert sum(known.nbytes for known in pages._known.values()) <= 20_000
+
+
+@pytest.mark.parametrize("lie", [0, 1, 2, 3])
+def test_damaged_pages_are_a_message(tmp_path, monkeypatch, lie):
+    """Random bytes over a file's pages: the rows as they were (other pages are hurt), or a DataError."""
+    monkeypatch.setattr(decoding, "WHOLE_ROWS", 10)
+    path, rng, outcomes = tmp_path / "a.parquet", random.Random(lie), set()
+    whole = table()
+    for _ in range(25):
+        pq.write_table(whole, path, max_rows_per_page=100, write_page_checksum=True, compression="zstd")
+        raw = bytearray(path.read_bytes())
+        at = rng.randrange(4, len(raw) - 9000)
+        raw[at : at + 9] = rng.randbytes(9)
+        path.write_bytes(raw)
+        pages._known.clear()
+        try:
+            found = decode(str(path), 0, 1500, 30, ["few", "many", "bag", "text"])
+        except DataError as error:
+            assert "a.parquet, row group 0" in str(error)
+            outcomes.add("message")
+        else:
+            assert found["many"].to_pylist() == whole["many"][1500:1530].to_pylist()
+            outcomes.add("rows")
+    assert outcomes == {"message", "rows"}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 3)), max_size=8), st.integers(1, 3)
+)
+def test_levels(runs, width):
+    """Runs, and groups of eight packed levels, as Parquet writes them."""
+    data, expected = b"", []
+    for packed, count, level in runs:
+        level %= 1 << width
+        if packed:
+            levels = [(level + i) % (1 << width) for i in range(8 * count)]
+            bits = "".join(format(v, f"0{width}b")[::-1] for v in levels)
+            data += varint(count << 1 | 1) + bytes(
+                int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8)
+            )
+            expected += levels
+        else:
+            data, expected = data + varint(count << 1) + bytes([level]), expected + [level] * count
+    assert unpack_levels(data, width, len(expected)).tolist() == expected
+    with pytest.raises(ValueError, match="end too soon"):
+        unpack_levels(data, width, len(expected) + 1)
+
+
+def varint(number):
+    out = b""
+    while number > 127:
+        out, number = out + bytes([number & 127 | 128]), number >> 7
+    return out + bytes([number])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60))
+def test_headers_of_anything(data):
+    tracemalloc.start()
+    try:
+        read_struct(data)
+    except (Truncated, ValueError):
+        pass
+    finally:
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert most < 1 << 20
