@@ -8,6 +8,7 @@
 # make test-survive  the slower tests of whole runs, most of which disturb them
 # make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
 #              what the README's other figures come from
+# make bench-memory  what each process of a run has over 30 minutes, and who grows
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
 PYTHON ?= python3.11
 BIN := .venv/bin
@@ -23,7 +24,7 @@ ROWS ?= 300000
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast smoke cluster-test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast smoke cluster-test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching bench-memory gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -51,6 +52,9 @@ bench-checkpoint: install
 
 bench-watching: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/watching.py
+
+bench-memory: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/memory.py
 
 gpu-check: install
 	$(BIN)/python -W ignore tests/gpu/check.py

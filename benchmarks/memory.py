@@ -215,7 +215,7 @@ def main(
     growth = {
         name: Growth.of(samples, trained / took) for name, samples in late.items() if len(samples) > looks / 2
     }
-    title = f"{workers} workers, {took:.0f} minutes, {trained:.0f} epochs of {rows * 0.8:,.0f} rows"
+    title = f"{workers} workers, {took:.0f} minutes, {trained:.0f} epochs of {rows:,} rows"
     show(title, growth)
     grew = {name: g.per_minute for name, g in growth.items() if is_ours(name) and g.per_minute > LIMIT}
     if smallest:

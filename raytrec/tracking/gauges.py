@@ -54,6 +54,8 @@ class Gauges:
     def close(self) -> None:
         """Ends the repeating: within half a minute Ray shows the run no longer."""
         self._over.set()
+        if self._thread is not None:
+            self._thread.join()
 
     def _repeat(self) -> None:
         while not self._over.wait(REPEAT_S):
