@@ -17,7 +17,7 @@ from raytrec.errors import RaytrecError, RunError, root_cause
 from raytrec.remote import peek
 from raytrec.remote.drive import Driver
 from raytrec.remote.package import code, config_name, user_modules
-from raytrec.remote.refused import check_token
+from raytrec.remote.refused import check_answers, check_token
 from raytrec.remote.seen import Seen
 from raytrec.remote.token import use_token
 from raytrec.remote.versions import RAY, check_ray, check_ray_here
@@ -120,6 +120,7 @@ class _Connection:
         self.address, self._lock, self._remote = address, RLock(), {}
         use_token()
         check_ray_here()
+        check_answers(address, address)
         check_token(address)
         import ray
 
