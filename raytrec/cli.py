@@ -126,14 +126,15 @@ def submit(
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait for its end.")] = False,
 ):
     """Trains on a cluster: takes code and CONFIG there and follows the job; again, to go on with it."""
+    from raytrec.redact import hide
     from raytrec.remote.follow import follow
     from raytrec.remote.jobs import Jobs
 
     jobs = Jobs(address)
     job = jobs.submit(config, overrides or [], include or [], root)
     print(f"job          {job}")
-    print(f"see it       raytrec follow {job} --address {jobs.address}")
-    print(f"stop it      raytrec stop {job} --address {jobs.address}", flush=True)
+    print(f"see it       raytrec follow {job} --address {hide(jobs.address)}")
+    print(f"stop it      raytrec stop {job} --address {hide(jobs.address)}", flush=True)
     if not detach:
         raise typer.Exit(follow(jobs, job))
 
@@ -292,11 +293,13 @@ def config(
     """Prints the resolved whole of a config, or the JSON Schema that editors complete from."""
     from raytrec.config import json_schema, load_config
     from raytrec.errors import ConfigError
+    from raytrec.redact import hide_yaml
 
     if schema:
         print(json.dumps(json_schema(), indent=2))
     elif config:
-        print(load_config(config, overrides or [], allow_code=True).to_yaml(), end="")  # nothing of it runs
+        resolved = load_config(config, overrides or [], allow_code=True)  # nothing of it runs
+        print(hide_yaml(resolved.to_yaml()), end="")
     else:
         raise ConfigError("no config was given", expected="raytrec config CONFIG, or raytrec config --schema")
 

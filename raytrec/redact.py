@@ -7,6 +7,7 @@ each of them cuts a password that has @, /, ? or # in it, as people write them, 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -18,13 +19,14 @@ HIDDEN = "***"
 # Every quantifier that could look at a character twice is possessive: text may be long, and somebody else's.
 ADDRESS = re.compile(r"([A-Za-z0-9+.-]*+)://([^\s<>\"]*+)")
 WHOLE_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*+)://(.*+)", re.DOTALL)
-PARAMETER = re.compile(r"([?&;#])([^=&;#?/\s]++)=([^&\s]*+)")
+PARAMETER = re.compile(r"[?&;#]([^=&;#?/\s]{1,200}+)=")
+VALUE = re.compile(r"[^&\s]*+")
 SETTING = re.compile(
     r"(?<![\w.%-])([\w.%-]++)(\s*+=\s*+|['\"]\s*+:\s*+)('[^']*+'|\"[^\"]*+\"|[^\s&,;'\"<>(){}\[\]]++)"
 )
 HEADER = re.compile(r"(\b(?:Bearer|Basic|Token)\s++)[\w.~+/=-]{8,}+", re.IGNORECASE)
 PEM = re.compile(
-    r"-----BEGIN [A-Z ]*+PRIVATE KEY-----(?:.*?-----END [A-Z ]*+PRIVATE KEY-----|.*+)", re.DOTALL
+    r"-----BEGIN [A-Z ]{0,40}?PRIVATE KEY-----(?:.*?-----END [A-Z ]{0,40}?PRIVATE KEY-----|.*+)", re.DOTALL
 )
 SHAPES = re.compile(
     r"(?<![A-Za-z0-9])(?:gh[opusr]_\w{10,}+|github_pat_\w{10,}+|glpat-[\w-]{10,}+|xox[abeprs]-[\w-]{10,}+"
@@ -41,7 +43,7 @@ CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # whose addresses begin with CO
 NO_PASSWORD = ("", "x-oauth-basic")  # after a token that is in the user's place
 MOST_USER = 20  # characters of a user's name; longer ones are tokens
 NAMES_OF_TABLES = ("tables", "start_tables", "sparse")  # of settings whose keys are names of the user's
-TRACE = re.compile(r"(//|:)\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
+TRACE = re.compile(r"//\*\*\*|:\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
 
 
 def hide(text: str) -> str:
@@ -133,6 +135,9 @@ def _address(found: re.Match) -> str:
     first = re.match(r"[^/?#]*+", rest).group()
     user, colon, _ = first.partition(":")
     at = rest.rfind("@") if colon and "@" not in user else first.rfind("@")
+    for begin, end in _secret_values(rest):
+        if begin <= at < end:  # a secret with @ in it
+            return f"{scheme}://{HIDDEN}{_parameters(rest[end:])}"
     if at >= 0:
         shown = _user(scheme, rest[:at])
         return f"{scheme}://{shown}@{_parameters(rest[at + 1 :])}"
@@ -148,13 +153,25 @@ def _user(scheme: str, info: str) -> str:
 
 
 def _parameters(text: str) -> str:
-    def shown(found: re.Match) -> str:
-        mark, name, _ = found.groups()
-        plain = unquote_plus(name)
-        secret = is_secret(plain) or "key" in plain.lower()
-        return f"{mark}{name}={HIDDEN}" if secret else found.group()
+    shown, at = [], 0
+    for begin, end in _secret_values(text):
+        shown += [text[at:begin], HIDDEN]
+        at = end
+    return "".join([*shown, text[at:]])
 
-    return PARAMETER.sub(shown, text)
+
+def _secret_values(text: str) -> Iterator[tuple[int, int]]:
+    """Where the values of secret parameters begin and end; one may have ?, ; or # in it."""
+    end = 0
+    for found in PARAMETER.finditer(text):
+        if found.start() >= end and _is_secret_parameter(found[1]):
+            end = VALUE.match(text, found.end()).end()
+            yield found.end(), end
+
+
+def _is_secret_parameter(name: str) -> bool:
+    plain = unquote_plus(name)
+    return is_secret(plain) or "key" in plain.lower()
 
 
 def _setting(found: re.Match) -> str:

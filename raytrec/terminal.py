@@ -7,6 +7,8 @@ import re
 from rich.console import Console
 from rich.text import Text
 
+from raytrec.redact import hide
+
 # Escapes move the cursor, set titles and more; rich itself takes away bells and carriage returns.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -17,8 +19,8 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def plain(text: object) -> str:
-    """Text without control characters, for what somebody else has named."""
-    return CONTROL.sub("�", str(text))
+    """Text without control characters and secrets, for what somebody else has named."""
+    return CONTROL.sub("�", hide(str(text)))
 
 
 def bold(text: object) -> Text:

@@ -1,10 +1,13 @@
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
 from raytrec.config import RunConfig, json_schema, load_config
-from raytrec.errors import ConfigError
+from raytrec.errors import ConfigError, RaytrecError, SchemaError
+from raytrec.reading import yaml_values
+from raytrec.schema import Schema
 
 JOBS = Path(__file__).parents[1] / "jobs"
 BASE = {"data": {"train": "d/train"}}
@@ -90,3 +93,109 @@ def test_json_schema_describes_every_key():
 @pytest.mark.parametrize("path", sorted(JOBS.glob("*.yaml")), ids=lambda p: p.name)
 def test_jobs_are_valid(path):
     load_config(path, ["data.train=x/train"])
+
+
+@pytest.mark.parametrize(
+    "override,says",
+    [
+        ("optim.dense.lr=.inf", "optim.dense.lr: Input should be a finite number"),
+        ("optim.embeddings.lr=.nan", "optim.embeddings.lr"),
+        ("optim.embeddings.eps=1e400", "optim.embeddings.eps"),
+        ("optim.dense.lr=true", "expected a number (got true)"),
+        ("optim.schedule.floor=false", "expected a number (got false)"),
+        ("train.clip_norm=.inf", "train.clip_norm"),
+        ("scaling.hang_s=1e300", "scaling.hang_s"),
+        ("scaling.workers=true", "scaling.workers"),
+        ("scaling.workers=[1, true]", "scaling.workers"),
+        ("scaling.workers='2'", "scaling.workers: Input should be a valid integer"),
+        ("train.epochs=2.0", "train.epochs"),
+        ("train.epochs=yes", "train.epochs"),
+        ("checkpoint.keep_best=false", "checkpoint.keep_best"),
+        ("plan.tables.user.ranks=[true]", "plan.tables.user.ranks.0"),
+        ("plan.memory_gib=.inf", "plan.memory_gib"),
+        ("model.top_mlp=[true]", "model.top_mlp.0"),
+        ("model.top_mlp=[1000000000000]", "model.top_mlp.0"),
+        ("model.dropout=.nan", "model.dropout"),
+        ("data.lanes=1000000000", "data.lanes"),
+        ("data.transforms=[{do: clip, columns: [a], low: .nan}]", "data.transforms.0"),
+        ("data.transforms=[{do: hash, columns: [a], rows: true}]", "data.transforms.0"),
+        ("data.transforms=[{do: [hash], columns: [a]}]", "data.transforms.0"),
+        ("model.name=[dlrm]", "model: name is one of"),
+        (f"run.seed={10**20}", "run.seed"),
+        ("run.seed=-1", "run.seed"),
+        *(
+            (f"run.name={name}", "run.name: a name is")
+            for name in ("../../x", "'[/x]'", "a/b", "..", "''", "' a'")
+        ),
+        ('run.name="a\\nb"', "run.name: a name is"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(override, says):
+    with pytest.raises(ConfigError) as error:
+        load_config(BASE, [override])
+    assert says in str(error.value), str(error.value)
+
+
+def test_numbers_as_people_write_them():
+    config = load_config(BASE, ["optim.dense.lr=1e-3", "optim.embeddings.lr=1", "run.name=try 2 (lr=0.1)"])
+    assert (config.optim.dense.lr, config.optim.embeddings.lr) == (1e-3, 1.0)
+
+
+LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(8)
+)
+
+
+@pytest.mark.parametrize(
+    "text,says",
+    [
+        ("data: {train: a}\nrun: {}\ndata: {train: b}\n", "key 'data' stands twice: in line 1 and in line 3"),
+        ("data:\n  train: a\n  train: b\n", "key 'train' stands twice: in line 2 and in line 3"),
+        (LAUGHS, "it stands for more than 200,000 values"),
+        ("[" * 3000, "more than 64 levels (line 1)"),
+        ("a: &a [*a]", "anchor a stands for itself (line 1)"),
+        ("\x00", "control characters are not allowed"),
+        ("a: 2001-99-99", "a value that is none: month must be in 1..12"),
+        ("a: !!python/name:os.system x", "could not determine a constructor"),
+    ],
+)
+def test_yaml_that_is_a_trap_is_one_line(tmp_path, text, says):
+    (tmp_path / "a.yaml").write_text(text)
+    for load, kind in ((load_config, ConfigError), (Schema.load, SchemaError)):
+        with pytest.raises(kind) as error:
+            load(tmp_path / "a.yaml")
+        assert says in error.value.what and "\n" not in error.value.what and len(str(error.value)) < 1000
+
+
+def test_merge_keys_and_anchors_stay():
+    text = "base: &b {rows: 5, dim: 4}\ntables: {user: {<<: *b, dim: 8}, item: *b}"
+    found = yaml_values(text)["tables"]
+    assert found == {"user": {"rows": 5, "dim": 8}, "item": {"rows": 5, "dim": 4}}
+
+
+def test_a_file_has_to_be_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for place, says in (
+        (tmp_path / "pipe.yaml", "a pipe"),
+        ("/dev/zero", "a device"),
+        (tmp_path / "x\0", "zero"),
+    ):
+        with pytest.raises(RaytrecError, match=says):
+            load_config(place)
+
+
+def test_many_mistakes_are_still_a_short_message():
+    with pytest.raises(ConfigError) as error:
+        load_config({"data": {"train": "x"} | {f"key{i}" + "x" * 3000: "y" * 10**6 for i in range(500)}})
+    assert len(str(error.value).encode()) < 4096 and "more" in error.value.what
+
+
+def test_what_is_shown_of_a_configuration_has_no_secrets():
+    values = {**BASE, "tracking": {"uri": "http://me:sesame@h", "tags": {"api_key": "open"}}}
+    shown = repr(load_config(values)) + str(load_config(values))
+    assert "sesame" not in shown and "open'" not in shown and "http://me:***@h" in shown
+    with pytest.raises(ConfigError) as error:
+        load_config(
+            {**BASE, "model": {"options": {"password": "sesame"}}, "tracking": {"tags": {"pwd": ["sesame"]}}}
+        )
+    assert "sesame" not in str(error.value)

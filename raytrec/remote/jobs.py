@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from raytrec.config import RunConfig, load_config
 from raytrec.errors import ConfigError, RunError
+from raytrec.redact import hide
 from raytrec.remote.package import config_name, packed
 from raytrec.remote.token import token_source, use_token
 from raytrec.remote.versions import check_ray
@@ -82,6 +83,7 @@ class Jobs:
 
     def start(self, command: str, runtime_env: dict[str, Any], name: str) -> str:
         """Starts a command as a job; its id begins with `name`."""
+        _check_shown(command, runtime_env)
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # it becomes part of addresses
         job = f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         deadline = time.monotonic() + YOUNG_S
@@ -200,6 +202,22 @@ class Jobs:
             ) from None
         except RuntimeError as error:
             raise RunError(f"the cluster says: {_short(str(error))}", where=self.address) from None
+
+
+def _check_shown(command: str, runtime_env: dict[str, Any]) -> None:
+    """Refuses secrets in what Ray's dashboard shows of a job to whoever may look at it.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    shown = {"the command": command, **runtime_env.get("env_vars", {})}
+    if found := [name for name, value in shown.items() if hide(value) != value]:
+        raise ConfigError(
+            f"a password in {', '.join(found)} would stand on the cluster's dashboard",
+            where=hide(command),
+            expected="addresses without user and password, settings without secrets",
+            do="let the nodes' environment have them: roles of machines, ~/.aws/credentials, MLFLOW_TRACKING_…",
+        )
 
 
 def _short(text: str) -> str:

@@ -12,6 +12,7 @@ from raytrec.checkpoint.files import newest
 from raytrec.config import RunConfig, load_config
 from raytrec.data.contents import Content, differences, fingerprint, old_fingerprint, written_again
 from raytrec.data.fragments import Dataset
+from raytrec.data.order import Order
 from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.reading import json_values, read_bytes, read_text
 from raytrec.schema import Schema
@@ -179,6 +180,7 @@ def check_same_data(
         old_fingerprint(datasets["train"]),
     ):
         if was == old_fingerprint(datasets["train"]):
+            _check_order(index["about"], datasets["train"], folder)
             lines.append(
                 "the run began with an earlier raytrec, which noted the names and row counts of the files in "
                 "data.train alone: whether their content has changed cannot be told"
@@ -205,6 +207,24 @@ def check_same_data(
                 "footers and samples are as before, so they are taken for copies"
             )
     return lines
+
+
+def _check_order(about: dict[str, Any], dataset: Dataset, folder: Path) -> None:
+    """Looks whether a checkpoint of an earlier raytrec, which cut no row groups, counts rows as today.
+
+    Raises:
+        DataError: it does not.
+    """
+    data = about.get("config", {}).get("data", {})
+    order = Order(1, 1, data.get("shuffle", "window"), data.get("window", 2))
+    if order.shuffle != "none" and order.cuts(dataset):
+        raise DataError(
+            "data.train has large row groups, which are read in another order than when the run began",
+            where=f"{dataset.uri}; {folder}",
+            expected=f"row groups of fewer than {order.piece_rows * 3 // 2:,} rows, which are read as they were",
+            do="resume it with the raytrec that it began with; or begin a new run with its weights: "
+            f"raytrec train --from {folder}",
+        )
 
 
 def _noted(folder: Path) -> dict[str, list[Content]]:

@@ -1,8 +1,8 @@
-"""What hypothesis does to configurations, schemas, run folders and indexes of checkpoints, and what is run on them.
+"""What hypothesis does to configurations, schemas, run folders and indexes of checkpoints, and what follows.
 
-Each case goes through the real command line, in this process, up to the place where Ray would be started. It has
-to end in a result or in one message of ours: no traceback, within LIMIT_S, at most MOST_BYTES, no secret shown, and
-nothing written outside of its folder.
+Each case goes through the real command line, in this process, up to the place where Ray would be started. It
+has to end in a result or in one message of ours: no traceback, within LIMIT_S, at most MOST_BYTES, no secret
+shown, and nothing written outside of its folder.
 """
 
 import contextlib
@@ -255,7 +255,7 @@ KINDS = ("pipe", "folder", "socket", "circle", "zero", "nothing", "gone")
 
 
 class Place:
-    """A folder far below another one, with data, a configuration and a run, made once and copied for each case."""
+    """A folder far below another one, with data, a configuration and a run: made once, copied for each case."""
 
     def __init__(self, folder):
         self.outer = Path(folder) / "outer"
@@ -303,7 +303,7 @@ def rehash(text):
 
 
 def command(*arguments):
-    """Runs the command line with these arguments; what it said on stderr, and its exit code (None: up to Ray)."""
+    """Runs the command line; what it said on stderr, and its exit code (None: it would start Ray now)."""
     from raytrec.cli import main
 
     return watched(lambda: main([str(a) for a in arguments]), arguments)

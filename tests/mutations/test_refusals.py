@@ -1,4 +1,4 @@
-"""2,000 configurations, schemas, run folders and indexes, broken by hypothesis: each ends in a result or a message.
+"""2,000 configurations, schemas, run folders and indexes, broken by hypothesis: each ends in a message of ours.
 
 The ordinary suite tries a few of each kind; `pytest tests/mutations -m mutations` all of them.
 """
@@ -71,14 +71,14 @@ def examples(count, shrink):
     )
 
 
-def few_and_many(cases):
+def few_and_many(case, **strategies):
     """Two tests: of a few examples, always the same ones, and, marked, of all, in parts."""
 
     def few(place):
-        seed(0)(examples(FEW, shrink=False)(cases))(place)
+        seed(0)(examples(FEW, shrink=False)(given(**strategies)(case)))(place)
 
     def many(place, part):
-        seed(part + 1)(examples(EACH, shrink=True)(cases))(place)
+        seed(part + 1)(examples(EACH, shrink=True)(given(**strategies)(case)))(place)
 
     many = pytest.mark.parametrize("part", range(PARTS))(many)
     return few, pytest.mark.mutations(pytest.mark.timeout(900)(many))
@@ -95,29 +95,19 @@ def on_config(place, content, overrides=(), name="config.yaml"):
         return work
 
 
-@given(data=st.data())
 def bytes_of_configurations(place, data):
     on_config(place, data.draw(changed_bytes((place.kept / "config.yaml").read_bytes())))
 
 
-@given(data=st.data())
 def values_of_configurations(place, data):
     values = data.draw(changed_values(place.config()))
     on_config(place, dumped(values))
 
 
-@given(
-    overrides=st.lists(
-        st.tuples(
-            st.sampled_from(
-                [key.replace("*", "user") for key in _all_keys() if key not in ("run.dir", "run.root")]
-            ),
-            VALUES,
-        ),
-        min_size=1,
-        max_size=3,
-    )
-)
+KEYS = [key.replace("*", "user") for key in _all_keys() if key not in ("run.dir", "run.root")]
+OVERRIDES = st.lists(st.tuples(st.sampled_from(KEYS), VALUES), min_size=1, max_size=3)
+
+
 def settings_on_the_command_line(place, overrides):
     texts = [
         f"{key}={yaml.safe_dump(v, default_flow_style=True).removesuffix('...' + chr(10))}"
@@ -126,7 +116,6 @@ def settings_on_the_command_line(place, overrides):
     on_config(place, (place.kept / "config.yaml").read_bytes(), [t for t in texts if "\0" not in t])
 
 
-@given(data=st.data())
 def schemas(place, data):
     text = (place.kept / "data/schema.yaml").read_text()
     values = data.draw(st.booleans())
@@ -141,7 +130,6 @@ def schemas(place, data):
         command("train", "config.yaml")
 
 
-@given(data=st.data())
 def run_folders(place, data):
     from raytrec.remote import peek
 
@@ -183,7 +171,6 @@ def history(folder):
     print_table(compare([folder, folder]))
 
 
-@given(data=st.data())
 def indexes(place, data):
     from raytrec.checkpoint.restore import load
     from raytrec.remote import peek
@@ -206,12 +193,16 @@ def indexes(place, data):
         watched(lambda: load(str(Path(INDEX).parent), recorded_run.tensors()), "load")
 
 
-test_bytes_of_configurations, test_all_bytes_of_configurations = few_and_many(bytes_of_configurations)
-test_values_of_configurations, test_all_values_of_configurations = few_and_many(values_of_configurations)
-test_settings, test_all_settings = few_and_many(settings_on_the_command_line)
-test_schemas, test_all_schemas = few_and_many(schemas)
-test_run_folders, test_all_run_folders = few_and_many(run_folders)
-test_indexes, test_all_indexes = few_and_many(indexes)
+test_bytes_of_configurations, test_all_bytes_of_configurations = few_and_many(
+    bytes_of_configurations, data=st.data()
+)
+test_values_of_configurations, test_all_values_of_configurations = few_and_many(
+    values_of_configurations, data=st.data()
+)
+test_settings, test_all_settings = few_and_many(settings_on_the_command_line, overrides=OVERRIDES)
+test_schemas, test_all_schemas = few_and_many(schemas, data=st.data())
+test_run_folders, test_all_run_folders = few_and_many(run_folders, data=st.data())
+test_indexes, test_all_indexes = few_and_many(indexes, data=st.data())
 
 
 def test_what_is_right_gets_as_far_as_ray(place):
