@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from time import monotonic, sleep
+from typing import Any
 
 from raytrec.errors import RunError
-from raytrec.remote.token import token_file
+from raytrec.remote.token import token_file, token_source
 
 ANSWER_S = 30.0  # on a machine that is busy; nobody waits for one that is not there: check_answers
 # Calls that exist on the two kinds of servers and change nothing; what matters is whether they are refused.
@@ -54,7 +55,7 @@ def check_token(address: str, given: str | None = None) -> None:
         given: where it comes from; default: scaling.address.
 
     Raises:
-        RunError: it does not, or what listens there is no Ray cluster.
+        RunError: it does not, or asks for none while we do, or what listens there is no Ray cluster.
     """
     import grpc
 
@@ -63,17 +64,35 @@ def check_token(address: str, given: str | None = None) -> None:
         return
     method = OF_CLIENT_SERVER if address.startswith(SCHEME) else OF_GCS
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        try:
-            channel.unary_unary(method)(b"", timeout=ANSWER_S, metadata=_token())
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-                raise _refused(given or f"scaling.address={address}") from None
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise RunError(
-                    f"what listens at {target} does not answer as a Ray cluster does",
-                    where=given or f"scaling.address={address}",
-                    expected="HOST:PORT of a cluster's head (by default 6379), or ray://HOST:PORT",
-                ) from None
+        code = _ask(channel, method, _token())
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            raise _refused(given or f"scaling.address={address}")
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise RunError(
+                f"what listens at {target} does not answer as a Ray cluster does",
+                where=given or f"scaling.address={address}",
+                expected="HOST:PORT of a cluster's head (by default 6379), or ray://HOST:PORT",
+            )
+        # A driver is called back, and would refuse calls without its token; a Ray client is not.
+        if method == OF_GCS and _token() and _ask(channel, method, ()) is None:
+            raise RunError(
+                "the cluster was started without a token, so it could not call this process, which has one",
+                where=given or f"scaling.address={address}",
+                expected=f"a cluster that was started with {token_source()}",
+                do="start the cluster with the token, as `raytrec head` does, or set RAY_AUTH_MODE to disabled "
+                "where nobody else can reach its network",
+            )
+
+
+def _ask(channel: Any, method: str, token: tuple[tuple[str, str], ...]) -> Any:
+    """The status with which a call fails; None where it does not."""
+    import grpc
+
+    try:
+        channel.unary_unary(method)(b"", timeout=ANSWER_S, metadata=token)
+    except grpc.RpcError as error:
+        return error.code()
+    return None
 
 
 def _target(address: str) -> str | None:
@@ -116,6 +135,6 @@ def _refused(given: str) -> RunError:
         "the cluster refuses the token" if _token() else "the cluster asks for a token",
         where=given,
         expected="the token with which the cluster was started",
-        do=f"bring it into {token_file()} (chmod 600), or set RAY_AUTH_TOKEN_PATH=FILE"
-        + ("" if _token() else "; and do not set RAY_AUTH_MODE=disabled"),
+        do=f"bring it into {token_file()} (chmod 600), or name its file in RAY_AUTH_TOKEN_PATH"
+        + ("" if _token() else "; and do not set RAY_AUTH_MODE to disabled"),
     )
