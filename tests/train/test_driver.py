@@ -11,9 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.config import load_config
-from raytrec.errors import ConfigError, DataError, RunError, SchemaError
+from raytrec.errors import ConfigError, DataError, RunError
 from raytrec.train import ahead, driver
-from raytrec.train.evaluation import evaluation_config
 from raytrec.train.settle import open_data
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -325,25 +324,6 @@ def test_what_footers_tell_is_told_before_anything_starts(tmp_path):
     assert "part-1.parquet, row group 0, column label, row 3" in error.value.where
     assert not (tmp_path / "run").exists()
     assert open_data(load_config(settings, ["data.on_error=skip"]))[1]["test"].rows == 50
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("model.top_mlp=[3]", "has no part in an evaluation"),
-        ("run.dir=/x", "has no part"),
-        ("tables.user.rows=50", r"cannot be set.*\n.*\n.*a table's size is that of the weights"),
-        ("tables.usr.out_of_range=hash", "there is no table 'usr'"),
-        ("tables.user.out_of_range=drop", "out_of_range"),
-        ("data.on_eror=skip", "did you mean data.on_error"),
-        ("nonsense", "has no part|not an override"),
-    ],
-)
-def test_what_an_evaluation_cannot_change(folder, tmp_path, change, says):
-    config = load_config(parquet.settings(folder, tmp_path / "run"))
-    about = {"config": config.model_dump(by_alias=True, mode="json"), "schema": parquet.SCHEMA_YAML}
-    with pytest.raises((ConfigError, SchemaError), match=says):
-        evaluation_config(about, "there", [change], allow_code=False)
 
 
 def test_more_workers_than_the_cluster_has(folder, tmp_path):

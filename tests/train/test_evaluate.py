@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import parquet
 import pytest
 import small
 import torch
@@ -14,8 +15,8 @@ from standin.clock import simulated
 from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import write_index
 from raytrec.config import load_config
-from raytrec.errors import DataError, RunError
-from raytrec.train.evaluation import with_way_on
+from raytrec.errors import ConfigError, DataError, RunError, SchemaError
+from raytrec.train.evaluation import evaluation_config, with_way_on
 
 ROWS = 6 * 12
 
@@ -120,3 +121,36 @@ def test_what_to_do_when_a_trained_run_could_not_be_evaluated(tmp_path, monkeypa
     config = load_config(values | {"model": {"name": "mine:Model"}})
     told = with_way_on(RunError("no answer"), config, 20)
     assert "`raytrec evaluate 'a run' --allow-code`" in told.do
+
+
+ABOUT = {
+    "config": load_config(parquet.settings("/data", "/run")).model_dump(by_alias=True, mode="json"),
+    "schema": parquet.SCHEMA_YAML,
+}
+
+
+def test_what_an_evaluation_can_change():
+    changes = ["tables.us*.out_of_range=hash", "data.on_error=skip", "scaling.workers=1"]
+    config, schema = evaluation_config(ABOUT, "there", changes, allow_code=False)
+    assert (config.data.on_error, config.scaling.workers) == ("skip", 1)
+    assert {name: table.out_of_range for name, table in schema.tables.items()} == {
+        "user": "hash",
+        "tag": "error",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("model.top_mlp=[3]", "has no part in an evaluation"),
+        ("run.dir=/x", "has no part"),
+        ("tables.user.rows=50", r"cannot be set.*\n.*\n.*a table's size is that of the weights"),
+        ("tables.usr.out_of_range=hash", "there is no table 'usr'"),
+        ("tables.user.out_of_range=drop", "out_of_range"),
+        ("data.on_eror=skip", "did you mean data.on_error"),
+        ("nonsense", "has no part|not an override"),
+    ],
+)
+def test_what_an_evaluation_cannot_change(change, says):
+    with pytest.raises((ConfigError, SchemaError), match=says):
+        evaluation_config(ABOUT, "there", [change], allow_code=False)
