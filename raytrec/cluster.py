@@ -78,9 +78,9 @@ def _joined(address: str, given: str) -> Iterator[None]:
 
     if address == "auto" and not os.environ.get("RAY_ADDRESS") and (here := heads()):
         address = _the_only(here, given)
-    check_answers(address, given)
     if _is_on_loopback(address):
         stay_on_loopback()
+    check_answers(address, given)
     check_token(address, given)
     _init(given, address=address)
     try:
