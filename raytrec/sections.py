@@ -106,7 +106,11 @@ class DataSection(Section):
         description="none: file order. groups: row groups in a new seeded order each epoch. window: also "
         "rows within a window of row groups.",
     )
-    window: Few = Field(2, description="Row groups of each lane whose rows are mixed by shuffle=window.")
+    window: Few = Field(
+        2,
+        description="Row groups of each lane whose rows are mixed by shuffle=window; of large ones, pieces "
+        "of 20,000 rows for each.",
+    )
     lanes: Few = Field(
         24, description="Parts that a global batch is read from at once; the most workers that can share it."
     )

@@ -136,7 +136,7 @@ class Order:
 
     def _pieces(self, dataset: Dataset) -> Iterator[Piece]:
         for group in dataset.groups:
-            count = max(1, round(group.rows / self.piece_rows))
+            count = max(1, (group.rows + self.piece_rows // 2) // self.piece_rows)
             for i in range(count):
                 first = i * self.piece_rows
                 rows = self.piece_rows if i + 1 < count else group.rows - first

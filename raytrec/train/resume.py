@@ -221,7 +221,7 @@ def _check_order(about: dict[str, Any], dataset: Dataset, folder: Path) -> None:
         raise DataError(
             "data.train has large row groups, which are read in another order than when the run began",
             where=f"{dataset.uri}; {folder}",
-            expected=f"row groups of fewer than {order.piece_rows * 3 // 2:,} rows, which are read as they were",
+            expected=f"row groups of fewer than {order.piece_rows * 3 // 2:,} rows, read as they were",
             do="resume it with the raytrec that it began with; or begin a new run with its weights: "
             f"raytrec train --from {folder}",
         )

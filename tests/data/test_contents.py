@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.checkpoint.index import write_index
-from raytrec.data import contents
+from raytrec.data import contents, order
 from raytrec.data.contents import Content, fingerprint, look, old_fingerprint
 from raytrec.data.fragments import scan
 from raytrec.errors import DataError
@@ -156,10 +156,14 @@ def test_other_evaluation_data_is_a_warning(folder, tmp_path):
     assert "data.test is not what it was" in line and "part-0.parquet" in line
 
 
-def test_a_run_of_an_earlier_version_is_resumed_and_told(folder, tmp_path):
+def test_a_run_of_an_earlier_version_is_resumed_and_told(folder, tmp_path, monkeypatch):
     run = Run(tmp_path / "run", folder, old=True)
     (line,) = run.check()
     assert "earlier raytrec" in line
+    with monkeypatch.context() as patch:  # which cut no row groups into pieces
+        patch.setattr(order, "PAGE_ROWS", 50)
+        with pytest.raises(DataError, match="large row groups"):
+            run.check()
     pq.write_table(pq.read_table(folder / "train/part-0.parquet").slice(1), folder / "train/part-0.parquet")
     with pytest.raises(DataError, match=r"data\.train is not what it was"):
         run.check()
