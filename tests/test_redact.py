@@ -60,7 +60,8 @@ def addresses(draw):
     if kind == "token":
         return f"{scheme}://{draw(PLAIN)}{SEED}{draw(PLAIN)}@{host}"
     if kind == "token and nothing":
-        return f"{scheme}://{draw(PLAIN)}{SEED}{draw(PLAIN)}:{draw(st.sampled_from(['', 'x-oauth-basic']))}@{host}"
+        nothing = draw(st.sampled_from(["", "x-oauth-basic"]))
+        return f"{scheme}://{draw(PLAIN)}{SEED}{draw(PLAIN)}:{nothing}@{host}"
     mark = "#" if kind == "fragment" else "&" if "?" in host else "?"
     name, before = draw(st.sampled_from(PARAMETERS)), draw(st.sampled_from(["", "a=1&"]))
     value = draw(st.text("abc123%+/=@:;,.#?-_", max_size=9))

@@ -216,7 +216,7 @@ def _check_shown(command: str, runtime_env: dict[str, Any]) -> None:
             f"a password in {', '.join(found)} would stand on the cluster's dashboard",
             where=hide(command),
             expected="addresses without user and password, settings without secrets",
-            do="let the nodes' environment have them: roles of machines, ~/.aws/credentials, MLFLOW_TRACKING_…",
+            do="let the nodes' environment have them: roles, ~/.aws/credentials, MLFLOW_TRACKING_…",
         )
 
 

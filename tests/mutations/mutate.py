@@ -255,7 +255,7 @@ KINDS = ("pipe", "folder", "socket", "circle", "zero", "nothing", "gone")
 
 
 class Place:
-    """A folder far below another one, with data, a configuration and a run: made once, copied for each case."""
+    """A folder far below another one, with data, a configuration and a run, copied for each case."""
 
     def __init__(self, folder):
         self.outer = Path(folder) / "outer"

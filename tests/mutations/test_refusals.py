@@ -1,4 +1,4 @@
-"""2,000 configurations, schemas, run folders and indexes, broken by hypothesis: each ends in a message of ours.
+"""2,000 configurations, schemas, run folders and indexes, broken by hypothesis: each ends in a message.
 
 The ordinary suite tries a few of each kind; `pytest tests/mutations -m mutations` all of them.
 """
