@@ -28,7 +28,7 @@ def training(file, *words, run=None):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         run = run or file.parent / "run"
-        wait_for(lambda: events(run, "saved") or process.poll() is not None, "checkpoint")
+        wait_for(lambda: events(run, "saved") or process.poll() is not None, "checkpoint", 300)
         assert process.poll() is None, process.stderr.read()
         yield process
     finally:
