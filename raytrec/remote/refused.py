@@ -79,8 +79,8 @@ def check_token(address: str, given: str | None = None) -> None:
                 "the cluster was started without a token, so it could not call this process, which has one",
                 where=given or f"scaling.address={address}",
                 expected=f"a cluster that was started with {token_source()}",
-                do="start the cluster with the token, as `raytrec head` does, or set RAY_AUTH_MODE to disabled "
-                "where nobody else can reach its network",
+                do="start the cluster with the token, as `raytrec head` does, or set RAY_AUTH_MODE to "
+                "disabled where nobody else can reach its network",
             )
 
 
