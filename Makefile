@@ -2,6 +2,7 @@
 # make test    installs what it needs and runs the tests
 # make test-fast  those that need neither Ray nor several processes: under 90 s
 # make smoke   the smallest form of every target here, one after the other
+# make mutations  2,000 broken configurations, schemas, run folders and checkpoints: each ends in a message
 # make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
 # make chaos   a run on several nodes with at least 20 faults; writes benchmarks/results/chaos.json
 # make cluster-test  every way to run on a cluster, from a notebook and in an image, for real
@@ -24,7 +25,7 @@ ROWS ?= 300000
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast smoke cluster-test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching bench-memory gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast smoke mutations cluster-test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching bench-memory gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -33,7 +34,10 @@ test: install
 	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup
 
 test-fast: install
-	$(BIN)/pytest -m "not processes and not parity and not survive and not cluster"
+	$(BIN)/pytest -m "not processes and not parity and not survive and not cluster and not mutations"
+
+mutations: install
+	$(BIN)/pytest -n $(AT_ONCE) tests/mutations -m mutations
 
 smoke: install
 	$(BIN)/python -W ignore benchmarks/smoke.py

@@ -29,6 +29,7 @@ LIMIT_S = 300
 PYTEST = "-m pytest -q -p no:cacheprovider"
 DATA = "data.train={folder}/data/train data.test={folder}/data/test"
 COMBINATIONS = "tests/parity/test_suite.py::test_every_combination"
+MUTATIONS = "tests/mutations/test_refusals.py::test_all_values_of_configurations"
 STORE = "tracking.uri=sqlite:///{folder}/mlflow.db"
 TARGETS = {
     "install": "-c 'import raytrec, torch, torchrec, fbgemm_gpu, ray, mlflow'",
@@ -36,6 +37,7 @@ TARGETS = {
     "test": f"{PYTEST} tests/test_schema.py tests/embeddings/test_gradients.py",
     "test-fast": f"{PYTEST} tests/test_config.py tests/data/test_order.py",
     "test-survive": f"{PYTEST} tests/train/test_nan.py -m survive -k leaves_the_steps_out",
+    "mutations": f"{PYTEST} '{MUTATIONS}[3]' -m mutations",
     "cluster-test": f"{PYTEST} tests/cluster/test_lines.py -m 'cluster or not cluster'",
     "parity": f"{PYTEST} '{COMBINATIONS}[1 ranks, from case 0]' -m parity",
     "chaos": "-W ignore benchmarks/chaos.py --faults 1",
@@ -44,6 +46,7 @@ TARGETS = {
     "bench-ingest": "-W ignore benchmarks/ingest.py --smallest {folder}/data/train",
     "bench-checkpoint": "-W ignore benchmarks/checkpoint.py --smallest --folder {folder}/saved",
     "bench-watching": "-W ignore benchmarks/watching.py --smallest",
+    "bench-memory": "-W ignore benchmarks/memory.py --smallest",
     "gpu-check": "-W ignore tests/gpu/check.py --smallest --only environment --out {folder}/gpu-check.json",
     "bench-gpu": "-W ignore benchmarks/gpu.py --device cpu --only dense --rounds 1 --no-compiled",
     "lint": "-m ruff check benchmarks",
