@@ -228,6 +228,7 @@ def _call(connection, request):
 
 def _become_ray_worker(connection, request, fds):
     """What `python default_worker.py ...` would be."""
+    os.setpgid(0, 0)  # the raylet ends a worker's whole process group
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
@@ -243,7 +244,7 @@ def _become_ray_worker(connection, request, fds):
 
 
 def _end_with(connection):
-    """Whom the raylet has started (warm_worker.py) was ended in the place of the worker, which ends with it."""
+    """The worker ends with the process that the raylet has started in its place (warm_worker.py)."""
     connection.recv(1)
     os._exit(1)
 
