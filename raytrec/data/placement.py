@@ -73,3 +73,21 @@ def settle_here() -> None:
     from ray.data._internal.stats import get_or_create_stats_actor
 
     get_or_create_stats_actor()
+
+
+def keep_no_statistics() -> None:
+    """Lets Ray Data send nothing of this process's executions to its actor for statistics.
+
+    A stream is an execution for each epoch, under a name of its own, and the actor keeps some 150 gauges of
+    each (ray 2.60.0, data/_internal/stats.py): it grew by 0.5 to 1 MiB with every epoch of each rank, without
+    end, and the agents that export its gauges with it. What they show of one epoch's reading nobody looks at.
+    """
+    from ray.data._internal.stats import _StatsManager
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    for name in ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"):
+        if not hasattr(_StatsManager, name):
+            raise AttributeError(f"Ray Data has another _StatsManager: no {name}")
+        setattr(_StatsManager, name, staticmethod(nothing))

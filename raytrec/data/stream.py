@@ -18,7 +18,7 @@ from raytrec.data.faults import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Order
-from raytrec.data.placement import leave_room_to_ray, place
+from raytrec.data.placement import keep_no_statistics, leave_room_to_ray, place
 from raytrec.data.rows import read_items
 from raytrec.errors import root_cause
 
@@ -128,6 +128,7 @@ class Stream:
         if not items:
             return
         leave_room_to_ray()
+        keep_no_statistics()
         read = partial(read_items, ray.put(items), self.dataset.form, self._faults)
         rows = sum(item.rows for item in items)
         # Tasks in turn: what the others bring must find room until the first has ended.
