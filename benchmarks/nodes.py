@@ -31,7 +31,9 @@ class Nodes:
         use_token(create=True)  # as drivers do that find one: nodes without it would not reach them
         paths = [os.environ.get("PYTHONPATH"), str(HERE)]  # workers import recorder
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        self._temporary = str(temporary)
+        # Ray notes there which cluster was started last: not for others on this machine.
+        os.environ["RAY_TMPDIR"], self._temporary = str(temporary), str(temporary / "ray")
+        Path(self._temporary).mkdir(parents=True)
         self._begin()
 
     def _begin(self) -> None:
