@@ -25,9 +25,11 @@ ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes, fewer only at 
 HEADER_BYTES = 1 << 20  # more than any page's header takes
 DATA, DATA_V2 = 0, 3  # PageType of parquet.thrift
 TYPE, UNCOMPRESSED, COMPRESSED, DATA_HEADER, DATA_HEADER_V2 = 1, 2, 3, 5, 8  # fields of PageHeader
-VALUES, ENCODING, V2_ROWS, V2_ENCODING = 1, 2, 3, 4  # fields of DataPageHeader and DataPageHeaderV2
-DICTIONARY_CODED = (2, 8)  # of Encoding: PLAIN_DICTIONARY and RLE_DICTIONARY
-
+VALUES, ENCODING, LEVELS_ENCODING = 1, 2, 4  # fields of DataPageHeader, of which V2 has the first
+V2_ENCODING, V2_LEVELS_BYTES = 4, 6  # fields of DataPageHeaderV2
+RLE, DICTIONARY_CODED = 3, (2, 8)  # of Encoding; PLAIN_DICTIONARY and RLE_DICTIONARY
+# What comes of bytes that are not as expected. Errors of the storage are others: those are tried again.
+ODD = (ValueError, LookupError, TypeError, OverflowError, pa.ArrowException)
 
 STREAMED_BYTES = 64 << 10  # that pyarrow reads at a time
 AHEAD_BYTES = 4 << 20  # that a search for pages reads of an object store at a time
@@ -49,13 +51,16 @@ def read_rows(
 ) -> pa.Table:
     """Columns of rows [first, last) of a row group, fewer where it has fewer.
 
+    Where its pages are not understood, the row group is decoded from its first row on, some rows at a time:
+    slower, but pyarrow may know what to make of them, and it says what is wrong with the file if not.
+
     Args:
         version: of the file; where its pages are is kept for the next time.
         reader: of the file.
         names: of columns, or of fields of structs.
 
     Raises:
-        ValueError, KeyError, OSError, pa.ArrowException: the file is damaged.
+        ValueError, KeyError, OSError, pa.ArrowException: the file is damaged, or the storage fails.
     """
     columns, leaves = set(reader.schema_arrow.names), _leaves(reader.metadata)
     paged = {
@@ -63,22 +68,54 @@ def read_rows(
         for name in names
         if name in columns and _countable(reader.metadata, group, leaves[name])
     }
-    pieces, begins = _fetch(file, version, reader.metadata, group, first, last, list(paged.values()))
-    how = {"metadata": reader.metadata, "pre_buffer": False, "buffer_size": STREAMED_BYTES}
-    tables = []
-    with pa.PythonFile(Excerpts(pieces, version[1]), mode="r") as excerpts:
-        paged_reader = pq.ParquetFile(excerpts, page_checksum_verification=True, **how)
-        by_skip = defaultdict(list)
-        for name, leaf in paged.items():
-            by_skip[first - begins[leaf]].append(name)
-        for skip, alike in by_skip.items():
-            tables.append(_stream(paged_reader, group, skip, last - first, alike))
+    try:
+        tables = _read_pages(file, version, reader.metadata, group, first, last, paged)
+    except ODD:
+        paged, tables = {}, []
     if others := [name for name in names if name not in paged]:
-        whole = pq.ParquetFile(file, page_checksum_verification=True, **how)
-        tables.append(_stream(whole, group, first, last - first, others))
+        tables.append(_stream(_reader(file, reader.metadata), group, first, last - first, others))
     rows = min(table.num_rows for table in tables)
     found = {name: table[name].slice(0, rows) for table in tables for name in table.column_names}
     return pa.table({name: found[name] for name in names if name in found} | found)
+
+
+def _reader(file: pa.NativeFile, footer: pq.FileMetaData) -> pq.ParquetFile:
+    """Reads no more of a file than the rows that it is asked for take."""
+    how = {"metadata": footer, "pre_buffer": False, "buffer_size": STREAMED_BYTES}
+    return pq.ParquetFile(file, page_checksum_verification=True, **how)
+
+
+def _read_pages(
+    file: pa.NativeFile,
+    version: Version,
+    footer: pq.FileMetaData,
+    group: int,
+    first: int,
+    last: int,
+    columns: dict[str, int],
+) -> list[pa.Table]:
+    """Columns of rows [first, last), out of their pages.
+
+    Args:
+        columns: name → leaf column.
+
+    Raises:
+        OSError: the storage fails. One of ODD: the pages are not as expected.
+    """
+    pieces, begins = _fetch(file, version, footer, group, first, last, list(columns.values()))
+    by_skip = defaultdict(list)
+    for name, leaf in columns.items():
+        by_skip[first - begins[leaf]].append(name)
+    rows = min(last, footer.row_group(group).num_rows) - first
+    try:
+        with pa.PythonFile(Excerpts(pieces, version[1]), mode="r") as excerpts:
+            reader = _reader(excerpts, footer)
+            tables = [_stream(reader, group, skip, rows, alike) for skip, alike in by_skip.items()]
+    except OSError as error:  # of bytes in memory
+        raise ValueError(str(error)) from None
+    if any(table.num_rows < rows for table in tables):
+        raise ValueError("the pages hold fewer rows")
+    return tables
 
 
 def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
@@ -191,6 +228,8 @@ class Pages:
         look = Ahead(read_at, ahead) if ahead else read_at
         while self._left > 0 and self._at < self._end and not (self._rows and self._rows[-1] >= last):
             self._walk(look)
+        if self._at > self._end or self._left < 0 or (self._left and self._at == self._end):
+            raise ValueError("the pages end elsewhere than the column")
         start, stop = bisect_right(self._rows, first) - 1, bisect_left(self._rows, last)
         if start < 0:
             raise ValueError(f"no page holds row {first:,}")
@@ -233,16 +272,25 @@ class Pages:
 
     def _count(self, read_at: ReadAt, at: int, header: dict[int, Any], values: int) -> tuple[int, bool]:
         """(rows that begin in a page of lists, whether one begins with the page)."""
-        if header[TYPE] == DATA_V2:
-            return header[DATA_HEADER_V2][V2_ROWS], True  # as all of this version do
-        body = read_at(at, header[COMPRESSED])
+        if header[TYPE] == DATA_V2:  # not its number of rows, which Arrow has long written as that of values
+            packed = read_at(at, header[DATA_HEADER_V2][V2_LEVELS_BYTES])
+        else:
+            packed = self._unpacked(read_at(at, header[COMPRESSED]), header)
+        levels = unpack_levels(packed, self._depth.bit_length(), values)
+        return int((levels == 0).sum()), bool(len(levels)) and levels[0] == 0
+
+    def _unpacked(self, body: bytes, header: dict[int, Any]) -> bytes:
+        """The levels of a page of version 1, which are compressed with its values."""
+        if header[DATA_HEADER][LEVELS_ENCODING] != RLE:
+            raise ValueError("levels in an encoding of long ago")
         if self._codec != "UNCOMPRESSED":
             if not 0 <= header[UNCOMPRESSED] <= self._most_bytes:
                 raise ValueError(f"a page of {header[UNCOMPRESSED]} bytes")
-            body = pa.decompress(body, header[UNCOMPRESSED], self._codec.lower(), asbytes=True)
-        length = int.from_bytes(body[:4], "little")
-        levels = unpack_levels(body[4 : 4 + length], self._depth.bit_length(), values)
-        return int((levels == 0).sum()), bool(len(levels)) and levels[0] == 0
+            try:
+                body = pa.decompress(body, header[UNCOMPRESSED], self._codec.lower(), asbytes=True)
+            except OSError as error:
+                raise ValueError(str(error)) from None
+        return body[4 : 4 + int.from_bytes(body[:4], "little")]
 
 
 class Ahead:

@@ -94,6 +94,70 @@ def test_only_the_pages_of_the_rows_are_read(tmp_path):
         assert counted.bytes - before < 0.3 * size and counted.reads < 40, "where pages are is looked up once"
 
 
+def test_rows_that_arrow_counted_wrongly(tmp_path):
+    """Headers of version 2 whose numbers of rows are those of values, as older Arrow wrote them of lists."""
+    path, bag = tmp_path / "a.parquet", [list(range(i % 9)) for i in range(ROWS)]
+    how = {"data_page_version": "2.0", "max_rows_per_page": 100, "compression": "none"}
+    pq.write_table(pa.table({"bag": bag}), path, use_dictionary=False, **how)
+    raw, at, wrong = bytearray(path.read_bytes()), 4, 0
+    while at < pq.read_metadata(path).row_group(0).column(0).total_compressed_size:
+        header, end = read_struct(raw, at)
+        about = header[pages.DATA_HEADER_V2]
+        counts = [b"\x15" + varint(about[field] * 2) for field in (1, 2, 3)]
+        place = raw.index(b"".join(counts), at, end) + len(counts[0] + counts[1])
+        raw[place : place + len(counts[0])] = counts[0]
+        wrong += about[3] != about[1]
+        at = end + header[pages.COMPRESSED]
+    path.write_bytes(raw)
+    assert wrong == ROWS / 100 and pq.read_table(path)["bag"].to_pylist() == bag
+    assert read(str(path), 0, 2040, 2090, ["bag"])["bag"].to_pylist() == bag[2040:2090]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, IndexError, TypeError, pa.ArrowInvalid, Truncated])
+@pytest.mark.parametrize("after", [0, 20])
+def test_pages_that_are_not_understood(tmp_path, monkeypatch, error, after):
+    """What pyarrow can read is no damage: it is read from the row group's beginning."""
+    path, whole, calls = str(tmp_path / "a.parquet"), table(), []
+    pq.write_table(whole, path, max_rows_per_page=100)
+
+    def read_some(data):
+        calls.append(data)
+        if len(calls) > after:
+            raise error("not as expected")
+        return read_struct(data)
+
+    monkeypatch.setattr(pages, "read_struct", read_some)
+    monkeypatch.setattr(pages, "BATCH_ROWS", 500)
+    names = ["few", "bag", "text"]
+    assert read(path, 0, 1700, 1790, names).equals(whole.select(names).slice(1700, 90).combine_chunks())
+    assert len(calls) > after
+
+
+def test_chunks_that_end_later_than_they_are_said_to(tmp_path):
+    """A chunk that ends later than its footer says, as Java's first writers counted it."""
+    path, whole = str(tmp_path / "a.parquet"), table()
+    pq.write_table(whole, path, max_rows_per_page=100)
+    chunk = pq.read_metadata(path).row_group(0).column(1)
+    walk = pages.Pages(chunk, pq.read_metadata(path).schema.column(1))
+    walk._end -= 20
+    file = pa.OSFile(path)
+    pages._known[(path, file.size(), 0), 0, 1] = walk
+    assert read(path, 0, 2900, 3000, ["many"])["many"].to_pylist() == whole["many"][2900:].to_pylist()
+
+
+def test_storage_that_fails_is_no_damage(tmp_path):
+    """Its errors are handed on, so that the file is read again."""
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(table(), path)
+
+    class Failing(Counting):
+        def read_at(self, size, at):
+            raise OSError(5, "no answer")
+
+    with open(path, "rb") as plain, pytest.raises(OSError, match="no answer"):
+        read_rows(Failing(plain), (path, 1, 0), pq.ParquetFile(path), 0, 5, 9, ["few"])
+
+
 class Counting:
     def __init__(self, file):
         self.file, self.bytes, self.reads = file, 0, 0
