@@ -43,13 +43,13 @@ MARK = "RAYTREC_MEMORY_BENCHMARK"  # in the environment of all processes of the 
 WARM_UP = 0.25  # of the time: imports, first batches, caches
 OURS = ("driver", "rank", "hub", "reader")
 ROLES = (  # the first that is found in a command line
+    (r"raylet/raylet ", "raylet"),  # which names what it starts, too
+    (r"gcs/gcs_server ", "gcs_server"),
     (r"^ray::RayTrainWorker", "rank"),
     (r"^ray::Hub", "hub"),
     (r"^ray::(IDLE|MapBatches)|default_worker\.py", "reader"),
     (r"^ray::(\w+)", r"\1"),
     (r"raytrec train ", "driver"),
-    (r"gcs_server", "gcs_server"),
-    (r"raylet/raylet", "raylet"),
     (r"dashboard/agent\.py", "dashboard agent"),
     (r"runtime_env/agent/main\.py", "runtime_env agent"),
     (r"/(\w+)\.py", r"\1"),
