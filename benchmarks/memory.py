@@ -270,7 +270,8 @@ def draw(title: str, growth: dict[str, Growth], samples: dict[str, list[Sample]]
     figure, axes = plt.subplots(2, 1, sharex=True, figsize=(9, 8), layout="constrained")
     for axis, ours in zip(axes, (True, False), strict=True):
         for name in sorted(name for name in growth if is_ours(name) is ours):
-            label = f"{name}: {growth[name].per_minute:+.2f} MiB/min"
+            # matplotlib leaves out names with an underscore at the front
+            label = f"{name.lstrip('_')}: {growth[name].per_minute:+.2f} MiB/min"
             axis.plot([s.minute for s in samples[name]], [s.own for s in samples[name]], label=label)
         axis.set_ylabel(f"MiB of own memory, {'raytrec' if ours else 'Ray'}")
         axis.set_ylim(bottom=0)
