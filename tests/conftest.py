@@ -38,13 +38,14 @@ def pytest_collection_modifyitems(items):
 def _shared_ray():
     import ranks
     import ray
+    import warm
     from stores import made_once
 
     from raytrec.cluster import ray_session
 
     ranks.close_all()  # they would take a part of each core
     assert not ray.is_initialized(), "an earlier test left Ray running"
-    with made_once(), ray_session(num_cpus=6):
+    with warm.ray_workers(), made_once(), ray_session(num_cpus=6):
         yield
 
 
