@@ -1,6 +1,7 @@
 """Checkpoints read by hand: from the index and the raw files, with neither DCP nor our reader."""
 
 import json
+import zlib
 from math import prod
 from pathlib import Path
 
@@ -39,3 +40,19 @@ def equal(one, other):
     one, other = whole(one), whole(other)
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def spoil(folder, name):
+    """Makes the first value of a float32 tensor infinite, in a checkpoint that is sound otherwise."""
+    from raytrec.checkpoint.index import read_index, write_index
+
+    index = read_index(str(folder))
+    chunk = index["tensors"][name]["chunks"][0]
+    size = min(4 * prod(chunk["sizes"]), index["block_bytes"])
+    with open(Path(folder) / chunk["file"], "r+b") as file:
+        file.seek(chunk["start"])
+        block = torch.tensor([float("inf")]).numpy().tobytes() + file.read(size)[4:]
+        file.seek(chunk["start"])
+        file.write(block)
+    chunk["crc32"][0] = zlib.crc32(block)
+    write_index(str(folder), {k: v for k, v in index.items() if k not in ("format", "sha256")})

@@ -1,7 +1,12 @@
 """A loss that is not finite: the run stops and shows the batch, or leaves the step out on all ranks."""
 
+import json
+import shutil
+
 import checkpoints
+import numpy as np
 import parquet
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -26,22 +31,75 @@ def diverging(folder, run, **train):
     return values
 
 
+def with_a_row(folder, place, price):
+    """The same data, but for one row of the second file: its price, which brings a logit far below 0, while
+    its label is 1."""
+    copied = shutil.copytree(folder, place)
+    part = copied / "train/part-1.parquet"
+    table = pq.read_table(part)
+    for name, value in (("price", price), ("label", 1)):
+        values = table[name].to_numpy().copy()
+        values[123] = value
+        table = table.set_column(table.column_names.index(name), name, pa.array(values))
+    pq.write_table(table, part, row_group_size=300)
+    return copied
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_stops_and_keeps_the_batch(folder, tmp_path):
-    run = tmp_path / "run"
+    """The batch of the step whose loss was bad, to the row that made it so; not the one after it."""
+    run, data = tmp_path / "run", with_a_row(folder, tmp_path / "d", 3e38)
+    values = parquet.settings(data, run, checkpoint__every_steps=1)
+    values["model"] = {"name": "dcn", "bottom_mlp": [16], "top_mlp": [16]}  # its crosses square the price
     with pytest.raises(RunError, match="the loss is not a finite number") as error:
-        driver.train(diverging(folder, run))
+        driver.train(values)
     dumped = sorted((run / "nan").glob("*.parquet"))
     assert 1 <= len(dumped) <= 2, "of each rank on which it was"
-    table = pq.read_table(dumped[0])
-    assert table.num_rows in range(60, 70) and set(table.column_names) == {"label", "price", "user", "tags"}
+    table = pa.concat_tables(map(pq.read_table, dumped))
+    assert table.num_rows in range(60, 130) and set(table.column_names) == {"label", "price", "user", "tags"}
+    assert np.float32(3e38) in table["price"].to_numpy(), "the batch of another step"
     step = int(dumped[0].name.split("-")[1])
     assert f"step {step};" in str(error.value) and "train.on_nan=skip" in str(error.value)
     last = checkpoints.newest(run)
-    assert checkpoints.about(last)["progress"]["step"] <= step, "a state with NaN was kept"
-    read = pq.read_table(folder / "train").to_pylist()
+    assert checkpoints.about(last)["progress"]["step"] < step, "a state with NaN was kept"
+    read = pq.read_table(data / "train").to_pylist()
     known = {(row["user"], round(row["price"], 4), row["label"]) for row in read}
     assert {(r["user"][0], round(r["price"], 4), r["label"]) for r in table.to_pylist()} <= known
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_infinite_state_ends_the_run_and_is_no_checkpoint(folder, tmp_path, capfd):
+    """A price whose square overflows: Adam's second moment is infinite, while the loss stays finite."""
+    run, data = tmp_path / "run", with_a_row(folder, tmp_path / "d", 1e25)
+    with pytest.raises(RunError, match="is NaN or infinite") as error:
+        driver.train(parquet.settings(data, run, checkpoint__every_steps=2, checkpoint__keep_last=9))
+    said, kept = error.value, checkpoints.newest(run)
+    assert "exp_avg_sq on ranks 0 and 1" in said.what and f"raytrec train --from {kept} " in said.do
+    assert "optim.embeddings.lr=0.01 optim.dense.lr=0.001" in said.do
+    step, last = int(said.where.split()[-1]), checkpoints.about(kept)["progress"]["step"]
+    assert 0 < last == step - 2, "the last one before it"
+    assert all(value.isfinite().all() for value in checkpoints.whole(kept).values())
+    assert not (run / "result.json").exists()
+    assert json.loads((run / "driver.json").read_text())["status"] == "FAILED"
+
+
+@pytest.mark.survive
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_infinite_state_can_be_trained_on_but_not_kept(folder, tmp_path, capfd):
+    run, data = tmp_path / "run", with_a_row(folder, tmp_path / "d", 1e25)
+    with pytest.raises(driver.Unfinished, match="is NaN or infinite") as error:
+        driver.train(parquet.settings(data, run, checkpoint__every_steps=2, checks__finite="warn"))
+    assert error.value.result.metrics["train.steps"] == 16 and error.value.result.metrics["eval.rows"] == 1003
+    assert " no checkpoint of step 16: " in " ".join(capfd.readouterr().err.split())
+    kept = checkpoints.newest(run)
+    assert checkpoints.about(kept)["progress"]["step"] < 16
+    assert not (run / "result.json").exists()
+    checkpoints.spoil(kept, "tables/user/weight")  # as one that something else has written
+    driver.evaluate(str(run), str(folder / "test"))
+    said = " ".join(capfd.readouterr().err.split())
+    assert (
+        "the checkpoint is NaN or infinite, its figures mean nothing: table user's weight on rank 0" in said
+    )
 
 
 @pytest.mark.survive
