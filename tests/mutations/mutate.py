@@ -299,7 +299,7 @@ def rehash(text):
         index["sha256"] = hashlib.sha256(content).hexdigest()
         return json.dumps(index).encode()
     except (ValueError, AttributeError, RecursionError):
-        return text
+        return text.encode()
 
 
 def command(*arguments):
