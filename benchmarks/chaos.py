@@ -132,7 +132,7 @@ def main(
             run, calm = (Run(*place, nodes, until) for place in places)
             undisturbed(calm)
             disturbed(run, wanted, total, rng, done)
-        auc, expected = (r.result()["eval.auc"] for r in (run, calm))
+            auc, expected = (r.result()["eval.auc"] for r in (run, calm))
         outcome = compare(run.record.trained(), calm.record.trained(), rows, EPOCHS)
         outcome["loss_delta_same_workers"] = loss_delta(run, calm)
         outcome |= {"auc": auc, "auc_undisturbed": expected, "auc_delta": abs(auc - expected)}
