@@ -228,8 +228,8 @@ class Pages:
         look = Ahead(read_at, ahead) if ahead else read_at
         while self._left > 0 and self._at < self._end and not (self._rows and self._rows[-1] >= last):
             self._walk(look)
-        if self._at > self._end or self._left < 0 or (self._left and self._at == self._end):
-            raise ValueError("the pages end elsewhere than the column")
+        if self._left and self._at == self._end:
+            raise ValueError("the pages end before the column")
         start, stop = bisect_right(self._rows, first) - 1, bisect_left(self._rows, last)
         if start < 0:
             raise ValueError(f"no page holds row {first:,}")
@@ -243,11 +243,13 @@ class Pages:
         """Takes one more page."""
         header, size = self._header(read_at)
         kind, body = header[TYPE], header[COMPRESSED]
-        if body < 0:
+        if not 0 <= body <= self._end - self._at - size:
             raise ValueError(f"a page of {body} bytes")
         if kind in (DATA, DATA_V2):
             about = header[DATA_HEADER if kind == DATA else DATA_HEADER_V2]
             values, rows, begins_row = about[VALUES], about[VALUES], True
+            if not 0 <= values <= self._left:
+                raise ValueError(f"a page of {values} values")
             if self._depth:
                 rows, begins_row = self._count(read_at, self._at + size, header, values)
             if begins_row:
@@ -273,7 +275,7 @@ class Pages:
     def _count(self, read_at: ReadAt, at: int, header: dict[int, Any], values: int) -> tuple[int, bool]:
         """(rows that begin in a page of lists, whether one begins with the page)."""
         if header[TYPE] == DATA_V2:  # not its number of rows, which Arrow has long written as that of values
-            packed = read_at(at, header[DATA_HEADER_V2][V2_LEVELS_BYTES])
+            packed = read_at(at, max(0, min(header[DATA_HEADER_V2][V2_LEVELS_BYTES], header[COMPRESSED])))
         else:
             packed = self._unpacked(read_at(at, header[COMPRESSED]), header)
         levels = unpack_levels(packed, self._depth.bit_length(), values)

@@ -133,6 +133,22 @@ def test_pages_that_are_not_understood(tmp_path, monkeypatch, error, after):
     assert len(calls) > after
 
 
+@pytest.mark.parametrize("field", [pages.COMPRESSED, pages.UNCOMPRESSED, pages.VALUES])
+@pytest.mark.parametrize("lie", [-1, 1 << 40])
+def test_headers_that_lie_take_no_memory(tmp_path, monkeypatch, field, lie):
+    path, whole = str(tmp_path / "a.parquet"), table()
+    pq.write_table(whole, path, max_rows_per_page=100)
+
+    def read_lies(data):
+        header, size = read_struct(data)
+        about = header.get(pages.DATA_HEADER, {}) if field == pages.VALUES else header
+        about[field] = lie
+        return header, size
+
+    monkeypatch.setattr(pages, "read_struct", read_lies)
+    assert read(path, 0, 1700, 1790, ["bag"])["bag"].to_pylist() == whole["bag"][1700:1790].to_pylist()
+
+
 def test_chunks_that_end_later_than_they_are_said_to(tmp_path):
     """A chunk that ends later than its footer says, as Java's first writers counted it."""
     path, whole = str(tmp_path / "a.parquet"), table()
