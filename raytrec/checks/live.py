@@ -113,7 +113,8 @@ def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
     if not bad:
         return None
     names = list(dict.fromkeys(o.check for o in bad))
-    do = next(check.do for check in CHECKS if check.name == names[0]).replace("RUN", config.run.dir or "RUN")
+    do = next(check.do for check in CHECKS if check.name == names[0])
+    do = do.replace("RUN", config.run.dir or "RUN").replace("LOWER", f"{config.optim.embeddings.lr / 10:g}")
     return RunError(
         f"a check failed: {'. '.join(o.text for o in bad)}",
         where=f"step {bad[0].step}, {' and '.join(names)}",

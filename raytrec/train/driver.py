@@ -175,6 +175,8 @@ def _drive(
             error.result = Result(metrics, folder, [f"run folder   {relative(folder)}"])
             raise error
         status = "FINISHED"
+    except Unfinished:  # it says so itself
+        raise
     except RaytrecError as error:
         raise with_way_on(error, config, total_steps(config, datasets["train"].rows)) from None
     except KeyboardInterrupt:
