@@ -4,8 +4,8 @@ Importing them takes a processor 6 s, more than most tests. What is forked is a 
 its own environment, folder and output. Two things come of it: ranks without Ray (ranks.py) and the workers of
 a local Ray (ray_workers).
 
-Ray reads its part of the environment when it is imported. So for each driver on each cluster a child of the
-process imports Ray, in the environment of that cluster's first worker, and forks the workers.
+Ray is imported in the forked process only: it reads its part of the environment then, and seeds the generator
+of the ids of objects. Workers forked after that would all give out the same ids.
 """
 
 import atexit
@@ -22,7 +22,7 @@ import tempfile
 import traceback
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from multiprocessing import Pipe, get_context
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
@@ -30,9 +30,6 @@ from time import sleep
 from unittest.mock import patch
 
 TORCH = ("torchrec", "tensordict", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
-RAY = ("ray.train.torch", "ray.train.v2.api.data_parallel_trainer", "ray.data", "raytrec.train.worker")
-RAY += ("raytrec.train.build", "raytrec.train.observe", "raytrec.train.survive", "raytrec.train.hub")
-RAY += ("raytrec.data.stream", "raytrec.data.rows", "raytrec.checkpoint.restore", "raytrec.checkpoint.save")
 SOCKET = "RAYTREC_TESTS_WARM"  # where warm_worker.py finds it
 _servers = []
 
@@ -64,11 +61,6 @@ def ray_workers():
         patch("ray._private.ray_constants.SETUP_WORKER_FILENAME", script),
     ):
         yield
-
-
-def command():
-    """(what is run in the place of `python -m raytrec`, environment that it needs)."""
-    return [sys.executable, str(Path(__file__).with_name("warm_raytrec.py"))], {SOCKET: _server().address}
 
 
 def _ask(request):
@@ -112,9 +104,9 @@ class _Server:
         self._folder.cleanup()
 
 
-def _serve(alive, address, modules=TORCH):
+def _serve(alive, address):
     """Forks on request, until nobody holds the other end of `alive`."""
-    for module in modules:
+    for module in TORCH:
         import_module(module)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -124,7 +116,7 @@ def _serve(alive, address, modules=TORCH):
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    selector, pids, of_ray = selectors.DefaultSelector(), set(), {}
+    selector, pids = selectors.DefaultSelector(), set()
     places = [listener, alive, ended]
     for place in places:
         selector.register(place, selectors.EVENT_READ)
@@ -141,34 +133,14 @@ def _serve(alive, address, modules=TORCH):
         connection = listener.accept()[0]
         with connection, suppress(EOFError, ConnectionError):
             request, fds = _receive(connection)
-            if "cluster" in request:
-                if request["cluster"] not in of_ray:
-                    mine, theirs = Pipe()
-                    of_ray[request["cluster"]] = mine
-                else:
-                    theirs = None
-                if theirs and not (pid := os.fork()):
-                    _leave(selector, *places, wake, connection, *of_ray.values())
-                    _begin(_serve_ray, theirs, f"{address}-{request['cluster']}", request["env"])
-                if theirs:
-                    theirs.close()
-                    pids.add(pid)
-                    mine.recv()
-                connection.sendall(b"1")
-                continue
             if not (pid := os.fork()):
-                _leave(selector, *places, wake, *of_ray.values())
+                _leave(selector, *places, wake)
                 if "target" in request:
                     _begin(_call, connection, request)
                 _begin(_become_ray_worker, connection, request, fds)
             pids.add(pid)
             for fd in fds:
                 os.close(fd)
-
-
-def _serve_ray(alive, address, env):
-    _enter(env)
-    _serve(alive, address, RAY)
 
 
 def _enter(env):
