@@ -38,6 +38,9 @@ PASSWORD = r"passw(?:or)?d|passphrase|pwd|(?:private|api|access|account|shared|s
 SECRET_NAME = re.compile(rf"{PASSWORD}|secret|token(?!i[sz])|credential|signature", re.IGNORECASE)
 PASSWORD_NAME = re.compile(PASSWORD, re.IGNORECASE)
 WORDS = frozenset(["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization"])
+PLACES = frozenset(
+    ["path", "file", "dir", "mode"]
+)  # at a name's end: where a secret is kept, or how it is used
 WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # whose addresses begin with CONTAINER@ACCOUNT
 NO_PASSWORD = ("", "x-oauth-basic")  # after a token that is in the user's place
@@ -80,7 +83,10 @@ def hide_all(value: Any) -> Any:
 
 def is_secret(name: str) -> bool:
     """Whether a setting or parameter of this name is one that nobody should see."""
-    return bool(SECRET_NAME.search(name)) or not WORDS.isdisjoint(w.lower() for w in WORD.findall(name[:200]))
+    words = [word.lower() for word in WORD.findall(name[:200])]
+    if words and words[-1] in PLACES:
+        return False
+    return bool(SECRET_NAME.search(name)) or not WORDS.isdisjoint(words)
 
 
 def hide_yaml(text: str) -> str:

@@ -170,6 +170,8 @@ def test_what_holds_no_secret_stays():
             "tokenizer=bert",
             "s3://b/date=2026-01-01/x?region=eu",
             "compass=north",
+            "set RAY_AUTH_TOKEN_PATH=FILE, or RAY_AUTH_MODE=disabled",
+            "credentials_file=/home/me/key.json",
         ),
     ):
         assert hide(text) == text
