@@ -15,7 +15,6 @@ from raytrec.data.fragments import Dataset
 from raytrec.data.order import Order
 from raytrec.schema import Schema
 from raytrec.sequences import read_by_id
-from raytrec.storage import open_filesystem
 from raytrec.train.pulse import Pulse
 
 
@@ -123,18 +122,6 @@ class Rank:
     def say(self, **message: Any) -> None:
         """Sends a message to the driver; nobody waits for it."""
         self.task.hub.put.remote(message)
-
-    def report(self, checkpoint: str, step: int) -> None:
-        """Tells Ray Train of a checkpoint that all ranks have written; a collective."""
-        import ray.train
-        from ray.train import Checkpoint, CheckpointUploadMode
-
-        filesystem, path = open_filesystem(checkpoint)
-        ray.train.report(
-            {"step": step},
-            checkpoint=Checkpoint(path, filesystem),
-            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-        )
 
     def phase(self, text: str, kind: str) -> None:
         """What this rank does from now on, for people and for the hub (hub.PATIENT)."""

@@ -168,7 +168,11 @@ class Survival:
         )
 
     def _take(self) -> Saved | None:
-        """The outcome of the last save: told, and handed to Ray Train."""
+        """The outcome of the last save, told.
+
+        Not to Ray Train, which would note it in the same place and end the run when that is full (ray 2.60.0,
+        CheckpointManager); nothing here asks it for checkpoints.
+        """
         saved = self._saver.taken()
         if saved is None:
             return None
@@ -176,7 +180,6 @@ class Survival:
             self._rank.tell(kind="warn", text=f"no checkpoint of step {saved.step}: {saved.error.what}")
         else:
             self._kept = saved.step
-            self._rank.report(saved.folder, saved.step)
         if saved.note:
             self._rank.tell(kind="warn", text=saved.note)
         self._rank.tell(
