@@ -14,10 +14,10 @@ def ends_at_once() -> Iterator[None]:
     """A block, the last of a program. Python does all that it does at exit, and nothing comes after that.
 
     ray.shutdown() leaves threads behind (Ray 2.60: its GCS client's, gRPC's event engine, the exporter of
-    metrics), and there is no call that ends them. They run on while Python takes itself apart and C++ destroys
-    its global objects, and may read what has been freed: once, a process that had ended well ended with a
-    segmentation fault (which thread's was not found). So threads that Python waits for and functions of atexit
-    come to their end, output is flushed, and then the process is gone.
+    metrics), and there is no call that ends them. They run on while Python takes itself apart and C++
+    destroys its global objects, and may read what has been freed: once, a process that had ended well ended
+    with a segmentation fault (which thread's was not found). So threads that Python waits for and functions
+    of atexit come to their end, output is flushed, and then the process is gone.
     """
     code = 1  # of an error that nobody catches
 

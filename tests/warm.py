@@ -200,7 +200,7 @@ def _call(connection, request):
 
 def _become_ray_worker(connection, request, fds):
     """What `python default_worker.py ...` would be."""
-    os.setpgid(0, 0)  # the raylet ends a worker's whole process group
+    os.setsid()  # the raylet ends whole process groups; and local_ray.py keeps sessions apart
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)

@@ -65,7 +65,8 @@ def driver_of(folder: Path) -> dict[str, Any]:
         return {}
     sound = {key: note[key] for key, kind in KINDS.items() if isinstance(note.get(key), kind)}
     if isinstance(error := note.get("error"), dict):
-        sound["error"] = {"what": "", **{key: str(error[key]) for key in PARTS if error.get(key)}}
+        sound["error"] = {key: str(error[key]) if error.get(key) else None for key in PARTS}
+        sound["error"]["what"] = sound["error"]["what"] or ""
     return sound
 
 

@@ -251,10 +251,13 @@ def test_who_was_given_up_commits_nothing(tmp_path):
         raise RunError("this group of workers has been given up")
 
     folder = str(tmp_path / "step-0000000025")
+    progress = {"step": 25, "rows": 50, "trained": 50.0, "nan_steps": 0, "window": [], "seconds": 1.0}
+    progress |= {"timed_rows": 50, "evaluation": None}
+    about = {"config": {}, "schema": "", "data": "", "progress": progress}
     with pytest.raises(BaseException) as failure:
-        writer = ShardWriter(folder, "a", {}, confirm=refuse)
+        writer = ShardWriter(folder, "a", about, confirm=refuse)
         dcp.save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
     assert "given up" in root_cause(failure.value).what
     assert newest(str(tmp_path))[0] is None
-    dcp.save({"t": torch.ones(3)}, storage_writer=ShardWriter(folder, "b", {}), no_dist=True)
+    dcp.save({"t": torch.ones(3)}, storage_writer=ShardWriter(folder, "b", about), no_dist=True)
     assert newest(str(tmp_path))[0] == folder

@@ -190,7 +190,7 @@ def test_killed_again_and_again(tmp_path):
             position = (epoch, step + 1) if step + 1 < steps else (epoch + 1, 0)
         if position[0] == 3:
             break
-    assert kills >= 4, f"only {kills} kills"
+    assert kills >= 3, f"only {kills} kills"
     whole = scan(str(data), SCHEMA)
     assert committed == [ids for epoch in range(3) for ids in trained(whole, order, epoch, 1, 0, steps)]
     assert Counter(i for ids in committed for i in ids) == Counter(dict.fromkeys(range(rows), 3))

@@ -158,7 +158,15 @@ def test_server_killed_while_metrics_come_in(server, tmp_path):
     assert "lacks 1 record and the end of the run" in lost and "Connection refused" in lost
 
 
-def test_ctrl_c_ends_the_waiting(server, tmp_path):
+@pytest.fixture
+def ctrl_c():
+    """SIGINT does what it does by default; where tests run side by side, it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_the_waiting(server, tmp_path, ctrl_c):
     server.kill()
     tracker = Tracker(server.uri, "late", "run", tmp_path)
     assert tracker.ready() is None

@@ -53,16 +53,10 @@ def workers():
     """Process ids of the Ray Train workers of this test's own cluster."""
     import ray
 
-    session, found = ray.get_runtime_context().get_session_name(), []
-    for place in Path("/proc").iterdir():
-        try:
-            if place.name.isdigit() and b"RayTrainWorker" in (place / "cmdline").read_bytes()[:60]:
-                parent = (place / "stat").read_text().rpartition(")")[2].split()[1]
-                if session in Path(f"/proc/{parent}/cmdline").read_text():  # the raylet
-                    found.append(int(place.name))
-        except OSError:
-            continue
-    return sorted(found)
+    actors = ray._private.state.actors().values()
+    return sorted(
+        a["Pid"] for a in actors if a["ActorClassName"] == "RayTrainWorker" and a["State"] == "ALIVE"
+    )
 
 
 def wait_for(condition, what, limit=120):
