@@ -105,8 +105,8 @@ def _started(num_cpus: int | None) -> Iterator[None]:
             _init("a new local cluster", _temp_dir=str(folder / "ray"), **options)
             _state.ours = True
             yield
-        except RayLost:
-            _shut_down_what_is_left()
+        except RayLost as lost:
+            _shut_down_what_is_left(lost.part)
             raise
         finally:
             _state.ours = False
