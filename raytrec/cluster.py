@@ -180,7 +180,10 @@ def _the_only(addresses: list[str], given: str) -> str:
 
 def _init(where: str, **options: Any) -> None:
     import ray
+    from ray._private import auto_init_hook
 
+    # When this Ray has ended, no thread that still asks it for something may start or join another one.
+    auto_init_hook.enable_auto_connect = False
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # Exception itself, too, when the machine is too busy to start Ray in time

@@ -252,3 +252,10 @@ def test_a_signal_that_comes_twice_at_once_is_one():
         stopping._asked_at -= 2 * stop.SAME_S
         signal.raise_signal(signal.SIGINT)
         assert said == ["save", "abort"]
+
+
+def test_no_ray_is_begun_by_accident(ray_cluster):
+    """A thread that asks a Ray that has ended would begin or join another one, as Ray does by default."""
+    from ray._private import auto_init_hook
+
+    assert auto_init_hook.enable_auto_connect is False

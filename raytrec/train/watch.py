@@ -231,7 +231,7 @@ class _Reading:
             last = self._over.is_set()
             try:
                 messages = ray.get(self._hub.get.remote(0 if last else 0.5))
-            except ray.exceptions.RayError:  # it has ended; Ray starts it again
+            except ray.exceptions.RayError:  # it has ended, and Ray starts it again; or all of Ray has
                 messages = []
                 self._over.wait(0.5)
             for message in messages:
