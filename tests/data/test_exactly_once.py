@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -214,9 +215,7 @@ def wait_until(condition):
 
 
 def kill(pid):
-    try:
+    with suppress(ProcessLookupError, FileNotFoundError):  # it has gone
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-        time.sleep(0.01)
+        while " Z " not in Path(f"/proc/{pid}/stat").read_text():
+            time.sleep(0.01)
