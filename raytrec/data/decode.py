@@ -31,13 +31,18 @@ def decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> 
                 f"its pages hold fewer than {first + rows:,} rows, and its footer says otherwise"
             )
     except (pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
-            where=f"{path}, row group {group}",
-            expected=answering(path) + "a whole Parquet file that does not change while it is read",
-            do="write or copy the file again, or go on without its rows: data.on_error=skip",
-        ) from None
+        raise undecodable(error, path, group) from None
     return table
+
+
+def undecodable(error: Exception, path: str, group: int) -> DataError:
+    """The error for a row group that pyarrow cannot decode, or whose storage fails."""
+    return DataError(
+        f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
+        where=f"{path}, row group {group}",
+        expected=answering(path) + "a whole Parquet file that does not change while it is read",
+        do="write or copy the file again, or go on without its rows: data.on_error=skip",
+    )
 
 
 def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:

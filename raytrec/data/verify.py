@@ -8,13 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrec.data.columns import Place
-from raytrec.data.faults import answering, retried
+from raytrec.data.decode import undecodable
+from raytrec.data.faults import retried
 from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
 from raytrec.data.nested import pick, to_read
 from raytrec.data.rows import canonical
 from raytrec.data.transform import transformed
-from raytrec.errors import DataError
 from raytrec.storage import open_filesystem
 
 ROWS = 1 << 16  # read at a time
@@ -61,9 +61,4 @@ def _tables(path: str, group: int, columns: list[str]) -> Iterator[pa.Table]:
             for batch in found:
                 yield pick(pa.Table.from_batches([batch]), columns)
     except (pa.ArrowException, OSError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
-            where=f"{path}, row group {group}",
-            expected=answering(path) + "a whole Parquet file that does not change while it is read",
-            do="write or copy the file again, or go on without its rows: data.on_error=skip",
-        ) from None
+        raise undecodable(error, path, group) from None

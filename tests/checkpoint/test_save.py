@@ -1,12 +1,11 @@
 """What is saved: nothing that is not finite; and where there is little room, older checkpoints go first."""
 
-import subprocess
-from contextlib import contextmanager
 from pathlib import Path
 
 import checkpoints
 import pytest
 import torch
+from disks import small_disk
 from ranks import on_ranks
 from small import build, config
 
@@ -103,21 +102,6 @@ def test_a_mask_is_infinite_by_design():
     assert unbounded == ["dense/head.model.mask/value"] and bad == []
 
 
-@contextmanager
-def disk(place, size):
-    """A file system of so many bytes."""
-    place.mkdir(exist_ok=True)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a file system takes root")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
-
-
 def many(rank, world, root, keep_last, unseen):
     """(error, note, steps there are) after each of several saves."""
     from raytrec.checkpoint import save
@@ -146,7 +130,7 @@ def many(rank, world, root, keep_last, unseen):
 
 @pytest.mark.parametrize("unseen", [False, True], ids=["free space is known", "a quota"])
 def test_room_for_keep_last_but_not_for_one_more(tmp_path, unseen):
-    with disk(tmp_path / "disk", "11m") as place:
+    with small_disk(tmp_path / "disk", "11m") as place:
         (place / "c/step-0000000099").mkdir(parents=True)
         answers = on_ranks(2, many, str(place / "c"), 2, unseen)
         found = answers[0]
@@ -163,7 +147,7 @@ def test_room_for_keep_last_but_not_for_one_more(tmp_path, unseen):
 
 @pytest.mark.parametrize("unseen", [False, True], ids=["free space is known", "a quota"])
 def test_the_only_checkpoint_stays(tmp_path, unseen):
-    with disk(tmp_path / "disk", "6m") as place:
+    with small_disk(tmp_path / "disk", "6m") as place:
         (_, *failed), other = on_ranks(2, many, str(place / "c"), 1, unseen)
         assert [str(e) for e, _, _ in failed] == [str(e) for e, _, _ in other[1:]], "the ranks do not agree"
         for error, _, there in failed:

@@ -15,6 +15,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import disks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -401,13 +402,8 @@ def test_data_and_names_are_on_the_disk_before_the_index_is(tmp_path, monkeypatc
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a file system takes root")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with disks.small_disk(tmp_path / "disk", "1m") as place:
+        yield place
 
 
 def test_a_full_disk(small_disk):

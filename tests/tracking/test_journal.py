@@ -3,8 +3,8 @@
 import errno
 import json
 import os
-import subprocess
 
+import disks
 import pytest
 
 from raytrec.tracking import journal
@@ -16,13 +16,8 @@ from raytrec.train.watch import Record, Watch, write_json, write_text
 @pytest.fixture
 def disk(tmp_path):
     """A file system of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a file system takes root")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with disks.small_disk(tmp_path / "disk", "1m") as place:
+        yield place
 
 
 def fill(disk):

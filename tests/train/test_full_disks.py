@@ -1,12 +1,12 @@
 """Whole runs on disks that are full: they train to their end, say what is missing, and can be resumed."""
 
 import json
-import subprocess
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
 import checkpoints
+import disks
 import parquet
 import pytest
 
@@ -29,13 +29,8 @@ def undisturbed(ray_cluster, folder, tmp_path_factory):
 @pytest.fixture
 def disk(tmp_path):
     """A file system of 3 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)]
-    if subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a file system takes root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with disks.small_disk(tmp_path / "disk", "3m", busy=True) as place:
+        yield place
 
 
 def settings(folder, place, **changes):
