@@ -31,7 +31,7 @@ from raytrec.train.group import local_cpus, run_group
 from raytrec.train.lock import held
 from raytrec.train.owner import driving
 from raytrec.train.resume import check_same_data, check_unfinished, note_data
-from raytrec.train.session import in_session
+from raytrec.train.session import how_to_resume, in_session
 from raytrec.train.settle import (
     check_nothing_hidden,
     make_folder,
@@ -181,8 +181,7 @@ def _drive(
         raise with_way_on(error, config, total_steps(config, datasets["train"].rows)) from None
     except KeyboardInterrupt:
         status = "KILLED"
-        again = "submit the same again" if in_job() else f"raytrec train --resume {relative(folder)}"
-        console.note(f"go on with: {again}")
+        console.note(f"go on with: {how_to_resume(config)}")
         raise
     finally:
         if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():

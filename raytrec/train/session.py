@@ -44,7 +44,13 @@ def in_session(config: RunConfig, watch: Watch, work: Callable[[], T]) -> T:
 
 
 def with_resume(lost: RayLost, config: RunConfig) -> RayLost:
-    """The error, with how to go on."""
-    folder = relative(Path(config.run.dir))
-    command = "submit the same again" if in_job() else f"raytrec train --resume {folder}"
-    return RayLost(lost.what, where=lost.where, do=f"go on from the last checkpoint: {command}")
+    """The error, with how to resume the run."""
+    do = f"go on from the last checkpoint: {how_to_resume(config)}"
+    return RayLost(lost.what, where=lost.where, do=do)
+
+
+def how_to_resume(config: RunConfig) -> str:
+    """The command that resumes a run; of a job, what its user does."""
+    if in_job():
+        return "submit the same again"
+    return f"raytrec train --resume {relative(Path(config.run.dir))}"
