@@ -43,7 +43,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 
 from raytrec.checkpoint.save import Saver
 from raytrec.checkpoint.storage import ShardReader, ShardWriter
-from raytrec.sections import CheckpointSection
+from raytrec.config.sections import CheckpointSection
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 TABLES, DIM = 4, 16

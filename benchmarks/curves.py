@@ -18,8 +18,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from raytrec.config import load_config
-from raytrec.train.driver import train
+from raytrec.config.run_config import load_config
+from raytrec.driver.run import train
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -26,7 +26,7 @@ import typer
 
 ROOT = Path(__file__).parent.parent
 TESTS = (
-    "tests/train/test_left_behind.py::test_steps_leave_nothing",
+    "tests/driver/test_left_behind.py::test_steps_leave_nothing",
     "tests/tracking/test_mlflow.py::test_what_is_handed_over_is_in_the_store",
     "tests/checkpoint/test_storage.py::test_no_pickle",
     "tests/data/test_stream.py::test_file_order",

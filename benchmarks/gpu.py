@@ -38,13 +38,13 @@ import typer
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.config import RunConfig
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.embeddings.kernels import sharded_kernels
 from raytrec.models import build_model
-from raytrec.schema import Schema
-from raytrec.train.build import build_step
-from raytrec.train.numerics import Numerics
+from raytrec.worker.build import build_step
+from raytrec.worker.numerics import Numerics
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 DENSE, FEATURES = 13, 26
@@ -378,7 +378,7 @@ def ingest(
     folder: Path, batch: int, device: torch.device, peaks: Peaks | None, readers: int
 ) -> Iterator[list[Side]]:
     """Reading; a step is one batch. Only with a local Ray, which this starts."""
-    from raytrec.cluster import ray_session
+    from raytrec.cluster.session import ray_session
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
     from raytrec.data.stream import Stream

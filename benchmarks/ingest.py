@@ -45,11 +45,11 @@ from rich.console import Console
 from rich.table import Table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.cluster import ray_session
+from raytrec.cluster.session import ray_session
+from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset, RowGroup, scan
 from raytrec.data.order import Order
 from raytrec.data.stream import Stream
-from raytrec.schema import Schema
 
 RESULTS = Path(__file__).parent / "results" / "ingest.json"
 BATCH = 4096

@@ -16,8 +16,8 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from raytrec.cluster import stay_on_loopback
-from raytrec.remote.token import use_token
+from raytrec.cluster.session import stay_on_loopback
+from raytrec.cluster.token import use_token
 
 HERE = Path(__file__).parent
 PREEMPTION = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")

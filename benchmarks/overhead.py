@@ -35,14 +35,14 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.config import RunConfig
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.embeddings.bags import embedding_bags
 from raytrec.embeddings.optim import combine, fuse
-from raytrec.embeddings.plan import BagSharder
+from raytrec.embeddings.planner.plan import BagSharder
 from raytrec.models import build_model
-from raytrec.schema import Schema
-from raytrec.train.build import build_step
+from raytrec.worker.build import build_step
 
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 FEATURES, ROWS, DIM, DENSE, LONGEST = 20, 100_000, 64, 13, 10

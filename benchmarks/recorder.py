@@ -58,8 +58,8 @@ class Writer:
 
 def recorded_train_worker(task: Any) -> None:
     """`train_worker` with a record; runs in the workers."""
-    from raytrec.train.survive import Survival
-    from raytrec.train.worker import train_worker
+    from raytrec.worker.checkpointing import Survival
+    from raytrec.worker.loop import train_worker
 
     after_step, writers = Survival.after_step, {}
 
@@ -170,7 +170,7 @@ def main() -> None:
     import recorder
 
     from raytrec import cli
-    from raytrec.train import worker
+    from raytrec.worker import loop as worker
 
     worker.train_worker = recorder.recorded_train_worker
     cli.main(sys.argv[1:])

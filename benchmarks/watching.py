@@ -33,16 +33,16 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from raytrec.checkpoint.state import LogicalState
-from raytrec.config import RunConfig
+from raytrec.config.run_config import RunConfig
 from raytrec.data.batch import Batch
+from raytrec.driver.recorder import Record
+from raytrec.metrics.sums import Sums
 from raytrec.tracking.mlflow import Tracker
-from raytrec.train.build import build_step
-from raytrec.train.metrics import Sums
-from raytrec.train.nan import Recent
-from raytrec.train.observe import Observation
-from raytrec.train.progress import Progress
-from raytrec.train.rank import Rank, Task
-from raytrec.train.watch import Record
+from raytrec.worker.build import build_step
+from raytrec.worker.context import Rank, Task
+from raytrec.worker.nonfinite import Recent
+from raytrec.worker.observe import Observation
+from raytrec.worker.progress import Progress
 
 RESULTS = Path(__file__).parent / "results" / "watching.json"
 STEPS = 100

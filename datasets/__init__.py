@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from raytrec.storage import COPIES, ROOT, absolute
+from raytrec.common.storage import COPIES, ROOT, absolute
 
 app = typer.Typer(help="Makes Parquet and a schema.yaml out of public data.", no_args_is_help=True)
 

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from raytrec.errors import ConfigError
-from raytrec.schema import Schema
-from raytrec.storage import relative
-from raytrec.terminal import open_console
+from raytrec.common.errors import ConfigError
+from raytrec.common.storage import relative
+from raytrec.common.terminal import open_console
+from raytrec.config.schema import Schema
 
 MARKER = "prepared.json"
 SPLITS = ("train", "valid", "test")

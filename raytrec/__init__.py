@@ -12,22 +12,21 @@ Importing this needs neither torch nor Ray; the names below load what they need 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Cluster": "raytrec.remote.cluster",
-    "check": "raytrec.train.check",
-    "evaluate": "raytrec.train.driver",
-    "Result": "raytrec.train.driver",
-    "RunConfig": "raytrec.config",
-    "Schema": "raytrec.schema",
-    "RaytrecError": "raytrec.errors",
+    "Cluster": "raytrec.client.cluster",
+    "train": "raytrec.driver.run",
+    "check": "raytrec.driver.check",
+    "evaluate": "raytrec.driver.run",
+    "Result": "raytrec.driver.run",
+    "RunConfig": "raytrec.config.run_config",
+    "Schema": "raytrec.config.schema",
+    "RaytrecError": "raytrec.common.errors",
 }
-__all__ = [*_HOMES, "train"]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str):
     from importlib import import_module
 
-    if name == "train":  # the package raytrec.train is itself callable: see its __init__.py
-        return import_module("raytrec.train")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'raytrec' has no attribute '{name}'")

@@ -84,10 +84,10 @@ def train(
     json: Json = False,
 ):
     """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.workers=2"""
-    from raytrec.errors import ConfigError
-    from raytrec.train.driver import Unfinished
-    from raytrec.train.driver import train as run
-    from raytrec.train.stop import Interrupted
+    from raytrec.common.errors import ConfigError
+    from raytrec.driver.run import Unfinished
+    from raytrec.driver.run import train as run
+    from raytrec.driver.stop import Interrupted
 
     overrides, earlier = overrides or [], start_from or resume
     if earlier and config and "=" in config:  # no CONFIG: the first argument is an override
@@ -126,9 +126,9 @@ def submit(
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait for its end.")] = False,
 ):
     """Trains on a cluster: takes code and CONFIG there and follows the job; again, to go on with it."""
-    from raytrec.redact import hide
-    from raytrec.remote.follow import follow
-    from raytrec.remote.jobs import Jobs
+    from raytrec.client.follow import follow
+    from raytrec.client.jobs import Jobs
+    from raytrec.common.redaction import hide
 
     jobs = Jobs(address)
     job = jobs.submit(config, overrides or [], include or [], root)
@@ -150,7 +150,7 @@ def head(
     cpus: Annotated[int | None, typer.Option(help="Logical CPUs; default: the machine's.")] = None,
 ):
     """Runs a Ray cluster on this machine, on loopback, for `raytrec submit` and notebooks, until Ctrl-C."""
-    from raytrec.remote.head import start_head
+    from raytrec.cluster.head import start_head
 
     start_head(root, port=port, dashboard_port=dashboard_port, client_port=client_port, cpus=cpus)
 
@@ -158,8 +158,8 @@ def head(
 @app.command("follow")
 def follow_job(job: Job = None, address: Address = None):
     """Shows what a job writes, from its beginning to its end; exits as it does. Ctrl-C looks away."""
-    from raytrec.remote.follow import follow
-    from raytrec.remote.jobs import Jobs
+    from raytrec.client.follow import follow
+    from raytrec.client.jobs import Jobs
 
     jobs = Jobs(address)
     raise typer.Exit(follow(jobs, job or jobs.newest()))
@@ -168,8 +168,8 @@ def follow_job(job: Job = None, address: Address = None):
 @app.command("stop")
 def stop_job(job: Job = None, address: Address = None):
     """Asks a job to save and to end, and waits until it has."""
-    from raytrec.remote.follow import stop
-    from raytrec.remote.jobs import Jobs
+    from raytrec.client.follow import stop
+    from raytrec.client.jobs import Jobs
 
     jobs = Jobs(address)
     stop(jobs, job or jobs.newest())
@@ -197,7 +197,7 @@ def evaluate(
     json: Json = False,
 ):
     """Evaluates a finished run again, on any Parquet and with any number of workers."""
-    from raytrec.train.driver import evaluate as again
+    from raytrec.driver.run import evaluate as again
 
     result = again(
         run, data, workers=workers, batch_size=batch_size, overrides=overrides, allow_code=allow_code
@@ -210,8 +210,8 @@ def check(
     config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False
 ):
     """Holds a config, with its plan and cluster, to one plain torch process; exit code 1 if it differs."""
-    from raytrec.train.check import check as run
-    from raytrec.train.console import print_check
+    from raytrec.driver.check import check as run
+    from raytrec.driver.console import print_check
 
     result = run(config, overrides or [])
     _dump(result.metrics) if json else print_check(result)
@@ -232,8 +232,8 @@ def plan(
     json: Json = False,
 ):
     """Says where tables would lie on GPUs that are not here; needs the schema, and no data."""
-    from raytrec.train.plan import plan as make
-    from raytrec.train.plan import print_plan
+    from raytrec.driver.plan import plan as make
+    from raytrec.driver.plan import print_plan
 
     found = make(config, overrides or [], hosts, gpus, memory_gib, host_memory_gib)
     _dump(found) if json else print_plan(found)
@@ -245,9 +245,9 @@ def report(
     out: Annotated[str | None, typer.Option(help="Folder to write to; default: RUN.")] = None,
 ):
     """Builds a run's report.html anew, from what its folder records, and its pictures."""
-    from raytrec.storage import relative
-    from raytrec.tracking.history import run_folder
-    from raytrec.tracking.report import build_with_pictures
+    from raytrec.common.storage import relative
+    from raytrec.report.history import run_folder
+    from raytrec.report.report import build_with_pictures
 
     page, pictures = build_with_pictures(run_folder(run).absolute(), out and Path(out).absolute())
     print(f"report       {relative(page)}")
@@ -261,8 +261,8 @@ def compare(
     out: Annotated[str, typer.Option(help="The page to write.")] = "compare.html",
 ):
     """Lays runs over one another: results, configurations and curves, here and on a page."""
-    from raytrec.tracking.compare import compare as read
-    from raytrec.tracking.compare import print_table, write
+    from raytrec.report.compare import compare as read
+    from raytrec.report.compare import print_table, write
 
     comparison = read(runs)
     print_table(comparison)
@@ -279,7 +279,7 @@ def inspect(
     rows: Annotated[int | None, typer.Option(help="Look at about this many rows only.")] = None,
 ):
     """Looks at Parquet and prints a ready schema.yaml (a table of the columns goes to stderr)."""
-    from raytrec.inspection import inspect as look
+    from raytrec.inspection.propose import inspect as look
 
     look(path, dim=dim, labels=label, max_rows=rows).show(out, overwrite=force)
 
@@ -291,9 +291,9 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a config.")] = False,
 ):
     """Prints the resolved whole of a config, or the JSON Schema that editors complete from."""
-    from raytrec.config import json_schema, load_config
-    from raytrec.errors import ConfigError
-    from raytrec.redact import hide_yaml
+    from raytrec.common.errors import ConfigError
+    from raytrec.common.redaction import hide_yaml
+    from raytrec.config.run_config import json_schema, load_config
 
     if schema:
         print(json.dumps(json_schema(), indent=2))
@@ -305,7 +305,7 @@ def config(
 
 
 def _show(result, as_json: bool) -> None:
-    from raytrec.train.console import print_result
+    from raytrec.driver.console import print_result
 
     if as_json:
         _dump(result.metrics)
@@ -323,7 +323,7 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: default: the command line's; then the process ends here.
     """
-    from raytrec.ending import ends_at_once
+    from raytrec.common.process_exit import ends_at_once
 
     with ends_at_once() if arguments is None else nullcontext():
         _run(arguments)
@@ -331,8 +331,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str] | None) -> None:
     """One command; ends in SystemExit."""
-    from raytrec.cluster import leave
-    from raytrec.errors import RaytrecError
+    from raytrec.cluster.session import leave
+    from raytrec.common.errors import RaytrecError
 
     try:
         app(arguments)

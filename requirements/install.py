@@ -38,7 +38,7 @@ print(json.dumps([(d.metadata["Name"], d.version) for d in distributions() if d.
 
 
 class InstallError(Exception):
-    """What went wrong, in the parts of raytrec.errors.RaytrecError, which is not installed yet."""
+    """What went wrong, in the parts of raytrec.common.errors.RaytrecError, which is not installed yet."""
 
     def __init__(self, what: str, **parts: str):
         lines = [f"  {name + ':':<10}{text}" for name, text in parts.items()]

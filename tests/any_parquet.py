@@ -9,12 +9,12 @@ import yaml
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import Transform
 from raytrec.data.fragments import scan
 from raytrec.data.kinds import is_list, is_text
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
-from raytrec.schema import Schema
-from raytrec.transforms import Transform
 
 LEAVES = [
     *(pa.int8(), pa.uint64(), pa.float16(), pa.float32(), pa.float64(), pa.bool_(), pa.string()),

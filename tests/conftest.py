@@ -13,7 +13,7 @@ STARTS = {"on_ranks", "subprocess", "gpu_cluster", "ray_session", "multiprocessi
 
 
 def pytest_sessionstart(session):
-    """After Python's own end comes that of the process, as for the command: see raytrec/ending.py."""
+    """After Python's own end comes that of the process, as for the command (process_exit.py)."""
 
     def end():
         sys.stdout.flush()
@@ -41,7 +41,7 @@ def _shared_ray():
     import warm
     from stores import made_once
 
-    from raytrec.cluster import ray_session
+    from raytrec.cluster.session import ray_session
 
     ranks.close_all()  # they would take a part of each core
     assert not ray.is_initialized(), "an earlier test left Ray running"

@@ -1,4 +1,4 @@
-"""The loop of raytrec/train/worker.py on one rank of on_ranks, without Ray and without files of data."""
+"""The loop of raytrec/worker/loop.py on one rank of on_ranks, without Ray and without files of data."""
 
 import json
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Pulse:
     """A heartbeat that nobody hears."""
 
     def __init__(self):
-        from raytrec.train.hub import Command
+        from raytrec.common.messages import Command
 
         self.command, self.device = Command.GO, lambda: None
 
@@ -59,7 +59,7 @@ class Loop:
         Args:
             after: called with the loop at each step, before what the ranks agree on.
         """
-        from raytrec.errors import RunError
+        from raytrec.common.errors import RunError
 
         try:
             self.observation.begin()
@@ -87,14 +87,14 @@ def make(rank, world, steps, changes, folder, spoil=None, plan="row_wise"):
     import torch
     import torch.distributed as dist
 
-    from raytrec.config import load_config
-    from raytrec.train.build import build_step
-    from raytrec.train.metrics import Sums
-    from raytrec.train.nan import Recent
-    from raytrec.train.observe import Observation
-    from raytrec.train.progress import Progress
-    from raytrec.train.rank import Rank, Task
-    from raytrec.train.survive import Survival
+    from raytrec.config.run_config import load_config
+    from raytrec.metrics.sums import Sums
+    from raytrec.worker.build import build_step
+    from raytrec.worker.checkpointing import Survival
+    from raytrec.worker.context import Rank, Task
+    from raytrec.worker.nonfinite import Recent
+    from raytrec.worker.observe import Observation
+    from raytrec.worker.progress import Progress
 
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -1,6 +1,6 @@
 """A schema with single ids, bags, and sequences of both kinds."""
 
-from raytrec.schema import Schema
+from raytrec.config.schema import Schema
 
 
 def schema(weights=False, dense=()):

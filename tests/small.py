@@ -1,7 +1,7 @@
 """A small model with tables of uneven sizes, for tests on ranks."""
 
-from raytrec.config import RunConfig
-from raytrec.schema import Schema
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
 
 SCHEMA = Schema.parse(
     {
@@ -38,14 +38,14 @@ def build(config, schema=SCHEMA, device="cpu"):
     """A Step on this rank."""
     import torch
 
-    from raytrec.train.build import build_step
+    from raytrec.worker.build import build_step
 
     return build_step(config, schema, torch.device(device))[0]
 
 
 def batches(count, rank, world, balance="unequal", schema=SCHEMA, by_id=None):
     """(global batches, this rank's parts of them)."""
-    from raytrec.checks.batches import cuts, local_batch, random_batches
+    from raytrec.checks.parity.batches import cuts, local_batch, random_batches
 
     whole = random_batches(schema, 12, count, seed=1)
     return whole, [local_batch(b, schema, cuts(12, world, balance), rank, by_id) for b in whole]

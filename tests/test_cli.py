@@ -61,9 +61,7 @@ def test_driver_side_works_without_torch(tmp_path):
 
 
 def test_the_driver_needs_no_torch():
-    code = (
-        BLOCKER + "import raytrec.train.driver, raytrec.train.worker, raytrec.data.rows, raytrec.data.order"
-    )
+    code = BLOCKER + "import raytrec.driver.run, raytrec.worker.loop, raytrec.data.rows, raytrec.data.order"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -10,9 +10,9 @@ import parquet
 import pytest
 import yaml
 
-from raytrec.errors import RunError
-from raytrec.interfaces import socket_interfaces
-from raytrec.remote.token import MODE, PATH, TOKEN, token_file, use_token
+from raytrec.cluster.interfaces import socket_interfaces
+from raytrec.cluster.token import MODE, PATH, TOKEN, token_file, use_token
+from raytrec.common.errors import RunError
 
 # Where nobody can write, not even root; a home that is a file; a user in no list, who has none.
 HOMES = ["/proc/none", "/dev/null", None]

@@ -123,7 +123,7 @@ def test_collectives_refuse_host_memory():
 def weights_after(rank, world, device, plan, optimizer, settings):
     """Every table and dense parameter after some steps, and where the tables lie."""
     from raytrec.embeddings.tables import tables
-    from raytrec.train.build import build_step
+    from raytrec.worker.build import build_step
 
     step, _ = build_step(config(world, plan, optimizer, **settings), SCHEMA, torch.device(device))
     local = batches(4, rank, world)[1]

@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 from raytrec_datasets.criteo.lines import DENSE, SPARSE, Chunk, chunks, hex_values, read
 from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
-from raytrec.cluster import ray_session
-from raytrec.errors import ConfigError, DataError, root_cause
-from raytrec.schema import Schema
+from raytrec.cluster.session import ray_session
+from raytrec.common.errors import ConfigError, DataError, root_cause
+from raytrec.config.schema import Schema
 
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 ÷ golden ratio: Knuth's multiplicative hash
 

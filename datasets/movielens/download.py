@@ -12,7 +12,7 @@ from pathlib import Path
 from raytrec_datasets.writing import progress
 from rich.console import Console
 
-from raytrec.errors import DataError
+from raytrec.common.errors import DataError
 
 BASE = "https://files.grouplens.org/datasets/movielens/"
 MD5 = {  # as GroupLens publishes them

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as csv
 
-from raytrec.errors import DataError
+from raytrec.common.errors import DataError
 
 TIME_BITS = 33  # timestamps in seconds fit into these until the year 2242; milliseconds don't
 

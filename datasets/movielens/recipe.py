@@ -11,8 +11,8 @@ from raytrec_datasets.movielens.download import fetch
 from raytrec_datasets.movielens.layouts import TIME_BITS, MovieLens, read
 from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
-from raytrec.errors import ConfigError
-from raytrec.schema import Schema
+from raytrec.common.errors import ConfigError
+from raytrec.config.schema import Schema
 
 LIKED = 4.0  # ratings from here on count as liked
 CHUNK_ROWS = 500_000

@@ -9,7 +9,7 @@ import pyarrow as pa
 from raytrec_datasets.synthetic.model import Planted, Rows, Shape, draw
 from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
-from raytrec.schema import Schema
+from raytrec.config.schema import Schema
 
 CHUNK_ROWS = 65_536  # a chunk depends on (seed, split, its number) alone, and memory holds one
 BINS = 1_000_000  # of the true probability, for the best AUC

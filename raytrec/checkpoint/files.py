@@ -8,9 +8,9 @@ from typing import Any
 
 from raytrec.checkpoint.index import INDEX, CheckpointError, is_local, read_index, unreadable
 from raytrec.checkpoint.sound import why_no_run
-from raytrec.errors import RunError
-from raytrec.reading import MOST_YAML_BYTES, NotReadable, read_bytes, yaml_values
-from raytrec.storage import absolute, open_filesystem
+from raytrec.common.errors import RunError
+from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, read_bytes, yaml_values
+from raytrec.common.storage import absolute, open_filesystem
 
 PREFIX = "step-"
 FOLDER = "checkpoints"  # in a run folder, unless checkpoint.dir says otherwise

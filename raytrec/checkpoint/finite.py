@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from raytrec.checks.outcome import ranks
-from raytrec.checks.readout import read
+from raytrec.checks.live.outcome import ranks
+from raytrec.checks.live.readout import read
 
 if TYPE_CHECKING:
     from raytrec.checkpoint.state import State

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from raytrec import reading
 from raytrec.checkpoint.sound import why_unsound
+from raytrec.common import reading
+from raytrec.common.errors import RunError, some
+from raytrec.common.storage import open_filesystem
 from raytrec.data.faults import answering, retried
-from raytrec.errors import RunError, some
-from raytrec.storage import open_filesystem
 
 INDEX = "checkpoint.json"
 FORMAT = 1

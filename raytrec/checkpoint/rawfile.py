@@ -12,9 +12,9 @@ from io import FileIO
 from pathlib import Path
 
 from raytrec.checkpoint.index import is_local, reason, sync_folder, unreadable
+from raytrec.common.reading import open_regular
+from raytrec.common.storage import open_filesystem
 from raytrec.data.faults import retried
-from raytrec.reading import open_regular
-from raytrec.storage import open_filesystem
 
 ALIGNMENT = 64  # bytes
 SEND_BYTES = 32 << 20  # after how many the disk is set to work

@@ -18,7 +18,7 @@ from raytrec.checkpoint.finite import not_finite, on_any_rank
 from raytrec.checkpoint.index import INDEX, CheckpointError, read_index, unreadable
 from raytrec.checkpoint.state import LogicalState, State
 from raytrec.checkpoint.storage import ShardReader
-from raytrec.errors import root_cause
+from raytrec.common.errors import root_cause
 
 
 @dataclass

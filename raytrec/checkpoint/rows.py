@@ -13,7 +13,7 @@ import numpy as np
 
 from raytrec.checkpoint.index import CheckpointError, unreadable
 from raytrec.checkpoint.rawfile import Source, read_block
-from raytrec.errors import RunError, did_you_mean
+from raytrec.common.errors import RunError, did_you_mean
 
 BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}

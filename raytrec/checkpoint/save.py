@@ -29,8 +29,8 @@ from raytrec.checkpoint.hostcopy import HostCopy
 from raytrec.checkpoint.index import NoRoom
 from raytrec.checkpoint.state import State
 from raytrec.checkpoint.storage import ShardWriter
-from raytrec.errors import RunError, root_cause
-from raytrec.sections import CheckpointSection
+from raytrec.common.errors import RunError, root_cause
+from raytrec.config.sections import CheckpointSection
 
 SLACK_BYTES = 1 << 20  # of a disk: for the index, and what Ray Train notes beside checkpoints
 

@@ -55,7 +55,7 @@ from raytrec.checkpoint.index import (
 )
 from raytrec.checkpoint.rawfile import Sink, Source, read_block
 from raytrec.checkpoint.sound import ITEM_BYTES
-from raytrec.storage import open_filesystem
+from raytrec.common.storage import open_filesystem
 
 __all__ = ["BLOCK_BYTES", "INDEX", "CheckpointError", "ShardReader", "ShardWriter", "read_index"]
 

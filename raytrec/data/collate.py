@@ -10,9 +10,9 @@ import pyarrow as pa
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.config.sequences import looked_up
 from raytrec.data.batch import Batch
 from raytrec.data.form import Form
-from raytrec.sequences import looked_up
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Collator:
 
     Args:
         form: of the rows; its schema gives the keys of the KeyedJaggedTensor and their order.
-        by_id: sequences that are looked up id by id → the most ids; see raytrec/sequences.py.
+        by_id: sequences that are looked up id by id → the most ids; see raytrec/config/sequences.py.
         pin_memory: put them together in page-locked memory, from which a GPU copies while the host goes on.
     """
 

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Sparse, Table, scalar
 from raytrec.data.form import one_array, unnest
 from raytrec.data.hashing import hash_integers, hash_text
 from raytrec.data.kinds import is_list, is_text
-from raytrec.errors import DataError
-from raytrec.schema import Sparse, Table, scalar
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raytrec.common.errors import DataError
+from raytrec.common.storage import open_filesystem
+from raytrec.config.transforms import LookupVocabulary, columns_before
 from raytrec.data.faults import answering, retried
 from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
-from raytrec.errors import DataError
-from raytrec.storage import open_filesystem
-from raytrec.transforms import LookupVocabulary, columns_before
 
 T = TypeVar("T")
 WHOLE_BYTES = 1 << 30  # a dataset's files are read whole up to its share of this many bytes for each

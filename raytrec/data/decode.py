@@ -7,11 +7,11 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raytrec.common.errors import DataError
+from raytrec.common.storage import open_filesystem
 from raytrec.data.faults import answering, retried
 from raytrec.data.nested import pick, to_read
 from raytrec.data.pages import Version, read_rows
-from raytrec.errors import DataError
-from raytrec.storage import open_filesystem
 
 _footers: dict[Version, pq.FileMetaData] = {}  # of this process
 FOOTER_BYTES = 16 << 20

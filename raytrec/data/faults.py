@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from raytrec.errors import DataError
+from raytrec.common.errors import DataError
 
 T = TypeVar("T")
 # Seconds before the second, third and last try to read from a store that does not answer.

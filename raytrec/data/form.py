@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import Transform, columns_before
 from raytrec.data.kinds import is_list, plain_array
-from raytrec.schema import Schema
-from raytrec.transforms import Transform, columns_before
 
 
 @dataclass(frozen=True)

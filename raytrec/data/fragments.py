@@ -12,6 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from raytrec.common.errors import DataError
+from raytrec.common.storage import open_filesystem
+from raytrec.config.schema import Schema
+from raytrec.config.sections import folders
+from raytrec.config.transforms import Transform
 from raytrec.data.faults import answering, retried
 from raytrec.data.form import Form
 from raytrec.data.kinds import check_present, check_types, is_list
@@ -19,11 +24,6 @@ from raytrec.data.nested import empty_table, select
 from raytrec.data.partitions import Between, in_order, within
 from raytrec.data.statistics import accused
 from raytrec.data.transform import transformed
-from raytrec.errors import DataError
-from raytrec.schema import Schema
-from raytrec.sections import folders
-from raytrec.storage import open_filesystem
-from raytrec.transforms import Transform
 
 MOST_ROWS = 2**31 - 1  # of a row group; no writer comes near
 CLOSELY_ROWS = 65_536  # row groups of more are looked at closely

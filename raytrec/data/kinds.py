@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
+from raytrec.common.errors import DataError, did_you_mean
+from raytrec.config.schema import Schema, scalar
 from raytrec.data import nested
-from raytrec.errors import DataError, did_you_mean
-from raytrec.schema import Schema, scalar
 
 SHOWN = 30  # column names in a message
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from raytrec.errors import DataError
+from raytrec.common.errors import DataError
 
 Between = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Sparse, Table, scalar
 from raytrec.data.columns import Place, Tally, bags, numbers, single
 from raytrec.data.decode import decode
 from raytrec.data.faults import Faults
@@ -20,8 +22,6 @@ from raytrec.data.form import Form, shuffled
 from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Part
 from raytrec.data.transform import transformed
-from raytrec.errors import DataError
-from raytrec.schema import Sparse, Table, scalar
 
 AHEAD = 2  # items that are decoded before they are asked for
 MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, what is left is left out

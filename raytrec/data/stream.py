@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from raytrec.common.errors import root_cause
 from raytrec.data.batch import Batch
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.faults import Faults
@@ -20,7 +21,6 @@ from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Order
 from raytrec.data.placement import keep_no_statistics, leave_room_to_ray, place
 from raytrec.data.rows import read_items
-from raytrec.errors import root_cause
 
 LEAST_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows
 BLOCK_BYTES = 16 << 20  # of what a task hands over at a time
@@ -142,7 +142,7 @@ class Stream:
             read,
             batch_size=None,
             batch_format="pyarrow",
-            # Their CPUs are set aside with the worker's (train/group.py). Tasks of a paused stream would keep
+            # Their CPUs are set aside with the worker's (driver/launch.py). Tasks of a paused stream would keep
             # what they had asked for, and those of another would wait for it for ever.
             num_cpus=0,
             compute=ray.data.TaskPoolStrategy(size=self._readers),

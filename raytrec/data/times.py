@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from raytrec import transforms as t
+from raytrec.config import transforms as t
 from raytrec.data.kinds import is_text
 
 PARTS = {

@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from raytrec import python_path
-from raytrec import transforms as t
+from raytrec.common import python_path
+from raytrec.common.errors import DataError
+from raytrec.common.storage import open_filesystem, read_text
+from raytrec.config import transforms as t
 from raytrec.data import times
 from raytrec.data.form import one_array, unnest
 from raytrec.data.hashing import hash_integers, hash_text
 from raytrec.data.kinds import is_list, is_number, is_text, value_type
-from raytrec.errors import DataError
-from raytrec.storage import open_filesystem, read_text
 
 
 def transformed(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raytrec.common.storage import open_filesystem
 from raytrec.data.columns import Place
 from raytrec.data.decode import undecodable
 from raytrec.data.faults import retried
@@ -15,7 +16,6 @@ from raytrec.data.fragments import Dataset
 from raytrec.data.nested import pick, to_read
 from raytrec.data.rows import canonical
 from raytrec.data.transform import transformed
-from raytrec.storage import open_filesystem
 
 ROWS = 1 << 16  # read at a time
 BUFFER_BYTES = 1 << 20  # of each column

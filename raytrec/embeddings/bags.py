@@ -6,7 +6,7 @@ import torch
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from raytrec.schema import Schema
+from raytrec.config.schema import Schema
 
 
 def embedding_bags(schema: Schema, dtypes: dict[str, str] | None = None) -> EmbeddingBagCollection:

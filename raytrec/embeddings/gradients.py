@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torchrec.distributed import comm_ops
 
-from raytrec.errors import RunError
+from raytrec.common.errors import RunError
 
 
 def require_gradient_division() -> None:

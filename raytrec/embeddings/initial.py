@@ -9,8 +9,8 @@ from math import sqrt
 import torch
 from torch import nn
 
+from raytrec.config.schema import Schema
 from raytrec.embeddings.tables import tables
-from raytrec.schema import Schema
 
 BLOCK_ROWS = 65_536  # rows that share one random stream; a rank makes only the blocks that it holds
 

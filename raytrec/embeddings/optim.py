@@ -13,9 +13,9 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from raytrec.config.sections import DenseOptim, EmbeddingOptim, OptimSection
 from raytrec.embeddings.bags import table_of
 from raytrec.embeddings.kernels import fbgemm_of, sharded_kernels
-from raytrec.sections import DenseOptim, EmbeddingOptim, OptimSection
 
 CLASSES = {
     "rowwise_adagrad": RowWiseAdagrad,

@@ -10,16 +10,16 @@ from torch.fx import Proxy
 from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from raytrec.common.errors import RunError
+from raytrec.config.schema import Schema
 from raytrec.embeddings.bags import embedding_bags
-from raytrec.errors import RunError
-from raytrec.schema import Schema
 
 
 class PooledEmbeddings(nn.Module):
     """Looks every sparse feature up and pools its bag.
 
     Sequence features give the mean of their bag; those that a model reads id by id are looked up as features
-    of one id each (raytrec/sequences.py).
+    of one id each (raytrec/config/sequences.py).
 
     Args:
         schema: the features, their pooling and their tables.

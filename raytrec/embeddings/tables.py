@@ -17,9 +17,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
 
+from raytrec.common.errors import RunError
 from raytrec.embeddings.bags import table_of
 from raytrec.embeddings.kernels import Cache, caches
-from raytrec.errors import RunError
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ import sys
 
 from torch import nn
 
-from raytrec import python_path
-from raytrec.errors import ConfigError, did_you_mean
-from raytrec.model_sections import ModelSection, PythonSection
+from raytrec.common import python_path
+from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.config.model_sections import ModelSection, PythonSection
+from raytrec.config.schema import Schema
 from raytrec.models.dcn import DCN
 from raytrec.models.dlrm import DLRM
 from raytrec.models.sequence import SequenceModel
 from raytrec.models.two_tower import TwoTower
-from raytrec.schema import Schema
 
 MODELS: dict[str, type[nn.Module]] = {
     "dlrm": DLRM,

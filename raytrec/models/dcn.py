@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.fit import check_model
-from raytrec.model_sections import DcnSection
+from raytrec.config.model_fit import check_model
+from raytrec.config.model_sections import DcnSection
+from raytrec.config.schema import Schema
 from raytrec.models.inputs import dim_of, mlp
-from raytrec.schema import Schema
 
 
 class DCN(nn.Module):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.fit import one_dim, one_label
-from raytrec.model_sections import DlrmSection, SequenceSection
+from raytrec.config.model_fit import one_dim, one_label
+from raytrec.config.model_sections import DlrmSection, SequenceSection
+from raytrec.config.schema import Schema
 from raytrec.models.inputs import Constant, mlp
-from raytrec.schema import Schema
 
 
 class DLRM(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.schema import Schema
-from raytrec.sequences import looked_up, positions
+from raytrec.config.schema import Schema
+from raytrec.config.sequences import looked_up, positions
 
 
 class Sequence(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.fit import targets
-from raytrec.model_sections import SequenceSection
+from raytrec.config.model_fit import targets
+from raytrec.config.model_sections import SequenceSection
+from raytrec.config.schema import Schema
 from raytrec.models.dlrm import DLRM
 from raytrec.models.inputs import Sequence, dim_of
-from raytrec.schema import Schema
 
 
 class SequenceModel(nn.Module):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.fit import members, one_label
-from raytrec.model_sections import TwoTowerSection
+from raytrec.config.model_fit import members, one_label
+from raytrec.config.model_sections import TwoTowerSection
+from raytrec.config.schema import Schema
 from raytrec.models.inputs import dim_of, mlp
-from raytrec.schema import Schema
 
 
 class TwoTower(nn.Module):

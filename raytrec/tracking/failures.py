@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from raytrec.redact import hide
+from raytrec.common.redaction import hide
 
 WAITING_HELPS = (401, 403, 408, 409, 429, 499)  # of the 4xx: those that are not about what was sent
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from time import monotonic, time
 
-from raytrec.config import RunConfig
-from raytrec.errors import ConfigError
-from raytrec.redact import hide, hide_all
+from raytrec.common.errors import ConfigError
+from raytrec.common.redaction import hide, hide_all
+from raytrec.config.run_config import RunConfig
 from raytrec.tracking.failures import closed_to_us, may_pass, reason, unreachable
 from raytrec.tracking.outbox import Outbox, Record
 from raytrec.tracking.store import Store

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from raytrec.redact import hide
+from raytrec.common.redaction import hide
 
 NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)  # MLflow takes letters, digits and these in names
 NAME_LENGTH, PARAM_LENGTH, TAG_LENGTH = 250, 6000, 8000

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isnan
 from typing import Any
 
-from raytrec.tracking.system import system_metrics
-from raytrec.tracking.totals import FIGURES, table_over_ranks
+from raytrec.tracking.aggregate import FIGURES, table_over_ranks
 
 ADDED = ("lookups", "lookup_bytes", "weight_bytes", "state_bytes")  # over the tables of a rank
+
+# MLflow 3.17 shows metrics whose names begin with system/ on its page "System metrics", under these names and
+# in these units where its own monitor (mlflow/system_metrics) has them.
+MLFLOW_NAMES = {
+    "cpu_percent": ("cpu_utilization_percentage", 1),
+    "rss_bytes": ("process_memory_usage_megabytes", 1e-6),
+    "host_memory_percent": ("system_memory_usage_percentage", 1),
+    "network_sent_bytes_per_s": ("network_transmit_megabytes_per_s", 1e-6),
+    "network_received_bytes_per_s": ("network_receive_megabytes_per_s", 1e-6),
+    "gpu_percent": ("gpu_utilization_percentage", 1),
+    "gpu_memory_bytes": ("gpu_memory_usage_megabytes", 1e-6),
+}
 
 
 class Lines:
@@ -61,3 +73,17 @@ def _of_rank(line: dict[str, Any]) -> dict[str, float | None]:
     for key in ADDED:
         out[f"{place}/{key}"] = sum(figures[key] for figures in line["tables"].values())
     return out | system_metrics(line["rank"], line["system"])
+
+
+def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, float]:
+    """A sample of `System` as MLflow metrics: system/rank_R/NAME; what is None is left out.
+
+    Example:
+        >>> system_metrics(1, {"cpu_percent": 98.0, "gpu_percent": None})
+        {'system/rank_1/cpu_utilization_percentage': 98.0}
+    """
+    return {
+        f"system/rank_{rank}/{name}": sample[key] * factor
+        for key, (name, factor) in MLFLOW_NAMES.items()
+        if sample.get(key) is not None
+    }

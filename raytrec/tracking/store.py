@@ -11,7 +11,7 @@ from time import sleep, time
 from typing import Any
 from uuid import uuid4
 
-from raytrec.redact import hide_yaml
+from raytrec.common.redaction import hide_yaml
 from raytrec.tracking.failures import may_pass
 from raytrec.tracking.outbox import Record
 

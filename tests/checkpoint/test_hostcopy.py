@@ -95,8 +95,8 @@ def trained(rank, world, plan, optimizer, device, root, asynchronous):
     """Trains and saves."""
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.sections import CheckpointSection
-    from raytrec.train.build import build_step
+    from raytrec.config.sections import CheckpointSection
+    from raytrec.worker.build import build_step
 
     settings = config(world, plan, optimizer)
     settings.optim.dense.name = "adam"  # whose count of steps is in host memory
@@ -121,8 +121,8 @@ def resumed(rank, world, plan, optimizer, device, root, target):
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.sections import CheckpointSection
-    from raytrec.train.build import build_step
+    from raytrec.config.sections import CheckpointSection
+    from raytrec.worker.build import build_step
 
     settings = config(world, plan, optimizer)
     settings.optim.dense.name = "adam"

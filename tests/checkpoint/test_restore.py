@@ -10,8 +10,8 @@ import torch
 from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 
+from raytrec.config.schema import Schema
 from raytrec.embeddings.initial import initial_rows
-from raytrec.schema import Schema
 
 # (world size, hosts, plan for all tables). Kernels differ, too.
 PLANS = {
@@ -120,7 +120,7 @@ def resident(what):
 
 
 def big_step(world, sharding, fill):
-    from raytrec.train.build import build_step
+    from raytrec.worker.build import build_step
 
     settings = config(world, {"sharding": sharding}, "rowwise_adagrad")
     return build_step(settings, BIG, torch.device("cpu"), fill=fill)[0]
@@ -129,7 +129,7 @@ def big_step(world, sharding, fill):
 def save_big(rank, world, root):
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.sections import CheckpointSection
+    from raytrec.config.sections import CheckpointSection
 
     step = big_step(world, "row_wise", True)
     saver = Saver(root, CheckpointSection(asynchronous=False))

@@ -16,7 +16,7 @@ from raytrec.checkpoint.save import NotFinite
 
 def saver(state, root, **changes):
     from raytrec.checkpoint.save import Saver
-    from raytrec.config import load_config
+    from raytrec.config.run_config import load_config
 
     return Saver(
         str(root),

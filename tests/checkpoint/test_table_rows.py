@@ -12,7 +12,7 @@ from raytrec.checkpoint import rows, storage
 from raytrec.checkpoint.index import CheckpointError, read_index
 from raytrec.checkpoint.rows import StoredTable, table_names
 from raytrec.checkpoint.storage import ShardWriter
-from raytrec.errors import RunError
+from raytrec.common.errors import RunError
 
 # Cuts of a table of 1000 x 12 into shards: (first row, first column, rows, columns).
 CUTS = {

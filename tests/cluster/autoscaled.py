@@ -74,7 +74,7 @@ class Autoscaled:
         paths = [kept.get("PYTHONPATH"), str(TESTS), str(BENCHMARKS)]  # machines, recorder
         self.env = kept | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         self.env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        # As raytrec.cluster.stay_on_loopback does in a process of its own.
+        # As raytrec.cluster.session.stay_on_loopback does in a process of its own.
         self.env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
         self._environment = self.env | {
             "RAY_FAKE_CLUSTER": "1",

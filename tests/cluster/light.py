@@ -15,7 +15,7 @@ ANSWER = "ANSWER "
 BEGIN = """
 import json, os, sys, time
 from raytrec import Cluster
-from raytrec.errors import RaytrecError, RunError
+from raytrec.common.errors import RaytrecError, RunError
 
 def answer(**values):
     print("ANSWER " + json.dumps(values), flush=True)

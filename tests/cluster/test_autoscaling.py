@@ -116,7 +116,7 @@ def test_nodes_come_and_one_is_taken_away_and_all_go(tmp_path):
             going, before = run.node(), run.record.look()[-1]
             told = time.time()
             cluster.run(
-                sys.executable, "-m", "raytrec.remote.leave", "now", "--node", going, "--seconds", "90"
+                sys.executable, "-m", "raytrec.cluster.preemption", "now", "--node", going, "--seconds", "90"
             )
             assert time.time() - told < 80, "the node has not become empty in time"
             later = run.wait("going on", lambda: [a for a in run.record.look() if a.began > told])[0]

@@ -346,7 +346,7 @@ def test_another_ray_here(head, tmp_path):
     said = light.run(CONNECT, env, head.client)
     assert said["error"].startswith("Ray 2.59.0 is installed here, and this raytrec is made for Ray 2.60.0\n")
     assert len(said["error"].splitlines()) <= 4
-    older = "import raytrec.remote.versions as versions; versions.RAY = '2.59.0'\n"  # a raytrec of then
+    older = "import raytrec.cluster.ray_version as versions; versions.RAY = '2.59.0'\n"  # a raytrec of then
     said = light.run(older + CONNECT, env, head.client)
     assert "Ray 2.59.0 on the cluster, as here" in said["error"], said["error"]
     print(said["error"])

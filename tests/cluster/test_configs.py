@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from raytrec import cli
-from raytrec.config import load_config
-from raytrec.errors import ConfigError
-from raytrec.schema import Schema
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Schema
 
 JOBS = Path(__file__).parents[2] / "jobs"
 NAMES = sorted(path.stem for path in JOBS.glob("*.yaml"))
@@ -72,7 +72,7 @@ def test_loads_and_builds(name):
 @pytest.mark.parametrize("name,hosts", [("criteo_1tb_8xa100", 1), ("criteo_1tb_2x8xh100", 2)])
 @pytest.mark.parametrize("sizes", [MLPERF_ROWS, [10_000_000] * 26], ids=["MLPerf", "hashed"])
 def test_plans_for_gpus_that_are_not_here(name, hosts, sizes):
-    from raytrec.embeddings.dryrun import dry_run, gib_of_ranks
+    from raytrec.embeddings.planner.dry_run import dry_run, gib_of_ranks
 
     config = load_config(JOBS / f"{name}.yaml")
     world = hosts * 8
@@ -91,7 +91,7 @@ def test_plans_for_gpus_that_are_not_here(name, hosts, sizes):
 
 
 def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
-    from raytrec.train.plan import plan, print_plan
+    from raytrec.driver.plan import plan, print_plan
 
     schema = tmp_path / "schema.yaml"
     schema.write_text(yaml.safe_dump(criteo([10_000_000] * 26).model_dump(exclude_none=True)))
@@ -112,7 +112,7 @@ def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
 
 
 def test_what_does_not_fit_says_so():
-    from raytrec.embeddings.dryrun import dry_run
+    from raytrec.embeddings.planner.dry_run import dry_run
 
     config = load_config(JOBS / "criteo_1tb_8xa100.yaml")
     with pytest.raises(ConfigError, match=r"no plan for 26 tables \(97\.\d+ GiB of weights\) on 2 workers"):
@@ -124,7 +124,7 @@ def test_what_does_not_fit_says_so():
 
 
 def test_a_dry_run_keeps_to_pins_and_leaves_the_environment_alone(monkeypatch):
-    from raytrec.embeddings.dryrun import dry_run
+    from raytrec.embeddings.planner.dry_run import dry_run
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     pins = ["plan.tables.C1.sharding=row_wise", "plan.tables.C2.sharding=data_parallel"]

@@ -165,9 +165,9 @@ def test_a_host_is_out_of_reach_when_the_run_begins(hosts):
 SILENT = """
 import os, signal, sys, time
 import ray
-from raytrec.cluster import ray_session
-from raytrec.train.hub import start_hub
-from raytrec.train.pulse import Pulse
+from raytrec.cluster.session import ray_session
+from raytrec.driver.coordinator import start_hub
+from raytrec.worker.heartbeat import Pulse
 with ray_session(num_cpus=1):
     hub = start_hub(5, 60)
     ray.get(hub.enter.remote("a", 0, 1, os.getpid(), "127.0.0.1"))
@@ -193,7 +193,7 @@ STORE = """
 import sys
 from datetime import timedelta
 from importlib import import_module
-from raytrec.train.rendezvous import bind_store, interface_of
+from raytrec.worker.rendezvous import bind_store, interface_of
 address, port = sys.argv[1], int(sys.argv[2])
 print(interface_of(address), interface_of("10.99.0.1"))
 bind_store(address)
@@ -231,8 +231,8 @@ def test_who_was_given_up_commits_nothing(tmp_path):
 
     from raytrec.checkpoint.files import newest
     from raytrec.checkpoint.storage import ShardWriter
-    from raytrec.errors import RunError, root_cause
-    from raytrec.train.hub import Hub
+    from raytrec.common.errors import RunError, root_cause
+    from raytrec.driver.coordinator import Hub
 
     hub = Hub(5, 60)
 

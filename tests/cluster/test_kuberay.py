@@ -194,7 +194,7 @@ def test_a_pod_has_time_to_leave(pods):
         if name in ("head", "submitter"):
             continue
         command = container["lifecycle"]["preStop"]["exec"]["command"]
-        assert command[:5] == ["python", "-m", "raytrec.remote.leave", "now", "--seconds"]
+        assert command[:5] == ["python", "-m", "raytrec.cluster.preemption", "now", "--seconds"]
         assert template["spec"]["terminationGracePeriodSeconds"] > int(command[5])
     head = pods["head"]["spec"]
     stop = next(e["value"] for e in head["containers"][0]["env"] if e["name"] == "RAY_JOB_STOP_WAIT_TIME_S")

@@ -118,8 +118,8 @@ def test_what_a_cloud_needs_goes_with_what_raytrec_needs(name):
 @BOTH
 def test_workers_are_told_of_the_notice(config, path):
     cloud = path.stem.removeprefix("cluster-").replace("cluster", "aws")
-    told = [c for c in config["worker_start_ray_commands"] if "raytrec.remote.leave" in c]
-    assert len(told) == 1 and told[0].endswith(f"-m raytrec.remote.leave {cloud}")
+    told = [c for c in config["worker_start_ray_commands"] if "raytrec.cluster.preemption" in c]
+    assert len(told) == 1 and told[0].endswith(f"-m raytrec.cluster.preemption {cloud}")
     assert "--setenv=RAY_AUTH_MODE=token" in told[0]
 
 
@@ -144,7 +144,7 @@ def test_idle_nodes_go_unless_a_run_has_asked_for_them(config):
 
 
 def test_ray_alone_learns_nothing_from_a_launch_that_is_refused():
-    """Why raytrec.remote.spot is there. When this fails, Ray has learnt it, and two node types will do."""
+    """Why raytrec.cluster.spot is there. When this fails, Ray has learnt it, and two node types will do."""
     monitor, kind = CloudResourceMonitor(), "gpu"
     event = {"instance_id": "1", "instance_type": kind}
     monitor.notify([InstanceUpdateEvent(new_instance_status=Instance.ALLOCATION_FAILED, **event)])

@@ -5,7 +5,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from raytrec.remote import leave
+from raytrec.cluster import preemption as leave
 
 
 class Metadata(BaseHTTPRequestHandler):

@@ -2,14 +2,14 @@
 
 import pytest
 
-from raytrec.train import lines
-from raytrec.train.console import RunConsole
+from raytrec.driver import progress_log as lines
+from raytrec.driver.console import RunConsole
 
 
 @pytest.fixture
 def written(monkeypatch, capsys):
     """A console that is no terminal, and a function for what it has written."""
-    monkeypatch.setattr("raytrec.train.console.PLAIN_EVERY_S", 0)
+    monkeypatch.setattr("raytrec.driver.console.PLAIN_EVERY_S", 0)
     monkeypatch.setenv("COLUMNS", "40")  # lines are not cut where a terminal would end
     return RunConsole("movielens-20261122-101500"), lambda: capsys.readouterr().err
 

@@ -10,11 +10,12 @@ import time
 import numpy as np
 import pytest
 
-from raytrec.errors import ConfigError, RunError
-from raytrec.remote import answers, peek
-from raytrec.remote.by_job import error_in
-from raytrec.remote.points import Points
-from raytrec.train.owner import driver_of, driving
+from raytrec.client import answers
+from raytrec.client import queries as peek
+from raytrec.client.by_job import error_in
+from raytrec.client.points import Points
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.driver.driver_state import driver_of, driving
 
 CONFIG = "run: {name: mine, dir: somewhere}\ndata: {train: data/train}\n"
 
@@ -116,7 +117,7 @@ def test_how_a_run_ended(root):
 DRIVES = """
 import sys, time
 from pathlib import Path
-from raytrec.train.owner import driving
+from raytrec.driver.driver_state import driving
 with driving(Path(sys.argv[1])):
     print("drives", flush=True)
     time.sleep(60)
@@ -158,7 +159,7 @@ def test_stop_asks_the_driver(root, driver):
 
 
 def test_the_note_names_the_job(root, monkeypatch):
-    from raytrec.remote.token import IN_JOB
+    from raytrec.cluster.token import IN_JOB
 
     monkeypatch.setenv(IN_JOB, json.dumps({"metadata": {"job_submission_id": "mine-1"}}))
     with driving(root / "runs" / "mine"):
@@ -175,7 +176,7 @@ def test_answers_come_back_as_they_were():
 
 
 def ask(root, *question):
-    command = [sys.executable, "-m", "raytrec.remote.answers", json.dumps(question)]
+    command = [sys.executable, "-m", "raytrec.client.answers", json.dumps(question)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
@@ -229,7 +230,7 @@ def test_points_of_a_run_that_went_back():
 
 def test_the_time_that_is_left(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("raytrec.remote.points.time", lambda: now[0])
+    monkeypatch.setattr("raytrec.client.points.time", lambda: now[0])
     points = Points()
     points.take(news(events=[{"event": "start", "total": 100}], metrics=[{"kind": "train", "step": 10}]))
     now[0] += 5
@@ -240,8 +241,8 @@ def test_the_time_that_is_left(monkeypatch):
 
 
 def test_what_a_notebook_shows():
-    from raytrec.remote.live import curves_png, progress_html
-    from raytrec.remote.run import Frame, Pictures
+    from raytrec.client.live import curves_png, progress_html
+    from raytrec.client.run import Frame, Pictures
 
     points = Points()
     assert "waiting" in progress_html("<mine>", points) and "<mine>" not in progress_html("<mine>", points)
@@ -258,7 +259,7 @@ def test_what_a_notebook_shows():
 
 
 def test_titles():
-    from raytrec.remote.items import Items
+    from raytrec.client.items import Items
 
     items = Items(None, "item", {1: "Star Wars (1977)", 2: "Star Trek (1979)", 3: "Alien (1979)"})
     assert items.row("Alien (1979)") == items.row("alien") == items.row(3) == 3
@@ -270,8 +271,8 @@ def test_titles():
 
 def test_no_torch_and_no_ray_until_a_cluster_is_reached():
     code = (
-        "import sys, raytrec.remote.cluster, raytrec.remote.peek, raytrec.remote.run\n"
-        "import raytrec.remote.by_client, raytrec.remote.by_job, raytrec.remote.drive\n"
+        "import sys, raytrec.client.cluster, raytrec.client.queries, raytrec.client.run\n"
+        "import raytrec.client.by_client, raytrec.client.by_job, raytrec.client.drive\n"
         "assert not {'torch', 'torchrec', 'ray', 'mlflow'} & set(sys.modules)"
     )
     began = time.monotonic()

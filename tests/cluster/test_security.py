@@ -17,9 +17,9 @@ import pytest
 import yaml
 from heads import PYTHON, RAYTREC, Head, descendants, free_ports
 
-from raytrec.errors import ConfigError, RunError
-from raytrec.redact import hidden_keys, hide, hide_all, hide_yaml
-from raytrec.remote.token import use_token
+from raytrec.cluster.token import use_token
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.redaction import hidden_keys, hide, hide_all, hide_yaml
 
 SECRET, KEY = "hunter2-correct-horse", "battery-staple-9"
 
@@ -93,7 +93,7 @@ def test_plain_text_is_left_alone():
 
 
 def test_a_password_that_a_checkpoint_does_not_keep(tmp_path):
-    from raytrec.train import driver
+    from raytrec.driver import run as driver
 
     folder = parquet.dataset(tmp_path / "data")
     values = parquet.settings(folder, tmp_path / "run", tracking__uri="http://me:***@127.0.0.1:5000")

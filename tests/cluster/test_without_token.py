@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from raytrec.errors import RunError
-from raytrec.remote.refused import OF_GCS, check_token
+from raytrec.cluster.refused import OF_GCS, check_token
+from raytrec.common.errors import RunError
 
 TOKEN = "5" * 64
 
@@ -17,7 +17,7 @@ def token(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     own = (("authorization", f"Bearer {TOKEN}"),)
-    monkeypatch.setattr("raytrec.remote.refused._token", lambda: own)  # Ray has read its settings
+    monkeypatch.setattr("raytrec.cluster.refused._token", lambda: own)  # Ray has read its settings
     monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # 127.0.0.1 stays what it is
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sequence_schema import schema
 from standin import cuda
 
+from raytrec.config.schema import Schema
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.form import Form
 from raytrec.data.fragments import scan
@@ -19,7 +20,6 @@ from raytrec.data.order import Order
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
 from raytrec.embeddings.pooling import own_copy
-from raytrec.schema import Schema
 
 PADDED = 40
 

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import Transform
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
-from raytrec.errors import DataError
-from raytrec.schema import Schema
-from raytrec.transforms import Transform
 
 parse = TypeAdapter(list[Transform]).validate_python
 BASE = {"label": [0, 1, 1], "user": [1, 2, 3]}

@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.checkpoint.index import write_index
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import LookupVocabulary
 from raytrec.data import contents, order
 from raytrec.data.contents import Content, fingerprint, look, old_fingerprint
 from raytrec.data.fragments import scan
-from raytrec.errors import DataError
-from raytrec.schema import Schema
-from raytrec.train.resume import DATA, check_same_data, note_data
-from raytrec.transforms import LookupVocabulary
+from raytrec.driver.resume import DATA, check_same_data, note_data
 
 
 @pytest.fixture

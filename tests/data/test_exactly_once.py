@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytrec.config.schema import Schema
 from raytrec.data import decode as decode_module
 from raytrec.data import order as order_module
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
-from raytrec.schema import Schema
 
 SCHEMA = Schema.parse(
     {

@@ -9,13 +9,13 @@ import pytest
 import yaml
 from pyarrow import fs
 
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
 from raytrec.data import decode, faults, fragments, rows
 from raytrec.data.faults import Faults
 from raytrec.data.form import Form
 from raytrec.data.order import Item, Part
-from raytrec.errors import DataError
-from raytrec.schema import Schema
-from raytrec.train import driver
+from raytrec.driver import run as driver
 
 SCHEMA = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")
 FORM = Form(SCHEMA, frozenset({"tags"}))

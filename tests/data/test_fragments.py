@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.rows import read_item
-from raytrec.errors import DataError
-from raytrec.schema import Schema
 
 SCHEMA = Schema.parse(
     {

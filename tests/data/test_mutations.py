@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
 
-from raytrec.errors import DataError, SchemaError
-from raytrec.inspection import inspect
-from raytrec.schema import Schema
+from raytrec.common.errors import DataError, SchemaError
+from raytrec.config.schema import Schema
+from raytrec.inspection.propose import inspect
 
 ROWS, GROUP = 600, 150
 SCHEMA = Schema.parse(
@@ -127,11 +127,11 @@ def mutations():
 
 def outcome(rank, world, path, skip):
     """What a reading of the folder comes to: (kind, text, rows in canonical form or None)."""
+    from raytrec.common.errors import DataError
     from raytrec.data.faults import Faults
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
     from raytrec.data.rows import read_item
-    from raytrec.errors import DataError
 
     try:
         data = scan(path, SCHEMA, skip=skip)

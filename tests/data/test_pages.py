@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytrec.common.errors import DataError
 from raytrec.data import decode as decoding
 from raytrec.data import pages
 from raytrec.data.decode import decode
 from raytrec.data.pages import read_rows, unpack_levels
 from raytrec.data.thrift import Truncated, read_struct
-from raytrec.errors import DataError
 
 ROWS = 3000
 

@@ -5,9 +5,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
 from raytrec.data.fragments import list_files, scan
-from raytrec.errors import DataError
-from raytrec.schema import Schema
 
 SCHEMA = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")
 HOURS = [f"date=2026-11-0{day}/hour={hour}" for day in (1, 2, 3) for hour in (2, 9, 10)]

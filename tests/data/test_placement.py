@@ -8,8 +8,8 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from raytrec.schema import Schema
-from raytrec.transforms import Transform
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import Transform
 
 TRANSFORM = {"do": "where_am_i:note", "options": {"log": None}}
 MODULE = """
@@ -29,7 +29,7 @@ def mixed():
     import ray
     from ray.cluster_utils import Cluster
 
-    from raytrec.cluster import stay_on_loopback
+    from raytrec.cluster.session import stay_on_loopback
 
     stay_on_loopback()
     gpu = {"num_cpus": 4, "num_gpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 200 << 20}

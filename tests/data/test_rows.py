@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
 from raytrec.data.form import Form
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
-from raytrec.errors import DataError
-from raytrec.schema import Schema
 
 
 def schema(policy="error", weights=None, rows=10):

@@ -6,16 +6,16 @@ import pytest
 import torch
 from sequence_schema import schema
 
-from raytrec.checks.batches import local_batch
-from raytrec.checks.reference import GlobalBatch
+from raytrec.checks.parity.batches import local_batch
+from raytrec.checks.parity.reference import GlobalBatch
+from raytrec.common.errors import SchemaError
+from raytrec.config.model_sections import DlrmSection, PythonSection, SequenceSection
+from raytrec.config.schema import Schema
+from raytrec.config.sequences import looked_up, positions, read_by_id
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.form import Form
-from raytrec.errors import SchemaError
-from raytrec.model_sections import DlrmSection, PythonSection, SequenceSection
 from raytrec.models.inputs import Sequences
-from raytrec.schema import Schema
-from raytrec.sequences import looked_up, positions, read_by_id
-from raytrec.train.nan import dump
+from raytrec.worker.nonfinite import dump
 
 LENGTH = 3
 SEQUENCE = SequenceSection(name="sequence", max_length=LENGTH)

@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.stream import Stream
-from raytrec.errors import DataError
-from raytrec.schema import Schema
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 # The row's own number is looked up, too: it tells which rows a batch holds.

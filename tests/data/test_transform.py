@@ -10,13 +10,13 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import Transform, columns_before
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
 from raytrec.data.transform import transformed
-from raytrec.errors import DataError
-from raytrec.schema import Schema
-from raytrec.transforms import Transform, columns_before
 
 parse = TypeAdapter(list[Transform]).validate_python
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 from small import config
 
-from raytrec.schema import Schema
-from raytrec.train.group import local_cpus
+from raytrec.config.schema import Schema
+from raytrec.driver.launch import local_cpus
 
 ROWS = 240_000
 SECONDS = 120
@@ -21,8 +21,8 @@ def local_gpu():
     """A local Ray with as many CPUs as a run starts it with, and one GPU, as far as Ray knows; those CPUs."""
     import ray
 
-    from raytrec.cluster import stay_on_loopback
-    from raytrec.remote.token import use_token
+    from raytrec.cluster.session import stay_on_loopback
+    from raytrec.cluster.token import use_token
 
     cpus = local_cpus(config(1, {}))
     use_token(create=True)

@@ -5,12 +5,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import Clip, FillNull
 from raytrec.data import verify
 from raytrec.data.fragments import scan
 from raytrec.data.verify import check_accused, check_rows
-from raytrec.errors import DataError
-from raytrec.schema import Schema
-from raytrec.transforms import Clip, FillNull
 
 COLUMNS = ["label", "price", "user", "tags"]
 

@@ -12,8 +12,8 @@ from raytrec_datasets import app
 from raytrec_datasets.criteo import lines
 from typer.testing import CliRunner
 
-from raytrec.errors import DataError
-from raytrec.schema import Schema
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from raytrec_datasets.criteo.lines import Chunk, chunks, hex_values, read
 
-from raytrec.errors import DataError
+from raytrec.common.errors import DataError
 
 GOOD = "\t".join(["1", *["3"] * 13, *["0a1b2c3d"] * 26])
 

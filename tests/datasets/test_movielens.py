@@ -12,9 +12,9 @@ from raytrec_datasets import app
 from raytrec_datasets.movielens import download
 from typer.testing import CliRunner
 
+from raytrec.common.errors import ConfigError, DataError
+from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
-from raytrec.errors import ConfigError, DataError
-from raytrec.schema import Schema
 
 REAL = Path(os.environ.get("RAYTREC_ML100K", Path(__file__).parents[3] / "shared/data/ml-100k"))
 MOVIES = [

@@ -11,7 +11,7 @@ from raytrec_datasets.movielens import recipe
 from raytrec_datasets.movielens.download import fetch
 from typer.testing import CliRunner
 
-from raytrec.errors import DataError
+from raytrec.common.errors import DataError
 
 SPLITS = ("train", "valid", "test")
 USERS, ITEMS = 25, 40

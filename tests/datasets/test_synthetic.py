@@ -9,9 +9,9 @@ from raytrec_datasets import app
 from raytrec_datasets.synthetic.model import Planted, Shape, draw
 from typer.testing import CliRunner
 
+from raytrec.common.errors import ConfigError
+from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
-from raytrec.errors import ConfigError
-from raytrec.schema import Schema
 
 
 def run(out, *options):

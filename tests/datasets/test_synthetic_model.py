@@ -10,7 +10,7 @@ from raytrec_datasets.synthetic import model as planted
 from raytrec_datasets.synthetic import recipe
 from typer.testing import CliRunner
 
-from raytrec.schema import Schema
+from raytrec.config.schema import Schema
 
 
 def exact_auc(labels, scores):

@@ -7,7 +7,7 @@ from raytrec_datasets import app
 from raytrec_datasets.writing import Output, SplitWriter
 from typer.testing import CliRunner
 
-from raytrec.errors import ConfigError
+from raytrec.common.errors import ConfigError
 
 
 def run(out, *arguments):

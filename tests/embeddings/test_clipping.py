@@ -8,7 +8,7 @@ from small import SCHEMA, batches, build, config, train
 
 def norms(rank, world, plan, max_norm):
     """The norm that a clipped step saw, the reference's, and the weights of both after the step."""
-    from raytrec.checks import reference
+    from raytrec.checks.parity import reference
     from raytrec.embeddings.tables import tables
     from raytrec.models import build_model
 

@@ -7,8 +7,8 @@ from small import batches as small_batches
 from small import build, config, train
 from torch import nn
 
+from raytrec.common.errors import RunError
 from raytrec.embeddings.gradients import PieceByPiece, rank_loss
-from raytrec.errors import RunError
 
 
 @pytest.mark.parametrize("reduction,divisor", [("mean", 10), ("sum", 1)])

@@ -5,11 +5,11 @@ import torch
 from ranks import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrec.config import RunConfig
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
 from raytrec.embeddings.bags import table_of
 from raytrec.embeddings.initial import BLOCK_ROWS, fill_tables, initial_rows
 from raytrec.embeddings.tables import tables
-from raytrec.schema import Schema
 
 SCHEMA = Schema.parse(
     {
@@ -55,7 +55,7 @@ class LargestOnHost(TorchDispatchMode):
 
 def most_memory(rank, world):
     """Bytes of host memory that filling a table of 3 blocks takes at once."""
-    from raytrec.train.build import build_step
+    from raytrec.worker.build import build_step
 
     config = RunConfig.model_validate({"data": {"train": "d/train"}, "plan": {"sharding": ["table_wise"]}})
     schema = SCHEMA.model_copy(deep=True)
@@ -77,7 +77,7 @@ def test_which_parameters_are_tables():
 
 
 def local_parts(rank, world, sharding):
-    from raytrec.train.build import build_step
+    from raytrec.worker.build import build_step
 
     config = RunConfig.model_validate(
         {

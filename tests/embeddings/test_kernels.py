@@ -72,12 +72,12 @@ def plain(rank, world, plan):
 def watched(rank, world, kernel, optimizer):
     """Statistics, and what numbers and parity say, of a step on kernels that cache rows."""
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.checks.numbers import Numbers
-    from raytrec.checks.outcome import Position, Watched
-    from raytrec.checks.probe import Parity
+    from raytrec.checks.live.numbers import Numbers
+    from raytrec.checks.live.outcome import Position, Watched
+    from raytrec.checks.live.probe import Parity
     from raytrec.embeddings.taps import Taps
-    from raytrec.tracking.statistics import Statistics
-    from raytrec.train.step import Head
+    from raytrec.worker.statistics import Statistics
+    from raytrec.worker.step import Head
 
     settings = config(world, {"sharding": "row_wise", "kernel": kernel}, optimizer)
     step = build(settings)
@@ -176,7 +176,7 @@ def test_hits_of_a_kernel_count_for_all_of_its_tables():
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
     from raytrec.embeddings.kernels import cache_hits
-    from raytrec.tracking.statistics import Statistics
+    from raytrec.worker.statistics import Statistics
 
     lookup = SplitTableBatchedEmbeddingBagsCodegen.__new__(SplitTableBatchedEmbeddingBagsCodegen)
     torch.nn.Module.__init__(lookup)

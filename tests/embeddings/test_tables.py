@@ -5,8 +5,8 @@ import torch
 from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 
+from raytrec.common.errors import RunError
 from raytrec.embeddings.initial import initial_rows
-from raytrec.errors import RunError
 
 WAYS = [
     ("data_parallel", None, "adagrad", 2, 1),

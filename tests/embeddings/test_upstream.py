@@ -11,9 +11,9 @@ import torch
 from ranks import on_ranks
 from small import batches, build, config, train
 
-from raytrec.config import load_config
-from raytrec.errors import ConfigError
-from raytrec.schema import Schema
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Schema
 
 WRONG = 1e-3  # far above every limit of parity
 
@@ -58,7 +58,7 @@ def no_division(schema):
 @contextmanager
 def local_means(schema):
     """Each rank's loss is the mean over its own rows, as in a loop that knows nothing of the others."""
-    from raytrec.train import step
+    from raytrec.worker import step
 
     def mean(losses, weights, *_):
         return (losses * weights).sum() / weights.sum().clamp(min=1)
@@ -77,8 +77,8 @@ def clipping_without_tables(schema):
 
 def errors(rank, world, settings, schema, off):
     """The worst relative error of each check, with a correction switched off or None."""
-    from raytrec.checks.parity import compare
-    from raytrec.train.build import build_step
+    from raytrec.checks.parity.compare import compare
+    from raytrec.worker.build import build_step
 
     with off(schema) if off else nullcontext():
         found = compare(build_step, settings, schema, torch.device("cpu"), rows=12, steps=3)
@@ -135,8 +135,8 @@ def accumulated(rank, world, pieces):
 
     from small import SCHEMA
 
-    from raytrec.checks import reference
-    from raytrec.checks.batches import cuts, local_batch
+    from raytrec.checks.parity import reference
+    from raytrec.checks.parity.batches import cuts, local_batch
     from raytrec.embeddings.tables import tables
     from raytrec.models import build_model
 
@@ -173,9 +173,9 @@ def read_and_trained(rank, world, guarded):
     """After a cast and a step: the largest difference between a table as it reads and as it is looked up."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+    from raytrec.common.errors import RunError
     from raytrec.embeddings import pooling
     from raytrec.embeddings.tables import tables
-    from raytrec.errors import RunError
 
     step = build(config(world, {"sharding": "data_parallel"}))
     if guarded:
@@ -207,7 +207,7 @@ def replicas(rank, world, filled):
     """A data-parallel table as each rank starts with it, without the broadcasts from rank 0."""
     from raytrec.embeddings import initial
     from raytrec.embeddings.tables import tables
-    from raytrec.train import build as building
+    from raytrec.worker import build as building
 
     torch.manual_seed(rank)
     keep = patch.object(building, "fill_tables", initial.fill_tables if filled else lambda *_: None)
@@ -310,7 +310,7 @@ def by_hand(rank, world):
 
 
 def test_hand_written_plans_fail_early_and_clearly():
-    from raytrec.embeddings.pins import check_pins
+    from raytrec.embeddings.planner.constraints import check_pins
 
     settings = config(2, {"sharding": "table_wise", "ranks": [7]}, "sgd")
     with pytest.raises(ConfigError, match="no plan for table a: on rank 7") as error:

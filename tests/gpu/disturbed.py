@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 import raytrec
-from raytrec.model_sections import DlrmSection, PythonSection
+from raytrec.config.model_sections import DlrmSection, PythonSection
+from raytrec.config.schema import Schema
 from raytrec.models.dlrm import DLRM
-from raytrec.schema import Schema
 
 CYCLES = 1 << 40  # of a GPU's clock: some ten minutes
 STUCK_S = 600

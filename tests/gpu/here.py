@@ -106,7 +106,7 @@ class Here:
         else:
             context = nullcontext()
         # The packages of a machine with a stand-in are for CPUs.
-        there = patch("raytrec.train.nodes.built_for", lambda: "cuda") if self.stand_in else nullcontext()
+        there = patch("raytrec.driver.nodes.built_for", lambda: "cuda") if self.stand_in else nullcontext()
         with context, there:
             yield
 
@@ -186,7 +186,7 @@ def _ray_without_gpus() -> Iterator[None]:
 
     import ray
 
-    from raytrec.cluster import stay_on_loopback
+    from raytrec.cluster.session import stay_on_loopback
 
     stay_on_loopback()
     ray.init(

@@ -1,14 +1,14 @@
-"""What the model refuses, and its parts by their definitions (whole steps: tests/train/test_reference.py)."""
+"""What the model refuses, and its parts by their definitions (whole steps: worker/test_reference.py)."""
 
 import pytest
 import torch
 
-from raytrec.errors import ConfigError
-from raytrec.model_sections import DlrmSection
+from raytrec.common.errors import ConfigError
+from raytrec.config.model_sections import DlrmSection
+from raytrec.config.schema import Schema
 from raytrec.models import build_model
 from raytrec.models.dlrm import DotInteraction
 from raytrec.models.inputs import Constant
-from raytrec.schema import Schema
 
 
 def schema(labels=("y",), dims=(8, 8), dense=("a",)):

@@ -6,11 +6,11 @@ import pytest
 import references
 import torch
 
-from raytrec.errors import ConfigError
-from raytrec.model_sections import DcnSection, DlrmSection, SequenceSection, TwoTowerSection
+from raytrec.common.errors import ConfigError
+from raytrec.config.model_sections import DcnSection, DlrmSection, SequenceSection, TwoTowerSection
+from raytrec.config.schema import Schema
 from raytrec.models import build_model
 from raytrec.models.inputs import Sequence
-from raytrec.schema import Schema
 
 ROWS, DIM, LENGTH = 7, 4, 5
 
@@ -221,8 +221,8 @@ def test_rows_do_not_know_of_each_other():
 
 def test_order_can_be_learnt():
     """Where the newest id alone decides, attention finds it, and the mean of the ids does not."""
-    from raytrec.checks import reference
-    from raytrec.train.metrics import exact_auc
+    from raytrec.checks.parity import reference
+    from raytrec.metrics.sums import exact_auc
 
     values = schema(dense=[]).model_dump()
     del values["sparse"]["tags"], values["tables"]["tag"]

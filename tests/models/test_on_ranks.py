@@ -17,9 +17,9 @@ def state_after(rank, world, name, plan, root, first, last):
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.config import load_config
+    from raytrec.config.run_config import load_config
+    from raytrec.config.sequences import read_by_id
     from raytrec.embeddings.tables import tables
-    from raytrec.sequences import read_by_id
 
     schema = SCHEMA.model_copy(deep=True)
     schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"

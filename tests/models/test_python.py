@@ -5,10 +5,10 @@ import sys
 import pytest
 import torch
 
-from raytrec.config import load_config
-from raytrec.errors import ConfigError
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Schema
 from raytrec.models import build_model
-from raytrec.schema import Schema
 
 SCHEMA = Schema.parse(
     {

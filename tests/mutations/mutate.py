@@ -311,7 +311,7 @@ def command(*arguments):
 
 def watched(call, what):
     """Runs something with the watchdog, and looks at what it says; (stderr, exit code)."""
-    from raytrec.errors import RaytrecError
+    from raytrec.common.errors import RaytrecError
 
     out, said, code = io.StringIO(), io.StringIO(), 0
     before = signal.signal(signal.SIGALRM, _too_long)

@@ -2,22 +2,19 @@
 
 import contextlib
 import json
-import sys
 import warnings
 from pathlib import Path
 
 import parquet
+import recorded
 import torch
 import torch.distributed.checkpoint as dcp
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tracking"))
-import recorded
-
 from raytrec.checkpoint.storage import ShardWriter
-from raytrec.config import load_config
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Schema
 from raytrec.data.contents import fingerprint, look_at_all
-from raytrec.schema import Schema
-from raytrec.train.settle import open_data
+from raytrec.driver.prepare import open_data
 
 STEP = 3
 TENSORS = {"tables/user/weight": (40, 8), "tables/tag/weight": (12, 8), "dense/weight": (3,)}

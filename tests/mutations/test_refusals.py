@@ -26,7 +26,7 @@ from mutate import (
     watched,
 )
 
-from raytrec.config import _all_keys
+from raytrec.config.run_config import _all_keys
 
 FEW, PARTS, EACH = 6, 10, 34  # examples of each of the six kinds: 6, and 10 × 34
 INDEX = f"run/checkpoints/step-{recorded_run.STEP:010d}/checkpoint.json"
@@ -44,8 +44,8 @@ RUN_FILES = (
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Where cases run; commands end where they would start Ray, draw, or ask a cluster."""
-    from raytrec.remote import peek
-    from raytrec.train import driver
+    from raytrec.client import queries as peek
+    from raytrec.driver import run as driver
 
     def reached(*_, **__):
         raise Reached
@@ -131,7 +131,7 @@ def schemas(place, data):
 
 
 def run_folders(place, data):
-    from raytrec.remote import peek
+    from raytrec.client import queries as peek
 
     with place.fresh():
         for name in data.draw(st.lists(st.sampled_from(RUN_FILES), min_size=1, max_size=2, unique=True)):
@@ -162,9 +162,9 @@ def run_folders(place, data):
 
 def history(folder):
     """What `report` and `compare` read of a run, and the tables of the report: all but the drawing."""
-    from raytrec.tracking.compare import compare, print_table
-    from raytrec.tracking.history import History, run_folder
-    from raytrec.tracking.versions import versions
+    from raytrec.report.compare import compare, print_table
+    from raytrec.report.history import History, run_folder
+    from raytrec.report.versions import versions
 
     found = History.read(run_folder(folder))
     print(found.name, found.config, found.tables, found.restarts(), versions(Path(folder)))
@@ -173,7 +173,7 @@ def history(folder):
 
 def indexes(place, data):
     from raytrec.checkpoint.restore import load
-    from raytrec.remote import peek
+    from raytrec.client import queries as peek
 
     text = (place.kept / INDEX).read_bytes()
     with place.fresh():

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from random import Random
 
-from raytrec.config import RunConfig
-from raytrec.schema import Schema
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
 
 ROWS = 24  # of a global batch
 FACTORS = {
@@ -118,7 +118,7 @@ def section(model, schema):
 def config(case, tables):
     """The RunConfig of a case, with `tables` as its plan."""
     ranks, hosts = case.place
-    # eps: see raytrec/checks/shrink.py
+    # eps: see raytrec/checks/parity/shrink.py
     embeddings = {"name": case.optimizer, "lr": 0.05, "eps": 1e-6}
     return RunConfig.model_validate(
         {

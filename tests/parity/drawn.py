@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from design import FACTORS, ROWS, Case, config
 from hypothesis import strategies as st
 
-from raytrec.schema import Schema
+from raytrec.config.schema import Schema
 
 NAMES = ["user", "item", "tag", "word"]
 ROWS_OF_A_TABLE = st.integers(1, 5) | st.integers(1, 60)

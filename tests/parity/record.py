@@ -16,8 +16,8 @@ def run_cases(rank, world, cases):
 
     import torch
 
-    from raytrec.checks.parity import compare
-    from raytrec.train.build import build_step
+    from raytrec.checks.parity.compare import compare
+    from raytrec.worker.build import build_step
 
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

@@ -16,7 +16,7 @@ ordinary tensors.
 
     with cuda() as gpu:
         torch.zeros(3, device="cuda") + torch.zeros(3)      # RuntimeError: … at least two devices
-        gpu.waits                                           # [Wait("item", "raytrec/train/step.py:train"), …]
+        gpu.waits                                           # [Wait("item", "…/worker/step.py:train"), …]
 
 `ranks.on_ranks(..., device="cuda")` does so in several processes.
 """

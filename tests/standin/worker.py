@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from raytrec.train.rendezvous import OwnAddressTorchConfig
+from raytrec.worker.rendezvous import OwnAddressTorchConfig
 
 
 @dataclass
@@ -45,16 +45,16 @@ def gpu_cluster(cpus: int = 6, gpus: int = 2) -> Iterator[None]:
     """A local Ray on loopback that counts GPUs, and runs whose workers have stand-ins for them."""
     import ray
 
-    from raytrec.cluster import stay_on_loopback
-    from raytrec.remote.token import use_token
+    from raytrec.cluster.session import stay_on_loopback
+    from raytrec.cluster.token import use_token
 
     folder = str(Path(__file__).parents[1])
     path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH")) if p)
     use_token(create=True)
     with (
         patch.dict(os.environ, {"PYTHONPATH": path}),
-        patch("raytrec.train.rendezvous.OwnAddressTorchConfig", StandInTorchConfig),
-        patch("raytrec.train.nodes.built_for", lambda: "cuda"),
+        patch("raytrec.worker.rendezvous.OwnAddressTorchConfig", StandInTorchConfig),
+        patch("raytrec.driver.nodes.built_for", lambda: "cuda"),
     ):
         stay_on_loopback()
         ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, log_to_driver=False)

@@ -7,10 +7,10 @@ import os
 import disks
 import pytest
 
+from raytrec.driver.recorder import Record, Watch, write_json, write_text
 from raytrec.tracking import journal
 from raytrec.tracking.journal import Journal, append_to
 from raytrec.tracking.mlflow import NoTracker
-from raytrec.train.watch import Record, Watch, write_json, write_text
 
 
 @pytest.fixture

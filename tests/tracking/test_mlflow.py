@@ -12,8 +12,8 @@ from time import perf_counter, sleep, time
 
 import pytest
 
-from raytrec.config import load_config
-from raytrec.errors import ConfigError
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
 from raytrec.tracking.mlflow import NoTracker, Tracker
 from raytrec.tracking.outbox import Outbox
 from raytrec.tracking.store import KEY, SWEEP, Store

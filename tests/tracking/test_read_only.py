@@ -2,9 +2,9 @@
 
 import pytest
 
-from raytrec.errors import RunError
-from raytrec.tracking.compare import compare, write
-from raytrec.tracking.report import build_with_pictures
+from raytrec.common.errors import RunError
+from raytrec.report.compare import compare, write
+from raytrec.report.report import build_with_pictures
 
 NOWHERE = "/dev/null/none"  # where not even root can write
 

@@ -6,11 +6,11 @@ from random import Random
 import pytest
 import recorded
 
-from raytrec.tracking import parts
-from raytrec.tracking.history import History
+from raytrec.driver.recorder import Record
+from raytrec.report import parts
+from raytrec.report.history import History
+from raytrec.tracking.aggregate import FIGURES
 from raytrec.tracking.mlflow import NoTracker
-from raytrec.tracking.totals import FIGURES
-from raytrec.train.watch import Record
 
 TABLES = ("user", "item", "city")
 STEPS = (100, 200, 300)

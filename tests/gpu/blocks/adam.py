@@ -27,7 +27,7 @@ def _trained(here: Here, evaluate: bool) -> dict:
     import small
 
     from raytrec.embeddings.tables import tables
-    from raytrec.train.build import build_step
+    from raytrec.worker.build import build_step
 
     config = small.config(1, {"sharding": "row_wise"}, "adam", lr=0.01)
     step, _ = build_step(config, small.SCHEMA, here.device)

@@ -87,7 +87,7 @@ def handle() -> Any:
     """NVML's handle of the GPU that the blocks use."""
     import pynvml
 
-    from raytrec.tracking.system import _handle
+    from raytrec.worker.system import _handle
 
     pynvml.nvmlInit()
     return _handle("cuda:0")

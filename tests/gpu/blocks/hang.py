@@ -11,7 +11,7 @@ HANG_S, STEPS = 8, 24
 
 
 def run(here: Here) -> None:
-    from raytrec.train import driver
+    from raytrec.driver import run as driver
 
     before = _gpu_memory(here)
     values = here.settings(

@@ -25,8 +25,8 @@ def _diverged(here: Here, name: str, max_steps: int | None) -> tuple[int, int]:
     whose dense layers overflow within a few."""
     import checkpoints
 
-    from raytrec.errors import RunError
-    from raytrec.train import driver
+    from raytrec.common.errors import RunError
+    from raytrec.driver import run as driver
 
     values = here.settings(
         name, checkpoint__every_steps=1, train__max_steps=max_steps, tracking__every_steps=None

@@ -68,8 +68,8 @@ def compare_all(device, wanted: list) -> dict[str, float]:
     """Case → its worst error as a share of what is allowed; on rank 0. NaN is no share, and fails."""
     from math import nan
 
-    from raytrec.checks.parity import compare
-    from raytrec.train.build import build_step
+    from raytrec.checks.parity.compare import compare
+    from raytrec.worker.build import build_step
 
     out = {}
     for seed, case in enumerate(wanted):
@@ -91,9 +91,9 @@ def compare_all(device, wanted: list) -> dict[str, float]:
 
 def _bf16_is_refused(here: Here) -> None:
     """FBGEMM has no kernels for bf16 tables, on no device; raytrec says so before it builds any."""
-    from raytrec.config import load_config
-    from raytrec.embeddings.pins import check_pins
-    from raytrec.errors import ConfigError
+    from raytrec.common.errors import ConfigError
+    from raytrec.config.run_config import load_config
+    from raytrec.embeddings.planner.constraints import check_pins
 
     case = cases(here.kind)[0]
     values = case.config().model_dump(by_alias=True)

@@ -27,7 +27,7 @@ def _trained(here: Here, seed: int = 3):
     import small
 
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.train.build import build_step
+    from raytrec.worker.build import build_step
 
     step, _ = build_step(_config(seed), small.SCHEMA, here.device)
     small.train(step, small.batches(3, 0, 1)[1])
@@ -37,10 +37,10 @@ def _trained(here: Here, seed: int = 3):
 def _checks_pass(here: Here, step, state) -> None:
     import small
 
-    from raytrec.checks.live import LiveChecks
-    from raytrec.checks.outcome import Position
+    from raytrec.checks.live.outcome import Position
+    from raytrec.checks.live.runner import LiveChecks
     from raytrec.embeddings.taps import Taps
-    from raytrec.train.step import Head
+    from raytrec.worker.step import Head
 
     head = next(module for module in step.model.modules() if isinstance(module, Head))
     taps = Taps(step.model, head, list(small.SCHEMA.sparse))
@@ -53,7 +53,7 @@ def _checks_pass(here: Here, step, state) -> None:
 
 
 def _hashes_agree(state) -> None:
-    from raytrec.checks.replicas import fingerprint
+    from raytrec.checks.live.replicas import fingerprint
 
     for name, value in state.dense.items():
         here, host = int(fingerprint(value)), int(fingerprint(value.cpu()))
@@ -67,7 +67,7 @@ def _checkpoint_is_equal(here: Here, state) -> None:
 
     from raytrec.checkpoint.restore import load
     from raytrec.checkpoint.save import Saver
-    from raytrec.sections import CheckpointSection
+    from raytrec.config.sections import CheckpointSection
 
     tensors = state.tensors()
     for name, value in tensors.items():

@@ -13,7 +13,7 @@ MANY = 300  # steps without a look at the clock
 def run(here: Here) -> None:
     import small
 
-    from raytrec.train.build import build_step
+    from raytrec.worker.build import build_step
 
     with here.group():
         step, _ = build_step(small.config(1, {"sharding": "row_wise"}), small.SCHEMA, here.device)

@@ -14,7 +14,7 @@ def run(here: Here) -> None:
     """Configurations say device: auto, so that what Ray counts decides where a model is evaluated."""
     import checkpoints
 
-    from raytrec.train import driver
+    from raytrec.driver import run as driver
 
     test = str(here.data / "test")
     with here.ray():
@@ -54,7 +54,7 @@ def _settings(here: Here, name: str, steps: int = 60) -> dict:
 
 def _deterministic() -> bool:
     """Whether a configuration can ask for arithmetic that repeats to the last bit."""
-    from raytrec.sections import TrainSection
+    from raytrec.config.sections import TrainSection
 
     return "deterministic" in TrainSection.model_fields
 

@@ -85,8 +85,8 @@ def _reading_keeps_up(here: Here, size) -> None:
     """Whole steps of MLPerf's layers, fed from Parquet, against reading alone and training alone."""
     import gpu
 
-    from raytrec.schema import Schema
-    from raytrec.train.build import build_step
+    from raytrec.config.schema import Schema
+    from raytrec.worker.build import build_step
 
     values = Schema.load(str(here.data / "schema.yaml")).model_dump(by_alias=True)
     values["tables"] = {name: table | {"dim": size.dim} for name, table in values["tables"].items()}

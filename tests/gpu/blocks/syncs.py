@@ -10,7 +10,7 @@ FIRST, LAST = 30, 50  # of the run's steps: between those at which raytrec logs,
 
 
 def run(here: Here) -> None:
-    from raytrec.train import driver
+    from raytrec.driver import run as driver
 
     if here.kind == "cpu":
         raise CannotRun("no GPU: the host waits for nothing else")

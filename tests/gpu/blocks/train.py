@@ -8,7 +8,7 @@ APART = 2e-3  # of AUC, between a GPU and the CPU
 
 
 def run(here: Here) -> None:
-    from raytrec.train import driver
+    from raytrec.driver import run as driver
 
     with here.ray():
         result = driver.train(_settings(here, "train", here.kind))

@@ -15,7 +15,7 @@ def run(here: Here) -> None:
 
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.kernels import cache_hits, sharded_kernels
-    from raytrec.train.build import build_step
+    from raytrec.worker.build import build_step
 
     schema, config = _schema(), _config()
     with here.group():
@@ -35,7 +35,7 @@ def run(here: Here) -> None:
 
 
 def _schema():
-    from raytrec.schema import Schema
+    from raytrec.config.schema import Schema
 
     return Schema.parse(
         {
@@ -49,7 +49,7 @@ def _schema():
 
 
 def _config():
-    from raytrec.config import RunConfig
+    from raytrec.config.run_config import RunConfig
 
     return RunConfig.model_validate(
         {
@@ -104,7 +104,7 @@ def _check_host_memory(here: Here, tensors) -> None:
     import psutil
 
     from raytrec.checkpoint.save import Saver
-    from raytrec.sections import CheckpointSection
+    from raytrec.config.sections import CheckpointSection
 
     process = psutil.Process()
     before = process.memory_info().rss

@@ -1,0 +1,78 @@
+"""What becomes of a checkpoint's tables in a new run that begins with them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from raytrec.common.errors import SchemaError
+from raytrec.common.reading import NotReadable, yaml_values
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+
+
+@dataclass(frozen=True)
+class TableStart:
+    """How a table of the new run begins.
+
+    Attributes:
+        policy: exact, resize, new or drop.
+        rows: that are taken over.
+        told: a line about it, where it is not simply taken over.
+    """
+
+    policy: str
+    rows: int
+    told: str | None
+
+
+def table_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str, TableStart]:
+    """table → how it begins, under run.start_tables, tables of the checkpoint that have gone included.
+
+    Raises:
+        SchemaError: a table that has changed in a way that nothing is said about.
+    """
+    return {
+        table: _start(table, before.tables.get(table), schema.tables.get(table), _policy(config, table))
+        for table in {**before.tables, **schema.tables}
+    }
+
+
+def _policy(config: RunConfig, table: str) -> str:
+    """The last pattern that matches."""
+    return (
+        [p for pattern, p in config.run.start_tables.items() if fnmatchcase(table, pattern)] or ["exact"]
+    )[-1]
+
+
+def _start(table: str, old, new, policy: str) -> TableStart:
+    had, has = (f"{t.rows:,} × {t.dim}" if t else "none" for t in (old, new))
+    if new is None and policy == "drop":
+        return TableStart("drop", 0, f"table {table} ({had}) of the checkpoint is left out")
+    if new is not None and policy == "new":
+        return TableStart("new", 0, f"table {table} ({has}) begins anew")
+    if old and new and (old.rows, old.dim) == (new.rows, new.dim):
+        return TableStart("exact", new.rows, None)
+    if old and new and old.dim == new.dim and policy == "resize":
+        rest = (
+            f"{new.rows - old.rows:,} rows begin anew"
+            if new.rows > old.rows
+            else (f"the checkpoint's last {old.rows - new.rows:,} rows are left out")
+        )
+        return TableStart("resize", min(old.rows, new.rows), f"table {table}: {rest}")
+    fitting = "drop" if new is None else "resize" if old and old.dim == new.dim else "new"
+    raise SchemaError(
+        f"tables.{table}: {has} now, {had} in the checkpoint",
+        where="run.start_from",
+        expected="the checkpoint's tables, or a word on what becomes of those that differ",
+        do=f"set run.start_tables.{table}={fitting}, or train with the checkpoint's schema",
+    )
+
+
+def schema_of(about: dict) -> Schema:
+    """The schema in a checkpoint."""
+    where = "the checkpoint's schema"
+    try:
+        return Schema.parse(yaml_values(str(about.get("schema", ""))), where)
+    except NotReadable as error:
+        raise SchemaError(f"not YAML that can be used: {error}", where=where) from None

@@ -1,0 +1,42 @@
+"""alike: configuration, schema, code and libraries are the same on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raytrec.checks.live.outcome import START, Check, Outcome, Position, odd_ones, ranks
+
+SHOWN = 60  # characters of a value
+
+
+class Alike(Check):
+    """Compares what ranks say about themselves, key by key."""
+
+    name = "alike"
+    moments = frozenset({START})
+    do = "give every node the same raytrec, the same packages and the same files, and start the run again"
+
+    def look(self, position: Position, probed: bool) -> dict[str, Any]:
+        return dict(position.about)
+
+    def judge(self, looks: list[dict[str, Any]], step: int) -> Outcome:
+        problems = []
+        keys = dict.fromkeys(key for look in looks for key in look)
+        for key in keys:
+            values = [look.get(key) for look in looks]
+            if odd := odd_ones(values):
+                usual = next(value for rank, value in enumerate(values) if rank not in odd)
+                one, other = _apart(str(values[odd[0]]), str(usual))
+                problems.append(f"{key} is {one!r} on {ranks(odd)} and {other!r} on the others")
+        good = f"{len(keys)} facts are the same on all ranks"
+        return self.outcome(step, problems, good, float(len(problems)), 0.0)
+
+
+def _apart(one: str, other: str) -> tuple[str, str]:
+    """The parts of two texts from a little before where they part."""
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    start = max(0, (min(len(one), len(other)) if same is None else same) - SHOWN // 3)
+    return tuple(
+        ("…" if start else "") + text[start : start + SHOWN] + ("…" if len(text) > start + SHOWN else "")
+        for text in (one, other)
+    )

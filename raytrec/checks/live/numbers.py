@@ -1,0 +1,145 @@
+"""numbers: no gradient is NaN or infinite, no norm explodes, predicted rates do not drift from real ones."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from statistics import median
+
+import torch
+
+from raytrec.checks.live.finite import largest, weights_of
+from raytrec.checks.live.outcome import Check, Outcome, Position, ranks
+from raytrec.checks.live.readout import read
+
+GROWTH = 100.0  # times the median of the earlier looks
+LEARN = 3  # looks
+KEPT = 100  # looks that the median is taken of
+# What begins near 0 may grow to this in any run: tables of many rows start with values of 1e-3 and less.
+FLOOR = 0.1
+DRIFT = 0.75, 1.33  # predicted ÷ real
+SIGMAS = 6.0  # a ratio of rates over n positives varies by about 1 ÷ √n by chance
+SETTLED = 200  # steps after which rates are compared
+DENSE = "dense layers'"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one rank sees.
+
+    Attributes:
+        values: name → max |value| of weights.
+        squares: after a probed step, name → Σ of the squared gradient.
+        figures: of the position, and its step.
+    """
+
+    values: dict[str, float]
+    squares: dict[str, float]
+    figures: dict[str, float]
+
+
+class Numbers(Check):
+    """Looks at dense layers whole, and at another part of each shard every time."""
+
+    name = "numbers"
+    do = (
+        "lower optim.dense.lr or optim.embeddings.lr, set train.clip_norm, or look at the data of the last "
+        "steps; go on from the last checkpoint: raytrec train --resume RUN"
+    )
+
+    def __init__(self, run):
+        super().__init__(run)
+        self._looks = 0
+        self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+
+    @torch.no_grad()
+    def look(self, position: Position, probed: bool) -> Look:
+        values = largest(weights_of(self.run, self._looks, probed))
+        self._looks += 1
+        figures = {k: v for k, v in position.figures.items() if isinstance(v, int | float)}
+        squares = self._squares() if probed else {}
+        if self.run.config.train.on_nan == "skip" and not all(map(isfinite, squares.values())):
+            squares = {}  # of a step that is left out and counted: it has changed nothing
+        return Look(values, squares, {**figures, "step": position.step})
+
+    def judge(self, looks: list[Look], step: int) -> Outcome:
+        problems = _not_finite(looks)
+        norm, most = _norm(looks)
+        growths = [self._growth("the gradient", norm, 0.0)]
+        if growths[0] > GROWTH:
+            times = f"{growths[0]:,.0f} × what is usual"
+            problems.append(
+                f"the norm of the whole gradient is {norm:.3g}, {times}; most of it is that of {most}"
+            )
+        for name in dict.fromkeys(name for look in looks for name in look.values):
+            size, rank = max((look.values.get(name, 0.0), rank) for rank, look in enumerate(looks))
+            growths.append(self._growth(name, size, FLOOR))
+            if growths[-1] > GROWTH:
+                times = f"{growths[-1]:,.0f} × what is usual"
+                problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {times}")
+        problems += _drift(looks[0].figures)
+        good = "all gradients are finite, and all numbers of usual size"
+        return self.outcome(step, problems, good, max(growths), GROWTH)
+
+    def _growth(self, name: str, size: float, floor: float) -> float:
+        """How many times its usual size something has; 0 while that is being learned."""
+        earlier = self._earlier[name]
+        usual = max(median(earlier), floor) if len(earlier) >= LEARN else None
+        if not size or not isfinite(size):
+            return 0.0
+        earlier.append(size)
+        return size / usual if usual else 0.0
+
+    def _squares(self) -> dict[str, float]:
+        """Of dense parameters, and of what the lookups of each table gave."""
+        found = [
+            (f"{DENSE} {name}", p.grad.square().sum())
+            for name, p in self.run.parameters.items()
+            if p.grad is not None
+        ]
+        for lookup in self.run.taps.lookups:
+            if lookup.gradient is not None:
+                parts = lookup.gradient.square().sum(0).split(lookup.columns)
+                found += [(f"table {t}", part.sum()) for t, part in zip(lookup.tables, parts, strict=True)]
+        out: dict[str, float] = defaultdict(float)
+        if found:
+            for (name, _), (value,) in zip(found, read([v for _, v in found]), strict=True):
+                out[name] += value
+        return dict(out)
+
+
+def _not_finite(looks: list[Look]) -> list[str]:
+    """What is on the fewest ranks comes first: what has begun on one is soon on all."""
+    found = []
+    for name in dict.fromkeys(name for look in looks for name in look.squares):
+        bad = [rank for rank, look in enumerate(looks) if not isfinite(look.squares.get(name, 0.0))]
+        if bad:
+            found.append((len(bad), f"{name}: the gradient is NaN or infinite on {ranks(bad)}"))
+    return [text for _, text in sorted(found, key=lambda pair: pair[0])]
+
+
+def _norm(looks: list[Look]) -> tuple[float, str]:
+    """The norm of the gradient of dense layers (which all ranks have) and of all tables together (of which
+    each has parts), and what most of it is of. 0 where no step was probed.
+
+    Parts alone may grow a thousandfold where training leaves a plateau.
+    """
+    squares: dict[str, float] = {}
+    for look in looks:
+        for name, value in look.squares.items():
+            before = squares.get(name, 0.0)
+            squares[name] = max(before, value) if name.startswith(DENSE) else before + value
+    if not squares:
+        return 0.0, ""
+    return sqrt(sum(squares.values())), max(squares, key=squares.get)
+
+
+def _drift(figures: dict[str, float]) -> Iterator[str]:
+    ratio, positives = figures.get("calibration"), figures.get("positives")
+    if ratio is None or not positives or figures["step"] < SETTLED:
+        return
+    by_chance = SIGMAS / sqrt(positives)
+    if not DRIFT[0] <= ratio <= DRIFT[1] and abs(ratio - 1) > by_chance:
+        yield f"predicted ÷ real rate is {ratio:.3g} over {positives:,.0f} positives"

@@ -1,0 +1,158 @@
+"""What a check that runs while training is given, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.data.batch import Batch
+from raytrec.embeddings.tables import Table
+from raytrec.embeddings.taps import Taps
+
+START, STEP, CHECKPOINT = "start", "step", "checkpoint"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one check found.
+
+    Attributes:
+        check: its name.
+        step: steps trained when it looked.
+        passed: whether all is well.
+        figure, limit: what was measured and the largest that passes; None where there is none.
+        text: one sentence for people; on failure what is wrong, of which table or parameter, on which rank.
+    """
+
+    check: str
+    step: int
+    passed: bool
+    figure: float | None
+    limit: float | None
+    text: str
+
+    def record(self) -> dict[str, Any]:
+        """As plain values that JSON can hold: a figure that is not finite is None."""
+        values = asdict(self)
+        return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where this rank is when it checks.
+
+    Attributes:
+        step: steps trained.
+        batch_step: the step that this rank's last batch says it belongs to, from 0; None: not known.
+        expected_rows: rows over all ranks of the batches trained since the taps were made; None where rows
+            may be left out.
+        figures: of the last window of training, the same on all ranks: calibration (predicted ÷ real),
+            positives and others; may be empty.
+        about: at the start: what must be alike on all ranks, as plain values.
+    """
+
+    step: int
+    batch_step: int | None = None
+    expected_rows: int | None = None
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The run that is checked, as one rank sees it.
+
+    Attributes:
+        tables, dense: live values, of checkpoint.state.LogicalState.
+        parameters: the dense layers', for their gradients; may be empty.
+        unbounded: names of `dense` that are infinite by design.
+    """
+
+    config: RunConfig
+    schema: Schema
+    tables: dict[str, Table]
+    dense: dict[str, torch.Tensor]
+    taps: Taps
+    device: torch.device
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    unbounded: frozenset[str] = frozenset()
+
+
+class Check:
+    """One consistency check: each rank looks, the looks of all ranks are exchanged, and each rank judges them
+    alike. A new check is a file with a subclass and a line in `live.CHECKS`.
+
+    Args:
+        run: what is checked.
+
+    Attributes:
+        name: in the configuration (`checks.NAME`: off, warn or stop) and in records.
+        moments: when it looks: START, STEP (after a probed step), CHECKPOINT (before one is written).
+        probes: whether it needs steps to be probed (embeddings.taps).
+        do: what people can do where it fails.
+    """
+
+    name: ClassVar[str]
+    moments: ClassVar[frozenset[str]] = frozenset({START, STEP, CHECKPOINT})
+    probes: ClassVar[bool] = False
+    do: ClassVar[str]
+
+    def __init__(self, run: Watched):
+        self.run = run
+
+    def prepare(self, batch: Batch) -> None:
+        """Before a probed step, with this rank's part of its batch in CPU memory; a collective."""
+
+    def look(self, position: Position, probed: bool) -> Any:
+        """What this rank has to say, as plain values; may be a collective.
+
+        Args:
+            probed: whether the last step was one that the taps have kept.
+        """
+        raise NotImplementedError
+
+    def judge(self, looks: list[Any], step: int) -> Outcome:
+        """The outcome.
+
+        Args:
+            looks: of all ranks.
+        """
+        raise NotImplementedError
+
+    def outcome(
+        self,
+        step: int,
+        problems: list[str],
+        good: str,
+        figure: float | None = None,
+        limit: float | None = None,
+    ) -> Outcome:
+        """Failed where there are problems: the first three are told."""
+        rest = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        text = "; ".join(problems[:3]) + rest if problems else good
+        return Outcome(self.name, step, not problems, figure, limit, text)
+
+
+def ranks(numbers: list[int]) -> str:
+    """Ranks in words: rank 1; ranks 0, 2 and 3."""
+    words = [str(n) for n in numbers]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    shown = words if len(words) <= 8 else [*words[:7], f"{len(words) - 7} more"]
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def odd_ones(values: list[Any]) -> list[int]:
+    """The ranks whose value is not the commonest one; of several, that of the lowest rank."""
+    if all(value == values[0] for value in values):
+        return []
+    counts = [sum(other == value for other in values) for value in values]
+    usual = values[counts.index(max(counts))]
+    return [rank for rank, value in enumerate(values) if value != usual]

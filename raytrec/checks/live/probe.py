@@ -1,0 +1,258 @@
+"""parity: pooled embeddings and table gradients of a live step are those of one process.
+
+A few bags of the next batch are pooled in plain torch from rows that each rank gives out of its shards, by
+nothing but the map of the shards, and compared with what the dense layers were given. After the step, the
+gradient of those rows is summed from its definition over the batches of all ranks, and compared with what has
+reached the kernels that hold them. No weight is touched, and the pipeline goes on undisturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from raytrec.checks.live.keys import Bags, factors_of, found, keys_of, some_bags
+from raytrec.checks.live.outcome import STEP, Check, Outcome, Position, Watched
+from raytrec.data.batch import Batch
+from raytrec.embeddings.kernels import shard_origin
+from raytrec.embeddings.tables import Table
+
+BAGS = 4  # of each feature and rank, beside the longest one
+ROWS = 256  # of each table whose gradient is compared
+LIMIT = 1e-5  # see Parity
+TINY = 1e-30  # below this, numbers lose digits
+
+
+@dataclass(frozen=True)
+class Look:
+    """Errors on one rank.
+
+    Attributes:
+        forward: feature → error of its pooled embeddings.
+        gradient: table → (error, rank that holds where it is largest).
+    """
+
+    forward: dict[str, float]
+    gradient: dict[str, tuple[float, int]]
+
+
+class Parity(Check):
+    """Compares a step with what one process would have computed.
+
+    An error is seen against Σ of the sizes of what is added up, bag by bag and row by row, so that terms
+    which cancel do not make rounding look large. Measured: up to 5e-7. A wrong divisor, row or factor gives
+    0.1 or more.
+    """
+
+    name = "parity"
+    moments = frozenset({STEP})
+    probes = True
+    do = (
+        "go on from the last checkpoint: raytrec train --resume RUN; raytrec check CONFIG shows whether this "
+        "plan is wrong from the start, as another version of torchrec or fbgemm may be"
+    )
+
+    def __init__(self, run: Watched):
+        super().__init__(run)
+        self._rows: dict[str, torch.Tensor] = {}
+        self._expected: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def prepare(self, batch: Batch) -> None:
+        bags = self._bags(batch)
+        self._rows = self._wanted(bags)
+        values = self._gathered()
+        for feature, some in bags.items():
+            table = self.run.schema.sparse[feature].table
+            vectors_ND = values[table][torch.searchsorted(self._rows[table], some.ids)]
+            vectors_ND *= some.factors.unsqueeze(1)
+            pooled_SD = vectors_ND.new_zeros(len(some.at), vectors_ND.shape[1])
+            sizes_S = vectors_ND.new_zeros(len(some.at))
+            pooled_SD.index_add_(0, some.bag, vectors_ND)
+            sizes_S.index_add_(0, some.bag, vectors_ND.abs().amax(1))
+            self._expected[feature] = some.at, pooled_SD, sizes_S * some.doubt
+
+    @torch.no_grad()
+    def look(self, position: Position, probed: bool) -> Look:
+        pooled = self.run.taps.input.pooled
+        forward = {
+            feature: error_of(pooled[feature][at], expected, sizes)[0]
+            for feature, (at, expected, sizes) in self._expected.items()
+        }
+        return Look(forward, dict(self._gradients()))
+
+    def judge(self, looks: list[Look], step: int) -> Outcome:
+        problems, worst = [], 0.0
+        for feature, spec in self.run.schema.sparse.items():
+            error, rank = max((look.forward[feature], rank) for rank, look in enumerate(looks))
+            worst = max(worst, error)
+            if error > LIMIT:
+                problems.append(
+                    f"table {spec.table}, feature {feature}: on rank {rank} pooled embeddings are not those "
+                    f"of one process, by {error:.2g} of their size"
+                )
+        for table in self.run.tables:
+            error, holder = max(look.gradient[table] for look in looks)
+            worst = max(worst, error)
+            if error > LIMIT:
+                problems.append(
+                    f"table {table}: the gradient that reaches rank {holder} is not that of the global loss, "
+                    f"by {error:.2g} of its size"
+                )
+        good = "pooled embeddings and gradients are those of one process"
+        return self.outcome(step, problems, good, worst, LIMIT)
+
+    def _bags(self, batch: Batch) -> dict[str, Bags]:
+        """A few bags of each feature: of the first rows, and the longest that is not too long."""
+        first = (batch.weights > 0).nonzero().squeeze(1)[:BAGS]
+        features = self.run.schema.sparse
+        return {
+            feature: some_bags(key, first, features[feature].pooling != "sum", self.run.device)
+            for feature, key in zip(features, keys_of(batch.sparse, len(features)), strict=True)
+        }
+
+    def _wanted(self, bags: dict[str, Bags]) -> dict[str, torch.Tensor]:
+        """Table → int64 [R], sorted: the rows that the bags of any rank hold."""
+        starts, total = {}, 0
+        for name, table in self.run.tables.items():
+            starts[name], total = total, total + table.shape[0]
+        keys = torch.cat([b.ids + starts[self.run.schema.sparse[f].table] for f, b in bags.items()])
+        keys = _union(keys)
+        borders = torch.tensor([*starts.values(), total], device=keys.device)
+        sizes = torch.searchsorted(keys, borders).diff().tolist()
+        return {name: part - starts[name] for name, part in zip(starts, keys.split(sizes), strict=True)}
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """Table → float32 [R, dim]: the wanted rows, from the ranks that hold them."""
+        tables = self.run.tables
+        flat, blocks = _blocks(
+            [(len(self._rows[name]), table.shape[1]) for name, table in tables.items()], self.run.device
+        )
+        values = dict(zip(tables, blocks, strict=True))
+        for name, table in tables.items():
+            for shard in [] if table.weight.replicated else table.weight.local:
+                rows, here = self._rows[name], slice(shard.columns.start, shard.columns.stop)
+                low, high = _between(rows, shard.rows)
+                values[name][low:high, here] = shard.read(rows[low:high] - shard.rows.start).float()
+        dist.all_reduce(flat)
+        for name, table in tables.items():
+            if table.weight.replicated:
+                values[name].copy_(table.weight.local[0].values[self._rows[name]])
+        return values
+
+    def _gradients(self) -> Iterator[tuple[str, tuple[float, int]]]:
+        """Table → (error, rank that holds where it is largest)."""
+        device, world = self.run.device, dist.get_world_size()
+        rows = {name: every[:: max(1, -(-len(every) // ROWS))] for name, every in self._rows.items()}
+        sizes = [(len(rows[name]), table.shape[1]) for name, table in self.run.tables.items()]
+        flat, blocks = _blocks([*sizes, *sizes, *[(r,) for r, _ in sizes]], device)
+        n = len(rows)
+        expected, got, size = (dict(zip(rows, blocks[i : i + n], strict=True)) for i in (0, n, 2 * n))
+        self._define(rows, expected, size)
+        self._collect(rows, got)
+        dist.all_reduce(flat)
+        for name, table in self.run.tables.items():
+            if table.weight.replicated:
+                got[name] = self._averaged(table, rows[name], got[name] / world)
+            # Each rank's loss is W times its part of the global loss (embeddings/gradients.py).
+            error, row, column = error_of(got[name], expected[name] / world, size[name] / world)
+            holder = self._holder(table, int(rows[name][row]), column) if len(rows[name]) else 0
+            yield name, (error, holder)
+
+    def _define(
+        self, rows: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], size: dict[str, torch.Tensor]
+    ) -> None:
+        """Adds up what this rank's bags give to the gradient of rows, and the sizes of what is added up."""
+        seen, features = self.run.taps.input, self.run.schema.sparse
+        for (feature, spec), key in zip(
+            features.items(), keys_of(seen.batch.sparse, len(features)), strict=True
+        ):
+            grad_BD, table = seen.gradient.get(feature), spec.table
+            if grad_BD is None or not len(rows[table]):
+                continue
+            factors, doubt = factors_of(key.weights, key.bag, len(grad_BD), spec.pooling != "sum")
+            hits, places = found(rows[table], key.ids)
+            terms_ND = grad_BD[key.bag[hits]] * factors[hits].unsqueeze(1)
+            expected[table].index_add_(0, places, terms_ND)
+            size[table].index_add_(0, places, terms_ND.abs().amax(1) * doubt[key.bag[hits]])
+
+    def _collect(self, rows: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
+        """Adds up what has reached this rank's kernels for rows."""
+        for lookup in self.run.taps.lookups:
+            if lookup.gradient is None:
+                continue
+            columns = lookup.gradient.split(lookup.columns, dim=1)
+            places = [
+                (table.name, shard_origin(table))
+                for table in lookup.kernel.config.embedding_tables
+                for _ in table.feature_names
+            ]
+            for key, grad_BC, (table, (row, column)) in zip(
+                keys_of(lookup.ids, len(places)), columns, places, strict=True
+            ):
+                if not len(rows[table]):
+                    continue
+                hits, at = found(rows[table], key.ids + row)
+                terms_NC = grad_BC[key.bag[hits]] * key.weights[hits].unsqueeze(1)
+                got[table][:, column : column + grad_BC.shape[1]].index_add_(0, at, terms_NC)
+
+    def _averaged(self, table: Table, rows: torch.Tensor, of_kernels: torch.Tensor) -> torch.Tensor:
+        """The gradient of a data-parallel table after DistributedDataParallel; where clipping has scaled it,
+        what its kernels were given."""
+        gradient = None if table.parameter is None else table.parameter.grad
+        if gradient is None or self.run.config.train.clip_norm:
+            return of_kernels
+        return gradient[rows].float()
+
+    def _holder(self, table: Table, row: int, column: int) -> int:
+        shards = table.weight.shards
+        return next((s.rank for s in shards if row in s.rows and column in s.columns), dist.get_rank())
+
+
+def error_of(got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor) -> tuple[float, int, int]:
+    """The largest error, and its row and column.
+
+    Args:
+        got, expected: float32 [R, D]. sizes: float32 [R], of what each row was added up from.
+
+    Returns:
+        |got − expected| ÷ size, infinite where one alone is NaN; (0, 0, 0) for no rows.
+    """
+    if not got.numel():
+        return 0.0, 0, 0
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    errors = (got - expected).abs() / sizes.clamp(min=TINY).unsqueeze(1)
+    errors = errors.nan_to_num(nan=float("inf")).masked_fill(same, 0.0)
+    at = int(errors.argmax())
+    return float(errors.flatten()[at]), at // errors.shape[1], at % errors.shape[1]
+
+
+def _union(keys: torch.Tensor) -> torch.Tensor:
+    """The keys of all ranks: int64, sorted, each once; a collective."""
+    mine, world = keys.unique(), dist.get_world_size()
+    counts = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(world)]
+    dist.all_gather(counts, torch.tensor([len(mine)], device=mine.device))
+    sizes = torch.cat(counts).tolist()
+    everyone = [mine.new_empty(max(sizes)) for _ in range(world)]
+    dist.all_gather(everyone, torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))))
+    return torch.cat([part[:n] for part, n in zip(everyone, sizes, strict=True)]).unique()
+
+
+def _blocks(
+    shapes: list[tuple[int, ...]], device: torch.device
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Zeros in one flat tensor, so that one collective does for all, and blocks of it in these shapes."""
+    sizes = [prod(shape) for shape in shapes]
+    flat = torch.zeros(sum(sizes), device=device)
+    return flat, tuple(part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True))
+
+
+def _between(rows: torch.Tensor, bounds: range) -> tuple[int, int]:
+    """Where in sorted rows those within bounds begin and end."""
+    edges = torch.tensor([bounds.start, bounds.stop], device=rows.device)
+    low, high = torch.searchsorted(rows, edges).tolist()
+    return low, high

@@ -1,0 +1,80 @@
+"""replicas: what every rank has a copy of is the same on all, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+from raytrec.checks.live.outcome import Check, Outcome, Position, odd_ones, ranks
+from raytrec.checks.live.readout import read
+
+# Values that are multiplied at once: what stays in a core's cache; on a GPU enough to fill it.
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+ODD = 6364136223846793005  # Knuth's multiplier for 64 bits
+
+
+class Replicas(Check):
+    """Compares hashes of dense layers, their optimizer state, and data-parallel tables with theirs."""
+
+    name = "replicas"
+    do = (
+        "go on from the last checkpoint: raytrec train --resume RUN; if it is the same rank again, look at "
+        "its hardware; else at code that changes a parameter, or draws random numbers, on one rank alone"
+    )
+
+    def look(self, position: Position, probed: bool) -> dict[str, int]:
+        """Name → hash."""
+        names, tensors = zip(*sorted(self._copies(), key=lambda pair: pair[0]), strict=True)
+        hashes = read([fingerprint(tensor) for tensor in tensors])
+        return {name: value for name, (value,) in zip(names, hashes, strict=True)}
+
+    def judge(self, looks: list[dict[str, int]], step: int) -> Outcome:
+        problems = []
+        names = dict.fromkeys(name for look in looks for name in look)
+        for name in names:
+            if odd := odd_ones([look.get(name) for look in looks]):
+                others = "the others" if len(looks) > 2 else f"rank {1 - odd[0]}"
+                problems.append(f"{name} on {ranks(odd)} is not what it is on {others}")
+        good = f"{len(names)} tensors are the same on all ranks"
+        return self.outcome(step, problems, good, float(len(problems)), 0.0)
+
+    def _copies(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor that all ranks have a copy of, under its logical name (checkpoint/state.py)."""
+        tables = self.run.tables
+        for name, value in self.run.dense.items():
+            kind, owner, *_ = name.split("/")
+            # The count of updates of a sharded table is on the ranks that hold a part of it.
+            if kind != "tables" or tables[owner].weight.replicated:
+                yield name, value
+        for table in tables.values():
+            for kind, parts in {"weight": table.weight, **table.state}.items():
+                if parts.replicated and parts.shards[0].values is not None:
+                    yield f"tables/{table.name}/{kind}", parts.shards[0].values
+
+
+@torch.no_grad()
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A hash of a tensor's bits and their order, computed where it lies: int64 scalar.
+
+    Σ bits × random odd multiplier of the place, mod 2⁶⁴ (vector multiply-shift hashing, Dietzfelbinger 1996).
+    A single value that differs always shows, because an odd multiplier has an inverse; several do with a
+    probability of 1 − 2⁻³² or more. Values of 8 bytes count as two of 4, so that high bits cannot cancel.
+    """
+    flat = tensor.detach().reshape(-1).contiguous()
+    bits = flat.view(BITS[flat.element_size()])
+    size = CHUNK.get(tensor.device.type, CHUNK["cuda"])
+    multipliers = _multipliers(size, tensor.device)
+    total = torch.tensor(bits.numel(), dtype=torch.int64, device=tensor.device)
+    for chunk in bits.split(size):
+        total = total * ODD + (chunk * multipliers[: len(chunk)]).sum()
+    return total
+
+
+@cache
+def _multipliers(size: int, device: torch.device) -> torch.Tensor:
+    """The same on all ranks: int64 [size], odd."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator) | 1).to(device)

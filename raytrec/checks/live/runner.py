@@ -1,0 +1,123 @@
+"""Checks while training: at the start, after probed steps, and before checkpoints.
+
+    checks = LiveChecks(config, schema, state.tables, state.dense, taps, device)
+    outcomes = checks.at_start({"config": …, "versions": …})
+    taps.probing = checks.probes
+    checks.prepare(next_batch)
+    …                                         # the step
+    outcomes = checks.after_step(Position(step, batch_step, expected_rows, figures))
+    if error := verdict(outcomes, config): raise error
+
+Every rank calls the same at the same place and gets the same outcomes, because what ranks have seen is
+exchanged (once for all checks) before any of them judges it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raytrec.checks.live.alike import Alike
+from raytrec.checks.live.conservation import Conservation
+from raytrec.checks.live.finite import Finite
+from raytrec.checks.live.numbers import Numbers
+from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, Check, Outcome, Position, Watched
+from raytrec.checks.live.probe import Parity
+from raytrec.checks.live.replicas import Replicas
+from raytrec.checks.live.shards import Shards
+from raytrec.common.errors import RunError
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.data.batch import Batch
+from raytrec.embeddings.tables import Table
+from raytrec.embeddings.taps import Taps
+
+CHECKS: tuple[type[Check], ...] = (Alike, Shards, Replicas, Parity, Conservation, Finite, Numbers)
+
+
+class LiveChecks:
+    """The checks of a run that are not off; making it is a collective, and so is every method.
+
+    Args:
+        tables, dense: of checkpoint.state.LogicalState; live values.
+        taps: of the model.
+        device: of this rank.
+        parameters: the dense layers' parameters by name, so that `numbers` sees their gradients, too.
+        unbounded: of LogicalState.
+
+    Attributes:
+        probes: whether a check needs the step before `after_step` to be probed.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        schema: Schema,
+        tables: dict[str, Table],
+        dense: dict[str, torch.Tensor],
+        taps: Taps,
+        device: torch.device,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        unbounded: frozenset[str] = frozenset(),
+    ):
+        run = Watched(config, schema, tables, dense, taps, device, parameters or {}, unbounded)
+        self._checks = [check(run) for check in CHECKS if getattr(config.checks, check.name) != "off"]
+        self.probes = any(check.probes for check in self._checks)
+        # Looks are exchanged as objects, which the GPUs' backend cannot do by itself.
+        self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def at_start(self, about: Mapping[str, Any], step: int = 0) -> list[Outcome]:
+        """Before the first step.
+
+        Args:
+            about: what must be alike on all ranks, name → plain value.
+            step: steps trained before, of a run that goes on.
+        """
+        return self._pass(START, Position(step, about=about))
+
+    def prepare(self, batch: Batch) -> None:
+        """Before a probed step.
+
+        Args:
+            batch: this rank's part of that step's batch, in CPU memory.
+        """
+        for check in self._checks:
+            check.prepare(batch)
+
+    def after_step(self, position: Position) -> list[Outcome]:
+        """After a step that `prepare` came before."""
+        return self._pass(STEP, position)
+
+    def at_checkpoint(self, position: Position) -> list[Outcome]:
+        """Before a checkpoint is written, so that a broken state does not take the place of a whole one."""
+        return self._pass(CHECKPOINT, position)
+
+    def _pass(self, moment: str, position: Position) -> list[Outcome]:
+        checks = [check for check in self._checks if moment in check.moments]
+        if not checks:
+            return []
+        mine = position.step, [check.look(position, moment == STEP) for check in checks]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        step = everyone[0][0]
+        return [check.judge([looks[i] for _, looks in everyone], step) for i, check in enumerate(checks)]
+
+
+def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
+    """The error that ends the run where a failed check is set to stop it; None to go on."""
+    bad = [o for o in outcomes if not o.passed and getattr(config.checks, o.check) == "stop"]
+    if not bad:
+        return None
+    names = list(dict.fromkeys(o.check for o in bad))
+    do = next(check.do for check in CHECKS if check.name == names[0])
+    do = do.replace("RUN", config.run.dir or "RUN").replace("LOWER", f"{config.optim.embeddings.lr / 10:g}")
+    return RunError(
+        f"a check failed: {'. '.join(o.text for o in bad)}",
+        where=f"step {bad[0].step}, {' and '.join(names)}",
+        expected="all ranks together compute what one process would",
+        do=f"{do}. checks.{names[0]}=warn goes on regardless",
+    )

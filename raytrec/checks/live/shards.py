@@ -1,0 +1,98 @@
+"""shards: every value of every table, and of the state beside it, lies on one rank (or whole on each)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch.distributed as dist
+
+from raytrec.checks.live.outcome import Check, Outcome, Position, odd_ones, ranks
+from raytrec.embeddings.tables import Parts, Shard
+
+Look = dict[str, tuple[str, list[str]]]
+
+
+class Shards(Check):
+    """Compares where ranks believe shards to be, and each shard with the tensor that is there.
+
+    That ids also reach the rank of their row is what the parity check shows.
+    """
+
+    name = "shards"
+    do = (
+        "go on from the last checkpoint: raytrec train --resume RUN; if it comes back, look at plan.tables "
+        "and at the version of torchrec"
+    )
+
+    def look(self, position: Position, probed: bool) -> Look:
+        """Weights or state → (a hash of where this rank believes all shards to be, what is wrong here)."""
+        found = {}
+        for table in self.run.tables.values():
+            for kind, parts in {"weight": table.weight, **table.state}.items():
+                found[f"{table.name}'s {kind}"] = _digest(parts), [*_gaps(parts), *_misfits(parts)]
+        return found
+
+    def judge(self, looks: list[Look], step: int) -> Outcome:
+        problems = []
+        names = dict.fromkeys(name for look in looks for name in look)
+        for name in names:
+            seen = [look.get(name, ("", ["it does not know of it"])) for look in looks]
+            if odd := odd_ones([digest for digest, _ in seen]):
+                problems.append(f"table {name}: {ranks(odd)} has another map of its shards than the others")
+            wrong = dict.fromkeys(text for _, texts in seen for text in texts)
+            for text in wrong:
+                where = [rank for rank, (_, texts) in enumerate(seen) if text in texts]
+                problems.append(f"table {name}: {text} (says {ranks(where)})")
+        good = f"every row of {len(self.run.tables)} tables, and its state, is there once"
+        return self.outcome(step, problems, good, float(len(problems)), 0.0)
+
+
+def _digest(parts: Parts) -> str:
+    where = [
+        (-1 if parts.replicated else s.rank, s.rows.start, s.rows.stop, s.columns.start, s.columns.stop)
+        for s in parts.shards
+    ]
+    text = f"{parts.shape} {parts.dtype} {parts.replicated} {sorted(where)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _gaps(parts: Parts) -> Iterator[str]:
+    """Values that no shard has, or several, on the grid into which all borders of shards cut the table."""
+    width = parts.shape[1] if len(parts.shape) == 2 else 1
+    boxes = [(s.rows, s.columns if len(parts.shape) == 2 else range(1)) for s in parts.shards]
+    rows = sorted({0, parts.shape[0], *(e for r, _ in boxes for e in (r.start, r.stop))})
+    columns = sorted({0, width, *(e for _, c in boxes for e in (c.start, c.stop))})
+    at_row, at_column = ({edge: i for i, edge in enumerate(edges)} for edges in (rows, columns))
+    count = np.zeros((len(rows) - 1, len(columns) - 1), dtype=np.int64)
+    for r, c in boxes:
+        count[at_row[r.start] : at_row[r.stop], at_column[c.start] : at_column[c.stop]] += 1
+    inside = np.zeros_like(count)
+    inside[at_row[0] : at_row[parts.shape[0]], at_column[0] : at_column[width]] = 1
+    for row, column in np.argwhere(count != inside)[:2]:
+        what = "lie outside the table" if not inside[row, column] else f"are in {count[row, column]} shards"
+        box = f"rows {rows[row]:,} to {rows[row + 1] - 1:,}"
+        if len(columns) > 2:
+            box += f", columns {columns[column]} to {columns[column + 1] - 1},"
+        yield f"{box} {what}"
+
+
+def _misfits(parts: Parts) -> Iterator[str]:
+    """Shards of this rank whose tensor is missing, or of another size or dtype."""
+    me = dist.get_rank()
+    for shard in parts.shards:
+        if shard.rank != me or not len(shard.rows):
+            continue
+        expected = (len(shard.rows), len(shard.columns))[: len(parts.shape)]
+        if shard.values is None:
+            yield f"the {_box(shard)} should be here and are not"
+        elif tuple(shard.values.shape) != expected or shard.values.dtype != parts.dtype:
+            yield (
+                f"the {_box(shard)} are a tensor {tuple(shard.values.shape)} of {shard.values.dtype}, "
+                f"not {expected} of {parts.dtype}"
+            )
+
+
+def _box(shard: Shard) -> str:
+    return f"rows from {shard.rows.start:,} and columns from {shard.columns.start}"

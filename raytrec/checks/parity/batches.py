@@ -1,0 +1,85 @@
+"""Random global batches that try every corner, and each rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+from torch.nn.functional import pad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.checks.parity.reference import GlobalBatch, age
+from raytrec.config.schema import Schema
+from raytrec.config.sequences import looked_up
+from raytrec.data.batch import Batch
+
+
+def random_batches(schema: Schema, rows: int, count: int, seed: int) -> list[GlobalBatch]:
+    """`count` batches of `rows` rows: bags of 0 to 4 ids with repetitions, first and last ids of every table
+    among them, weights in (0, 2) where the schema has any."""
+    g = torch.Generator().manual_seed(seed)
+    out = []
+    for _ in range(count):
+        bags = {}
+        for feature, spec in schema.sparse.items():
+            lengths = torch.randint(0, 5, (rows,), generator=g)
+            ids = torch.randint(0, schema.tables[spec.table].rows, (int(lengths.sum()),), generator=g)
+            ids[:1], ids[1:2] = schema.tables[spec.table].rows - 1, 0
+            weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
+            bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
+        dense = torch.randn(rows, len(schema.dense), generator=g)
+        out.append(GlobalBatch(dense, torch.randint(0, 2, (rows,), generator=g).float(), bags))
+    return out
+
+
+def cuts(rows: int, world: int, balance: str) -> list[int]:
+    """Where a global batch is cut: rank r has rows [cuts[r], cuts[r + 1]).
+
+    Args:
+        balance: equal (as far as it divides), unequal (rank r has r + 1 shares), or empty (rank 0 has none).
+    """
+    shares = {
+        "equal": [1] * world,
+        "unequal": list(range(1, world + 1)),
+        "empty": [0] + [1] * (world - 1) if world > 1 else [1],
+    }[balance]
+    return [rows * sum(shares[:r]) // sum(shares) for r in range(world + 1)]
+
+
+def local_batch(
+    batch: GlobalBatch, schema: Schema, bounds: list[int], rank: int, by_id: Mapping[str, int] | None = None
+) -> Batch:
+    """One rank's part as training reads it: padded with empty rows of weight 0 to the largest part.
+
+    Args:
+        by_id: sequences that the model reads id by id; see raytrec/config/sequences.py.
+    """
+    longest = max(b - a for a, b in pairwise(bounds))
+    part = batch[bounds[rank] : bounds[rank + 1]]
+    padding = longest - len(part)
+    by_id = by_id or {}
+    bags = [bag for f in schema.sparse for bag in _looked_up(part.bags[f], by_id.get(f))]
+    lengths = [torch.bincount(bag, minlength=longest) for _, bag, _ in bags]
+    weights = torch.cat([weights for _, _, weights in bags]) if schema.has_weights else None
+    return Batch(
+        pad(part.dense, (0, 0, 0, padding)),
+        KeyedJaggedTensor(
+            list(looked_up(schema, by_id).sparse),
+            torch.cat([ids for ids, _, _ in bags]),
+            weights,
+            lengths=torch.cat(lengths).int(),
+            length_per_key=[len(ids) for ids, _, _ in bags],
+        ),
+        pad(part.labels, (0, padding)).unsqueeze(1),
+        torch.cat([torch.ones(len(part)), torch.zeros(padding)]),
+        len(batch),
+    )
+
+
+def _looked_up(bags: tuple[torch.Tensor, ...], count: int | None) -> list[tuple[torch.Tensor, ...]]:
+    """(ids, bag of each, weights) of each key that a feature is looked up by."""
+    if count is None:
+        return [bags]
+    back = age(bags[1])
+    return [tuple(part[back == place] for part in bags) for place in range(count)]

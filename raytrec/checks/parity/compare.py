@@ -1,0 +1,218 @@
+"""Parity: what the sharded run computes against what one process computes (reference.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from math import inf, isfinite, isnan
+
+import torch
+import torch.distributed as dist
+
+from raytrec.checks.parity import reference
+from raytrec.checks.parity.batches import cuts, random_batches
+from raytrec.checks.parity.reference import GlobalBatch, Reference
+from raytrec.checks.parity.sharded import Sharded
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.config.sections import Schedule
+from raytrec.models.inputs import Sequence
+
+# Largest error allowed, as a share of the largest value of the tensor. Tables in fp16 are held to one
+# rounding of 11 bits, to either neighbour, in each step: see _steps.
+LIMITS = {
+    "fp32": {"forward": 1e-6, "gradient": 1e-5, "weights": 1e-4, "state": 1e-4},
+    "fp16": {"forward": 1e-6, "gradient": 1e-3, "weights": 1e-3, "state": 1e-4},
+}
+# The gradient is read off an SGD step. With a large power of two as learning rate, the step swamps the weight
+# that it is taken from, so that no digit of the gradient is lost, and dividing by it is exact. Gradients of
+# dense layers may be small beside their weights (1e-7 beside 0.1 in an attention over untrained embeddings):
+# their rate is larger. Tables may be fp16, which ends at 65504.
+GRADIENT_LR = 2.0**10
+DENSE_GRADIENT_LR = 2.0**20
+CANDIDATES = 8  # batches of which each step takes the one that stays farthest from any ReLU's kink
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison.
+
+    Attributes:
+        check: forward, gradient, weights or state.
+        name: the feature, table or dense parameter.
+        error: max |sharded − reference| ÷ max |reference| (where more, for weights that of the start; for
+            gradients that of one row).
+        absolute: max |sharded − reference|.
+        limit: the largest error that passes.
+    """
+
+    check: str
+    name: str
+    error: float
+    absolute: float
+    limit: float
+
+    def record(self) -> dict:
+        """As plain values that JSON can hold: what is not a finite number is None, and has not passed."""
+        values = asdict(self) | {"passed": self.error <= self.limit}
+        return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+
+
+def compare(
+    build: Callable,
+    config: RunConfig,
+    schema: Schema,
+    device: torch.device,
+    *,
+    rows: int = 24,
+    steps: int = 20,
+    balance: str = "unequal",
+    seed: int = 0,
+) -> list[Finding]:
+    """Runs forward, a gradient and `steps` steps of a configuration, sharded and alone; a collective.
+
+    Args:
+        build: train.build.build_step.
+        config: its plan, optimizers, clipping, micro-batches and loss are what is checked, in fp32
+            whatever train.matmul says: a lower precision would hide what is looked for.
+        schema: tables small enough for one process.
+        rows: of a global batch. balance: see `batches.cuts`.
+
+    Returns:
+        On rank 0, one Finding for each feature, table and dense parameter; empty on the others.
+    """
+    config = config.model_copy(deep=True)
+    config.train.matmul = "fp32"
+    bounds = cuts(rows, dist.get_world_size(), balance)
+    choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step) for step in range(steps)]
+    return _gradient(build, config, schema, device, choices[0], bounds) + _steps(
+        build, config, schema, device, choices, bounds
+    )
+
+
+def _clear_of_kinks(one: Reference | None, choices: list[GlobalBatch]) -> GlobalBatch:
+    """The batch at which the reference's gradient is best defined; a collective."""
+    best = [0]
+    if one:
+        best[0] = max(range(len(choices)), key=lambda i: reference.kink_margin(one, choices[i]))
+    dist.broadcast_object_list(best)
+    return choices[best[0]]
+
+
+def _gradient(
+    build, config: RunConfig, schema: Schema, device, choices: list[GlobalBatch], bounds
+) -> list[Finding]:
+    """Pooled embeddings and the gradient of one batch, without clipping."""
+    config = config.model_copy(deep=True)
+    config.optim.embeddings.name = config.optim.dense.name = "sgd"
+    config.optim.embeddings.lr, config.optim.dense.lr = GRADIENT_LR, DENSE_GRADIENT_LR
+    config.optim.dense.weight_decay, config.train.clip_norm = 0.0, None
+    config.optim.schedule = Schedule()
+    run = Sharded(build, config, schema, device, bounds)
+    before, one = run.weights(), run.reference()
+    batch = _clear_of_kinks(one, choices)
+    pooled = run.pooled(batch)  # before the pipeline takes the model over
+    run.train([batch])
+    after = run.weights()
+    if dist.get_rank():
+        return []
+    found = []
+    for feature, expected in one.pooled(batch).items():
+        vectors = expected.vectors if isinstance(expected, Sequence) else expected
+        table = schema.sparse[feature].table
+        found.append(_finding(run, "forward", feature, pooled[feature], vectors.detach(), table))
+    settings = {"reduction": config.train.loss, "micro_batches": config.train.micro_batches}
+    parameters = run.named(one)
+    sizes = reference.largest_of_a_row(one, batch, list(parameters.values()), config.train.loss)
+    reference.train(one, [batch], [], **settings)
+    for (name, parameter), size in zip(parameters.items(), sizes, strict=True):
+        rate = GRADIENT_LR if name in run.dtypes else DENSE_GRADIENT_LR
+        gradient = (before[name].float() - after[name].float()) / rate
+        found.append(_finding(run, "gradient", name, gradient, parameter.grad, name, size))
+    return found
+
+
+def _steps(
+    build, config: RunConfig, schema: Schema, device, choices: list[list[GlobalBatch]], bounds
+) -> list[Finding]:
+    """Weights and optimizer state after all steps, with the configuration's own optimizers.
+
+    Where a table is fp16, the reference takes over the sharded run's weights after every step, and
+    the worst step counts: two right runs whose gradients differ in the last bit round a weight to different
+    neighbours, and later steps multiply that.
+    """
+    run = Sharded(build, config, schema, device, bounds)
+    start, one = run.weights(), run.reference()
+    optimizers = _optimizers(run, one) if one else {}
+    rates = [(group, group["lr"]) for each in optimizers.values() for group in each.param_groups]
+    t = config.train
+    settings = {"reduction": t.loss, "clip_norm": t.clip_norm, "micro_batches": t.micro_batches}
+    every_step = set(run.dtypes.values()) != {"fp32"}
+    worst: dict[tuple[str, str], Finding] = {}
+    ahead = []  # batches that the reference alone has trained
+    for number, of_step in enumerate(choices, start=1):
+        ahead.append(_clear_of_kinks(one, of_step))
+        for group, rate in rates:
+            group["lr"] = rate * config.optim.schedule.factor(number - 1)
+        if one:
+            reference.train(one, ahead[-1:], list(optimizers.values()), **settings)
+        if not every_step and number < len(choices):
+            continue
+        run.train(ahead)
+        ahead = []
+        weights, state = run.weights(), run.state()
+        if one:
+            for found in _compared(run, one, optimizers, start, weights, state):
+                key = found.check, found.name
+                worst[key] = max(worst.get(key, found), found, key=_size)
+            run.hand_over(one)
+    return list(worst.values())
+
+
+def _size(finding: Finding) -> float:
+    return inf if isnan(finding.error) else finding.error
+
+
+def _optimizers(run: Sharded, one: Reference) -> dict[str, torch.optim.Optimizer]:
+    """The reference's optimizer of each table, and of the dense parameters under ''."""
+    e, d = run.config.optim.embeddings, run.config.optim.dense
+    of_table = {
+        name: reference.optimizer(_update_of(e.name, kernel), [one.tables[name]], e.lr, e.eps)
+        for name, kernel in run.kernels.items()
+    }
+    return of_table | {"": reference.optimizer(d.name, one.model.parameters(), d.lr, d.eps, d.weight_decay)}
+
+
+def _compared(run: Sharded, one: Reference, optimizers, start, weights, state) -> Iterator[Finding]:
+    for name, parameter in run.named(one).items():
+        # A lone bias may end beside 0: what it started from gives its size, too.
+        size = float(start[name].abs().max())
+        yield _finding(run, "weights", name, weights[name], parameter.detach(), name, size)
+    for table, kinds in state.items():
+        expected = optimizers[table].state[one.tables[table]]
+        for kind, values in kinds.items():
+            yield _finding(run, "state", f"{table}.{kind}", values, expected[kind], table)
+
+
+def _update_of(optimizer: str, kernel: str) -> str:
+    """Adam in backward touches the rows of the batch alone; a dense update moves every row."""
+    return "touched_rows_adam" if optimizer == "adam" and kernel != "dense" else optimizer
+
+
+def _finding(
+    run: Sharded,
+    check: str,
+    name: str,
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    owner: str,
+    size: float = 0.0,
+) -> Finding:
+    """Args: owner: the table (or else dense layer) it belongs to. size: what its values are seen against,
+    if they are smaller."""
+    coarsest = "fp16" if "fp16" in run.dtypes.values() else "fp32"
+    # One table's rounding reaches every gradient; its own embeddings are all that it touches in forward.
+    dtype = run.dtypes.get(owner, coarsest) if check == "forward" else coarsest
+    absolute = float((got.double() - expected.double()).abs().max()) if got.numel() else 0.0
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    return Finding(check, name, absolute / max(largest, size, 1e-30), absolute, LIMITS[dtype][check])

@@ -1,0 +1,239 @@
+"""What one process computes: the definition that every sharded run is held to, in plain torch.
+
+Nothing of torchrec, fbgemm or raytrec's own embeddings is used here. Pooling is written from its formula,
+tables are ordinary parameters, optimizers are torch.optim's (what torch lacks is written here from its
+definition), and accumulation and clipping are those of a plain training loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from raytrec.config.schema import Schema
+from raytrec.models.inputs import Sequence
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """A whole batch in plain tensors.
+
+    Attributes:
+        dense: float32 [B, n]. labels: float32 [B].
+        bags: feature → (ids int64 [N], bag of each id int64 [N], weights float32 [N]).
+    """
+
+    dense: torch.Tensor
+    labels: torch.Tensor
+    bags: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: slice) -> GlobalBatch:
+        start, stop, _ = rows.indices(len(self))
+        bags = {}
+        for feature, (ids, bag, weights) in self.bags.items():
+            mine = (bag >= start) & (bag < stop)
+            bags[feature] = ids[mine], bag[mine] - start, weights[mine]
+        return GlobalBatch(self.dense[rows], self.labels[rows], bags)
+
+
+class Reference(nn.Module):
+    """Tables and a dense model on one process.
+
+    Args:
+        schema: features, their pooling and their tables.
+        tables: table → [rows, dim], copied.
+        model: forward(dense, pooled) → logits [B]; used as it is.
+        by_id: sequences that the model reads id by id → the most ids, the last of a bag being the first.
+
+    A table given in fp16 is computed in fp32 and rounded to the nearest of its own dtype by
+    `round_tables`, which `train` calls after every step.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        tables: dict[str, torch.Tensor],
+        model: nn.Module,
+        by_id: Mapping[str, int] | None = None,
+    ):
+        super().__init__()
+        self.schema, self.by_id = schema, by_id or {}
+        self.weights = nn.ParameterList([nn.Parameter(w.float().clone()) for w in tables.values()])
+        self.dtypes = {name: w.dtype for name, w in tables.items()}
+        self.tables = dict(zip(tables, self.weights, strict=True))
+        self.model = model
+
+    def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor | Sequence]:
+        """feature → float32 [B, dim]: Σ wᵢ·eᵢ, for means ÷ Σ wᵢ; 0 for empty bags and where Σ wᵢ is 0. Of
+        sequences that are read id by id the wᵢ·eᵢ themselves."""
+        out = {}
+        for feature, spec in self.schema.sparse.items():
+            ids, bag, weights = batch.bags[feature]
+            vectors = self.tables[spec.table][ids].float() * weights.unsqueeze(1)
+            if feature in self.by_id:
+                out[feature] = self._sequence(vectors, bag, len(batch), self.by_id[feature])
+                continue
+            sums = vectors.new_zeros(len(batch), vectors.shape[1]).index_add(0, bag, vectors)
+            if spec.pooling != "sum":
+                totals = weights.new_zeros(len(batch)).index_add(0, bag, weights)
+                sums = sums / totals.masked_fill(totals == 0, 1).unsqueeze(1)
+            out[feature] = sums
+        return out
+
+    def _sequence(self, vectors: torch.Tensor, bag: torch.Tensor, rows: int, length: int) -> Sequence:
+        back = age(bag)
+        kept = back < length
+        places = bag[kept], back[kept]
+        whole = vectors.new_zeros(rows, length, vectors.shape[1]).index_put(places, vectors[kept])
+        present = torch.zeros(rows, length, dtype=torch.bool, device=bag.device).index_put(
+            places, torch.ones_like(places[0], dtype=torch.bool)
+        )
+        return Sequence(whole, present)
+
+    @torch.no_grad()
+    def round_tables(self) -> None:
+        for name, weight in self.tables.items():
+            weight.copy_(weight.to(self.dtypes[name]))
+
+    def forward(self, batch: GlobalBatch) -> torch.Tensor:
+        return self.model(batch.dense, self.pooled(batch))
+
+
+def age(bag: torch.Tensor) -> torch.Tensor:
+    """Of each id, how many of its bag come after it: int64 [N]."""
+    ends = torch.bincount(bag).cumsum(0)
+    return ends[bag] - 1 - torch.arange(len(bag), device=bag.device)
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one second moment a row: the mean of the row's squared gradients, added up over steps
+    (FBGEMM's EXACT_ROWWISE_ADAGRAD)."""
+
+    def __init__(self, params, lr: float, eps: float):
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                total = self.state[p].setdefault("sum", torch.zeros(len(p), device=p.device))
+                total += p.grad.float().square().mean(1)
+                p -= group["lr"] * p.grad / (total.sqrt() + group["eps"]).unsqueeze(1)
+
+
+class TouchedRowsAdam(torch.optim.Optimizer):
+    """Adam that leaves rows without a gradient, and their moments, as they are; bias correction counts all
+    steps (what FBGEMM's fused Adam does, and torch.optim.SparseAdam but for the place of eps)."""
+
+    def __init__(self, params, lr: float, eps: float):
+        super().__init__(params, {"lr": lr, "eps": eps, "betas": (0.9, 0.999)})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            one, two = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                step = state["step"] = state.get("step", 0) + 1
+                m = state.setdefault("exp_avg", torch.zeros_like(p))
+                v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+                rows = p.grad.abs().sum(1) > 0
+                m[rows] += (1 - one) * (p.grad[rows] - m[rows])
+                v[rows] += (1 - two) * (p.grad[rows].square() - v[rows])
+                root = (v[rows] / (1 - two**step)).sqrt() + group["eps"]
+                p[rows] -= group["lr"] * m[rows] / (1 - one**step) / root
+
+
+def optimizer(name: str, params, lr: float, eps: float = 1e-8, weight_decay: float = 0.0):
+    """sgd, adagrad, adam, rowwise_adagrad or touched_rows_adam over these parameters."""
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
+    if name in ("rowwise_adagrad", "touched_rows_adam"):
+        return {"rowwise_adagrad": RowWiseAdagrad, "touched_rows_adam": TouchedRowsAdam}[name](
+            params, lr, eps
+        )
+    classes = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
+    return classes[name](params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+def train(
+    reference: Reference,
+    batches: Iterator[GlobalBatch],
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    reduction: str = "mean",
+    clip_norm: float | None = None,
+    micro_batches: int = 1,
+) -> list[torch.Tensor]:
+    """Trains on whole batches, as a plain loop would; the logits of each batch.
+
+    Args:
+        reduction: of the loss over the batch: mean or sum.
+        clip_norm: torch.nn.utils.clip_grad_norm_ over all parameters.
+        micro_batches: gradients are accumulated over this many pieces of a batch.
+    """
+    out = []
+    for batch in batches:
+        reference.zero_grad()
+        size, logits = -(-len(batch) // micro_batches), []
+        for start in range(0, len(batch), size):
+            piece = batch[start : start + size]
+            logits.append(reference(piece))
+            _loss(logits[-1], piece, len(batch), reduction).backward()
+        for p in reference.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if clip_norm:
+            nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+        for each in optimizers:
+            each.step()
+        reference.round_tables()
+        out.append(torch.cat(logits).detach())
+    return out
+
+
+@torch.no_grad()
+def kink_margin(reference: Reference, batch: GlobalBatch) -> float:
+    """How near the input of any nn.ReLU comes to 0, as a share of the largest input; inf without a ReLU.
+
+    At 0 the gradient has two values, and rounding chooses.
+    """
+    margins = [float("inf")]
+
+    def look(_, inputs: tuple) -> None:
+        sizes = inputs[0].abs()
+        margins.append(float(sizes.min() / sizes.max().clamp(min=1e-30)))
+
+    hooks = [m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, nn.ReLU)]
+    reference(batch)
+    for hook in hooks:
+        hook.remove()
+    return min(margins)
+
+
+def largest_of_a_row(
+    reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter], reduction: str
+) -> list[float]:
+    """For each parameter, the largest value in what any one row gives to its gradient.
+
+    Rows may cancel in the sum, but not their rounding: this is the size that an error must be seen against.
+    """
+    largest = [0.0] * len(parameters)
+    for row in range(len(batch)):
+        piece = batch[row : row + 1]
+        loss = _loss(reference(piece), piece, len(batch), reduction)
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        sizes = [0.0 if g is None else float(g.abs().max()) for g in grads]
+        largest = [max(pair) for pair in zip(largest, sizes, strict=True)]
+    return largest
+
+
+def _loss(logits: torch.Tensor, piece: GlobalBatch, rows: int, reduction: str) -> torch.Tensor:
+    """A piece's part of the loss of a global batch of `rows` rows."""
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, piece.labels, reduction="sum")
+    return loss / (rows if reduction == "mean" else 1)

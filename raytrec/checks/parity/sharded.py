@@ -1,0 +1,118 @@
+"""A sharded model seen from outside: whole tensors on rank 0, and the reference that starts like it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from raytrec.checks.parity.batches import local_batch
+from raytrec.checks.parity.reference import GlobalBatch, Reference
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.config.sequences import positions, read_by_id
+from raytrec.data.batch import Batch
+from raytrec.embeddings.planner.constraints import pins
+from raytrec.embeddings.tables import tables
+from raytrec.models import build_model
+
+
+class Sharded:
+    """One sharded model; every method is a collective, unless it says otherwise.
+
+    Args:
+        build: train.build.build_step.
+        bounds: where each rank's rows of a global batch begin and end (batches.cuts).
+    """
+
+    def __init__(
+        self, build: Callable, config: RunConfig, schema: Schema, device: torch.device, bounds: list[int]
+    ):
+        self.config, self.schema, self.device, self.bounds = config, schema, device, bounds
+        self.dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
+        self.by_id = read_by_id(schema, config.model)
+        self.step, _ = build(config, schema, device)
+        _without_dropout(self.step.model)
+        self.kernels = {name: table.kernel for name, table in tables(self.step.model).items()}
+
+    def train(self, batches: list[GlobalBatch]) -> None:
+        local = [self._local(b) for b in batches]
+        for _ in self.step.train(iter(local), len(local)):
+            pass
+
+    @torch.no_grad()
+    def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor]:
+        """Pooled embeddings of the whole batch on rank 0."""
+        rank = dist.get_rank()
+        local = self._local(batch).to(self.device)
+        out = self.step.model.module.embeddings(local.sparse)
+        for feature, length in self.by_id.items():
+            out[feature] = torch.stack([out.pop(key) for key in positions(feature, length)], dim=1)
+        mine = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
+        parts: list | None = [None] * dist.get_world_size() if rank == 0 else None
+        dist.gather_object(mine, parts)
+        return {f: torch.cat([part[f] for part in parts]) for f in mine} if parts else {}
+
+    def _local(self, batch: GlobalBatch) -> Batch:
+        return local_batch(batch, self.schema, self.bounds, dist.get_rank(), self.by_id)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Every table and dense parameter, whole, on rank 0 (other ranks: only what they hold a copy of)."""
+        model = self.step.model.module.head.model
+        whole = {name: _farthest(p.detach()).cpu() for name, p in model.named_parameters()}
+        for table in tables(self.step.model).values():
+            if table.weight.replicated:
+                whole[table.name] = _farthest(table.weight.local[0].values).cpu()
+            else:
+                values = table.weight.dense(first_only=True)
+                whole[table.name] = values if values is None else values.cpu()
+        self._read = whole
+        return whole
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Optimizer state of every table, whole, on rank 0."""
+        out: dict[str, dict[str, torch.Tensor]] = {}
+        for table in tables(self.step.model, self.step.optimizer).values():
+            for kind, parts in sorted(table.state.items()):
+                values = parts.dense(first_only=True)
+                out.setdefault(table.name, {})[kind] = values if values is None else values.cpu()
+        return out
+
+    def reference(self) -> Reference | None:
+        """One process's model with the weights that `weights` has just read, on rank 0."""
+        if dist.get_rank():
+            return None
+        model = build_model(self.schema, copy.deepcopy(self.config.model))
+        _without_dropout(model)
+        tables = {t: self._read[t] for t in self.schema.tables}
+        one = Reference(self.schema, tables, model.train(), self.by_id)
+        self.hand_over(one)
+        return one
+
+    @torch.no_grad()
+    def hand_over(self, one: Reference) -> None:
+        """Gives the reference the weights that `weights` has just read."""
+        for name, parameter in self.named(one).items():
+            parameter.copy_(self._read[name])
+
+    def named(self, one: Reference) -> dict[str, torch.nn.Parameter]:
+        """The reference's parameters under the names of `weights`."""
+        return one.tables | dict(one.model.named_parameters())
+
+
+def _without_dropout(model: torch.nn.Module) -> None:
+    """Masks are drawn by each rank for itself."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+
+
+def _farthest(replica: torch.Tensor) -> torch.Tensor:
+    """Of a tensor that every rank has a copy of, each value from the copy that is farthest from this rank's:
+    the same values where all agree."""
+    high, low = replica.clone(), replica.clone()
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    return torch.where(high - replica > replica - low, high, low)

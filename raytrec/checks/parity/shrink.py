@@ -1,0 +1,38 @@
+"""A configuration with its real plan on tables that fit one process."""
+
+from __future__ import annotations
+
+from torchrec.distributed.types import ShardingPlan
+
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.config.sections import TablePlan
+from raytrec.embeddings.planner.constraints import pins
+from raytrec.embeddings.planner.plan import describe
+
+ROWS = 199  # of a shrunk table: a prime, so that no number of ranks divides it
+# Adam and Adagrad divide by the root of the second moment. Where a first gradient is nothing but the rounding
+# of larger terms that cancel, about 1e-9, they step by rounding ÷ eps; a larger eps makes nothing of that.
+EPS = 1e-6
+
+
+def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunConfig, Schema]:
+    """The same features, dims, dtypes, ways of sharding, ranks and kernels; at most 199 rows a table, and an
+    eps of at least 1e-6."""
+    config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
+    dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
+    for table in schema.tables.values():
+        table.rows = min(table.rows, ROWS)
+    for optim in (config.optim.embeddings, config.optim.dense):
+        optim.eps = max(optim.eps, EPS)
+    config.plan.together = []
+    config.plan.tables = {
+        entry["table"]: TablePlan(
+            sharding=entry["sharding"],
+            ranks=None if entry["sharding"] in ("row_wise", "data_parallel") else entry["ranks"],
+            kernel=entry["kernel"],
+            dtype=dtypes[entry["table"]],
+        )
+        for entry in describe(plan)
+    }
+    return config, schema

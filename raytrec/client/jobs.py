@@ -1,0 +1,227 @@
+"""Ray's Job API: a run as a job of a cluster, which outlives whoever submitted it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any, TypeVar
+
+from raytrec.client.package import config_name, packed
+from raytrec.cluster.ray_version import check_ray
+from raytrec.cluster.token import token_source, use_token
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.redaction import hide
+from raytrec.config.run_config import RunConfig, load_config
+
+DEFAULT = "http://127.0.0.1:8265"
+ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which Ray's client takes before what it is given
+YOUNG_S = 60.0  # within which a cluster that answers must be ready for jobs
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+T = TypeVar("T")
+
+
+class Jobs:
+    """Jobs of a cluster.
+
+    Args:
+        address: http(s)://HOST:PORT of the dashboard; default: RAY_API_SERVER_ADDRESS, else this machine's.
+
+    Raises:
+        ConfigError: no such address. RunError: the cluster cannot be reached, refuses the token, or runs
+            another Ray.
+    """
+
+    def __init__(self, address: str | None = None):
+        self.address = (address or os.environ.get(ADDRESSES[0]) or DEFAULT).rstrip("/")
+        if not self.address.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"'{self.address}' is not the address of a job API",
+                where="--address",
+                expected=f"http://HOST:PORT of the cluster's dashboard, such as {DEFAULT}",
+            )
+        use_token()
+        self._client = self._asked(self._connect)
+        check_ray(self._client._server_ray_version, where=self.address)  # which it has asked for (ray 2.60.0)
+
+    def submit(
+        self,
+        source: str | Path | dict | RunConfig,
+        overrides: list[str] | None = None,
+        include: list[str | Path] | tuple = (),
+        root: str | None = None,
+    ) -> str:
+        """Submits a run; the id of its job.
+
+        The same submission again goes on with the run, if that was interrupted.
+
+        Args:
+            source: a config file, its values, or a RunConfig; paths in it are those of the cluster.
+            overrides: `section.key=value` strings.
+            include: further files and folders that the job needs.
+            root: folder on the cluster for relative paths; default: the cluster's RAYTREC_ROOT.
+        """
+        name = config_name(source)
+        patience = load_config(source, overrides).scaling.stop_s + 30
+        environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(patience))}
+        environment |= {"RAYTREC_ROOT": root} if root else {}
+        with packed(source, overrides, include) as folder:
+            return self.start(
+                f"python -m raytrec train {shlex.quote(name)} --continue",
+                {"working_dir": str(folder), "env_vars": environment},
+                Path(name).stem,
+            )
+
+    def start(self, command: str, runtime_env: dict[str, Any], name: str) -> str:
+        """Starts a command as a job; its id begins with `name`."""
+        _check_shown(command, runtime_env)
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # it becomes part of addresses
+        job = f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        deadline = time.monotonic() + YOUNG_S
+        while True:
+            try:
+                return self._asked(
+                    lambda: self._client.submit_job(
+                        entrypoint=command, submission_id=job, runtime_env=runtime_env
+                    )
+                )
+            except RunError as error:  # the cluster has only just been started
+                if "No available agent" not in error.what or time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+
+    def newest(self) -> str:
+        """The job that was submitted last.
+
+        Raises:
+            RunError: there is none.
+        """
+        jobs = [job for job in self._asked(self._client.list_jobs) if job.submission_id]
+        if not jobs:
+            raise RunError("no job has been submitted to this cluster", where=self.address)
+        return max(jobs, key=lambda job: job.start_time or 0).submission_id
+
+    def status(self, job: str) -> str:
+        """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
+        return str(self._asked(lambda: self._client.get_job_status(job)).value)
+
+    def exit_code(self, job: str) -> int:
+        """Waits for the end of a job; its exit code, 143 where it was stopped."""
+        while (status := self.status(job)) not in ENDED:
+            time.sleep(0.5)
+        if status == "STOPPED":
+            return 143
+        code = self._asked(lambda: self._client.get_job_info(job)).driver_exit_code
+        return (0 if status == "SUCCEEDED" else 1) if code is None else code
+
+    def message(self, job: str) -> str:
+        """What Ray says of the state of a job."""
+        return self._asked(lambda: self._client.get_job_info(job)).message or ""
+
+    def stop(self, job: str) -> bool:
+        """Asks a job to save and to end; whether it was running. Its logs say when it has."""
+        return self._asked(lambda: self._client.stop_job(job))
+
+    def logs(self, job: str) -> Iterator[str]:
+        """What a job writes, from its beginning until its end, in pieces as they come."""
+        seen = 0
+        while True:
+            position = 0
+            for piece in self._tail(job):
+                new = piece[max(0, seen - position) :]
+                position += len(piece)
+                if new:
+                    seen = position
+                    yield new
+            if self.status(job) in ENDED:
+                return
+            time.sleep(1)  # the connection was lost, and the job goes on
+
+    def _tail(self, job: str) -> Iterator[str]:
+        """Until the job or the connection ends. In a thread: a notebook runs an event loop in this one."""
+        pieces: Queue[str | None] = Queue()
+
+        async def read() -> None:
+            async for piece in self._client.tail_job_logs(job):
+                pieces.put(piece)
+
+        def run() -> None:
+            try:
+                asyncio.run(read())
+            except Exception:  # whatever a network can do; `logs` looks whether the job goes on
+                pass
+            finally:
+                pieces.put(None)
+
+        Thread(target=run, daemon=True).start()
+        while (piece := pieces.get()) is not None:
+            yield piece
+
+    def _connect(self) -> Any:
+        from ray.job_submission import JobSubmissionClient
+
+        for talkative in ("job.sdk", "dashboard_sdk"):
+            logging.getLogger(f"ray.dashboard.modules.{talkative}").setLevel(logging.WARNING)
+        logging.getLogger("ray._private.runtime_env.packaging").setLevel(logging.WARNING)
+        before = {name: os.environ.pop(name) for name in ADDRESSES if name in os.environ}
+        try:
+            return JobSubmissionClient(self.address)
+        finally:
+            os.environ |= before
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        """What the job API answers, its errors in our shape."""
+        from ray.exceptions import AuthenticationError
+        from requests.exceptions import RequestException
+
+        try:
+            return ask()
+        except AuthenticationError:
+            raise RunError(
+                "the cluster refuses the token",
+                where=self.address,
+                expected="the token with which the cluster was started",
+                do=f"bring it into {token_source()}",
+            ) from None
+        except (ConnectionError, RequestException):
+            raise RunError(
+                "no Ray cluster answers",
+                where=self.address,
+                expected="the address of a dashboard",
+                do="forward its port (`ray dashboard cluster.yaml`, `kubectl port-forward`), or start a "
+                "cluster here: `raytrec head`",
+            ) from None
+        except RuntimeError as error:
+            raise RunError(f"the cluster says: {_short(str(error))}", where=self.address) from None
+
+
+def _check_shown(command: str, runtime_env: dict[str, Any]) -> None:
+    """Refuses secrets in what Ray's dashboard shows of a job to whoever may look at it.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    shown = {"the command": command, **runtime_env.get("env_vars", {})}
+    if found := [name for name, value in shown.items() if hide(value) != value]:
+        raise ConfigError(
+            f"a password in {', '.join(found)} would stand on the cluster's dashboard",
+            where=hide(command),
+            expected="addresses without user and password, settings without secrets",
+            do="let the nodes' environment have them: roles, ~/.aws/credentials, MLFLOW_TRACKING_…",
+        )
+
+
+def _short(text: str) -> str:
+    """The last line of a traceback that a server sent, without the HTTP around it."""
+    text = re.sub(r"^Request failed with status code \d+: ", "", text)
+    lines = [line.strip() for line in text.splitlines() if line.strip(" \".'")]
+    return lines[-1][:500] if lines else text

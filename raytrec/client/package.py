@@ -1,0 +1,170 @@
+"""What goes up with a job: raytrec's own code, the configuration, and modules of yours that it names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.sections import name_like
+from raytrec.config.trust import code_in
+
+OURS = ("raytrec", "raytrec_datasets")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".ipynb_checkpoints")
+MOST_FILES = 20_000
+LARGEST_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray's own limit is 500 MiB
+
+
+@contextmanager
+def packed(
+    source: str | Path | dict | RunConfig,
+    overrides: list[str] | None = None,
+    include: list[str | Path] | tuple = (),
+) -> Iterator[Path]:
+    """A folder to hand to Ray as the working directory of a job; removed with the block.
+
+    It holds raytrec's code as it is here, so that the cluster needs its dependencies alone and computes what
+    the code here says; NAME.yaml, the configuration with its overrides, which therefore stand in no command
+    line; and the user's modules.
+
+    Args:
+        source: a config file, its values, or a RunConfig. Its paths are those of the cluster.
+        overrides: `section.key=value` strings.
+        include: further files and folders, which keep their place below the working directory.
+
+    Raises:
+        ConfigError: the config is wrong, or what it names or `include` is not there, or is too large.
+    """
+    config = load_config(source, overrides)
+    name = config_name(source)
+    with code([*user_modules(config), *map(Path, include)], taken=(name,)) as folder:
+        (folder / name).write_text(config.to_yaml())
+        yield folder
+
+
+@contextmanager
+def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterator[Path]:
+    """raytrec's code, and other files and folders, in a folder that is removed with the block.
+
+    Args:
+        places: those below the working directory keep their place; others come to the top, under their name.
+        taken: names at the top that are for something else.
+
+    Raises:
+        ConfigError: a file is not there, cannot be read, or would come where another one is; or all together
+            is too large.
+    """
+    ours = {
+        Path(package) / path: file
+        for package in OURS
+        for path, file in _files(Path(find_spec(package).origin).parent, package)
+    }
+    wanted: dict[Path, Path] = {}
+    for place in places:
+        for path, file in _placed(place):
+            if path in ours and not _is_own(place):
+                raise _refused(place, f"{path} is raytrec's own", "another name")
+            if str(path) in taken and not _is_own(place):
+                raise _refused(place, f"{path} is the name of the config that goes up", "another name")
+            if wanted.setdefault(path, file).resolve() != file.resolve():
+                raise _refused(place, f"{path} would be there twice: {wanted[path]}, {file}", "one of them")
+            if len(wanted) > MOST_FILES:
+                raise _refused(place, f"it has more than {MOST_FILES:,} files", "code and small files")
+    wanted |= ours
+    _check_size(wanted)
+    folder = Path(tempfile.mkdtemp(prefix="raytrec-job-"))  # 0700
+    try:
+        for path, file in wanted.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                shutil.copy2(file, folder / path)
+            except OSError as error:
+                raise _refused(file, f"it cannot be copied: {error.strerror}", "a file to read") from None
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def config_name(source: str | Path | dict | RunConfig) -> str:
+    """The name of the config's file in the package."""
+    return f"{name_like(Path(source).stem)}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
+
+
+def user_modules(config: RunConfig) -> list[Path]:
+    """The files or folders, in the working directory, of modules that the configuration names. Others are
+    installed, or they are missing, which the run says."""
+    named = code_in(config.model_dump(by_alias=True, mode="json"))
+    named.pop("scaling.address", None)
+    tops = {name.partition(":")[0].partition(".")[0] for name in named.values()}
+    places = [place for top in sorted(tops) for place in (Path(top), Path(f"{top}.py"))]
+    return [place for place in places if place.exists() and place.stem not in OURS]
+
+
+def _placed(place: Path) -> Iterator[tuple[Path, Path]]:
+    """The files of a file or folder, and where each belongs in the package."""
+    try:
+        here = Path.cwd().resolve()
+        # Its own name is kept, be it a link; of what stands before it, only where it leads to counts.
+        named = place.name not in ("", ".", "..")
+        whole = place.absolute().parent.resolve() / place.name if named else place.resolve()
+        if not whole.exists():
+            raise _refused(place, "there is no such file or folder", "a file or folder of this machine")
+        top = whole.relative_to(here) if whole.is_relative_to(here) else Path(whole.name)
+        if here.is_relative_to(whole) and here != whole:
+            raise _refused(place, "the working directory is in it", "what the job needs of it")
+        for path, file in _files(whole, str(place)):
+            yield top / path, file
+    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that is none
+        raise _refused(place, f"it cannot be looked at: {error}", "a file or folder") from None
+
+
+def _files(whole: Path, named: str) -> Iterator[tuple[Path, Path]]:
+    """Files below a folder (or the file itself), with their path from there; links are followed."""
+    if not whole.is_dir():
+        if not whole.is_file():
+            raise _refused(Path(named), "it is neither a file nor a folder", "files and folders")
+        yield Path(), whole
+        return
+    above: dict[str, tuple[str, ...]] = {str(whole): (os.path.realpath(whole),)}
+    for folder, names, files in os.walk(whole, followlinks=True):
+        skipped = LEFT_OUT(folder, [*names, *files])
+        names[:] = sorted(set(names) - skipped)
+        for name in names:
+            path = os.path.join(folder, name)
+            real = os.path.realpath(path)
+            if real in above[folder]:
+                raise _refused(Path(named), f"{path} leads back to a folder above it", "no circles of links")
+            above[path] = (*above[folder], real)
+        for name in sorted(set(files) - skipped):
+            file = Path(folder, name)
+            if not file.is_file():
+                what = "is a link to nothing" if file.is_symlink() else "is no file"
+                raise _refused(Path(named), f"{file} {what}", "files and folders")
+            yield file.relative_to(whole), file
+
+
+def _is_own(place: Path) -> bool:
+    """Whether it is the whole working directory, such as a checkout; what we put there then counts."""
+    return place.resolve() == Path.cwd().resolve()
+
+
+def _refused(place: Path, what: str, expected: str) -> ConfigError:
+    return ConfigError(what, where=f"--include {place}", expected=expected)
+
+
+def _check_size(files: dict[Path, Path]) -> None:
+    sizes = {path: file.stat().st_size for path, file in files.items()}
+    if (total := sum(sizes.values())) > LARGEST_BYTES:
+        largest = max(sizes, key=sizes.get)
+        raise ConfigError(
+            f"what goes up with the job has {total >> 20} MiB",
+            where=f"the largest file is {largest}, {sizes[largest] >> 20} MiB",
+            expected=f"at most {LARGEST_BYTES >> 20} MiB: code and small files",
+            do="put data where the cluster's nodes reach them, and name that place in the config",
+        )

@@ -1,0 +1,238 @@
+"""What somebody who follows a run asks a cluster: plain functions of a run, which run there (no torch).
+
+A run is the name of a folder in runs/ below RAYTREC_ROOT, or the path of a run folder. Nothing else can be
+read: what is asked for is a file that a run writes, in a folder that has the config.yaml of a run.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raytrec.checkpoint.files import find
+from raytrec.checkpoint.rows import StoredTable, table_names
+from raytrec.common.errors import RunError, did_you_mean
+from raytrec.common.reading import (
+    MOST_YAML_BYTES,
+    NotReadable,
+    json_lines,
+    json_values,
+    open_regular,
+    read_bytes,
+    yaml_values,
+)
+from raytrec.common.storage import absolute
+from raytrec.driver.driver_state import LOG, ask_to_stop, driver_of, is_alive
+
+RUNS, RESULT, CONFIG = "runs", "result.json", "config.yaml"
+GROWING = {"metrics": "metrics.jsonl", "events": "events.jsonl", "log": LOG}
+FILES = (CONFIG, "schema.yaml", "plan.json", RESULT, "report.html", "error.txt", "skipped.jsonl")
+PICTURES = "pictures"
+MOST_BYTES = 16 << 20  # of one answer
+STATES = {"FINISHED": "finished", "STOPPED": "stopped", "FAILED": "failed"}
+
+
+def runs() -> list[dict[str, Any]]:
+    """The runs in RAYTREC_ROOT/runs, the newest first: name, folder, state, unix_s (when it began)."""
+    found = []
+    for folder in Path(absolute(RUNS)).glob("*"):
+        if _is_run(folder):
+            note = driver_of(folder)
+            began = note.get("unix_s") or (folder / CONFIG).stat().st_mtime
+            found.append(
+                {"name": folder.name, "folder": str(folder), "state": _state(folder), "unix_s": began}
+            )
+    return sorted(found, key=lambda run: run["unix_s"], reverse=True)
+
+
+def news(run: str, since: dict[str, int]) -> dict[str, Any]:
+    """What has happened since.
+
+    Args:
+        since: "metrics", "events" and "log": bytes that have been read; missing: none.
+
+    Returns:
+        "metrics" and "events": new lines, as mappings; "log": new text; "since": for the next time; "folder";
+        "state": running, finished, stopped, failed or interrupted; "job": of Ray's Job API, or None; "error":
+        the parts of it, where it failed; "result": the content of result.json, or None.
+    """
+    folder = run_folder(run)
+    state, note = _state(folder), driver_of(folder)  # before the rest: what a run wrote last is then read
+    since, told = dict(since), {}
+    for key, name in GROWING.items():
+        text, since[key] = _whole_lines(folder / name, since.get(key, 0))
+        told[key] = text if key == "log" else _objects(text)
+    result = _result(folder)
+    more = {"since": since, "folder": str(folder), "state": state, "result": result}
+    return told | more | {"job": note.get("job"), "error": note.get("error")}
+
+
+def file(run: str, name: str) -> bytes:
+    """One of the files that a run writes for people.
+
+    Raises:
+        RunError: another file, or it is not there, or too large.
+    """
+    if name not in FILES:
+        raise RunError(f"'{name}' is not a file to look at", expected=", ".join(FILES))
+    return _content(run_folder(run) / name)
+
+
+def pictures(run: str) -> dict[str, bytes]:
+    """The pictures of a run's report: name → PNG."""
+    found = sorted((run_folder(run) / PICTURES).glob("*.png"))
+    return {path.stem: _content(path) for path in found}
+
+
+def stop(run: str) -> None:
+    """Asks a run to save and to end.
+
+    Raises:
+        RunError: it is not running.
+    """
+    folder = run_folder(run)
+    note = driver_of(folder)
+    if _state(folder) != "running":
+        raise RunError(f"the run is not running: it is {_state(folder)}", where=str(folder))
+    if is_alive(note):
+        return ask_to_stop(note)
+    import ray
+
+    from raytrec.cluster.session import ray_session
+
+    with ray_session():
+        ray.get(
+            ray.remote(ask_to_stop).options(num_cpus=0, **_on_host(note["host"])).remote(note), timeout=60
+        )
+
+
+def tables(run: str) -> dict[str, Any]:
+    """The tables of the newest checkpoint: "step", and "tables": name → [rows, dim]."""
+    _, index = find(run_folder(run))
+    shapes = {name: index["tensors"][f"tables/{name}/weight"]["shape"] for name in table_names(index)}
+    return {"step": index["about"]["progress"]["step"], "tables": shapes}
+
+
+def rows(run: str, table: str, numbers: list[int]) -> np.ndarray:
+    """Rows of a table in the newest checkpoint: float32 [len(numbers), dim]."""
+    folder, index = find(run_folder(run))
+    with StoredTable(folder, index, table) as stored:
+        return stored.take(numbers)
+
+
+def nearest(run: str, table: str, row: int, k: int) -> dict[str, list]:
+    """The rows of a table nearest to one of them, by cosine: "rows", "cosines", the nearest first."""
+    folder, index = find(run_folder(run))
+    with StoredTable(folder, index, table) as stored:
+        found, cosines = stored.nearest(stored.take([row])[0], k, leave_out=row)
+    return {"rows": found, "cosines": cosines}
+
+
+CALLS = {call.__name__: call for call in (runs, news, file, pictures, stop, tables, rows, nearest)}
+
+
+def run_folder(run: str) -> Path:
+    """The folder of a run, by its name or path.
+
+    Raises:
+        RunError: there is none.
+    """
+    if "/" in run:
+        folder = Path(absolute(run))
+    else:
+        folder = Path(absolute(RUNS)) / run
+        if run in ("", ".", ".."):
+            raise _none(run)
+    if not _is_run(folder):
+        raise _none(run)
+    return folder
+
+
+def _result(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json_values(read_bytes(folder / RESULT, MOST_BYTES))
+    except (OSError, NotReadable):  # there is none
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether there is the config.yaml of a run, whose folder this is."""
+    try:
+        values = yaml_values(read_bytes(folder / CONFIG, MOST_YAML_BYTES))
+        return Path(values["run"]["name"]).name == values["run"]["name"] and "train" in values["data"]
+    except (OSError, NotReadable, ValueError, TypeError, KeyError):
+        return False
+
+
+def _none(run: str) -> RunError:
+    names = [each["name"] for each in runs()]
+    near = did_you_mean(run, names)
+    return RunError(
+        f"there is no run '{run}'" + (f"; did you mean '{near}'?" if near else ""),
+        where=absolute(RUNS),
+        expected=", ".join(names[:10]) or "a run: there is none yet",
+    )
+
+
+def _state(folder: Path) -> str:
+    """running, finished, stopped, failed, or interrupted: its driver died."""
+    note = driver_of(folder)
+    if note.get("status") == "RUNNING" and _is_there(note):
+        return "running"
+    if (folder / RESULT).is_file():
+        return "finished"
+    return STATES.get(note.get("status"), "interrupted")
+
+
+def _is_there(note: dict[str, Any]) -> bool:
+    alive = is_alive(note)
+    return note.get("host") in _hosts() if alive is None else alive
+
+
+def _hosts() -> dict[str, str]:
+    """Host names of the nodes that are alive → their ids; this host alone, where nobody has started Ray."""
+    import sys
+
+    if (ray := sys.modules.get("ray")) is None or not ray.is_initialized():
+        return {socket.gethostname(): ""}
+    return {node["NodeManagerHostname"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def _on_host(host: str) -> dict[str, Any]:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(_hosts()[host], soft=False)}
+
+
+def _whole_lines(path: Path, since: int) -> tuple[str, int]:
+    """Text from a byte on, up to the last end of a line, and where that is."""
+    try:
+        with open_regular(path) as stream:
+            stream.seek(since)
+            data = stream.read(MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return "", since
+    except OSError as error:
+        raise RunError(f"cannot read {path.name}: {error.strerror}", where=str(path.parent)) from None
+    data = data[: data.rfind(b"\n") + 1]
+    return data.decode(errors="replace"), since + len(data)
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """Lines of JSON; torn ones are passed over."""
+    return list(json_lines(text.split("\n")))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if path.is_symlink():
+            raise RunError(f"{path.name} is a link to something else", where=str(path))
+        return read_bytes(path, MOST_BYTES)
+    except FileNotFoundError:
+        raise RunError(f"the run has no {path.name} (yet)", where=str(path.parent)) from None
+    except OSError as error:
+        raise RunError(f"cannot read {path.name}: {error.strerror}", where=str(path)) from None

@@ -1,0 +1,118 @@
+"""Whether the parts of Ray that a driver cannot do without are there: its node's raylet, and the GCS.
+
+Ray itself says so after 13 s (a raylet) or ends the process after 60 s (GCS), in many lines that do not say
+how to go on. Here it takes seconds, one sentence, and an error of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from time import monotonic, sleep
+from typing import Any
+
+from raytrec.common.errors import RunError
+
+LOOK_EVERY_S = 0.5
+CONNECT_S = 2.0
+GONE_S = 2.0  # a process that refuses connections for so long has ended
+# In a cluster that was joined it may come back, with Redis behind it; Ray has a setting for how long to wait.
+COMES_BACK_S, RAYS_SETTING = 10.0, "RAY_gcs_rpc_server_reconnect_timeout_s"
+RAYLET, GCS = "raylet", "GCS"
+WHAT = {RAYLET: "the process that starts the others of a machine", GCS: "the process that knows all others"}
+
+
+class RayLost(RunError):
+    """A part of Ray has ended, and with it all workers.
+
+    Attributes:
+        part: RAYLET or GCS.
+    """
+
+    part = ""
+
+
+class Lifeline:
+    """Looks after the raylet and GCS of this driver by connecting to them.
+
+    Args:
+        patience_s: seconds for which a machine that does not answer at all is waited for.
+        own: this is a local Ray, whose parts do not come back.
+    """
+
+    def __init__(self, patience_s: float, own: bool):
+        self._patience_s, self._own, self._looked = patience_s, own, 0.0
+        self._since: dict[str, float] = {}
+        self._places = _places()
+
+    def check(self) -> None:
+        """
+        Raises:
+            RayLost: one of them has ended.
+        """
+        if monotonic() - self._looked < LOOK_EVERY_S:
+            return
+        for part, place in self._places.items():
+            self._check(part, place)
+        self._looked = monotonic()
+
+    def settle(self) -> None:
+        """After an error that Ray raised: says whether one of them is behind it, which takes a moment.
+
+        Raises:
+            RayLost: it is.
+        """
+        self._looked = 0.0
+        self.check()
+        while self._since and not monotonic() - min(self._since.values()) > COMES_BACK_S + LOOK_EVERY_S:
+            sleep(LOOK_EVERY_S)
+            self.check()
+
+    def _check(self, part: str, place: tuple[str, int]) -> None:
+        try:
+            socket.create_connection(place, CONNECT_S).close()
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+        else:
+            self._since.pop(part, None)
+            return
+        began = self._since.setdefault(part, monotonic())
+        if monotonic() - began > (self._gone_s(part) if refused else self._patience_s):
+            lost = RayLost(
+                f"Ray's {part}, {WHAT[part]}, has ended, and all workers with it",
+                where="{}:{}".format(*place),
+            )
+            lost.part = part
+            raise lost
+
+    def _gone_s(self, part: str) -> float:
+        if part == RAYLET or self._own:
+            return GONE_S
+        return float(os.environ.get(RAYS_SETTING, COMES_BACK_S))
+
+
+def _places() -> dict[str, tuple[str, int]]:
+    """RAYLET, GCS → host and port; nothing where Ray client is used, whose server is the one that matters."""
+    import ray
+    from ray.util.client import ray as client
+
+    if client.is_connected():
+        return {}
+    context = ray.get_runtime_context()
+    here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    host, _, port = context.gcs_address.rpartition(":")
+    raylet = (here["NodeManagerAddress"], here["NodeManagerPort"])
+    return {RAYLET: raylet, GCS: (host.strip("[]"), int(port))}
+
+
+def wait_for(ref: Any, lifeline: Lifeline) -> Any:
+    """What a task or an actor's method returns, while all is well with Ray.
+
+    Raises:
+        RayLost: it is not.
+    """
+    import ray
+
+    while not ray.wait([ref], timeout=LOOK_EVERY_S, fetch_local=False)[0]:
+        lifeline.check()
+    return ray.get(ref)

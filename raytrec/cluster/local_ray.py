@@ -1,0 +1,206 @@
+"""The files and processes of a Ray that is started here: private, out of the way of signals, gone at its end.
+
+Ray 2.60 keeps its sessions in /tmp/ray for ever, makes these folders writable by everybody, and puts there
+which cluster was started last. Its processes belong to the process group of whoever started them, so a
+signal to that group (`timeout`, batch systems, containers) ends them before the driver can save.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import monotonic, sleep, time
+
+from raytrec.common.errors import RunError
+
+PREFIX, OWNER = "raytrec-", "owner"
+TMPDIR = "RAY_TMPDIR"
+# What Ray appends to RAY_TMPDIR, and how long the address of a Unix socket may be (sys/un.h).
+SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+LONGEST = 107 if sys.platform == "linux" else 103
+ABANDONED_S = 3600.0  # a folder without owner is not one that is just being made
+WORDS, MOST_WORDS = 8_000, 200_000  # bytes of a file, characters of all, that are kept of Ray's logs
+LINGER_S = 2.0  # that Ray's processes may take to end by themselves
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder for one Ray, which its user alone can enter; removed at the end of the block.
+
+    It lies in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own would. What owners who were killed have left there is
+    removed first.
+    """
+    folder, owner = make_folder()
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+        os.close(owner)
+
+
+def make_folder() -> tuple[Path, int]:
+    """A private folder, and a file descriptor that holds it: the folder is swept once that is closed.
+
+    Raises:
+        RunError: there is no place for it.
+    """
+    base = _base()
+    try:
+        sweep(base)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # of mode 0700
+        owner = os.open(folder / f".{OWNER}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise RunError(
+            f"there is no place for Ray's files: {error.strerror}",
+            where=str(base),
+            do=f"set {TMPDIR} to a folder on a local disk that you can write to",
+        ) from None
+    with suppress(OSError):  # a file system without locks: then nobody sweeps
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (folder / f".{OWNER}").rename(folder / OWNER)
+    return folder, owner
+
+
+def _base() -> Path:
+    """Where private folders lie: short enough for the sockets below, whose addresses have little room."""
+    for name in (TMPDIR, "TMPDIR"):
+        if given := os.environ.get(name):
+            base = Path(given).absolute()
+            base = base.parent if base.name.startswith(PREFIX) else base  # of a Ray around this process
+            room = LONGEST - len(f"/{PREFIX}12345678{SOCKET}")
+            if len(os.fsencode(base)) <= room:
+                base.mkdir(parents=True, exist_ok=True, mode=0o700)
+                return base
+            if name == TMPDIR:
+                raise RunError(
+                    f"the path of Ray's folder is too long: {len(os.fsencode(base))} bytes",
+                    where=f"{TMPDIR}={given}",
+                    expected=f"at most {room} bytes, because Ray makes Unix sockets below it",
+                    do="set it to a shorter path, or a link with one",
+                )
+    return Path("/tmp")
+
+
+def sweep(base: Path) -> None:
+    """Removes the folders of this user's Rays whose owners are gone, however they ended."""
+    for folder in base.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            _sweep_one(folder)
+
+
+def heads() -> list[str]:
+    """HOST:PORT of the clusters that this user has started with `raytrec head`, as far as they answer."""
+    found = []
+    for note in _base().glob(f"{PREFIX}*/ray/ray_current_cluster"):
+        with suppress(OSError, ValueError):
+            if note.stat().st_uid == os.getuid():
+                host, _, port = (address := note.read_text().strip()).rpartition(":")
+                socket.create_connection((host, int(port)), timeout=2).close()
+                found.append(address)
+    return found
+
+
+def _sweep_one(folder: Path) -> None:
+    about = folder.lstat()
+    if about.st_uid != os.getuid() or folder.is_symlink() or not folder.is_dir():
+        return
+    try:
+        owner = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        if time() - about.st_mtime > ABANDONED_S and (folder / f".{OWNER}").exists():
+            _remove(folder)
+        return
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(folder)
+    except BlockingIOError:  # its owner lives
+        return
+    finally:
+        os.close(owner)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder into which the last of Ray's processes may still be writing."""
+    for _ in range(5):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        sleep(0.2)
+
+
+@contextmanager
+def own_sessions(folder: Path) -> Iterator[Callable[[], None]]:
+    """Lets the Ray that the block starts have its files in a folder, and its processes in their own sessions.
+
+    They still end with this process, which the kernel sees to (Ray's PR_SET_PDEATHSIG).
+
+    Yields:
+        Ends what is left of them, after ray.shutdown().
+    """
+    from ray._private import services
+
+    class Apart(services.ConsolePopen):
+        def __init__(self, *args, **options):
+            options["env"] = (options.get("env") or os.environ) | {TMPDIR: str(folder)}
+            super().__init__(*args, **options, start_new_session=True)
+            started.append(self.pid)
+
+    started: list[int] = []
+    before, services.ConsolePopen = services.ConsolePopen, Apart
+    try:
+        yield lambda: end_sessions(started)
+    finally:
+        services.ConsolePopen = before
+
+
+def last_words(logs: Path) -> str:
+    """What processes of a Ray wrote to stderr last, file by file: crashes, and where threads stood."""
+    told = []
+    for file in sorted(logs.glob("*.err"), key=lambda file: file.stat().st_mtime):
+        with suppress(OSError), open(file, "rb") as said:
+            said.seek(max(0, file.stat().st_size - WORDS))
+            if text := said.read().decode(errors="replace").strip():
+                told.append(f"\n{file.name}:\n{text}\n")
+    return "".join(told)[-MOST_WORDS:]
+
+
+def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
+    """Ends all processes of some sessions: after `linger_s`, by force.
+
+    The raylet's children outlive it for up to 30 s otherwise. No process can take the number of a session
+    that has processes.
+
+    Args:
+        leaders: process ids of those who began the sessions.
+    """
+    deadline = monotonic() + linger_s
+    while left := _members(set(leaders)):
+        if monotonic() > deadline:
+            for pid in left:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            deadline = monotonic() + 1  # a process that cannot be ended now is left to the system
+            if linger_s < 0:
+                return
+            linger_s = -1
+        sleep(0.05)
+
+
+def _members(sessions: set[int]) -> list[int]:
+    """Living processes of these sessions, but for this process's own."""
+    import psutil
+
+    others, found = sessions - {os.getsid(0)}, []
+    for pid in psutil.pids():
+        with suppress(OSError, psutil.Error):
+            if os.getsid(pid) in others and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+    return found

@@ -1,0 +1,124 @@
+"""Tells Ray that this node will go, so that a run saves and leaves it before it does (docs/survive.md).
+
+    python -m raytrec.cluster.preemption aws    on a spot machine: waits for EC2's notice, 2 minutes before
+    python -m raytrec.cluster.preemption gcp    the same for GCP, 30 s before
+    python -m raytrec.cluster.preemption now    before Kubernetes stops a pod; ends when the node is empty
+
+Ray itself does not look for these notices. deploy/ and cluster.yaml start this on every worker that can go.
+"""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+LOOK_EVERY_S = 2.0
+ANSWER_S = 2.0  # that a machine's own metadata server may take
+NOTICE_S = {"aws": 120, "gcp": 30}
+
+
+class Cloud(StrEnum):
+    """Whose notice to wait for."""
+
+    AWS = "aws"
+    GCP = "gcp"
+    NOW = "now"
+
+
+def aws_notice(base: str = "http://169.254.169.254") -> bool:
+    """Whether EC2 has said that this spot machine will be taken away."""
+    ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    token = _ask(f"{base}/latest/api/token", ttl, method="PUT")
+    header = {"X-aws-ec2-metadata-token": token or ""}
+    return _ask(f"{base}/latest/meta-data/spot/instance-action", header) is not None
+
+
+def gcp_notice(base: str = "http://metadata.google.internal") -> bool:
+    """Whether GCP has said that this machine will be taken away."""
+    return _ask(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}) == "TRUE"
+
+
+def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
+    """The metadata server's answer; None where it has none, or is away for the moment."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+    try:
+        request = urllib.request.Request(url, headers=headers, method=method)
+        return opener.open(request, timeout=ANSWER_S).read().decode()
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return None
+
+
+def wait_for(notice: Callable[[], bool]) -> None:
+    """Returns when there is one."""
+    while not notice():
+        time.sleep(LOOK_EVERY_S)
+
+
+def tell(seconds: float, node: str | None = None, address: str = "auto") -> str:
+    """Marks a node as going; nothing new is placed on it, and runs on it save and leave.
+
+    Args:
+        seconds: until it goes.
+        node: its id; default: the node that this runs on.
+        address: of the cluster.
+
+    Returns:
+        The node's id.
+    """
+    import logging
+
+    import ray
+    from ray._raylet import GcsClient
+    from ray.core.generated import autoscaler_pb2
+
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    context = ray.get_runtime_context()
+    node = node or context.get_node_id()
+    preemption = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline = int((time.time() + seconds) * 1000)
+    accepted, why = GcsClient(address=context.gcs_address).drain_node(
+        node, preemption, "the machine is taken away", deadline
+    )
+    if not accepted:
+        raise SystemExit(f"Ray did not accept that node {node} goes: {why}")
+    return node
+
+
+def wait_until_empty(node: str, seconds: float) -> None:
+    """Returns when nothing holds CPUs or GPUs of the node, when it has gone, or after so many seconds."""
+    import ray
+
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        total = next((n["Resources"] for n in ray.nodes() if n["NodeID"] == node and n["Alive"]), None)
+        if total is None:
+            return
+        free = ray._private.state.available_resources_per_node().get(node, {})
+        if all(free.get(name, 0) >= total.get(name, 0) for name in ("CPU", "GPU")):
+            return
+        time.sleep(0.5)
+
+
+def main(
+    cloud: Annotated[Cloud, typer.Argument(help="Whose notice to wait for; now: there was one.")],
+    seconds: Annotated[float | None, typer.Option(help="From the notice to the end of the machine.")] = None,
+    node: Annotated[str | None, typer.Option(help="Ray's id of the node; default: this one.")] = None,
+    address: Annotated[str, typer.Option(help="Of the cluster.")] = "auto",
+) -> None:
+    """Tells Ray that this node will go."""
+    seconds = seconds or NOTICE_S.get(cloud, 60)
+    if cloud is not Cloud.NOW:
+        wait_for(aws_notice if cloud is Cloud.AWS else gcp_notice)
+    node = tell(seconds, node, address)
+    print(f"node {node} goes within {seconds:.0f} s", flush=True)
+    wait_until_empty(node, seconds)
+
+
+if __name__ == "__main__":
+    typer.run(main)

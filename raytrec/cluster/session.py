@@ -1,0 +1,240 @@
+"""Starting a local Ray on loopback, or joining a cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any, NoReturn
+
+from raytrec.cluster.interfaces import socket_interfaces
+from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
+from raytrec.cluster.local_ray import heads, own_sessions, private_folder
+from raytrec.cluster.refused import START_ONE, check_answers, check_token
+from raytrec.cluster.token import IN_JOB, use_token
+from raytrec.common.errors import RunError
+
+SHUTDOWN_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may take 13 s to know of its raylet's end
+
+
+def in_job() -> bool:
+    """Whether this process is the driver of a Ray job that was submitted."""
+    return IN_JOB in os.environ
+
+
+def stays_here(address: str | None) -> bool:
+    """Whether a run with this scaling.address has a Ray of its own on this machine."""
+    return not (address or os.environ.get("RAY_ADDRESS") or in_job())
+
+
+@contextmanager
+def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iterator[None]:
+    """Ray, for as long as the block runs.
+
+    In this order: a Ray that this process already uses (left running), the cluster at `address`, the cluster
+    of the Ray job that this process is the driver of, or a new local one. A local one listens on loopback
+    only, has no dashboard, keeps its files where no other user can enter, and ends with the block, files
+    included.
+
+    Args:
+        address: 'auto', HOST:PORT or ray://HOST:PORT of a running cluster.
+        num_cpus: logical CPUs of a new local cluster; default: what the machine has.
+
+    Raises:
+        RunError: when the cluster cannot be reached, or refuses the token.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    in_environment = os.environ.get("RAY_ADDRESS")
+    alone = not (address or in_environment)
+    use_token(create=alone, own=alone)
+    if alone:
+        session = _started(num_cpus)
+    elif address:
+        session = _joined(address, f"scaling.address={address}")
+    else:
+        session = _joined(in_environment, f"RAY_ADDRESS={in_environment}")
+    with session:
+        yield
+
+
+@contextmanager
+def _joined(address: str, given: str) -> Iterator[None]:
+    """A session on a cluster that is running.
+
+    Args:
+        given: where the address comes from.
+    """
+    import ray
+
+    if address == "auto" and not os.environ.get("RAY_ADDRESS") and (here := heads()):
+        address = _the_only(here, given)
+    if _is_on_loopback(address):
+        stay_on_loopback()
+    check_answers(address, given)
+    check_token(address, given)
+    _init(given, address=address)
+    try:
+        yield
+    except RayLost as lost:
+        _shut_down_what_is_left(lost.part)
+        raise
+    finally:
+        if not _state.stuck:
+            ray.shutdown()
+
+
+@contextmanager
+def _started(num_cpus: int | None) -> Iterator[None]:
+    """A session on a new cluster of this machine alone."""
+    import ray
+
+    stay_on_loopback()
+    options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+    with private_folder() as folder, own_sessions(folder) as end_rest:
+        try:
+            _init("a new local cluster", _temp_dir=str(folder / "ray"), **options)
+            _state.ours = True
+            yield
+        except RayLost as lost:
+            _shut_down_what_is_left(lost.part)
+            raise
+        finally:
+            _state.ours = False
+            if not _state.stuck:
+                ray.shutdown()
+            end_rest()
+
+
+@dataclass
+class _State:
+    """Of this process's Ray.
+
+    Attributes:
+        ours: it was started here.
+        stuck: ray.shutdown() does not come back.
+    """
+
+    ours: bool = False
+    stuck: bool = False
+
+
+_state = _State()
+
+
+def started_here() -> bool:
+    """Whether this process's Ray was started by ray_session, for this process alone."""
+    return _state.ours
+
+
+def logs_here() -> Path | None:
+    """The folder of the logs of this process's own Ray, which goes with it; None: it has none."""
+    import ray
+
+    return Path(ray._private.worker._global_node.get_logs_dir_path()) if _state.ours else None
+
+
+def is_stuck() -> bool:
+    """Whether this process can have no other Ray, because it cannot leave the one that it had."""
+    return _state.stuck
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process; at once where Ray would hold it up for a minute."""
+    if _state.stuck:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _shut_down_what_is_left(lost: str) -> None:
+    """ray.shutdown() of a Ray that has lost a part; without GCS it would wait for a minute."""
+    import ray
+
+    thread = Thread(target=ray.shutdown, daemon=True)
+    thread.start()
+    thread.join(SHUTDOWN_S[lost])
+    _state.stuck = thread.is_alive()
+
+
+def _the_only(addresses: list[str], given: str) -> str:
+    """Ray itself would take any cluster that it finds, another run's own one, too."""
+    if len(addresses) > 1:
+        raise RunError(
+            f"there are {len(addresses)} clusters on this machine: {', '.join(sorted(addresses))}",
+            where=given,
+            expected="the address of one of them",
+        )
+    return addresses[0]
+
+
+def _init(where: str, **options: Any) -> None:
+    import ray
+    from ray._private import auto_init_hook
+
+    # When this Ray has ended, no thread that still asks it for something may start or join another one.
+    auto_init_hook.enable_auto_connect = False
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception as error:  # Exception itself, too, when the machine is too busy to start Ray in time
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        do = START_ONE if "ADDRESS" in where.upper() else "try again, with less to do for this machine"
+        raise RunError(f"cannot reach Ray: {why}", where=where, do=do) from None
+    # What log_to_driver leaves: lines of advice on every process that ends. What ended is ours to say.
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+def _is_on_loopback(address: str) -> bool:
+    """Whether a cluster listens on this machine's loopback alone, as `raytrec head` starts it.
+
+    Ray would look for it, and make this driver listen, at the machine's own address (see stay_on_loopback).
+    """
+    from ray._private import services
+
+    try:
+        target = services.canonicalize_bootstrap_address(address)
+        host, _, port = (target or "").rpartition(":")
+        own = bool(host) and host == services.get_node_ip_address()
+    except (ConnectionError, ValueError):  # ray://, or no cluster; whoever connects says so
+        return False
+    return own and not _listens(host, int(port)) and _listens("127.0.0.1", int(port))
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def stay_on_loopback() -> None:
+    """Lets nothing of a local Ray, or of gloo and NCCL between its workers, listen beyond this machine.
+
+    Ray 2.60 turns a node address of 127.0.0.1 back into the machine's own and its servers then listen on all
+    interfaces (`services.resolve_ip_for_localhost`), unless it is told, as by default on macOS and Windows,
+    that this will never be a cluster of several nodes. Its processes inherit the environment; the constant is
+    for this one, where Ray may have been imported before.
+    """
+    from ray._private import ray_constants
+
+    os.environ |= loopback_environment()
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def loopback_environment() -> dict[str, str]:
+    """The environment in which a Ray that is started, gloo and NCCL stay on loopback: stay_on_loopback."""
+    from ray._private import ray_constants
+
+    mine = {name: os.environ.get(name, value) for name, value in socket_interfaces("lo").items()}
+    return {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"} | (mine if sys.platform == "linux" else {})

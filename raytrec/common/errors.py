@@ -1,0 +1,166 @@
+"""One shape of error for people: what is wrong, where, what was expected, what to do.
+
+Errors of these classes are what a user did or has; the command line prints them without a traceback.
+They travel between Ray processes, so they pickle with all their parts. They reach terminals, logs and files
+that others read, so passwords in addresses are hidden.
+"""
+
+import re
+import reprlib
+
+from raytrec.common.redaction import hide
+
+LONGEST_WORD = 200  # characters that a nearest word is looked for of: comparing takes their square
+LONGEST = {"what": 2200, "where": 700, "expected": 500, "do": 450}  # bytes of UTF-8 of an error's parts
+# What moves a terminal's cursor or turns text around, and what UTF-8 cannot hold.
+CONTROL = re.compile("[\\x00-\\x09\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+
+
+class RaytrecError(Exception):
+    """What went wrong, in parts that can be shown one under the other.
+
+    Args:
+        what: one sentence that says what is wrong, with the value received.
+        where: the file, row group, column, table, rank or config key.
+        expected: what would have been right.
+        do: what the user can do about it.
+    """
+
+    def __init__(
+        self, what: str, *, where: str | None = None, expected: str | None = None, do: str | None = None
+    ):
+        self.what = _shown(what, "what")
+        self.where, self.expected, self.do = (
+            part and _shown(part, name)
+            for name, part in (("where", where), ("expected", expected), ("do", do))
+        )
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        parts = [self.what]
+        for label in ("where", "expected", "do"):
+            if value := getattr(self, label):
+                parts.append(f"  {label + ':':<10}{value}")
+        return "\n".join(parts)
+
+    @property
+    def parts(self) -> dict[str, str | None]:
+        """All parts by name: the arguments of an equal error."""
+        return {name: getattr(self, name) for name in ("what", "where", "expected", "do")}
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it: as on the command line, no traceback."""
+        return [f"error: {self}"]
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.what, self.where, self.expected, self.do)
+
+
+def _rebuild(cls, what, where, expected, do):
+    return cls(what, where=where, expected=expected, do=do)
+
+
+class ConfigError(RaytrecError):
+    """A configuration file, an override or a combination of keys is wrong."""
+
+
+class SchemaError(RaytrecError):
+    """schema.yaml is wrong in itself."""
+
+
+class DataError(RaytrecError):
+    """Data does not hold what the schema says, or cannot be read."""
+
+
+class RunError(RaytrecError):
+    """A run could not start, went wrong, or cannot be loaded."""
+
+
+def some(value: object) -> str:
+    """A value of any size as Python writes it, cut to a line."""
+    return _REPR.repr(value)
+
+
+def some_of(lines: list[str], count: int | None = None) -> str:
+    """As many of these lines as an error has room for, and how many more there are.
+
+    Args:
+        count: of all lines, where not all are given.
+    """
+    count, told, room = count or len(lines), [], LONGEST["what"] - 100
+    for line in lines:
+        line = _cut(line, 500)
+        room -= len(line.encode(errors="replace")) + 1
+        if room < 0:
+            break
+        told.append(line)
+    more = count - len(told)
+    return "\n".join([*told, *([f"… and {more:,} more"] if more else [])])
+
+
+def _shown(part: object, name: str) -> str:
+    """A part as others may see it: no secrets, nothing that moves a terminal's cursor, and not endless."""
+    text = str(part)
+    if len(text) > 1 << 20:  # hiding takes time
+        text = text[: 1 << 19] + " … " + text[-(1 << 19) :]
+    return _cut(CONTROL.sub(_escaped, hide(text)), LONGEST[name])
+
+
+def _escaped(found: re.Match) -> str:
+    character = found.group()
+    return "  " if character == "\t" else ascii(character)[1:-1]
+
+
+def _cut(text: str, most: int) -> str:
+    """A text of at most so many bytes, without its middle where it has more."""
+    data = text.encode(errors="replace")
+    if len(data) <= most:
+        return text
+    mark = f" … ({len(data):,} bytes) … "
+    room = most - len(mark.encode())
+    begin, end = data[: room * 2 // 3], data[-(room - room * 2 // 3) :]
+    return begin.decode(errors="ignore") + mark + end.decode(errors="ignore")
+
+
+class _Short(reprlib.Repr):
+    def __init__(self):
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, 80, 80, 40
+
+
+_REPR = _Short()
+
+
+def did_you_mean(word: str, known: list[str]) -> str | None:
+    """The known word nearest to a misspelt one, or None when nothing is near."""
+    from difflib import get_close_matches
+
+    if len(word) > LONGEST_WORD:
+        return None
+    near = get_close_matches(word, known, n=1, cutoff=0.6)
+    return near[0] if near else None
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The RaytrecError inside wrappers (Ray's task and training errors), or the error itself.
+
+    Ray wraps what a worker raised in several layers: `cause` (RayTaskError), `worker_failures`
+    (TrainingFailedError), `__cause__` and `__context__`.
+    """
+    seen: set[int] = set()
+    queue = [error]
+    while queue:
+        current = queue.pop(0)
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        # Ray's wrapper is of the wrapped error's class, too, and says where in Ray it has been.
+        wrapped = isinstance(getattr(current, "cause", None), BaseException)
+        if isinstance(current, RaytrecError) and not wrapped:
+            return current
+        inner = [getattr(current, name, None) for name in ("cause", "__cause__", "__context__")]
+        for name in ("worker_failures", "failures"):  # Ray's training errors, torch's CheckpointException
+            if isinstance(failures := getattr(current, name, None), dict):
+                inner += [f[0] if isinstance(f, tuple) else f for f in failures.values()]
+        queue += [e for e in inner if isinstance(e, BaseException)]
+    return error

@@ -1,0 +1,194 @@
+"""Hides the secrets that addresses and settings may hold, before others see them.
+
+No library in the tree does this for any text: urllib.parse, urllib3 and SQLAlchemy take an address apart, and
+each of them cuts a password that has @, /, ? or # in it, as people write them, and shows the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote_plus
+
+import yaml
+
+from raytrec.common.reading import NotReadable, yaml_values
+
+HIDDEN = "***"
+# Every quantifier that could look at a character twice is possessive: text may be long, and somebody else's.
+ADDRESS = re.compile(r"([A-Za-z0-9+.-]*+)://([^\s<>\"]*+)")
+WHOLE_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*+)://(.*+)", re.DOTALL)
+PARAMETER = re.compile(r"[?&;#]([^=&;#?/\s]{1,200}+)=")
+VALUE = re.compile(r"[^&\s]*+")
+SETTING = re.compile(
+    r"(?<![\w.%-])([\w.%-]++)(\s*+=\s*+|['\"]\s*+:\s*+)('[^']*+'|\"[^\"]*+\"|[^\s&,;'\"<>(){}\[\]]++)"
+)
+HEADER = re.compile(r"(\b(?:Bearer|Basic|Token)\s++)[\w.~+/=-]{8,}+", re.IGNORECASE)
+PEM = re.compile(
+    r"-----BEGIN [A-Z ]{0,40}?PRIVATE KEY-----(?:.*?-----END [A-Z ]{0,40}?PRIVATE KEY-----|.*+)", re.DOTALL
+)
+SHAPES = re.compile(
+    r"(?<![A-Za-z0-9])(?:gh[opusr]_\w{10,}+|github_pat_\w{10,}+|glpat-[\w-]{10,}+|xox[abeprs]-[\w-]{10,}+"
+    r"|sk-[\w-]{20,}+|hf_[A-Za-z0-9]{20,}+|dapi[0-9a-f]{32}|AIza[\w-]{35}|(?:AKIA|ASIA)[A-Z0-9]{16}"
+    r"|eyJ[\w-]{10,}+\.[\w-]++\.[\w-]*+)"
+)
+# Parts of a name that say what it is, and words that do so alone.
+PASSWORD = r"passw(?:or)?d|passphrase|pwd|(?:private|api|access|account|shared|secret|encryption)[_-]?key"
+SECRET_NAME = re.compile(rf"{PASSWORD}|secret|token(?!i[sz])|credential|signature", re.IGNORECASE)
+PASSWORD_NAME = re.compile(PASSWORD, re.IGNORECASE)
+WORDS = frozenset(["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization"])
+PLACES = frozenset(
+    ["path", "file", "dir", "mode"]
+)  # at a name's end: where a secret is kept, or how it is used
+WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
+CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # whose addresses begin with CONTAINER@ACCOUNT
+NO_PASSWORD = ("", "x-oauth-basic")  # after a token that is in the user's place
+MOST_USER = 20  # characters of a user's name; longer ones are tokens
+NAMES_OF_TABLES = ("tables", "start_tables", "sparse")  # of settings whose keys are names of the user's
+TRACE = re.compile(r"//\*\*\*|:\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
+
+
+def hide(text: str) -> str:
+    """A text whose addresses and settings have no passwords, tokens, keys and signatures.
+
+    Of an address, what is before its last @ is taken for user and password where a : makes this possible,
+    whatever else is in there.
+
+    Example:
+        >>> hide("s3://me:p@ss/w@bucket?X-Amz-Signature=abc&region=eu")
+        's3://me:***@bucket?X-Amz-Signature=***&region=eu'
+        >>> hide("git+https://ghp_0123456789@github.com, pwd=abc")
+        'git+https://***@github.com, pwd=***'
+    """
+    if whole := WHOLE_ADDRESS.fullmatch(text):  # an address alone, in which there may be anything
+        text = _address(whole) if "\n" not in text else text
+    if "-----BEGIN" in text:
+        text = PEM.sub(HIDDEN, text)
+    if "://" in text:
+        text = ADDRESS.sub(_address, text)
+    text = SETTING.sub(_setting, text)
+    return SHAPES.sub(HIDDEN, HEADER.sub(rf"\1{HIDDEN}", text))
+
+
+def hide_all(value: Any) -> Any:
+    """The same for every text within lists and mappings; what a name calls a secret goes altogether.
+
+    Example:
+        >>> hide_all({"uri": "http://me:pass@host", "tags": {"api_key": "abc", "team": "ads"}})
+        {'uri': 'http://me:***@host', 'tags': {'api_key': '***', 'team': 'ads'}}
+    """
+    return _hidden(value, secret=False, password=False, judged=True)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting or parameter of this name is one that nobody should see."""
+    words = [word.lower() for word in WORD.findall(name[:200])]
+    if words and words[-1] in PLACES:
+        return False
+    return bool(SECRET_NAME.search(name)) or not WORDS.isdisjoint(words)
+
+
+def hide_yaml(text: str) -> str:
+    """The same for a file of settings; comments go, too. Text that is not YAML is only looked at as text."""
+    try:
+        values = yaml_values(text)
+    except NotReadable:
+        return hide(text)
+    hidden = hide_all(values)
+    return text if hidden == values else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
+
+
+def hidden_keys(value: Any, key: str = "") -> list[str]:
+    """Names, such as `tracking.uri`, of the texts in nested settings that something has been hidden in."""
+    if isinstance(value, dict):
+        return [found for k, each in value.items() for found in hidden_keys(each, f"{key}.{k}".strip("."))]
+    if isinstance(value, list | tuple):
+        return list(dict.fromkeys(found for each in value for found in hidden_keys(each, key)))
+    return [key] if isinstance(value, str) and TRACE.search(value) else []
+
+
+def _hidden(value: Any, *, secret: bool, password: bool, judged: bool) -> Any:
+    """A value of settings.
+
+    Args:
+        secret: whether a name above it has called it so; then text goes.
+        password: then numbers go as well: those beside `tokens` or `secrets` count something.
+        judged: whether names in here are ours or the user's, rather than those of tables.
+    """
+    if isinstance(value, str):
+        return HIDDEN if secret and value else hide(value)
+    if isinstance(value, list | tuple):
+        found = (_hidden(each, secret=secret, password=password, judged=judged) for each in value)
+        return type(value)(found)
+    if isinstance(value, dict):
+        return {
+            key: _hidden(
+                each,
+                secret=secret or (judged and is_secret(str(key))),
+                password=password or (judged and bool(PASSWORD_NAME.search(str(key)))),
+                judged=str(key) not in NAMES_OF_TABLES,
+            )
+            for key, each in value.items()
+        }
+    if password and isinstance(value, int | float) and not isinstance(value, bool):
+        return HIDDEN
+    return HIDDEN if secret and isinstance(value, bytes) else value
+
+
+def _address(found: re.Match) -> str:
+    scheme, rest = found.groups()
+    first = re.match(r"[^/?#]*+", rest).group()
+    user, colon, _ = first.partition(":")
+    at = rest.rfind("@") if colon and "@" not in user else first.rfind("@")
+    for begin, end in _secret_values(rest):
+        if begin <= at < end:  # a secret with @ in it
+            return f"{scheme}://{HIDDEN}{_parameters(rest[end:])}"
+    if at >= 0:
+        shown = _user(scheme, rest[:at])
+        return f"{scheme}://{shown}@{_parameters(rest[at + 1 :])}"
+    return f"{scheme}://{_parameters(rest)}"
+
+
+def _user(scheme: str, info: str) -> str:
+    user, colon, password = info.partition(":")
+    if not colon:
+        return info if scheme.lower() in CONTAINERS and len(info) < 64 else HIDDEN
+    is_name = len(user) < MOST_USER and password not in NO_PASSWORD and not SHAPES.search(user)
+    return f"{user if is_name else HIDDEN}:{HIDDEN}"
+
+
+def _parameters(text: str) -> str:
+    shown, at = [], 0
+    for begin, end in _secret_values(text):
+        shown += [text[at:begin], HIDDEN]
+        at = end
+    return "".join([*shown, text[at:]])
+
+
+def _secret_values(text: str) -> Iterator[tuple[int, int]]:
+    """Where the values of secret parameters begin and end; one may have ?, ; or # in it."""
+    end = 0
+    for found in PARAMETER.finditer(text):
+        if found.start() >= end and _is_secret_parameter(found[1]):
+            end = VALUE.match(text, found.end()).end()
+            yield found.end(), end
+
+
+def _is_secret_parameter(name: str) -> bool:
+    plain = unquote_plus(name)
+    return is_secret(plain) or "key" in plain.lower()
+
+
+def _setting(found: re.Match) -> str:
+    name, equals, value = found.groups()
+    plain = unquote_plus(name)
+    if any(part in NAMES_OF_TABLES for part in plain.split(".")[:-1]) or not is_secret(plain):
+        return found.group()
+    bare = value.strip("'\"")
+    if not bare or bare in ("None", "null", "true", "false", "True", "False"):
+        return found.group()
+    if re.fullmatch(r"[\d.]+", bare) and not PASSWORD_NAME.search(plain):  # as in tokens=5
+        return found.group()
+    quote = value[0] if value[0] in "'\"" else ""
+    return f"{name}{equals}{quote}{HIDDEN}{quote}"

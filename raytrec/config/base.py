@@ -1,0 +1,42 @@
+"""What every part of a configuration has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from raytrec.common.redaction import hide_all
+
+MOST_COUNT = 2**53  # beyond, numbers in JSON are no longer what they were
+MOST_AMOUNT = 1e9  # seconds that a thread can wait; GiB, rates and norms are below it as well
+
+
+def _no_switch(value: Any) -> Any:
+    """YAML's true and false, which Python takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number (got {str(value).lower()})")
+    return value
+
+
+# Whole numbers are whole: neither true nor "3" nor 3.0. (1e-3 is text to YAML 1.1, and a number to us.)
+PositiveInt = Annotated[int, Field(strict=True, gt=0, le=MOST_COUNT)]
+NonNegativeInt = Annotated[int, Field(strict=True, ge=0, le=MOST_COUNT)]
+Few = Annotated[int, Field(strict=True, gt=0, le=2**16)]  # of what each takes memory, or a process
+Number = Annotated[float, BeforeValidator(_no_switch)]
+PositiveFloat = Annotated[Number, Field(gt=0, le=MOST_AMOUNT)]
+NonNegativeFloat = Annotated[Number, Field(ge=0, le=MOST_AMOUNT)]
+
+
+class Section(BaseModel):
+    """A part of the configuration; unknown keys are errors, and numbers that are not finite."""
+
+    model_config = ConfigDict(
+        extra="forbid", populate_by_name=True, validate_default=True, allow_inf_nan=False
+    )
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What reaches logs, tracebacks and Ray's dashboard: without secrets."""
+        for name, value in super().__repr_args__():
+            yield name, hide_all({name: value})[name]

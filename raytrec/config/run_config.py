@@ -1,0 +1,224 @@
+"""One RunConfig of all sections (sections.py). YAML plus `section.key=value` overrides.
+
+No torch or Ray here: `raytrec config` answers in well under a second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from raytrec.common.errors import LONGEST_WORD, ConfigError, did_you_mean, some, some_of
+from raytrec.common.reading import NotReadable, yaml_values
+from raytrec.common.redaction import hide_all
+from raytrec.common.storage import read_yaml
+from raytrec.config.model_sections import SECTIONS, DlrmSection, ModelSection
+from raytrec.config.sections import (
+    CheckpointSection,
+    ChecksSection,
+    DataSection,
+    OptimSection,
+    PlanSection,
+    RunSection,
+    ScalingSection,
+    Section,
+    TrackingSection,
+    TrainSection,
+)
+from raytrec.config.trust import code_in, refuse_code, strange_run
+
+MOST_MISTAKES = 20  # that are told at once
+
+
+class RunConfig(Section):
+    """A whole run. `raytrec config --schema` prints this as JSON Schema."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    data: DataSection
+    scaling: ScalingSection = Field(default_factory=ScalingSection)
+    model: ModelSection = Field(default_factory=DlrmSection, description="The model, and what it reads.")
+    optim: OptimSection = Field(default_factory=OptimSection)
+    plan: PlanSection = Field(default_factory=PlanSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    checks: ChecksSection = Field(default_factory=ChecksSection)
+    tracking: TrackingSection = Field(default_factory=TrackingSection)
+
+    @model_validator(mode="after")
+    def _possible(self) -> RunConfig:
+        workers = self.scaling.most
+        if self.scaling.least > workers:
+            raise ValueError(
+                f"scaling.workers is {list(self.scaling.workers)}: first the least, then the most"
+            )
+        if self.data.lanes < workers:
+            raise ValueError(
+                f"data.lanes is {self.data.lanes} and scaling.workers {workers}: each worker "
+                "reads at least one lane; raise data.lanes"
+            )
+        if self.data.global_batch_size < workers:
+            raise ValueError(
+                f"data.global_batch_size is {self.data.global_batch_size} and scaling.workers "
+                f"{workers}: each worker needs at least one row of a batch"
+            )
+        if self.checkpoint.keep_best and not self.train.eval_every_steps:
+            raise ValueError("checkpoint.keep_best is set, but train.eval_every_steps is not")
+        if self.train.eval_every_steps and not (self.data.valid or self.data.test):
+            raise ValueError("train.eval_every_steps is set, but neither data.valid nor data.test is")
+        return self
+
+    @property
+    def checkpoint_root(self) -> str:
+        """The folder of all checkpoints of a run whose folder is settled."""
+        return (self.checkpoint.dir or f"{self.run.dir}/checkpoints").rstrip("/")
+
+    def to_yaml(self) -> str:
+        """The resolved whole, every default included, in the file's own spelling."""
+        return yaml.safe_dump(self.model_dump(by_alias=True, mode="json"), sort_keys=False)
+
+
+def load_config(
+    source: str | Path | dict | RunConfig,
+    overrides: list[str] | None = None,
+    *,
+    elsewhere: str | None = None,
+    allow_code: bool = False,
+) -> RunConfig:
+    """A RunConfig from a YAML file, a mapping or a RunConfig, with overrides on top.
+
+    Args:
+        source: path of a YAML file (local, s3:// or gs://), or its values.
+        overrides: `section.key=value` strings; values are YAML (`train.epochs=3`, `model.top_mlp=[64,32]`).
+        elsewhere: where values come from that may not be the user's own (trust.py); a URI is such a place.
+        allow_code: such values may name code all the same.
+
+    Raises:
+        ConfigError: code is named that is not allowed. No file, not YAML, unknown keys (with the nearest
+            valid one), wrong types or impossible combinations; all of them in one message.
+    """
+    if isinstance(source, RunConfig):
+        values, where = source.model_dump(by_alias=True), "RunConfig"
+    elif isinstance(source, dict):
+        values, where = _plain(source), "config"
+    else:
+        values, where = _read(str(source)), str(source)
+        elsewhere = where if "://" in where else elsewhere or strange_run(where)
+    named = code_in(values) if elsewhere and not allow_code else {}
+    for override in overrides or []:
+        _apply(values, override)
+    refuse_code(named, values, elsewhere or where)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(
+            some_of([_explain(e) for e in error.errors()[:MOST_MISTAKES]], error.error_count()),
+            where=where + (f" with {' '.join(overrides)}" if overrides else ""),
+            do="`raytrec config --schema` lists every key",
+        ) from None
+
+
+def _read(uri: str) -> dict:
+    try:
+        values = read_yaml(uri)
+    except NotReadable as error:
+        raise ConfigError(f"not YAML that can be used: {error}", where=uri) from None
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ConfigError(
+            "there is no such config file", where=uri, expected="a YAML file, as in jobs/"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the config: {error.strerror or error}", where=uri) from None
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise ConfigError("the config is not a mapping of sections", where=uri)
+    return values
+
+
+def _plain(values: dict) -> dict:
+    """A copy that has nothing but YAML's types in it."""
+    try:
+        return yaml_values(yaml.safe_dump(values))
+    except (yaml.YAMLError, NotReadable, RecursionError) as error:
+        words = " ".join(str(error).split()) or "it contains itself"
+        raise ConfigError(
+            f"a value is not plain: {words}",
+            where="config",
+            expected="mappings, lists, text, numbers, true, false and None",
+        ) from None
+
+
+def _apply(values: dict, override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts) or len(parts) < 2:
+        raise ConfigError(
+            f"{some(override)} is not an override", where="command line", expected="section.key=value"
+        )
+    try:
+        value = yaml_values(text) if text else None
+    except NotReadable as error:
+        raise ConfigError(
+            f"{some(text)} is not a YAML value: {error}", where=f"command line, {some(key)}"
+        ) from None
+    for part in parts[:-1]:
+        if values.get(part) is None:
+            values[part] = {}
+        values = values[part]
+        if not isinstance(values, dict):
+            raise ConfigError(f"'{part}' is a value, not a section", where=f"command line, {key}")
+    values[parts[-1]] = value
+
+
+def _explain(error: dict) -> str:
+    # pydantic names the member of a union, too, which is no key of a file.
+    place = ".".join(str(p) for p in error["loc"] if not str(p).startswith(("constrained-int", "tuple[")))
+    section, kind, *rest = *error["loc"], None, None
+    if section == "model" and kind in SECTIONS:  # pydantic names the kind of model, too
+        place = place.replace(f".{kind}", "", 1)
+        if error["type"] == "extra_forbidden" and rest[1:] == [None, None]:
+            near = did_you_mean(str(rest[0]), list(SECTIONS[kind].model_fields))
+            return f"{place}: {kind} has no such key" + (f"; did you mean model.{near}?" if near else "")
+    if error["type"] == "extra_forbidden":
+        near = _nearest(place)
+        return f"{place}: unknown key" + (f"; did you mean {near}?" if near else "")
+    if error["type"] == "missing":
+        return f"{place}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return message
+    return f"{place}: {message} (got {some(hide_all({place: error['input']})[place])})"
+
+
+def _nearest(place: str) -> str | None:
+    """The valid key that a wrong one may mean: one spelt alike, else one whose last part is."""
+    from difflib import get_close_matches
+
+    keys = _all_keys()
+    if len(place) > LONGEST_WORD:
+        return None
+    if near := get_close_matches(place, keys, n=1, cutoff=0.85):
+        return near[0]
+    last = {key.rpartition(".")[2]: key for key in keys}
+    near = did_you_mean(place.rpartition(".")[2], list(last))
+    return last[near] if near else None
+
+
+def _all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """Every key of the configuration as section.key, and the sections themselves."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        key = prefix + (field.alias or name)
+        keys.append(key)
+        parts = (field.annotation, *get_args(field.annotation))
+        for part in (get_args(p)[0] if get_origin(p) is Annotated else p for p in parts):
+            if isinstance(part, type) and issubclass(part, Section):
+                keys += _all_keys(part, key + (".*." if get_origin(field.annotation) is dict else "."))
+    return keys
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of RunConfig, for editors."""
+    return RunConfig.model_json_schema(by_alias=True)

@@ -1,0 +1,227 @@
+"""What a row is: labels, dense columns, sparse features, and the tables that they look up.
+
+A `schema.yaml` beside the data:
+
+    labels: [label]                    # numbers in [0, 1]
+    dense: [price, age]                # numbers
+    sparse:                            # feature: how it is looked up
+      user_id: {table: user}
+      genres:  {table: genre, pooling: mean}
+      history: {table: item, pooling: sequence}
+      tags:    {table: tag, weights: tag_weights, column: tag_ids}
+    tables:
+      user:  {rows: 944, dim: 16}
+      genre: {rows: 19, dim: 16}
+      item:  {rows: 1683, dim: 16, out_of_range: clamp}
+      tag:   {rows: 5000, dim: 16, out_of_range: hash}
+
+No torch here: the driver reads schemas on machines without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from raytrec.common.errors import SchemaError, did_you_mean, some, some_of
+from raytrec.common.reading import NotReadable
+from raytrec.config.base import PositiveInt
+
+# Tables are entries of a torch.nn.ModuleDict, which cannot have its own attributes' names as keys.
+RESERVED = frozenset(
+    """T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu cuda double
+    dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter get_submodule half ipu
+    items keys load_state_dict modules mtia named_buffers named_children named_modules named_parameters
+    parameters pop register_backward_hook register_buffer register_forward_hook register_forward_pre_hook
+    register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook
+    register_load_state_dict_pre_hook register_module register_parameter register_state_dict_post_hook
+    register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory state_dict to
+    to_empty train training type update values xpu zero_grad""".split()  # noqa: SIM905
+)
+
+
+def table_name(text: str) -> str:
+    """The name nearest to a text that a table can have."""
+    name = text.replace(".", "_")
+    return f"{name}_table" if name in RESERVED else name
+
+
+class Table(BaseModel):
+    """An embedding table of `rows` × `dim` float32 values."""
+
+    model_config = ConfigDict(extra="forbid")
+    rows: PositiveInt = Field(description="Number of ids; valid ids are 0 to rows - 1.")
+    dim: PositiveInt = Field(
+        multiple_of=4, le=2**16, description="Width of one embedding; a multiple of 4 (FBGEMM)."
+    )
+    out_of_range: Literal["error", "clamp", "hash"] = Field(
+        "error",
+        description="What an id < 0 or ≥ rows becomes: an error, the nearest valid id, or a hash of it into "
+        "[0, rows). Text ids need 'hash'. Valid ids are never changed.",
+    )
+
+
+class Sparse(BaseModel):
+    """A sparse feature: a bag (or sequence) of ids per row, looked up in one table."""
+
+    model_config = ConfigDict(extra="forbid")
+    table: str = Field(description="The table that the ids look up; features may share one.")
+    pooling: Literal["sum", "mean", "sequence"] = Field(
+        "sum",
+        description="How a bag becomes one vector: sum, mean (an empty bag is 0), or left as a sequence for "
+        "models that read sequences, the most recent id last (others take its mean).",
+    )
+    weights: str | None = Field(None, description="List column with one float per id; default: all 1.")
+    column: str | None = Field(None, description="The Parquet column; default: the feature's name.")
+
+
+class Schema(BaseModel):
+    """The columns of a dataset and the embedding tables behind them."""
+
+    model_config = ConfigDict(extra="forbid")
+    labels: list[str] = Field(min_length=1, description="Columns to predict; numbers in [0, 1].")
+    dense: list[str] = Field(default_factory=list, description="Columns of numbers.")
+    sparse: dict[str, Sparse] = Field(min_length=1, description="Feature name → how it is looked up.")
+    tables: dict[str, Table] = Field(min_length=1, description="Table name → its size.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Schema:
+        for name, feature in self.sparse.items():
+            if feature.table not in self.tables:
+                near = did_you_mean(feature.table, list(self.tables))
+                raise ValueError(
+                    f"sparse.{name}.table: there is no table '{feature.table}'"
+                    + (f"; did you mean '{near}'?" if near else f"; tables are {', '.join(self.tables)}")
+                )
+        for name in self.tables:
+            if name != table_name(name) or not name:
+                raise ValueError(
+                    f"tables.{name}: a table cannot have this name (empty, with a dot, or an attribute of "
+                    "torch's modules)" + (f"; call it '{table_name(name)}'" if name else "")
+                )
+        unused = set(self.tables) - {f.table for f in self.sparse.values()}
+        if unused:
+            raise ValueError(f"tables: no sparse feature looks up {', '.join(sorted(unused))}")
+        single = [*self.labels, *self.dense]
+        twice = {c for c in single if single.count(c) > 1}
+        if twice:
+            raise ValueError(f"labels/dense: column {', '.join(sorted(twice))} is named twice")
+        leaked = set(self.labels) & {c for f in self.sparse.values() for c in (f.column, f.weights) if c}
+        leaked |= set(self.labels) & {n for n, f in self.sparse.items() if f.column is None}
+        if leaked:
+            raise ValueError(f"sparse: label {', '.join(sorted(leaked))} is also an input")
+        return self
+
+    def column_of(self, feature: str) -> str:
+        """The Parquet column that holds a sparse feature's ids."""
+        return self.sparse[feature].column or feature
+
+    @property
+    def columns(self) -> list[str]:
+        """Every Parquet column to read, each once, labels first."""
+        names = [*self.labels, *self.dense]
+        for feature, spec in self.sparse.items():
+            names.append(self.column_of(feature))
+            if spec.weights:
+                names.append(spec.weights)
+        return list(dict.fromkeys(names))
+
+    @property
+    def has_weights(self) -> bool:
+        """True when any sparse feature carries per-id weights."""
+        return any(f.weights for f in self.sparse.values())
+
+    @classmethod
+    def parse(cls, values: object, where: str) -> Schema:
+        """A schema from plain values; `where` names their source in errors.
+
+        Raises:
+            SchemaError: with every problem found, and the nearest key for a misspelt one.
+        """
+        if not isinstance(values, dict):
+            raise SchemaError(
+                "the schema is not a mapping of keys",
+                where=where,
+                expected="labels, dense, sparse and tables",
+                do="write one with `raytrec inspect DIR`",
+            )
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise SchemaError(
+                some_of([_explain(e) for e in error.errors()[:20]], error.error_count()),
+                where=where,
+                expected="labels, dense, sparse: {feature: {table, pooling}}, tables: {table: {rows, dim}}",
+                do="correct the file; `raytrec inspect DIR` prints one that fits the data",
+            ) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Schema:
+        """Reads a schema.yaml (local path or any URI that pyarrow's filesystems read)."""
+        from raytrec.common.storage import read_yaml
+
+        try:
+            values = read_yaml(str(path))
+        except (FileNotFoundError, NotADirectoryError):
+            raise SchemaError(
+                "there is no schema file",
+                where=str(path),
+                expected="a schema.yaml beside the data, or data.schema=PATH",
+                do="write one with `raytrec inspect DIR > schema.yaml`",
+            ) from None
+        except NotReadable as error:
+            raise SchemaError(f"not YAML that can be used: {error}", where=str(path)) from None
+        except OSError as error:
+            raise SchemaError(f"cannot read the schema: {error.strerror or error}", where=str(path)) from None
+        return cls.parse(values, str(path))
+
+    def to_yaml(self, comments: Mapping[tuple[str, str], str] | None = None) -> str:
+        """The text of a schema.yaml: one line for each feature and table; defaults left out.
+
+        Args:
+            comments: (section, name) → what is said of a label, dense column, feature or table; one line.
+        """
+        comments, lines = comments or {}, []
+        for section in ("labels", "dense"):
+            names = getattr(self, section)
+            known = ((name, comments.get((section, name))) for name in names)
+            lines += [f"# {scalar(name)}: {comment}" for name, comment in known if comment]
+            lines.append(f"{section}: [{', '.join(map(scalar, names))}]")
+        for section in ("sparse", "tables"):
+            lines.append(f"{section}:")
+            for name, spec in getattr(self, section).items():
+                values = spec.model_dump(exclude_defaults=True)
+                inner = ", ".join(f"{k}: {scalar(v)}" for k, v in values.items())
+                comment = comments.get((section, name))
+                lines.append(f"  {scalar(name)}: {{{inner}}}" + (f"  # {comment}" if comment else ""))
+        return "\n".join(lines) + "\n"
+
+
+def scalar(value: object) -> str:
+    """A scalar as YAML flow text, quoted where YAML needs it."""
+    odd = isinstance(value, str) and not value.isprintable()  # escaped, on one line
+    style = {"default_style": '"'} if odd else {"allow_unicode": True}
+    return yaml.safe_dump([value], default_flow_style=True, width=10**6, **style).strip()[1:-1]
+
+
+def _explain(error: dict) -> str:
+    place = ".".join(str(p) for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = {0: Schema, 2: Sparse if error["loc"][0] == "sparse" else Table}.get(len(error["loc"]) - 1)
+        near = did_you_mean(str(error["loc"][-1]), list(known.model_fields)) if known else None
+        return f"{place}: unknown key" + (f"; did you mean '{near}'?" if near else "")
+    if error["type"] == "missing":
+        return f"{place}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    return (
+        message
+        if error["type"] == "value_error" and not place
+        else (
+            f"{place}: {message}"
+            + (f" (got {some(error['input'])})" if not isinstance(error["input"], dict) else "")
+        )
+    )

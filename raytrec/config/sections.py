@@ -1,0 +1,411 @@
+"""The sections of a RunConfig: every knob, its unit and its default."""
+
+from __future__ import annotations
+
+import re
+from math import cos, pi
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from raytrec.common.storage import sibling
+from raytrec.config.base import (
+    Few,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+from raytrec.config.transforms import Transform
+
+NAME = re.compile(r"\w[\w .,:+=@()-]{0,149}")
+
+
+def name_like(text: str) -> str:
+    """The name nearest to a text that a run can have."""
+    name = re.sub(r"[^\w .,:+=@()-]", "_", text)[:100]
+    return name if NAME.fullmatch(name) else f"_{name}"
+
+
+def _a_name(name: str) -> str:
+    """It becomes the name of a folder, and stands in logs and on terminals."""
+    if not NAME.fullmatch(name) or name != name.strip() or len(name.encode()) > 200:
+        raise ValueError(
+            "run.name: a name is at most 150 letters, digits, spaces and . , : + = @ ( ) - _, beginning with "
+            f"a letter, digit or _ (got {name[:60]!r}); run.dir says where its folder lies"
+        )
+    return name
+
+
+class RunSection(Section):
+    name: Annotated[str, AfterValidator(_a_name)] | None = Field(
+        None,
+        description="Name of the run: letters, digits, spaces and . , : + = @ ( ) - _; default: the config's "
+        "name and the time.",
+    )
+    dir: str | None = Field(
+        None, description="The run folder: result, checkpoint, config; default: runs/NAME."
+    )
+    root: str | None = Field(
+        None,
+        description="The folder that relative paths of data and runs begin at; default: RAYTREC_ROOT of "
+        "the environment, which the nodes of a cluster have, else the working directory.",
+    )
+    start_from: str | None = Field(
+        None, description="A run or checkpoint folder whose weights training begins with (warm start)."
+    )
+    start_state: bool = Field(False, description="A warm start also takes over the optimizers' state.")
+    start_tables: dict[str, Literal["exact", "resize", "new", "drop"]] = Field(
+        default_factory=dict,
+        description="What a warm start does with tables (or patterns such as 'item*') that have changed. "
+        "exact (default): nothing may have. resize: the rows that both have; further ones begin anew. "
+        "new: all begin anew. drop: the checkpoint's table is left out.",
+    )
+    start_dense: Literal["exact", "matching"] = Field(
+        "exact", description="matching: dense parameters whose shape has changed begin anew in a warm start."
+    )
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = Field(
+        0, description="Seeds initial weights, epoch order and dropout."
+    )
+
+
+Folders = str | Annotated[list[str], Field(min_length=1)]
+
+
+def folders(value: Folders) -> list[str]:
+    """One folder or several, as a list."""
+    return [value] if isinstance(value, str) else value
+
+
+class DataSection(Section):
+    train: Folders = Field(
+        description="Folder of Parquet files to train on (local, s3:// or gs://), or a list of folders."
+    )
+    between: tuple[str | None, str | None] | None = Field(
+        None,
+        description="First and last partition of data.train, both included, of folders such as "
+        "date=2026-11-01/hour=07: [date=2026-11-01, date=2026-11-07/hour=11]. null: no bound.",
+    )
+    valid: Folders | None = Field(None, description="Evaluated every train.eval_every_steps.")
+    test: Folders | None = Field(None, description="Evaluated at the end; default: data.valid.")
+    schema_path: str | None = Field(
+        None, alias="schema", description="The schema.yaml; default: the one in the folder above data.train."
+    )
+    transforms: list[Transform] = Field(
+        default_factory=list,
+        description="What is done to columns before the schema sees them: fill_null, clip, log, bucketize, "
+        "hash, lookup_vocabulary, binarize, date_part, age, cast, drop_null, or module:function.",
+    )
+    global_batch_size: Annotated[PositiveInt, Field(lt=2**31)] = Field(
+        2048, description="Rows per step over all workers together."
+    )
+    shuffle: Literal["none", "groups", "window"] = Field(
+        "window",
+        description="none: file order. groups: row groups in a new seeded order each epoch. window: also "
+        "rows within a window of row groups.",
+    )
+    window: Few = Field(
+        2,
+        description="Row groups of each lane whose rows are mixed by shuffle=window; of large ones, pieces "
+        "of 20,000 rows for each.",
+    )
+    lanes: Few = Field(
+        24, description="Parts that a global batch is read from at once; the most workers that can share it."
+    )
+    on_error: Literal["fail", "skip"] = Field(
+        "fail",
+        description="Rows that cannot be read or are not as the schema says: stop, or leave them out. Those "
+        "have no loss; they are counted (train.skipped_rows) and listed in skipped.jsonl.",
+    )
+    drop_last: bool = Field(False, description="Leave out an epoch's last, smaller batch.")
+    readers: Few = Field(1, description="Ray Data tasks that read for one worker at the same time.")
+    buffer_gib: PositiveFloat = Field(
+        0.5, description="What Ray's object store may hold, in GiB, of rows read ahead for one worker."
+    )
+    prefetch: Few = Field(4, description="Batches made ready ahead of the step, for each worker.")
+
+    @property
+    def schema_uri(self) -> str:
+        """Where the schema is: data.schema, or schema.yaml in the folder above (the first of) data.train."""
+        return self.schema_path or sibling(folders(self.train)[0], "schema.yaml")
+
+
+class ScalingSection(Section):
+    workers: Few | tuple[Few, Few] = Field(
+        2,
+        description="Worker processes; on GPUs one for each GPU. [least, most]: as many as the cluster has "
+        "room for; the run shrinks and grows with it, at the same global batch size.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where Ray has GPUs, and the packages there are those for CUDA."
+    )
+    cpus_per_worker: Few = Field(1, description="CPUs that Ray sets aside for one worker.")
+    address: str | None = Field(
+        None,
+        description="Ray cluster to join ('auto' or HOST:PORT); default: the one of a Ray job, else a "
+        "local one on loopback, ended with the run.",
+    )
+    timeout_s: Annotated[PositiveInt, Field(le=10**8)] = Field(
+        300, description="Seconds that building, restoring, saving or one read of data may take on a rank."
+    )
+    hang_s: PositiveFloat = Field(
+        45, description="Seconds without any step, once training goes, after which the group is restarted."
+    )
+    max_failures: NonNegativeInt = Field(
+        8, description="Failures of workers that a run survives. Nodes that are taken away do not count."
+    )
+    grow_every_s: PositiveFloat = Field(
+        30, description="Seconds between two looks for room for more workers, when fewer than the most run."
+    )
+    stop_s: PositiveFloat = Field(
+        30, description="Seconds that Ctrl-C, SIGTERM or `ray job stop` wait for a last checkpoint."
+    )
+
+    @property
+    def least(self) -> int:
+        """Workers without which the run waits."""
+        return self.workers[0] if isinstance(self.workers, tuple) else self.workers
+
+    @property
+    def most(self) -> int:
+        """Workers that the run never exceeds."""
+        return self.workers[1] if isinstance(self.workers, tuple) else self.workers
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers may change."""
+        return self.least < self.most
+
+
+class CheckpointSection(Section):
+    dir: str | None = Field(
+        None,
+        description="Where checkpoints go: a folder that all nodes share, s3:// or gs://; default: "
+        "checkpoints/ in the run folder.",
+    )
+    every_steps: PositiveInt | None = Field(None, description="Save this often, in steps.")
+    every_s: PositiveFloat | None = Field(
+        300, description="Save when this many seconds have passed since the last; null: not by time."
+    )
+    keep_last: PositiveInt = Field(2, description="The newest so many checkpoints are kept.")
+    keep_best: NonNegativeInt = Field(
+        0, description="Also the best so many, by the evaluations of train.eval_every_steps; saves at each."
+    )
+    best_by: Literal["ne", "logloss", "auc"] = Field("ne", description="What keep_best goes by.")
+    asynchronous: bool = Field(
+        True,
+        description="Write from a copy in host memory while training goes on. false: without the copy, "
+        "training waits.",
+    )
+
+
+class EmbeddingOptim(Section):
+    name: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = Field(
+        "rowwise_adagrad", description="Updates tables in backward (fused); adam on CPU: a dense update."
+    )
+    lr: PositiveFloat = Field(0.02, description="Learning rate.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment (not sgd).")
+
+
+class DenseOptim(Section):
+    name: Literal["adam", "adagrad", "sgd"] = Field("adam", description="Optimizer of the dense layers.")
+    lr: PositiveFloat = Field(1e-3, description="Learning rate.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment (not sgd).")
+    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty.")
+
+
+class Schedule(Section):
+    """Factor on both learning rates as a function of the step alone, so that nothing of it needs saving."""
+
+    warmup_steps: NonNegativeInt = Field(0, description="Steps in which the factor grows to 1, in a line.")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows.")
+    decay_steps: PositiveInt | None = Field(
+        None, description="Steps after the warm-up in which the factor falls to floor, where it stays."
+    )
+    floor: Number = Field(0.0, ge=0, le=1, description="The lowest factor of the decay.")
+
+    @model_validator(mode="after")
+    def _known(self) -> Schedule:
+        if (self.decay == "constant") != (self.decay_steps is None):
+            raise ValueError("optim.schedule: linear and cosine need decay_steps, and constant has none")
+        return self
+
+    def factor(self, step: int) -> float:
+        """The factor at a step, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.decay_steps is None:
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / self.decay_steps)
+        left = 1 - done if self.decay == "linear" else (1 + cos(pi * done)) / 2
+        return self.floor + (1 - self.floor) * left
+
+
+class OptimSection(Section):
+    embeddings: EmbeddingOptim = Field(default_factory=EmbeddingOptim)
+    dense: DenseOptim = Field(default_factory=DenseOptim)
+    schedule: Schedule = Field(default_factory=Schedule)
+
+
+Sharding = Literal[
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "data_parallel",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+]
+
+
+def _trainable(dtype: object) -> object:
+    if dtype == "bf16":
+        raise ValueError("plan.tables: FBGEMM has no kernels for dtype bf16, on no device; use fp16 or fp32")
+    return dtype
+
+
+class TablePlan(Section):
+    """What is settled by hand for a table; what is left out, the planner chooses."""
+
+    sharding: Sharding | None = Field(None, description="The way of sharding.")
+    ranks: list[NonNegativeInt] | None = Field(
+        None, min_length=1, description="The ranks that hold it. One rank alone means table_wise."
+    )
+    kernel: Literal["fused", "dense", "fused_uvm", "fused_uvm_caching"] | None = Field(
+        None,
+        description="fused: in device memory, updated in backward. dense: ordinary gradients and a dense "
+        "update. fused_uvm(_caching): in host memory (with a cache on the device).",
+    )
+    dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_trainable)] | None = Field(
+        None,
+        description="Of the weights; default fp32. Sums, gradients and optimizer state stay fp32. (FBGEMM "
+        "trains no bf16 tables.)",
+    )
+
+
+class PlanSection(Section):
+    sharding: list[Sharding] = Field(
+        ["table_wise", "row_wise"], min_length=1, description="Ways of sharding that the planner may choose."
+    )
+    tables: dict[str, TablePlan] = Field(
+        default_factory=dict,
+        description="By hand: table, or pattern such as 'item*', to sharding, ranks, kernel, dtype. Where "
+        "several match, later lines overrule earlier ones.",
+    )
+    together: list[list[str]] = Field(
+        default_factory=list,
+        description="Groups of tables (or patterns), each of which lies on one rank, table-wise.",
+    )
+    ranks_per_host: Few | None = Field(
+        None, description="Ranks that share a host; default: as Ray placed them."
+    )
+    memory_gib: PositiveFloat | None = Field(
+        None, description="Memory for tables on each worker's device, in GiB; default: what it has."
+    )
+    host_memory_gib: PositiveFloat | None = Field(
+        None,
+        description="Host memory for tables with kernel fused_uvm(_caching), in GiB for each worker on a "
+        "GPU; default: its share of what the host has, less 15 %, rows read ahead, and what checkpoints are "
+        "copied to.",
+    )
+
+
+class TrainSection(Section):
+    epochs: PositiveInt = Field(1, description="Passes over data.train.")
+    max_steps: PositiveInt | None = Field(None, description="Stop after this many steps.")
+    eval_every_steps: PositiveInt | None = Field(
+        None, description="Evaluate on data.valid (else data.test) this often; the end is always evaluated."
+    )
+    log_every_steps: PositiveInt = Field(20, description="Report loss and speed this often.")
+    loss: Literal["mean", "sum"] = Field(
+        "mean", description="Of the rows of a global batch: what the gradient is taken of."
+    )
+    micro_batches: Few = Field(
+        1,
+        description="Pieces in which the dense layers see a batch, one after the other, to save memory. The "
+        "step is that of the whole batch, tables included.",
+    )
+    clip_norm: PositiveFloat | None = Field(
+        None, description="Largest L2 norm of the whole gradient, tables included; default: no clipping."
+    )
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop",
+        description="A loss that is not finite: stop, with the batch in the run folder; or leave the step "
+        "out on all ranks, and count it.",
+    )
+    matmul: Literal["fp32", "tf32", "bf16"] = Field(
+        "fp32",
+        description="Precision of the dense layers' matrix products, in training and evaluation. tf32: "
+        "float32 with 10 bits of fraction, on tensor cores; on CPU, fp32. bf16: autocast to bfloat16; "
+        "parameters, losses, embeddings and optimizers stay fp32.",
+    )
+    deterministic: bool = Field(
+        False,
+        description="On GPUs, add up in the same order each time, so that the same run on the same machines "
+        "gives the same bits; slower where a batch has an id thousands of times. On CPU it is so anyway.",
+    )
+
+
+class TrackingSection(Section):
+    enabled: bool = Field(
+        True, description="Record the run in MLflow. false: in the run folder alone, which has all figures."
+    )
+    uri: str | None = Field(
+        None,
+        description="MLflow store or server; default: MLFLOW_TRACKING_URI of the driver's environment, else "
+        "mlflow.db (sqlite) beside the run folder.",
+    )
+    experiment: str = Field("raytrec", description="MLflow experiment.")
+    sweep: str | None = Field(
+        None, description="Name of a sweep: the run becomes a child of the MLflow run of that name."
+    )
+    tags: dict[str, str] = Field(default_factory=dict, description="Further tags of the MLflow run.")
+    every_steps: PositiveInt | None = Field(
+        100,
+        description="Record statistics of tables, phase times and load of every rank this often, and at "
+        "the end; null: never.",
+    )
+    cells: NonNegativeInt = Field(
+        64,
+        description="Up to so many ranks × tables, MLflow has the figures of each table on each rank; "
+        "beyond, those of each table and each rank. The run folder always has all.",
+    )
+    report: bool = Field(True, description="Pictures and report.html at the end of the run.")
+
+
+# YAML reads a plain `off` as false.
+Reaction = Annotated[
+    Literal["off", "warn", "stop"], BeforeValidator(lambda value: "off" if value is False else value)
+]
+
+
+class ChecksSection(Section):
+    """What is checked while training, and what a failure does."""
+
+    every_steps: PositiveInt | None = Field(
+        500, description="Check this often, in steps, beside the start; null: at the start alone."
+    )
+    at_checkpoints: bool = Field(True, description="Check before each checkpoint, too.")
+    alike: Reaction = Field(
+        "stop", description="Configuration, schema, code and libraries are the same on all ranks."
+    )
+    shards: Reaction = Field("stop", description="Shards cover every row of every table once.")
+    replicas: Reaction = Field(
+        "stop", description="Dense layers, data-parallel tables and their state are equal on all ranks."
+    )
+    parity: Reaction = Field(
+        "stop", description="Pooled embeddings and gradients of a live batch are those of one process."
+    )
+    conservation: Reaction = Field(
+        "stop", description="No id and no row is lost between ranks; all are at the same step."
+    )
+    finite: Reaction = Field(
+        "stop",
+        description="No weight and no optimizer state is NaN or infinite. Whatever is set here, such a state "
+        "is never saved.",
+    )
+    numbers: Reaction = Field(
+        "warn", description="No NaN or infinite gradient, no exploding norm, no drift of calibration."
+    )

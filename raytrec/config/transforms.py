@@ -1,0 +1,276 @@
+"""data.transforms: what is done to columns between Parquet and the schema. (data/transform.py does it.)
+
+    transforms:
+      - {do: fill_null, columns: [price], value: 0}
+      - {do: clip, columns: [price], low: 0, high: 1000}
+      - {do: log, columns: [price]}
+      - {do: bucketize, columns: [age], boundaries: [18, 30, 50], into: [age_bucket]}
+      - {do: hash, columns: [city], rows: 5000}
+      - {do: lookup_vocabulary, columns: [film], vocabulary: films.txt, unknown: 0}
+      - {do: binarize, columns: [rating], at_least: 4, into: [label]}
+      - {do: date_part, columns: [seen_at], part: hour, into: [hour]}
+      - {do: age, columns: [joined], until_column: seen_at, unit: days}
+      - {do: cast, columns: [zip], to: int64}
+      - {do: drop_null, columns: [tags]}
+      - {do: "mine.features:ratio", reads: [clicks, views], writes: [ratio], options: {smooth: 10}}
+
+They run one after the other, on whole Arrow columns, in the tasks that read. Numbers inside of lists are
+treated like numbers in plain columns. Columns are named as in a schema: `user.joined` is a field of a struct.
+"""
+
+from __future__ import annotations
+
+from datetime import date
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from raytrec.common.python_path import PYTHON_PATH
+from raytrec.config.base import PositiveInt, Section
+
+
+class OnColumns(Section):
+    """A transform that makes each of its columns from one column."""
+
+    columns: list[str] = Field(min_length=1, description="Columns to read.")
+    into: list[str] | None = Field(
+        None, description="Columns to write, one for each read; default: the same ones."
+    )
+
+    @model_validator(mode="after")
+    def _pairs(self) -> OnColumns:
+        if self.into is not None and len(self.into) != len(self.columns):
+            raise ValueError(f"into has {len(self.into)} names for {len(self.columns)} columns")
+        return self
+
+    @property
+    def reads(self) -> list[str]:
+        """The columns that it needs."""
+        return self.columns
+
+    @property
+    def writes(self) -> list[str]:
+        """The columns that are its own from then on."""
+        return self.into or self.columns
+
+
+class FillNull(OnColumns):
+    """Nulls, and NaN among floats, become a value. A list that is null stays so: it is an empty bag."""
+
+    do: Literal["fill_null"] = Field(description="fill_null")
+    value: float | int | str = Field(description="What they become, in the column's own type.")
+
+
+class Clip(OnColumns):
+    """Numbers below `low` become `low`, those above `high` become `high`."""
+
+    do: Literal["clip"] = Field(description="clip")
+    low: float | int | None = Field(None, description="The least; default: no bound.")
+    high: float | int | None = Field(None, description="The greatest; default: no bound.")
+
+    @model_validator(mode="after")
+    def _some_bound(self) -> Clip:
+        if self.low is None and self.high is None:
+            raise ValueError("clip needs low, high or both")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"clip has low {self.low} above high {self.high}")
+        return self
+
+
+class Log(OnColumns):
+    """x becomes sign(x) · ln(1 + |x|), as float32."""
+
+    do: Literal["log"] = Field(description="log")
+
+
+class Bucketize(OnColumns):
+    """A number becomes the id of its bucket: how many boundaries are ≤ it. Nulls and NaN have no bucket."""
+
+    do: Literal["bucketize"] = Field(description="bucketize")
+    boundaries: list[float] = Field(
+        min_length=1, description="Rising; n of them make n + 1 buckets, 0 to n: a table of n + 1 rows."
+    )
+
+    @field_validator("boundaries")
+    @classmethod
+    def _rising(cls, value: list[float]) -> list[float]:
+        if any(a >= b for a, b in pairwise(value)):
+            raise ValueError("boundaries must rise")
+        return value
+
+
+class Hash(OnColumns):
+    """Integers or text become ids in [0, rows), all of them (schema: out_of_range: hash keeps valid ids)."""
+
+    do: Literal["hash"] = Field(description="hash")
+    rows: PositiveInt = Field(description="Of the table that the ids look up.")
+
+
+class LookupVocabulary(OnColumns):
+    """A value becomes its place in a vocabulary, counted from 0."""
+
+    do: Literal["lookup_vocabulary"] = Field(description="lookup_vocabulary")
+    vocabulary: str = Field(
+        description="A text file with a value in each line, or Parquet, whose first column it is (local, "
+        "s3:// or gs://; every node must reach it)."
+    )
+    unknown: int | None = Field(None, ge=0, description="The id of all other values; default: no id.")
+
+
+class Binarize(OnColumns):
+    """A value becomes 1 or 0, as int8: 1 where it is large enough, or one of those named. Nulls stay null."""
+
+    do: Literal["binarize"] = Field(description="binarize")
+    at_least: float | int | None = Field(None, description="Numbers from here on become 1.")
+    positive: list[bool | int | float | str] | None = Field(
+        None,
+        min_length=1,
+        description="Values that become 1, such as ['yes', 'buy'] (quoted: see YAML's yes).",
+    )
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> Binarize:
+        if (self.at_least is None) == (self.positive is None):
+            raise ValueError(
+                "binarize needs at_least (for numbers) or positive (a list of values), one of them"
+            )
+        return self
+
+
+class DatePart(OnColumns):
+    """A time becomes a part of it, as int64, which is a number and an id."""
+
+    do: Literal["date_part"] = Field(description="date_part")
+    part: Literal[
+        "second",
+        "minute",
+        "hour",
+        "weekday",
+        "day",
+        "day_of_year",
+        "week",
+        "month",
+        "quarter",
+        "year",
+        "hour_of_week",
+    ] = Field(
+        description="hour is 0 to 23, weekday 0 (Monday) to 6, hour_of_week 0 to 167, week the ISO week."
+    )
+    timezone: str | None = Field(
+        None, description="Such as Europe/Zurich; default: the column's own, and UTC where it has none."
+    )
+    since_1970: Literal["s", "ms", "us", "ns"] | None = Field(
+        None, description="What numbers count; not needed for columns of dates, times and ISO text."
+    )
+
+
+class Age(OnColumns):
+    """A time becomes how long it lies before another one, as float32; below 0 where it is later."""
+
+    do: Literal["age"] = Field(description="age")
+    until: str | None = Field(
+        None, description="The time to count to: 2026-11-01, or 2026-11-01T12:00 (UTC). Durations need none."
+    )
+    until_column: str | None = Field(None, description="A column with that time, instead.")
+    unit: Literal["seconds", "minutes", "hours", "days"] = Field("days", description="Of the number.")
+    since_1970: Literal["s", "ms", "us", "ns"] | None = Field(
+        None, description="What numbers count; not needed for columns of dates, times and ISO text."
+    )
+
+    @field_validator("until", mode="before")
+    @classmethod
+    def _iso(cls, value: Any) -> Any:
+        return value.isoformat() if isinstance(value, date) else value  # what YAML makes of 2026-11-01
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Age:
+        if self.until is not None and self.until_column is not None:
+            raise ValueError("age takes until or until_column, not both")
+        return self
+
+    @property
+    def reads(self) -> list[str]:
+        """The columns that it needs."""
+        return list(dict.fromkeys([*self.columns, *([self.until_column] if self.until_column else [])]))
+
+
+class Cast(OnColumns):
+    """A value in another type: text as the number that it spells, whole floats (and decimals) as integers.
+    NaN among them becomes null; a number with a fraction cannot become an integer."""
+
+    do: Literal["cast"] = Field(description="cast")
+    to: Literal["int64", "float32", "string"] = Field(description="int64, float32 or string.")
+
+
+class DropNull(OnColumns):
+    """Nulls inside of lists are left out; the lists get shorter. (Their weights do not: see fill_null.)"""
+
+    do: Literal["drop_null"] = Field(description="drop_null")
+
+
+class Python(Section):
+    """A function of yours, `function(table: pyarrow.Table, **options) -> pyarrow.Table`, row for row.
+
+    It sees a whole row group at a time, as columns, and returns as many rows in the same order. What a row
+    becomes must depend on this row alone: which rows come together differs from run to run. Before anything
+    starts, it is called with no rows, to learn its columns' types.
+    """
+
+    do: str = Field(description="module:function")
+    reads: list[str] = Field(default_factory=list, description="Columns that it needs.")
+    writes: list[str] = Field(default_factory=list, description="Columns that it makes or replaces.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments.")
+
+
+BUILT_IN = {
+    "fill_null": FillNull,
+    "clip": Clip,
+    "log": Log,
+    "bucketize": Bucketize,
+    "hash": Hash,
+    "lookup_vocabulary": LookupVocabulary,
+    "binarize": Binarize,
+    "date_part": DatePart,
+    "age": Age,
+    "cast": Cast,
+    "drop_null": DropNull,
+}
+
+
+def _kind(value: Any) -> str | None:
+    do = value.get("do") if isinstance(value, dict) else getattr(value, "do", None)
+    if isinstance(do, str) and do in BUILT_IN:
+        return do
+    return "module:function" if PYTHON_PATH.fullmatch(str(do)) else None
+
+
+Transform = Annotated[
+    Annotated[FillNull, Tag("fill_null")]
+    | Annotated[Clip, Tag("clip")]
+    | Annotated[Log, Tag("log")]
+    | Annotated[Bucketize, Tag("bucketize")]
+    | Annotated[Hash, Tag("hash")]
+    | Annotated[LookupVocabulary, Tag("lookup_vocabulary")]
+    | Annotated[Binarize, Tag("binarize")]
+    | Annotated[DatePart, Tag("date_part")]
+    | Annotated[Age, Tag("age")]
+    | Annotated[Cast, Tag("cast")]
+    | Annotated[DropNull, Tag("drop_null")]
+    | Annotated[Python, Tag("module:function")],
+    Discriminator(
+        _kind,
+        custom_error_type="transform",
+        custom_error_message=f"do is one of {', '.join(BUILT_IN)}, or module:function",
+    ),
+]
+
+
+def columns_before(transforms: list[Transform] | tuple[Transform, ...], columns: list[str]) -> list[str]:
+    """The columns that files must have, so that `columns` are there after the transforms."""
+    needed = dict.fromkeys(columns)
+    for transform in reversed(transforms):
+        for name in transform.writes:
+            needed.pop(name, None)
+        needed |= dict.fromkeys(transform.reads)
+    return list(needed)

@@ -1,0 +1,134 @@
+"""`raytrec check`: is what this configuration computes, on this cluster, what one process computes?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from raytrec.cluster.session import ray_session
+from raytrec.common.errors import RunError
+from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.schema import Schema
+from raytrec.driver.console import RunConsole
+from raytrec.driver.launch import local_cpus, run_group
+from raytrec.driver.preflight import check_fit
+from raytrec.driver.prepare import resolve
+from raytrec.driver.recorder import Watch, write_json
+from raytrec.driver.run import open_tracker, short
+
+RESULT = "check.json"
+CHECKS = ("forward", "gradient", "weights", "state")
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What the check found.
+
+    Attributes:
+        findings: one for each comparison: {check, name, error, absolute, limit, passed}; error is the largest
+            difference as a share of the largest value (None: not a number).
+        plan: one entry for each table: {table, sharding, kernel, ranks}.
+        path: the folder that holds check.json.
+    """
+
+    name: str
+    findings: list[dict[str, Any]]
+    plan: list[dict[str, Any]]
+    path: Path
+    world_size: int
+    seconds: float
+    mlflow_run_id: str | None
+    next_steps: list[str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison stayed within its limit."""
+        return all(finding["passed"] for finding in self.findings)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """passed, cases, failed, and for each check its largest error: check.forward.error, ….absolute."""
+        out = {
+            "passed": self.passed,
+            "comparisons": len(self.findings),
+            "failed": sum(not finding["passed"] for finding in self.findings),
+            "world_size": self.world_size,
+            "seconds": self.seconds,
+            "mlflow_run_id": self.mlflow_run_id,
+        }
+        for check, worst in self.worst.items():
+            out |= {f"check.{check}.error": worst["error"], f"check.{check}.absolute": worst["absolute"]}
+        return out
+
+    @property
+    def worst(self) -> dict[str, dict[str, Any]]:
+        """Of each check, the comparison with the largest error; one that is not a number is the largest."""
+        groups = {c: [f for f in self.findings if f["check"] == c] for c in CHECKS}
+        return {
+            check: max(found, key=lambda f: float("inf") if f["error"] is None else f["error"])
+            for check, found in groups.items()
+            if found
+        }
+
+
+def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = None) -> CheckResult:
+    """Holds a configuration to a plain torch.nn process: forward, gradient, weights and optimizer state.
+
+    Its schema, plan, kernels, optimizers and collectives are the real ones, on its own cluster and number of
+    workers; tables are cut to 199 rows, batches are random and small, dropout is off and train.matmul fp32.
+    No data is read.
+
+    Raises:
+        ConfigError, SchemaError: what is wrong with the input. RunError: when a worker failed.
+    """
+    began = perf_counter()
+    config = resolve(load_config(source, overrides), source, "check")
+    folder = Path(config.run.dir)
+    schema = Schema.load(config.data.schema_uri)
+    check_fit(config, schema, here=False)  # tables are cut down
+    _make_folder(folder)
+    status = "FAILED"
+    with RunConsole(config.run.name) as console:
+        tracker = open_tracker(config, console)
+        try:
+            console.phase("starting Ray")
+            with ray_session(config.scaling.address, local_cpus(config)):
+                tracker.ready()
+                tracker.params(config)
+                if config.train.matmul != "fp32":
+                    console.note(
+                        f"checked in fp32: rounding by train.matmul={config.train.matmul} would hide errors"
+                    )
+                watch = Watch(console)
+                found = run_group("check_worker", config, schema, {}, "", watch)
+            seconds = round(perf_counter() - began, 3)
+            result = CheckResult(
+                config.run.name,
+                found["findings"],
+                found["plan"],
+                folder,
+                found["world_size"],
+                seconds,
+                tracker.run_id,
+                [f"look at it   mlflow ui --backend-store-uri {short(tracker.uri)}"] if tracker.uri else [],
+            )
+            write_json(folder / RESULT, result.metrics | {"plan": result.plan, "findings": result.findings})
+            tracker.metrics(result.metrics, step=0)
+            tracker.file(folder / RESULT)
+            status = "FINISHED" if result.passed else "FAILED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            if lost := tracker.close(status):
+                console.warn(lost)
+    return result
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write the folder: {error.strerror}", where=str(folder)) from None

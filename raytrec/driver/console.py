@@ -1,0 +1,183 @@
+"""What a person sees of a run: one live line, then a table. Progress goes to stderr, results to stdout."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any
+
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from raytrec.common.terminal import bold, open_console, plain
+from raytrec.driver import progress_log as lines
+from raytrec.metrics.results import LABELS, shown
+
+PLAIN_EVERY_S = 10.0  # seconds between progress lines where stderr is not a terminal
+
+
+class RunConsole:
+    """Shows the messages that rank 0 sends.
+
+    Kinds of message: phase(text), start(total, epochs, plan), train(step, rows, rows_per_s, logloss, ne, …),
+    eval(step, auc, ne, …). On a terminal they become one live line; elsewhere a plain line now and then.
+    """
+
+    def __init__(self, name: str):
+        self._console = open_console(stderr=True)
+        self._name = plain(name)
+        self._last_plain, self._total = 0.0, 0
+        self._begin: tuple[float, int] | None = None  # when and at which step the time left began to be known
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", style="bold", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[figures]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._task = self._progress.add_task(self._name, total=None, figures="")
+
+    def __enter__(self) -> RunConsole:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def phase(self, text: str) -> None:
+        """What the run is doing while no step is counted."""
+        self._progress.update(self._task, figures=plain(text))
+        self._plain(text, always=True)
+
+    def start(self, total: int, step: int = 0, workers: int = 0, **_: Any) -> None:
+        self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
+        self._total, self._begin = total, None
+        if step:
+            self.note(f"goes on at step {step} with {workers} workers")
+
+    def event(self, event: str, cause: str = "", reason: str = "", again: bool = False, **_: Any) -> None:
+        """Something that happened to the run: a failure, a restart that was asked for."""
+        if event == "failed":
+            self.warn(f"{cause}; {'starting again' if again else 'giving up'}")
+        elif event == "waiting":
+            self.warn(cause)
+        elif event == "asked":
+            self.note(f"{reason}: saving")
+
+    def check(self, check: str, step: int, passed: bool, text: str, **_: Any) -> None:
+        """A consistency check; only failures are worth a line."""
+        if not passed:
+            self.warn(f"check {check} failed at step {step}: {text}")
+
+    def saved(self, step: int, error: str | None, **_: Any) -> None:
+        """A checkpoint has been written, or not (which is said by a warning of its own)."""
+        if not error:
+            self._plain(f"step {step}: saved", always=False)
+
+    def stopped(self, step: int) -> None:
+        self.note(f"stopped at step {step}, saved")
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
+
+    def train(self, step: int, logloss: float, ne: float, rows_per_s: float | None, **_: Any) -> None:
+        text = lines.progress(step, self._total, rows_per_s, logloss, ne)
+        self._progress.update(self._task, completed=step, figures=text)
+        left = self._left(step)
+        self._plain(text if left is None else f"{text}  {lines.remaining(left)}", always=step == self._total)
+
+    def eval(self, step: int, **figures: Any) -> None:
+        text = lines.evaluation(step, figures)
+        if self._console.is_terminal:
+            self._progress.print(f"{self._name}  {text}")
+        self._plain(text, always=True)
+
+    def _left(self, step: int) -> float | None:
+        """Seconds until the last step, at the speed since the first figures; None while there is none."""
+        now = monotonic()
+        began, first = self._begin = self._begin or (now, step)
+        return (now - began) / (step - first) * (self._total - step) if step > first else None
+
+    def warn(self, text: str) -> None:
+        self._console.print(Text("warning:", style="yellow"), plain(text), soft_wrap=True)
+
+    def _plain(self, text: str, always: bool) -> None:
+        now = monotonic()
+        if not self._console.is_terminal and (always or now - self._last_plain >= PLAIN_EVERY_S):
+            self._last_plain = now
+            self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
+
+
+def print_result(result: Any) -> None:
+    """The result as a table on stdout, and where to look next.
+
+    Args:
+        result: driver.Result.
+    """
+    console = open_console()
+    console.print(bold(result.metrics["name"]), soft_wrap=True)
+    table = Table(show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for key, text in shown(result.metrics).items():
+        table.add_row(LABELS[key][0], text)
+    console.print(table)
+    for line in result.next_steps:
+        console.print(plain(line), soft_wrap=True)
+
+
+CHECKS = {
+    "forward": "pooled embeddings",
+    "gradient": "gradient",
+    "weights": "weights, 20 steps",
+    "state": "state, 20 steps",
+}
+
+
+def print_check(result: Any) -> None:
+    """The worst comparison of each check as a table on stdout, then every one that failed.
+
+    Args:
+        result: check.CheckResult.
+    """
+    console = open_console()
+    console.print(
+        bold(result.name) + Text(f": {result.world_size} workers against one process"), soft_wrap=True
+    )
+    table = Table()
+    for column in ("check", "compared", "max abs error", "relative", "limit", "result"):
+        table.add_column(column, justify="left" if column in ("check", "result") else "right")
+    for check, worst in result.worst.items():
+        found = [f for f in result.findings if f["check"] == check]
+        table.add_row(
+            CHECKS[check],
+            str(len(found)),
+            _tiny(worst["absolute"]),
+            _tiny(worst["error"]),
+            f"{worst['limit']:.0e}",
+            Text("pass", "green") if all(f["passed"] for f in found) else Text("FAIL", "red"),
+        )
+    console.print(table)
+    for f in result.findings:
+        if not f["passed"]:
+            line = f"FAIL  {CHECKS[f['check']]} of {f['name']}: relative error {_tiny(f['error'])}, limit "
+            console.print(plain(line + f"{f['limit']:.0e}"), soft_wrap=True)
+    for line in result.next_steps:
+        console.print(plain(line), soft_wrap=True)
+
+
+def _tiny(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.1e}"

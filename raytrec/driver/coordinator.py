@@ -1,0 +1,295 @@
+"""Where a run's ranks and its driver meet: messages, heartbeats, commands. One small actor beside the driver.
+
+Every rank sends a heartbeat each half second: how many ticks of progress it has made, at which step it is,
+what it is doing. The answer is the command of the moment. A rank that sends none has died or stands still;
+ranks that send them and make no progress wait for one another. Both are found here, and said in a sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from time import monotonic, time
+from typing import Any
+
+from raytrec.common.messages import Command
+
+SILENT_S = 3.0  # without a heartbeat for so long, a process stands still (or has ended)
+PHASES = {
+    "start": "starting",
+    "plan": "building the model",
+    "restore": "restoring",
+    "data": "waiting for data",
+    "step": "computing",
+    "evaluate": "evaluating",
+    "save": "saving",
+}
+# Where a GPU is in a step (train.phases.PHASES), from its beginning to its end.
+ON_GPU = {
+    "data": "waiting for data",
+    "copy": "waiting for its batch",
+    "input_exchange": "in the exchange of ids",
+    "forward": "in the forward pass",
+    "collectives": "in the exchange of embeddings",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer",
+    "other": "",
+}
+LOST = "the run's hub, an actor beside the driver, ended"
+# What may take long without being stuck: it ends, or fails, by itself.
+PATIENT = ("start", "plan", "restore", "data", "evaluate", "save")
+
+
+@dataclass
+class Member:
+    """What is known of a rank: its process, and when it has made how much progress.
+
+    Attributes:
+        phase: one of PHASES.
+        where: the place in the code, while no progress is made.
+        waiting: whether that place is a wait for other ranks.
+        unfinished: the step that its GPU has not finished, and the phase; None: it has, or there is none.
+    """
+
+    rank: int
+    pid: int
+    node: str
+    ticks: int = -1
+    step: int = 0
+    phase: str = "start"
+    where: str = ""
+    waiting: bool = False
+    unfinished: tuple[int, str] | None = None
+    beat_at: float = field(default_factory=monotonic)
+    progress_at: float = field(default_factory=monotonic)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on {self.node})"
+
+    @property
+    def behind(self) -> tuple[int, int, bool, float, int]:
+        """Sorts ranks: first whoever is behind; where hosts are level, whose GPU is."""
+        step, phase = self.unfinished or (inf, "")
+        place = list(ON_GPU).index(phase) if phase in ON_GPU else len(ON_GPU)
+        return self.step, self.ticks, self.waiting, step, place
+
+
+class Hub:
+    """The actor's class; see `start_hub`.
+
+    Args:
+        hang_s: seconds without progress in training until the group is ended.
+        patience_s: the same for what may take long (PATIENT).
+        again: asked whether this is one that takes the place of another, whose process has ended. What that
+            one knew is lost: ranks learn that their group is unknown, end, and are started again.
+    """
+
+    def __init__(self, hang_s: float, patience_s: float, again: Callable[[], bool] = lambda: False):
+        self._hang_s, self._patience_s = hang_s, patience_s
+        self._messages: asyncio.Queue = asyncio.Queue()
+        self._members: dict[int, Member] = {}
+        self._attempt, self._attempts, self._command = "", 0, Command.GO
+        self._reason, self._cause, self._look = "", LOST if again() else "", None
+        self._lost_at: float | None = None
+
+    # Messages: ranks and policies put, the driver gets.
+
+    def put(self, message: dict[str, Any]) -> None:
+        self._messages.put_nowait(message)
+
+    async def get(self, timeout: float) -> list[dict[str, Any]]:
+        """All messages that there are; waits for the first."""
+        out = []
+        if timeout and self._messages.empty():
+            try:
+                out.append(await asyncio.wait_for(self._messages.get(), timeout))
+            except TimeoutError:
+                return []
+        while not self._messages.empty():
+            out.append(self._messages.get_nowait())
+        return out
+
+    def _event(self, event: str, **details: Any) -> None:
+        self.put({"kind": "event", "event": event, "unix_s": time(), **details})
+
+    # Ranks.
+
+    async def enter(self, attempt: str, rank: int, world: int, pid: int, node: str) -> int:
+        """A rank begins; the number of attempts before this one."""
+        if attempt != self._attempt:
+            self._attempt, self._attempts, self._members = attempt, self._attempts + 1, {}
+            self._cause = ""
+            if self._command != Command.STOP:
+                self._command = Command.GO
+            self._event("started", attempt=self._attempts, workers=world)
+        self._members[rank] = Member(rank, pid, node)
+        if self._look is None:
+            self._look = asyncio.get_running_loop().create_task(self._keep_looking())
+        return self._attempts - 1
+
+    async def beat(
+        self,
+        attempt: str,
+        rank: int,
+        ticks: int,
+        step: int,
+        phase: str,
+        where: str,
+        waiting: bool,
+        unfinished: tuple[int, str] | None = None,
+    ) -> int:
+        """A rank's heartbeat; the command of the moment."""
+        member = self._members.get(rank)
+        if attempt != self._attempt or member is None:
+            return Command.ABORT  # of a group that has been given up
+        now = monotonic()
+        if ticks != member.ticks:
+            member.progress_at = now
+        member.beat_at, member.ticks, member.step, member.phase = now, ticks, step, phase
+        member.where, member.waiting, member.unfinished = where, waiting, unfinished
+        return self._command
+
+    async def current(self, attempt: str) -> bool:
+        """Whether this group is the run's, so that what it writes counts."""
+        return attempt == self._attempt and self._command != Command.ABORT
+
+    async def leave(self, attempt: str, rank: int) -> None:
+        """A rank has ended well."""
+        if attempt == self._attempt:
+            self._members.pop(rank, None)
+
+    # Commands.
+
+    async def ask(self, command: int, reason: str) -> None:
+        """Asks all ranks for something; less than what has been asked for already changes nothing."""
+        if command > self._command:
+            self._command, self._reason = Command(command), reason
+            self._event("asked", command=self._command.name, reason=reason)
+
+    async def obeyed(self, command: int) -> None:
+        """The ranks have done it."""
+        if self._command == command == Command.SAVE:
+            self._command = Command.GO
+
+    async def asked(self) -> tuple[int, str]:
+        return self._command, self._reason
+
+    async def step(self) -> int:
+        """The highest step that a rank of the last group has reached."""
+        return max((m.step for m in self._members.values()), default=0)
+
+    async def waiting(self, room: int, least: int) -> None:
+        """There are not enough nodes to go on."""
+        self._event("waiting", cause=f"there is room for {room} workers; waiting for {least}")
+
+    # Failures.
+
+    async def failed(self, rank: int | None, cause: str, dead: bool, again: bool) -> None:
+        """The policy has seen a failure; `cause` may be what it did to others, if no rank is dead.
+
+        Args:
+            rank: whose error it is; None: there were no ranks yet.
+            dead: whether the cause is known: a process that died, or an error of its own.
+            again: whether the group is started again.
+        """
+        silent = None
+        if not dead and not self._cause:
+            for _ in range(20):  # who was it? Whoever is silent while the others complain.
+                silent = self._silent(1.5)
+                if silent:
+                    break
+                await asyncio.sleep(0.1)
+            if silent:
+                cause = f"{silent} died at step {silent.step}"
+        self._cause = cause if rank is None else self._cause or cause
+        step = max((m.step for m in self._members.values()), default=0)
+        self._event("failed", cause=self._cause, rank=silent.rank if silent else rank, step=step, again=again)
+        self._attempt = ""  # given up: whoever is left of it, perhaps out of reach, is to end
+
+    async def cause(self) -> str:
+        """Why the group ended, in one sentence; empty when nothing is known."""
+        return self._cause
+
+    def _silent(self, seconds: float) -> Member | None:
+        now = monotonic()
+        quiet = [m for m in self._members.values() if now - m.beat_at > seconds]
+        return min(quiet, key=lambda m: m.beat_at) if quiet else None
+
+    async def _keep_looking(self) -> None:
+        while True:
+            await asyncio.sleep(1)
+            if self._members and not self._cause and (sentence := self._hang()):
+                self._cause = sentence
+                self._event("hang", cause=sentence)
+                self._command = max(self._command, Command.ABORT)
+                await asyncio.sleep(3)
+                self._kill_what_stands_still()
+
+    def _hang(self) -> str | None:
+        """Who keeps the others waiting, when nothing has gone on for too long."""
+        now, members = monotonic(), list(self._members.values())
+        idle = now - max(m.progress_at for m in members)
+        culprit = self._silent(SILENT_S) or min(members, key=lambda m: m.behind)
+        patient = culprit.phase in PATIENT and now - culprit.beat_at < SILENT_S
+        if idle < (self._patience_s if patient else self._hang_s):
+            return None
+        others = [m for m in members if m is not culprit]
+        if now - culprit.beat_at > SILENT_S:
+            what = f"{culprit} stands still: no sign of life for {now - culprit.beat_at:.0f} s"
+        elif culprit.unfinished:
+            whose = "its GPU" if not others or len({m.unfinished for m in members}) > 1 else "all GPUs"
+            what = f"{culprit} has made no progress for {idle:.0f} s: {_on_gpu(whose, *culprit.unfinished)},"
+        elif culprit.waiting and len({m.ticks for m in members}) == 1:
+            what = f"all ranks wait for one another for {idle:.0f} s; {culprit}"
+        else:
+            what = f"{culprit} has made no progress for {idle:.0f} s"
+        where = f", {PHASES[culprit.phase]}" + (f" ({culprit.where})" if culprit.where else "")
+        waiting = f"; rank {others[0].rank} waits at {others[0].where}" if others and others[0].where else ""
+        return f"{what} at step {culprit.step}{where}{waiting}"
+
+    def _kill_what_stands_still(self) -> None:
+        """Processes that do not hear the command are ended from outside, on their own node."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+        nodes = {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
+        now = monotonic()
+        for member in self._members.values():
+            if now - member.beat_at > SILENT_S and member.node in nodes:
+                place = On(nodes[member.node], soft=False)
+                ray.remote(_kill).options(num_cpus=0, scheduling_strategy=place).remote(member.pid)
+
+
+def _on_gpu(whose: str, step: int, phase: str) -> str:
+    place = ON_GPU.get(phase, "")
+    verb = "have" if whose == "all GPUs" else "has"
+    return f"{whose} {verb} not finished step {step}" + (f" ({place})" if place else "")
+
+
+def _kill(pid: int) -> None:
+    import os
+    import signal
+    from pathlib import Path
+
+    if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        os.kill(pid, signal.SIGKILL)
+
+
+def start_hub(hang_s: float, patience_s: float) -> Any:
+    """A Hub as an actor on this node, which the driver does not outlive; Ray starts it again if it ends."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(Hub).options(
+        num_cpus=0, max_concurrency=1000, max_restarts=-1, scheduling_strategy=here
+    )
+    return actor.remote(hang_s, patience_s, _is_again)
+
+
+def _is_again() -> bool:
+    import ray
+
+    return ray.get_runtime_context().was_current_actor_reconstructed

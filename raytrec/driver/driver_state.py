@@ -1,0 +1,156 @@
+"""Who drives a run: a note in its folder, by which others find the process, and what it has said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import time
+from typing import Any, TextIO
+
+from raytrec.cluster.token import IN_JOB
+from raytrec.common.errors import RaytrecError, RunError
+from raytrec.common.reading import NotReadable, json_values, read_bytes
+
+# What a signal becomes; while Ray is only starting, it has handlers of its own, which end the process.
+ASKED = (KeyboardInterrupt, SystemExit)
+NOTE, LOG = "driver.json", "run.log"
+KINDS = {"pid": int, "started": int, "host": str, "status": str, "job": str, "unix_s": (int, float)}
+PARTS = ("what", "where", "expected", "do")  # of an error
+
+
+@contextmanager
+def driving(folder: Path) -> Iterator[None]:
+    """Notes in a run folder that this process drives the run, and, at the end of the block, how it ended.
+
+    driver.json: {"pid", "started" (the process), "host", "job" (of Ray's Job API, or null), "unix_s",
+    "status": "RUNNING", "FINISHED", "STOPPED" or "FAILED", "error": null or its parts}. Where stderr is no
+    terminal, what goes there goes to run.log, too.
+    """
+    note: dict[str, Any] = {
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "host": socket.gethostname(),
+        "job": _job(),
+        "unix_s": time(),
+        "status": "RUNNING",
+        "error": None,
+    }
+    _write(folder, note)
+    try:
+        with _logged(folder / LOG):
+            yield
+    except BaseException as error:
+        note["status"] = "STOPPED" if isinstance(error, ASKED) else "FAILED"
+        note["error"] = None if note["status"] == "STOPPED" else _parts(error)
+        raise
+    else:
+        note["status"] = "FINISHED"
+    finally:
+        _write(folder, note)
+
+
+def driver_of(folder: Path) -> dict[str, Any]:
+    """What the note says; empty where there is none. A status of RUNNING may be of a process that died."""
+    try:
+        note = json_values(read_bytes(folder / NOTE))
+    except (OSError, NotReadable):
+        return {}
+    if not isinstance(note, dict):
+        return {}
+    sound = {key: note[key] for key, kind in KINDS.items() if isinstance(note.get(key), kind)}
+    if isinstance(error := note.get("error"), dict):
+        sound["error"] = {key: str(error[key]) if error.get(key) else None for key in PARTS}
+        sound["error"]["what"] = sound["error"]["what"] or ""
+    return sound
+
+
+def is_alive(note: dict[str, Any]) -> bool | None:
+    """Whether the process of a note is there; None when it is one of another host."""
+    if note.get("host") != socket.gethostname():
+        return None
+    started = _started(note.get("pid", 0))
+    return started is not None and started == note.get("started")
+
+
+def ask_to_stop(note: dict[str, Any]) -> None:
+    """SIGTERM, upon which a run saves and ends; to be called on the driver's host.
+
+    Raises:
+        RunError: the process has ended.
+    """
+    if not is_alive(note):
+        raise RunError("nobody drives this run", expected="a run that is under way")
+    os.kill(note["pid"], signal.SIGTERM)
+
+
+def _started(pid: int) -> int | None:
+    """When a process began, in the kernel's ticks: with its id, it is no other process. None: it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def _job() -> str | None:
+    try:
+        return json.loads(os.environ.get(IN_JOB, "{}"))["metadata"]["job_submission_id"]
+    except (KeyError, ValueError):
+        return None
+
+
+def _parts(error: BaseException) -> dict[str, str | None]:
+    if isinstance(error, RaytrecError):
+        return error.parts
+    return {"what": f"{type(error).__name__}: {error}"}
+
+
+def _write(folder: Path, note: dict[str, Any]) -> None:
+    from raytrec.driver.recorder import write_json
+
+    try:
+        write_json(folder / NOTE, note)
+    except OSError:  # a full disk: the run itself says so
+        return
+
+
+@contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    if sys.stderr is None or sys.stderr.isatty():
+        yield
+        return
+    before = sys.stderr
+    try:
+        file = open(path, "a", buffering=1)  # noqa: SIM115
+    except OSError:  # a full disk: the run itself says so
+        yield
+        return
+    sys.stderr = _Both(before, file)
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        with suppress(OSError):  # what the disk has not taken
+            file.close()
+
+
+class _Both:
+    """A stream that also goes to a file."""
+
+    def __init__(self, stream: TextIO, file: TextIO):
+        self._stream, self._file = stream, file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # no room on the disk; or a thread that outlives the run
+            self._file.write(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

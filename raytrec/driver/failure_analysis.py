@@ -1,0 +1,116 @@
+"""What made a worker group fail: the root cause among the errors that it led to on other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from raytrec.common.errors import RaytrecError, root_cause
+from raytrec.common.messages import Restart
+
+
+class Kind(IntEnum):
+    """Kinds of errors, the ones that explain the others first."""
+
+    RESTART = 0  # asked for
+    OURS = 1  # an error for people; trying again would lead to it again
+    NODE = 2  # the node has gone
+    DEATH = 3  # the process has gone
+    ERROR = 4  # an exception of its own
+    FOLLOWED = 5  # a collective that another rank did not take part in
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a rank failed.
+
+    Attributes:
+        text: one line.
+        error: the error itself.
+    """
+
+    kind: Kind
+    rank: int
+    text: str
+    error: BaseException
+
+    @property
+    def sentence(self) -> str:
+        """The text, with the rank where it does not say so itself."""
+        if self.kind in (Kind.OURS, Kind.RESTART):
+            return self.text
+        return f"rank {self.rank} {self.text}"
+
+
+# What CUDA and its libraries say of this process's own GPU. The host learns of it at its next call, which may
+# be a collective: the message then names that, too. Lower case; torch 2.13.0: c10/cuda/CUDAException.cpp,
+# CUDACachingAllocator.cpp, ATen/cuda/Exceptions.h (cuBLAS and its like: "CUDA error: CUBLAS_STATUS_…");
+# c10d/NCCLUtils.cpp for what NCCL 2.29.7 was told by CUDA, and for two ranks on one GPU (ncclInvalidUsage).
+OWN_GPU = (
+    "cuda error",
+    "cuda driver error",
+    "cuda failure",
+    "cudnn error",
+    "cudnn_status_",
+    "cublas_status_",
+    "cufft error",
+    "out of memory",
+    "ecc error",
+    "ncclinvalidusage",
+)
+# What gloo and NCCL say when a rank has gone (torch 2.13.0).
+COLLECTIVE = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "timed out waiting",
+    "socket",
+    "c10d",
+    "connection reset",
+)
+
+
+def find_cause(failures: dict[int, BaseException]) -> Cause:
+    """The one that explains the others.
+
+    Args:
+        failures: rank → what its process raised, or what Ray says about its end.
+    """
+    return min((_classify(rank, error) for rank, error in failures.items()), key=lambda c: (c.kind, c.rank))
+
+
+def _classify(rank: int, error: BaseException) -> Cause:
+    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RaySystemError
+
+    inner = getattr(error, "health_check_failure", None) or error
+    cause = root_cause(inner)
+    text = str(cause).strip()
+    if isinstance(cause, RaytrecError):
+        return Cause(Kind.OURS, rank, cause.what, cause)
+    if isinstance(cause, Restart):
+        return Cause(Kind.RESTART, rank, text, cause)
+    if isinstance(inner, NodeDiedError) or getattr(inner, "preempted", False) or "node has died" in text:
+        return Cause(Kind.NODE, rank, "lost its node", cause)
+    if isinstance(inner, OutOfMemoryError) or "running low on memory" in text:
+        return Cause(Kind.DEATH, rank, "was ended by Ray, because its node ran low on memory", cause)
+    if isinstance(inner, (RayActorError, RaySystemError)):
+        return Cause(Kind.DEATH, rank, "died: its process was ended, or crashed", cause)
+    followed = not _line_with(OWN_GPU, text) and _line_with(COLLECTIVE, text)
+    kind = Kind.FOLLOWED if followed else Kind.ERROR
+    return Cause(kind, rank, f"raised {type(cause).__name__}: {main_line(text)}", cause)
+
+
+def main_line(text: str) -> str:
+    """The line of an error that says most, "" where there is none.
+
+    CUDA's errors end with advice, NCCL's have what happened after "Last error:", and torch may add the frames
+    of C++ to either. Otherwise it is the last line.
+    """
+    said, _, last = text.partition("\nException raised from ")[0].partition("Last error:")
+    lines = [line.strip() for line in (last or said).splitlines() if line.strip()]
+    return _line_with(OWN_GPU, "\n".join(lines)) or (lines[-1] if lines else "")
+
+
+def _line_with(words: tuple[str, ...], text: str) -> str:
+    """The first line that has one of the words, whatever their case; "" where none has."""
+    return next((line for line in text.splitlines() if any(word in line.lower() for word in words)), "")

@@ -1,0 +1,103 @@
+"""`raytrec plan`: where tables would lie on GPUs that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from warnings import catch_warnings, simplefilter
+
+from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import ranges
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Schema
+from raytrec.driver.preflight import check_fit
+
+
+def plan(
+    source: str | Path | dict,
+    overrides: list[str],
+    hosts: int | None = None,
+    gpus: int | None = None,
+    memory_gib: float = 80,
+    host_memory_gib: float | None = None,
+) -> dict[str, Any]:
+    """The plan of a configuration. Reads its schema, and no data.
+
+    Args:
+        source: a config file or its values; data.schema, or schema.yaml above data.train, must be there.
+        overrides: `section.key=value` strings.
+        hosts: machines; default: as many as scaling.workers fill.
+        gpus: GPUs of each; default: plan.ranks_per_host, else scaling.workers up to 8.
+        memory_gib: of each GPU, where plan.memory_gib says nothing.
+        host_memory_gib: of each host's main memory, where tables with kernel fused_uvm(_caching) lie and
+            plan.host_memory_gib says nothing; default: twice that of its GPUs.
+
+    Returns:
+        hosts, gpus, memory_gib; tables: one mapping each (table, rows, dim, sharding, kernel, ranks, gib and
+        host_gib of each of these); gib: on each rank's GPU; host_gib: in each host's memory.
+
+    Raises:
+        ConfigError, SchemaError: what is wrong with the input, or does not fit.
+    """
+    from dataclasses import asdict
+
+    from raytrec.driver.prepare import resolve
+    from raytrec.embeddings.planner.dry_run import dry_run, gib_of_hosts, gib_of_ranks
+
+    config = resolve(load_config(source, overrides), source)
+    workers = config.scaling.most
+    gpus = gpus or config.plan.ranks_per_host or min(8, workers)
+    hosts = hosts or -(-workers // gpus)
+    if hosts * gpus != workers:
+        raise ConfigError(
+            f"{hosts} hosts with {gpus} GPUs are {hosts * gpus} workers, and scaling.workers is {workers}",
+            where="scaling.workers, --hosts, --gpus",
+            expected="one worker for each GPU",
+        )
+    schema = Schema.load(config.data.schema_uri)
+    check_fit(config, schema, here=False)
+    with catch_warnings():  # of what TorchRec will change
+        simplefilter("ignore", FutureWarning)
+        tables = dry_run(config, schema, hosts, gpus, memory_gib, host_memory_gib)
+    memory_gib = config.plan.memory_gib or memory_gib
+    return {
+        "hosts": hosts,
+        "gpus": gpus,
+        "memory_gib": memory_gib,
+        "tables": [asdict(table) for table in tables],
+        "gib": gib_of_ranks(tables, workers),
+        "host_gib": gib_of_hosts(tables, hosts, gpus),
+    }
+
+
+def print_plan(found: dict[str, Any]) -> None:
+    """A line for each table, and how full the GPUs are, on stdout."""
+    from rich.table import Table
+
+    from raytrec.common.terminal import open_console, plain
+
+    console, lines = open_console(), Table()
+    for column in ("table", "rows", "dim", "sharding", "kernel", "ranks", "GiB in all"):
+        lines.add_column(column, justify="right" if column in ("rows", "dim", "GiB in all") else "left")
+    for table in found["tables"]:
+        lines.add_row(
+            plain(table["table"]),
+            f"{table['rows']:,}",
+            str(table["dim"]),
+            table["sharding"],
+            table["kernel"],
+            ranges(table["ranks"]),
+            f"{sum(table['gib'] + table['host_gib']):.2f}",
+        )
+    console.print(lines)
+    gib, memory = found["gib"], found["memory_gib"]
+    console.print(
+        f"{found['hosts']} × {found['gpus']} GPUs of {memory:g} GiB: tables take {min(gib):.1f} to "
+        f"{max(gib):.1f} GiB of each, {sum(gib):.1f} GiB in all",
+        soft_wrap=True,
+    )
+    if any(host := found["host_gib"]):
+        console.print(
+            f"in host memory: {min(host):.1f} to {max(host):.1f} GiB of each host, {sum(host):.1f} in all",
+            soft_wrap=True,
+        )

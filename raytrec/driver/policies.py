@@ -1,0 +1,248 @@
+"""How a worker group is started again: after which failures, and with how many workers.
+
+Ray Train's controller (ray 2.60.0, ray/train/v2/_internal) asks a FailurePolicy and a ScalingPolicy. Its own
+count what the autoscaling coordinator has noted at its last tick (every 20 s, nodes that have gone included),
+retry errors that come again for certain, and resize a running group without a checkpoint.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from time import monotonic
+from typing import Any
+
+import ray
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+    DefaultAutoscalingCoordinator,
+)
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
+    AUTOSCALING_REQUESTS_EXPIRE_TIME_S,
+    AUTOSCALING_REQUESTS_INTERVAL_S,
+)
+from ray.train.v2.api.exceptions import ControllerError
+
+from raytrec.cluster.lifeline import Lifeline, wait_for
+from raytrec.common.messages import Command
+from raytrec.driver.cleaner import with_own_cleaner
+from raytrec.driver.failure_analysis import Cause, Kind, find_cause
+
+SETTLE_S = 2.0  # after a failure, until what has gone is no longer counted, and what comes back is
+ANSWER_S = 1.0
+GIVE_UP_S = 10.0  # then the old group is given up, whatever seems to be free
+
+
+class Trainer(TorchTrainer):
+    """A TorchTrainer with policies of ours and a Ctrl-C that saves first.
+
+    Args:
+        policies: scaling_policy and failure_policy.
+        on_signal: called with the controller when fit() begins, in the main thread; installs handlers.
+        lifeline: looks whether Ray is there while the controller runs.
+    """
+
+    def __init__(
+        self, *args: Any, policies: dict[str, Any], on_signal: Any, lifeline: Lifeline, **options: Any
+    ):
+        super().__init__(*args, **options)
+        self._policies, self._on_signal, self._lifeline = policies, on_signal, lifeline
+
+    def _initialize_and_run_controller(self, **parts: Any):
+        """As Ray's, whose wait for the controller nothing can interrupt when a part of Ray has ended."""
+        try:
+            return super()._initialize_and_run_controller(**parts | self._policies)
+        except _Started as started:
+            controller = started.controller
+        wait_for(controller.run.remote(), self._lifeline)
+        return wait_for(controller.get_result.remote(), self._lifeline)
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        """Called in the main thread between the controller's start and the wait for it."""
+        self._on_signal(controller)
+        raise _Started(controller)
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return with_own_cleaner(super()._create_default_callbacks())
+
+
+class _Started(Exception):
+    def __init__(self, controller: Any):
+        super().__init__()
+        self.controller = controller
+
+
+class FailuresWithReason(FailurePolicy):
+    """Starts again after deaths and exceptions, `max_failures` times; at once gives up on errors for people.
+
+    Nodes that go, and restarts that were asked for, are free. The same exception at the same step, twice in a
+    row, would come a third time.
+    """
+
+    def __init__(self, config: Any, hub: Any, max_failures: int):
+        super().__init__(config)
+        self._hub, self._left, self._last = hub, max_failures, None
+
+    def make_decision(self, training_failed_error: Exception) -> FailureDecision:
+        if isinstance(training_failed_error, ControllerError):
+            return self._not_started(training_failed_error)
+        cause = find_cause(training_failed_error.worker_failures)
+        again = self._again(cause)
+        if cause.kind != Kind.RESTART:
+            dead = cause.kind != Kind.FOLLOWED
+            self._hub.failed.remote(cause.rank, cause.sentence, dead, again)
+        return FailureDecision.RETRY if again else FailureDecision.RAISE
+
+    def _again(self, cause: Cause) -> bool:
+        if cause.kind in (Kind.RESTART, Kind.NODE):
+            return True
+        if cause.kind == Kind.OURS:
+            return False
+        self._left -= 1
+        same = cause.kind == Kind.ERROR and self._last == (cause.text, self._step())
+        self._last = (cause.text, self._step())
+        return self._left >= 0 and not same
+
+    def _step(self) -> int:
+        try:
+            return ray.get(self._hub.step.remote(), timeout=10)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # it is being started again
+            return -1
+
+    def _not_started(self, error: ControllerError) -> FailureDecision:
+        """The group did not come up: a node may have gone, or out of reach, in that moment."""
+        failure = error.controller_failure
+        cause = find_cause({0: failure})
+        again = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
+        if not again and cause.kind in (Kind.NODE, Kind.DEATH, Kind.FOLLOWED):
+            again = self._again(cause)
+        self._hub.failed.remote(None, f"the workers did not start: one {cause.text}", True, again)
+        return FailureDecision.RETRY if again else FailureDecision.RAISE
+
+
+class RoomOnNodes(ScalingPolicy):
+    """As many workers as there is room for on nodes that stay, between the least and the most.
+
+    A running group is never resized from here: it is asked to save and to end, so that no step is lost.
+
+    Args:
+        least, most: workers.
+        grow_every_s: seconds between two looks for more room.
+        cpus_beside: that an autoscaler is to have ready beside the workers' own, for reading: read tasks ask
+            for none themselves, see group.bundle.
+    """
+
+    def __init__(
+        self,
+        scaling_config: Any,
+        hub: Any,
+        least: int,
+        most: int,
+        grow_every_s: float,
+        cpus_beside: int = 0,
+    ):
+        super().__init__(scaling_config)
+        self._cpus_beside, self._beside, self._asked_at = cpus_beside, None, 0.0
+        self._hub, self._least, self._most = hub, least, most
+        self._grow_every_s, self._looked, self._roomy = grow_every_s, monotonic(), False
+        self._held: Counter[str] = Counter()  # node → workers of the running group
+        self._since: float | None = None  # when the group was found to be down
+        self._told, self._asked_for = False, 0
+
+    def make_decision_for_non_running_worker_group(self) -> NoopDecision | ResizeDecision:
+        self._maybe_send_resource_request()
+        first, now = not self._asked_for, monotonic()
+        self._since = self._since or now
+        room, waited, before = self._room(self._held), now - self._since, self._held.total()
+        wanted = min(self._most, max(before, self._least))
+        if room < wanted and not first and waited < SETTLE_S:
+            return NoopDecision()
+        if room < self._least:
+            if waited > GIVE_UP_S and self._asked_for:  # its processes may hold what we wait for
+                return self._resize(self._least)
+            if not self._told:
+                self._told = True
+                self._hub.waiting.remote(room, self._least)
+            return NoopDecision()
+        return self._resize(min(room, self._most))
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any):
+        self._maybe_send_resource_request()
+        nodes = Counter(worker.metadata.node_id for worker in worker_group_state.workers)
+        if nodes != self._held:
+            self._held, self._looked, self._roomy = nodes, monotonic(), False
+        going = _draining() & set(nodes)
+        if going:
+            self._hub.ask.remote(Command.RESTART, f"{len(going)} of {len(nodes)} nodes will be taken away")
+        elif nodes.total() < self._most and monotonic() - self._looked > self._grow_every_s:
+            self._looked = monotonic()
+            self._look_for_more(nodes)
+        return NoopDecision()
+
+    def _look_for_more(self, nodes: Counter[str]) -> None:
+        """Room that is there at two looks in a row is not the pause of a reader."""
+        room = min(self._room(nodes), self._most)
+        if room > nodes.total() and self._roomy:
+            self._hub.ask.remote(Command.RESTART, f"there is room for {room} workers")
+        elif room > nodes.total():
+            self._looked -= 0.9 * self._grow_every_s  # soon again
+        self._roomy = room > nodes.total()
+
+    def _resize(self, workers: int) -> ResizeDecision:
+        self._held, self._since, self._told, self._asked_for = Counter(), None, False, workers
+        return ResizeDecision(workers, self.scaling_config._resources_per_worker_not_none)
+
+    def _room(self, held: Counter[str]) -> int:
+        """Workers for which there is room, beside what others use, counting our own places as free."""
+        bundle = self.scaling_config._resources_per_worker_not_none
+        free, going, room = ray._private.state.available_resources_per_node(), _draining(), 0
+        for node in ray.nodes():
+            if not node["Alive"] or node["NodeID"] in going:
+                continue
+            if not _answers(node):
+                continue
+            have, ours = free.get(node["NodeID"], {}), held[node["NodeID"]]
+            room += ours + int(min(have.get(r, 0) // amount for r, amount in bundle.items()))
+        return room
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return self._most
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        if self._cpus_beside:
+            self._beside = DefaultAutoscalingCoordinator(f"readers-{train_run_context.run_id}")
+        super().after_controller_start(train_run_context)
+        self._ask_for_cpus()
+
+    def _maybe_send_resource_request(self) -> None:
+        super()._maybe_send_resource_request()
+        if monotonic() - self._asked_at > AUTOSCALING_REQUESTS_INTERVAL_S:
+            self._ask_for_cpus()
+
+    def _ask_for_cpus(self) -> None:
+        if self._beside:
+            self._asked_at = monotonic()
+            wanted = [{"CPU": 1}] * self._cpus_beside
+            self._beside.request_resources(wanted, AUTOSCALING_REQUESTS_EXPIRE_TIME_S)
+
+    def _cancel_resource_request(self) -> None:
+        super()._cancel_resource_request()
+        if self._beside:
+            self._beside.cancel_request()
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    """Whether a node's raylet takes connections. Ray itself counts a node for seconds after it has gone."""
+    try:
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S):
+            return True
+    except OSError:
+        return False
+
+
+def _draining() -> set[str]:
+    """Nodes that have been told to go (ray.train.get_preemption_info has the same source)."""
+    return set(ray._private.state.state.get_draining_nodes() or {})

@@ -1,0 +1,131 @@
+"""Whether a model, a schema and this machine fit together: asked before anything starts. No torch."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.common.installed import built_for
+from raytrec.common.reading import MOST_YAML_BYTES, read_bytes
+from raytrec.config.model_fit import check_model
+from raytrec.config.model_sections import PythonSection
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.config.sequences import looked_up, read_by_id
+from raytrec.embeddings.planner.constraints import pins
+from raytrec.embeddings.planner.footprint import GIB, footprint
+
+
+def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
+    """Refuses a configuration that cannot work with its schema.
+
+    Args:
+        here: whether the workers run on this machine, with its memory and its modules.
+
+    Raises:
+        ConfigError, SchemaError: labels, dims, features or a module that the model cannot take; tables, named
+            by hand, that there are not; tables larger than the machine.
+    """
+    pins(config, schema)
+    looked_up(schema, read_by_id(schema, config.model))
+    check_model(schema, config.model)
+    if here:
+        if isinstance(config.model, PythonSection):
+            check_class(config.model.name)
+        check_memory(config, schema)
+
+
+def check_class(path: str) -> None:
+    """Looks for a class of the user's in the text of its module, which is not run: it imports torch.
+
+    What cannot be told from the text (a name that the module gets in another way) is left to the workers.
+
+    Raises:
+        ConfigError: there is no such module, it is no Python, or nothing in it has this name.
+    """
+    module, _, name = path.partition(":")
+    file = _file_of(module)
+    if file is None:
+        raise ConfigError(
+            f"no model {path}: there is no module {module}",
+            where="model.name",
+            expected=f"{module} on Python's path, or in the folder that the command is given in",
+        )
+    if file.suffix != ".py":  # compiled
+        return
+    try:
+        tree = ast.parse(read_bytes(file, MOST_YAML_BYTES))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"no model {path}: {file.name} is no Python: {error}", where=str(file)) from None
+    except OSError as error:
+        raise ConfigError(f"no model {path}: {error.strerror}", where=str(file)) from None
+    known = _names(tree)
+    if known is not None and name not in known:
+        near = did_you_mean(name, sorted(known))
+        raise ConfigError(
+            f"no model {path}: the module has no {name}" + (f"; did you mean {near}?" if near else ""),
+            where="model.name",
+            expected="module:Class",
+        )
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module that has not been imported, nor those above it."""
+    places: list[str] | None = [str(Path.cwd()), *sys.path]
+    spec = None
+    for part in module.split("."):
+        if places is None:
+            return None
+        spec = None
+        with suppress(Exception):  # whatever stands in Python's path
+            spec = PathFinder.find_spec(part, places)
+        if spec is None:
+            return None
+        places = list(spec.submodule_search_locations) if spec.submodule_search_locations else None
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def _names(tree: ast.Module) -> set[str] | None:
+    """What a module's top level defines; None where only running it would tell."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("globals", "exec", "setattr"):
+            return None
+    return None if "*" in found or "__getattr__" in found else found
+
+
+def check_memory(config: RunConfig, schema: Schema) -> None:
+    """Whether this machine's memory can hold the tables and their optimizer state, where all is on CPUs.
+
+    Raises:
+        ConfigError: it cannot, whatever the plan.
+    """
+    if config.scaling.device == "cuda" or (config.scaling.device == "auto" and built_for() != "cpu"):
+        return
+    from raytrec.embeddings.planner.hosts import host_memory
+
+    settled, optimizer = pins(config, schema), config.optim.embeddings.name
+    sizes = {
+        name: footprint(table, settled[name].dtype, optimizer).total for name, table in schema.tables.items()
+    }
+    have, need = host_memory(), sum(sizes.values())
+    if need > have:
+        largest = max(sizes, key=sizes.get)
+        table = schema.tables[largest]
+        raise ConfigError(
+            f"the tables take {need / GIB:,.1f} GiB with the state of {optimizer}, and this machine has "
+            f"{have / GIB:,.1f} GiB",
+            where=f"schema.yaml, tables; the largest is {largest}: {table.rows:,} rows × {table.dim}",
+            expected="tables that fit into memory",
+            do="lower rows (out_of_range: hash brings any id into range) or dim; or train on a cluster",
+        )

@@ -1,0 +1,171 @@
+"""A run before it starts: its configuration settled, its data opened, its folder made."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from raytrec.checkpoint.files import find, steps
+from raytrec.checkpoint.index import reason
+from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.common.redaction import hidden_keys
+from raytrec.common.storage import absolute, relative
+from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.schema import Schema
+from raytrec.config.sections import name_like
+from raytrec.config.transforms import LookupVocabulary
+from raytrec.config.trust import mark
+from raytrec.data.faults import SKIPPED, Faults
+from raytrec.data.fragments import Dataset, list_files, scan
+from raytrec.data.verify import check_accused
+from raytrec.driver.recorder import RESULT, write_text
+from raytrec.driver.resume import interrupted, resume_config
+from raytrec.driver.warm_start import config_from, schema_at
+
+
+def settle(
+    source: Any,
+    overrides: list[str],
+    start_from: Any = None,
+    resume: Any = None,
+    go_on: bool = False,
+    allow_code: bool = False,
+) -> tuple[RunConfig, Path | None]:
+    """The resolved config, and the folder of the run to go on with, if it is not a new one."""
+    if not resume:
+        if source is None:
+            config, named = config_from(start_from, overrides, allow_code=allow_code)
+            return resolve(config, named), None
+        overrides = [*overrides, f"run.start_from={start_from}"] if start_from else overrides
+        config = load_config(source, overrides, allow_code=allow_code)
+        named = bool(config.run.name or config.run.dir)
+        config = resolve(config, source)
+        resume = interrupted(config, named) if go_on else None
+        if not resume:
+            return config, None
+    config = resolve(resume_config(resume, source, overrides, allow_code), source)
+    return config, Path(config.run.dir)
+
+
+def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
+    """Names, folders and stores filled in; every path absolute, because workers run elsewhere."""
+    config = config.model_copy(deep=True)
+    run, data, tracking = config.run, config.data, config.tracking
+    stem = Path(source).stem if isinstance(source, (str, Path)) else "run"
+    stem += "" if kind == "run" else f"-{kind}"
+    run.name = run.name or f"{name_like(stem)}-{datetime.now():%Y%m%d-%H%M%S}"
+    place = partial(absolute, root=run.root)
+    run.dir = run.dir or f"runs/{run.name}"
+    if "://" in run.dir:
+        raise ConfigError(
+            f"run.dir is {run.dir}",
+            where="run.dir",
+            expected="a folder on a file system that all nodes share",
+            do="use a local or mounted folder; object stores are not supported as run folders",
+        )
+    run.dir = place(run.dir)
+    run.start_from = run.start_from and find(place(run.start_from))[0]
+    if config.checkpoint.dir:
+        config.checkpoint.dir = place(config.checkpoint.dir)
+    for key in ("train", "valid", "test", "schema_path"):
+        if value := getattr(data, key):
+            setattr(data, key, place(value) if isinstance(value, str) else [*map(place, value)])
+    for transform in data.transforms:
+        if isinstance(transform, LookupVocabulary):
+            transform.vocabulary = place(transform.vocabulary)
+    server = os.environ.get("MLFLOW_TRACKING_URI")  # which a cluster's nodes can have
+    tracking.uri = tracking.uri or server or f"sqlite:///{Path(run.dir).parent}/mlflow.db"
+    return config
+
+
+def check_nothing_hidden(config: RunConfig) -> None:
+    """Whether passwords are there that a checkpoint, whose configuration this is, does not keep.
+
+    Raises:
+        ConfigError: with the keys that miss theirs.
+    """
+    if keys := hidden_keys(config.model_dump(by_alias=True, mode="json")):
+        raise ConfigError(
+            f"a password is missing in {', '.join(keys)}",
+            where="the configuration, which comes from a checkpoint or from MLflow, where none are kept",
+            do=f"say it again: {' '.join(f'{key}=…' for key in keys)}",
+        )
+
+
+def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
+    data = config.data
+    list_files(data.train, "data.train")  # before the schema, which is looked for beside it
+    schema = schema_at(data.schema_uri)
+    datasets = {
+        name: scan(
+            places,
+            schema,
+            f"data.{name}",
+            transforms=tuple(data.transforms),
+            between=data.between if name == "train" else None,
+            skip=data.on_error == "skip",
+        )
+        for name in ("train", "valid", "test")
+        if (places := getattr(data, name))
+    }
+    for dataset in datasets.values():
+        check_accused(dataset)
+    rows = datasets["train"].rows
+    if config.data.drop_last and rows < config.data.global_batch_size:
+        raise DataError(
+            f"data.train has {rows:,} rows, fewer than one global batch, and data.drop_last leaves those out",
+            where=f"{datasets['train'].uri}, data.global_batch_size={config.data.global_batch_size}",
+            expected=f"at least {config.data.global_batch_size:,} rows, or data.drop_last=false",
+            do=f"set data.drop_last=false, or lower data.global_batch_size to {rows} or less",
+        )
+    return schema, datasets
+
+
+def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
+    """Files that data.on_error=skip leaves out: into skipped.jsonl, and a line for each to warn with."""
+    faults = Faults(skip=True, log=str(folder / SKIPPED))
+    errors = [error for dataset in datasets.values() for error in dataset.left_out]
+    for error in errors:
+        faults.leave_out(error, rows=None)  # nobody knows how many
+    return [f"left out {error.where}: {error.what}" for error in errors]
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """Writes a run's config.yaml, and marks it as this user's (trust.py)."""
+    write_text(folder / "config.yaml", config.to_yaml())
+    mark(folder)
+
+
+def make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
+    if (folder / RESULT).exists():
+        raise RunError(
+            "this run folder holds a finished run",
+            where=str(folder),
+            expected="a new folder",
+            do="choose another run.dir or run.name, or remove the folder",
+        )
+    try:
+        held = steps(config.checkpoint_root)
+    except OSError as error:
+        raise RunError(
+            f"the place for checkpoints cannot be looked at: {reason(error)}",
+            where=f"checkpoint.dir={config.checkpoint_root}",
+            expected="storage that answers, and lets this user in",
+        ) from None
+    if held:
+        raise RunError(
+            f"there are checkpoints already, up to step {held[0]}",
+            where=config.checkpoint_root,
+            expected="a new folder",
+            do=f"go on with that run: raytrec train --resume {relative(folder)}; or choose another run.dir "
+            "or checkpoint.dir",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(folder, config)
+        write_text(folder / "schema.yaml", schema.to_yaml())
+    except OSError as error:
+        raise RunError(f"cannot write the run folder: {error.strerror}", where=str(folder)) from None

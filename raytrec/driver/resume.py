@@ -1,0 +1,272 @@
+"""Going on with a run that was interrupted: which one, and whether it is still the same run."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raytrec.checkpoint.files import newest
+from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.common.reading import json_values, read_bytes, read_text
+from raytrec.common.storage import absolute
+from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.schema import Schema
+from raytrec.config.trust import code_in, is_ours, not_ours
+from raytrec.data.contents import Content, differences, fingerprint, old_fingerprint, written_again
+from raytrec.data.fragments import Dataset
+from raytrec.data.order import Order
+from raytrec.driver.recorder import RESULT, write_json
+
+DATA = "data.json"  # in the run folder: what the data held when the run began
+
+# What may change in mid-run: it does not change what is trained. (Where the data lie may change, because
+# their content is compared, too.)
+FREE = (
+    "scaling.",
+    "plan.",
+    "tracking.",
+    "checks.",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.best_by",
+    "checkpoint.asynchronous",
+    "train.log_every_steps",
+    "train.eval_every_steps",
+    "train.on_nan",
+    "train.deterministic",
+    "data.train",
+    "data.valid",
+    "data.test",
+    "data.schema",
+    "data.readers",
+    "data.buffer_gib",
+    "data.prefetch",
+    "run.dir",
+    "run.name",
+    "run.root",
+)
+
+
+def resume_config(
+    place: str | Path, source: Any, overrides: list[str], allow_code: bool = False
+) -> RunConfig:
+    """The configuration of a run that is not finished, with what may be changed in it changed.
+
+    Args:
+        place: the run folder.
+        source: a config to hold it to; None: the run's own.
+        overrides: `section.key=value` strings.
+        allow_code: a configuration that is not the user's own may name code (trust.py): a source out of a
+            URI, or that of a run folder that somebody else has written.
+
+    Raises:
+        RunError: no run there, or a finished one. ConfigError: a change that would make it another run.
+    """
+    folder = Path(absolute(str(place)))
+    check_unfinished(folder)
+    if not (folder / "config.yaml").is_file():
+        raise RunError(
+            "there is no run here",
+            where=str(folder),
+            expected="the folder of a run, with its config.yaml",
+            do="give the folder that `raytrec train` printed (run.dir)",
+        )
+    before = load_config(folder / "config.yaml", allow_code=True)  # nothing of it runs until it is allowed
+    trusted = allow_code or is_ours(folder)
+    elsewhere = None if trusted or source is not None else not_ours(folder)
+    config = load_config(
+        before if source is None else source, overrides, elsewhere=elsewhere, allow_code=allow_code
+    )
+    for section, key in (("run", "name"), ("run", "dir"), ("run", "start_from"), ("checkpoint", "dir")):
+        part = getattr(config, section)
+        if getattr(part, key) is None:
+            setattr(part, key, getattr(getattr(before, section), key))
+    config.run.dir = str(folder)  # it may have been moved since
+    if trusted or "tracking.uri" not in code_in(before.model_dump(by_alias=True)):
+        config.tracking.uri = config.tracking.uri or before.tracking.uri
+    if changed := _differences(before, config):
+        raise ConfigError(
+            "the configuration has changed in what decides the result:\n" + "\n".join(changed),
+            where=str(folder / "config.yaml"),
+            expected="the configuration that the run began with",
+            do=f"leave these as they were; or begin a new run with its weights: raytrec train --from {place}",
+        )
+    return config
+
+
+def check_unfinished(folder: Path) -> None:
+    """Raises a RunError when the run in a folder has finished."""
+    if (folder / RESULT).exists():
+        raise RunError(
+            "this run has finished",
+            where=str(folder),
+            expected="a run that was interrupted",
+            do=f"look at its {RESULT}, or begin a new run with its weights: raytrec train --from {folder}",
+        )
+
+
+def interrupted(config: RunConfig, named: bool) -> Path | None:
+    """The run that the same command has begun before and that has not finished.
+
+    Args:
+        config: resolved, as of a new run.
+        named: whether the user has chosen its name or folder. Else it is the newest run of this name and
+            another time whose configuration and data are the same.
+
+    Returns:
+        Its folder, or None.
+    """
+    folder = Path(config.run.dir)
+    if named:
+        return folder if _is_unfinished(folder) else None
+    stem = config.run.name.rsplit("-", 2)[0]  # NAME-date-time
+    found = [f for f in sorted(folder.parent.glob(f"{stem}-*"), reverse=True) if _is_unfinished(f)]
+    return next((f for f in found if _is_same(f, config)), None)
+
+
+def _is_unfinished(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and not (folder / RESULT).exists()
+
+
+def _is_same(folder: Path, after: RunConfig) -> bool:
+    try:
+        before = load_config(folder / "config.yaml", allow_code=True)  # which is only compared
+    except ConfigError:  # of another version, or damaged: not this one
+        return False
+    data = all(getattr(before.data, part) == getattr(after.data, part) for part in ("train", "valid", "test"))
+    return data and not _differences(before, after)
+
+
+def note_data(folder: Path, contents: dict[str, list[Content]]) -> None:
+    """Writes down in the run folder, if there is room, what the datasets hold, for whoever resumes it."""
+    with suppress(OSError):
+        write_json(folder / DATA, {name: [c.record() for c in found] for name, found in contents.items()})
+
+
+def check_same_data(
+    folder: Path,
+    root: str,
+    schema: Schema,
+    datasets: dict[str, Dataset],
+    contents: dict[str, list[Content]],
+) -> list[str]:
+    """Looks whether the cursor in the newest checkpoint still means the same rows.
+
+    Args:
+        contents: of each dataset, as it is now.
+
+    Returns:
+        Warnings: what has changed in other data, and what cannot be told.
+
+    Raises:
+        ConfigError, DataError: what has changed in what decides the result.
+    """
+    if schema.to_yaml() != _text(folder / "schema.yaml"):
+        raise ConfigError(
+            "the schema has changed since the run began",
+            where=f"data.schema, {folder / 'schema.yaml'}",
+            expected="the schema that the run began with",
+            do=f"set data.schema={folder / 'schema.yaml'}",
+        )
+    _, index, _ = newest(root)
+    if not index:
+        return []  # nothing has been kept that was trained on other data
+    before, lines = _noted(folder), []
+    if (was := index["about"]["data"]) in (
+        fingerprint(contents["train"]),
+        old_fingerprint(datasets["train"]),
+    ):
+        if was == old_fingerprint(datasets["train"]):
+            _check_order(index["about"], datasets["train"], folder)
+            lines.append(
+                "the run began with an earlier raytrec, which noted the names and row counts of the files in "
+                "data.train alone: whether their content has changed cannot be told"
+            )
+    else:
+        found = differences(before.get("train", []), contents["train"]) if before.get("train") else []
+        raise DataError(
+            "data.train is not what it was when the run was interrupted" + _listed(found),
+            where=f"{datasets['train'].uri}; {root}",
+            expected="the same files with the same content: which rows are left is counted in them. (Other "
+            "folders, and copies, are fine.)",
+            do=f"bring the files back; or begin a new run with the weights: raytrec train --from {folder}",
+        )
+    for name, was in before.items():
+        now = contents.get(name, [])
+        if now and (found := differences(was, now)):
+            lines.append(
+                f"data.{name} is not what it was when the run began, so figures from before and after cannot "
+                f"be compared{_listed(found)}"
+            )
+        elif again := written_again(was, now):
+            lines.append(
+                f"data.{name}: {len(again)} files were written again, the first is {again[0]}; their sizes, "
+                "footers and samples are as before, so they are taken for copies"
+            )
+    return lines
+
+
+def _check_order(about: dict[str, Any], dataset: Dataset, folder: Path) -> None:
+    """Looks whether a checkpoint of an earlier raytrec, which cut no row groups, counts rows as today.
+
+    Raises:
+        DataError: it does not.
+    """
+    data = about.get("config", {}).get("data", {})
+    order = Order(1, 1, data.get("shuffle", "window"), data.get("window", 2))
+    if order.shuffle != "none" and order.cuts(dataset):
+        raise DataError(
+            "data.train has large row groups, which are read in another order than when the run began",
+            where=f"{dataset.uri}; {folder}",
+            expected=f"row groups of fewer than {order.piece_rows * 3 // 2:,} rows, read as they were",
+            do="resume it with the raytrec that it began with; or begin a new run with its weights: "
+            f"raytrec train --from {folder}",
+        )
+
+
+def _noted(folder: Path) -> dict[str, list[Content]]:
+    """What the datasets held when the run began; empty where nothing of use was written down."""
+    try:
+        noted = json_values(read_bytes(folder / DATA))
+        return {name: [Content(**values) for values in found] for name, found in noted.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_text(file)
+    except OSError as error:
+        raise RunError(
+            f"{file.name} of the run cannot be read: {error.strerror}",
+            where=str(file),
+            expected="the file as the run wrote it",
+            do="bring it back from a copy",
+        ) from None
+
+
+def _listed(lines: list[str]) -> str:
+    more = [f"… and {len(lines) - 5} more"] if len(lines) > 5 else []
+    return "".join(f"\n  {line}" for line in lines[:5] + more)
+
+
+def _differences(before: RunConfig, after: RunConfig) -> list[str]:
+    old, new = (_flat(yaml.safe_load(c.to_yaml())) for c in (before, after))
+    return [
+        f"  {key}: {old.get(key)} → {new.get(key)}"
+        for key in {**old, **new}
+        if old.get(key) != new.get(key) and not key.startswith(FREE)
+    ]
+
+
+def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,318 @@
+"""A run on the driver's side: data looked at, Ray started, workers watched, the result written."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from threading import Thread
+from time import perf_counter
+from typing import Any
+
+from raytrec.checkpoint.files import find
+from raytrec.cluster.session import in_job, ray_session, stays_here
+from raytrec.common.errors import ConfigError, RaytrecError, RunError
+from raytrec.common.reading import read_text
+from raytrec.common.redaction import hide
+from raytrec.common.storage import absolute, relative
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.data.contents import Content, fingerprint, in_background, look_at_all
+from raytrec.data.fragments import Dataset, scan
+from raytrec.data.verify import check_accused
+from raytrec.driver.console import RunConsole
+from raytrec.driver.driver_state import driving
+from raytrec.driver.evaluation import evaluation_config, scratch_folder, with_way_on
+from raytrec.driver.evaluation_rows import reading_ahead
+from raytrec.driver.launch import local_cpus, run_group
+from raytrec.driver.lock import held
+from raytrec.driver.preflight import check_fit
+from raytrec.driver.prepare import (
+    check_nothing_hidden,
+    make_folder,
+    note_left_out,
+    open_data,
+    settle,
+    write_config,
+)
+from raytrec.driver.recorder import METRICS, TRACKED, Record, Watch
+from raytrec.driver.resume import check_same_data, check_unfinished, note_data
+from raytrec.driver.session import how_to_resume, in_session
+from raytrec.driver.warm_start import check_fits
+from raytrec.tracking.mlflow import NoTracker, Tracker
+from raytrec.tracking.tags import run_tags
+from raytrec.worker.loop import total_steps
+
+REPORT = "report.html"
+PATIENCE_S = 60.0  # beyond scaling.stop_s, for the driver of before to end
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+        metrics: the content of result.json: eval.auc, eval.ne, eval.logloss (nats), eval.calibration,
+            eval.rows, train.rows, train.steps, train.samples_per_s, train.checks_passed,
+            train.checks_failed, world_size, seconds, name, mlflow_run_id (None without MLflow).
+        path: the run folder (of an evaluation: the checkpoint).
+        next_steps: lines that say where to look.
+    """
+
+    metrics: dict[str, Any]
+    path: Path
+    next_steps: list[str] = field(default_factory=list)
+
+
+class Unfinished(RunError):
+    """A run has been trained to its end, but its model or its result could not be kept; it can be resumed.
+
+    Attributes:
+        result: its figures.
+    """
+
+    result: Result | None = None
+
+
+def train(
+    source: str | Path | dict | RunConfig | None,
+    overrides: list[str] | None = None,
+    start_from: str | Path | None = None,
+    resume: str | Path | None = None,
+    go_on: bool = False,
+    allow_code: bool = False,
+) -> Result:
+    """Trains, evaluates and saves a run.
+
+    Args:
+        source: a config file, its values, or a RunConfig; None: that of `start_from` or `resume`.
+        overrides: `section.key=value` strings.
+        start_from: a run or checkpoint folder whose weights training begins with (run.start_from).
+        resume: the folder of a run that was interrupted, to go on with.
+        go_on: look for an interrupted run of the same config and data first, and go on with the newest.
+        allow_code: a config from a URI, or out of `start_from`, may name code (raytrec/config/trust.py).
+
+    Returns:
+        Result: figures of the final evaluation (data.test, else data.valid) and of training.
+
+    Raises:
+        ConfigError, SchemaError, DataError: what is wrong with the input, before or during training.
+        RunError: workers failed more often than scaling.max_failures; error.txt in the run folder has the
+            traceback. Interrupted: Ctrl-C or SIGTERM; the run can be resumed. Unfinished: the trained model
+            or the result could not be written.
+    """
+    began = perf_counter()
+    config, resume = settle(source, overrides or [], start_from, resume, go_on, allow_code)
+    check_nothing_hidden(config)
+    folder, root = Path(config.run.dir), config.checkpoint_root
+    schema, datasets = open_data(config)
+    lines = check_fits(config, schema) if config.run.start_from and not resume else []
+    check_fit(config, schema, here=stays_here(config.scaling.address))
+    patience = PATIENCE_S + config.scaling.stop_s if go_on else 0
+    contents = in_background(look_at_all, datasets)
+    with RunConsole(config.run.name) as console, held(folder, patience, console.phase):
+        if resume:
+            check_unfinished(folder)
+            lines += check_same_data(folder, root, schema, datasets, contents.result())
+            write_config(folder, config)
+        else:
+            make_folder(folder, config, schema)
+        if in_job():
+            console.note(f"run folder {folder}")
+        for line in [*lines, *note_left_out(folder, datasets)]:
+            console.warn(line)
+        with driving(folder):
+            return _drive(config, schema, datasets, contents, console, began, new=not resume)
+
+
+def _drive(
+    config: RunConfig,
+    schema: Schema,
+    datasets: dict[str, Dataset],
+    contents: Future[dict[str, list[Content]]],
+    console: RunConsole,
+    began: float,
+    *,
+    new: bool,
+) -> Result:
+    """The run itself, in a folder that is ready: Ray, workers, result."""
+    folder, status = Path(config.run.dir), "FAILED"
+    tracker = open_tracker(config, console)
+    record = Record(tracker, folder, config.run.name, config.tracking.cells)
+    try:
+        console.phase("starting Ray")
+        _import_early()
+        watch = Watch(console, record)
+
+        def work() -> dict[str, Any]:
+            _begin_record(record, tracker, config, new=new)
+            root, data = config.checkpoint_root, contents.result()
+            note_data(folder, data)
+            with reading_ahead(config, datasets, console.warn):
+                return run_group(
+                    "train_worker",
+                    config,
+                    schema,
+                    datasets,
+                    root,
+                    watch,
+                    fingerprint=fingerprint(data["train"]),
+                    saves=True,
+                )
+
+        figures = in_session(config, watch, work)
+        metrics = {
+            **figures,
+            "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
+            "seconds": round(perf_counter() - began, 3),
+            **record.summary(),
+            "mlflow_run_id": tracker.run_id,
+            "name": config.run.name,
+        }
+        if missing := record.result(metrics, watch.unsaved):
+            error = Unfinished(**missing.parts)
+            error.result = Result(metrics, folder, [f"run folder   {relative(folder)}"])
+            raise error
+        status = "FINISHED"
+    except Unfinished:  # it says so itself
+        raise
+    except RaytrecError as error:
+        raise with_way_on(error, config, total_steps(config, datasets["train"].rows)) from None
+    except KeyboardInterrupt:
+        status = "KILLED"
+        console.note(f"go on with: {how_to_resume(config)}")
+        raise
+    finally:
+        if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
+            console.phase("drawing the report")
+            _draw(folder, tracker, console)
+        for lost in record.close(status):
+            console.warn(lost)
+    return Result(metrics, folder, _next_steps(config, folder, tracker))
+
+
+def _begin_record(record: Record, tracker: Tracker | NoTracker, config: RunConfig, *, new: bool) -> None:
+    """What the MLflow run begins with; waits until the store has it, if it can be reached."""
+    tracker.ready()
+    record.remember_run()
+    tracker.tags(run_tags() | config.tracking.tags)
+    if new:
+        tracker.params(config)
+    for name in ("config.yaml", "schema.yaml"):
+        tracker.file(Path(config.run.dir) / name)
+
+
+def _next_steps(config: RunConfig, folder: Path, tracker: Tracker | NoTracker) -> list[str]:
+    """Where to look at a run that has ended well."""
+    lines = [f"run folder   {relative(folder)}"]
+    if config.tracking.report:
+        lines.append(f"pictures     {relative(folder / REPORT)}")
+    if config.tracking.enabled:
+        server = tracker.uri.startswith("http")
+        at = "" if server else "mlflow ui --backend-store-uri "
+        lines.append(f"look at it   {at}{hide(short(tracker.uri))}")
+    return [*lines, f"again        raytrec evaluate {relative(folder)} --data PARQUET"]
+
+
+def open_tracker(config: RunConfig, console: RunConsole) -> Tracker | NoTracker:
+    """Begins the MLflow run, or goes on with that of before, where a run is resumed."""
+    folder, tracking = Path(config.run.dir), config.tracking
+    if not tracking.enabled:
+        return NoTracker()
+    before = read_text(folder / TRACKED).strip()[:64] if (folder / TRACKED).is_file() else None
+    return Tracker(
+        tracking.uri,
+        tracking.experiment,
+        config.run.name,
+        folder.parent / "mlartifacts",
+        before,
+        sweep=tracking.sweep,
+        on_trouble=console.warn,
+    )
+
+
+def _draw(folder: Path, tracker: Tracker | NoTracker, console: RunConsole) -> None:
+    """The report and its pictures, in the run folder and in MLflow. A run does not fail for them."""
+    try:
+        from raytrec.report.report import build_with_pictures
+
+        page, pictures = build_with_pictures(folder)
+        tracker.file(page)
+        for picture in pictures:
+            tracker.file(picture, "pictures")
+    except Exception as error:
+        console.warn(f"no report: {type(error).__name__}: {error}; try again with raytrec report {folder}")
+
+
+def evaluate(
+    place: str | Path,
+    data: str | None = None,
+    *,
+    workers: int | None = None,
+    batch_size: int | None = None,
+    overrides: list[str] | None = None,
+    allow_code: bool = False,
+) -> Result:
+    """Evaluates a finished run, or a checkpoint, on a folder of Parquet. Nothing is written there.
+
+    Args:
+        place: run folder or checkpoint folder.
+        data: folder or file of Parquet, local or s3:// or gs://; default: the run's data.test, else its
+            data.valid.
+        workers: number of workers; default: as the run was trained.
+        batch_size: global batch size; default: as the run was trained.
+        overrides: `section.key=value` of data, scaling, plan and train, such as data.on_error=skip; and
+            tables.NAME.out_of_range=RULE.
+        allow_code: the configuration in there may name code (raytrec/config/trust.py).
+
+    Returns:
+        Result: eval.* figures, world_size and seconds.
+
+    Raises:
+        RunError: no checkpoint there. ConfigError, DataError: as in `train`.
+    """
+    began = perf_counter()
+    folder, index = find(place)
+    changes = [f"scaling.workers={workers}"] if workers else []
+    changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
+    changes += overrides or []
+    config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
+    places = absolute(data) if data else config.data.test or config.data.valid
+    if not places:
+        raise ConfigError("there is nothing to evaluate on", where=folder, expected="--data PARQUET")
+    dataset = scan(
+        places,
+        schema,
+        "--data",
+        transforms=tuple(config.data.transforms),
+        skip=config.data.on_error == "skip",
+    )
+    check_accused(dataset)
+    with (
+        scratch_folder() as config.run.dir,
+        RunConsole(config.run.name) as console,
+        ray_session(config.scaling.address, local_cpus(config)),
+    ):
+        for error in dataset.left_out:
+            console.warn(f"left out {error.where}: {error.what}")
+        figures = run_group("evaluate_worker", config, schema, {"test": dataset}, folder, Watch(console))
+    metrics = {
+        **figures,
+        "skipped_files": len(dataset.left_out),
+        "seconds": round(perf_counter() - began, 3),
+        "name": f"{config.run.name} on {data or dataset.uri}",
+    }
+    return Result(metrics, Path(folder))
+
+
+def short(uri: str) -> str:
+    """A local store's address, as short as it can be said from here."""
+    return uri.replace(f"sqlite:///{Path.cwd()}/", "sqlite:///")
+
+
+def _import_early() -> None:
+    """Imports Ray, and in a thread, while Ray starts, what takes 2 s and is needed only then."""
+    import ray  # noqa: F401
+
+    Thread(target=import_module, args=("ray.train.torch",), daemon=True).start()

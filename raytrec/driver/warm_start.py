@@ -1,0 +1,94 @@
+"""Warm starts: a new run that begins with the weights of an earlier one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from raytrec.checkpoint.files import find
+from raytrec.checkpoint.index import INDEX, read_index
+from raytrec.checkpoint.table_starts import schema_of, table_starts
+from raytrec.common.errors import ConfigError, SchemaError
+from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.schema import Schema
+
+
+def config_from(
+    place: str | Path, overrides: list[str], *, allow_code: bool = False
+) -> tuple[RunConfig, str]:
+    """The configuration of a checkpoint for a new run, and that run's name without its time.
+
+    Args:
+        place: run folder or checkpoint folder; its schema stays the schema.
+        overrides: `section.key=value` strings, at least a new data.train.
+        allow_code: the configuration may name code (trust.py).
+
+    Raises:
+        RunError: no checkpoint there. ConfigError: as in `load_config`.
+    """
+    folder, index = find(place)
+    whole = load_config(index["about"]["config"], allow_code=True)  # nothing of it runs before the next time
+    values = whole.model_dump(by_alias=True, mode="json")
+    name = re.sub(r"-\d{8}-\d{6}$", "", whole.run.name or "run")
+    values["run"] |= {"name": None, "dir": None, "start_from": folder}
+    values["checkpoint"]["dir"] = None
+    values["data"]["schema"] = f"{folder}/{INDEX}"
+    return load_config(values, overrides, elsewhere=folder, allow_code=allow_code), name
+
+
+def check_fits(config: RunConfig, schema: Schema) -> list[str]:
+    """Looks whether run.start_from belongs to this model and schema; lines about what is not taken over.
+
+    Raises:
+        ConfigError, SchemaError: what differs, and nothing is said about in run.start_tables and start_dense.
+    """
+    about = find(config.run.start_from)[1]["about"]
+    before = load_config(about["config"], allow_code=True).model_dump(by_alias=True, mode="json")
+    old_schema = schema_of(about)
+    lines = [start.told for start in table_starts(config, old_schema, schema).values() if start.told]
+    if config.run.start_dense == "exact":
+        _check_dense(config, before, old_schema, schema)
+    old, new = before["optim"]["embeddings"]["name"], config.optim.embeddings.name
+    dense_old, dense_new = before["optim"]["dense"]["name"], config.optim.dense.name
+    if config.run.start_state and (old, dense_old) != (new, dense_new):
+        raise ConfigError(
+            f"the optimizers are {new} and {dense_new}, the checkpoint has state of {old} and {dense_old}",
+            where=f"run.start_from={config.run.start_from}",
+            expected="the checkpoint's optimizers",
+            do="set run.start_state=false, or optim.embeddings.name and optim.dense.name to the checkpoint's",
+        )
+    return lines
+
+
+def schema_at(uri: str) -> Schema:
+    """The schema of a schema.yaml, or of a checkpoint (its checkpoint.json)."""
+    folder, _, name = uri.rpartition("/")
+    return schema_of(read_index(folder)["about"]) if name == INDEX else Schema.load(uri)
+
+
+def _check_dense(config: RunConfig, before: dict, old_schema: Schema, schema: Schema) -> None:
+    where, hint = f"run.start_from={config.run.start_from}", ", or run.start_dense=matching"
+    for key, new in config.model.model_dump().items():
+        old = before["model"].get(key)
+        if old != new and key != "dropout":
+            raise ConfigError(
+                f"model.{key} is {new}, and the checkpoint has {old}",
+                where=where,
+                expected="the checkpoint's model",
+                do=f"set model.{key}={old}".replace(" ", "").replace("set", "set ") + hint,
+            )
+    old_parts, parts = _dense_parts(old_schema), _dense_parts(schema)
+    for what, new in parts.items():
+        if new != old_parts[what]:
+            raise SchemaError(
+                f"{what}: {new} now, {old_parts[what]} in the checkpoint",
+                where=where,
+                expected="the checkpoint's labels, dense columns and sparse features",
+                do="train with the checkpoint's schema" + hint,
+            )
+
+
+def _dense_parts(schema: Schema) -> dict[str, object]:
+    """What the shapes and the meaning of dense weights depend on."""
+    sparse = [f"{name} → {spec.table}" for name, spec in schema.sparse.items()]
+    return {"labels": schema.labels, "dense": schema.dense, "sparse": sparse}

@@ -1,0 +1,289 @@
+"""What the configuration settles by hand for each table, and whether that is possible.
+
+No torch here: the driver asks before any worker starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema, Table
+from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint
+
+COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+HOST_RESERVE = 0.15  # of host memory beside GPUs, for processes; TorchRec keeps as much of a GPU
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What the plan of one table must keep to.
+
+    Attributes:
+        sharding: the ways of sharding that are allowed.
+        ranks: the ranks that must hold it, in the order of its shards; None: as planned.
+        kernel: the compute kernel; None: as planned.
+        dtype: fp32 or fp16.
+        group: index of the plan.together group that it belongs to, or None.
+    """
+
+    sharding: tuple[str, ...]
+    ranks: tuple[int, ...] | None = None
+    kernel: str | None = None
+    dtype: str = "fp32"
+    group: int | None = None
+
+
+def pins(config: RunConfig, schema: Schema) -> dict[str, Pin]:
+    """The pin of every table of the schema, in its order.
+
+    Raises:
+        ConfigError: names that no table has, and settings that contradict each other.
+    """
+    settled: dict[str, dict] = {table: {} for table in schema.tables}
+    for pattern, values in config.plan.tables.items():
+        for table in _matching(pattern, schema, f"plan.tables.{pattern}"):
+            settled[table] |= values.model_dump(exclude_none=True)
+    groups = _groups(config, schema)
+    out = {}
+    for table, values in settled.items():
+        ranks = tuple(values["ranks"]) if "ranks" in values else None
+        sharding = values.get("sharding")
+        if table in groups or (sharding is None and ranks and len(ranks) == 1):
+            sharding = sharding or "table_wise"
+        if ranks and sharding is None:
+            raise _refused(
+                table, f"ranks {list(ranks)} without a sharding", "say plan.tables.…sharding beside ranks"
+            )
+        allowed = (sharding,) if sharding else tuple(config.plan.sharding)
+        out[table] = Pin(allowed, ranks, values.get("kernel"), values.get("dtype", "fp32"), groups.get(table))
+        if table in groups and sharding != "table_wise":
+            raise _refused(table, f"in plan.together and {sharding}", "a group lies on one rank: table_wise")
+    return _with_group_ranks(out)
+
+
+def check_pins(
+    config: RunConfig,
+    schema: Schema,
+    device: str,
+    *,
+    world: int,
+    ranks_per_host: int | None = None,
+    memory: int | None = None,
+    host_share: int | None = None,
+) -> dict[str, Pin]:
+    """The pins, once it is certain that a plan can keep to them.
+
+    Args:
+        device: cpu or cuda.
+        world: number of ranks.
+        ranks_per_host: how many consecutive ranks share a host; None: not known yet.
+        memory: bytes for tables on each rank's device; None: not known.
+        host_share: bytes of main memory that each rank on a GPU has a share of; None: not known.
+
+    Raises:
+        ConfigError: names the table and the reason: a rank that does not exist, a way of sharding that the
+            optimizer or the kernel cannot keep exact, a group that no rank can hold.
+    """
+    if ranks_per_host and world % ranks_per_host:
+        raise ConfigError(
+            f"{world} workers do not divide into hosts of {ranks_per_host}",
+            where="plan.ranks_per_host, scaling.workers",
+            expected="workers = hosts × ranks_per_host",
+        )
+    settled = pins(config, schema)
+    for table, pin in settled.items():
+        for sharding in pin.sharding:
+            _check_kernel(table, pin, sharding, config.optim.embeddings.name, device)
+        _check_dtype(table, pin, config.optim.embeddings.name, device)
+        if pin.ranks:
+            _check_ranks(table, schema.tables[table], pin, world, ranks_per_host)
+    if memory is not None:
+        _check_memory(config, schema, settled, device, memory, world, host_share)
+    return settled
+
+
+def host_room(config: RunConfig, schema: Schema, settled: dict[str, Pin], world: int, host_share: int) -> int:
+    """Bytes of host memory that each rank on a GPU may fill with tables (fused_uvm, fused_uvm_caching).
+
+    Unless plan.host_memory_gib says it: what is left of its share beside a reserve, rows read ahead and, with
+    checkpoint.asynchronous, the copies from which checkpoints are written: of these tables, and of its part
+    of those on GPUs.
+
+    Args:
+        host_share: bytes of main memory that each rank has a share of.
+    """
+    if config.plan.host_memory_gib:
+        return int(config.plan.host_memory_gib * GIB)
+    room = (1 - HOST_RESERVE) * host_share - config.data.buffer_gib * GIB
+    if config.checkpoint.asynchronous:
+        sizes = {table: _footprint(config, schema, table, pin, "cuda") for table, pin in settled.items()}
+        room = (room - sum(size.device for size in sizes.values() if not size.host) / world) / 2
+    return max(0, int(room))
+
+
+def _footprint(config: RunConfig, schema: Schema, table: str, pin: Pin, device: str) -> Footprint:
+    kernel = pin.kernel if device == "cuda" else None
+    return footprint(schema.tables[table], pin.dtype, config.optim.embeddings.name, kernel)
+
+
+def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int):
+    """Into how many column shards a table is cut under these ways of sharding (1: it is not).
+
+    As many as there are ranks that can take one, as far as widths stay equal and multiples of 4 (FBGEMM).
+    """
+    if "grid_shard" in sharding:
+        most = (len(ranks) if ranks else world) // local
+    elif "table_column_wise" in sharding:
+        most = len(ranks) if ranks else local
+    elif "column_wise" in sharding:
+        most = len(ranks) if ranks else world
+    else:
+        return 1
+    return next(parts for parts in range(most, 0, -1) if (dim // 4) % parts == 0)
+
+
+def _matching(pattern: str, schema: Schema, where: str) -> list[str]:
+    tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
+    if not tables:
+        near = did_you_mean(pattern, list(schema.tables))
+        raise ConfigError(
+            f"no table is named, or matches, '{pattern}'" + (f"; did you mean '{near}'?" if near else ""),
+            where=where,
+            expected=f"one of {', '.join(schema.tables)}",
+        )
+    return tables
+
+
+def _groups(config: RunConfig, schema: Schema) -> dict[str, int]:
+    groups: dict[str, int] = {}
+    for index, names in enumerate(config.plan.together):
+        for name in names:
+            for table in _matching(name, schema, f"plan.together, group {index + 1}"):
+                if groups.setdefault(table, index) != index:
+                    raise _refused(table, "in two groups of plan.together", "join the groups")
+    return groups
+
+
+def _with_group_ranks(settled: dict[str, Pin]) -> dict[str, Pin]:
+    """Where one table of a group has its rank settled, the others follow."""
+    ranks_of: dict[int, tuple[int, ...]] = {}
+    for table, pin in settled.items():
+        if pin.group is not None and pin.ranks and ranks_of.setdefault(pin.group, pin.ranks) != pin.ranks:
+            raise _refused(
+                table,
+                f"on rank {pin.ranks[0]}, and another of its plan.together group on {ranks_of[pin.group][0]}",
+                "a group lies on one rank",
+            )
+    return {
+        table: Pin(p.sharding, p.ranks or ranks_of.get(p.group), p.kernel, p.dtype, p.group)
+        for table, p in settled.items()
+    }
+
+
+def _check_kernel(table: str, pin: Pin, sharding: str, optimizer: str, device: str) -> None:
+    if sharding in COLUMN_TYPES and optimizer == "rowwise_adagrad":
+        raise _refused(
+            table,
+            f"{sharding} with optim.embeddings.name=rowwise_adagrad, whose state is one value a row: column "
+            "shards would each keep their own",
+            "another optimizer, such as adagrad, or whole tables or rows on a rank",
+        )
+    if sharding == "data_parallel" and pin.kernel not in (None, "dense"):
+        raise _refused(table, f"data_parallel with kernel {pin.kernel}", "the dense kernel, or none said")
+    if optimizer == "adam" and device == "cpu" and pin.kernel not in (None, "dense"):
+        raise _refused(table, f"kernel {pin.kernel} with adam on CPU, where FBGEMM has none", "kernel: dense")
+
+
+def _check_dtype(table: str, pin: Pin, optimizer: str, device: str) -> None:
+    if pin.dtype == "fp32":
+        return
+    dense = (
+        pin.kernel == "dense" or "data_parallel" in pin.sharding or (optimizer == "adam" and device == "cpu")
+    )
+    if dense:
+        raise _refused(
+            table,
+            f"dtype {pin.dtype} with a dense kernel, whose optimizer state would be as coarse",
+            "a fused kernel (not data_parallel, not adam on CPU), or fp32",
+        )
+
+
+def _check_ranks(table: str, spec: Table, pin: Pin, world: int, local: int) -> None:
+    ranks, sharding = pin.ranks, pin.sharding[0]
+    outside = [r for r in ranks if r >= world]
+    if outside:
+        raise _refused(
+            table, f"on rank {outside[0]}", f"with scaling.workers={world}, ranks are 0 to {world - 1}"
+        )
+    if len(set(ranks)) < len(ranks):
+        raise _refused(table, f"ranks {list(ranks)}", "name each rank once")
+    hosts = [list(range(h, h + local)) for h in range(0, world, local)]
+    one_host = any(set(ranks) <= set(host) for host in hosts)
+    whole_hosts = all(list(ranks[i : i + local]) in hosts for i in range(0, len(ranks), local))
+    possible, expected = {
+        "table_wise": (len(ranks) == 1, "one rank"),
+        "row_wise": (list(ranks) == list(range(world)), "all ranks, in order (or leave ranks out)"),
+        "data_parallel": (list(ranks) == list(range(world)), "all ranks, in order (or leave ranks out)"),
+        "column_wise": (True, ""),
+        "table_row_wise": (list(ranks) in hosts, f"all ranks of one host, one of {hosts}"),
+        "table_column_wise": (one_host, f"ranks of one host, of {hosts}"),
+        "grid_shard": (whole_hosts, f"all ranks of one or more hosts, of {hosts}"),
+    }[sharding]
+    if not possible:
+        raise _refused(table, f"{sharding} on ranks {list(ranks)}", expected)
+    if sharding in COLUMN_TYPES:
+        wanted = len(ranks) // local if sharding == "grid_shard" else len(ranks)
+        if column_parts(spec.dim, pin.sharding, ranks, world, local) != wanted:
+            raise _refused(
+                table,
+                f"{sharding} in {wanted} parts of {spec.dim} columns",
+                "equal widths that are multiples of 4",
+            )
+
+
+def _check_memory(
+    config: RunConfig,
+    schema: Schema,
+    settled: dict[str, Pin],
+    device: str,
+    memory: int,
+    world: int,
+    host_share: int | None,
+) -> None:
+    """Tables that must share a rank against what a rank has; the planner weighs the rest."""
+    held: dict[tuple, list[str]] = {}
+    for table, pin in settled.items():
+        place = ("rank", pin.ranks[0]) if pin.ranks and len(pin.ranks) == 1 else None
+        if place is None and pin.group is not None:
+            place = ("group", pin.group)
+        if place:
+            held.setdefault(place, []).append(table)
+    room = None if host_share is None else host_room(config, schema, settled, world, host_share)
+    for tables in held.values():
+        sizes = {table: _footprint(config, schema, table, settled[table], device) for table in tables}
+        _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
+        if room is not None:
+            _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)
+
+
+ON_DEVICE = "on one rank", "(plan.memory_gib, or what the device has)"
+ON_HOST = (
+    "of host memory on one rank",
+    "(plan.host_memory_gib, or a rank's share of its host beside what checkpoints are copied to)",
+)
+
+
+def _check_fits(sizes: dict[str, int], memory: int, words: tuple[str, str]) -> None:
+    if (size := sum(sizes.values())) > memory:
+        raise _refused(
+            ", ".join(table for table, bytes_ in sizes.items() if bytes_),
+            f"{size / GIB:.2f} GiB, with optimizer state, {words[0]}",
+            f"at most {memory / GIB:.2f} GiB {words[1]}",
+        )
+
+
+def _refused(table: str, what: str, expected: str) -> ConfigError:
+    return ConfigError(f"no plan for table {table}: {what}", where="plan", expected=expected)

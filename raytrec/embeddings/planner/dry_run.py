@@ -1,0 +1,160 @@
+"""The plan that a configuration would have on GPUs that are not here: no processes, no data, no memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torchrec.distributed.planner import Topology
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema, Table
+from raytrec.config.sequences import looked_up, read_by_id
+from raytrec.embeddings.optim import fuse
+from raytrec.embeddings.planner.constraints import check_pins, host_room
+from raytrec.embeddings.planner.footprint import GIB, footprint
+from raytrec.embeddings.planner.hosts import capacity
+from raytrec.embeddings.planner.plan import BagSharder, describe, plan_for
+from raytrec.embeddings.pooling import PooledEmbeddings
+
+
+@dataclass(frozen=True)
+class PlannedTable:
+    """Where a table would lie.
+
+    Attributes:
+        ranks: that hold a part of it.
+        gib, host_gib: of each of these ranks: GiB of weights, optimizer state and cache on its GPU, and in
+            its host's memory.
+    """
+
+    table: str
+    rows: int
+    dim: int
+    sharding: str
+    kernel: str
+    ranks: list[int]
+    gib: list[float]
+    host_gib: list[float]
+
+
+def dry_run(
+    config: RunConfig,
+    schema: Schema,
+    hosts: int = 1,
+    gpus: int = 8,
+    memory_gib: float = 80,
+    host_memory_gib: float | None = None,
+) -> list[PlannedTable]:
+    """The plan on `hosts` × `gpus` GPUs, as a run there would make it.
+
+    The dense layers, which are small beside the tables, are left out; as in a run, 15 % of each GPU are kept
+    free for them and for activations.
+
+    Args:
+        hosts: machines. gpus: GPUs of each.
+        memory_gib: of each GPU, where plan.memory_gib says nothing.
+        host_memory_gib: of each host's main memory, where plan.host_memory_gib says nothing; default: twice
+            that of its GPUs.
+
+    Raises:
+        ConfigError: tables that do not fit, or pins that cannot be kept.
+    """
+    world, memory = hosts * gpus, int((config.plan.memory_gib or memory_gib) * GIB)
+    if min(hosts, gpus) < 1:
+        raise ConfigError(f"{hosts} hosts with {gpus} GPUs each", expected="at least one of each")
+    if config.plan.ranks_per_host not in (None, gpus):
+        raise ConfigError(
+            f"plan.ranks_per_host is {config.plan.ranks_per_host}, and hosts have {gpus} GPUs",
+            where="plan.ranks_per_host",
+            expected=f"{gpus}, or nothing",
+        )
+    share = int(host_memory_gib * GIB) // gpus if host_memory_gib else 2 * memory
+    settled = check_pins(
+        config, schema, "cuda", world=world, ranks_per_host=gpus, memory=memory, host_share=share
+    )
+    room = host_room(config, schema, settled, world, share)
+    dtypes = {table: pin.dtype for table, pin in settled.items()}
+    tables = PooledEmbeddings(looked_up(schema, read_by_id(schema, config.model)), dtypes)
+    fuse(tables.bags, config.optim.embeddings)  # from which the planner knows of the optimizer's state
+    with _ranks_per_host(gpus), _quiet():
+        topology = Topology(
+            world_size=world, local_world_size=gpus, compute_device="cuda", **capacity("cuda", memory, room)
+        )
+        plan = plan_for(topology, settled, schema, config, tables, BagSharder(), fused=True)
+    if isinstance(plan, ConfigError):
+        raise plan
+    shards = {
+        table: spec.sharding_spec.shards if spec.sharding_spec else None
+        for module in plan.plan.values()
+        for table, spec in module.items()
+    }
+    out = []
+    for entry in describe(plan):
+        name, table = entry["table"], schema.tables[entry["table"]]
+        gib, host_gib = defaultdict(float), defaultdict(float)
+        for rank, rows, dim in _parts(shards[name], table, world):
+            part = Table.model_construct(rows=rows, dim=dim)
+            size = footprint(part, dtypes[name], config.optim.embeddings.name, entry["kernel"])
+            gib[rank] += size.device / GIB
+            host_gib[rank] += size.host / GIB
+        kind = entry["sharding"], entry["kernel"]
+        held = list(gib), list(gib.values()), list(host_gib.values())
+        out.append(PlannedTable(name, table.rows, table.dim, *kind, *held))
+    return out
+
+
+def gib_of_ranks(plan: list[PlannedTable], world: int) -> list[float]:
+    """GiB of all tables on each rank's GPU."""
+    total = [0.0] * world
+    for table in plan:
+        for rank, gib in zip(table.ranks, table.gib, strict=True):
+            total[rank] += gib
+    return total
+
+
+def gib_of_hosts(plan: list[PlannedTable], hosts: int, gpus: int) -> list[float]:
+    """GiB of all tables in each host's main memory."""
+    total = [0.0] * hosts
+    for table in plan:
+        for rank, gib in zip(table.ranks, table.host_gib, strict=True):
+            total[rank // gpus] += gib
+    return total
+
+
+def _parts(shards: list | None, table: Table, world: int) -> list[tuple[int, int, int]]:
+    """(rank, rows, columns) of each shard; None: every rank has all of it."""
+    if shards is None:
+        return [(rank, table.rows, table.dim) for rank in range(world)]
+    return [(shard.placement.rank(), *shard.shard_sizes) for shard in shards]
+
+
+@contextmanager
+def _ranks_per_host(count: int) -> Iterator[None]:
+    """TorchRec reads it from the environment wherever it needs it; see hosts.settle_hosts."""
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = str(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LOCAL_WORLD_SIZE"]
+        else:
+            os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings that topology and dense layers are made up, which is the point."""
+    logger = logging.getLogger("torchrec.distributed.planner")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,128 @@
+"""Which ranks share a host, which GPU each has there, and how much memory there is for tables."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raytrec.config.sections import PlanSection
+from raytrec.embeddings.planner.footprint import GIB
+
+if TYPE_CHECKING:  # the driver asks for host_memory without torch
+    import torch
+
+# Bytes per ms: orders of magnitude of main memory and of gloo. TorchRec's defaults describe GPUs with NVLink,
+# where exchanging costs nothing, and would shard every table row-wise.
+CPU_BANDWIDTHS = {
+    "ddr_mem_bw": 20 * GIB / 1000,
+    "intra_host_bw": 1 * GIB / 1000,
+    "inter_host_bw": 1 * GIB / 1000,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank says of where it is.
+
+    Attributes:
+        host: a name that no other host has.
+        ranks_per_host: how many ranks share its host, as its launcher or the configuration says.
+        device: as processes of this host number it: cpu, or cuda:INDEX.
+        device_memory: bytes of its GPU; None on CPU.
+        host_memory: bytes of its host.
+    """
+
+    host: str
+    ranks_per_host: int
+    device: str
+    device_memory: int | None
+    host_memory: int
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What all ranks agree on, the same on each.
+
+    Attributes:
+        ranks_per_host: how many consecutive ranks TorchRec takes for one host.
+        devices: each rank's device, as processes of its host number them.
+        memory: bytes of the smallest rank's device: of its GPU, on CPU of its share of its host.
+        host_share: bytes of main memory that each rank has, where the ranks of a host share it evenly.
+    """
+
+    ranks_per_host: int
+    devices: tuple[str, ...]
+    memory: int
+    host_share: int
+
+
+def settle_hosts(config: PlanSection, device: torch.device) -> Hosts:
+    """Where the ranks are, the same on every rank; a collective.
+
+    TorchRec reads LOCAL_WORLD_SIZE wherever it needs the number of ranks of a host, and each rank would go
+    its own way where hosts hold different numbers of ranks; so it is agreed on, and written there.
+    """
+    import torch.distributed as dist
+
+    places = [_place(config, device)] * dist.get_world_size()
+    dist.all_gather_object(places, places[0])
+    hosts = agree(places, config)
+    os.environ["LOCAL_WORLD_SIZE"] = str(hosts.ranks_per_host)
+    return hosts
+
+
+def _place(config: PlanSection, device: torch.device) -> Place:
+    import torch
+    import torch.distributed as dist
+
+    memory = None
+    if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        memory = torch.cuda.get_device_properties(device).total_memory
+    return Place(
+        # Ray's number of the node, too: machines that were copied may have one name.
+        f"{socket.gethostname()}/{os.environ.get('NODE_RANK', '')}",
+        config.ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        str(device),
+        memory,
+        host_memory(),
+    )
+
+
+def agree(places: list[Place], config: PlanSection) -> Hosts:
+    """What follows from the places of all ranks.
+
+    Ranks count as one host each where hosts hold different numbers of them. Memory is the least of any
+    rank's, so that what fits one rank fits all, and all ranks refuse alike what does not.
+
+    Args:
+        places: of each rank, in order.
+    """
+    names, counts = [place.host for place in places], {place.ranks_per_host for place in places}
+    share = min(place.host_memory // names.count(place.host) for place in places)
+    local = counts.pop() if len(counts) == 1 else 1
+    on_devices = [place.device_memory for place in places if place.device_memory is not None]
+    memory = int(config.memory_gib * GIB) if config.memory_gib else min(on_devices, default=share)
+    return Hosts(
+        local if len(places) % local == 0 else 1, tuple(place.device for place in places), memory, share
+    )
+
+
+def host_memory() -> int:
+    """Bytes of main memory of this machine, or of the container that this process is in."""
+    from ray._common.utils import get_system_memory  # ray 2.60.0: knows control groups
+
+    return get_system_memory()
+
+
+def capacity(device: str, memory: int, room: int) -> dict:
+    """What TorchRec's Topology takes: capacity of a rank in bytes and, on CPU, bandwidths in bytes per ms.
+
+    Args:
+        device: cpu or cuda.
+        memory: of each rank's device. room: for tables in host memory, of each rank on a GPU.
+    """
+    return {"hbm_cap": memory, "ddr_cap": room} if device == "cuda" else {"ddr_cap": memory, **CPU_BANDWIDTHS}

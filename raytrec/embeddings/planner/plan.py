@@ -1,0 +1,301 @@
+"""Which rank holds which part of which table."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _remote_device
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Storage
+from torchrec.distributed.types import ShardingPlan
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.config.sections import Sharding
+from raytrec.embeddings.planner.constraints import Pin, check_pins, column_parts, host_room
+from raytrec.embeddings.planner.footprint import GIB, ROW_STATE_BYTES, STATE_BYTES, UVM_KERNELS
+from raytrec.embeddings.planner.hosts import capacity, settle_hosts
+
+
+class BagSharder(EmbeddingBagCollectionSharder):
+    """Offers every way of sharding on every device, and the kernels that train under each.
+
+    TorchRec's own sharder offers no row-wise sharding on CPU, although it runs there, and lets the planner
+    choose dense kernels, whose tables the fused optimizers would not train. What a table may have of this is
+    said by its ParameterConstraints.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return list(get_args(Sharding))
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        if sharding_type == "data_parallel":
+            return ["dense"]
+        return ["fused", "fused_uvm", "fused_uvm_caching"]
+
+
+def make_plan(
+    model: nn.Module,
+    sharder: BagSharder,
+    schema: Schema,
+    config: RunConfig,
+    device: torch.device,
+    *,
+    fused: bool,
+) -> ShardingPlan:
+    """Rank 0 plans, every rank receives the plan; a collective.
+
+    Args:
+        fused: whether sharded tables are updated in backward (data-parallel tables never are).
+
+    Raises:
+        ConfigError: a pin that cannot be kept (constraints.py), tables that do not fit, or no allowed sharding type
+            that fits a table.
+    """
+    world, hosts = dist.get_world_size(), settle_hosts(config.plan, device)
+    settled = check_pins(
+        config,
+        schema,
+        device.type,
+        world=world,
+        ranks_per_host=hosts.ranks_per_host,
+        memory=hosts.memory,
+        host_share=hosts.host_share,
+    )
+    room = host_room(config, schema, settled, world, hosts.host_share)
+    topology = Topology(
+        world_size=world,
+        local_world_size=hosts.ranks_per_host,
+        compute_device=device.type,
+        **capacity(device.type, hosts.memory, room),
+    )
+    # From the first rank, on every rank alike: TorchRec's collective_plan would leave the others waiting for
+    # a plan that there is not.
+    outcome: list = [None]
+    if dist.get_rank() == 0:
+        outcome[0] = plan_for(topology, settled, schema, config, model, sharder, fused=fused)
+    dist.broadcast_object_list(outcome)
+    if isinstance(outcome[0], ConfigError):
+        raise outcome[0]
+    return name_devices(outcome[0], hosts.devices)
+
+
+def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:
+    """The same plan, in which shards lie on the devices that the ranks have.
+
+    The planner (torchrec 1.8.0, planner/utils.py) takes rank % ranks_per_host for the number of a rank's GPU,
+    which is another one where hosts hold different numbers of ranks or share their GPUs in another order; and
+    shards whose tensors lie elsewhere than their plan says are an error.
+
+    Args:
+        devices: each rank's, as its own process names it: cpu, or cuda:INDEX.
+    """
+    for module in plan.plan.values():
+        for spec in module.values():
+            for shard in spec.sharding_spec.shards if spec.sharding_spec else ():
+                rank = shard.placement.rank()
+                shard.placement = _remote_device(f"rank:{rank}/{devices[rank]}")
+    return plan
+
+
+def plan_for(
+    topology: Topology,
+    settled: dict[str, Pin],
+    schema: Schema,
+    config: RunConfig,
+    model: nn.Module,
+    sharder: BagSharder,
+    *,
+    fused: bool,
+) -> ShardingPlan | ConfigError:
+    """The plan on these devices, or why there is none.
+
+    Args:
+        settled: table → Pin, checked.
+        fused: see make_plan.
+    """
+    world, local = topology.world_size, topology.local_world_size
+    partitioner, batch = PinnedPartitioner(settled), -(-config.data.global_batch_size // world)
+    constraints = {
+        table: _constraints(pin, schema.tables[table].dim, world, local, topology.compute_device)
+        for table, pin in settled.items()
+    }
+    optimizer = config.optim.embeddings.name if fused else None
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch,
+        enumerator=Enumerator(topology, batch, constraints, optimizer),
+        constraints=constraints,
+        partitioner=partitioner,
+        debug=False,
+    )
+    try:
+        plan = planner.plan(model, [sharder])
+    except PlannerError as error:
+        reason = partitioner.refusal or str(error).splitlines()[0].strip()
+        gib = sum(t.rows * t.dim * 4 for t in schema.tables.values()) / GIB
+        return ConfigError(
+            f"no plan for {len(schema.tables)} tables ({gib:.2f} GiB of weights) on {world} workers: "
+            f"{reason}",
+            where="plan, scaling.workers",
+            expected=f"tables that fit under {', '.join(config.plan.sharding)} and plan.tables"
+            + _room(topology, settled),
+            do="add workers, allow row_wise, or make tables smaller",
+        )
+    # The planner (torchrec 1.8.0) refuses dense kernels for sharded tables, and UVM kernels on CPU, which run
+    # all the same.
+    for module in plan.plan.values():
+        for table, spec in module.items():
+            spec.compute_kernel = settled[table].kernel or ("dense" if not fused else spec.compute_kernel)
+    return plan
+
+
+def _room(topology: Topology, settled: dict[str, Pin]) -> str:
+    """What a worker on a GPU has for tables, in words."""
+    if topology.compute_device != "cuda":
+        return ""
+    has = topology.devices[0].storage
+    words = f" in {has.hbm / GIB:.1f} GiB on each GPU, less 15 %"
+    if any(pin.kernel in UVM_KERNELS for pin in settled.values()):
+        words += f", and {has.ddr / GIB:.1f} GiB of host memory for each (plan.host_memory_gib)"
+    return words
+
+
+def _constraints(pin: Pin, dim: int, world: int, local: int, device: str) -> ParameterConstraints:
+    known = device == "cuda" and pin.kernel not in (None, "dense")
+    return ParameterConstraints(
+        sharding_types=list(pin.sharding),
+        compute_kernels=[pin.kernel] if known else ["dense", "fused"],
+        min_partition=dim // column_parts(dim, pin.sharding, pin.ranks, world, local),
+    )
+
+
+class Enumerator(EmbeddingEnumerator):
+    """Counts optimizer state as FBGEMM holds it.
+
+    TorchRec (1.8.0) takes state to be of the weights' dtype, which is half of what it is beside fp16 tables,
+    and to lie where the weights lie, although one value a row lies on the GPU even if the weights do not.
+
+    Args:
+        optimizer: that updates sharded tables in backward; None: none does, and TorchRec counts no state.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints],
+        optimizer: str | None,
+    ):
+        super().__init__(topology, batch_size, constraints)
+        self._on_gpus, self._optimizer = topology.compute_device == "cuda", optimizer
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        super().populate_estimates(sharding_options)
+        if self._optimizer is None:
+            return
+        for option in sharding_options:
+            for shard in option.shards:
+                shard.storage += self._uncounted_state(option, *shard.size)
+
+    def _uncounted_state(self, option: ShardingOption, rows: int, dim: int) -> Storage:
+        per_row = rows * ROW_STATE_BYTES[self._optimizer]
+        per_value = rows * dim * STATE_BYTES[self._optimizer]
+        counted = (per_row + per_value) * option.tensor.element_size() // 4
+        if self._on_gpus and option.compute_kernel in UVM_KERNELS:
+            return Storage(hbm=per_row, ddr=per_value - counted)
+        missing = per_row + per_value - counted
+        return Storage(hbm=missing, ddr=0) if self._on_gpus else Storage(hbm=0, ddr=missing)
+
+
+class PinnedPartitioner(GreedyPerfPartitioner):
+    """First tables whose ranks are settled and groups that must lie together, then the rest as TorchRec does.
+
+    Args:
+        settled: table → Pin.
+
+    Attributes:
+        refusal: the last reason why a pin could not be kept; the planner drops it for one of its own.
+    """
+
+    def __init__(self, settled: dict[str, Pin]):
+        super().__init__()
+        self._settled, self.refusal = settled, ""
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology, hbm_per_device=None):
+        topology = copy.deepcopy(storage_constraint)
+        groups: dict[int, list[ShardingOption]] = {}
+        columns, rest = [], []
+        for option in proposal:
+            pin = self._settled[option.name]
+            if pin.ranks and pin.sharding[0] not in ("row_wise", "data_parallel"):
+                self._place(option, pin.ranks, topology)
+            elif pin.group is not None:
+                groups.setdefault(pin.group, []).append(option)
+            elif option.sharding_type in ("column_wise", "table_column_wise"):
+                columns.append(option)
+            else:
+                rest.append(option)
+        for group in sorted(groups.values(), key=_storage, reverse=True):
+            self._place_together(group, topology)
+        for option in columns:
+            self._spread(option, topology)
+        super().partition(rest, topology, hbm_per_device)
+        return proposal
+
+    def _place(self, option: ShardingOption, ranks: tuple[int, ...], topology: Topology) -> None:
+        for shard, rank in zip(option.shards, ranks, strict=True):
+            device = topology.devices[rank]
+            if not shard.storage.fits_in(device.storage):
+                self._refuse(f"table {option.name} does not fit on rank {rank} beside what must lie there")
+            shard.rank = rank
+            device.storage -= shard.storage
+            device.perf += shard.perf
+
+    def _spread(self, option: ShardingOption, topology: Topology) -> None:
+        """Column shards on different ranks, the least busy first. TorchRec's partitioner may put two on one,
+        where dense kernels and their optimizers cannot tell them apart."""
+        devices, local = topology.devices, topology.local_world_size
+        size = local if option.sharding_type == "table_column_wise" else len(devices)
+        hosts = [devices[start : start + size] for start in range(0, len(devices), size)]
+        host = min(hosts, key=lambda host: sum(device.perf.total for device in host))
+        chosen = sorted(host, key=lambda device: device.perf.total)[: option.num_shards]
+        self._place(option, tuple(device.rank for device in chosen), topology)
+
+    def _place_together(self, group: list[ShardingOption], topology: Topology) -> None:
+        """On the least busy rank with room for all of them."""
+        for device in sorted(topology.devices, key=lambda d: d.perf.total):
+            if _storage(group).fits_in(device.storage):
+                for option in group:
+                    self._place(option, (device.rank,), topology)
+                return
+        self._refuse(f"no rank has room for {', '.join(option.name for option in group)} together")
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        raise PlannerError(error_type=PlannerErrorType.PARTITION, message=reason)
+
+
+def _storage(group: list[ShardingOption]):
+    first, *others = (option.total_storage for option in group)
+    for other in others:
+        first = first + other
+    return first
+
+
+def describe(plan: ShardingPlan) -> list[dict]:
+    """One entry for each table: {table, sharding, kernel, ranks}."""
+    return [
+        {"table": table, "sharding": spec.sharding_type, "kernel": spec.compute_kernel, "ranks": spec.ranks}
+        for module in plan.plan.values()
+        for table, spec in sorted(module.items())
+    ]

@@ -1,0 +1,267 @@
+"""What a column of Parquet is taken for, and which transforms make it that. (inspection.py says how.)"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+from raytrec.common.errors import SchemaError
+from raytrec.config.schema import scalar
+from raytrec.inspection.column_stats import ColumnStats
+
+LABEL_NAMES = (
+    "label",
+    "labels",
+    "target",
+    "click",
+    "clicked",
+    "is_click",
+    "is_clicked",
+    "converted",
+    "conversion",
+    "y",
+)
+# Texts that say yes; the one of two values that is rarer where none of them is there.
+POSITIVE = frozenset(
+    """1 true t yes y on pos positive click clicked buy bought purchase purchased like liked convert converted
+    conversion success good win ja oui si sí""".split()  # noqa: SIM905
+)
+LABEL_VALUES = 20  # a text column with more values is no label
+TIMES = {"s": (10**8, 10**10), "ms": (10**11, 10**13), "us": (10**14, 10**16), "ns": (10**17, 10**19)}
+SPARSE_FILL = 10  # an id column's range is below this × its distinct values
+CODES = 100  # integers with at most so many values, each of them often, are codes
+EXACT = 2**53  # integers from here on are no quantities
+LONGEST_NAME = 1000  # YAML's keys have at most 1,024 characters
+
+
+@dataclass
+class Finding:
+    """One column: what it is taken for, why, what to look out for, and what has to be done to it first."""
+
+    stats: ColumnStats
+    kind: str  # label, dense, sparse, weights or left out
+    why: str
+    notes: list[str] = field(default_factory=list)
+    transforms: list[dict] = field(default_factory=list)
+
+    def needs(self, do: str, **settings) -> Finding:
+        """Adds a transform of the column."""
+        self.transforms.append({"do": do, "columns": [self.stats.name], **settings})
+        return self
+
+
+def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> Finding:
+    """What a column is taken for.
+
+    Args:
+        labels: columns that are to be predicted; default: by name.
+        other_labels: there is a column with a label's name and numbers in [0, 1].
+
+    Raises:
+        SchemaError: it is to be a label, and cannot.
+    """
+    if s.name in (labels or ()) or (not labels and is_called_label(s.name)):
+        if s.is_probability or labels or not other_labels:
+            return _label(s, "named with --label" if labels else "its name")
+        return Finding(s, "left out", f"called like a label, with other values than 0 to 1: {_values(s)}")
+    if s.trouble or len(scalar(s.name)) > LONGEST_NAME:
+        return Finding(s, "left out", s.trouble or "its name is too long for YAML")
+    return _with_hints(_feature(s))
+
+
+def is_called_label(name: str) -> bool:
+    """Whether labels are usually called so."""
+    return name.lower() in LABEL_NAMES
+
+
+def _feature(s: ColumnStats) -> Finding:
+    if not s.values:
+        return Finding(s, "left out", "only empty lists" if s.is_list and s.nulls < s.rows else "only nulls")
+    if s.distinct <= 1 and not s.nulls and not s.is_list:
+        return Finding(s, "left out", "constant")
+    if s.base == "time":
+        return Finding(s, "left out", f"a time; as a feature: {_time_hint(s)}")
+    if s.base == "integer" and not s.is_list and (unit := _counts_since_1970(s)):
+        return Finding(s, "left out", f"a time; as a feature: {_time_hint(s, unit)}")
+    if s.base == "text" or (s.is_list and s.base == "integer"):
+        return Finding(s, "sparse", "a list of ids" if s.is_list else "text")
+    if s.base in ("float", "decimal") and s.whole and _is_named_id(s):
+        return Finding(s, "sparse", "its name; whole numbers").needs("cast", to="int64")
+    if s.is_list and s.base in ("float", "decimal"):
+        return Finding(s, "left out", "a list of floats that is no feature's weights")
+    if s.is_list:
+        return Finding(s, "left out", f"type {s.type} is not supported")
+    if s.base == "integer" and (why := _why_id(s)):
+        return Finding(s, "sparse", why)
+    if s.base == "integer" and s.distinct == s.values > 100:
+        return Finding(s, "left out", "another value in each row")
+    return Finding(s, "dense", "a number")
+
+
+def _with_hints(f: Finding) -> Finding:
+    """Adds what the column needs before training takes it."""
+    s = f.stats
+    if len(s.types) > 1:
+        f.notes.append(
+            f"its type differs: {'; '.join(f'{kind} in {path}' for kind, path in s.types.items())}"
+        )
+    if s.nulls_inside:
+        f.notes.append(f"{s.count('nulls_inside'):,} nulls inside lists")
+    if f.kind == "sparse" and s.mixed and not f.transforms:
+        f.needs("cast", to="string" if s.base == "text" else "int64")
+    if f.kind == "sparse" and s.count("nulls_inside"):
+        f.needs("drop_null")
+    return _with_finite_numbers(f) if f.kind == "dense" else f
+
+
+def _with_finite_numbers(f: Finding) -> Finding:
+    s = f.stats
+    large = max(abs(s.lowest), abs(s.highest)) > 1000
+    if s.mixed:
+        f.needs("cast", to="float32")
+    if s.count("nulls") or s.count("nan"):
+        what = [f"{s.count(n):,} {t}" for n, t in (("nulls", "nulls"), ("nan", "NaN")) if s.count(n)]
+        f.notes.append(f"{' and '.join(what)}: training refuses them, fill them")
+        f.needs("fill_null", value=0)
+    if s.count("infinite"):
+        f.notes.append(f"{s.count('infinite'):,} infinite: training refuses them")
+        f.needs("clip", low=s.lowest, high=s.highest)
+    if large:
+        f.notes.append("large values: scale them, for example by log(1 + x)")
+        f.needs("log")
+    return f
+
+
+def fill_weights(f: Finding) -> None:
+    """Weights of what is no number are 0."""
+    s = f.stats
+    if s.mixed:
+        f.needs("cast", to="float32")
+    if s.count("nulls_inside") or s.count("nan"):
+        f.needs("fill_null", value=0)
+    if s.count("infinite"):
+        f.needs("clip", low=s.lowest, high=s.highest)
+
+
+def _label(s: ColumnStats, why: str) -> Finding:
+    """A label, with the transform that makes it 0 and 1."""
+    f = Finding(s, "label", why)
+    fits = s.values and not s.is_list and s.base in ("integer", "float", "bool", "decimal", "text")
+    if s.trouble or not fits:
+        trouble = s.trouble or (f"it is of type {s.type}" if s.values else "it holds only nulls")
+        raise SchemaError(
+            f"column '{s.name}' cannot be the label: {trouble}",
+            where=s.name,
+            expected="a number or a text in each row of every file",
+            do="name another column with --label COLUMN",
+        )
+    if missing := s.count("nulls") + s.count("nan") + s.count("infinite"):
+        f.notes.append(
+            f"{missing:,} nulls, NaN or infinite: training refuses them; data.on_error=skip skips such rows"
+        )
+    if s.base == "text":
+        return _label_of_text(f)
+    if s.mixed:
+        f.needs("cast", to="float32")
+    if s.is_probability:
+        return f
+    threshold = _threshold(s)
+    f.notes.append(f"{_values(s)}, not 0 and 1: choose the threshold{_share(s, lambda v: v >= threshold)}")
+    return f.needs("binarize", at_least=threshold)
+
+
+def _threshold(s: ColumnStats) -> float:
+    """The least value in the upper quarter of the range."""
+    start = s.lowest + 0.75 * (s.highest - s.lowest)
+    above = [v for v in s.few or () if v >= start]
+    least = min(above, default=start)
+    return int(least) if float(least).is_integer() else float(f"{least:.6g}")
+
+
+def _label_of_text(f: Finding) -> Finding:
+    s = f.stats
+    if s.few is None or not 0 < len(s.few) <= LABEL_VALUES:
+        raise SchemaError(
+            f"column '{s.name}' cannot be the label: it holds text with {s.distinct_text} values",
+            where=s.name,
+            expected=f"numbers in [0, 1], or at most {LABEL_VALUES} texts of which some mean 1",
+            do="name another column with --label COLUMN; or make it 0 and 1 in data.transforms: "
+            f"{{do: binarize, columns: [{scalar(s.name)}], positive: [TEXT, …]}}",
+        )
+    counts = {v.decode(errors="replace") if isinstance(v, bytes) else str(v): n for v, n in s.few.items()}
+    positive = [text for text in counts if text.strip().lower() in POSITIVE] or [min(counts, key=counts.get)]
+    share = _share(s, lambda v: v in positive)
+    f.notes.append(f"{_values(s)}, not 0 and 1: choose the texts that mean 1{share}")
+    if s.mixed:
+        f.needs("cast", to="string")
+    return f.needs("binarize", positive=sorted(positive))
+
+
+def _share(s: ColumnStats, positive) -> str:
+    if not s.few:
+        return ""
+    share = sum(n for value, n in s.few.items() if positive(value)) / max(sum(s.few.values()), 1)
+    return f" ({100 * share:.2g} % of the rows are 1 now)"
+
+
+def _values(s: ColumnStats) -> str:
+    if s.base == "text":
+        return ", ".join(str(v)[:40] for v in sorted(s.few or ())[:8])
+    return s.range_text
+
+
+def _time_hint(s: ColumnStats, unit: str | None = None) -> str:
+    name, since = s.name, f", since_1970: {unit}" if unit else ""
+    if "duration" in s.type:
+        return f"{{do: age, columns: [{scalar(name)}], unit: days}}"
+    part = "weekday" if "date" in s.type else "hour"
+    into = scalar(f"{name}_{part}")
+    return f"{{do: date_part, columns: [{scalar(name)}], part: {part}{since}, into: [{into}]}}"
+
+
+def words(name: str) -> list[str]:
+    """The words of a name: [user, id] of user_id, userId and user.id."""
+    return [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W_A-Z]+|[^\W_]+", name)]
+
+
+def _is_named_id(s: ColumnStats) -> bool:
+    return bool(w := words(s.name)) and w[-1] in ("id", "ids")
+
+
+def _why_id(s: ColumnStats) -> str | None:
+    """Why integers are ids, if they are."""
+    if _is_named_id(s):
+        return "its name"
+    repeat, span = s.distinct * 2 <= s.values, s.highest - s.lowest
+    if s.lowest >= 0 and s.highest < SPARSE_FILL * s.distinct and repeat:
+        return "integers that fill their range"
+    if s.lowest > 0 and span < SPARSE_FILL * s.distinct and repeat:
+        return f"integers that fill a range from {s.lowest:,} on"
+    if max(abs(s.lowest), abs(s.highest)) >= EXACT and repeat:
+        return "integers too large for quantities"
+    if s.distinct <= CODES and s.lowest > span and s.distinct * 20 <= s.values:
+        return f"{s.distinct} codes that come again and again"
+    return None
+
+
+def _counts_since_1970(s: ColumnStats) -> str | None:
+    """The unit in which integers look like times."""
+    if _is_named_id(s):
+        return None
+    return next((u for u, (low, high) in TIMES.items() if low <= s.low and s.high < high), None)
+
+
+def table_size(low: float, high: float, distinct: int, is_integer: bool, all_seen: bool) -> dict:
+    """rows and out_of_range of a table for ids.
+
+    Args:
+        low, high: of integer ids. distinct: how many there are.
+        all_seen: whether validation and test data was looked at, and no sample.
+    """
+    if not is_integer or low < 0 or high >= max(SPARSE_FILL * distinct, 100_000):
+        room = 10 if distinct < 1000 else 2  # where it costs nothing, hardly any two ids share a row
+        return {"rows": max(room * distinct, 100), "out_of_range": "hash"}
+    if all_seen:
+        return {"rows": int(high) + 1}
+    return {"rows": math.ceil(1.1 * (int(high) + 1)), "out_of_range": "hash"}

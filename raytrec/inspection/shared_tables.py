@@ -1,0 +1,115 @@
+"""Which features look up one table: columns that hold the same ids."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raytrec.config.schema import table_name
+from raytrec.inspection.column_roles import SPARSE_FILL, Finding, table_size, words
+from raytrec.inspection.column_stats import SMALLEST, count_distinct, share_of
+
+# Words that say how ids are used, not what they stand for.
+HISTORY = frozenset(
+    """history histories hist seq sequence sequences recent last past previous prev clicked viewed watched
+    bought purchased played liked visited read seen session sessions behavior behaviors""".split()  # noqa: SIM905
+)
+USE = HISTORY | {
+    "id",
+    "ids",
+    "list",
+    "target",
+    "candidate",
+    "next",
+    "first",
+    "positive",
+    "negative",
+    "pos",
+    "neg",
+}
+
+
+@dataclass
+class SharedTable:
+    """A table and the features that look it up, the first of which named it.
+
+    Attributes:
+        reasons: feature → why it shares the table; a feature with its own has none.
+    """
+
+    name: str
+    members: list[Finding]
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def size(self, all_seen: bool) -> dict:
+        """rows and out_of_range for the ids of all features, in all parts of the data."""
+        parts = [part for f in self.members for part in f.stats.parts]
+        hashes = np.unique(np.concatenate([part.hashes for part in parts]))[:SMALLEST]
+        is_integer = all(f.stats.base != "text" for f in self.members)
+        low, high = (min(p.low for p in parts), max(p.high for p in parts)) if is_integer else (0, 0)
+        return table_size(low, high, count_distinct(hashes), is_integer, all_seen)
+
+
+def is_sequence(f: Finding) -> bool:
+    """Whether a list is called like what happened, in order."""
+    return f.stats.is_list and not HISTORY.isdisjoint(words(f.stats.name))
+
+
+def find_tables(findings: list[Finding]) -> list[SharedTable]:
+    """The tables of sparse features, one feature an id before lists."""
+    tables: list[SharedTable] = []
+    for f in sorted((f for f in findings if f.kind == "sparse"), key=lambda f: f.stats.is_list):
+        found = [
+            (why, share, t)
+            for t in tables
+            if (why := _why_shared(f, t.members[0]))
+            for share in [share_of(t.members[0].stats, f.stats)]
+        ]
+        if found:
+            why, _, table = max(found, key=lambda entry: entry[1])
+            table.members.append(f)
+            table.reasons[f.stats.name] = why
+        else:
+            tables.append(SharedTable(_free_name(f.stats.name, {t.name for t in tables}), [f]))
+    return tables
+
+
+def _why_shared(f: Finding, owner: Finding) -> str | None:
+    """Why a feature looks up another one's table, if it should."""
+    mine, theirs = f.stats, owner.stats
+    if (mine.base == "text") != (theirs.base == "text"):
+        return None
+    share = share_of(mine, theirs)
+    text = f"{100 * share:.0f} % of its values are in {theirs.name}, too"
+    nouns = _nouns(mine.name), _nouns(theirs.name)
+    if nouns[0] == nouns[1] and nouns[0] and share >= 0.2:
+        return text
+    if not nouns[0] and mine.is_list and share >= 0.9:  # such as `history`
+        return text
+    telling = mine.base == "text" or not _fills(mine)
+    if telling and share >= 0.8 and mine.distinct >= 10 and theirs.distinct >= 10:
+        return text
+    return None
+
+
+def _fills(s) -> bool:
+    """Integers from 0 on, which any two columns have in common."""
+    return s.lowest >= 0 and s.highest < SPARSE_FILL * s.distinct
+
+
+def _nouns(name: str) -> frozenset[str]:
+    return frozenset(re.sub(r"(?<=\w\w\w)s$", "", word) for word in words(name) if word not in USE)
+
+
+def _free_name(column: str, taken: set[str]) -> str:
+    """A table's name: the column's, without what tables or figures cannot have in theirs."""
+    name = re.sub(r"[^\w\-]+", "_", re.sub(r"(?<=.)([_.][iI][dD]s?|(?<=[a-z])I[dD]s?)$", "", column)).strip(
+        "_"
+    )
+    name = table_name(name or "ids")
+    number = 2
+    while name in taken:
+        name, number = f"{name.removesuffix(f'_{number - 1}')}_{number}", number + 1
+    return name

@@ -1,0 +1,136 @@
+"""`raytrec compare RUN RUN …`: results side by side, what their configurations differ in, their curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+from raytrec.common.errors import RunError
+from raytrec.common.formatting import number
+from raytrec.common.redaction import hide
+from raytrec.metrics.results import LABELS, as_text, shown
+from raytrec.report.history import History, run_folder
+
+OF_THE_RUN = ("run.name", "run.dir", "tracking.", "checkpoint.dir")  # differs without meaning anything
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs beside one another; the first is what the others are compared with.
+
+    Attributes:
+        names: of the runs, each once: where two are called alike, with their place.
+        results: figure → its text for each run; of the others with the difference to the first.
+        config: section.key → its value as text for each run; only what is not the same in all.
+    """
+
+    runs: list[History]
+    names: list[str]
+    results: dict[str, list[str]]
+    config: dict[str, list[str]]
+
+
+def compare(places: Sequence[str | Path]) -> Comparison:
+    """Reads runs and says what differs.
+
+    Raises:
+        RunError: fewer than two, one that does not exist, or a folder without anything of a run.
+    """
+    if len(places) < 2:
+        raise RunError(
+            f"{len(places)} run{'' if len(places) == 1 else 's'} given",
+            expected="at least two run folders",
+            do="raytrec compare RUN RUN …, or raytrec report RUN for one",
+        )
+    runs = [History.read(run_folder(place)) for place in places]
+    return Comparison(runs, _names(runs), _results(runs), _config_differences(runs))
+
+
+def write(comparison: Comparison, out: str | Path) -> Path:
+    """Writes a comparison as one self-contained page; its path."""
+    from markupsafe import Markup
+
+    from raytrec.report.figures.overlay import overlay
+    from raytrec.report.figures.style import to_svg
+    from raytrec.report.html import write_page
+
+    drawn = overlay(comparison.runs, comparison.names)
+    return write_page(
+        Path(out),
+        "compare.html.j2",
+        names=comparison.names,
+        folders=[str(run.folder.absolute()) for run in comparison.runs],
+        results=[(LABELS[key][0], texts) for key, texts in comparison.results.items()],
+        config=comparison.config,
+        picture=Markup(to_svg(drawn, "Curves of the runs over steps")) if drawn else None,
+    )
+
+
+def print_table(comparison: Comparison) -> None:
+    """The results, and what the configurations differ in, as tables on stdout."""
+    from rich.table import Table
+
+    from raytrec.common.terminal import open_console, plain
+
+    console = open_console()
+    for title, rows in (("figure", comparison.results), ("configuration", comparison.config)):
+        if not rows:
+            continue
+        table = Table()
+        table.add_column(title)
+        for name in comparison.names:
+            table.add_column(plain(name), justify="right" if title == "figure" else "left", overflow="fold")
+        for key, texts in rows.items():
+            label = LABELS[key][0] if title == "figure" else key
+            table.add_row(plain(label), *map(plain, texts))
+        console.print(table)
+
+
+def _names(runs: list[History]) -> list[str]:
+    names = [run.name for run in runs]
+    return [n if names.count(n) == 1 else f"{n} ({run.folder})" for n, run in zip(names, runs, strict=True)]
+
+
+def _results(runs: list[History]) -> dict[str, list[str]]:
+    keys = [key for key in LABELS if any(key in shown(run.result) for run in runs)]
+    return {key: [_result(key, run, runs[0] if i else None) for i, run in enumerate(runs)] for key in keys}
+
+
+def _result(key: str, run: History, first: History | None) -> str:
+    """A figure, and how far it is from the first run's."""
+    if key not in run.result:
+        return "–"
+    text = as_text(key, run.result[key])
+    value = number(run.result[key])
+    before = number(first.result.get(key)) if first else value
+    if first is None or isnan(value) or isnan(before):
+        return text
+    form = LABELS[key][1].replace("{", "{0").replace("{0:", "{0:+") if "{:" in LABELS[key][1] else "{0:+}"
+    return f"{text} ({form.format(run.result[key] - first.result[key])})"
+
+
+def _config_differences(runs: list[History]) -> dict[str, list[str]]:
+    flat = [_flat(run.config) for run in runs]
+    keys = dict.fromkeys(key for values in flat for key in values)
+    texts = {key: [_value(values, key) for values in flat] for key in keys if not key.startswith(OF_THE_RUN)}
+    return {key: row for key, row in texts.items() if len(set(row)) > 1}
+
+
+def _value(values: dict[str, Any], key: str) -> str:
+    if key not in values:
+        return "(not there)"
+    return "null" if values[key] is None else hide(str(values[key]))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """section.key → value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

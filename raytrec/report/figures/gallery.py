@@ -1,0 +1,56 @@
+"""All pictures of a run: their names, in the order in which they are shown, and what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from raytrec.report.figures import checks, learning, phases, shards, tables, timeline
+from raytrec.report.history import History
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of the gallery.
+
+    Attributes:
+        name: of its file.
+        section: of the report.
+        label: what it shows, for those who have it read aloud.
+        draw: gives the Figure, or None where there is no data.
+        missing: why there is none.
+    """
+
+    name: str
+    section: str
+    label: str
+    draw: Callable[[History], Figure | None]
+    missing: str
+
+
+NO_METRICS = "no figures of training or evaluation in metrics.jsonl"
+NO_RANKS = "ranks.jsonl has no intervals: too short a run, one of an older version, or tracking is off"
+NO_CURVES = "no evaluation in metrics.jsonl has this curve (labels must be both 0 and 1)"
+NO_TABLES = "ranks.jsonl has no such figures of tables"
+
+PICTURES = (
+    Picture("curves", "learning", "Log loss, NE and AUC over steps", learning.curves, NO_METRICS),
+    Picture("calibration", "learning", "Calibration over steps", learning.calibration_over_steps, NO_METRICS),
+    Picture(
+        "calibration_plot", "learning", "Predicted and actual rates", learning.calibration_plot, NO_CURVES
+    ),
+    Picture("roc", "learning", "ROC curve", learning.roc, NO_CURVES),
+    Picture("speed", "speed", "Rows a second over steps", phases.throughput, NO_METRICS),
+    Picture("phases", "speed", "Time in each phase, by rank", phases.in_total, NO_RANKS),
+    Picture("phases_over_steps", "speed", "Time in each phase, over steps", phases.over_steps, NO_RANKS),
+    Picture("memory_map", "tables", "Memory of tables by rank", shards.by_memory, NO_TABLES),
+    Picture("load_map", "tables", "Lookups of tables by rank", shards.by_load, NO_TABLES),
+    Picture("row_norms", "tables", "Norms of rows over steps", tables.row_norms, NO_TABLES),
+    Picture("health", "tables", "Dead rows, distinct ids, gradients, updates", tables.health, NO_TABLES),
+    Picture("checks", "checks", "Checks over steps", checks.strip, "checks.jsonl has no checks"),
+    Picture(
+        "timeline", "timeline", "Workers and steps over time", timeline.elastic, "events.jsonl has no events"
+    ),
+)

@@ -1,0 +1,145 @@
+"""Where the time of a step goes, rank by rank."""
+
+from __future__ import annotations
+
+from math import isnan
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from raytrec.common.formatting import number, or_0
+from raytrec.report.diagnostics import straggler
+from raytrec.report.figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    WHOLE,
+    YELLOW,
+    few_ticks,
+    lowest_panels,
+    new_figure,
+    restart_lines,
+    step_axis,
+    styled,
+    thinned,
+)
+from raytrec.report.history import History
+from raytrec.tracking.aggregate import PHASES, begin, by_rank, over_time, own_time, phases_of, settled
+
+COLOURS = dict(zip(PHASES, (ORANGE, YELLOW, PURPLE, SKY, BLUE, GREEN, VERMILION, GREY), strict=True))
+MOST_BARS = 16
+MOST_PANELS = 6
+
+
+@styled
+def throughput(history: History) -> Figure | None:
+    """Rows trained a second by all ranks together, over steps."""
+    points = [(m["step"], number(m.get("rows_per_s"))) for m in history.figures("train")]
+    points = [(step, rate) for step, rate in points if not isnan(rate)]
+    if not points:
+        return None
+    usual = median(rate for _, rate in points)
+    made, (axes,) = new_figure(f"Speed: {usual:,.0f} rows/s in the median", 1.9)
+    axes.plot(*thinned(*zip(*points, strict=True)), color=BLUE)
+    restart_lines(axes, history.restarts())
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("rows/s")
+    few_ticks(axes.yaxis)
+    axes.yaxis.set_major_formatter(WHOLE)
+    step_axis(axes)
+    return made
+
+
+@styled
+def in_total(history: History) -> Figure | None:
+    """Milliseconds a step in each phase, a bar for each rank of the last group of workers."""
+    ranks = [line for line in over_time(settled(history.ranks)) if _steps(line)]
+    if not ranks:
+        return None
+    shown, which = _slowest(ranks, MOST_BARS)
+    title = _title(ranks) or f"Time of a step{which}"
+    made, (axes,) = new_figure(title, 1.6 + 0.2 * len(shown))
+    left = [0.0] * len(shown)
+    for phase in PHASES:
+        widths = [phases_of(line)[phase] / _steps(line) * 1e3 for line in shown]
+        axes.barh(
+            range(len(shown)), widths, left=left, color=COLOURS[phase], label=_words(phase), height=0.75
+        )
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(shown)), [f"rank {line['rank']}" for line in shown])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("ms a step")
+    made.legend(loc="outside lower left", ncols=4)
+    return made
+
+
+@styled
+def over_steps(history: History) -> Figure | None:
+    """Milliseconds a step in each phase over steps, a panel for each rank."""
+    ranks = [line for line in over_time(history.ranks) if _steps(line)]
+    if not ranks:
+        return None
+    shown, which = _slowest(ranks, MOST_PANELS)
+    columns = 2 if len(shown) > 1 else 1
+    rows = -(-len(shown) // columns)
+    made, panels = new_figure(
+        f"Time of a step over steps{which}", 1.2 + 1.15 * rows, rows, columns, sharex=True, sharey=True
+    )
+    lines = by_rank(history.ranks)
+    for axes, total in zip(panels, shown, strict=False):
+        _stack(axes, lines[total["rank"]])
+        axes.set_title(f"rank {total['rank']}")
+        restart_lines(axes, history.restarts(), label=None)
+        few_ticks(axes.yaxis)
+    lowest_panels(panels, len(shown), columns)
+    made.supylabel("ms a step", fontsize=8.5)
+    made.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
+    return made
+
+
+def _stack(axes: Axes, lines: list[dict]) -> None:
+    """Each interval as wide as its steps; nothing where the rank was not there."""
+    edges, kept = [begin(lines[0])], []
+    for line in lines:
+        if begin(line) > edges[-1]:
+            edges.append(begin(line))
+            kept.append(None)
+        edges.append(line["step"])
+        kept.append(line)
+    bottom = [0.0] * len(kept)
+    for phase in PHASES:
+        heights = [
+            phases_of(line)[phase] / _steps(line) * 1e3 if line and _steps(line) else 0.0 for line in kept
+        ]
+        top = [a + b for a, b in zip(bottom, heights, strict=True)]
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=COLOURS[phase], label=_words(phase))
+        bottom = top
+    axes.set_ylim(bottom=0)
+
+
+def _slowest(ranks: list[dict], most: int) -> tuple[list[dict], str]:
+    """Those with the most time of their own a step, if there are too many; and words that say so."""
+    if len(ranks) <= most:
+        return ranks, ", by rank" if len(ranks) > 1 else ""
+    chosen = sorted(ranks, key=lambda line: own_time(line) / _steps(line), reverse=True)[:most]
+    return chosen, f": the {most} of {len(ranks)} ranks with the most time of their own"
+
+
+def _steps(line: dict) -> float:
+    return max(0.0, or_0(line.get("steps")))
+
+
+def _words(phase: str) -> str:
+    return phase.replace("_", " ")
+
+
+def _title(ranks: list[dict]) -> str | None:
+    """Names the straggler, if there is one."""
+    sentence = straggler(ranks)
+    return sentence and f"Time of a step: {sentence.partition(':')[0]}"

@@ -1,0 +1,136 @@
+"""Shard maps: which rank holds how much of which table, and which rank is asked for it how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from raytrec.common.formatting import bytes_text, number, percent, short
+from raytrec.report.figures.style import (
+    BLUE,
+    BYTES,
+    PERCENT,
+    ROUND,
+    VERMILION,
+    new_figure,
+    styled,
+)
+from raytrec.report.history import History
+from raytrec.tracking.aggregate import last_group, over_time, table_bytes, tables_of
+
+MOST_TABLES = 40  # that have a row of their own; the rest is one row
+UNEVEN = 1.2  # times the mean: the bar of such a rank stands out
+WRITTEN_RANKS = 4  # up to so many, cells say their value
+MAP = "cividis"
+
+
+@styled
+def by_memory(history: History) -> Figure | None:
+    """Tables × ranks: bytes of weights and optimizer state, as of each rank's last interval."""
+    ranks = over_time(last_group(history.ranks))
+    held, names = _matrix(ranks, lambda entry: table_bytes(entry) // 1)
+    if not held.sum():
+        return None
+    each = f", {_spread(held)}" if len(ranks) > 1 else ""
+    title = f"Memory of tables: {bytes_text(held.sum())} on {_ranks(ranks)}{each}"
+    made, axes = _draw(held, names, ranks, title, BYTES, LogNorm(held[held > 0].min() / 2, held.max()))
+    axes.set_ylabel("total")
+    return made
+
+
+@styled
+def by_load(history: History) -> Figure | None:
+    """Tables × ranks: share of all bytes looked up since the group of workers last changed."""
+    ranks = over_time(last_group(history.ranks))
+    looked, names = _matrix(ranks, lambda entry: number(entry.get("lookup_bytes")))
+    if not looked.sum():
+        return None
+    shares = looked / looked.sum()
+    hottest = int(shares.sum(axis=0).argmax())
+    title = (
+        f"Load: rank {ranks[hottest]['rank']} looks up {percent(shares.sum(axis=0)[hottest])} of all bytes"
+        if len(ranks) > 1
+        else f"Load: share of {bytes_text(looked.sum())} looked up, by table"
+    )
+    made, axes = _draw(shares, names, ranks, title, PERCENT, PowerNorm(0.5, 0, shares.max()))
+    axes.set_ylabel("share")
+    return made
+
+
+def _matrix(ranks: list[dict], value: Callable[[dict], float]) -> tuple[np.ndarray, list[str]]:
+    """A row for each table, the largest first (those beyond MOST_TABLES together), a column for each rank."""
+    cells: dict[str, np.ndarray] = {}
+    for column, line in enumerate(ranks):
+        for name, entry in tables_of(line).items():
+            row = cells.setdefault(name, np.zeros(len(ranks)))
+            row[column] += max(0.0, np.nan_to_num(value(entry)))
+    if not cells:
+        return np.zeros((0, len(ranks))), []
+    names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
+    own, rest = names[:MOST_TABLES], names[MOST_TABLES:]
+    rows, labels = [cells[name] for name in own], [short(name) for name in own]
+    if rest:
+        rows.append(np.sum([cells[name] for name in rest], axis=0))
+        labels.append(f"{len(rest)} other tables")
+    return np.array(rows), labels
+
+
+def _draw(
+    cells: np.ndarray, names: list[str], ranks: list[dict], title: str, kind: FuncFormatter, norm: Normalize
+) -> tuple[Figure, Axes]:
+    """The map, with the ranks' totals as bars above it; the bars' axes are given back to be named."""
+    height = 0.16 * len(names)
+    made, (bars, grid) = new_figure(title, 2.0 + height, 2, sharex=True, height_ratios=(0.6, 0.3 + height))
+    totals = cells.sum(axis=0)
+    colours = [VERMILION if total > UNEVEN * totals.mean() else BLUE for total in totals]
+    bars.bar(range(len(ranks)), totals, color=colours, width=0.8)
+    bars.set_yticks([0, totals.max()])
+    bars.yaxis.set_major_formatter(kind)
+    bars.grid(axis="x", visible=False)
+    bars.tick_params(bottom=False)
+    image = grid.imshow(np.ma.masked_less_equal(cells, 0), cmap=MAP, norm=norm, aspect="auto")
+    grid.set_yticks(range(len(names)), names)
+    grid.set_xlabel("rank")
+    grid.grid(visible=False)
+    grid.tick_params(length=0)
+    grid.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=ROUND))
+    grid.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _rank_at(ranks, x)))
+    if len(ranks) <= WRITTEN_RANKS:
+        _write(grid, cells, kind, norm)
+    else:
+        bar = made.colorbar(image, ax=grid, location="bottom", aspect=40, format=kind)
+        bar.outline.set_visible(False)
+        bar.minorticks_off()
+        bar.set_ticks(norm.inverse([0, 0.25, 0.5, 0.75, 1]))
+        bar.set_label("of a table on a rank")
+    return made, bars
+
+
+def _write(axes: Axes, cells: np.ndarray, kind: FuncFormatter, norm: Normalize) -> None:
+    """The value of each cell, in ink that can be read on its colour."""
+    colours = matplotlib.colormaps[MAP]
+    for (row, column), value in np.ndenumerate(cells):
+        if value > 0:
+            red, green, blue, _ = colours(norm(value))
+            ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.45 else "white"
+            axes.text(column, row, kind(value), color=ink, ha="center", va="center", fontsize=6.5)
+
+
+def _rank_at(ranks: list[dict], x: float) -> str:
+    return str(ranks[int(x)]["rank"]) if x == int(x) and 0 <= x < len(ranks) else ""
+
+
+def _ranks(ranks: list[dict]) -> str:
+    return f"{len(ranks)} ranks" if len(ranks) > 1 else "1 rank"
+
+
+def _spread(held: np.ndarray) -> str:
+    """How even it is, in words."""
+    totals = held.sum(axis=0)
+    return f"{bytes_text(totals.min())} to {bytes_text(totals.max())} each"

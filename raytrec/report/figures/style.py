@@ -1,0 +1,183 @@
+"""One quiet style for all pictures, and how they become PNG or SVG. No pyplot: nothing here is global.
+
+Sizes are chosen so that a picture can be read on a page 360 pixels wide, and side by side on a wide one.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from raytrec.common.formatting import bytes_text, percent
+
+WIDTH = 4.2  # inches
+TITLE_WIDTH = 54  # characters
+MOST_POINTS = 1000  # of one line
+ROUND = (1, 2, 2.5, 5, 10)  # what ticks are multiples of
+
+# Of the page, by their role. In SVG they become the page's own, which depend on light and dark (THEME).
+INK, MUTED, GRID = "#24292f", "#6a737d", "#d7dce1"
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+BLUE, ORANGE, GREEN, VERMILION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
+PURPLE, SKY, YELLOW, GREY = "#cc79a7", "#56b4e9", "#f0e442", "#999999"
+THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", BLUE: "var(--blue)"}
+LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
+
+STYLE = {
+    "font.size": 8.5,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "axes.titlesize": 8.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 8.5,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.formatter.useoffset": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.5,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "text.color": INK,
+    "text.parse_math": False,  # names may have a $
+    "legend.fontsize": 7.5,
+    "legend.frameon": False,
+    "legend.handlelength": 1.4,
+    "legend.borderaxespad": 0.2,
+    "lines.linewidth": 1.3,
+    "figure.titlesize": 9,
+    "figure.titleweight": "bold",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "white",
+    "figure.dpi": 96,
+    "svg.fonttype": "none",  # text stays text: smaller, searchable, read aloud
+}
+
+
+def styled(draw: Callable) -> Callable:
+    """A function whose pictures, and all that is put into them, have the style."""
+
+    @wraps(draw)
+    def inner(*arguments, **options):
+        with matplotlib.rc_context(STYLE):
+            return draw(*arguments, **options)
+
+    return inner
+
+
+def new_figure(
+    title: str, height: float, rows: int = 1, columns: int = 1, **options
+) -> tuple[Figure, list[Axes]]:
+    """A figure with a title above its axes, and the axes row by row.
+
+    Args:
+        title: a sentence about what is seen.
+        height: inches, title included.
+        options: of Figure.subplots.
+    """
+    made = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = made.subplots(rows, columns, squeeze=False, **options)
+    made.suptitle(textwrap.fill(title, TITLE_WIDTH), x=0.01, ha="left")
+    return made, list(axes.flat)
+
+
+@styled
+def save_png(figure: Figure, path: Path) -> None:
+    """Writes a picture for wherever pictures are shown, on white."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # names in scripts that the font lacks
+        figure.savefig(path, format="png", dpi=200)
+
+
+@styled
+def to_svg(figure: Figure, label: str) -> str:
+    """The <svg> element of a picture, for a page that says what the variables in THEME are.
+
+    Args:
+        label: what it shows, for those who have it read aloud; no other picture of the page has it.
+    """
+    text = io.StringIO()
+    # Names of what is drawn more than once are hashes: the salt makes them this picture's own.
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": label}):
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", dpi=150, facecolor="none", metadata=no_metadata)
+    figure.set_layout_engine("none")  # it is laid out now, also for another format
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in each picture of a page
+    for colour, variable in THEME.items():
+        svg = svg.replace(colour, variable)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{_quoted(label)}"', 1)
+
+
+def thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """A long line as at most MOST_POINTS means of neighbours."""
+    size = -(-len(xs) // MOST_POINTS)
+    if size <= 1:
+        return list(xs), list(ys)
+    starts = range(0, len(xs), size)
+    return [xs[min(s + size, len(xs)) - 1] for s in starts], [
+        sum(ys[s : s + size]) / len(ys[s : s + size]) for s in starts
+    ]
+
+
+def step_axis(axes: Axes) -> None:
+    """Steps along x: whole numbers, with commas."""
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=ROUND))
+    axes.xaxis.set_major_formatter(WHOLE)
+
+
+def few_ticks(axis: Axis, most: int = 4, whole: bool = False) -> None:
+    """At most so many round values on an axis."""
+    axis.set_major_locator(MaxNLocator(most, integer=whole, steps=ROUND))
+
+
+def lowest_panels(panels: list[Axes], used: int, columns: int) -> None:
+    """Steps along x of shared axes, below the lowest panel of each column; unused panels are taken off."""
+    for axes in panels[used:]:
+        axes.set_axis_off()
+    for axes in panels[max(0, used - columns) : used]:
+        step_axis(axes)
+        few_ticks(axes.xaxis, 3)
+        axes.tick_params(labelbottom=True)
+
+
+def restart_lines(axes: Axes, steps: Sequence[int], label: str | None = "restart") -> None:
+    """Dashed lines where a run began again."""
+    for index, step in enumerate(steps):
+        axes.axvline(step, color=MUTED, linewidth=0.8, linestyle=(0, (3, 2)), label=None if index else label)
+
+
+PERCENT = FuncFormatter(lambda value, _: percent(round(value, 6)))
+BYTES = FuncFormatter(lambda value, _: bytes_text(value))
+WHOLE = FuncFormatter(lambda value, _: f"{value:,.0f}")
+PLAIN = FuncFormatter(lambda value, _: f"{value:g}")  # also of logarithmic axes, without powers of ten
+
+
+def _quoted(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

@@ -1,0 +1,105 @@
+"""The elastic timeline: workers and steps over the time of a run, with what disturbed it."""
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from raytrec.common.formatting import count, duration
+from raytrec.report.figures.style import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PLAIN,
+    PURPLE,
+    SKY,
+    VERMILION,
+    WHOLE,
+    few_ticks,
+    new_figure,
+    styled,
+)
+from raytrec.report.history import History
+from raytrec.report.run_timeline import Mark, Story, story
+
+MARKS = {  # event: its name, colour, marker
+    "failed": ("failure", VERMILION, "X"),
+    "hang": ("hang", PURPLE, "P"),
+    "not saved": ("save failed", VERMILION, "v"),
+    "asked": ("restart or stop asked for", ORANGE, "^"),
+    "waiting": ("too few nodes", MUTED, "s"),
+    "stopped": ("stopped", INK, "s"),
+    "saved": ("saved", GREEN, "|"),
+}
+
+
+@styled
+def elastic(history: History) -> Figure | None:
+    """Above: workers. Below: the step that the run was at, going back after a failure; and its marks."""
+    told = story(history)
+    if not told.groups:
+        return None
+    unit, seconds = _unit(max(group.end_s for group in told.groups))
+    made, (workers, steps) = new_figure(_title(told), 3.9, 2, sharex=True, height_ratios=(1, 2))
+    _workers(workers, told, seconds)
+    _steps(steps, told, seconds)
+    steps.set_xlabel(f"{unit} since the start")
+    steps.xaxis.set_major_formatter(PLAIN)
+    made.legend(*steps.get_legend_handles_labels(), loc="outside lower left", ncols=3)
+    return made
+
+
+def _workers(axes: Axes, told: Story, unit_s: int) -> None:
+    for group in told.groups:
+        begin, end = group.begin_s / unit_s, group.end_s / unit_s
+        axes.bar(begin, group.workers, end - begin, align="edge", color=SKY)
+        if group.resumed_after_s:
+            axes.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
+            text = f"resumed after {duration(group.resumed_after_s)}"
+            above = axes.get_xaxis_transform()
+            axes.text(begin, 1.02, text, transform=above, fontsize=6.5, ha="center", va="bottom")
+    axes.set_ylabel("workers")
+    axes.set_ylim(0, 1.15 * max(1, *(group.workers for group in told.groups)))
+    few_ticks(axes.yaxis, whole=True)
+
+
+def _steps(axes: Axes, told: Story, unit_s: int) -> None:
+    begins = [group.begin_s for group in told.groups]
+    for begin, end in zip(begins, [*begins[1:], float("inf")], strict=True):
+        points = [(at / unit_s, step) for at, step in told.progress if begin <= at < end]
+        axes.plot([at for at, _ in points], [step for _, step in points], color=BLUE, linewidth=1)
+    for kind, (name, colour, marker) in MARKS.items():
+        marks = [mark for mark in told.marks if mark.kind == kind]
+        times, heights = [mark.at_s / unit_s for mark in marks], [_height(mark, told) for mark in marks]
+        if marks:
+            axes.scatter(times, heights, c=colour, marker=marker, s=32, label=name, zorder=3)
+    axes.set_ylabel("step")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(WHOLE)
+    few_ticks(axes.yaxis, whole=True)
+
+
+def _height(mark: Mark, told: Story) -> int:
+    """The step of a mark, or the one that the run was at."""
+    if mark.step is not None:
+        return mark.step
+    return next((step for at, step in reversed(told.progress) if at <= mark.at_s), 0)
+
+
+def _title(told: Story) -> str:
+    seconds = max(group.end_s for group in told.groups)
+    sizes = sorted({group.workers for group in told.groups})
+    workers = count(sizes[0], "worker") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} workers"
+    faults = told.count("failed") + told.count("hang")
+    parts = [duration(seconds), workers, count(faults, "failure") if faults else "no failures"]
+    if told.restarts:
+        parts.append(count(told.restarts, "restart"))
+    return f"The run: {', '.join(parts)}"
+
+
+def _unit(seconds: float) -> tuple[str, int]:
+    if seconds < 180:
+        return "seconds", 1
+    return ("minutes", 60) if seconds < 3 * 3600 else ("hours", 3600)

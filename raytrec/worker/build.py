@@ -1,0 +1,105 @@
+"""A rank's model: built alike everywhere, then sharded by one plan."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
+
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.config.sequences import looked_up, read_by_id
+from raytrec.embeddings.clipping import GlobalNormClip
+from raytrec.embeddings.gradients import require_gradient_division
+from raytrec.embeddings.initial import fill_tables
+from raytrec.embeddings.kernels import pad_empty_shards
+from raytrec.embeddings.optim import combine, fuse, is_fused
+from raytrec.embeddings.planner.constraints import pins
+from raytrec.embeddings.planner.plan import BagSharder, make_plan
+from raytrec.embeddings.pooling import PooledEmbeddings
+from raytrec.models import build_model
+from raytrec.models.inputs import Sequences
+from raytrec.worker.nonfinite import SkipBad
+from raytrec.worker.numerics import Numerics, prepare_process
+from raytrec.worker.step import Head, LossModel, Step
+from raytrec.worker.step_timing import Phases
+
+
+def build_step(
+    config: RunConfig, schema: Schema, device: torch.device, *, fill: bool = True
+) -> tuple[Step, ShardingPlan]:
+    """Model, plan, optimizers and pipeline of this rank; a collective.
+
+    Initial weights depend on run.seed alone: dense layers are drawn alike on every rank, tables row by row.
+
+    Args:
+        fill: whether tables get their initial values; a checkpoint that is read next brings others.
+    """
+    require_gradient_division()
+    prepare_process(config.train)
+    model = _unsharded(config, schema, device)
+    if is_fused(config.optim.embeddings, device):
+        fuse(model.embeddings.bags, config.optim.embeddings)
+    plan = _plan(model, config, schema, device)
+    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[_sharder(plan, device)])
+    pad_empty_shards(sharded)
+    if fill:
+        fill_tables(sharded, schema, config.run.seed)
+    optimizer = combine(sharded, config.optim)
+    if config.train.clip_norm:
+        optimizer = GlobalNormClip(optimizer, sharded, config.train.clip_norm)
+    if config.train.on_nan == "skip":
+        optimizer = SkipBad(optimizer, model.head)
+    step = Step(
+        sharded,
+        optimizer,
+        device,
+        config.run.seed,
+        config.optim.schedule,
+        Phases(device) if config.tracking.every_steps else None,
+        Numerics(config.train, device),
+        prefetch=_has_caches(plan, device),
+    )
+    return step, plan
+
+
+def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
+    """The plan that `build_step` would use, without making any table; a collective."""
+    return _plan(_unsharded(config, schema, device), config, schema, device)
+
+
+def _has_caches(plan: ShardingPlan, device: torch.device) -> bool:
+    """Whether a table lies in host memory with a cache on the GPUs. (On CPU it has none.)"""
+    kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
+    return device.type == "cuda" and "fused_uvm_caching" in kernels
+
+
+def _sharder(plan: ShardingPlan, device: torch.device) -> BagSharder:
+    """Where kernels have a cache, with hits counted, and rows locked until their batch has been trained."""
+    cached = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
+    return BagSharder(fused_params=cached if _has_caches(plan, device) else None)
+
+
+def _unsharded(config: RunConfig, schema: Schema, device: torch.device) -> LossModel:
+    torch.manual_seed(config.run.seed)
+    dense = build_model(schema, config.model).to(device)
+    dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
+    skip_bad = config.train.on_nan == "skip"
+    by_id = read_by_id(schema, config.model)
+    head = Head(
+        dense,
+        dist.get_world_size(),
+        config.train.loss,
+        config.train.micro_batches,
+        skip_bad,
+        Sequences(schema, by_id) if by_id else None,
+        config.train.matmul == "bf16",
+    )
+    return LossModel(PooledEmbeddings(looked_up(schema, by_id), dtypes), head)
+
+
+def _plan(model: LossModel, config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
+    return make_plan(
+        model, BagSharder(), schema, config, device, fused=is_fused(config.optim.embeddings, device)
+    )

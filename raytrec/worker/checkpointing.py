@@ -1,0 +1,273 @@
+"""What keeps a run's work: checkpoints while it trains, and what the ranks agree on at each step."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from time import monotonic, time
+from typing import Any
+
+import torch
+from torchrec.distributed.types import ShardingPlan
+
+from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.restore import Restored, restore
+from raytrec.checkpoint.save import NotFinite, Saved, Saver
+from raytrec.checkpoint.sound import why_no_progress
+from raytrec.checkpoint.state import LogicalState
+from raytrec.common.errors import RunError
+from raytrec.common.messages import Command, Restart
+from raytrec.common.redaction import hide_all
+from raytrec.embeddings.planner.plan import describe
+from raytrec.worker.context import Rank
+from raytrec.worker.heartbeat import Agreed, Signals
+from raytrec.worker.nonfinite import FOLDER, Losses, Recent, dump
+from raytrec.worker.progress import Progress
+from raytrec.worker.step import Outputs, Step
+
+PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
+
+
+class Stopped(Exception):
+    """Raised by all ranks when the state is saved and the run is to end: somebody asked for it."""
+
+
+class Survival:
+    """Saves and restores a run, and does what the hub asks for; every method is a collective.
+
+    Args:
+        last_step: where the run ends; it is saved there in any case.
+
+    Attributes:
+        batches: what is being trained, so that a bad one can be looked at.
+        before_save: called before a state is saved; a collective that raises where it must not be kept.
+        state: under names that no plan changes.
+    """
+
+    def __init__(self, rank: Rank, step: Step, plan: ShardingPlan, progress: Progress, last_step: int):
+        self.batches: Recent | None = None
+        self.before_save: Callable[[], None] | None = None
+        self._rank, self._step, self._plan, self._progress = rank, step, plan, progress
+        self._config, self._last_step = rank.task.config, last_step
+        self.state = LogicalState(step.model, step.optimizer)
+        self._saver = Saver(
+            rank.task.checkpoint, self._config.checkpoint, rank.pulse.confirm, self.state.unbounded
+        )
+        self._kept: int | None = None  # the step of the newest checkpoint
+        self._signals, self._losses = Signals(), Losses()
+        self._saved_at, self._asked = monotonic(), False
+        rank.pulse.device = self._unfinished
+
+    def restore(self) -> Restored:
+        """Goes on from the newest checkpoint that is whole, if there is one."""
+        found = restore(self._rank.task.checkpoint, self.state, why_no_progress)
+        for reason in found.passed_over:
+            self._rank.tell(kind="warn", text=f"passed over a checkpoint: {reason}")
+        if found.folder:
+            self._progress.resume(found.about["progress"])
+            self._step.trained = self._progress.step
+            self._saver.last_step = self._kept = self._progress.step
+        return found
+
+    def after_step(self, outputs: Outputs) -> None:
+        """Exchanges what ranks have to say about this step, and does what was agreed on at the one before.
+
+        Raises:
+            Restart, Stopped: the state has been saved. RunError: a loss was not finite.
+        """
+        rank, step = self._rank, self._progress.step
+        rank.pulse.tick("step", step)
+        command = rank.pulse.command
+        if rank.index == 0 and command == Command.GO and self._time_is_up():
+            command, self._asked = Command.SAVE, True
+        self._losses.add(step, outputs.logits, outputs.labels)
+        agreed = self._signals.exchange(command, self._losses.look(), self._saver.busy)
+        if agreed is None:
+            agreed = Agreed(Command.GO, 0, None, True)
+        self._stop_if_bad(agreed)
+        began = self._saver.last_step
+        if not agreed.busy and began is not None and began < step - 1:
+            self._take()
+        self._obey(agreed.command)
+
+    def _obey(self, command: Command) -> None:
+        step = self._progress.step
+        if command in (Command.RESTART, Command.STOP) and step < self._last_step:
+            self.save(wait=True)
+            raise {Command.RESTART: Restart, Command.STOP: Stopped}[command](f"at step {step}")
+        every = self._config.checkpoint.every_steps
+        if command == Command.SAVE or (every and step % every == 0):
+            self.save()
+
+    def after_evaluation(self) -> None:
+        """Saves what may be one of the best."""
+        if self._config.checkpoint.keep_best:
+            self.save(again=True)
+
+    def save(self, *, wait: bool = False, again: bool = False) -> None:
+        """Begins a checkpoint of this step, unless there is one.
+
+        Args:
+            wait: until it is committed.
+            again: even if there is one.
+
+        Raises:
+            RunError: a loss was not finite up to this step, so that this state must not be kept.
+        """
+        rank, step = self._rank, self._progress.step
+        if (last := self._signals.settle()) is not None:  # else it has been saved before, and this was asked
+            if last.through < step:  # GPUs have not finished; the copy would wait for them as well
+                last = self._signals.agree(self._losses.wait())
+            self._stop_if_bad(last)
+        if again or self._saver.last_step != step:
+            rank.pulse.tick("save")
+            self._take()
+            if self.before_save:
+                self.before_save()
+            self._saver.save(step, self.state.tensors(), self._about())
+            self._saved_at, self._asked = monotonic(), False
+        if wait:
+            rank.pulse.tick("save")
+            self._take()
+        rank.pulse.tick("step")
+
+    def finish(self, *, again: bool = False) -> RunError | None:
+        """The last checkpoint of the run.
+
+        Args:
+            again: try once more to write it: there may be room by now.
+
+        Returns:
+            Why there is none, and how to go on.
+
+        Raises:
+            RunError: the state is not finite, and checks.finite is to stop the run for that.
+        """
+        self._rank.phase("saving the checkpoint", "save")
+        self.save(again=again)
+        saved = self._take()
+        error = saved and saved.error
+        if error is None or again:
+            self._saver.close()
+        return error and self._last_words(error)
+
+    def _last_words(self, error: RunError) -> RunError:
+        """The error of a run whose last checkpoint could not be written."""
+        if isinstance(error, NotFinite):
+            return error
+        folder = self._config.run.dir
+        from_step = f"from the checkpoint of step {self._kept}" if self._kept else "from the beginning"
+        return RunError(
+            f"the trained model is not saved: {error.what}",
+            where=error.where,
+            expected=error.expected,
+            do=f"make room, then train the last steps again, {from_step}: raytrec train --resume {folder}",
+        )
+
+    def _take(self) -> Saved | None:
+        """The outcome of the last save, told.
+
+        Not to Ray Train, which would note it in the same place and end the run when that is full (ray 2.60.0,
+        CheckpointManager); nothing here asks it for checkpoints.
+        """
+        saved = self._saver.taken()
+        if saved is None:
+            return None
+        if saved.error:
+            self._rank.tell(kind="warn", text=f"no checkpoint of step {saved.step}: {saved.error.what}")
+        else:
+            self._kept = saved.step
+        if saved.note:
+            self._rank.tell(kind="warn", text=saved.note)
+        self._rank.tell(
+            kind="saved",
+            step=saved.step,
+            folder=saved.folder,
+            error=saved.error and str(saved.error),
+            blocked_s=saved.blocked_s,
+            seconds=saved.seconds,
+        )
+        if isinstance(saved.error, NotFinite):
+            saved = replace(saved, error=self._with_advice(saved.error))
+            if self._config.checks.finite == "stop":
+                raise saved.error
+        return saved
+
+    def _with_advice(self, error: NotFinite) -> NotFinite:
+        """With the command that begins again from the newest checkpoint, all of which are finite."""
+        optim = self._config.optim
+        lower = f"optim.embeddings.lr={optim.embeddings.lr / 10:g} optim.dense.lr={optim.dense.lr / 10:g}"
+        if self._kept is None:
+            do = f"begin anew with lower learning rates ({lower}) or train.clip_norm"
+        else:
+            folder = folder_of(self._rank.task.checkpoint, self._kept)
+            do = (
+                "begin a new run with the weights of the last checkpoint, which is finite, and with lower "
+                f"learning rates or train.clip_norm: raytrec train --from {folder} {lower}"
+            )
+        return NotFinite(error.what, where=error.where, expected=error.expected, do=do)
+
+    def _time_is_up(self) -> bool:
+        return not self._asked and monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
+
+    def _unfinished(self) -> tuple[int, str] | None:
+        """The step that this rank's GPU has not finished, and the phase it is in; from the pulse's thread."""
+        device = self._rank.device
+        if device.type != "cuda":
+            return None
+        torch.cuda.set_device(device)  # of the calling thread; CUDA would set itself up on the first GPU, too
+        try:
+            step = self._losses.unfinished
+            return None if step is None else (step, self._step.phases.standing or "")
+        except RuntimeError:  # the GPU has failed; the thread that trains will say so
+            return None
+
+    def _stop_if_bad(self, agreed: Agreed) -> None:
+        """Ends the run at the first step that was bad on any rank."""
+        if agreed.bad is None:
+            return
+        if agreed.through < agreed.bad:  # another rank may not have known yet of an earlier step
+            agreed = self._signals.agree(self._losses.wait())
+        rank, step = self._rank, agreed.bad
+        batch, folder = self.batches.at(step - 1), self._config.run.dir  # batches are counted from 0
+        there = f"its batch is in {folder}/{FOLDER}"
+        try:
+            if batch is not None:
+                dump(batch, rank.task.schema, folder, step, rank.index)
+        except OSError as error:
+            there = f"its batch could not be written to {folder}/{FOLDER}: {error.strerror or error}"
+        raise RunError(
+            "the loss is not a finite number",
+            where=f"step {step}; {there}",
+            expected="a finite loss",
+            do="look at the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
+            "±10; or set train.on_nan=skip",
+        )
+
+    def _about(self) -> dict[str, Any]:
+        config, task = self._config, self._rank.task
+        return {
+            "name": config.run.name,
+            "saved_unix_s": time(),
+            "progress": self._progress.record(),
+            "evaluation": self._progress.last_evaluation,
+            "data": task.fingerprint,
+            "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # a checkpoint is handed on
+            "schema": task.schema.to_yaml(),
+            "plan": describe(self._plan),
+            "world_size": self._rank.world,
+            "versions": versions(),
+        }
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that a checkpoint comes from."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,179 @@
+"""One worker's place in the group: its task, its device, its streams, its clock."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.config.sequences import read_by_id
+from raytrec.data.faults import SKIPPED, Faults
+from raytrec.data.fragments import Dataset
+from raytrec.data.order import Order
+from raytrec.worker.heartbeat import Pulse
+
+
+@dataclass(repr=False)  # Ray's dashboard shows what is written of it: nothing
+class Task:
+    """What the driver hands to every rank.
+
+    Attributes:
+        datasets: "train", "valid", "test" → Dataset, as far as there are any.
+        hub: the actor of hub.start_hub.
+        checkpoint: the folder of all checkpoints (training), or the one to read (evaluation).
+        fingerprint: of the training data's row groups; "" where nothing is trained.
+        folder: where modules that the configuration names may lie beside Python's own path.
+    """
+
+    config: RunConfig
+    schema: Schema
+    datasets: dict[str, Dataset]
+    hub: Any
+    checkpoint: str
+    fingerprint: str = ""
+    folder: str = field(default_factory=os.getcwd)
+
+
+@dataclass
+class Rank:
+    """This process's place in the worker group: its device, its streams, its voice, its pulse."""
+
+    index: int
+    world: int
+    device: Any
+    task: Task
+    pulse: Pulse
+    attempt: int
+
+    @classmethod
+    def enter(cls, task: Task) -> Rank:
+        """Takes this Ray Train worker's place; one torch thread, because ranks share the machine's cores."""
+        import ray.train
+        import ray.train.torch
+        import torch
+        import torch.distributed as dist
+
+        from raytrec.worker.numerics import prepare_process
+
+        prepare_process(task.config.train)
+        if task.folder not in sys.path:
+            sys.path.append(task.folder)
+        context = ray.train.get_context()
+        device = ray.train.torch.get_device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(task.config.scaling.cpus_per_worker)
+        index, world, group = context.get_world_rank(), context.get_world_size(), [uuid.uuid4().hex]
+        dist.broadcast_object_list(group)
+        node = ray.util.get_node_ip_address()
+        attempt = ray.get(task.hub.enter.remote(group[0], index, world, os.getpid(), node), timeout=60)
+        pulse = Pulse(task.hub, group[0], index, task.config.scaling.hang_s)
+        return cls(index, world, device, task, pulse, attempt)
+
+    def stream(self, name: str, order: Order):
+        """This rank's Stream of one of the task's datasets, or None when the task has none of that name."""
+        from raytrec.data.stream import Stream
+
+        if name not in self.task.datasets:
+            return None
+        data = self.task.config.data
+        return Stream(
+            self.task.datasets[name],
+            order,
+            rank=self.index,
+            world=self.world,
+            readers=data.readers,
+            prefetch=data.prefetch,
+            faults=Faults(data.on_error == "skip", self._skipped),
+            buffer_bytes=int(data.buffer_gib * 2**30),
+            pin_memory=self.device.type == "cuda",
+            by_id=read_by_id(self.task.schema, self.task.config.model),
+        )
+
+    @property
+    def _skipped(self) -> str | None:
+        """Where skipped rows are noted: in the run folder. What is evaluated again has none to write to."""
+        return f"{self.task.config.run.dir}/{SKIPPED}" if "train" in self.task.datasets else None
+
+    def streams(self, train: Order, evaluation: Order):
+        """The Streams of training, of evaluations while training, and of the last one (or None)."""
+        valid, test = self.stream("valid", evaluation), self.stream("test", evaluation)
+        return self.stream("train", train), valid or test, test or valid
+
+    def watched(self, stream):
+        """The same stream; each batch is a sign of progress."""
+        return Watched(stream, self.pulse)
+
+    def leave(self) -> None:
+        """This rank has done what it had to."""
+        self.pulse.close()
+
+    def tell(self, **message: Any) -> None:
+        """Sends a message to the driver; only rank 0 speaks."""
+        if self.index == 0:
+            self.say(**message)
+
+    def say(self, **message: Any) -> None:
+        """Sends a message to the driver; nobody waits for it."""
+        self.task.hub.put.remote(message)
+
+    def phase(self, text: str, kind: str) -> None:
+        """What this rank does from now on, for people and for the hub (hub.PATIENT)."""
+        self.pulse.tick(kind)
+        self.tell(kind="phase", text=text)
+
+
+@dataclass
+class Watched:
+    """A Stream whose batches tick the pulse."""
+
+    stream: Any
+    pulse: Pulse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def batches(self):
+        return self.pulse.reading(self.stream.batches(), "evaluate")
+
+
+class Clock:
+    """Rows per second of training: pauses are left out, and the first step, which sets everything up.
+
+    Attributes:
+        seconds, rows: of training, through all restarts.
+    """
+
+    def __init__(self):
+        self.seconds, self.rows, self._begun, self._last = 0.0, 0, False, 0.0
+
+    def resume(self) -> None:
+        """Starts anew after a pause."""
+        self._last = perf_counter()
+
+    def pause(self, device: Any) -> None:
+        """Adds what a GPU still has to do of the steps that were noted; a pause waits for it in any case."""
+        if device.type == "cuda" and self._begun:
+            import torch
+
+            torch.cuda.current_stream(device).synchronize()
+            self.seconds += perf_counter() - self._last
+
+    def step(self, rows: int) -> None:
+        """Notes that a step of `rows` rows has ended."""
+        now = perf_counter()
+        if self._begun:
+            self.seconds += now - self._last
+            self.rows += rows
+        self._begun, self._last = True, now
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """None until the second step."""
+        return self.rows / self.seconds if self.seconds else None

@@ -1,0 +1,47 @@
+"""The state that a new run begins with: initial values, or those of an earlier run."""
+
+from __future__ import annotations
+
+from raytrec.checkpoint.finite import not_finite, on_any_rank
+from raytrec.checkpoint.index import read_index
+from raytrec.checkpoint.restore import load
+from raytrec.checkpoint.state import LogicalState, State
+from raytrec.checkpoint.table_starts import schema_of, table_starts
+from raytrec.common.errors import RunError
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.embeddings.initial import fill_tables
+from raytrec.worker.step import Step
+
+
+def begin(step: Step, config: RunConfig, schema: Schema) -> None:
+    """Fills the tables and, with run.start_from, takes over what that has; a collective."""
+    fill_tables(step.model, schema, config.run.seed)
+    if not config.run.start_from:
+        return
+    index = read_index(config.run.start_from)
+    starts = table_starts(config, schema_of(index["about"]), schema)
+    rows = {table: start.rows for table, start in starts.items() if start.policy == "resize"}
+    anew = {table for table, start in starts.items() if start.policy == "new"}
+    state = LogicalState(step.model, step.optimizer, with_optimizer=config.run.start_state)
+    tensors = state.tensors(rows, anew)
+    if config.run.start_dense == "matching":
+        tensors = _matching(tensors, index["tensors"])
+    load(config.run.start_from, tensors, rows)
+    if found := on_any_rank(not_finite(tensors, state.unbounded)):
+        raise RunError(
+            f"the checkpoint is NaN or infinite: {found}",
+            where=f"run.start_from={config.run.start_from}",
+            expected="finite weights and optimizer state to begin with",
+            do="begin with an earlier checkpoint; if only optimizer state is, set run.start_state=false",
+        )
+    state.written()
+
+
+def _matching(tensors: State, saved: dict[str, dict]) -> State:
+    """Without dense values that the checkpoint does not have, or has in another shape."""
+    return {
+        name: value
+        for name, value in tensors.items()
+        if not name.startswith("dense/") or (name in saved and saved[name]["shape"] == list(value.shape))
+    }

@@ -1,0 +1,191 @@
+"""Losses that are not finite numbers: steps that have one are found, or left out; batches kept to look at."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.config.schema import Schema
+from raytrec.data.batch import Batch
+from raytrec.worker.fetch import Fetch
+
+FOLDER = "nan"
+LATE = 2  # steps that the host may be ahead of a GPU: enough to keep it busy, and few batches are in flight
+# Batches. A bad loss is known at most LATE steps later, and acted on one step after that; by then a pipeline
+# has read up to three batches more.
+KEPT = LATE + 5
+
+
+class Known(NamedTuple):
+    """What a rank knows of its losses.
+
+    Attributes:
+        through: the last step (of a run, from 1) of which it is known, and of all before, whether it was bad.
+        bad: the first step whose loss was not a finite number; None: there was none up to `through`.
+    """
+
+    through: int
+    bad: int | None
+
+
+class Losses:
+    """Whether the losses of this rank's steps were finite, as far as is known.
+
+    On CPU that is known at once. A GPU computes them later than the host asks for them, and nothing waits for
+    it unless the host is more than LATE steps ahead; the GPU then still has work for LATE steps.
+    """
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[int, Fetch]] = deque()
+        self._known = Known(0, None)
+
+    def add(self, step: int, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """Begins to find out about a step, the one after the last."""
+        if not self._coming:
+            self._known = self._known._replace(through=step - 1)
+        self._coming.append((step, Fetch(~torch.isfinite(logits.sum() + labels.sum()))))
+
+    def look(self) -> Known:
+        """What has become known; all but the last LATE steps are, in any case."""
+        while self._coming and (len(self._coming) > LATE or self._coming[0][1].arrived):
+            self._read()
+        return self._known
+
+    def wait(self) -> Known:
+        """The same of all steps; waits for the device."""
+        while self._coming:
+            self._read()
+        return self._known
+
+    @property
+    def unfinished(self) -> int | None:
+        """The step that the device has not finished, if there is one; from any thread."""
+        return next((step for step, bad in list(self._coming) if not bad.arrived), None)
+
+    def _read(self) -> None:
+        (step, fetch), first = self._coming[0], self._known.bad
+        bad = bool(fetch.wait())
+        self._known = Known(step, step if bad and first is None else first)
+        self._coming.popleft()  # only now, so that `unfinished` names it while it is waited for
+
+
+class Verdict:
+    """Whether a step is left out, because the loss of any rank is not finite; making it is a collective.
+
+    The device knows before the host does: gradients are gated by `mask`, so a GPU can be given the backward
+    pass at once. When the host asks, it waits for the forward pass, behind which the backward pass is queued.
+
+    Attributes:
+        mask: bool scalar on the loss's device.
+    """
+
+    def __init__(self, loss: torch.Tensor):
+        bad = (~torch.isfinite(loss.detach())).float()
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        self.mask = bad > 0
+        self._fetch = Fetch(self.mask)
+
+    @property
+    def left_out(self) -> bool:
+        """As the host knows it; waits for the forward pass."""
+        return bool(self._fetch.wait())
+
+
+class Gate(torch.autograd.Function):
+    """The values themselves; their gradient, unless the step is left out, in which case zeros.
+
+    A zero loss would not do: 0 × NaN is NaN on the way back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, head: nn.Module) -> torch.Tensor:
+        ctx.head = head
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.masked_fill(ctx.head.verdict.mask, 0), None
+
+
+class SkipBad(OptimizerWrapper):
+    """An optimizer that does nothing at the end of a step that is left out.
+
+    Tables that are updated in backward have got zero gradients, which change nothing under SGD and Adagrad;
+    under fused Adam (on GPUs) their momentum moves on.
+
+    Whether to step is decided by the host, on a GPU, too: torch's Adam counts its steps in host memory, and
+    its corrections come from that count (torch 2.13.0, optim/adam.py, unless `capturable` or `fused`, which
+    round otherwise). A step that the device multiplied by zero would still count, and let momentum decay.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer, head: nn.Module):
+        super().__init__(optimizer)
+        self._head = head
+
+    def step(self, closure: Any = None) -> None:
+        if self._head.verdict is None or not self._head.verdict.left_out:
+            super().step(closure)
+
+
+class Recent:
+    """An iterator over batches that remembers the last few, with their steps.
+
+    Args:
+        first_step: of the first batch.
+    """
+
+    def __init__(self, batches: Iterator[Batch], first_step: int):
+        self._batches, self._step = batches, first_step
+        self._kept: deque[tuple[int, Batch]] = deque(maxlen=KEPT)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._kept.append((self._step, batch))
+        self._step += 1
+        return batch
+
+    def at(self, step: int) -> Batch | None:
+        """The batch of a step, if it is still known."""
+        return dict(self._kept).get(step)
+
+
+def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int) -> str:
+    """Writes a rank's part of a batch as Parquet, in the columns of the schema; its path.
+
+    Ids are those that the tables see, after hashing and clamping; padded rows are left out.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    batch = batch.to(torch.device("cpu"))
+    real = batch.weights > 0
+    columns: dict[str, Any] = {n: batch.labels[real, i].numpy() for i, n in enumerate(schema.labels)}
+    columns |= {name: batch.dense[real, i].numpy() for i, name in enumerate(schema.dense)}
+    for name in schema.sparse:
+        rows = [ids for ids, good in zip(_ids(batch.sparse, name), real.tolist(), strict=True) if good]
+        columns[name] = pa.array(rows, pa.list_(pa.int64()))
+    place = Path(folder) / FOLDER / f"step-{step:010d}-rank-{rank}.parquet"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), place)
+    return str(place)
+
+
+def _ids(sparse: KeyedJaggedTensor, feature: str) -> list[list[int]]:
+    """The ids of each row; those of a sequence that was looked up id by id with the oldest first again."""
+    out: list[list[int]] = [[] for _ in range(sparse.stride())]
+    for key in reversed([k for k in sparse.to_dict() if feature in (k, k.rpartition("@")[0])]):
+        ids, ends = sparse[key].values().tolist(), sparse[key].lengths().cumsum(0).tolist()
+        for row, start, end in zip(out, [0, *ends[:-1]], ends, strict=True):
+            row += ids[start:end]
+    return out

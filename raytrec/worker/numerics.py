@@ -1,0 +1,75 @@
+"""How exactly a rank computes its steps: the precision of matrix products, and sums in one order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from raytrec.config.sections import TrainSection
+
+# What cuBLAS and NCCL read when they begin. torch (2.13.0) warns of cuBLAS without the first, and sets the
+# second itself for process groups that are made while it is deterministic.
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
+
+
+def prepare_process(train: TrainSection) -> None:
+    """Sets what libraries read once, when they begin; to be called before the first collective on a GPU.
+
+    Settings that the environment has already are left as they are.
+    """
+    if train.deterministic:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
+
+
+class Numerics:
+    """torch's process-wide switches, as a configuration wants them while a step is computed.
+
+    Between steps they are as they were, so that checks, metrics and whatever else runs in this process have
+    float32 throughout. (bf16 is no such switch: train.step.Head does it around the dense model.)
+
+    Args:
+        train: its matmul and deterministic.
+        device: of the rank. tf32 is a format of NVIDIA's tensor cores, and changes nothing on CPU.
+    """
+
+    def __init__(self, train: TrainSection, device: torch.device):
+        self._tf32 = train.matmul == "tf32" and device.type == "cuda"
+        self._deterministic = train.deterministic
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """A block computed so."""
+        with ExitStack() as stack:
+            if self._tf32:
+                stack.enter_context(_tf32())
+            if self._deterministic:
+                stack.enter_context(_deterministic())
+            yield
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    # Not torch.backends.cuda.matmul.fp32_precision: once that has been set, torch 2.13.0 raises where its own
+    # compiler, or a user's model, asks for the precision by its older name.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    before, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads any
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled

@@ -1,0 +1,106 @@
+"""The workers' rendezvous, on the addresses by which Ray knows their nodes, and on no others.
+
+torch's TCPStore, through which ranks find each other, listens on all interfaces and asks for no password.
+gloo listens where the host's name leads to, which on many hosts is loopback, and out of reach of other hosts.
+NCCL, even of a single rank, listens on the first interface that is not loopback (InfiniBand's before others).
+Neither Ray Train's TorchConfig nor torch's env:// rendezvous lets one choose the address. So workers hand the
+store a socket that is bound already, and name their interface to gloo and NCCL (torch 2.13.0:
+torch/distributed/rendezvous.py; ray 2.60.0: ray/train/torch/config.py; NCCL 2.29.7: src/misc/socket.cc). On a
+local cluster that is loopback.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from importlib import import_module
+
+from ray.train.torch import TorchConfig
+from ray.train.torch.config import _TorchBackend
+
+from raytrec.cluster.interfaces import socket_interfaces
+from raytrec.common.errors import ConfigError
+from raytrec.common.installed import OTHER_DEVICE
+
+
+class _OwnAddressBackend(_TorchBackend):
+    def on_start(self, worker_group, backend_config) -> None:
+        worker_group.execute(keep_to_own_address)
+        if backend_config.backend == "nccl":
+            worker_group.execute(check_gpu)
+        super().on_start(worker_group, backend_config)
+
+
+@dataclass
+class OwnAddressTorchConfig(TorchConfig):
+    """TorchConfig for workers that listen on their node's own address only."""
+
+    @property
+    def backend_cls(self) -> type:
+        return _OwnAddressBackend
+
+
+def keep_to_own_address() -> None:
+    """Makes gloo, NCCL and the TCPStore of this process listen on its node's address only.
+
+    Where that is no address of this machine (it is translated on the way), they choose by themselves.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the environment, or of NCCL's own files, overrule this.
+    """
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    if interface := interface_of(address):
+        for name, value in socket_interfaces(interface).items():
+            os.environ.setdefault(name, value)
+        bind_store(address)
+
+
+def check_gpu() -> None:
+    """
+    Raises:
+        ConfigError: torch cannot use the GPU that Ray has given to this process.
+    """
+    import ray
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    built = torch.version.cuda
+    raise ConfigError(
+        f"torch {torch.__version__} cannot use the GPU of {ray.util.get_node_ip_address()}"
+        + ("" if built else ": it is built for CPUs"),
+        where="scaling.device=cuda",
+        expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
+        if built
+        else "the packages of requirements/cuda.txt wherever there are GPUs",
+        do="update the driver" if built else OTHER_DEVICE.format(device="cuda"),
+    )
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address; None where none has."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
+    return None
+
+
+def bind_store(address: str) -> None:
+    """Makes the TCPStore that this process may start listen on this address."""
+    from torch.distributed import TCPStore
+
+    module = import_module("torch.distributed.rendezvous")  # torch.distributed.rendezvous is a function, too
+
+    def store(host_name: str, port: int, *args, is_master: bool = False, **options) -> TCPStore:
+        if is_master:
+            listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(1024)
+            options["master_listen_fd"] = listener.detach()
+        return TCPStore(host_name, port, *args, is_master=is_master, **options)
+
+    module.TCPStore = store

@@ -1,0 +1,305 @@
+"""What a rank knows of its shards: load, use, norms. Computed where they lie, from samples.
+
+Counts are of every step. Norms of rows are of a strided sample of rows, another one each time. What is said
+of ids and updates is of one probed step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.checks.live.keys import Key, found, keys_of
+from raytrec.checks.live.readout import read
+from raytrec.config.schema import Schema
+from raytrec.embeddings.kernels import cache_hits
+from raytrec.embeddings.tables import Shard, Table
+from raytrec.embeddings.taps import Lookup, Taps
+
+SAMPLE = 1024  # rows of a shard, or up to twice as many
+NORM_EDGES = (-4.0, 2.0, 30)  # bins of row norms: from 1e-4 to 1e2, on a logarithmic scale
+SECOND_MOMENTS = ("sum", "exp_avg_sq")  # state that is 0 until a row's first gradient
+
+
+@dataclass
+class Probed:
+    """Some of the distinct rows of a table that a rank looked up in one step, before their update.
+
+    Attributes:
+        lookup: where they were looked up.
+        ids: int64 [n], rows of the shard.
+        distinct, lookups: rows and ids in all.
+        before: float [n, columns], their weights before the step.
+        key: the table's keys in the lookup.
+    """
+
+    lookup: Lookup
+    ids: torch.Tensor
+    distinct: int
+    lookups: int
+    before: torch.Tensor
+    keys: list[int] = field(default_factory=list)
+
+
+class Statistics:
+    """Figures of each table of which this rank has a shard.
+
+    Args:
+        tables: embeddings.tables.tables(model, optimizer).
+        taps: on the same model.
+
+    `watch` goes before a step that is probed, `collect` after it.
+    """
+
+    def __init__(self, schema: Schema, tables: dict[str, Table], taps: Taps):
+        self._schema, self._taps, self._turn = schema, taps, 0
+        self._tables = {name: table for name, table in tables.items() if _shard(table) is not None}
+        self._counted = {id(lookup): lookup.received.clone() for lookup in taps.lookups}
+        self._changed = torch.zeros(2, len(schema.sparse), dtype=torch.int64)
+        self._seen: dict[str, torch.Tensor] = {}
+        self._probed: dict[str, Probed] = {}
+        self._keys: dict[int, list[Key]] = {}  # of each lookup of the probed step
+        for lookup in taps.lookups:
+            lookup.kernel.register_forward_hook(self._before_update(lookup))
+
+    def add(self, changed: torch.Tensor | None) -> None:
+        """Counts a batch's ids that were brought into range (Batch.changed)."""
+        if changed is not None:
+            self._changed += changed
+
+    @torch.no_grad()
+    def collect(self) -> dict[str, dict[str, Any]]:
+        """Figures of each table since the last call (see docs/watch.md); ends the probe."""
+        lookups, hits = self._lookups(), self._cache_hits()
+        probed = {id(p.lookup): p.lookup for p in self._probed.values()}
+        self._keys = {i: list(keys_of(lookup.ids, len(lookup.features))) for i, lookup in probed.items()}
+        figures = {
+            name: self._of(table, lookups.get(name, 0)) | hits.get(name, {})
+            for name, table in self._tables.items()
+        }
+        self._turn += 1
+        self._probed.clear()
+        self._keys.clear()
+        self._changed.zero_()
+        return _plain(figures)
+
+    def _lookups(self) -> dict[str, int]:
+        """table → ids looked up by this rank since the last call."""
+        total: dict[str, int] = {}
+        for lookup in self._taps.lookups:
+            now = lookup.received.clone()
+            for table, ids in zip(lookup.tables, (now - self._counted[id(lookup)]).tolist(), strict=True):
+                total[table] = total.get(table, 0) + ids
+            self._counted[id(lookup)] = now
+        return total
+
+    def _cache_hits(self) -> dict[str, dict[str, float]]:
+        """table → what is known of the cache of the kernel that looks it up, since the last call."""
+        found: dict[str, dict[str, float]] = {}
+        for lookup in self._taps.lookups:
+            if (share := cache_hits(lookup.kernel)) is not None:
+                found |= {table: {"cache_hit_rate": share} for table in lookup.tables}
+        return found
+
+    def _of(self, table: Table, lookups: int) -> dict[str, Any]:
+        shard, probed = _shard(table), self._probed.get(table.name)
+        rows, columns = shard.values.shape
+        state = {kind: s.values for kind, parts in table.state.items() if (s := _first(parts.local))}
+        figures = {
+            "rows": rows,
+            "columns": columns,
+            "replicated": table.weight.replicated,
+            "weight_bytes": shard.values.nbytes,
+            "state_bytes": sum(values.nbytes for values in state.values()),
+            "device": _device(table, shard),
+            "lookups": lookups,
+            "lookup_bytes": lookups * columns * shard.values.element_size(),
+            "read_ids": self._read(table.name)[1],
+            "changed_share": self._changed_share(table.name),
+            **self._norms(shard, state, table),
+        }
+        if probed:
+            now = shard.read(probed.ids).float()
+            figures |= {
+                "touched_rows": probed.distinct,
+                "unique_ratio": probed.distinct / max(1, probed.lookups),
+                "gradient_norm": self._gradient_norm(table, probed),
+                "update_norm": _scaled(now - probed.before, probed),
+                "max_abs": torch.maximum(figures["max_abs"], _largest(now)),
+            }
+        return figures
+
+    def _norms(self, shard: Shard, state: dict, table: Table) -> dict[str, Any]:
+        """Figures of a sample of rows."""
+        rows = shard.values.shape[0]
+        if not rows:
+            return {"max_abs": torch.zeros((), device=shard.values.device)}
+        stride = max(1, rows // SAMPLE)
+        # A prime, so that rows beside each other are not looked at one after the other.
+        sample = slice(self._turn * 7919 % stride, None, stride)
+        weights = shard.read(sample).float()
+        norms = torch.linalg.vector_norm(weights, dim=1)
+        quantiles = torch.quantile(norms, norms.new_tensor([0.05, 0.5, 0.95]))
+        figures = {
+            "row_norm_p05": quantiles[0],
+            "row_norm_p50": quantiles[1],
+            "row_norm_p95": quantiles[2],
+            "row_norm_max": norms.max(),
+            "row_norm_counts": _counts(norms),
+            "max_abs": _largest(weights),
+            "weight_norm": (norms.square().mean() * rows).sqrt(),
+        }
+        moments = [state[kind] for kind in SECOND_MOMENTS if kind in state]
+        if moments:
+            kept = moments[0][sample].reshape(len(norms), -1)
+            figures["dead_share"] = (kept == 0).all(1).float().mean()
+            figures["state_norm"] = (kept.square().sum(1).mean() * rows).sqrt()
+        elif (seen := self._seen.get(table.name)) is not None:
+            figures["dead_share"] = 1 - seen.float().mean()
+        if figures.get("dead_share") is not None and self._all_hashed(table.name):
+            figures["collision_rate"] = collisions(figures["dead_share"])
+        return figures
+
+    def _gradient_norm(self, table: Table, probed: Probed) -> torch.Tensor | None:
+        """Of the table's shard: from what its lookup was handed back, or, for a data-parallel table, from its
+        gradient over all ranks."""
+        if probed.lookup.replicated:
+            gradient = None if table.parameter is None else table.parameter.grad
+            return None if gradient is None else torch.linalg.vector_norm(gradient.float())
+        if probed.lookup.gradient is None:
+            return None
+        return _scaled(row_gradients(probed, self._keys[id(probed.lookup)]), probed)
+
+    def _before_update(self, lookup: Lookup) -> Any:
+        """A hook that keeps what a probed step's update will change."""
+
+        def after(kernel: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+            if not (kernel.training and torch.is_grad_enabled()):
+                return
+            for name in dict.fromkeys(lookup.tables):
+                keys = [i for i, owner in enumerate(lookup.tables) if owner == name]
+                if not any(kind in self._tables[name].state for kind in SECOND_MOMENTS):
+                    self._mark(name, inputs[0], keys)
+                if self._taps.probing:
+                    self._probe(name, lookup, inputs[0], keys)
+
+        return after
+
+    def _mark(self, name: str, features: KeyedJaggedTensor, keys: list[int]) -> None:
+        """Notes rows that are looked up, where no optimizer state tells."""
+        values = _shard(self._tables[name]).values
+        seen = self._seen.get(name)
+        if seen is None:
+            seen = self._seen[name] = torch.zeros(len(values), dtype=torch.bool, device=values.device)
+        for key in keys:
+            seen[_ids(features, key)] = True
+
+    def _probe(self, name: str, lookup: Lookup, features: KeyedJaggedTensor, keys: list[int]) -> None:
+        shard = _shard(self._tables[name])
+        ids = torch.cat([_ids(features, key) for key in keys])
+        rows = ids.unique()
+        some = rows[:: max(1, len(rows) // SAMPLE)]
+        before = shard.read(some).detach().float()
+        self._probed[name] = Probed(lookup, some, len(rows), len(ids), before, keys)
+
+    def _read(self, table: str) -> tuple[int, int]:
+        """Ids of a table that this rank has read since the last call of `collect`: changed ones, and all."""
+        mine = [i for i, spec in enumerate(self._schema.sparse.values()) if spec.table == table]
+        changed, ids = self._changed[:, mine].sum(1).tolist()
+        return changed, ids
+
+    def _changed_share(self, table: str) -> float | None:
+        changed, ids = self._read(table)
+        return changed / ids if ids else None
+
+    def _all_hashed(self, table: str) -> bool:
+        return self._schema.tables[table].out_of_range == "hash" and self._changed_share(table) == 1.0
+
+
+def row_gradients(probed: Probed, keys: list[Key]) -> torch.Tensor:
+    """The gradients of a probed step's rows: float32 [n, columns].
+
+    A row's gradient is Σ over the bags that hold it of w × the bag's gradient (w: 1 without weights).
+
+    Args:
+        keys: of the lookup.
+    """
+    out, gradients = (
+        torch.zeros_like(probed.before),
+        probed.lookup.gradient.split(probed.lookup.columns, dim=1),
+    )
+    for number in probed.keys if len(out) else ():
+        key = keys[number]
+        hits, at = found(probed.ids, key.ids)
+        of_bags = gradients[number][key.bag[hits]].float()
+        out.index_add_(0, at, of_bags * key.weights[hits].unsqueeze(1))
+    return out
+
+
+def collisions(dead_share: torch.Tensor) -> torch.Tensor:
+    """The share of distinct ids whose row had another id before them, where all ids are hashed into rows.
+
+    Of n ids hashed into R rows, R·exp(−n/R) rows stay empty. So with the share d of rows without an id,
+    n = −R·ln d, and R·(1 − d) ids are the first of their row: 1 − (1 − d) ÷ −ln d of them are not.
+    """
+    load = -dead_share.double().clamp(1e-9, 1 - 1e-9).log()
+    return 1 - (1 - dead_share.double()) / load
+
+
+def _scaled(rows: torch.Tensor, probed: Probed) -> torch.Tensor:
+    """The L2 norm over all touched rows, from some of them."""
+    share = probed.distinct / max(1, len(probed.ids))
+    return (rows.square().sum() * share).sqrt()
+
+
+def _counts(norms: torch.Tensor) -> torch.Tensor:
+    """Norms in the bins of NORM_EDGES, the last one with its upper edge: int64 [bins].
+
+    Not torch.histc, which torch.use_deterministic_algorithms refuses on CUDA.
+    """
+    low, high, bins = NORM_EDGES
+    values = norms.clamp_min(1e-30).log10().clamp(low, high)
+    bin_N1 = ((values - low) * bins / (high - low)).long().clamp(max=bins - 1).unsqueeze(1)
+    return (bin_N1 == torch.arange(bins, device=norms.device)).sum(0)
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    return values.float().abs().max() if values.numel() else torch.zeros((), device=values.device)
+
+
+def _shard(table: Table) -> Shard | None:
+    return _first(table.weight.local)
+
+
+def _first(shards: list[Shard]) -> Shard | None:
+    """A rank has one shard of a table at most (embeddings/plan.py)."""
+    return shards[0] if shards else None
+
+
+def _device(table: Table, shard: Shard) -> str:
+    return f"host, by {table.kernel}" if "uvm" in table.kernel else str(shard.values.device)
+
+
+def _ids(features: KeyedJaggedTensor, key: int) -> torch.Tensor:
+    ends = features.offset_per_key()
+    return features.values()[ends[key] : ends[key + 1]]
+
+
+def _plain(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Tensors as numbers, with one copy from the device."""
+    tensors = [v for figures in found.values() for v in figures.values() if isinstance(v, torch.Tensor)]
+    numbers = iter(read([tensor.double() for tensor in tensors]))
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        of_it = next(numbers)
+        if value.dim():  # of a histogram
+            return [int(number) for number in of_it]
+        return of_it[0] if isfinite(of_it[0]) else None  # as JSON has it
+
+    return {name: {key: plain(v) for key, v in figures.items()} for name, figures in found.items()}

@@ -1,0 +1,130 @@
+"""What a worker's process, host and GPU are doing: processor, memory, network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from threading import Event, Lock, Thread
+from time import monotonic
+from typing import Any
+
+GPU_EVERY_S = 1.0
+
+
+class System:
+    """Measures this process, its host and its GPU. What cannot be read is None; nothing is ever raised.
+
+    Args:
+        device: of the rank, such as 'cpu' or 'cuda:0', as text or torch.device. On CUDA a thread reads the
+            GPU's utilisation once a second until `close`.
+    """
+
+    def __init__(self, device: Any = "cpu"):
+        self._process = _or_none(_process)
+        self._gpu = _or_none(lambda: _Gpu(str(device))) if str(device).startswith("cuda") else None
+        self._then: tuple[float, int, int] | None = None
+        self.sample()  # what the next one's averages begin with
+
+    def sample(self) -> dict[str, float | None]:
+        """Figures now, and averages since the last call.
+
+        Returns:
+            cpu_percent (100 is one core, all threads of this process), rss_bytes (of this process),
+            host_memory_percent, network_sent_bytes_per_s and network_received_bytes_per_s (of the host,
+            without loopback), gpu_percent (share of time with a kernel running), gpu_memory_bytes (all
+            processes on the rank's GPU).
+        """
+        sent, received = _or_none(self._network) or (None, None)
+        gpu_percent, gpu_memory = self._gpu.read() if self._gpu else (None, None)
+        return {
+            "cpu_percent": _or_none(lambda: self._process.cpu_percent(interval=None)),
+            "rss_bytes": _or_none(lambda: self._process.memory_info().rss),
+            "host_memory_percent": _or_none(_host_memory_percent),
+            "network_sent_bytes_per_s": sent,
+            "network_received_bytes_per_s": received,
+            "gpu_percent": gpu_percent,
+            "gpu_memory_bytes": gpu_memory,
+        }
+
+    def close(self) -> None:
+        """Ends the thread that reads the GPU."""
+        if self._gpu:
+            self._gpu.close()
+
+    def _network(self) -> tuple[float, float] | None:
+        """Bytes a second, sent and received, since the last call."""
+        import psutil
+
+        counters = [c for name, c in psutil.net_io_counters(pernic=True).items() if name not in ("lo", "lo0")]
+        now = (monotonic(), sum(c.bytes_sent for c in counters), sum(c.bytes_recv for c in counters))
+        then, self._then = self._then, now
+        if then is None or now[0] <= then[0]:
+            return None
+        seconds = now[0] - then[0]
+        return (now[1] - then[1]) / seconds, (now[2] - then[2]) / seconds
+
+
+class _Gpu:
+    """One GPU, over NVML. One reading of its utilisation says little, so a thread reads it all the time."""
+
+    def __init__(self, device: str):
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._handle = _handle(device)
+        self._lock, self._over = Lock(), Event()
+        self._readings: list[int] = []
+        Thread(target=self._watch, name="gpu", daemon=True).start()
+
+    def read(self) -> tuple[float | None, int | None]:
+        """Mean utilisation since the last call, percent, and memory in use now, bytes."""
+        import pynvml
+
+        with self._lock:
+            readings, self._readings = self._readings, []
+        percent = sum(readings) / len(readings) if readings else None
+        return percent, _or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        import pynvml
+
+        while not self._over.wait(GPU_EVERY_S):
+            percent = _or_none(lambda: pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+            if percent is not None:
+                with self._lock:
+                    self._readings.append(percent)
+
+
+def _handle(device: str) -> Any:
+    """NVML's handle of a device of CUDA's: cuda:I is the I-th of CUDA_VISIBLE_DEVICES (numbers or UUIDs)."""
+    import pynvml
+
+    index = int(device.partition(":")[2] or 0)
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    name = visible[index] if visible else str(index)
+    if name.isdigit():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
+    return pynvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def _process() -> Any:
+    import psutil
+
+    return psutil.Process()
+
+
+def _host_memory_percent() -> float:
+    import psutil
+
+    return psutil.virtual_memory().percent
+
+
+def _or_none(read: Callable[[], Any]) -> Any:
+    """What a reading gives, or None: a run does not end because a counter cannot be read."""
+    try:
+        return read()
+    except Exception:
+        return None

@@ -1,0 +1,330 @@
+"""What the checks are made of, alone: hashes, maps of shards, figures; and what becomes of outcomes."""
+
+import json
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from loops import PLANS, failed, loop
+from ranks import on_ranks
+from small import config
+from standin import cuda
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.checks.live import finite
+from raytrec.checks.live.finite import ROWS, Finite, largest, sample
+from raytrec.checks.live.keys import LONGEST, keys_of, some_bags
+from raytrec.checks.live.numbers import GROWTH, Look, Numbers
+from raytrec.checks.live.outcome import Outcome, Position, Watched, odd_ones, ranks
+from raytrec.checks.live.probe import error_of
+from raytrec.checks.live.readout import read
+from raytrec.checks.live.replicas import CHUNK, Replicas, _multipliers, fingerprint
+from raytrec.checks.live.runner import CHECKS, verdict
+from raytrec.checks.live.shards import _gaps
+from raytrec.embeddings.tables import Parts, Shard, Table
+from raytrec.embeddings.taps import Lookup
+
+WIDTHS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16, torch.float64: 64, torch.int64: 64}
+
+
+@pytest.mark.parametrize("dtype", [*WIDTHS, torch.bool, torch.uint8])
+def test_every_bit_counts(dtype):
+    values = torch.randn(5).to(dtype)
+    before, seen = int(fingerprint(values)), set()
+    raw = values.view(torch.uint8)
+    for byte in range(len(raw)):
+        for bit in range(1 if dtype == torch.bool else 8):
+            raw[byte] ^= 1 << bit
+            seen.add(int(fingerprint(values)))
+            raw[byte] ^= 1 << bit
+    assert int(fingerprint(values)) == before and before not in seen
+    assert len(seen) == len(raw) * (1 if dtype == torch.bool else 8), "two changes with one hash"
+
+
+def test_no_change_of_one_value_can_vanish():
+    assert bool((_multipliers(CHUNK["cpu"], torch.device("cpu")) % 2 == 1).all()), "odd ones have an inverse"
+
+
+def test_two_high_bits_do_not_cancel():
+    zeros = torch.zeros(8, dtype=torch.float64)
+    signs = zeros.clone()
+    signs[[2, 5]] = -0.0
+    assert fingerprint(signs) != fingerprint(zeros)
+    assert fingerprint(-torch.zeros(8)) != fingerprint(torch.zeros(8))
+
+
+def test_order_and_length_count_in_and_over_chunks():
+    size = CHUNK["cpu"]
+    values = torch.randn(3 * size + 5)
+    for one, other in [(0, 1), (7, size + 7), (3, 3 * size + 3), (size - 1, size)]:
+        swapped = values.clone()
+        swapped[[one, other]] = values[[other, one]]
+        assert fingerprint(swapped) != fingerprint(values), (one, other)
+    whole = [int(fingerprint(torch.zeros(n))) for n in (0, 1, 2, size, size + 1)]
+    assert len(set(whole)) == len(whole)
+    assert fingerprint(values.view(-1, 1).expand(-1, 2)[:, 0]) == fingerprint(values), "of its values alone"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_maps_of_shards_against_a_count_of_every_value(seed):
+    g = np.random.default_rng(seed)
+    rows, dim = int(g.integers(1, 12)), int(g.integers(1, 6))
+    at = sorted({0, rows, *g.integers(0, rows + 1, 3).tolist()})
+    boxes = [(range(a, b), range(dim)) for a, b in pairwise(at)]
+    if seed % 3:  # a border moved, or a shard left out, or one twice
+        i = int(g.integers(len(boxes)))
+        start, stop = sorted(g.integers(0, rows + 2, 2).tolist())
+        boxes[i] = range(start, stop), range(int(g.integers(0, 2)), dim)
+    count, outside = np.zeros((rows, dim), dtype=int), False
+    for r, c in boxes:
+        outside |= bool(len(r) and len(c) and r.stop > rows)
+        count[r.start : r.stop, c.start : c.stop] += 1
+    shards = [Shard(rank, r, c, None) for rank, (r, c) in enumerate(boxes)]
+    found = list(_gaps(Parts((rows, dim), torch.float32, shards, False, torch.device("cpu"))))
+    assert bool(found) == (bool((count != 1).any()) or outside), (boxes, found)
+
+
+def test_odd_ones():
+    assert odd_ones([1, 1, 1]) == [] and odd_ones([1, 2]) == [1]
+    assert odd_ones([2, 1, 1]) == [0] and odd_ones([1, 2, None, 1]) == [1, 2]
+    assert ranks([3]) == "rank 3" and ranks([0, 2, 3]) == "ranks 0, 2 and 3"
+    assert ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"
+
+
+def judged(numbers, step=1, values=0.5, gradient=0.1, **figures):
+    look = Look({"table t": values}, {"table t": gradient**2}, {**figures, "step": step})
+    return numbers.judge([look], step)
+
+
+def test_growth_is_seen_against_the_median_of_earlier_looks():
+    numbers = Numbers(None)
+    assert all(judged(numbers, values=x).passed for x in (0.5, 500.0, 0.5)), "it only learns at first"
+    assert not judged(numbers, values=51.0).passed and judged(numbers, values=0.5).passed
+    assert judged(numbers, values=49.0).passed
+    assert "× what is usual" in judged(numbers, gradient=0.1 * GROWTH * 1.1).text
+    assert judged(numbers, gradient=0.1 * GROWTH * 0.9).passed
+    small = Numbers(None)
+    assert all(judged(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), "tables begin near 0"
+    rare = Numbers(None)
+    assert all(judged(rare, gradient=x).passed for x in (0, 0, 0, 0, 0.1, 0.1, 0.1)), "no id for long"
+    assert not judged(rare, gradient=20.0).passed
+
+
+def test_what_is_not_finite():
+    nan, inf = float("nan"), float("inf")
+    both = [("t", torch.tensor([nan])), ("t", torch.tensor([2.0])), ("u", torch.tensor([-3.0, 1.0]))]
+    for parts in (both, both[::-1]):
+        assert str(largest(parts)["t"]) == "nan" and largest(parts)["u"] == 3.0
+    looks = [finite.Look({"dense": nan, "table": x}, {"table's sum": 1.0}) for x in (1.0, inf)]
+    found = Finite(None).judge(looks, 1)
+    assert found.text.startswith("table: a value is NaN or infinite on rank 1; dense: ") and not found.passed
+    assert Finite(None).judge([finite.Look({"table": 1.0}, {"table's sum": 1.0})], 1).passed
+    numbers = Numbers(None)
+    assert all(judged(numbers, values=0.5).passed for _ in range(3))
+    assert all(judged(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), "finite says that"
+    assert not judged(numbers, gradient=nan).passed
+    assert not judged(numbers, values=51.0).passed, "what is not finite is not usual"
+
+
+def test_the_norm_is_that_of_the_whole_gradient():
+    dense, table = "dense layers' top.0.bias", "table t"
+
+    def judge(numbers, *squares):
+        return numbers.judge([Look({}, part, {"step": 1}) for part in squares], 1)
+
+    numbers = Numbers(None)
+    usual = {dense: 9.0, table: 8.0}, {dense: 9.0, table: 8.0}
+    assert all(judge(numbers, *usual).passed for _ in range(3))
+    assert judge(numbers, *usual).figure == 1.0, "5 against 5"
+    grown = judge(numbers, {dense: 9.0, table: 2e5}, {dense: 9.0, table: 4e5})
+    assert (
+        not grown.passed
+        and "gradient is 775, 155 × what is usual" in grown.text
+        and "of table t" in grown.text
+    )
+    other = judge(numbers, {dense: 4e5, table: 1.0}, {dense: 4e5, table: 1.0})
+    assert "is 632, 126 ×" in other.text and other.text.endswith("of dense layers' top.0.bias")
+    assert judge(numbers, {dense: 9.0, table: 1e-9}, usual[1]).passed
+    assert judge(numbers, {dense: 9.0, table: 1e4}, usual[1]).passed, "a part may leave a plateau"
+
+
+@pytest.mark.parametrize(
+    "step,ratio,positives,passed",
+    [
+        (200, 1.4, 400, False),
+        (200, 0.7, 500, False),
+        (199, 1.4, 400, True),
+        (200, 1.3, 10**6, True),
+        (200, 1.4, 200, True),
+        (200, 3.0, 4, True),
+        (200, None, 10, True),
+        (200, 1.4, 0, True),
+    ],
+)
+def test_rates_that_drift(step, ratio, positives, passed):
+    outcome = judged(Numbers(None), step, calibration=ratio, positives=positives)
+    assert outcome.passed == passed
+    assert passed or f"predicted ÷ real rate is {ratio} over {positives} positives" in outcome.text
+
+
+def test_every_row_is_looked_at_in_turn():
+    rows = 3 * ROWS - 5
+    shard = Shard(0, range(rows), range(1), torch.arange(rows).view(-1, 1))
+    seen = set()
+    for turn in range(3):
+        some = sample(shard, turn)
+        assert len(some) <= ROWS
+        seen |= set(some.flatten().tolist())
+    assert len(seen) == rows
+
+
+def test_rows_that_a_probed_step_touched_are_looked_at():
+    rows = 10 * ROWS
+    values = torch.zeros(rows, 2)
+    values[777] = float("nan")
+    whole = Parts((rows, 2), values.dtype, [Shard(0, range(rows), range(2), values)], False, values.device)
+    table = Table("t", (rows, 2), values.dtype, "table_wise", "fused", whole, {}, None)
+    ids = KeyedJaggedTensor(["a", "b"], torch.tensor([5, 6, 777]), lengths=torch.tensor([1, 1, 1, 0]))
+    lookup = Lookup(None, ["a", "b"], ["other", "t"], [2, 2], False, torch.zeros(2), ids)
+    for touched, expected in [(777, True), (778, False)]:
+        ids.values()[2] = touched
+        run = Watched(config(1, {}), None, {"t": table}, {}, SimpleNamespace(lookups=[lookup]), values.device)
+        check = Finite(run)
+        for probed in (False, True):
+            outcome = check.judge([check.look(Position(1), probed)], 1)
+            assert outcome.passed != (probed and expected)
+
+
+def test_bags_that_are_compared():
+    lengths = torch.tensor([0, 2, LONGEST + 1, LONGEST, 1])
+    ids = torch.arange(int(lengths.sum()))
+    weights = torch.rand(len(ids)) + 0.5
+    sparse = KeyedJaggedTensor(["a", "b"], ids, weights, lengths=torch.cat([lengths, 0 * lengths]))
+    key, empty = keys_of(sparse, 2)
+    for mean in (False, True):
+        bags = some_bags(key, torch.tensor([0, 1, 2]), mean, ids.device)
+        assert bags.at.tolist() == [0, 1, 3], "the longest that is not too long comes last"
+        assert bags.ids.tolist() == [0, 1, *range(LONGEST + 3, 2 * LONGEST + 3)]
+        assert bags.bag.tolist() == [1, 1, *[2] * LONGEST]
+        divisor = weights[:2].sum() if mean else 1.0
+        assert torch.allclose(bags.factors[:2], weights[:2] / divisor)
+    assert some_bags(empty, torch.tensor([4]), True, ids.device).ids.tolist() == []
+
+
+def test_errors_are_seen_against_what_is_added_up():
+    nan, inf = float("nan"), float("inf")
+    got, expected = torch.tensor([[1.0, 2.0], [nan, 8.0]]), torch.tensor([[1.0, 2.5], [nan, 9.0]])
+    assert error_of(got, expected, torch.tensor([1.0, 4.0])) == (0.5, 0, 1)
+    assert error_of(got, expected, torch.tensor([4.0, 4.0])) == (0.25, 1, 1)
+    assert error_of(got, got, torch.zeros(2)) == (0.0, 0, 0)
+    assert error_of(got, expected.nan_to_num(), torch.ones(2)) == (inf, 1, 0)
+    assert error_of(got[:0], expected[:0], torch.ones(0)) == (0.0, 0, 0)
+
+
+def outcome(check, passed, text="text"):
+    return Outcome(check, 7, passed, float("nan"), 1.0, text)
+
+
+def test_what_ends_a_run():
+    settings = config(2, {"sharding": "row_wise"})
+    assert verdict([outcome("replicas", True), outcome("numbers", False)], settings) is None, "it only warns"
+    error = verdict([outcome("shards", False, "one"), outcome("replicas", False, "two")], settings)
+    assert "one" in error.what and "two" in error.what and error.where == "step 7, shards and replicas"
+    assert "raytrec train --resume" in error.do and "checks.shards=warn" in error.do
+    settings.checks.shards = settings.checks.replicas = "warn"
+    assert verdict([outcome("shards", False), outcome("replicas", False)], settings) is None
+    assert all(check.do for check in CHECKS)
+
+
+def test_records_are_json():
+    record = outcome("shards", False).record()
+    assert json.loads(json.dumps(record, allow_nan=False)) == {
+        "check": "shards", "step": 7, "passed": False, "figure": None, "limit": 1.0, "text": "text",
+    }  # fmt: skip
+
+
+def off(rank, world, names):
+    return loop(rank, world, {"sharding": "row_wise"}, checks=dict.fromkeys(names, "off"))
+
+
+def test_checks_that_are_off_are_not_made():
+    names = [check.name for check in CHECKS]
+    assert on_ranks(2, off, names) == [[], []]
+    for name in names:
+        answers = on_ranks(2, off, [other for other in names if other != name])
+        assert not failed(answers) and {o["check"] for o in answers[0]} == {name}
+
+
+def long(rank, world, plan, optimizer, lr):
+    return loop(
+        rank, world, plan, optimizer=optimizer, lr=lr, dense=optimizer, steps=200, every=5, balance="unequal"
+    )
+
+
+RATES = {"sgd": 0.5, "adagrad": 0.1, "adam": 0.01}
+ONCE = [("row_wise", "adagrad"), ("column_wise", "sgd"), ("data_parallel", "adam")]
+LONG = [
+    pytest.param(sharding, optimizer, lr, marks=[] if (sharding, optimizer) in ONCE else pytest.mark.survive)
+    for sharding in ("row_wise", "column_wise", "data_parallel")
+    for optimizer, lr in RATES.items()
+]
+
+
+@pytest.mark.parametrize("sharding,optimizer,lr", LONG)
+def test_ordinary_training_raises_no_alarm(sharding, optimizer, lr):
+    assert not failed(on_ranks(2, long, {"sharding": sharding}, optimizer, lr))
+
+
+def test_tensors_of_two_devices_are_hashed_and_measured():
+    """torch keeps an optimizer's count of steps in host memory."""
+    torch.manual_seed(0)
+    of_host = {
+        "dense/a/value": torch.randn(100),
+        "dense/a/sum": torch.rand(100),
+        "dense/a/step": torch.tensor(4.0),
+    }
+    settings, found = config(1, {}), []
+    with cuda() as gpu:
+        of_gpu = {n: t if n.endswith("step") else t.clone().to("cuda") for n, t in of_host.items()}
+        for dense in (of_host, of_gpu):
+            run = Watched(
+                settings, None, {}, dense, SimpleNamespace(lookups=[]), dense["dense/a/value"].device
+            )
+            gpu.waits.clear()
+            found.append([check(run).look(Position(1), False) for check in (Replicas, Finite)])
+    assert found[0] == found[1]
+    assert found[0][1].state == {"dense/a/sum": float(of_host["dense/a/sum"].max()), "dense/a/step": 4.0}
+
+
+def test_figures_come_from_each_device_in_one_copy():
+    with cuda() as gpu:
+        tensors = [
+            torch.arange(3).to("cuda"),
+            torch.tensor(2.5),
+            torch.ones(2, 2).to("cuda"),
+            torch.tensor(7),
+        ]
+        tensors += [torch.zeros(0).to("cuda"), torch.tensor(2**62 + 1).to("cuda")]
+        gpu.waits.clear()
+        assert read(tensors) == [[0, 1, 2], [2.5], [1.0] * 4, [7], [], [2**62 + 1]]
+        assert [wait.what for wait in gpu.waits] == ["tolist"] * 2, "of int64 and of float32"
+    assert read([]) == []
+
+
+def on_a_gpu(rank, world, plan, settings):
+    import torch.distributed as dist
+
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return loop(rank, world, PLANS[plan], dense="adam", device=device, **settings)
+
+
+@pytest.mark.parametrize("plan", ["row-wise", "table-wise", "data-parallel", "dense"])
+def test_all_checks_pass_on_gpus(plan):
+    """Errors of rounding aside, with the same outcomes as on CPU."""
+    settings = {"optimizer": "adagrad", "clip_norm": 10.0 if plan == "row-wise" else None}
+    found = {kind: on_ranks(2, on_a_gpu, plan, settings, device=kind) for kind in ("cuda", "cpu")}
+    assert not failed(found["cuda"])
+    outcomes = [[(o["check"], o["step"], o["text"]) for o in found[kind][0]] for kind in ("cuda", "cpu")]
+    assert outcomes[0] == outcomes[1]

@@ -1,0 +1,190 @@
+"""Faults in lookups, pooling and gradients, in real training loops: the parity check finds each, and nothing
+where nothing is. (When faults come, and when checks follow: test_live.py.)"""
+
+import pytest
+from loops import COPIES, PLANS, ROW_WISE, failed, loop, run, the_one
+from ranks import on_ranks
+from small import SCHEMA
+
+STEPS = {
+    "plain": {},
+    "all": {"clip_norm": 0.01, "micro_batches": 2, "on_nan": "skip", "loss": "sum", "balance": "empty"},
+}
+
+
+def no_fault_but_weighted_sums(rank, world, plan):
+    schema = SCHEMA.model_copy(deep=True)
+    schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sum"
+    return loop(rank, world, plan, schema=schema)
+
+
+def no_ids_at_all(rank, world, plan):
+    """A batch that is probed, and holds rows but no ids."""
+
+    def emptied(scene):
+        import torch
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        old = scene.local[5].sparse
+        scene.local[5].sparse = KeyedJaggedTensor(
+            old.keys(), old.values()[:0], old.weights()[:0], lengths=torch.zeros_like(old.lengths())
+        )
+
+    return loop(rank, world, plan, emptied, 1)
+
+
+def sequences(rank, world, plan, settings):
+    """Ids of two sequences, one with weights, looked up one by one."""
+    from raytrec.config.model_sections import SequenceSection
+
+    schema = SCHEMA.model_copy(deep=True)
+    schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
+    model = SequenceSection(name="sequence", max_length=3, target="user", top_mlp=[6])
+    return loop(rank, world, plan, schema=schema, model=model, **settings)
+
+
+@pytest.mark.parametrize("settings", STEPS)
+@pytest.mark.parametrize("plan", ["row-wise", "column-wise", "grid", "data-parallel"])
+def test_sequences_pass(plan, settings):
+    assert not failed(on_ranks(2, sequences, PLANS[plan], STEPS[settings]))
+
+
+@pytest.mark.parametrize("batch", [no_fault_but_weighted_sums, no_ids_at_all])
+@pytest.mark.parametrize("plan", [ROW_WISE, {"sharding": "column_wise"}, COPIES])
+def test_other_batches_pass(plan, batch):
+    assert not failed(on_ranks(2, batch, plan))
+
+
+def a_bad_batch(scene):
+    if scene.rank == 0:
+        scene.local[5].dense[0, 0] = float("inf")
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("plan", [ROW_WISE, COPIES])
+def test_a_probed_step_that_is_left_out(plan, clip):
+    settings = {"after": 3, "on_nan": "skip", "clip_norm": clip}
+    assert not failed(on_ranks(2, run, plan, a_bad_batch, settings))
+
+
+def rows_on_other_ranks(scene):
+    """TorchRec finds the rank of a row by dividing by rows per rank: 12 and 3 of the tables' 23 and 5."""
+    if scene.rank == 1:
+        for exchange in scene.modules("ShardedEmbeddingBagCollection")[0]._input_dists:
+            exchange._feature_block_sizes_tensor -= 1
+
+
+def test_ids_that_reach_other_rows():
+    text = the_one(on_ranks(2, run, ROW_WISE, rows_on_other_ranks, {}), "parity")
+    assert "table user, feature user: on rank 1 pooled embeddings are not" in text
+
+
+def divided_again(scene):
+    from raytrec.embeddings.pooling import bag_totals
+
+    def again(means, inputs, pooled):
+        totals = dict(zip(inputs[1].keys(), bag_totals(inputs[1]), strict=True))
+        return {
+            f: v / totals[f].unsqueeze(1) if mean else v
+            for (f, v), mean in zip(pooled.items(), means.is_mean, strict=True)
+        }
+
+    scene.modules("BagMeans")[0].register_forward_hook(again)
+
+
+def slightly_off(scene):
+    def scaled(means, inputs, pooled):
+        return {feature: values * (1 + 3e-5) for feature, values in pooled.items()}
+
+    scene.modules("BagMeans")[0].register_forward_hook(scaled)
+
+
+def undivided(scene):
+    from torchrec.distributed import comm_ops
+
+    comm_ops.set_gradient_division(False)
+    return lambda: comm_ops.set_gradient_division(True)
+
+
+@pytest.mark.parametrize("settings", list(STEPS))
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_nothing_is_found_where_nothing_is(world, plan, settings):
+    answers = on_ranks(world, run, PLANS[plan], None, STEPS[settings])
+    assert not failed(answers)
+    steps = [(o["check"], o["step"]) for o in answers[0]]
+    each = ["shards", "replicas", "conservation", "finite", "numbers"]
+    assert steps == [
+        *((check, 0) for check in ("alike", "shards", "replicas", "finite", "numbers")),
+        *((c, s) for s in (3, 6) for c in ("shards", "replicas", "parity", *each[2:])),
+        *((check, 6) for check in each),
+    ]
+    assert all(o["figure"] < 1e-6 for o in answers[0] if o["check"] == "parity"), (
+        "the limit is ten times that"
+    )
+
+
+@pytest.mark.parametrize("settings", list(STEPS))
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_means_divided_twice(plan, settings):
+    text = the_one(on_ranks(2, run, PLANS[plan], divided_again, STEPS[settings]), "parity")
+    assert text.startswith("table user, feature friends: on rank")
+    assert "table tag, feature tags: on rank" in text and "feature user" not in text
+    assert ": the gradient that reaches rank" in text or "and 1 more" in text
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_a_factor_that_is_slightly_off(plan):
+    answers = on_ranks(2, run, PLANS[plan], slightly_off, {})
+    assert "feature user" in the_one(answers, "parity")
+    assert 2.9e-5 < failed(answers)[0]["figure"] < 3.2e-5
+
+
+@pytest.mark.parametrize("settings", list(STEPS))
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "data-parallel"])
+def test_gradients_that_are_not_divided(plan, settings):
+    answers = on_ranks(2, run, PLANS[plan], undivided, STEPS[settings])
+    text = the_one(answers, "parity")
+    assert "table user: the gradient that reaches rank" in text and "feature" not in text
+    figure = next(o["figure"] for o in failed(answers))
+    assert 0.1 < figure < 1.1, "the gradient is twice what it should be"
+
+
+@pytest.mark.parametrize("hosts", [2])
+@pytest.mark.parametrize("plan", ["table-row-wise", "grid"])
+def test_two_hosts(plan, hosts):
+    assert not failed(on_ranks(4, run, PLANS[plan], None, {}, hosts=hosts))
+    answers = on_ranks(4, run, PLANS[plan], undivided, {}, hosts=hosts)
+    assert "table user: the gradient" in the_one(answers, "parity")
+
+
+def a_gradient_altered(scene):
+    table, step = scene.state.tables["tag"], scene.step.optimizer.step
+
+    def altered():
+        table.parameter.grad.mul_(1.001)
+        step()
+
+    if scene.rank == 1:
+        scene.step.optimizer.step = altered
+
+
+def test_a_gradient_of_one_replica():
+    found = failed(on_ranks(2, run, COPIES, a_gradient_altered, {}))
+    texts = {o["check"]: o["text"] for o in found if o["step"] == 6}
+    assert texts["parity"].startswith("table tag: the gradient that reaches rank 1 is not")
+    assert texts["replicas"] == "tables/tag/weight on rank 1 is not what it is on rank 0"
+
+
+def without_all_reduce_of_tables(scene):
+    for lookup in scene.modules("ShardedEmbeddingBagCollection")[0]._lookups:
+        lookup.require_backward_grad_sync = False
+
+
+def test_gradients_of_tables_that_are_not_averaged():
+    found = failed(on_ranks(2, run, COPIES, without_all_reduce_of_tables, {}))
+    assert {o["step"] for o in found} == {6}
+    texts = {o["check"]: o["text"] for o in found if o["check"] != "numbers"}
+    assert set(texts) == {"replicas", "parity"}
+    assert "tables/tag/weight on rank 1" in texts["replicas"] and "dense" not in texts["replicas"]
+    assert "table user: the gradient that reaches rank" in texts["parity"]

@@ -1,0 +1,158 @@
+"""The reference that everything is held to is itself held to torch: nn.EmbeddingBag and torch.optim."""
+
+import pytest
+import torch
+from torch import nn
+
+from raytrec.checks.parity import reference
+from raytrec.checks.parity.batches import random_batches
+from raytrec.config.schema import Schema
+
+POOLINGS = {
+    "sums": ("sum", False),
+    "means": ("mean", False),
+    "weighted": ("sum", True),
+    "weighted_means": ("mean", True),
+}
+SCHEMA = Schema.parse(
+    {
+        "labels": ["y"],
+        "sparse": {
+            name: {"table": "t", "pooling": pooling} | ({"weights": f"{name}_w"} if weighted else {})
+            for name, (pooling, weighted) in POOLINGS.items()
+        },
+        "tables": {"t": {"rows": 11, "dim": 4}},
+    },
+    "test",
+)
+
+
+class Logits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 1)
+
+    def forward(self, dense, pooled):
+        return self.linear(torch.cat(list(pooled.values()), 1)).squeeze(1)
+
+
+def model():
+    torch.manual_seed(0)
+    return reference.Reference(SCHEMA, {"t": torch.randn(11, 4)}, Logits())
+
+
+@pytest.mark.parametrize("feature", POOLINGS)
+def test_pooling_is_that_of_embedding_bag(feature):
+    """nn.EmbeddingBag has no weighted mean: its weighted sum is divided by the bag's sum of weights."""
+    pooling, weighted = POOLINGS[feature]
+    batch = random_batches(SCHEMA, 40, 1, seed=2)[0]
+    ids, bag, weights = batch.bags[feature]
+    lengths = torch.bincount(bag, minlength=40)
+    assert (lengths == 0).any() and (lengths > 1).any()
+    one = model()
+    theirs = nn.EmbeddingBag.from_pretrained(
+        one.tables["t"].detach().clone(), freeze=False, mode="sum" if weighted else pooling
+    )
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)[:-1]])
+    expected = theirs(ids, offsets, per_sample_weights=weights if weighted else None)
+    if feature == "weighted_means":
+        totals = torch.zeros(40).index_add(0, bag, weights).clamp(min=1e-30)
+        expected = expected / totals.unsqueeze(1)
+    got = one.pooled(batch)[feature]
+    torch.testing.assert_close(got, expected)
+    assert (got[lengths == 0] == 0).all()
+    upstream = torch.randn(40, 4)
+    got.backward(upstream)
+    expected.backward(upstream)
+    torch.testing.assert_close(one.tables["t"].grad, theirs.weight.grad)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.01}, {"micro_batches": 3}, {"reduction": "sum"}])
+def test_training_is_that_of_a_plain_loop(settings):
+    batches = random_batches(SCHEMA, 10, 5, seed=3)
+    one, other = model(), model()
+    reference.train(one, batches, [torch.optim.SGD(one.parameters(), lr=0.3)], **settings)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.3)
+    for batch in batches:
+        sgd.zero_grad()
+        reduction = settings.get("reduction", "mean")
+        nn.functional.binary_cross_entropy_with_logits(
+            other(batch), batch.labels, reduction=reduction
+        ).backward()
+        if "clip_norm" in settings:
+            nn.utils.clip_grad_norm_(other.parameters(), settings["clip_norm"])
+        sgd.step()
+    for got, expected in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def trained(make, steps=6):
+    """A table of 6 × 4 after some steps, in each of which some rows have no gradient."""
+    torch.manual_seed(1)
+    table = nn.Parameter(torch.randn(6, 4))
+    optimizer = make([table])
+    for _ in range(steps):
+        table.grad = torch.randn(6, 4) * (torch.rand(6, 1) > 0.5)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            table.grad = _sparse(table.grad)
+        optimizer.step()
+    return table.detach()
+
+
+def _sparse(grad):
+    rows = grad.abs().sum(1).nonzero().squeeze(1)
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], grad.shape, check_invariants=True)
+
+
+def test_touched_rows_adam_is_torchs_sparse_adam():
+    ours = trained(lambda p: reference.TouchedRowsAdam(p, lr=0.1, eps=1e-12))
+    torch.testing.assert_close(ours, trained(lambda p: torch.optim.SparseAdam(p, lr=0.1, eps=1e-12)))
+
+
+def test_row_wise_adagrad_is_adagrad_of_the_rows_root_mean_square():
+    """With one column the two are the same; with gradients alike in all columns, too."""
+
+    def same_columns(make):
+        torch.manual_seed(1)
+        table = nn.Parameter(torch.randn(6, 4))
+        optimizer = make([table])
+        for _ in range(6):
+            table.grad = torch.randn(6, 1).expand(6, 4).clone()
+            optimizer.step()
+        return table.detach()
+
+    ours = same_columns(lambda p: reference.RowWiseAdagrad(p, lr=0.1, eps=1e-6))
+    torch.testing.assert_close(ours, same_columns(lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6)))
+    # Columns that differ share the mean of their squares: (1 + 9) ÷ 2 = 5.
+    table = nn.Parameter(torch.zeros(1, 2))
+    table.grad = torch.tensor([[1.0, 3.0]])
+    reference.RowWiseAdagrad([table], lr=0.5, eps=0.0).step()
+    torch.testing.assert_close(table.detach(), torch.tensor([[-0.5 / 5**0.5, -1.5 / 5**0.5]]))
+
+
+def test_half_tables_are_rounded_after_every_step():
+    start = torch.randn(11, 4).half()
+    one = reference.Reference(SCHEMA, {"t": start}, Logits())
+    reference.train(one, random_batches(SCHEMA, 10, 1, seed=3), [torch.optim.SGD(one.parameters(), lr=0.3)])
+    values = one.tables["t"].detach()
+    assert (values != start.float()).any()
+    assert torch.equal(values, values.half().float())
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.relu, self.logit = nn.Linear(16, 3), nn.ReLU(), nn.Linear(3, 1)
+
+    def forward(self, dense, pooled):
+        return self.logit(self.relu(self.hidden(torch.cat(list(pooled.values()), 1)))).squeeze(1)
+
+
+def test_margin_of_a_kink():
+    batch = random_batches(SCHEMA, 10, 1, seed=3)[0]
+    assert reference.kink_margin(model(), batch) == float("inf")
+    one = reference.Reference(SCHEMA, {"t": torch.randn(11, 4)}, Deep())
+    with torch.no_grad():
+        inputs = one.model.hidden(torch.cat(list(one.pooled(batch).values()), 1)).abs()
+    assert reference.kink_margin(one, batch) == pytest.approx(float(inputs.min() / inputs.max()))
+    assert not one.model.relu._forward_pre_hooks

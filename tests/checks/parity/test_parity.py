@@ -1,0 +1,81 @@
+"""That the comparison sees what is wrong, wherever it is."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from small import SCHEMA, config
+
+from raytrec.config.sections import Schedule
+
+
+def failed(rank, world, part, where):
+    """The names that fail where one rank's copy of something has been moved by 0.01 before the first step."""
+    from raytrec.checks.parity.compare import compare
+    from raytrec.embeddings.tables import tables
+    from raytrec.worker.build import build_step
+
+    def build(*args):
+        step, plan = build_step(*args)
+        with torch.no_grad():
+            if rank == where and part == "table":
+                tables(step.model)["user"].weight.local[0].values[3, 2] += 0.01
+            elif rank == where:
+                next(step.model.module.head.model.logit.parameters())[0, 0] += 0.01
+        return step, plan
+
+    settings = config(world, {"sharding": "data_parallel"}, "sgd")
+    found = compare(build, settings, SCHEMA, torch.device("cpu"), rows=12, steps=2)
+    return {f.name for f in found if not f.error <= f.limit}
+
+
+@pytest.mark.parametrize("part,name", [("table", "user"), ("dense", "logit.weight")])
+def test_replicas_that_differ(part, name):
+    assert on_ranks(2, failed, part, None)[0] == set()
+    assert name in on_ranks(2, failed, part, 1)[0]
+
+
+def on_a_gpu(rank, world, plan, optimizer):
+    """Findings of a few steps on a GPU."""
+    from raytrec.checks.parity.compare import compare
+    from raytrec.worker.build import build_step
+
+    found = compare(
+        build_step, config(world, plan, optimizer), SCHEMA, torch.device("cuda"), rows=12, steps=2
+    )
+    return {f.check for f in found}, {f.name for f in found if not f.error <= f.limit}
+
+
+@pytest.mark.parametrize(
+    "plan,optimizer",
+    [({"sharding": "table_wise", "dtype": "fp16"}, "adagrad"), ({"sharding": "data_parallel"}, "adam")],
+)
+def test_gpus_are_compared_with_one_process_on_cpu(plan, optimizer):
+    checks, wrong = on_ranks(2, on_a_gpu, plan, optimizer, device="cuda")[0]
+    assert checks == {"forward", "gradient", "weights", "state"} and not wrong
+
+
+def scheduled(rank, world, sharding):
+    """Findings of 12 steps of warm-up and decay."""
+    from raytrec.checks.parity.compare import compare
+    from raytrec.worker.build import build_step
+
+    settings = config(world, {"sharding": sharding}, "sgd")
+    settings.optim.schedule = Schedule(warmup_steps=3, decay="cosine", decay_steps=6, floor=0.1)
+    found = compare(build_step, settings, SCHEMA, torch.device("cpu"), rows=12, steps=12)
+    return [(f.check, f.name, f.error, f.limit) for f in found]
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
+def test_learning_rates_that_change(sharding):
+    found = on_ranks(2, scheduled, sharding)[0]
+    assert len(found) > 10
+    assert [f for f in found if not f[2] <= f[3]] == []
+
+
+def test_the_schedule():
+    schedule = Schedule(warmup_steps=4, decay="linear", decay_steps=10, floor=0.2)
+    assert [schedule.factor(s) for s in (0, 3, 4, 9, 14, 99)] == pytest.approx([0.2, 0.8, 1, 0.6, 0.2, 0.2])
+    assert Schedule(decay="cosine", decay_steps=10).factor(5) == pytest.approx(0.5)
+    assert Schedule().factor(10**6) == 1
+    with pytest.raises(ValueError, match="need decay_steps"):
+        Schedule(decay="cosine")

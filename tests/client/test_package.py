@@ -1,0 +1,80 @@
+"""What goes up with a job: everything asked for, where it belongs, and nothing written beside it."""
+
+import os
+
+import pytest
+
+from raytrec.client import package
+from raytrec.common.errors import ConfigError
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with neighbours; packages are made in a folder of their own beside them."""
+    work, made = tmp_path / "work", tmp_path / "made"
+    for folder in (work / "mine", tmp_path / "x", made):
+        folder.mkdir(parents=True)
+    (work / "mine/features.py").write_text("a = 1\n")
+    (tmp_path / "x/lists.txt").write_text("b\n")
+    (tmp_path / "one.txt").write_text("c\n")
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(package.tempfile, "tempdir", str(made))
+    return tmp_path
+
+
+def packed(*include):
+    with package.packed({"data": {"train": "d/train"}}, [], include) as folder:
+        files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+        beside = [p.name for p in folder.parent.iterdir() if p != folder]
+    assert beside == [] and not folder.exists()
+    return {f for f in files if not f.startswith(("raytrec/", "raytrec_datasets/"))}
+
+
+def test_places_outside_of_the_working_directory_come_to_the_top(here):
+    assert packed("../x", "../one.txt") == {"run.yaml", "x/lists.txt", "one.txt"}
+    assert packed(here / "x", "mine/../../one.txt") == {"run.yaml", "x/lists.txt", "one.txt"}
+    assert packed("mine") == packed("./mine/../mine") == packed(".") == {"run.yaml", "mine/features.py"}
+
+
+def test_links_are_followed_and_keep_their_name(here):
+    (here / "work/linked").symlink_to(here / "x")
+    assert packed("linked") == {"run.yaml", "linked/lists.txt"}
+
+
+@pytest.mark.parametrize(
+    "include,says",
+    [
+        (["nowhere"], "there is no such file or folder"),
+        (["..", "mine"], "the working directory is in it"),
+        (["/"], "the working directory is in it"),
+        (["../raytrec"], "raytrec's own"),
+        (["../run.yaml"], "the name of the config"),
+        (["../x", "../y/x"], "would be there twice"),
+        (["../pipe"], "neither a file nor a folder"),
+        (["../odd"], "is no file"),
+        (["../broken"], "is a link to nothing"),
+        (["../circle"], "leads back to a folder above it"),
+        (["a\0b"], "there is no such file or folder"),
+    ],
+)
+def test_what_cannot_be_taken_along_is_said(here, include, says):
+    for name in ("raytrec", "y/x", "odd", "broken", "circle"):
+        (here / name).mkdir(parents=True)
+    (here / "raytrec/cli.py").write_text("")
+    (here / "run.yaml").write_text("")
+    (here / "y/x/lists.txt").write_text("")
+    os.mkfifo(here / "pipe")
+    os.mkfifo(here / "odd/pipe")
+    (here / "broken/link").symlink_to("nowhere")
+    (here / "circle/back").symlink_to(here / "circle")
+    with pytest.raises(ConfigError) as error:
+        packed(*include)
+    assert says in str(error.value) and "--include" in str(error.value)
+    assert list((here / "made").iterdir()) == []
+
+
+def test_a_large_folder_is_refused_before_it_is_copied(here, monkeypatch):
+    monkeypatch.setattr(package, "LARGEST_BYTES", 100)
+    with pytest.raises(ConfigError, match="what goes up with the job has"):
+        packed("../x")
+    assert list((here / "made").iterdir()) == []

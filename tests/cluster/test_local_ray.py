@@ -1,0 +1,261 @@
+"""The folder and the processes of a local Ray: without Ray, and with the one that tests share."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from raytrec.cluster import local_ray
+from raytrec.cluster.head import check_ports
+from raytrec.cluster.local_ray import TMPDIR, end_sessions, private_folder, sweep
+from raytrec.cluster.session import ray_session
+from raytrec.common.errors import RunError
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """A short path for RAY_TMPDIR, as Ray needs it."""
+    link = Path(f"/tmp/rt{os.getpid()}")
+    link.symlink_to(tmp_path)
+    monkeypatch.setenv(TMPDIR, str(link))
+    yield link
+    link.unlink()
+
+
+def test_a_folder_is_its_users_alone_and_goes(base):
+    with private_folder() as folder:
+        assert folder.parent == base and folder.stat().st_mode & 0o777 == 0o700
+        (folder / "ray").mkdir(0o777)
+        (folder / "ray" / "log").write_text("x")
+        assert len(f"{folder}{local_ray.SOCKET}") <= local_ray.LONGEST
+    assert not folder.exists()
+
+
+OWNER = "from raytrec.cluster.local_ray import make_folder; print(make_folder()[0], flush=True); input()"
+
+
+def test_what_a_killed_owner_left_is_swept_and_what_lives_stays(base):
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    left = Path(process.stdout.readline().strip())
+    other = base / "raytrec-of-nobody"
+    other.mkdir()
+    sweep(base)
+    assert left.exists(), "its owner lives"
+    process.kill()
+    process.communicate()
+    with private_folder() as folder:
+        assert not left.exists() and folder.exists() and other.exists(), "what is no folder of ours stays"
+        sweep(base)
+        assert folder.exists()
+
+
+def test_what_processes_said_last_is_kept(tmp_path):
+    (tmp_path / "worker-1.err").write_text("x" * 20_000 + "Fatal Python error: Segmentation fault")
+    (tmp_path / "raylet.err").write_text("")
+    said = local_ray.last_words(tmp_path)
+    assert said.startswith("\nworker-1.err:\nxxx") and said.endswith("Segmentation fault\n")
+    assert len(said) < 9_000 and "raylet" not in said
+
+
+def test_a_path_that_is_too_long_is_said(base, monkeypatch):
+    long = base / ("x" * 60)
+    monkeypatch.setenv(TMPDIR, str(long))
+    with pytest.raises(RunError, match="too long") as error, private_folder():
+        pass
+    assert f"{TMPDIR}={long}" in error.value.where and not long.exists()
+    monkeypatch.delenv(TMPDIR)
+    monkeypatch.setenv("TMPDIR", str(long))  # a batch system's, which nobody has chosen for Ray
+    with private_folder() as folder:
+        assert folder.parent == Path("/tmp")
+
+
+def test_auto_is_the_head_of_this_user(base):
+    """Not whatever GCS Ray finds among the machine's processes, which may be a run's own."""
+    from raytrec.cluster.session import _the_only
+
+    assert local_ray.heads() == []
+    with private_folder() as one, private_folder() as other, private_folder() as ended:
+        addresses = []
+        with socket.socket() as first, socket.socket() as second:
+            for listener, folder in ((first, one), (second, other)):
+                listener.bind(("127.0.0.1", 0))
+                listener.listen()
+                addresses.append(f"127.0.0.1:{listener.getsockname()[1]}")
+                (folder / "ray").mkdir()
+                (folder / "ray/ray_current_cluster").write_text(addresses[-1])
+            (ended / "ray").mkdir()
+            (ended / "ray/ray_current_cluster").write_text("127.0.0.1:9")
+            assert sorted(local_ray.heads()) == sorted(addresses)
+            with pytest.raises(RunError, match="there are 2 clusters on this machine"):
+                _the_only(addresses, "scaling.address=auto")
+        assert _the_only(addresses[:1], "") == addresses[0] and local_ray.heads() == []
+
+
+def test_a_ray_inside_another_one_has_its_folder_beside(base, monkeypatch):
+    with private_folder() as outer:
+        monkeypatch.setenv(TMPDIR, str(outer))
+        with private_folder() as inner:
+            assert inner.parent == outer.parent
+
+
+def test_nothing_of_a_session_stays():
+    """Its leader has ended; children that do not listen to signals are ended by force."""
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
+    script = f"'{sys.executable}' -c '{code}' &"
+    leader = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    leader.stdout.readline()
+    leader.wait()
+    (child,) = local_ray._members({leader.pid})
+    began = time.monotonic()
+    end_sessions([leader.pid, os.getsid(0)], linger_s=0.2)
+    assert not local_ray._members({leader.pid}) and time.monotonic() - began < 5
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_ports_of_a_head_are_looked_at_first():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(RunError, match=f"port {port} cannot be used: Address already in use"):
+            check_ports({"--port": port})
+    check_ports({"--port": port, "--dashboard-port": port - 1})
+    with pytest.raises(RunError, match="given twice") as error:
+        check_ports({"--port": port, "--client-port": port})
+    assert error.value.where == "--port, --client-port"
+    with pytest.raises(RunError, match="port 80 cannot be used"):
+        check_ports({"--port": 80})
+
+
+@pytest.mark.parametrize("way", ["scaling.address", "RAY_ADDRESS"])
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_that_is_not_there_is_said_soon(monkeypatch, way, scheme):
+    monkeypatch.setattr("raytrec.cluster.refused.COMES_UP_S", 0.5)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"{scheme}127.0.0.1:{probe.getsockname()[1]}"
+        if way == "RAY_ADDRESS":
+            monkeypatch.setenv(way, address)
+        began = time.monotonic()
+        with (
+            pytest.raises(RunError, match="no Ray cluster answers at 127") as error,
+            ray_session(address if way == "scaling.address" else None),
+        ):
+            pass
+    assert error.value.where == f"{way}={address}" and time.monotonic() - began < 10
+
+
+def test_what_is_no_cluster_is_said(monkeypatch):
+    monkeypatch.setattr("raytrec.cluster.refused.ANSWER_S", 0.5)
+    with socket.socket() as web:
+        web.bind(("127.0.0.1", 0))
+        web.listen()
+        address = f"127.0.0.1:{web.getsockname()[1]}"
+        with pytest.raises(RunError, match="does not answer as a Ray cluster does"), ray_session(address):
+            pass
+
+
+def test_rays_processes_are_apart(ray_cluster):
+    """A signal to the group of `raytrec train` reaches none of them; their files are where only we can go."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def look():
+        return os.environ[TMPDIR], os.getpid()
+
+    folder, worker = ray.get(look.remote())
+    session = ray._private.worker._global_node.get_session_dir_path()
+    assert session.startswith(f"{folder}/ray/session_") and os.stat(folder).st_mode & 0o777 == 0o700
+    assert os.environ.get(TMPDIR) != folder, "other programs that we start are not in there"
+    children = psutil.Process().children()
+    ours = [c.pid for c in children if session in " ".join(c.cmdline())]
+    assert len(ours) >= 3, children
+    for pid in [*ours, worker]:
+        assert os.getpgid(pid) != os.getpgrp() and os.getsid(pid) != os.getsid(0)
+
+
+def test_the_cleaner_asks_its_own_cluster(ray_cluster):
+    """Whatever the machine's other clusters know."""
+    import ray
+
+    from raytrec.driver.cleaner import OwnClusterCleaner, is_alive_here
+
+    @ray.remote(num_cpus=0)
+    class Controller:
+        def id(self):
+            return ray.get_runtime_context().get_actor_id()
+
+    controller = Controller.remote()
+    actor = ray.get(controller.id.remote())
+    group = ray.util.placement_group([{"CPU": 1}])
+    ray.get(group.ready())
+    elsewhere = {"env_vars": {"RAY_ADDRESS": "127.0.0.1:9"}}  # where the state API would ask
+    cleaner = ray.remote(num_cpus=0)(OwnClusterCleaner).options(runtime_env=elsewhere)
+    cleaner = cleaner.remote(actor, check_interval_s=0.1, get_actor_timeout_s=1, stop_timeout=None)
+    ray.get(cleaner.register_placement_group.remote(group))
+    ray.get(cleaner.start_monitoring.remote())
+    time.sleep(1)
+    assert is_alive_here(actor, 1)
+    assert ray.util.placement_group_table(group)["state"] == "CREATED"
+    ray.kill(controller)
+    deadline = time.monotonic() + 20
+    while ray.util.placement_group_table(group)["state"] != "REMOVED":
+        assert time.monotonic() < deadline, "the places of a run whose controller died are kept"
+        time.sleep(0.1)
+    assert not is_alive_here(actor, 1)
+
+
+def test_ray_train_still_has_the_cleaner_that_is_replaced(ray_cluster):
+    """When this fails by name, upstream has moved: look whether its cleaner asks its own cluster now."""
+    import inspect
+
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.callbacks import placement_group_callback as callback
+    from ray.train.v2._internal.execution.controller import placement_group_cleaner as cleaner
+
+    from raytrec.driver.cleaner import OwnClusterCleanerCallback, with_own_cleaner
+
+    ours = with_own_cleaner(TorchTrainer(lambda: None)._create_default_callbacks())
+    assert sum(type(each) is OwnClusterCleanerCallback for each in ours) == 1
+    assert not any(type(each) is callback.PlacementGroupCleanerCallback for each in ours)
+    assert "is_actor_alive(" in inspect.getsource(cleaner.PlacementGroupCleaner._monitor_loop)
+    started = inspect.getsource(callback.PlacementGroupCleanerCallback.after_controller_start)
+    assert "ray.remote(num_cpus=0)(PlacementGroupCleaner)" in started
+    with pytest.raises(RuntimeError, match="no longer has"):
+        with_own_cleaner([])
+
+
+def test_a_signal_that_comes_twice_at_once_is_one():
+    """`timeout` sends each to the process and to its group."""
+    from types import SimpleNamespace
+
+    from raytrec.driver import stop
+
+    said = []
+    hub = SimpleNamespace(ask=SimpleNamespace(remote=lambda *a: said.append("save")))
+    controller = SimpleNamespace(abort=SimpleNamespace(remote=lambda: said.append("abort")))
+    stopping = stop.Stop(hub, patience_s=30)
+    with stopping:
+        stopping.install(controller)
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert said == ["save"] and stopping.signal == signal.SIGTERM
+        stopping._asked_at -= 2 * stop.SAME_S
+        signal.raise_signal(signal.SIGINT)
+        assert said == ["save", "abort"]
+
+
+def test_no_ray_is_begun_by_accident(ray_cluster):
+    """A thread that asks a Ray that has ended would begin or join another one, as Ray does by default."""
+    from ray._private import auto_init_hook
+
+    assert auto_init_hook.enable_auto_connect is False

@@ -1,0 +1,28 @@
+import pickle
+
+from raytrec.common.errors import DataError, RunError, did_you_mean, root_cause
+
+
+def test_parts_are_shown_and_survive_pickling():
+    error = pickle.loads(pickle.dumps(DataError("bad", where="file", expected="good", do="mend")))
+    assert isinstance(error, DataError)
+    assert str(error) == "bad\n  where:    file\n  expected: good\n  do:       mend"
+
+
+def test_root_cause_looks_through_wrappers():
+    class WorkerGroupError(Exception):
+        def __init__(self, failures):
+            self.worker_failures = failures
+
+    inner = DataError("bad")
+    wrapped = RuntimeError("task failed")
+    wrapped.cause = inner
+    assert root_cause(WorkerGroupError({0: ValueError("collateral"), 1: wrapped})) is inner
+    plain = ValueError("x")
+    assert root_cause(plain) is plain
+    assert root_cause(RunError("r")).what == "r"
+
+
+def test_nearest_word():
+    assert did_you_mean("wokers", ["workers", "window"]) == "workers"
+    assert did_you_mean("zzz", ["workers"]) is None

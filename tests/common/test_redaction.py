@@ -1,0 +1,204 @@
+"""Secrets in everything that a run shows or hands on: whatever the password, nothing of it is to be seen."""
+
+import io
+import json
+import pickle
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.redaction import hidden_keys, hide, hide_all, hide_yaml
+from raytrec.config.run_config import load_config
+
+SEED = "Zq9x7Kw"  # a part of every secret, which nothing else has
+ANY = st.text(
+    st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters='<>" \x85\xa0'), max_size=12
+)
+PLAIN = st.text("abcdefgh0123456789_-.~%!$*+", max_size=12)
+HOST = st.sampled_from(
+    ["host", "host:5000/x", "10.0.0.1/a/b?region=eu", "bucket/part-0.parquet", "db.example.com"]
+)
+SCHEME = st.sampled_from(["http", "https", "s3", "gs", "postgresql", "mysql+pymysql", "git+https", "redis"])
+PARAMETERS = (
+    *(
+        "sig",
+        "X-Amz-Signature",
+        "x-amz-credential",
+        "X-Amz-Security-Token",
+        "X%2DAmz%2DSignature",
+        "pwd",
+        "password",
+    ),
+    *(
+        "secret_key",
+        "access_key",
+        "private_key",
+        "AWSAccessKeyId",
+        "apiKey",
+        "api-key",
+        "token",
+        "auth",
+        "passphrase",
+    ),
+)
+NAMES = (*PARAMETERS[5:-3], "DB_PWD", "clientSecret", "credentials", "AZURE_STORAGE_SAS", "jwt")
+
+
+@st.composite
+def addresses(draw):
+    """An address with a password, a token in the user's place, or a signed parameter."""
+    scheme, host = draw(SCHEME), draw(HOST)
+    kind = draw(st.sampled_from(["password", "token", "token and nothing", "parameter", "fragment"]))
+    if kind == "password":
+        return f"{scheme}://{draw(PLAIN)}:{draw(ANY)}{SEED}{draw(ANY)}@{host}"
+    if kind == "token":
+        return f"{scheme}://{draw(PLAIN)}{SEED}{draw(PLAIN)}@{host}"
+    if kind == "token and nothing":
+        nothing = draw(st.sampled_from(["", "x-oauth-basic"]))
+        return f"{scheme}://{draw(PLAIN)}{SEED}{draw(PLAIN)}:{nothing}@{host}"
+    mark = "#" if kind == "fragment" else "&" if "?" in host else "?"
+    name, before = draw(st.sampled_from(PARAMETERS)), draw(st.sampled_from(["", "a=1&"]))
+    value = draw(st.text("abc123%+/=@:;,.#?-_", max_size=9))
+    return f"{scheme}://{host}{mark}{before}{name}={value}{SEED}&b=2"
+
+
+SECRETS = st.one_of(
+    addresses(),
+    st.builds(lambda n, v: f"{n}={v}{SEED}", st.sampled_from(NAMES), st.text("abc123.-_/+", max_size=5)),
+    st.builds(lambda n: f"{{'{n}': '{SEED} and more', 'x': 1}}", st.sampled_from(NAMES)),
+    st.builds(lambda n: json.dumps({n: f"{SEED} x"}), st.sampled_from(NAMES)),
+    st.just(f"-----BEGIN PRIVATE KEY-----\nabc{SEED}\n-----END PRIVATE KEY-----"),
+    st.just(f"Authorization: Bearer {SEED}abc.def"),
+)
+
+
+@given(
+    secret=SECRETS,
+    before=st.sampled_from(["", "cannot open ", "['", "(got "]),
+    after=st.sampled_from(["", ": no", "']"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_texts(secret, before, after):
+    text = f"{before}{secret}{after}"
+    assert SEED not in hide(text), hide(text)
+    assert hide(hide(text)) == hide(text)
+    error = pickle.loads(pickle.dumps(RunError(text, where=text, expected=text, do=text)))
+    assert SEED not in str(error) + repr(error.parts) + str(error._render_traceback_())
+
+
+@given(address=addresses(), name=st.sampled_from(NAMES))
+@settings(max_examples=60, deadline=None)
+def test_settings(address, name):
+    values = {
+        "uri": address,
+        "list": [address, {name: SEED}],
+        "tags": {name: f"a {SEED}"},
+        name: [SEED, {"x": SEED}],
+    }
+    assert SEED not in str(hide_all(values))
+    assert SEED not in hide_yaml(yaml.safe_dump(values))
+    assert {"uri", "list", f"tags.{name}"} <= set(hidden_keys(hide_all(values)))
+    assert SEED not in str(hide_all(("a", address))) and hide_all(hide_all(values)) == hide_all(values)
+
+
+@given(address=addresses())
+@settings(max_examples=15, deadline=None)
+def test_every_output(address, tmp_path_factory):
+    """What is printed, recorded, reported and shown on a dashboard, of a run whose settings hold secrets."""
+    from ray.train.v2._internal.state.schema import _to_json_serializable_value
+
+    from raytrec.client.jobs import _check_shown
+    from raytrec.config.schema import Schema
+    from raytrec.driver.console import RunConsole, print_result
+    from raytrec.tracking.outbox import Outbox
+    from raytrec.worker.context import Task
+
+    tags = {"team": "ads", "api_key": SEED, "see": address}
+    values = {"data": {"train": "d/train", "valid": address}, "tracking": {"uri": address, "tags": tags}}
+    config = load_config(values | {"model": {"name": "m:M", "options": {"private_key": SEED, "at": address}}})
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(out):
+        with RunConsole("run") as console:
+            console.note(address)
+            console.warn(f"failed: {address}")
+            console.phase(address)
+            console.event("failed", cause=address)
+        print_result(SimpleNamespace(metrics={"name": "run"}, next_steps=[f"look at it   {address}"]))
+    box = Outbox()
+    box.put_params(hide_all(config.model_dump(by_alias=True)))
+    box.put_tags(hide_all(config.tracking.tags))
+    recorded = [record for record in box.first_records()]
+    schema = Schema.parse(
+        {"labels": ["l"], "sparse": {"a": {"table": "t"}}, "tables": {"t": {"rows": 4, "dim": 4}}}, "test"
+    )
+    shown = _to_json_serializable_value(Task(config, schema, {}, None, address))
+    try:
+        raise RunError(address)
+    except RunError as error:
+        told = "".join(traceback.format_exception(error))
+    for text in (out.getvalue(), str(recorded), str(shown), repr(config), told):
+        assert SEED not in text, text
+    with pytest.raises(ConfigError) as refused:
+        _check_shown(f"python -m raytrec evaluate run --data {address}", {})
+    assert SEED not in str(refused.value)
+
+
+def test_what_holds_no_secret_stays():
+    for text in (
+        *(
+            "http://host:5000",
+            "s3://bucket/a@b",
+            "mail me@there.org: now",
+            "tokens=5",
+            "a:b@c",
+            "key=5",
+            "author=me",
+        ),
+        *(
+            "abfss://box@account.dfs.core.windows.net/x",
+            "sqlite:////a/b.db",
+            "set run.start_tables.query_token=new",
+        ),
+        *(
+            "http://h/#/experiments/1",
+            "tokenizer=bert",
+            "s3://b/date=2026-01-01/x?region=eu",
+            "compass=north",
+            "set RAY_AUTH_TOKEN_PATH=FILE, or RAY_AUTH_MODE=disabled",
+            "credentials_file=/home/me/key.json",
+        ),
+    ):
+        assert hide(text) == text
+    values = {
+        "num_tokens": 5,
+        "run": {"start_tables": {"query_token": "new"}},
+        "plan": {"tables": {"pass": {"dim": "a"}}},
+    }
+    assert hide_all(values) == values
+    assert hide_all({"password": 12345, "pwd": None, "secret": True}) == {
+        "password": "***",
+        "pwd": None,
+        "secret": True,
+    }
+
+
+def test_long_text_takes_no_time():
+    for piece in (
+        "a",
+        "a=",
+        "://",
+        "a:b@",
+        "'a': ",
+        "-----BEGIN PRIVATE KEY-----",
+        "?a=b",
+        " ",
+        "eyJaaaaaaaaaaa.",
+    ):
+        hide(piece * (300_000 // len(piece)))
+        hide("http://" + piece * (300_000 // len(piece)))

@@ -1,0 +1,201 @@
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raytrec.common.errors import ConfigError, RaytrecError, SchemaError
+from raytrec.common.reading import yaml_values
+from raytrec.config.run_config import RunConfig, json_schema, load_config
+from raytrec.config.schema import Schema
+
+JOBS = Path(__file__).parents[2] / "jobs"
+BASE = {"data": {"train": "d/train"}}
+
+
+def test_overrides_win_and_are_yaml():
+    config = load_config(
+        BASE, ["train.epochs=3", "model.top_mlp=[64, 32]", "run.name=x", "data.schema=s.yaml"]
+    )
+    assert (config.train.epochs, config.model.top_mlp, config.run.name) == (3, [64, 32], "x")
+    assert config.data.schema_uri == "s.yaml"
+    assert load_config(BASE).data.schema_uri == "d/schema.yaml"
+
+
+def test_a_plan_on_the_command_line():
+    values = ["plan.tables.user.sharding=row_wise", "plan.tables.item*.ranks=[0]", "plan.together=[[a, b]]"]
+    plan = load_config(BASE, values).plan
+    assert plan.tables["user"].sharding == "row_wise" and plan.tables["item*"].ranks == [0]
+    assert plan.together == [["a", "b"]]
+
+
+def test_resolved_yaml_loads_to_the_same():
+    config = load_config(BASE, ["scaling.workers=3", "optim.embeddings.lr=0.5"])
+    assert load_config(yaml.safe_load(config.to_yaml())) == config
+    assert load_config(config, ["train.epochs=2"]).scaling.workers == 3
+
+
+@pytest.mark.parametrize(
+    "override,says",
+    [
+        ("scaling.wokers=2", "scaling.wokers: unknown key; did you mean scaling.workers?"),
+        ("train.batch_size=2", "did you mean data.global_batch_size"),
+        ("trian.epochs=2", "did you mean train"),
+        ("scaling.workers=two", "scaling.workers: Input should be a valid integer"),
+        ("scaling.workers=0", "scaling.workers"),
+        ("data.shuffle=rows", "data.shuffle"),
+        ("model.name=drlm", "model.name"),
+        ("scaling.workers=25", "raise data.lanes"),
+        ("data.global_batch_size=1", "at least one row"),
+        ("train.eval_every_steps=5", "neither data.valid nor data.test"),
+        ("epochs", "not an override"),
+        ("train.epochs.x=1", "'epochs' is a value"),
+        ("plan.tables.user.shading=row_wise", "did you mean plan.tables.*.sharding"),
+        ("plan.tables.user.sharding=rowwise", "plan.tables.user.sharding"),
+        ("plan.tables.user.ranks=[-1]", "plan.tables.user.ranks.0"),
+        ("plan.tables.user.dtype=fp8", "plan.tables.user.dtype"),
+        ("plan.together=[user]", "plan.together"),
+        ("train.micro_batches=0", "train.micro_batches"),
+    ],
+)
+def test_mistakes_are_one_clear_message(override, says):
+    with pytest.raises(ConfigError) as error:
+        load_config({**BASE, "train": {"epochs": 1}}, [override])
+    assert says in str(error.value), str(error.value)
+
+
+def test_all_mistakes_at_once():
+    with pytest.raises(ConfigError) as error:
+        load_config({"data": {"trian": "x"}, "modle": {}})
+    message = str(error.value)
+    assert "data.train: missing" in message and "data.trian" in message and "did you mean model" in message
+
+
+def test_files(tmp_path):
+    with pytest.raises(ConfigError, match="no such config file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "a.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not YAML"):
+        load_config(tmp_path / "a.yaml")
+    (tmp_path / "a.yaml").write_text("- a")
+    with pytest.raises(ConfigError, match="not a mapping"):
+        load_config(tmp_path / "a.yaml")
+
+
+def test_json_schema_describes_every_key():
+    schema = json_schema()
+    assert set(schema["properties"]) == set(RunConfig.model_fields)
+    for section in schema["$defs"].values():
+        for name, key in section["properties"].items():
+            assert "description" in key or "$ref" in key or "allOf" in key, name
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.yaml")), ids=lambda p: p.name)
+def test_jobs_are_valid(path):
+    load_config(path, ["data.train=x/train"])
+
+
+@pytest.mark.parametrize(
+    "override,says",
+    [
+        ("optim.dense.lr=.inf", "optim.dense.lr: Input should be a finite number"),
+        ("optim.embeddings.lr=.nan", "optim.embeddings.lr"),
+        ("optim.embeddings.eps=1e400", "optim.embeddings.eps"),
+        ("optim.dense.lr=true", "expected a number (got true)"),
+        ("optim.schedule.floor=false", "expected a number (got false)"),
+        ("train.clip_norm=.inf", "train.clip_norm"),
+        ("scaling.hang_s=1e300", "scaling.hang_s"),
+        ("scaling.workers=true", "scaling.workers"),
+        ("scaling.workers=[1, true]", "scaling.workers"),
+        ("scaling.workers='2'", "scaling.workers: Input should be a valid integer"),
+        ("train.epochs=2.0", "train.epochs"),
+        ("train.epochs=yes", "train.epochs"),
+        ("checkpoint.keep_best=false", "checkpoint.keep_best"),
+        ("plan.tables.user.ranks=[true]", "plan.tables.user.ranks.0"),
+        ("plan.memory_gib=.inf", "plan.memory_gib"),
+        ("model.top_mlp=[true]", "model.top_mlp.0"),
+        ("model.top_mlp=[1000000000000]", "model.top_mlp.0"),
+        ("model.dropout=.nan", "model.dropout"),
+        ("data.lanes=1000000000", "data.lanes"),
+        ("data.transforms=[{do: clip, columns: [a], low: .nan}]", "data.transforms.0"),
+        ("data.transforms=[{do: hash, columns: [a], rows: true}]", "data.transforms.0"),
+        ("data.transforms=[{do: [hash], columns: [a]}]", "data.transforms.0"),
+        ("model.name=[dlrm]", "model: name is one of"),
+        (f"run.seed={10**20}", "run.seed"),
+        ("run.seed=-1", "run.seed"),
+        *(
+            (f"run.name={name}", "run.name: a name is")
+            for name in ("../../x", "'[/x]'", "a/b", "..", "''", "' a'")
+        ),
+        ('run.name="a\\nb"', "run.name: a name is"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(override, says):
+    with pytest.raises(ConfigError) as error:
+        load_config(BASE, [override])
+    assert says in str(error.value), str(error.value)
+
+
+def test_numbers_as_people_write_them():
+    config = load_config(BASE, ["optim.dense.lr=1e-3", "optim.embeddings.lr=1", "run.name=try 2 (lr=0.1)"])
+    assert (config.optim.dense.lr, config.optim.embeddings.lr) == (1e-3, 1.0)
+
+
+LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(8)
+)
+
+
+@pytest.mark.parametrize(
+    "text,says",
+    [
+        ("data: {train: a}\nrun: {}\ndata: {train: b}\n", "key 'data' stands twice: in line 1 and in line 3"),
+        ("data:\n  train: a\n  train: b\n", "key 'train' stands twice: in line 2 and in line 3"),
+        (LAUGHS, "it stands for more than 200,000 values"),
+        ("[" * 3000, "more than 64 levels (line 1)"),
+        ("a: &a [*a]", "anchor a stands for itself (line 1)"),
+        ("\x00", "control characters are not allowed"),
+        ("a: 2001-99-99", "a value that is none: month must be in 1..12"),
+        ("a: !!python/name:os.system x", "could not determine a constructor"),
+    ],
+)
+def test_yaml_that_is_a_trap_is_one_line(tmp_path, text, says):
+    (tmp_path / "a.yaml").write_text(text)
+    for load, kind in ((load_config, ConfigError), (Schema.load, SchemaError)):
+        with pytest.raises(kind) as error:
+            load(tmp_path / "a.yaml")
+        assert says in error.value.what and "\n" not in error.value.what and len(str(error.value)) < 1000
+
+
+def test_merge_keys_and_anchors_stay():
+    text = "base: &b {rows: 5, dim: 4}\ntables: {user: {<<: *b, dim: 8}, item: *b}"
+    found = yaml_values(text)["tables"]
+    assert found == {"user": {"rows": 5, "dim": 8}, "item": {"rows": 5, "dim": 4}}
+
+
+def test_a_file_has_to_be_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for place, says in (
+        (tmp_path / "pipe.yaml", "a pipe"),
+        ("/dev/zero", "a device"),
+        (tmp_path / "x\0", "zero"),
+    ):
+        with pytest.raises(RaytrecError, match=says):
+            load_config(place)
+
+
+def test_many_mistakes_are_still_a_short_message():
+    with pytest.raises(ConfigError) as error:
+        load_config({"data": {"train": "x"} | {f"key{i}" + "x" * 3000: "y" * 10**4 for i in range(500)}})
+    assert len(str(error.value).encode()) < 4096 and "more" in error.value.what
+
+
+def test_what_is_shown_of_a_configuration_has_no_secrets():
+    values = {**BASE, "tracking": {"uri": "http://me:sesame@h", "tags": {"api_key": "open"}}}
+    shown = repr(load_config(values)) + str(load_config(values))
+    assert "sesame" not in shown and "open'" not in shown and "http://me:***@h" in shown
+    with pytest.raises(ConfigError) as error:
+        load_config(
+            {**BASE, "model": {"options": {"password": "sesame"}}, "tracking": {"tags": {"pwd": ["sesame"]}}}
+        )
+    assert "sesame" not in str(error.value)

@@ -1,0 +1,76 @@
+import pytest
+import yaml
+
+from raytrec.common.errors import SchemaError
+from raytrec.config.schema import Schema
+
+VALUES = {
+    "labels": ["y"],
+    "dense": ["a", "yes"],
+    "sparse": {
+        "user": {"table": "user"},
+        "tags": {"table": "tag", "pooling": "mean", "weights": "tag_weights", "column": "tag_ids"},
+        "seen": {"table": "tag", "pooling": "sequence"},
+    },
+    "tables": {"user": {"rows": 10, "dim": 8}, "tag": {"rows": 5, "dim": 8, "out_of_range": "hash"}},
+}
+
+
+def changed(path, value):
+    values = yaml.safe_load(yaml.safe_dump(VALUES))
+    *parents, last = path
+    inner = values
+    for key in parents:
+        inner = inner[key]
+    inner[last] = value
+    return values
+
+
+def test_text_round_trip(tmp_path):
+    schema = Schema.parse(VALUES, "test")
+    (tmp_path / "schema.yaml").write_text(schema.to_yaml())
+    assert Schema.load(tmp_path / "schema.yaml") == schema
+    assert schema.columns == ["y", "a", "yes", "user", "tag_ids", "tag_weights", "seen"]
+    assert schema.has_weights
+
+
+@pytest.mark.parametrize(
+    "path,value,says",
+    [
+        (("sparse", "user", "table"), "usr", "did you mean 'user'"),
+        (("sparse", "user", "poling"), "sum", "did you mean 'pooling'"),
+        (("tables", "user", "row"), 3, "did you mean 'rows'"),
+        (("tables", "user", "dim"), 6, "tables.user.dim"),
+        (("tables", "user", "rows"), 0, "tables.user.rows"),
+        (("sparse", "user", "pooling"), "max", "sparse.user.pooling"),
+        (("tables", "other"), {"rows": 3, "dim": 4}, "no sparse feature looks up other"),
+        (("labels",), ["a"], "named twice"),
+        (("labels",), ["user"], "also an input"),
+        (("labels",), [], "labels"),
+        (("tables", "a.b"), {"rows": 3, "dim": 4}, "tables.a.b: a table cannot have this name"),
+        (("tables", "items"), {"rows": 3, "dim": 4}, "call it 'items_table'"),
+    ],
+)
+def test_mistakes_are_named(path, value, says):
+    with pytest.raises(SchemaError) as error:
+        Schema.parse(changed(path, value), "my.yaml")
+    assert says in str(error.value) and "my.yaml" in str(error.value)
+
+
+def test_names_that_tables_cannot_have_are_torchs_own():
+    from torch import nn
+
+    from raytrec.config.schema import RESERVED
+
+    assert {name for name in dir(nn.ModuleDict()) if not name.startswith("_")} == RESERVED
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(SchemaError, match="no schema file"):
+        Schema.load(tmp_path / "schema.yaml")
+    (tmp_path / "schema.yaml").write_text("a: [")
+    with pytest.raises(SchemaError, match="not YAML"):
+        Schema.load(tmp_path / "schema.yaml")
+    (tmp_path / "schema.yaml").write_text("text")
+    with pytest.raises(SchemaError, match="not a mapping"):
+        Schema.load(tmp_path / "schema.yaml")

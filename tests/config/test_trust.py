@@ -1,0 +1,205 @@
+"""Configurations from elsewhere are data: code that they name is refused, unless the user allows it."""
+
+import sys
+
+import pytest
+import yaml
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+from raytrec.config.trust import MARK, code_in, is_ours, mark
+from raytrec.driver import run as driver
+from raytrec.driver.prepare import resolve, write_config
+from raytrec.driver.resume import interrupted, resume_config
+
+VALUES = {
+    "data": {
+        "train": "d/train",
+        "transforms": [
+            {"do": "log", "columns": ["price"]},
+            {"do": "evil.module:function", "reads": ["a"], "writes": ["a"]},
+        ],
+    },
+    "model": {"name": "evil.module:Model"},
+    "scaling": {"address": "203.0.113.7:6379"},
+}
+
+
+def test_code_is_found_wherever_it_is_named():
+    assert code_in(VALUES) == {
+        "model.name": "evil.module:Model",
+        "data.transforms[1].do": "evil.module:function",
+        "scaling.address": "203.0.113.7:6379",
+    }
+    assert code_in({"model": 3, "data": {"transforms": 5}, "scaling": None}) == {}
+
+
+@pytest.mark.parametrize(
+    "address", [None, "auto", "local", "127.0.0.1:6379", "ray://localhost:10001", "[::1]:3"]
+)
+def test_a_cluster_on_this_machine_is_no_elsewhere(address):
+    assert code_in({"scaling": {"address": address}}) == {}
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "127.0.0.1.evil.example:1", "head:6379"])
+def test_a_cluster_elsewhere_runs_code(address):
+    assert code_in({"scaling": {"address": address}})
+
+
+@pytest.fixture
+def uri(tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(VALUES))
+    return (tmp_path / "run.yaml").as_uri()
+
+
+def test_a_config_behind_a_uri_may_not_name_code(uri, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_config(uri)
+    message = str(error.value)
+    for text in ("model.name: evil.module:Model", "evil.module:function", "203.0.113.7", "--allow-code", uri):
+        assert text in message
+    assert load_config(uri, allow_code=True).model.name == "evil.module:Model"
+    assert load_config(tmp_path / "run.yaml").model.name == "evil.module:Model"  # a file of one's own
+
+
+def test_overrides_are_the_users_word(uri):
+    mine = ["data.transforms=[{do: 'mine:function'}]", "model.name=mine:Model", "scaling.address=auto"]
+    assert load_config(uri, mine).model.name == "mine:Model"
+    with pytest.raises(ConfigError, match="transforms") as error:
+        load_config(uri, mine[1:])
+    assert "model.name" not in str(error.value)
+
+
+def test_a_uri_is_read_through_filesystems(tmp_path):
+    (tmp_path / "run.yaml").write_text("data: {train: d/train}")
+    assert load_config((tmp_path / "run.yaml").as_uri()).data.train == "d/train"
+    with pytest.raises(ConfigError, match="no such config file"):
+        load_config((tmp_path / "none.yaml").as_uri())
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def run(tmp_path, home):
+    """A run folder as `raytrec train` leaves it: interrupted, and marked as this user's."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_config(folder, load_config(VALUES, ["run.name=run", f"run.dir={folder}"]))
+    (folder / "driver.json").write_text("{}")
+    return folder
+
+
+def test_the_key_is_for_this_user_alone(run, home):
+    key = home / ".config/raytrec/key"
+    assert key.stat().st_mode & 0o777 == 0o600 and is_ours(run)
+    key.chmod(0o644)
+    assert not is_ours(run), "others may have read it"
+    key.chmod(0o600)
+    key.rename(home / "elsewhere")
+    assert not is_ours(run), "another home"
+    key.symlink_to(home / "elsewhere")
+    assert not is_ours(run)
+
+
+def test_a_run_of_ones_own_is_resumed_wherever_it_is_moved(run, tmp_path):
+    assert resume_config(run, None, []).model.name == "evil.module:Model"
+    run.rename(tmp_path / "moved")
+    assert resume_config(tmp_path / "moved", None, []).scaling.address == "203.0.113.7:6379"
+    assert load_config(tmp_path / "moved/config.yaml").model.name == "evil.module:Model"
+
+
+def _unmark(run, home):
+    (run / MARK).unlink()
+
+
+def _edit(run, home):
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("evil", "worse"))
+
+
+def _another_user(run, home):
+    (home / ".config/raytrec/key").unlink()
+    mark(run.parent / "nothing")  # which does nothing at all
+    other = run.parent / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text("{}")
+    mark(other)  # makes another key
+
+
+@pytest.mark.parametrize("strange", [_unmark, _edit, _another_user])
+def test_a_strangers_run_may_not_name_code_or_a_cluster(run, home, strange):
+    strange(run, home)
+    with pytest.raises(ConfigError) as error:
+        resume_config(run, None, ["scaling.workers=1"])
+    for text in (".module:Model", ".module:function", "203.0.113.7", "--allow-code", str(run)):
+        assert text in str(error.value)
+    assert resume_config(run, None, [], allow_code=True).scaling.address == "203.0.113.7:6379"
+    with pytest.raises(ConfigError, match="names code"):
+        load_config(run / "config.yaml")  # `raytrec train`, `check`, `plan` RUN/config.yaml
+
+
+def test_nothing_of_a_strangers_run_is_imported_or_asked(run, home, monkeypatch):
+    """By `raytrec train --resume`, up to its error: no module, no connection, no token read."""
+    _unmark(run, home)
+    seen, listening = [], True
+
+    def hook(event, arguments):  # which cannot be taken away again
+        if listening and event in ("import", "socket.connect", "open"):
+            seen.append(f"{event} {arguments[0]}")
+
+    sys.addaudithook(hook)
+    with pytest.raises(ConfigError, match="names code"):
+        driver.train(None, resume=run)
+    listening = False
+    assert [each for each in seen if "evil" in each or "auth_token" in each or "connect" in each] == []
+    assert any("config.yaml" in each for each in seen), "else nothing was listened to"
+
+
+def test_a_strangers_run_without_code_is_resumed(run, home):
+    values = {"data": {"train": "d/train"}}
+    write_config(run, load_config(values, ["run.name=run", f"run.dir={run}"]))
+    _unmark(run, home)
+    assert resume_config(run, None, []).run.dir == str(run)
+
+
+def test_a_password_is_not_sent_to_a_strangers_mlflow(run, home, monkeypatch):
+    config = load_config({"data": {"train": "d/train"}}, [f"run.dir={run}", "tracking.uri=http://evil:5000"])
+    write_config(run, config)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
+    assert resume_config(run, None, []).tracking.uri == "http://evil:5000", "one's own word"
+    _unmark(run, home)
+    with pytest.raises(ConfigError, match=r"tracking\.uri: http://evil:5000"):
+        resume_config(run, None, [])
+    assert resume_config(run, None, ["tracking.uri=http://mine"]).tracking.uri == "http://mine"
+    mine = {"data": {"train": "d/train"}}
+    assert resume_config(run, mine, []).tracking.uri is None, "nor where --continue finds such a run"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:pass@evil:5000")
+    assert resume_config(run, None, []).tracking.uri == "http://evil:5000"
+    monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert resume_config(run, None, []).tracking.uri == "http://evil:5000", "nothing would be sent"
+
+
+@pytest.mark.parametrize("home_is", ["/dev/null/none", "/proc/none"])
+def test_without_a_home_nothing_is_marked_and_nothing_fails(run, monkeypatch, home_is):
+    monkeypatch.setenv("HOME", home_is)
+    write_config(run, load_config(VALUES, [f"run.dir={run}"]))
+    assert not is_ours(run)
+
+
+def test_damaged_runs_beside_do_not_keep_one_from_being_continued(tmp_path):
+    config = resolve(load_config({"data": {"train": "d/train"}}, [f"run.root={tmp_path}"]), "job.yaml")
+    for name, text in {
+        "20260101-000001": config.to_yaml(),
+        "20260101-000002": "{a: [",
+        "3": "data: 3",
+    }.items():
+        folder = tmp_path / "runs" / f"job-{name}"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(text)
+    assert interrupted(config, named=False).name == "job-20260101-000001"

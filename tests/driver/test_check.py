@@ -1,0 +1,136 @@
+"""`raytrec check` on a real worker group: it passes, and it fails when the arithmetic is wrong."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import parquet
+import pytest
+
+import raytrec
+from raytrec.common.errors import ConfigError
+from raytrec.driver import check
+from raytrec.driver import run as driver
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A schema; no data is read."""
+    folder = tmp_path_factory.mktemp("schema")
+    (folder / "schema.yaml").write_text(parquet.SCHEMA_YAML)
+    return folder
+
+
+def settings(folder, tmp_path):
+    plan = {
+        "tables": {
+            "user": {"sharding": "column_wise", "ranks": [1, 0]},
+            "tag": {"sharding": "row_wise"},
+        }
+    }
+    return parquet.settings(folder, tmp_path / "check") | {
+        "plan": plan,
+        "optim": {"embeddings": {"name": "adagrad", "lr": 0.1}},
+        "train": {"clip_norm": 1.0, "micro_batches": 2},
+    }
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_check_that_passes(folder, tmp_path, capsys):
+    values = settings(folder, tmp_path)
+    values["train"]["matmul"] = "bf16"  # whose rounding no comparison would pass
+    result = check.check(values)
+    assert result.passed
+    assert "checked in fp32" in "".join(capsys.readouterr())
+    compared = {(f["check"], f["name"]) for f in result.findings}
+    assert compared >= {
+        ("forward", "user"),
+        ("forward", "tags"),
+        ("gradient", "tag"),
+        ("gradient", "logit.bias"),
+    }
+    assert compared >= {("weights", "user"), ("state", "user.sum"), ("state", "tag.sum")}
+    of = {entry["table"]: entry for entry in result.plan}
+    assert of["user"]["sharding"] == "column_wise" and of["user"]["ranks"] == [1, 0]
+    assert of["tag"]["sharding"] == "row_wise" and of["tag"]["kernel"] == "fused"
+
+    kept = json.loads((result.path / "check.json").read_text())
+    assert kept["passed"] is True and kept["failed"] == 0
+    assert kept["findings"] == result.findings
+    assert kept["check.forward.error"] == max(f["error"] for f in result.findings if f["check"] == "forward")
+
+    from mlflow import MlflowClient
+
+    run = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(result.mlflow_run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["check.gradient.error"] == pytest.approx(kept["check.gradient.error"])
+    assert run.data.metrics["failed"] == 0
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(
+    "plan,says",
+    [
+        ({"user": {"ranks": [2]}}, "table user: on rank 2"),
+        ({"user": {"sharding": "data_parallel", "kernel": "fused"}}, "table user: data_parallel with kernel"),
+        ({"usr": {"ranks": [0]}}, "did you mean 'user'"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_before_any_worker_starts(folder, tmp_path, capfd, plan, says):
+    values = settings(folder, tmp_path) | {"plan": {"tables": plan}}
+    with pytest.raises(ConfigError, match=says):
+        check.check(values)
+    with pytest.raises(ConfigError, match=says):
+        driver.train(
+            parquet.settings(parquet.dataset(tmp_path / "data"), tmp_path / "run") | {"plan": values["plan"]}
+        )
+    assert "starting the workers" not in capfd.readouterr().err
+
+
+# In a copy of the package: the code that is right, what is put in its place, what the check must say of it.
+SABOTAGE = {
+    "means are not divided": (
+        "embeddings/pooling.py",
+        "/ totals_FB[index].unsqueeze(1)",
+        "",
+        ["FAIL  pooled embeddings of tags", "FAIL  gradient of tag"],
+    ),
+    "gradients are divided by the number of workers": (
+        "embeddings/gradients.py",
+        "(world / (",
+        "(1 / (",
+        [
+            "FAIL  gradient of user",
+            "FAIL  gradient of logit.bias",
+            "FAIL  state, 20 steps of user.sum",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_a_check_that_fails(folder, tmp_path, name):
+    file, right, wrong, says = SABOTAGE[name]
+    package = tmp_path / "raytrec"
+    shutil.copytree(Path(raytrec.__file__).parent, package)
+    code = (package / file).read_text()
+    assert code.count(right) == 1
+    (package / file).write_text(code.replace(right, wrong))
+    (tmp_path / "run.json").write_text(json.dumps(settings(folder, tmp_path)))  # JSON is YAML
+    result = subprocess.run(
+        [sys.executable, "-m", "raytrec", "check", "run.json"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "FAIL" in result.stdout
+    for line in says:
+        assert line in result.stdout
+    assert json.loads((tmp_path / "check/check.json").read_text())["passed"] is False

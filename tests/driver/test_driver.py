@@ -1,0 +1,344 @@
+"""Whole runs: Ray Train, gloo, Parquet, MLflow; one local Ray for the module."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import parquet
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.config.run_config import load_config
+from raytrec.driver import evaluation_rows as ahead
+from raytrec.driver import run as driver
+from raytrec.driver.prepare import open_data
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def runs(folder, tmp_path_factory):
+    """The same config trained with 1, 2 and 3 workers."""
+    place = tmp_path_factory.mktemp("runs")
+    return {
+        workers: driver.train(
+            parquet.settings(
+                folder,
+                place / f"w{workers}",
+                scaling__workers=workers,
+                train__epochs=3,
+                train__eval_every_steps=20,
+                tracking__every_steps=20,
+                tracking__report=True,
+                checks__every_steps=20,
+            )
+        )
+        for workers in (1, 2, 3)
+    }
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_result_json(runs, workers):
+    result = json.loads((runs[workers].path / "result.json").read_text())
+    assert result == runs[workers].metrics
+    assert result["eval.rows"] == 1003
+    assert result["train.rows"] == 3 * 2000
+    assert result["train.steps"] == 3 * 16  # 15 full batches and one of 80 rows
+    assert result["world_size"] == workers
+    assert result["train.samples_per_s"] > 0
+    assert result["seconds"] > 0
+    assert result["eval.auc"] > 0.85
+    assert result["eval.ne"] < 0.8
+    assert 0.8 < result["eval.calibration"] < 1.2
+
+
+def test_the_number_of_workers_changes_nothing(runs):
+    one, two, three = (runs[w].metrics for w in (1, 2, 3))
+    for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
+        assert two[name] == pytest.approx(one[name], abs=1e-4)
+        assert three[name] == pytest.approx(one[name], abs=1e-4)
+
+
+def test_mlflow_has_the_run(runs):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{runs[2].path.parent}/mlflow.db")
+    run = client.get_run(runs[2].metrics["mlflow_run_id"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["data.global_batch_size"] == "128"
+    assert run.data.metrics["eval/auc"] == pytest.approx(runs[2].metrics["eval.auc"])
+    steps = [m.step for m in client.get_metric_history(run.info.run_id, "train/logloss")]
+    assert steps == [20, 40, 48]
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "eval/ne")] == [20, 40, 48]
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "watch/table/tag/dead_share")] == [
+        20,
+        40,
+        48,
+    ]
+    assert run.data.metrics["watch/rank/1/backward_ms"] > 0 and run.data.metrics["watch/check/parity"] == 1
+    assert run.data.metrics["system/rank_0/process_memory_usage_megabytes"] > 100
+    assert run.data.tags["version.torchrec"] and run.data.tags["cluster.nodes"] == "1"
+    names = {a.path for a in client.list_artifacts(run.info.run_id)}
+    assert names == {"config.yaml", "schema.yaml", "plan.json", "result.json", "report.html", "pictures"}
+    assert len(client.list_artifacts(run.info.run_id, "pictures")) > 3
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_what_the_ranks_did(runs, folder, workers):
+    """Every id of every epoch was looked up once, on some rank; every check has passed."""
+    lines = [json.loads(line) for line in (runs[workers].path / "ranks.jsonl").read_text().splitlines()]
+    assert sorted((line["step"], line["rank"]) for line in lines) == [
+        (step, rank) for step in (20, 40, 48) for rank in range(workers)
+    ]
+    data = pq.read_table(folder / "train")
+    ids = {"user": data.num_rows, "tag": pc.sum(pc.list_value_length(data["tags"])).as_py()}
+    for name, count in ids.items():
+        looked_up = sum(line["tables"][name]["lookups"] for line in lines if name in line["tables"])
+        assert looked_up == 3 * count
+    checks = [json.loads(line) for line in (runs[workers].path / "checks.jsonl").read_text().splitlines()]
+    assert {c["check"] for c in checks} == {
+        "alike", "shards", "replicas", "parity", "conservation", "finite", "numbers"
+    }  # fmt: skip
+    assert [c for c in checks if not c["passed"]] == []
+    assert runs[workers].metrics["train.checks_passed"] == len(checks)
+
+
+def test_the_curves_of_the_final_evaluation(runs):
+    lines = (runs[2].path / "metrics.jsonl").read_text().splitlines()
+    final = next(line for line in map(json.loads, lines) if line["kind"] == "final")
+    roc, calibration = final["curves"]["roc"], final["curves"]["calibration"]
+    steps = zip(roc["fpr"], roc["fpr"][1:], roc["tpr"], roc["tpr"][1:], strict=False)
+    area = sum((x2 - x1) * (y1 + y2) / 2 for x1, x2, y1, y2 in steps)
+    assert area == pytest.approx(final["auc"], abs=2e-3)
+    assert sum(calibration["rows"]) == 1003
+
+
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.survive), 3])
+def test_evaluate_again_with_other_workers(runs, folder, workers):
+    again = driver.evaluate(runs[2].path, str(folder / "test"), workers=workers)
+    assert again.metrics["eval.rows"] == 1003
+    for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
+        assert again.metrics[name] == pytest.approx(runs[2].metrics[name], abs=1e-6)
+
+
+@pytest.mark.survive
+def test_evaluate_takes_a_checkpoint_folder_and_one_file(runs, folder):
+    again = driver.evaluate(runs[1].path / "checkpoints", str(folder / "valid/part-1.parquet"), workers=1)
+    assert again.metrics["eval.rows"] == 250
+
+
+def test_figures_that_labels_of_one_kind_do_not_define(runs, folder, tmp_path):
+    table = pq.read_table(folder / "test")
+    pq.write_table(table.filter(pc.equal(table["label"], 1)).slice(0, 50), tmp_path / "ones.parquet")
+    figures = driver.evaluate(runs[1].path, str(tmp_path / "ones.parquet"), workers=1).metrics
+    assert figures["eval.auc"] is None and figures["eval.ne"] is None
+    assert figures["eval.rows"] == 50 and figures["eval.logloss"] > 0
+    json.dumps(figures, allow_nan=False)
+
+
+@pytest.mark.survive
+def test_a_run_can_be_moved(runs, folder, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(runs[1].path, moved)
+    config = (moved / "config.yaml").read_text()
+    (moved / "config.yaml").write_text(config.replace(str(runs[1].path), "/nowhere/run"))
+    again = driver.evaluate(moved, str(folder / "test"), workers=1)
+    assert again.metrics["eval.auc"] == pytest.approx(runs[1].metrics["eval.auc"], abs=1e-6)
+    assert not Path("/nowhere").exists()
+
+
+def test_a_finished_run_is_not_overwritten(runs, folder):
+    with pytest.raises(RunError, match="holds a finished run"):
+        driver.train(parquet.settings(folder, runs[1].path))
+
+
+def test_max_steps_and_no_evaluation_data(folder, tmp_path):
+    few = {"data__global_batch_size": 5000, "train__epochs": 5}  # fewer rows than a batch are a batch
+    values = parquet.settings(folder, tmp_path / "run", train__max_steps=3, scaling__workers=1, **few)
+    del values["data"]["valid"], values["data"]["test"]
+    result = driver.train(values)
+    assert result.metrics["train.steps"] == 3
+    assert result.metrics["train.rows"] == 3 * 2000
+    assert not any(name.startswith("eval.") for name in result.metrics)
+
+
+def test_fewer_rows_than_a_batch_and_none_wanted(folder, tmp_path):
+    few = {"data__global_batch_size": 2001, "data__drop_last": True}
+    with pytest.raises(DataError, match=r"2,000 rows, fewer than one global batch") as error:
+        driver.train(parquet.settings(folder, tmp_path / "run", **few))
+    assert "data.drop_last=false" in str(error.value)
+
+
+def test_bad_row_stops_every_rank_with_its_place(folder, tmp_path):
+    bad = parquet.dataset(tmp_path / "bad")
+    path = bad / "train/part-1.parquet"
+    values = pq.read_table(path)
+    users = values["user"].to_numpy().copy()
+    users[700] = 40
+    changed = values.set_column(values.schema.get_field_index("user"), "user", [users])
+    pq.write_table(changed, path, row_group_size=300, write_statistics=False)  # which would tell before
+    with pytest.raises(DataError) as error:
+        driver.train(parquet.settings(bad, tmp_path / "run"))
+    message = str(error.value)
+    assert "part-1.parquet" in message and "user" in message and "40" in message
+    assert "Traceback" not in message
+    assert not (tmp_path / "run/result.json").exists()
+
+
+def listening():
+    """Addresses that any process of this machine listens on, but for loopback: {address:port}."""
+    found = set()
+    for name, loopback in (
+        ("tcp", ("0100007F",)),
+        ("tcp6", ("0000000000000000FFFF00000100007F", "0" * 31 + "1")),
+    ):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            address, state = line.split()[1], line.split()[3]
+            if state == "0A" and address.split(":")[0] not in (*loopback, "0" * 24 + "01000000"):
+                found.add(address)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
+def test_nothing_listens_beyond_loopback(folder, tmp_path):
+    before, seen, over = listening(), set(), threading.Event()
+
+    def look():
+        while not over.wait(0.05):
+            seen.update(listening() - before)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        driver.train(parquet.settings(folder, tmp_path / "run", train__max_steps=3))
+    finally:
+        over.set()
+        thread.join()
+    assert not seen
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="names Linux's interfaces")
+def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_path):
+    """As a worker's process is, before it joins a group. What somebody has set stays."""
+    import ray
+
+    from raytrec.cluster.session import loopback_environment
+
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+    def told(env):
+        """Of a worker in an environment with these variables."""
+        import os
+
+        from raytrec.worker.rendezvous import keep_to_own_address
+
+        for name in (*names, "NCCL_CONF_FILE"):  # a local cluster's processes have inherited them
+            os.environ.pop(name, None)
+        os.environ |= env
+        keep_to_own_address()
+        return {name: os.environ.get(name) for name in names}
+
+    def ask(**env):
+        return ray.get(ray.remote(num_cpus=0, max_calls=1)(told).remote(env), timeout=60)
+
+    (tmp_path / "nccl.conf").write_text("NCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME=ib0\n")
+    assert ask() == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}, (
+        "= is: this name, no longer ones"
+    )
+    assert ask(NCCL_SOCKET_IFNAME="eth7")["NCCL_SOCKET_IFNAME"] == "eth7"
+    conf = ask(NCCL_CONF_FILE=str(tmp_path / "nccl.conf"))
+    assert conf == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": None}, "NCCL's own file says it"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert loopback_environment().items() >= {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}.items()
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert loopback_environment()["NCCL_SOCKET_IFNAME"] == "eth7"
+
+
+def test_a_worker_whose_torch_has_no_gpu_says_so(monkeypatch):
+    import torch
+
+    from raytrec.worker.rendezvous import check_gpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match=r"cannot use the GPU of 127.0.0.1: it is built for CPUs") as error:
+        check_gpu()
+    assert "make install DEVICE=cuda" in error.value.do
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match=r"cannot use the GPU of 127.0.0.1\n") as error:
+        check_gpu()
+    assert "driver for CUDA 13.0" in error.value.expected
+
+
+def seen(folder):
+    """What lies in a folder, and when it, and each folder in it, was changed."""
+    return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
+
+
+def test_bad_rows_in_test_lose_no_training(folder, tmp_path, monkeypatch, capsys):
+    """They are found while training runs; then the model is there, and can be evaluated without them."""
+    bad, run = parquet.dataset(tmp_path / "bad"), tmp_path / "run"
+    values = pq.read_table(bad / "test/part-0.parquet")
+    users = values["user"].to_numpy().copy()
+    users[3] = 40
+    values = values.set_column(values.schema.get_field_index("user"), "user", [users])
+    pq.write_table(values, bad / "test/part-0.parquet", write_statistics=False)
+    monkeypatch.setattr(ahead, "BEGIN_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="id 40 of feature 'user' is not in table 'user'") as error:
+        driver.train(parquet.settings(bad, run, scaling__workers=1, train__max_steps=3))
+    warned = " ".join(capsys.readouterr().err.split())
+    assert "warning: data.test: id 40 of feature 'user'" in warned and "Training goes on" in warned
+    assert "all 3 steps are trained and saved" in error.value.do
+    assert "`raytrec evaluate run --set data.on_error=skip`" in error.value.do
+    assert "`raytrec train --resume run`" in error.value.do
+
+    before = seen(run)
+    for change, rows in (("data.on_error=skip", 1002), ("tables.us*.out_of_range=hash", 1003)):
+        figures = driver.evaluate("run", overrides=[change]).metrics
+        assert (figures["eval.rows"], figures["eval.skipped_rows"]) == (rows, 1003 - rows)
+    assert seen(run) == before, "nothing is written where somebody else's run may lie"
+
+    monkeypatch.setattr(ahead, "BEGIN_S", 0.0)
+    shutil.copytree(folder / "test", bad / "test", dirs_exist_ok=True)
+    assert driver.train(None, resume="run").metrics["eval.rows"] == 1003
+
+
+def test_what_footers_tell_is_told_before_anything_starts(tmp_path):
+    bad = parquet.dataset(tmp_path / "bad", train=200, valid=50, test=50)
+    values = pq.read_table(bad / "test/part-1.parquet")
+    labels = values["label"].to_numpy().copy()
+    labels[3] = 7
+    pq.write_table(values.set_column(0, "label", [labels]), bad / "test/part-1.parquet")
+    settings = parquet.settings(bad, tmp_path / "run")
+    with pytest.raises(DataError, match="label 'label' is 7") as error:
+        driver.train(settings)
+    assert "part-1.parquet, row group 0, column label, row 3" in error.value.where
+    assert not (tmp_path / "run").exists()
+    assert open_data(load_config(settings, ["data.on_error=skip"]))[1]["test"].rows == 50
+
+
+def test_more_workers_than_the_cluster_has(folder, tmp_path):
+    with pytest.raises(ConfigError, match="CPUs for 6 workers"):
+        driver.train(parquet.settings(folder, tmp_path / "run", scaling__workers=6))
+
+
+def test_store_that_cannot_be_opened(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    values = parquet.settings(folder, tmp_path / "run", tracking__uri=f"sqlite:///{tmp_path}/file/mlflow.db")
+    with pytest.raises(ConfigError, match="cannot open the MLflow store"):
+        driver.train(values)
+
+
+def test_no_checkpoint_there(tmp_path, folder):
+    with pytest.raises(RunError, match="no run or checkpoint"):
+        driver.evaluate(tmp_path, str(folder / "test"))

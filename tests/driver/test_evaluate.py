@@ -1,0 +1,156 @@
+"""Evaluation on GPUs: exact, in host memory, and without letting the GPU run dry."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import parquet
+import pytest
+import small
+import torch
+from ranks import on_ranks
+from standin.clock import simulated
+
+from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.index import write_index
+from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError
+from raytrec.config.run_config import load_config
+from raytrec.driver.evaluation import evaluation_config, with_way_on
+
+ROWS = 6 * 12
+
+
+def evaluated(rank, world, memory=None):
+    """(figures, curves, places that waited until the GPU had run dry) of six batches."""
+    import torch.distributed as dist
+
+    from raytrec.worker.build import build_step
+    from raytrec.worker.evaluate import evaluate
+
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    step, _ = build_step(small.config(world, {"sharding": "row_wise"}), small.SCHEMA, device)
+    _, local = small.batches(6, rank, world)
+    read = [batch.pin_memory() for batch in local] if on_gpu else local
+    stream = SimpleNamespace(
+        batches=lambda: iter(read), may_skip=False, dataset=SimpleNamespace(rows=ROWS, uri="here")
+    )
+    if not on_gpu:
+        return *evaluate(step, stream, device), set()
+    from standin import Gpu
+
+    gpu = Gpu.active
+    gpu.waits.clear()
+    predict, step.evaluate = step.evaluate, lambda batches: slowly(predict(batches), gpu)
+    small_one = patch.object(torch.cuda, "mem_get_info", lambda device=None: (memory, memory))
+    with simulated(), small_one if memory else nullcontext():
+        figures, drawn = evaluate(step, stream, device)
+    return figures, drawn, {wait.where for wait in gpu.waits if wait.drains}
+
+
+def slowly(all_outputs, gpu):
+    """Each batch takes the GPU a while."""
+    for outputs in all_outputs:
+        gpu.work(0.1)
+        yield outputs
+    gpu.default_stream.synchronize()
+    gpu.waits.pop()
+
+
+@pytest.mark.parametrize("memory", [None, 1000])
+def test_a_gpu_gives_the_figures_of_a_cpu_and_does_not_run_dry(memory):
+    expected = on_ranks(2, evaluated)
+    found = on_ranks(2, evaluated, memory, device="cuda")
+    for (figures, drawn, _), (same, curves, dry) in zip(expected, found, strict=True):
+        assert same == pytest.approx(figures, nan_ok=True) and curves == drawn
+        assert not dry
+    assert 0 < expected[0][0]["auc"] < 1 and expected[1][0]["auc"] is None
+
+
+def gathered(rank, world, at_once):
+    from raytrec.metrics.sums import gather_to_first
+
+    mine = torch.arange(rank * 10, rank * 10 + (7, 0, 3)[rank])
+    whole = gather_to_first(mine, at_once=at_once)
+    return None if whole is None else whole.tolist()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
+def test_what_is_gathered_in_pieces_is_in_order(at_once):
+    first, *others = on_ranks(3, gathered, at_once)
+    assert first == [*range(7), 20, 21, 22] and others == [None, None]
+
+
+@pytest.mark.parametrize("rows,place", [(1000, "cuda"), (10**9, "cpu")])
+def test_the_auc_of_many_rows_leaves_the_tables_their_memory(rows, place):
+    from standin import cuda
+
+    from raytrec.metrics.sums import place_for
+
+    with cuda():
+        assert place_for(rows, torch.device("cuda", 0)).type == place
+    assert place_for(rows, torch.device("cpu")).type == "cpu"
+
+
+def saved(root, step):
+    """The folder of a checkpoint, as far as who looks for the newest one sees."""
+    folder = folder_of(str(root), step)
+    Path(folder).mkdir(parents=True)
+    about = {"progress": {"step": step}, "data": "", "config": {}, "schema": ""}
+    write_index(folder, {"attempt": "a", "block_bytes": 1 << 22, "tensors": {}, "about": about})
+    return folder
+
+
+def test_what_to_do_when_a_trained_run_could_not_be_evaluated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = {"data": {"train": "d"}, "run": {"dir": str(tmp_path / "a run")}}
+    config, root = load_config(values), tmp_path / "a run/checkpoints"
+    bad = DataError("id 7", where="there", do="correct the data")
+    assert with_way_on(bad, config, 20) is bad, "nothing is saved"
+    saved(root, 10)
+    assert with_way_on(bad, config, 20) is bad, "not all is trained"
+    last = saved(root, 20)
+    told = with_way_on(bad, config, 20)
+    assert type(told) is DataError and (told.what, told.where) == ("id 7", "there")
+    assert told.do == (
+        f"correct the data; all 20 steps are trained and saved, in {last}: evaluate them with "
+        "`raytrec evaluate 'a run' --set data.on_error=skip`; or mend this, and let the run come to its end: "
+        "`raytrec train --resume 'a run'`"
+    )
+    config = load_config(values | {"model": {"name": "mine:Model"}})
+    told = with_way_on(RunError("no answer"), config, 20)
+    assert "`raytrec evaluate 'a run' --allow-code`" in told.do
+
+
+ABOUT = {
+    "config": load_config(parquet.settings("/data", "/run")).model_dump(by_alias=True, mode="json"),
+    "schema": parquet.SCHEMA_YAML,
+}
+
+
+def test_what_an_evaluation_can_change():
+    changes = ["tables.us*.out_of_range=hash", "data.on_error=skip", "scaling.workers=1"]
+    config, schema = evaluation_config(ABOUT, "there", changes, allow_code=False)
+    assert (config.data.on_error, config.scaling.workers) == ("skip", 1)
+    assert {name: table.out_of_range for name, table in schema.tables.items()} == {
+        "user": "hash",
+        "tag": "error",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("model.top_mlp=[3]", "has no part in an evaluation"),
+        ("run.dir=/x", "has no part"),
+        ("tables.user.rows=50", r"cannot be set.*\n.*\n.*a table's size is that of the weights"),
+        ("tables.usr.out_of_range=hash", "there is no table 'usr'"),
+        ("tables.user.out_of_range=drop", "out_of_range"),
+        ("data.on_eror=skip", "did you mean data.on_error"),
+        ("nonsense", "has no part|not an override"),
+    ],
+)
+def test_what_an_evaluation_cannot_change(change, says):
+    with pytest.raises((ConfigError, SchemaError), match=says):
+        evaluation_config(ABOUT, "there", [change], allow_code=False)

@@ -1,0 +1,200 @@
+"""Root causes, what is tried again, and who is named when nothing goes on."""
+
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
+from raytrec.common.errors import DataError
+from raytrec.common.messages import Command, Restart
+from raytrec.driver.coordinator import Hub
+from raytrec.driver.failure_analysis import Kind, find_cause, main_line
+
+GLOO = RuntimeError("[../third_party/gloo/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]")
+OURS = DataError("label 'y' is 7", where="part-0.parquet")
+
+
+@pytest.mark.parametrize(
+    "failures,kind,sentence",
+    [
+        ({0: GLOO, 1: ActorDiedError()}, Kind.DEATH, "rank 1 died: its process was ended, or crashed"),
+        ({0: GLOO, 1: KeyError("user"), 2: GLOO}, Kind.ERROR, "rank 1 raised KeyError: 'user'"),
+        ({0: KeyError("x"), 1: OURS}, Kind.OURS, "label 'y' is 7"),
+        ({0: GLOO, 2: NodeDiedError("gone")}, Kind.NODE, "rank 2 lost its node"),
+        ({0: ActorDiedError(), 1: NodeDiedError("gone")}, Kind.NODE, "rank 1 lost its node"),
+        ({0: Restart("at step 3"), 1: GLOO}, Kind.RESTART, "at step 3"),
+        ({0: GLOO, 1: OutOfMemoryError("the node was")}, Kind.DEATH, "rank 1 was ended by Ray, because"),
+        ({1: RuntimeError("Timed out waiting 60000ms")}, Kind.FOLLOWED, "rank 1 raised RuntimeError"),
+    ],
+)
+def test_the_root_cause(failures, kind, sentence):
+    cause = find_cause(failures)
+    assert cause.kind == kind and cause.sentence.startswith(sentence)
+
+
+# As torch 2.13.0 words them (c10/cuda/CUDAException.cpp, CUDACachingAllocator.cpp, c10d/NCCLUtils.hpp and
+# .cpp, c10d/ProcessGroupNCCL.cpp), where they come up in a collective.
+ADVICE = """
+CUDA kernel errors might be asynchronously reported at some other API call
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+FRAMES = """
+Exception raised from c10_cuda_check_implementation at /pytorch/c10/cuda/CUDAException.cpp:44:
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f in libc10.so)
+frame #5: c10d::ProcessGroupNCCL::WorkNCCL::synchronizeInternal() + 0x1d (0x7f in libtorch_cuda.so)
+"""
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.29.7\n{}"
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+ECC = "CUDA error: uncorrectable ECC error encountered"
+OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
+
+
+@pytest.mark.parametrize(
+    "text,says",
+    [
+        (ILLEGAL + ADVICE + FRAMES, ILLEGAL),
+        (ECC + ADVICE, ECC),
+        (f"[Rank 1] Process group watchdog thread terminated with exception: {ECC}{ADVICE}{FRAMES}", ECC),
+        (OOM + FRAMES, OOM),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED" + FRAMES, "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`" + FRAMES, "CUBLAS_"),
+        (
+            NCCL.format(
+                "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+                "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+                "Cuda failure 700 'an illegal memory access was encountered'",
+            ),
+            "Cuda failure 700 'an illegal memory access was encountered'",
+        ),
+        (
+            NCCL.format(
+                "invalid usage (run with NCCL_DEBUG=WARN for details)",
+                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+                "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+            ),
+            "Duplicate GPU detected",
+        ),
+    ],
+)
+def test_an_error_of_its_own_gpu_that_comes_up_in_a_collective(text, says):
+    """Rank 1 has it; the others lost rank 1. It is said by the line that says it."""
+    lost = NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call failed")
+    cause = find_cause({0: RuntimeError(lost), 1: RuntimeError(text), 2: RuntimeError(lost)})
+    assert (cause.kind, cause.rank) == (Kind.ERROR, 1) and says in cause.text, cause
+    assert says in main_line(text) and "\n" not in main_line(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=42, OpType=ALLREDUCE, "
+        "NumelIn=1, NumelOut=1, Timeout(ms)=300000) ran for 300041 milliseconds before timing out.",
+        "NCCL communicator was aborted on rank 1. Original reason for failure was: [Rank 1] Watchdog caught "
+        "collective operation timeout: WorkNCCL(SeqNum=42, OpType=ALLTOALL_BASE) ran for 300041 milliseconds",
+        NCCL.format(
+            "remote process exited or there was a network error",
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+            "prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer 10.0.0.2<41231>",
+        ),
+        NCCL.format(
+            "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+            "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device "
+            "error. \nLast error:\nsocketStartConnect: Connect to 10.0.0.2<41231> failed : Software caused "
+            "connection abort",
+        ),
+        "NCCL timeout in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:118" + FRAMES,
+    ],
+)
+def test_what_nccl_says_of_others_follows_from_them(text):
+    assert find_cause({1: RuntimeError(text)}).kind == Kind.FOLLOWED
+
+
+@pytest.mark.parametrize(
+    "text,line", [("", ""), ("\n", ""), ("a\nb\n", "b"), ("bad value" + FRAMES, "bad value")]
+)
+def test_the_line_that_says_most(text, line):
+    assert main_line(text) == line
+
+
+@pytest.fixture
+def hub(ray_cluster):
+    import ray
+
+    from raytrec.driver.coordinator import start_hub
+
+    actor = start_hub(5, 60)
+    yield actor
+    ray.kill(actor)
+
+
+def decisions(hub, budget, *failures):
+    """What the policy decides on one group error after the other."""
+    import ray.train
+
+    from raytrec.driver.policies import FailuresWithReason
+
+    policy = FailuresWithReason(ray.train.FailureConfig(), hub, budget)
+    errors = [f if isinstance(f, Exception) else WorkerGroupError("", f) for f in failures]
+    return [policy.make_decision(training_failed_error=e).value for e in errors]
+
+
+def test_what_is_tried_again(hub):
+    died, node = {0: GLOO, 1: ActorDiedError()}, {1: NodeDiedError("gone")}
+    assert decisions(hub, 2, died, node, died, node, {0: Restart("x")}, died) == ["RETRY"] * 5 + ["RAISE"]
+    assert decisions(hub, 8, {1: OURS}) == ["RAISE"], "it would come again"
+    assert decisions(hub, 0, died) == ["RAISE"]
+    same = {0: GLOO, 1: KeyError("user")}
+    assert decisions(hub, 8, same, same) == ["RETRY", "RAISE"], "twice in the same way at the same step"
+    assert decisions(hub, 8, same, died, same) == ["RETRY"] * 3
+    assert decisions(hub, 8, ControllerError(ValueError("a bug"))) == ["RAISE"]
+
+
+def said(hub):
+    import ray
+
+    return [m for m in ray.get(hub.get.remote(1)) if m["kind"] == "event"]
+
+
+def test_the_driver_is_told(hub):
+    import ray
+
+    decisions(hub, 1, {0: GLOO, 1: ActorDiedError()})
+    (event,) = said(hub)
+    assert event["cause"] == "rank 1 died: its process was ended, or crashed" and event["again"]
+    assert ray.get(hub.cause.remote()) == event["cause"]
+
+
+def ranks(*states):
+    """A hub whose ranks have sent (ticks, step, phase, where, waiting); `None` has sent nothing for long."""
+    hub = Hub(hang_s=5, patience_s=60)
+
+    async def meet():
+        hub._keep_looking = lambda: asyncio.sleep(0)
+        for rank in range(len(states)):
+            await hub.enter("a", rank, len(states), 100 + rank, "10.0.0.1")
+        for rank, state in enumerate(states):
+            await hub.beat("a", rank, *(state or (9, 57, "step", "", False)))
+        assert await hub.beat("before", 0, 1, 1, "step", "", False) == Command.ABORT
+        for member, state in zip(hub._members.values(), states, strict=True):
+            member.progress_at -= 8
+            member.beat_at -= 0 if state else 8
+
+    asyncio.run(meet())
+    return hub._hang()
+
+
+def test_who_is_named():
+    waits = (9, 57, "step", "wait, distributed/comm_ops.py:12", True)
+    busy = (9, 57, "step", "forward, mine/model.py:3", False)
+    found = ranks(waits, busy, waits)
+    assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s at step 57, computing")
+    assert "forward, mine/model.py:3" in found and "rank 0 waits at wait, distributed" in found
+    found = ranks(waits, waits, None)
+    assert found.startswith("rank 2 (pid 102 on 10.0.0.1) stands still: no sign of life for 8 s")
+    behind = (8, 56, "step", "wait, distributed/x.py:1", True)
+    assert ranks(waits, behind).startswith("rank 1")
+    assert ranks(waits, waits).startswith("all ranks wait for one another for 8 s; rank 0")
+    assert ranks(waits, (9, 56, "data", "", False)) is None, "reading may take longer"
+    assert ranks((9, 57, "save", "", False), waits) is None

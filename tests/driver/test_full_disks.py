@@ -1,0 +1,134 @@
+"""Whole runs on disks that are full: they train to their end, say what is missing, and can be resumed."""
+
+import json
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+
+import checkpoints
+import disks
+import parquet
+import pytest
+
+from raytrec.cli import main
+from raytrec.driver import run as driver
+
+pytestmark = [pytest.mark.survive, pytest.mark.usefixtures("ray_cluster")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("full") / "d")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster, folder, tmp_path_factory):
+    return driver.train(settings(folder, tmp_path_factory.mktemp("undisturbed") / "run"))
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of 3 MiB."""
+    with disks.small_disk(tmp_path / "disk", "3m", busy=True) as place:
+        yield place
+
+
+def settings(folder, place, **changes):
+    return parquet.settings(
+        folder, place, train__epochs=6, checkpoint__every_steps=8, tracking__every_steps=8, **changes
+    )
+
+
+@contextmanager
+def filled(disk, run):
+    """A block in which the disk is full from the first checkpoint of the run on."""
+    over = Event()
+
+    def fill():
+        while not over.wait(0.01):
+            events = run / "events.jsonl"
+            if events.exists() and '"saved"' in events.read_text():
+                break
+        while not over.wait(0.01):  # what is removed makes room
+            with suppress(OSError), open(disk / "ballast", "ab", buffering=0) as file:
+                while not over.is_set():
+                    file.write(bytes(512))
+
+    thread = Thread(target=fill, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        (disk / "ballast").unlink(missing_ok=True)
+
+
+def lines(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def same(one, other):
+    assert checkpoints.equal(checkpoints.newest(one.path), other) == []
+
+
+def test_the_run_folders_disk_is_full_to_the_end(undisturbed, folder, disk, tmp_path, capfd):
+    """With it the MLflow store, which lies beside it; checkpoints are elsewhere."""
+    run = disk / "runs/one"
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(settings(folder, run, checkpoint__dir=str(tmp_path / "checkpoints"))))
+    with filled(disk, run), pytest.raises(SystemExit) as exit:
+        main(["train", str(config), "--json"])
+    assert exit.value.code == 1
+    out, said = capfd.readouterr()
+    assert json.loads(out)["eval.auc"] == undisturbed.metrics["eval.auc"], "it is printed all the same"
+    assert said.count("the run folder cannot be written (No space left on device)") == 1
+    assert "error: the result cannot be written: No space left on device" in said
+    assert f"raytrec train --resume {run}" in said and "Traceback" not in said
+    assert not (run / "result.json").exists()
+    assert [e for e in lines(run / "events.jsonl") if e["event"] == "failed"] == []
+    resumed = driver.train(None, resume=run)
+    for figure in ("eval.auc", "eval.logloss", "train.rows", "train.steps"):
+        assert resumed.metrics[figure] == undisturbed.metrics[figure]
+    same(undisturbed, tmp_path / "checkpoints/step-0000000096")
+
+
+def test_the_run_folders_disk_has_room_again(undisturbed, folder, disk, tmp_path, capfd):
+    run, elsewhere = disk / "runs/two", tmp_path / "checkpoints"
+    values = settings(folder, run, checkpoint__dir=str(elsewhere), train__log_every_steps=4)
+
+    def free():
+        with filled(disk, run):
+            while not (elsewhere / "step-0000000040/checkpoint.json").exists():
+                done.wait(0.01)
+
+    done = Event()
+    thread = Thread(target=free, daemon=True)
+    thread.start()
+    result = driver.train(values)
+    done.set()
+    thread.join()
+    said = capfd.readouterr().err
+    assert said.count("the run folder cannot be written") == said.count("can be written again") == 1
+    events = lines(run / "events.jsonl")
+    assert [e["step"] for e in events if e["event"] == "saved"] == list(range(8, 97, 8))
+    assert {"full", "room"} <= {e["event"] for e in events}
+    assert [m["step"] for m in lines(run / "metrics.jsonl") if m["kind"] == "train"] == list(range(4, 97, 4))
+    assert result.metrics["eval.auc"] == undisturbed.metrics["eval.auc"]
+    assert json.loads((run / "result.json").read_text())["train.steps"] == 96
+
+
+def test_the_last_checkpoint_cannot_be_written(undisturbed, folder, disk, tmp_path, capfd):
+    run = tmp_path / "run"
+    values = settings(folder, run, checkpoint__dir=str(disk / "c"))
+    with filled(disk, run), pytest.raises(driver.Unfinished) as error:
+        driver.train(values)
+    result = error.value.result.metrics
+    assert result["eval.auc"] == undisturbed.metrics["eval.auc"], "it is evaluated all the same"
+    assert "the trained model is not saved: the checkpoint cannot be written" in error.value.what
+    kept = max(int(p.parent.name[5:]) for p in (disk / "c").glob("*/checkpoint.json"))
+    assert f"from the checkpoint of step {kept}: raytrec train --resume {run}" in error.value.do
+    assert not (run / "result.json").exists() and kept < 96
+    resumed = driver.train(None, resume=run)
+    assert resumed.metrics["eval.auc"] == undisturbed.metrics["eval.auc"]
+    same(undisturbed, disk / "c/step-0000000096")

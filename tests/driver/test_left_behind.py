@@ -1,0 +1,96 @@
+"""What steps and epochs leave behind, counted: tensors, threads, readings, Ray Data's executors."""
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from time import monotonic, sleep
+
+import loop
+import parquet
+import pytest
+import ranks
+
+from raytrec.config.schema import Schema
+from raytrec.data.fragments import scan
+from raytrec.data.order import Order
+from raytrec.data.stream import Stream
+from raytrec.driver import launch as group
+from raytrec.worker import garbage
+
+KINDS = ("Tensor", "Parameter", "Batch", "KeyedJaggedTensor", "Outputs", "Thread", "Look")
+OF_READING = ("Reading", "Batch", "Supply", "Dataset", "StreamingExecutor", "DatasetStats", "Tensor")
+
+
+def alive(kinds):
+    """How many objects of each class there are that somebody holds, and how many threads."""
+    gc.collect()
+    found = Counter(type(each).__name__ for each in gc.get_objects())
+    return {kind: found[kind] for kind in kinds} | {"threads": threading.active_count()}
+
+
+def left_by_steps(rank, world, folder):
+    """What is alive after a recorded and checked step, early and late."""
+    found = []
+
+    def after(made):
+        if made.progress.step in (21, 51):
+            found.append(alive(KINDS))
+
+    changes = ["tracking.every_steps=10", "checks.every_steps=10", "train.log_every_steps=10"]
+    made = loop.make(rank, world, 60, changes, folder).train(60, after)
+    assert made.error is None, made.error
+    return found
+
+
+def test_steps_leave_nothing(tmp_path):
+    for early, late in ranks.on_ranks(2, left_by_steps, tmp_path):
+        assert early["Tensor"] > 10
+        assert late == early
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_epochs_leave_nothing(tmp_path):
+    import ray
+    from ray.data._internal.stats import get_or_create_stats_actor
+
+    known = ray.get(get_or_create_stats_actor().get_datasets.remote())
+    folder = parquet.dataset(tmp_path / "data", train=400)
+    data = scan(str(folder / "train"), Schema.load(folder / "schema.yaml"))
+    stream = Stream(data, Order(100, 4, "window", 2, 0), rank=0, world=1)
+    assert len(list(stream.epochs(1))) == 4
+    early = alive(OF_READING)
+    assert len(list(stream.epochs(3))) == 12
+    until = monotonic() + 10
+    while (late := alive(OF_READING)) != early and monotonic() < until:  # threads take a while to end
+        sleep(0.1)
+    assert late == early
+    assert late["Reading"] == late["Supply"] == 0
+    assert ray.get(get_or_create_stats_actor().get_datasets.remote()) == known
+
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+
+def test_old_cycles_are_found_soon():
+    """Garbage among old objects is found soon, though a process, as ranks do, holds many."""
+    ballast = [[] for _ in range(600_000)]
+    garbage.spare_what_stays()
+    try:
+        cycle = Cycle()
+        gc.collect(1)  # it is old now
+        gone = weakref.ref(cycle)
+        del cycle
+        kept = [[] for _ in range(100_000)]  # what some ten epochs of Ray Data make
+        assert gone() is None
+    finally:
+        gc.unfreeze()
+    assert len(ballast) > len(kept)
+
+
+def test_ranks_have_few_arenas(tmp_path):
+    """Each of glibc's arenas keeps what its threads needed at most."""
+    run = group._ray_run(str(tmp_path / "checkpoints"))
+    assert run.worker_runtime_env["env_vars"]["MALLOC_ARENA_MAX"] == "2"

@@ -1,0 +1,193 @@
+"""Which device a run takes, and what it sets aside there, on a Ray that counts two GPUs (there are none)."""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import parquet
+import pynvml
+import pytest
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import RunConfig
+from raytrec.driver import launch as group
+from raytrec.driver import nodes
+from raytrec.driver import run as driver
+from raytrec.driver.nodes import GpuNode
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """A local Ray with 6 CPUs and, as far as it knows, 2 GPUs."""
+    import ray
+
+    from raytrec.cluster.session import stay_on_loopback
+    from raytrec.cluster.token import use_token
+
+    use_token(create=True)
+    stay_on_loopback()
+    ray.init(address="local", num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture
+def for_cpus():
+    """The packages of this environment are those for CPUs, on machines that test others, too."""
+    with patch("raytrec.driver.nodes.built_for", lambda: "cpu"):
+        yield
+
+
+@pytest.fixture
+def console():
+    said = []
+    return SimpleNamespace(said=said, note=said.append)
+
+
+def settings(workers=2, readers=1, **scaling):
+    values = parquet.settings("unused", "unused")
+    values["data"]["readers"] = readers
+    values["scaling"] = {"workers": workers, **scaling}
+    return RunConfig.model_validate(values)
+
+
+def test_auto_trains_on_cpus_where_torch_is_built_for_them(counted, for_cpus, console):
+    assert group._device(settings(), nodes.gpu_nodes(), console) == "cpu"
+    (said,) = console.said
+    assert "there are GPUs, but torch is built for CPUs on this machine" in said
+    assert "make install DEVICE=cuda" in said
+
+
+def test_cuda_is_refused_where_torch_is_built_for_cpus(counted, for_cpus, tmp_path):
+    folder = parquet.dataset(tmp_path / "d")
+    with pytest.raises(ConfigError, match="torch is built for CPUs on this machine") as error:
+        driver.train(parquet.settings(folder, tmp_path / "run", scaling__device="cuda"))
+    assert "make install DEVICE=cuda" in error.value.do and "scaling.device=cpu" in error.value.do
+    assert not (tmp_path / "run/events.jsonl").exists(), "no worker has started"
+
+
+def test_auto_takes_gpus_with_the_packages_for_them(counted, console):
+    with patch("raytrec.driver.nodes.built_for", lambda: "cuda"):
+        assert group._device(settings(), nodes.gpu_nodes(), console) == "cuda"
+    assert not console.said
+
+
+def test_nodes_are_asked_while_others_use_all_they_have(counted):
+    """Elsewhere than on this machine, by tasks; a GPU need not be free."""
+    import ray
+
+    @ray.remote(num_cpus=6, num_gpus=2)
+    class Busy:
+        def ready(self):
+            return True
+
+    busy = Busy.remote()
+    ray.get(busy.ready.remote(), timeout=60)
+    with patch("raytrec.driver.nodes.is_local", lambda: False):
+        (node,) = nodes.gpu_nodes()
+    ray.kill(busy)
+    assert node == GpuNode("127.0.0.1", 2, **nodes.look_here())
+    assert node.built_for in ("cpu", "cuda") and node.host_memory > 2**30
+
+
+def test_a_node_that_does_not_answer_is_left_to_the_workers(counted, console):
+    node = GpuNode("10.0.0.9", 2)
+    with (
+        patch("raytrec.driver.nodes.alive_nodes", lambda: []),
+        patch("raytrec.driver.launch.is_local", lambda: 0),
+    ):
+        assert group._device(settings(), [node], console) == "cuda"
+
+
+@pytest.mark.parametrize(
+    "workers,readers,message",
+    [
+        (3, 1, "the cluster has 2 GPUs for 3 workers"),
+        (2, 3, "the cluster has 6 CPUs beside GPUs for 2 workers and their readers"),
+    ],
+)
+def test_rooms_for_workers_and_their_readers(counted, workers, readers, message):
+    """Readers' CPUs are their workers' where all nodes have GPUs: tasks that find none wait for ever."""
+    with pytest.raises(ConfigError, match=message):
+        group._check_room(settings(workers, readers), "cuda", 2)
+    group._check_room(settings(2, 2), "cuda", 2)
+    with pytest.raises(ConfigError, match="6 CPUs for 2 workers"):
+        group._check_room(settings(2, 3), "cpu", 2)
+
+
+def test_a_worker_sets_aside_what_its_readers_need():
+    run = settings(2, 3, cpus_per_worker=2)
+    assert group.bundle(run, "cpu") == {"CPU": 5} and group.local_cpus(run) == 10
+    assert group.bundle(run, "cuda") == {"CPU": 5, "GPU": 1}
+    assert group.bundle(run, "cuda", others_read=True) == {"CPU": 2, "GPU": 1}
+
+
+def test_an_autoscaler_hears_of_the_cpus_that_read(counted):
+    """Where nodes without GPUs read, tasks ask for no CPU; the run asks for them."""
+    import json
+    import time
+    from collections import Counter
+
+    import ray.train
+    from ray._private.ray_constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL as CHANNEL
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    from raytrec.driver.policies import RoomOnNodes
+
+    def wait_for(readers, workers):
+        deadline, asked = time.monotonic() + 30, None
+        while asked != Counter({(1, 0): readers, (1, 1): workers}):
+            bundles = json.loads(_internal_kv_get(CHANNEL) or "[]")
+            asked = Counter((each.get("CPU", 0), each.get("GPU", 0)) for each in bundles)
+            assert time.monotonic() < deadline, asked
+            time.sleep(0.2)
+
+    places = {"CPU": 1, "GPU": 1}
+    scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=places)
+    room = RoomOnNodes(scaling, None, 2, 2, 30, cpus_beside=4)
+    room.after_controller_start(SimpleNamespace(run_id="a"))
+    wait_for(readers=4, workers=2)
+    room.before_controller_abort()
+    wait_for(readers=0, workers=0)
+
+
+class FakeNvml:
+    """NVML of a machine with two GPUs, one of them smaller; sizes in bytes."""
+
+    def __init__(self, mig=()):
+        self.total, self.reserved, self.mig = [80, 40], [2, 1], mig
+
+    def patches(self):
+        def mig_mode(handle):
+            return [int(handle in self.mig), 0]
+
+        def memory(handle, version):
+            return SimpleNamespace(total=self.total[handle], reserved=self.reserved[handle])
+
+        return patch.multiple(
+            pynvml,
+            nvmlInit=lambda: None,
+            nvmlShutdown=lambda: None,
+            nvmlDeviceGetCount=lambda: 2,
+            nvmlDeviceGetHandleByIndex=lambda index: index,
+            nvmlDeviceGetMigMode=mig_mode,
+            nvmlDeviceGetMemoryInfo=memory,
+        )
+
+
+@pytest.mark.parametrize(
+    "visible,mig,memory",
+    [("", (), 39), ("0", (), 78), ("0,1", (), 39), ("1", (1,), None), ("MIG-1", (), None)],
+)
+def test_gpu_memory_is_known_without_taking_one(monkeypatch, visible, mig, memory):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with FakeNvml(mig).patches():
+        assert nodes._gpu_memory() == memory
+
+
+def test_nccl_is_given_longer_than_the_hub():
+    """It ends the process that waits; the hub names the rank that is waited for, and comes first."""
+    run = settings(timeout_s=300, hang_s=45)
+    assert group.group_timeout(run, "cpu") == 300
+    assert group.group_timeout(run, "cuda") > 300 + 45

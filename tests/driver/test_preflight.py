@@ -1,0 +1,109 @@
+"""What configuration and schema cannot do together, said before Ray starts; and text that is only text."""
+
+import io
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
+
+import parquet
+import pytest
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Schema
+from raytrec.driver import preflight as fit
+
+SCHEMA = {
+    "labels": ["label"],
+    "dense": ["price"],
+    "sparse": {"user": {"table": "user"}, "tags": {"table": "tag"}},
+    "tables": {"user": {"rows": 40, "dim": 8}, "tag": {"rows": 12, "dim": 8}},
+}
+TWO = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
+
+
+@pytest.mark.parametrize(
+    "schema,model,says",
+    [
+        ({"labels": ["label", "like"]}, {}, "the schema has 2 labels"),
+        ({"tables": {"user": {"rows": 4, "dim": 8}, "tag": {"rows": 4, "dim": 4}}}, {}, "dims 4, 8"),
+        ({}, {"name": "sequence"}, "the schema has no sequence"),
+        ({}, TWO, "in neither tower: price"),
+        ({"dense": []}, {"name": "dcn", "bottom_mlp": [4]}, "no dense columns"),
+        ({}, {"name": "no.such.module:Model"}, "there is no module no.such.module"),
+        ({}, {"name": "mine:Modell"}, "the module has no Modell; did you mean Model?"),
+        ({}, {"name": "broken:Model"}, "broken.py is no Python"),
+        (
+            {"tables": {"user": {"rows": 10**12, "dim": 8}, "tag": {"rows": 4, "dim": 8}}},
+            {},
+            "the tables take",
+        ),
+    ],
+)
+def test_before_ray_starts(schema, model, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("raise RuntimeError('this is not run')\nclass Model: ...\n")
+    (tmp_path / "broken.py").write_text("class (")
+    config = load_config({"data": {"train": "d/train"}, "model": model, "scaling": {"device": "cpu"}})
+    with pytest.raises(ConfigError) as error:
+        fit.check_fit(config, Schema.parse(SCHEMA | schema, "test"), here=True)
+    assert says in str(error.value)
+
+
+def test_what_fits_is_let_through(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("from torch.nn import Module as Model\n")
+    for model in (
+        {},
+        {"name": "dcn"},
+        {"name": "mine:Model"},
+        TWO | {"towers": {"query": ["user", "price"], "item": ["tags"]}},
+    ):
+        config = load_config({"data": {"train": "d/train"}, "model": model, "scaling": {"device": "cpu"}})
+        fit.check_fit(config, Schema.parse(SCHEMA, "test"), here=True)
+
+
+def test_the_command_says_it_once_without_ray(tmp_path):
+    data = parquet.dataset(tmp_path / "data", train=300, valid=60, test=60)
+    (data / "schema.yaml").write_text(
+        parquet.SCHEMA_YAML.replace("tag: {rows: 12, dim: 8}", "tag: {rows: 12, dim: 4}")
+    )
+    (tmp_path / "run.yaml").write_text(f"data: {{train: {data}/train, global_batch_size: 64}}")
+    code = (
+        "import sys; from raytrec.cli import main\n"
+        "try: main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "run.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1 and done.stderr.count("dims 4, 8") == 1 and done.stderr.endswith("False\n")
+    assert "starting Ray" not in done.stderr and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[bold]x", ":smile:", "a[red", "\x1b[31mx"])
+def test_names_are_shown_as_they_are(name):
+    """On a terminal, where rich reads markup; of tables, columns, folders and runs from elsewhere."""
+    from rich.console import Console
+
+    from raytrec.driver import console
+    from raytrec.driver.plan import print_plan
+
+    plan = {"table": name, "rows": 1, "dim": 4, "sharding": "row_wise", "kernel": "fused", "ranks": [0]}
+    found = {"tables": [plan | {"gib": [1.0], "host_gib": [0.0]}], "gib": [1.0], "host_gib": [0.0]}
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(out), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Console, "is_terminal", True)
+        with console.RunConsole(name) as live:
+            live.phase(name)
+            live.note(name)
+            live.warn(name)
+            live.eval(1, auc=0.5)
+        console.print_result(SimpleNamespace(metrics={"name": name}, next_steps=[name]))
+        print_plan(found | {"hosts": 1, "gpus": 1, "memory_gib": 80})
+    shown = name.replace("\x1b", "�")
+    assert out.getvalue().count(shown) >= 6 and "\x1b[31m" not in out.getvalue()

@@ -1,0 +1,140 @@
+"""Parts of Ray that end under a run, signals to whole process groups, and other clusters on the machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import checkpoints
+import psutil
+import pytest
+from test_survive import STEPS, events, folder, run_file, same, undisturbed, wait_for  # noqa: F401
+
+from raytrec.cluster.local_ray import sweep
+from raytrec.driver import run as driver
+
+pytestmark = [pytest.mark.survive, pytest.mark.timeout(400)]
+PARTS = {"hub": "ray::Hub", "raylet": "raylet/raylet", "GCS": "gcs_server"}
+
+
+@contextmanager
+def training(file, *words, run=None):
+    """`raytrec train` in a process group of its own, after its first checkpoint."""
+    command = [*words, sys.executable, "-m", "raytrec", "train", str(file)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        run = run or file.parent / "run"
+        wait_for(lambda: events(run, "saved") or process.poll() is not None, "checkpoint", 300)
+        assert process.poll() is None, process.stderr.read()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def below(process):
+    """All processes below one, and the folder of its Ray."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    lines = [" ".join(each.cmdline()) for each in family]
+    (session,) = {w.split("=")[1] for line in lines for w in line.split() if w.startswith("--session-dir=")}
+    return family, lines, Path(session).parent.parent
+
+
+def end(process, part):
+    """Ends a part of its Ray."""
+    family, lines, ray = below(process)
+    (pid,) = [each.pid for each, line in zip(family, lines, strict=True) if PARTS[part] in line]
+    os.kill(pid, signal.SIGKILL)
+    return family, ray
+
+
+def lives(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(family, ray):
+    wait_for(lambda: not any(map(lives, family)), "end of Ray's processes", 5)
+    assert not ray.exists()
+
+
+@pytest.mark.parametrize("part", ["hub", "raylet"])
+def test_a_run_outlives_the_hub_and_the_raylet(undisturbed, folder, tmp_path, part):  # noqa: F811
+    run = tmp_path / "run"
+    with training(run_file(folder, tmp_path)) as process:
+        family, ray = end(process, part)
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    failed = events(run, "failed")[-1]  # where a raylet ends, a worker's death may be seen first
+    assert part in failed["cause"] and failed["again"] and "Traceback" not in said
+    assert f"{failed['cause']}; starting again" in " ".join(said.split()) and "state-dump" not in said
+    assert 0 < events(run, "start")[-1]["step"] < STEPS
+    metrics = json.loads((run / "result.json").read_text())
+    same(undisturbed, driver.Result(metrics, run))
+    wait_until_gone(family, ray)
+
+
+def test_the_end_of_gcs_is_one_sentence(undisturbed, folder, tmp_path):  # noqa: F811
+    run = tmp_path / "run"
+    with training(run_file(folder, tmp_path)) as process:
+        began = time.monotonic()
+        family, ray = end(process, "GCS")
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and time.monotonic() - began < 20
+    assert "error: Ray's GCS, the process that knows all others, has ended" in said
+    assert f"raytrec train --resume {run}" in said and "Traceback" not in said and len(said) < 2000, said
+    wait_until_gone(family, ray)
+    assert json.loads((run / "driver.json").read_text())["status"] == "FAILED"
+    same(undisturbed, driver.train(None, resume=run))
+
+
+def test_nothing_stays_of_a_driver_that_was_killed(folder, tmp_path):  # noqa: F811
+    """Ray's processes end with it, two agents by themselves up to 30 s later; whoever starts next sweeps."""
+    with training(run_file(folder, tmp_path)) as process:
+        family, lines, ray = below(process)
+        process.kill()
+        large = [each for each, line in zip(family, lines, strict=True) if "agent" not in line]
+        wait_for(lambda: not any(map(lives, large)), "end of Ray's processes", 20)
+        wait_for(lambda: not any(map(lives, family)), "end of Ray's agents", 60)
+    assert ray.exists()
+    sweep(ray.parent)
+    assert not ray.exists()
+
+
+@pytest.mark.parametrize("way", ["timeout", "group"])
+def test_a_signal_to_the_process_group_saves(undisturbed, folder, tmp_path, way):  # noqa: F811
+    """As batch systems and containers send it; `timeout` sends it to the process, too."""
+    run = tmp_path / "run"
+    with training(run_file(folder, tmp_path), *(["timeout", "600"] if way == "timeout" else [])) as process:
+        os.killpg(process.pid, signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    (stopped,) = events(run, "stopped")
+    assert checkpoints.about(checkpoints.newest(run))["progress"]["step"] == stopped["step"]
+    assert f"go on with: raytrec train --resume {run}" in said and "Traceback" not in said
+    same(undisturbed, driver.train(None, resume=run))
+
+
+def test_other_clusters_on_the_machine_leave_a_run_alone(folder, tmp_path):  # noqa: F811
+    """One that is started with `ray start`, which names itself as the machine's, and another local run."""
+    from heads import Head
+
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    longer = run_file(folder, tmp_path / "a")
+    longer.write_text(longer.read_text().replace("epochs: 15", "epochs: 1500"))
+    with training(longer) as process:
+        with Head(tmp_path / "head", cpus=2), training(run_file(folder, tmp_path / "b")) as other:
+            assert other.communicate(timeout=200) and other.returncode == 0
+            time.sleep(5)  # the cleaner looks each second
+            assert process.poll() is None and not events(tmp_path / "a/run", "failed")
+        time.sleep(3)
+        assert process.poll() is None and not events(tmp_path / "a/run", "failed")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 143

@@ -1,0 +1,308 @@
+"""Runs that are disturbed end as undisturbed ones do. Real processes, ended and stopped by real signals."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Thread
+
+import checkpoints
+import parquet
+import pytest
+import torch
+import yaml
+
+from raytrec.checkpoint.index import read_index
+from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.config.run_config import load_config
+from raytrec.driver import run as driver
+
+STEPS = 240  # 15 epochs of 16 steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("survive") / "d")
+
+
+def settings(folder, place, **changes):
+    """Adam for the dense layers and dropout: state that a restart could lose."""
+    values = parquet.settings(folder, place, train__epochs=15, checkpoint__every_steps=20, **changes)
+    values["model"] = {"dropout": 0.1} | values["model"] | {"top_mlp": [256, 256]}
+    return values
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster, folder, tmp_path_factory):
+    return driver.train(settings(folder, tmp_path_factory.mktemp("undisturbed") / "run"))
+
+
+def events(run, kind=None):
+    """What events.jsonl says so far."""
+    path = Path(run) / "events.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [e for e in map(json.loads, lines) if kind in (None, e["event"])]
+
+
+def workers():
+    """Process ids of the Ray Train workers of this test's own cluster."""
+    import ray
+
+    actors = ray._private.state.actors().values()
+    return sorted(
+        a["Pid"] for a in actors if a["ActorClassName"] == "RayTrainWorker" and a["State"] == "ALIVE"
+    )
+
+
+def wait_for(condition, what, limit=120):
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.05)
+
+
+def disturb(run, number, kinds=("saved",)):
+    """Sends a worker a signal after the first checkpoint and a little more; in a thread."""
+
+    def go():
+        wait_for(lambda: events(run, kinds[0]), kinds[0])
+        time.sleep(random.Random(7).uniform(0.2, 1.0))
+        os.kill(random.Random(8).choice(workers()), number)
+
+    thread = Thread(target=go, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_killed_worker_leaves_no_trace(undisturbed, folder, tmp_path):
+    killer = disturb(tmp_path / "run", signal.SIGKILL)
+    disturbed = driver.train(settings(folder, tmp_path / "run"))
+    killer.join()
+    (failed,) = events(tmp_path / "run", "failed")
+    assert "died" in failed["cause"] and failed["cause"].startswith("rank ") and failed["again"]
+    assert [e["step"] for e in events(tmp_path / "run", "start")][1] >= 20
+    same(undisturbed, disturbed)
+
+
+def same(one, other):
+    """The same model, state and figures, to the last bit."""
+    assert checkpoints.equal(checkpoints.newest(one.path), checkpoints.newest(other.path)) == []
+    for name, value in one.metrics.items():
+        if name.startswith("eval.") or name in ("train.rows", "train.steps"):
+            assert other.metrics[name] == value, name
+
+
+@pytest.mark.survive
+def test_a_worker_that_stands_still_is_found_and_named(undisturbed, folder, tmp_path):
+    stopper = disturb(tmp_path / "run", signal.SIGSTOP)
+    disturbed = driver.train(settings(folder, tmp_path / "run", scaling__hang_s=6))
+    stopper.join()
+    (hang,) = events(tmp_path / "run", "hang")
+    assert "stands still: no sign of life" in hang["cause"] and "at step" in hang["cause"]
+    assert "waits at" in hang["cause"]
+    same(undisturbed, disturbed)
+
+
+def command(*arguments):
+    """The raytrec command, as a process."""
+    log = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-m", "raytrec", *map(str, arguments)], stdout=log, stderr=log, text=True
+    )
+
+
+def run_file(folder, tmp_path, **changes):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings(folder, tmp_path / "run", **changes)))
+    return path
+
+
+SLOWER = [pytest.param(s, marks=pytest.mark.survive) for s in (signal.SIGTERM, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *SLOWER])
+def test_the_driver_is_ended_and_the_run_resumed(undisturbed, folder, tmp_path, number):
+    """Ctrl-C and SIGTERM save first; after SIGKILL the run goes on from its last checkpoint."""
+    run, process = tmp_path / "run", command("train", run_file(folder, tmp_path))
+    try:
+        wait_for(lambda: events(run, "saved"), "checkpoint")
+        time.sleep(0.3)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    if number != signal.SIGKILL:
+        assert f"go on with: raytrec train --resume {run}" in said and "Traceback" not in said
+        (stopped,) = events(run, "stopped")
+        assert checkpoints.about(checkpoints.newest(run))["progress"]["step"] == stopped["step"]
+    assert not (run / "result.json").exists()
+    resumed = driver.train(None, resume=run)
+    start = events(run, "start")[-1]
+    assert 0 < start["step"] < STEPS
+    same(undisturbed, resumed)
+    assert resumed.metrics["mlflow_run_id"] == (run / "mlflow_run_id").read_text()
+
+
+@pytest.fixture(scope="module")
+def no_dropout(ray_cluster, folder, tmp_path_factory):
+    """Which rank a row is on decides its dropout, so that numbers of workers are compared without."""
+    return driver.train(settings(folder, tmp_path_factory.mktemp("plain") / "run", model__dropout=0.0))
+
+
+def as_it_was(result, run):
+    """A copy of a run as it was at its last checkpoint but one."""
+    shutil.copytree(result.path, run)
+    (run / "result.json").unlink()
+    shutil.rmtree(checkpoints.newest(run))
+    return run
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.survive
+def test_damaged_and_incomplete_checkpoints_are_passed_over(undisturbed, folder, tmp_path, capfd):
+    """Of four, the newest has a flipped bit in its data, the next one in its index, the third no index."""
+    run = tmp_path / "run"
+    first = driver.train(settings(folder, run, train__max_steps=120, checkpoint__keep_last=5))
+    (run / "result.json").unlink()
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["train"]["max_steps"] = None
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    newest = checkpoints.newest(run)
+    step = {n: run / f"checkpoints/step-{n:010d}" for n in (120, 100, 80, 60)}
+    assert newest == step[120]
+    largest = max(step[120].glob("*.bin"), key=lambda p: p.stat().st_size)
+    flip(largest, largest.stat().st_size // 2)
+    flip(step[100] / "checkpoint.json", 100)
+    (step[80] / "checkpoint.json").unlink()
+    capfd.readouterr()
+    resumed = driver.train(None, resume=run)
+    said = " ".join(capfd.readouterr().err.split())
+    assert events(run, "start")[-1]["step"] == 60
+    for folder in (step[120], step[100], step[80]):
+        assert str(folder) in said
+    assert resumed.metrics["train.steps"] == STEPS and first.metrics["train.steps"] == 120
+    same(undisturbed, resumed)
+
+
+@pytest.mark.survive
+def test_nothing_left_to_go_on_from_is_an_error(undisturbed, tmp_path):
+    interrupted = as_it_was(undisturbed, tmp_path / "run")
+    for index in interrupted.glob("checkpoints/step-*/*.bin"):
+        index.unlink()
+    with pytest.raises(RunError, match="none of 1 checkpoints can be read"):
+        driver.train(None, resume=interrupted)
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("workers", [1, 3])
+def test_another_number_of_workers(no_dropout, tmp_path, workers):
+    """The same batches to the last row; the same model up to the order in which float32s are added."""
+    interrupted = as_it_was(no_dropout, tmp_path / "run")
+    resumed = driver.train(None, [f"scaling.workers={workers}"], resume=interrupted)
+    assert resumed.metrics["world_size"] == workers
+    assert resumed.metrics["train.rows"] == no_dropout.metrics["train.rows"]
+    one, other = (checkpoints.whole(checkpoints.newest(r.path)) for r in (no_dropout, resumed))
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    assert resumed.metrics["eval.auc"] == pytest.approx(no_dropout.metrics["eval.auc"], abs=1e-4)
+
+
+def test_what_cannot_be_resumed(undisturbed, folder, tmp_path):
+    interrupted = as_it_was(undisturbed, tmp_path / "run")
+
+    def refused(kind, *says, resume=interrupted, source=None, overrides=()):
+        with pytest.raises(kind) as error:
+            driver.train(source, list(overrides), resume=resume)
+        for text in says:
+            assert text in str(error.value)
+
+    refused(RunError, "this run has finished", "--from", resume=undisturbed.path)
+    refused(RunError, "there is no run here", resume=tmp_path / "nowhere")
+    refused(
+        ConfigError,
+        "optim.embeddings.lr: 0.1 → 0.5",
+        "run.seed: 0 → 4",
+        overrides=["optim.embeddings.lr=0.5", "run.seed=4", "train.log_every_steps=7"],
+    )
+    refused(ConfigError, "train.epochs: 15 → 2", source=settings(folder, tmp_path) | {"train": {"epochs": 2}})
+    other = parquet.dataset(tmp_path / "other", train=1999)
+    refused(DataError, "data.train is not what it was", overrides=[f"data.train={other / 'train'}"])
+    (other / "schema.yaml").write_text(parquet.SCHEMA_YAML.replace("rows: 40", "rows: 50"))
+    refused(ConfigError, "schema has changed", overrides=[f"data.schema={other / 'schema.yaml'}"])
+    with pytest.raises(RunError, match="--resume"):
+        driver.train(settings(folder, interrupted))
+    assert not (interrupted / "result.json").exists()
+
+
+@pytest.mark.survive
+def test_keeps_the_last_and_the_best(folder, tmp_path):
+    values = settings(folder, tmp_path / "run", train__eval_every_steps=20, checkpoint__keep_best=2)
+    values["checkpoint"]["keep_last"] = 1
+    values["optim"] = {"embeddings": {"lr": 0.5}, "dense": {"lr": 0.02}}  # overfits: the best are early
+    driver.train(values)
+    root = tmp_path / "run/checkpoints"
+    kept = {
+        int(p.parent.name[5:]): read_index(str(p.parent))["about"] for p in root.glob("*/checkpoint.json")
+    }
+    assert max(kept) == STEPS and len(kept) == 3
+    assert sorted(p.name for p in root.glob("step-*")) == [f"step-{s:010d}" for s in sorted(kept)]
+    from mlflow import MlflowClient
+
+    store = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    run = (tmp_path / "run/mlflow_run_id").read_text()
+    by_ne = sorted((m.value, m.step) for m in store.get_metric_history(run, "eval/ne") if m.step < STEPS)
+    assert set(kept) - {STEPS} == {step for _, step in by_ne[:2]}
+    for step in set(kept) - {STEPS}:
+        assert kept[step]["evaluation"]["ne"] == dict((s, v) for v, s in by_ne)[step]
+
+
+@pytest.mark.survive
+def test_a_full_disk_does_not_stop_training(undisturbed, folder, tmp_path, capfd):
+    """The file system of the checkpoints has no room for one; then somebody makes some."""
+    place = tmp_path / "small"
+    place.mkdir()
+    size = sum(p.stat().st_size for p in checkpoints.newest(undisturbed.path).iterdir())
+    mounted = ["mount", "-t", "tmpfs", "-o", f"size={6 * size}", "tmpfs", str(place)]
+    if subprocess.run(mounted, capture_output=True).returncode:
+        pytest.skip("needs to mount a small file system")
+    try:
+        (place / "ballast").write_bytes(bytes(int(5.2 * size)))
+        values = settings(folder, tmp_path / "run", checkpoint__dir=str(place / "checkpoints"))
+
+        def make_room():
+            wait_for(lambda: any(e["error"] for e in events(tmp_path / "run", "saved")), "failed save")
+            (place / "ballast").unlink()
+
+        Thread(target=make_room, daemon=True).start()
+        result = driver.train(values)
+        said = " ".join(capfd.readouterr().err.split())
+        saved = events(tmp_path / "run", "saved")
+        failed = [e["step"] for e in saved if e["error"]]
+        assert failed and f"no checkpoint of step {failed[0]}" in said
+        assert not saved[-1]["error"] and saved[-1]["step"] == STEPS
+        end = place / f"checkpoints/step-{STEPS:010d}"
+        assert checkpoints.equal(checkpoints.newest(undisturbed.path), end) == []
+        assert result.metrics["eval.auc"] == undisturbed.metrics["eval.auc"]
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_config_of_a_range_of_workers():
+    def parsed(workers):
+        return load_config({"data": {"train": "x"}, "scaling": {"workers": workers}}).scaling
+
+    assert (parsed(3).least, parsed(3).most, parsed(3).elastic) == (3, 3, False)
+    assert (parsed([1, 4]).least, parsed([1, 4]).most, parsed([1, 4]).elastic) == (1, 4, True)
+    with pytest.raises(ConfigError, match="first the least, then the most"):
+        parsed([4, 1])

@@ -1,0 +1,172 @@
+"""Warm starts, transforms and partitions in whole runs."""
+
+import json
+
+import checkpoints
+import parquet
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from raytrec.common.errors import ConfigError, RunError, SchemaError
+from raytrec.config.schema import Schema
+from raytrec.driver import run as driver
+from raytrec.embeddings.initial import initial_rows
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+STILL = ["optim.embeddings.lr=1e-30", "optim.dense.lr=1e-30"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("warm") / "d")
+
+
+@pytest.fixture(scope="module")
+def first(folder, tmp_path_factory):
+    place = tmp_path_factory.mktemp("first")
+    return driver.train(parquet.settings(folder, place / "run", train__epochs=2))
+
+
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.survive), 2])
+def test_goes_on_with_the_weights(first, folder, tmp_path, workers):
+    """A warm start that learns nothing ends with the first run's figures; on other data, by another plan."""
+    new = parquet.write(tmp_path / "new", 1500, seed=77)
+    changes = [f"data.train={new}", f"run.dir={tmp_path / 'run'}", f"scaling.workers={workers}", *STILL]
+    second = driver.train(None, [*changes, "plan.sharding=[row_wise]"], start_from=first.path)
+    assert second.metrics["train.rows"] == 2 * 1500
+    for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
+        assert second.metrics[name] == pytest.approx(first.metrics[name], abs=1e-6)
+    assert (second.path / "config.yaml").read_text().count(str(first.path)) == 2, "says where it comes from"
+
+
+@pytest.mark.survive
+def test_with_a_config_of_its_own_and_again(first, folder, tmp_path):
+    settings = parquet.settings(folder, tmp_path / "second")
+    second = driver.train(settings, start_from=first.path / "checkpoints")
+    assert second.metrics["eval.logloss"] != pytest.approx(first.metrics["eval.logloss"], abs=1e-6)
+    again = driver.train(None, [f"run.dir={tmp_path / 'third'}", *STILL], start_from=second.path)
+    assert again.metrics["eval.logloss"] == pytest.approx(second.metrics["eval.logloss"], abs=1e-6)
+
+
+def test_what_does_not_fit(first, folder, tmp_path):
+    def fails(kind, says, start_from=first.path, **changes):
+        with pytest.raises(kind, match=says):
+            settings = parquet.settings(folder, tmp_path / "run", **changes)
+            driver.train(settings, start_from=start_from)
+
+    fails(ConfigError, r"model.top_mlp is \[8\], and the checkpoint has \[16\]", model__top_mlp=[8])
+    fails(RunError, "there is no run or checkpoint here", start_from=tmp_path)
+    larger = tmp_path / "larger.yaml"
+    larger.write_text(parquet.SCHEMA_YAML.replace("rows: 40", "rows: 50"))
+    fails(SchemaError, r"tables.user: 50 × 8 now, 40 × 8 in the checkpoint", data__schema=str(larger))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.survive
+def test_partitions_and_transforms_in_a_run(folder, tmp_path):
+    """Raw columns, by day, become the very run that their prepared form gives."""
+    whole = pq.read_table(folder / "train")
+    rows = len(whole)
+    names = pa.array([f"user {i}" for i in range(40)])
+    raw = whole.set_column(
+        whole.column_names.index("user"), "user_name", names.take(whole["user"].combine_chunks())
+    )
+    for day, (start, count) in enumerate([(0, 500), (500, rows - 500), (0, 300)]):
+        path = tmp_path / f"raw/date=2026-11-0{day + 1}"
+        path.mkdir(parents=True)
+        pq.write_table(raw.slice(start, count), path / "a.parquet", row_group_size=300)
+    (tmp_path / "users.txt").write_text("\n".join(names.to_pylist()))
+    plain = parquet.settings(folder, tmp_path / "a", train__max_steps=10)
+    plain["data"] |= {"shuffle": "none", "valid": None, "test": None}
+    settings = json.loads(json.dumps(plain))
+    settings["run"]["dir"] = str(tmp_path / "b")
+    settings["data"] |= {
+        "train": str(tmp_path / "raw"),
+        "between": [None, "date=2026-11-02"],
+        "schema": str(folder / "schema.yaml"),
+        "transforms": [
+            {
+                "do": "lookup_vocabulary",
+                "columns": ["user_name"],
+                "into": ["user"],
+                "vocabulary": str(tmp_path / "users.txt"),
+            }
+        ],
+    }
+    for values in (plain, settings):
+        driver.train(values)
+
+    weights = [checkpoints.whole(checkpoints.newest(tmp_path / name)) for name in ("a", "b")]
+    assert len(weights[0]) > 5 and weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def changed_schema(folder, tmp_path, **rows):
+    """A schema whose tables have other numbers of rows."""
+    values = yaml.safe_load(parquet.SCHEMA_YAML)
+    for table, count in rows.items():
+        values["tables"][table]["rows"] = count
+    path = tmp_path / "schema.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+def test_tables_that_have_grown_or_begin_anew(first, folder, tmp_path, capfd):
+    """user: 40 rows became 50; tag begins anew. What both have is taken over, state included."""
+    schema = changed_schema(folder, tmp_path, user=50)
+    changes = {
+        "run.start_tables": "{'us*': resize, tag: new}",
+        "run.start_state": "true",
+        "scaling.workers": 3,
+    }
+    overrides = [f"run.dir={tmp_path / 'run'}", f"data.schema={schema}", *STILL, "train.max_steps=1"]
+    second = driver.train(None, overrides + [f"{k}={v}" for k, v in changes.items()], start_from=first.path)
+    said = " ".join(capfd.readouterr().err.split())
+    assert "table user: 10 rows begin anew" in said and "table tag (12 × 8) begins anew" in said
+    old, new = (checkpoints.whole(checkpoints.newest(run.path)) for run in (first, second))
+    initial = Schema.parse(yaml.safe_load(schema.read_text()), "test")
+    torch.testing.assert_close(new["tables/user/weight"][:40], old["tables/user/weight"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(new["tables/user/weight"][40:], initial_rows(initial, "user", 0, 40, 50))
+    torch.testing.assert_close(new["tables/tag/weight"], initial_rows(initial, "tag", 0, 0, 12))
+    assert (new["tables/user/sum"][:40] >= old["tables/user/sum"]).all()
+    assert (new["tables/user/sum"][40:] == 0).all() and old["tables/user/sum"].min() > 0
+    steps = {name: value for name, value in new.items() if name.endswith("/step")}
+    assert steps and all(value == old[name] + 1 for name, value in steps.items())
+
+
+@pytest.mark.survive
+def test_tables_that_have_shrunk_or_gone(first, tmp_path):
+    """Ids of other data end at 30, and there are no tags: the dense layers begin anew."""
+    data = parquet.dataset(tmp_path / "d")
+    for path in data.glob("*/*.parquet"):
+        table = pq.read_table(path)
+        table = table.filter(pc.less(table["user"], 30)).drop_columns("tags")
+        pq.write_table(table, path)
+    schema = data / "schema.yaml"
+    schema.write_text(
+        "labels: [label]\ndense: [price]\nsparse: {user: {table: user}}\ntables: {user: {rows: 30, dim: 8}}\n"
+    )
+    settings = parquet.settings(data, tmp_path / "run", train__max_steps=1)
+    settings["optim"] = {"embeddings": {"lr": 1e-30}, "dense": {"lr": 1e-30}}
+    settings["run"]["start_tables"] = {"user": "resize", "tag": "drop"}
+
+    def fails(says):
+        with pytest.raises(SchemaError, match=says):
+            driver.train(settings, start_from=first.path)
+
+    fails("run.start_dense=matching")
+    settings["run"]["start_dense"] = "matching"
+    del settings["run"]["start_tables"]["tag"]
+    fails("tables.tag: none now, 12 × 8 in the checkpoint")
+    settings["run"]["start_tables"]["tag"] = "drop"
+    second = driver.train(settings, start_from=first.path)
+    old, new = (checkpoints.whole(checkpoints.newest(run.path)) for run in (first, second))
+    torch.testing.assert_close(new["tables/user/weight"], old["tables/user/weight"][:30], rtol=0, atol=1e-12)
+    dense = [n for n in new if n.startswith("dense/") and n.endswith("/value")]
+    assert any(n in old and old[n].shape == new[n].shape and torch.equal(old[n], new[n]) for n in dense)
+    assert any(old[n].shape != new[n].shape for n in dense)

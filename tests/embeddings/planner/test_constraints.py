@@ -1,0 +1,218 @@
+"""Plans by hand: what the driver refuses before any worker starts, and says."""
+
+import pytest
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.schema import Schema
+from raytrec.embeddings.planner.constraints import HOST_RESERVE, check_pins, column_parts, host_room, pins
+from raytrec.embeddings.planner.footprint import CACHED, GIB, footprint
+
+ROWS = {"user": 100, "user_tag": 50, "item": 1000, "shop": 7}
+
+
+def schema(dim=16):
+    return Schema.parse(
+        {
+            "labels": ["y"],
+            "sparse": {t: {"table": t} for t in ROWS},
+            "tables": {t: {"rows": n, "dim": dim} for t, n in ROWS.items()},
+        },
+        "test",
+    )
+
+
+def config(tables=None, together=(), optimizer="adagrad", workers=4, **plan):
+    return RunConfig.model_validate(
+        {
+            "data": {"train": "d/train"},
+            "scaling": {"workers": workers},
+            "optim": {"embeddings": {"name": optimizer}},
+            "plan": {"tables": tables or {}, "together": list(together), **plan},
+        }
+    )
+
+
+def check(tables=None, together=(), device="cpu", memory=None, share=None, hosts=2, workers=4, **options):
+    return check_pins(
+        config(tables, together, workers=workers, **options),
+        schema(),
+        device,
+        world=workers,
+        ranks_per_host=workers // hosts,
+        memory=memory,
+        host_share=share,
+    )
+
+
+def test_patterns_apply_in_order_and_later_lines_overrule():
+    settled = pins(
+        config(
+            {
+                "*": {"sharding": "row_wise", "kernel": "fused"},
+                "user*": {"dtype": "fp16"},
+                "user_tag": {"sharding": "table_wise", "ranks": [2]},
+            }
+        ),
+        schema(),
+    )
+    assert settled["item"].sharding == ("row_wise",) and settled["item"].dtype == "fp32"
+    assert settled["user"].sharding == ("row_wise",) and settled["user"].dtype == "fp16"
+    assert settled["user_tag"].sharding == ("table_wise",) and settled["user_tag"].ranks == (2,)
+    assert settled["user_tag"].kernel == "fused" and settled["user_tag"].dtype == "fp16"
+
+
+def test_what_is_left_out_is_the_planners():
+    settled = pins(config(sharding=["row_wise", "data_parallel"]), schema())
+    assert all(p.sharding == ("row_wise", "data_parallel") and p.ranks is None for p in settled.values())
+
+
+def test_one_rank_means_table_wise():
+    assert check({"item": {"ranks": [3]}})["item"].sharding == ("table_wise",)
+
+
+def test_a_group_follows_the_rank_of_one_of_its_tables():
+    settled = check({"item": {"ranks": [3]}}, together=[["user*", "item"]])
+    assert [settled[t].ranks for t in ROWS] == [(3,), (3,), (3,), None]
+    assert [settled[t].group for t in ROWS] == [0, 0, 0, None]
+
+
+@pytest.mark.parametrize(
+    "tables,says",
+    [
+        ({"itme": {"kernel": "fused"}}, "'itme'; did you mean 'item'"),
+        ({"x*": {"kernel": "fused"}}, "'x*'"),
+        ({"item": {"ranks": [0, 1]}}, "table item: ranks [0, 1] without a sharding"),
+        ({"item": {"sharding": "table_wise", "ranks": [4]}}, "table item: on rank 4"),
+        ({"item": {"sharding": "table_wise", "ranks": [0, 1]}}, "table_wise on ranks [0, 1]"),
+        ({"item": {"sharding": "row_wise", "ranks": [0, 1]}}, "all ranks, in order"),
+        ({"item": {"sharding": "column_wise", "ranks": [0, 0]}}, "name each rank once"),
+        ({"item": {"sharding": "column_wise", "ranks": [0, 1, 2]}}, "3 parts of 16 columns"),
+        ({"item": {"sharding": "table_row_wise", "ranks": [1, 2]}}, "all ranks of one host"),
+        ({"item": {"sharding": "table_column_wise", "ranks": [1, 2]}}, "ranks of one host"),
+        ({"item": {"sharding": "grid_shard", "ranks": [0, 1, 2]}}, "all ranks of one or more hosts"),
+        ({"item": {"sharding": "data_parallel", "kernel": "fused"}}, "data_parallel with kernel fused"),
+        ({"item": {"sharding": "data_parallel", "dtype": "fp16"}}, "dtype fp16 with a dense kernel"),
+        ({"item": {"kernel": "dense", "dtype": "fp16"}}, "dtype fp16 with a dense kernel"),
+    ],
+)
+def test_a_bad_plan_names_table_and_reason(tables, says):
+    with pytest.raises(ConfigError) as error:
+        check(tables)
+    assert says in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
+@pytest.mark.parametrize("by", ["table", "list"])
+def test_rowwise_adagrad_cannot_be_cut_by_columns(sharding, by):
+    plan = {"tables": {"item": {"sharding": sharding}}} if by == "table" else {"sharding": [sharding]}
+    with pytest.raises(ConfigError, match="one value a row"):
+        check(plan.pop("tables", None), optimizer="rowwise_adagrad", **plan)
+
+
+def test_adam_has_no_fused_kernel_on_cpu():
+    with pytest.raises(ConfigError, match="kernel fused with adam on CPU"):
+        check({"item": {"kernel": "fused"}}, optimizer="adam")
+    with pytest.raises(ConfigError, match="dtype fp16 with a dense kernel"):
+        check({"item": {"dtype": "fp16"}}, optimizer="adam")
+    check({"item": {"kernel": "fused", "dtype": "fp16"}}, optimizer="adam", device="cuda")
+
+
+def test_bf16_tables_are_refused_on_every_device():
+    with pytest.raises(ConfigError, match="no kernels for dtype bf16, on no device; use fp16 or fp32"):
+        load_config({"data": {"train": "d/train"}}, ["plan.tables.item.dtype=bf16"])
+
+
+@pytest.mark.parametrize(
+    "tables,together,says",
+    [
+        ({}, [["user", "nobody"]], "'nobody'"),
+        ({}, [["user", "item"], ["item", "shop"]], "table item: in two groups"),
+        ({"user": {"sharding": "row_wise"}}, [["user", "item"]], "in plan.together and row_wise"),
+        ({"user": {"ranks": [0]}, "item": {"ranks": [1]}}, [["user", "item"]], "a group lies on one rank"),
+    ],
+)
+def test_a_bad_group_is_named(tables, together, says):
+    with pytest.raises(ConfigError) as error:
+        check(tables, together)
+    assert says in str(error.value), str(error.value)
+
+
+def test_a_group_larger_than_a_device_is_refused():
+    # 1,150 rows × 16 × (4 bytes of weight + 4 of Adagrad) = 147,200 bytes
+    check({}, [["user", "user_tag", "item"]], memory=147_200)
+    with pytest.raises(ConfigError, match=r"user, user_tag, item: .* GiB, with optimizer state"):
+        check({}, [["user", "user_tag", "item"]], memory=147_199)
+    check({}, [["user", "item"]], memory=147_199)
+    with pytest.raises(ConfigError, match="on one rank"):
+        check({t: {"ranks": [1]} for t in ROWS}, memory=147_200)
+    assert GIB == 2**30
+
+
+ITEM = 1000 * 16 * (4 + 4)  # bytes of table item: weights and Adagrad's state
+
+
+@pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
+def test_tables_in_host_memory_do_not_count_against_the_gpu(kernel):
+    pin = {"item": {"kernel": kernel, "ranks": [0]}}
+    room = {"host_memory_gib": ITEM / GIB}
+    check(pin, device="cuda", memory=ITEM // 2, share=10 * ITEM, **room)
+    with pytest.raises(ConfigError, match=r"table item: .* of host memory on one rank(.|\n)*host_memory_gib"):
+        check(pin, device="cuda", memory=ITEM // 2, share=10 * ITEM, host_memory_gib=(ITEM - 1) / GIB)
+    with pytest.raises(ConfigError, match="with optimizer state, on one rank"):  # there is one memory on CPU
+        check(pin, device="cpu", memory=ITEM // 2, **room)
+    groups = [["item", "shop"]]
+    check({"item": {"kernel": kernel}}, groups, device="cuda", memory=ITEM // 2, share=10 * ITEM, **room)
+
+
+def test_a_cache_and_state_of_one_value_a_row_lie_on_the_gpu():
+    item = schema().tables["item"]
+    assert footprint(item, "fp32", "adagrad", "fused_uvm") == (0, ITEM)
+    assert footprint(item, "fp16", "adam", "fused_uvm") == (0, 1000 * 16 * (2 + 8))
+    assert footprint(item, "fp32", "rowwise_adagrad", "fused_uvm") == (4000, 64_000)
+    cache = 1000 * 4 + 200 * (16 + 64)  # FBGEMM's: a number for each row, and 20 % of the rows
+    assert footprint(item, "fp32", "adagrad", "fused_uvm_caching") == (cache, ITEM)
+    for kernel in (None, "fused", "dense"):
+        assert footprint(item, "fp16", "rowwise_adagrad", kernel) == (4000 + 32_000, 0)
+    from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
+
+    assert CACHED == UVM_CACHING_RATIO
+
+
+def test_room_in_host_memory_is_left_for_checkpoints():
+    """Of a rank's share: a reserve, rows read ahead, and copies of its part of all tables."""
+    tables = {"item": {"kernel": "fused_uvm"}}
+    others = 157 * 16 * 8
+    for asynchronous in (True, False):
+        settings = config(tables)
+        settings.data.buffer_gib = 1000 / GIB
+        settings.checkpoint.asynchronous = asynchronous
+        room = host_room(settings, schema(), pins(settings, schema()), 4, 200_000)
+        left = (1 - HOST_RESERVE) * 200_000 - 1000
+        assert room == int((left - others / 4) / 2 if asynchronous else left)
+    settings.plan.host_memory_gib = 1.0
+    assert host_room(settings, schema(), pins(settings, schema()), 4, 200_000) == GIB
+    settings = config(tables)
+    assert host_room(settings, schema(), pins(settings, schema()), 4, 1000) == 0
+
+
+def test_workers_must_divide_into_hosts():
+    with pytest.raises(ConfigError, match="hosts of 3"):
+        check_pins(config(), schema(), "cpu", world=4, ranks_per_host=3)
+
+
+@pytest.mark.parametrize(
+    "dim,sharding,ranks,expected",
+    [
+        (16, "row_wise", None, 1),
+        (16, "column_wise", None, 4),
+        (12, "column_wise", None, 3),
+        (4, "column_wise", None, 1),
+        (64, "column_wise", (0, 2), 2),
+        (64, "table_column_wise", None, 2),
+        (64, "grid_shard", None, 2),
+        (64, "grid_shard", (2, 3), 1),
+    ],
+)
+def test_column_shards_are_equal_and_multiples_of_four(dim, sharding, ranks, expected):
+    assert column_parts(dim, (sharding,), ranks, world=4, local=2) == expected

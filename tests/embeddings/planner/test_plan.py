@@ -1,0 +1,291 @@
+"""What the planner may choose, what it must keep to, and its message when nothing fits."""
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.embeddings.planner.footprint import GIB
+from raytrec.embeddings.planner.hosts import Place, agree, host_memory
+
+
+def schema(rows=100):
+    tables = {f"t{i}": {"rows": rows, "dim": 8} for i in range(4)}
+    return Schema.parse({"labels": ["y"], "sparse": {t: {"table": t} for t in tables}, "tables": tables}, "t")
+
+
+def planned(rank, world, plan, rows=100, optimizer="adagrad"):
+    """describe(plan), and for each table the offsets of its shards; or the error."""
+    from raytrec.embeddings.planner.plan import describe
+    from raytrec.worker.build import build_step
+
+    config = RunConfig.model_validate(
+        {
+            "data": {"train": "d/train"},
+            "scaling": {"workers": world},
+            "optim": {"embeddings": {"name": optimizer}},
+            "plan": plan,
+        }
+    )
+    try:
+        _, plan = build_step(config, schema(rows), torch.device("cpu"))
+    except ConfigError as error:
+        return str(error)
+    entries = describe(plan)
+    for entry in entries:
+        (module,) = plan.plan.values()
+        spec = module[entry["table"]].sharding_spec
+        entry["offsets"] = [shard.shard_offsets for shard in spec.shards] if spec else None
+    return entries
+
+
+@pytest.mark.parametrize("sharding", [["table_wise"], ["row_wise"], ["table_wise", "data_parallel"]])
+def test_only_allowed_types_and_fused_kernels(sharding):
+    one, two = on_ranks(2, planned, {"sharding": sharding})
+    assert one == two
+    assert [entry["table"] for entry in one] == ["t0", "t1", "t2", "t3"]
+    for entry in one:
+        assert entry["sharding"] in sharding
+        assert entry["kernel"] == ("dense" if entry["sharding"] == "data_parallel" else "fused")
+        assert set(entry["ranks"]) <= {0, 1}
+
+
+def test_tables_that_do_not_fit_are_said():
+    messages = on_ranks(1, planned, {"sharding": ["table_wise"]}, 10**11)
+    assert "no plan for 4 tables" in messages[0] and "scaling.workers" in messages[0]
+
+
+def test_what_is_settled_by_hand_is_kept():
+    plan = {
+        "tables": {
+            "t0": {"ranks": [3]},
+            "t1": {"sharding": "column_wise", "ranks": [2, 1]},
+            "t2": {"sharding": "table_row_wise", "ranks": [2, 3]},
+            "t3": {"sharding": "row_wise", "kernel": "fused_uvm"},
+        }
+    }
+    t0, t1, t2, t3 = on_ranks(4, planned, plan, hosts=2)[0]
+    assert (t0["sharding"], t0["ranks"]) == ("table_wise", [3])
+    assert (t1["sharding"], t1["ranks"], t1["offsets"]) == ("column_wise", [2, 1], [[0, 0], [0, 4]])
+    assert (t2["sharding"], t2["ranks"], t2["offsets"]) == ("table_row_wise", [2, 3], [[0, 0], [50, 0]])
+    assert (t3["sharding"], t3["ranks"], t3["kernel"]) == ("row_wise", [0, 1, 2, 3], "fused_uvm")
+
+
+def test_groups_lie_on_one_rank_and_the_rest_is_balanced():
+    plan = {"sharding": ["table_wise"], "together": [["t0", "t3"]]}
+    t0, t1, t2, t3 = on_ranks(2, planned, plan)[0]
+    assert t0["ranks"] == t3["ranks"]
+    assert t1["ranks"] == t2["ranks"] != t0["ranks"]
+    plan["tables"] = {"t3": {"ranks": [1]}}
+    t0, *_, t3 = on_ranks(2, planned, plan)[0]
+    assert t0["ranks"] == t3["ranks"] == [1]
+
+
+@pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
+def test_column_shards_lie_on_different_ranks(sharding):
+    for entry in on_ranks(4, planned, {"sharding": [sharding]}, hosts=2)[0]:
+        assert entry["sharding"] == sharding
+        ranks = entry["ranks"]
+        assert len(set(ranks)) == len(ranks) == (4 if sharding == "grid_shard" else 2)
+        if sharding == "table_column_wise":
+            assert ranks[0] // 2 == ranks[1] // 2  # one host
+        if sharding == "grid_shard":
+            assert entry["offsets"] == [[0, 0], [50, 0], [0, 4], [50, 4]]
+
+
+def test_a_group_without_room_is_refused():
+    # 4 tables of 0.03 GiB.
+    plan = {"sharding": ["table_wise"], "together": [["t*"]], "memory_gib": 0.1}
+    message = on_ranks(2, planned, plan, 10**6, "sgd")[0]
+    assert "t0, t1, t2, t3" in message and "on one rank" in message and "0.10 GiB" in message
+
+
+def test_tables_settled_on_a_full_rank_are_refused():
+    tables = {"t*": {"ranks": [1]}, "t3": {"sharding": "column_wise", "ranks": [1, 0]}}
+    plan = {"sharding": ["table_wise"], "tables": tables, "memory_gib": 0.1}
+    message = on_ranks(2, planned, plan, 10**6, "sgd")[0]
+    assert "does not fit on rank 1" in message
+
+
+def places(*hosts, says=None, gib=80, order=sorted):
+    """Of the ranks of hosts with so many of them: each has a GPU of its host; 1 TiB of memory a host."""
+    out = []
+    for host, count in enumerate(hosts):
+        for index in order(range(count)):
+            out.append(Place(f"host{host}", says or count, f"cuda:{index}", gib * GIB, 1024 * GIB))
+    return out
+
+
+def by_name(numbers):
+    """Ray sorts a host's GPUs by their numbers' text: 10 comes before 2."""
+    return sorted(numbers, key=str)
+
+
+@pytest.mark.parametrize(
+    "ranks,local",
+    [
+        (places(8, 8), 8),
+        (places(8, 5), 1),
+        (places(4, 2), 1),
+        (places(8, 8, says=4), 4),
+        (places(4, 4, says=8), 8),
+        (places(12, 12, order=by_name), 12),
+    ],
+    ids=["equal", "8+5", "4+2", "halves of hosts", "two hosts as one", "many GPUs"],
+)
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "table_row_wise", "column_wise"])
+def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
+    from torchrec.distributed.planner import Topology
+
+    from raytrec.embeddings.planner.constraints import pins
+    from raytrec.embeddings.planner.plan import BagSharder, name_devices, plan_for
+    from raytrec.embeddings.pooling import PooledEmbeddings
+
+    settings = RunConfig.model_validate(
+        {
+            "data": {"train": "d/train"},
+            "scaling": {"workers": len(ranks)},
+            "plan": {"sharding": [sharding]},
+            "optim": {"embeddings": {"name": "adagrad"}},
+        }
+    )
+    hosts = agree(ranks, settings.plan)
+    assert hosts.ranks_per_host == local
+    topology = Topology(len(ranks), "cuda", hbm_cap=hosts.memory, local_world_size=hosts.ranks_per_host)
+    given = schema(), settings, PooledEmbeddings(schema()), BagSharder()
+    plan = name_devices(plan_for(topology, pins(settings, schema()), *given, fused=True), hosts.devices)
+    named = [
+        str(shard.placement)
+        for module in plan.plan.values()
+        for spec in module.values()
+        for shard in spec.sharding_spec.shards
+    ]
+    expected = {f"rank:{rank}/{place.device}" for rank, place in enumerate(ranks)}
+    assert named and set(named) <= expected
+    if sharding == "row_wise":
+        assert set(named) == expected
+
+
+def test_memory_is_the_least_of_any_rank():
+    """So that all ranks refuse alike, and none waits for a plan that another does not make."""
+    section = RunConfig.model_validate({"data": {"train": "d/train"}}).plan
+    alone = Place("alone", 4, "cuda:0", 40 * GIB, 600 * GIB)
+    hosts = agree([*places(4), alone], section)
+    assert (hosts.memory, hosts.host_share) == (40 * GIB, 256 * GIB)
+    on_cpu = [Place("host", 4, "cpu", None, 64 * GIB)] * 4
+    assert agree(on_cpu, section).memory == 16 * GIB
+    section.memory_gib = 3
+    assert agree(places(4), section).memory == agree(on_cpu, section).memory == 3 * GIB
+
+
+def trained_on(rank, world, gpus, says, ranks_per_host=None):
+    """Where the shards of a table lie, after a step, on ranks with these GPUs of their hosts."""
+    import os
+
+    from small import SCHEMA, batches, config, train
+
+    from raytrec.worker.build import build_step
+
+    before, settings = os.environ["LOCAL_WORLD_SIZE"], config(world, {"sharding": "row_wise"})
+    settings.plan.ranks_per_host = ranks_per_host
+    device = torch.device("cuda", gpus[rank])
+    torch.cuda.set_device(device)
+    os.environ["LOCAL_WORLD_SIZE"] = str(says[rank])
+    try:
+        step, plan = build_step(settings, SCHEMA, device)
+        assert len(train(step, batches(1, rank, world)[1])) == 1
+        step.model.state_dict()
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = before
+    (module,) = plan.plan.values()
+    return [str(shard.placement) for shard in module["user"].sharding_spec.shards]
+
+
+@pytest.mark.parametrize(
+    "gpus,says,ranks_per_host",
+    [([0, 1, 0], [2, 2, 1], None), ([2, 0, 1], [3, 3, 3], None), ([0, 1, 2], [3, 3, 3], 1)],
+    ids=["2+1", "another order", "ranks_per_host"],
+)
+def test_steps_run_on_the_gpus_that_ranks_have(gpus, says, ranks_per_host):
+    expected = [f"rank:{rank}/cuda:{index}" for rank, index in enumerate(gpus)]
+    assert on_ranks(3, trained_on, gpus, says, ranks_per_host, device="cuda") == [expected] * 3
+
+
+def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gib=4, **memory):
+    from raytrec.embeddings.planner.dry_run import dry_run
+
+    values = {
+        "data": {"train": "d/train"},
+        "optim": {"embeddings": {"name": optimizer}},
+        "plan": {"sharding": ["row_wise"], "tables": tables},
+        "checkpoint": {"asynchronous": False},
+    }
+    plan = dry_run(RunConfig.model_validate(values), schema(rows), hosts, gpus, memory_gib, **memory)
+    return {table.table: table for table in plan}
+
+
+def planned_on_gpu(rank, world, plan, rows):
+    """The kernels of the plan, without making any table; or the error."""
+    from raytrec.worker.build import plan_of
+
+    values = {"data": {"train": "d/train"}, "scaling": {"workers": world}, "plan": plan}
+    values["optim"] = {"embeddings": {"name": "adagrad"}}
+    try:
+        plan = plan_of(RunConfig.model_validate(values), schema(rows), torch.device("cuda", 0))
+    except ConfigError as error:
+        return str(error)
+    return [spec.compute_kernel for module in plan.plan.values() for spec in module.values()]
+
+
+def test_tables_that_do_not_fit_host_memory_have_no_plan():
+    """TorchRec would take each rank to have 128 GiB of it."""
+    rows = 2 * host_memory() // (4 * 8 * 8)  # of four tables of 8 columns, with as much of state
+    plan = {"tables": {"t*": {"kernel": "fused_uvm"}}}
+    (message,) = on_ranks(1, planned_on_gpu, plan, rows, device="cuda")
+    assert "no plan for 4 tables" in message and "of host memory" in message
+    assert on_ranks(1, planned_on_gpu, plan, 1000, device="cuda") == [["fused_uvm"] * 4]
+
+
+def test_tables_in_host_memory_are_counted_there():
+    """Four tables of 0.3 GiB, with as much of state: t0 and t1 in the memory of two hosts, 0.6 GiB each."""
+    from raytrec.embeddings.planner.dry_run import gib_of_hosts, gib_of_ranks
+
+    size = 10_000_000 * 8 * 4 * 2 / GIB
+    tables = {"t0": {"kernel": "fused_uvm"}, "t1": {"kernel": "fused_uvm_caching"}}
+    plan = dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=3)
+    assert plan["t0"].gib == [0, 0] and plan["t0"].host_gib == pytest.approx([size / 2] * 2)
+    assert plan["t2"].gib == pytest.approx([size / 2] * 2) and plan["t2"].host_gib == [0, 0]
+    assert plan["t1"].host_gib == pytest.approx([size / 2] * 2)
+    cache = 5_000_000 * (4 + 0.2 * (16 + 8 * 4)) / GIB
+    assert plan["t1"].gib == pytest.approx([cache] * 2, rel=1e-6)
+    held = list(plan.values())
+    assert gib_of_hosts(held, 2, 1) == pytest.approx([size] * 2)
+    assert gib_of_ranks(held, 2) == pytest.approx([size + cache] * 2)
+    # 15 % of each host, and 0.5 GiB of rows read ahead, are not theirs.
+    with pytest.raises(ConfigError, match=r"no plan for 4 tables(.|\n)*2.0 GiB on each GPU.*0.5 GiB of host"):
+        dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=1.2)
+    dry(tables | {"t*": {"kernel": "fused_uvm"}}, memory_gib=0.3, host_memory_gib=8)
+
+
+@pytest.mark.parametrize("optimizer,bytes_", [("adagrad", 6), ("adam", 10), ("sgd", 2)])
+def test_state_beside_fp16_tables_is_counted_as_the_fp32_that_it_is(optimizer, bytes_):
+    """Tables that fit only if state were fp16, too, have no plan: a GPU's memory would run out."""
+    values = 4 * 10_000_000 * 8 / 2  # of each of two GPUs
+    needed = values * bytes_ / GIB / 0.85  # the planner's reserve
+    tables = {"t*": {"dtype": "fp16"}}
+    assert sum(dry(tables, optimizer, memory_gib=needed + 0.05)["t0"].gib) == pytest.approx(
+        10_000_000 * 8 * bytes_ / GIB
+    )
+    with pytest.raises(ConfigError, match="no plan for 4 tables"):
+        dry(tables, optimizer, memory_gib=needed - 0.02)
+
+
+def test_state_of_one_value_a_row_is_counted_on_the_gpu():
+    rows = 100_000_000
+    on_gpus = 4 * rows * 4 / 2 / GIB / 0.85
+    tables = {"t*": {"kernel": "fused_uvm"}}
+    dry(tables, "rowwise_adagrad", rows, memory_gib=on_gpus + 0.05, host_memory_gib=100)
+    with pytest.raises(ConfigError, match="no plan for 4 tables"):
+        dry(tables, "rowwise_adagrad", rows, memory_gib=on_gpus - 0.05, host_memory_gib=100)

@@ -1,0 +1,372 @@
+"""From columns to a schema that loads and trains."""
+
+import datetime
+import shlex
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from any_parquet import accepted, odd_dataset, write
+
+from raytrec.common.errors import ConfigError, DataError, SchemaError
+from raytrec.config.schema import Schema
+from raytrec.data.fragments import scan
+from raytrec.inspection.propose import inspect
+
+ROWS = 2000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 5, ROWS)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    tags = pa.ListArray.from_arrays(offsets, rng.integers(0, 50, offsets[-1]))
+    weights = pa.ListArray.from_arrays(offsets, rng.random(offsets[-1]))
+    price = rng.normal(size=ROWS)
+    table = pa.table(
+        {
+            "click": rng.integers(0, 2, ROWS).astype(np.int8),
+            "price": pa.array(price, mask=rng.random(ROWS) < 0.1),
+            "user_id": rng.integers(0, 300, ROWS),
+            "slot": rng.integers(0, 7, ROWS),
+            "device_hash": rng.choice(rng.integers(-(2**62), 2**62, 90), ROWS),
+            "item_id": rng.choice(rng.integers(-(2**62), 2**62, 90), ROWS),
+            "city": rng.choice(["Bern", "Basel", "Chur"], ROWS),
+            "tags": tags,
+            "tags_weights": weights,
+            "vector": pa.array([[0.5, 1.0]] * ROWS),
+            "premium": rng.random(ROWS) < 0.5,
+            "seen_at": rng.integers(1_600_000_000, 1_700_000_000, ROWS),
+            "day": [datetime.date(2026, 1, 1)] * ROWS,
+            "version": np.ones(ROWS, np.int64),
+            "nothing": pa.nulls(ROWS, pa.int64()),
+            "amount": np.append(rng.integers(0, 10**6, ROWS - 1), 0) // 2 * 2,
+            "row": np.arange(ROWS),
+        }
+    )
+    path = tmp_path_factory.mktemp("inspect") / "train"
+    path.mkdir()
+    pq.write_table(table, path / "a.parquet", row_group_size=300)
+    return path
+
+
+def test_kinds(folder):
+    found = inspect(str(folder))
+    kinds = {f.stats.name: f.kind for f in found.findings}
+    assert kinds == {
+        "click": "label",
+        "price": "dense",
+        "user_id": "sparse",
+        "slot": "sparse",
+        "device_hash": "sparse",
+        "item_id": "sparse",
+        "city": "sparse",
+        "tags": "sparse",
+        "tags_weights": "weights",
+        "vector": "left out",
+        "premium": "dense",
+        "seen_at": "left out",
+        "day": "left out",
+        "version": "left out",
+        "nothing": "left out",
+        "amount": "dense",
+        "row": "left out",
+    }
+    tables = found.schema.tables
+    assert (tables["user"].rows, tables["user"].out_of_range) == (330, "hash"), "ids to come have room"
+    assert tables["city"].out_of_range == tables["item"].out_of_range == "hash"
+    assert found.schema.sparse["tags"].weights == "tags_weights"
+    assert found.schema.sparse["tags"].pooling == "mean"
+
+
+def test_figures(folder):
+    found = inspect(str(folder))
+    column = pq.read_table(folder)
+    stats = {f.stats.name: f.stats for f in found.findings}
+    assert found.rows == ROWS and found.whole
+    for name in ("user_id", "item_id", "city", "amount"):
+        assert stats[name].distinct == len(set(column[name].to_pylist()))
+    assert stats["price"].nulls == column["price"].null_count
+    lengths = [len(bag) for bag in column["tags"].to_pylist()]
+    assert stats["tags"].bag_text.startswith(f"0 to 4, mean {np.mean(lengths):.3g}, p95 4, empty")
+
+
+def test_text_loads_fits_the_data_and_shows_its_reasons(folder, tmp_path):
+    text = inspect(str(folder), dim=8).schema_yaml()
+    schema = Schema.parse(yaml.safe_load(text), "text")
+    assert scan(str(folder), schema).rows == ROWS
+    assert {t.dim for t in schema.tables.values()} == {8}
+    assert "nulls: training refuses them" in text and "large values: scale them" in text
+    assert "# left out: seen_at (int64): a time" in text
+    assert "bags 0 to 4" in text
+
+
+def test_of_a_dataset_it_looks_at_train(folder):
+    found = inspect(str(folder.parent))
+    assert found.uri == str(folder) and found.rows == ROWS
+
+
+def test_many_distinct_values_are_estimated(tmp_path):
+    values = np.random.default_rng(0).permutation(400_000)
+    pq.write_table(
+        pa.table({"y": values % 2, "user_id": values}), tmp_path / "a.parquet", row_group_size=50_000
+    )
+    stats = inspect(str(tmp_path)).findings[1].stats
+    assert stats.distinct == pytest.approx(400_000, rel=0.02)
+    assert stats.distinct_text.startswith("~")
+    sample = inspect(str(tmp_path), max_rows=100_000)
+    assert sample.rows == 100_000 and not sample.whole and "a sample" in sample.schema_yaml()
+
+
+def test_columns_whose_names_tables_cannot_have(tmp_path):
+    rng = np.random.default_rng(0)
+    columns = {name: rng.integers(0, 30, 500) for name in ("type", "values", "geo.city_id")}
+    pq.write_table(pa.table({"click": rng.integers(0, 2, 500)} | columns), tmp_path / "a.parquet")
+    schema = inspect(str(tmp_path)).schema
+    assert set(schema.sparse) == set(columns)
+    assert set(schema.tables) == {"type_table", "values_table", "geo_city"}
+
+
+def test_label_must_be_known(tmp_path):
+    pq.write_table(pa.table({"bought": [0, 1] * 5, "user_id": [1, 2] * 5}), tmp_path / "a.parquet")
+    with pytest.raises(SchemaError, match="cannot tell which column is the label") as error:
+        inspect(str(tmp_path))
+    assert "--label" in str(error.value) and "bought" in str(error.value)
+    assert inspect(str(tmp_path), labels=["bought"]).schema.labels == ["bought"]
+    with pytest.raises(SchemaError, match="there is no column 'sold'"):
+        inspect(str(tmp_path), labels=["sold"])
+
+
+def test_nothing_to_look_up_and_nothing_there(tmp_path):
+    with pytest.raises(DataError, match="no such folder"):
+        inspect(str(tmp_path / "none"))
+    pq.write_table(pa.table({"label": [0, 1], "x": [0.5, 0.1]}), tmp_path / "a.parquet")
+    with pytest.raises(SchemaError, match="looked up"):
+        inspect(str(tmp_path))
+
+
+def test_file_is_not_overwritten(folder, tmp_path, capsys):
+    found = inspect(str(folder))
+    found.show(str(tmp_path / "schema.yaml"))
+    assert Schema.load(tmp_path / "schema.yaml") == found.schema
+    assert "raytrec train" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="exists"):
+        found.show(str(tmp_path / "schema.yaml"))
+    found.show(str(tmp_path / "schema.yaml"), overwrite=True)
+    found.show()
+    assert capsys.readouterr().out.endswith(found.schema_yaml())
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    return odd_dataset(tmp_path_factory.mktemp("odd"))
+
+
+def test_what_is_written_of_odd_columns_is_what_the_reader_takes(odd, capsys):
+    found = inspect(str(odd))
+    text = found.schema_yaml()
+    schema = accepted(text, odd / "train", odd / "test")
+    assert schema == found.schema
+    found.show()
+    captured = capsys.readouterr()
+    assert captured.out == text and "[/red]" in captured.err
+    assert inspect(str(odd / "train")).schema == schema, "of train/ it looks at what is beside it, too"
+
+
+def test_kinds_of_odd_columns(odd):
+    found = inspect(str(odd))
+    why = {f.stats.name: f.why for f in found.findings if f.kind == "left out"}
+    assert {name for name in why if "only nulls" in why[name]} == {"nothing"}
+    assert why["deep"] == "type list<element: list<element: int64>> is not supported"
+    assert why["when"].endswith("{do: date_part, columns: [when], part: hour, into: [when_hour]}")
+    assert "since_1970: ms" in why["since"] and "part: weekday" in why["day"] and "do: age" in why["took"]
+    assert set(why) == {"nothing", "deep", "when", "since", "day", "took", "halves"}
+    schema = found.schema
+    assert schema.labels == ["label"]
+    assert {"Größe (cm)", "", "half", "user.age", "money", "huge", "flag"} == set(schema.dense)
+    assert {"year", "code", "pandas_id", "oracle_id", "key", "view", "user.x.zip"} < set(schema.sparse)
+    tables = schema.tables
+    assert (tables["user"].rows, tables["user"].out_of_range) == (260, "error"), "ids of test/"
+    assert tables[schema.sparse["code"].table].rows == 100 and tables["year"].rows == 2025
+    assert schema.sparse["scores.key"].weights == "scores.value"
+    assert "caf\u00e9_id: {table: café}" in found.schema_yaml()
+    assert "0 to 259 with test" in found.schema_yaml()
+
+
+def test_columns_of_the_same_ids_share_a_table(odd):
+    found = inspect(str(odd))
+    sparse = found.schema.sparse
+    assert sparse["clicked_items"].table == sparse["item_id"].table == "item"
+    assert sparse["clicked_items"].pooling == "sequence" and sparse["views"].pooling == "mean"
+    assert found.schema.tables["item"].rows == 102
+    assert sparse["[/red]"].table != sparse["a\nb"].table, "small integers look alike"
+    lines = {line.strip().partition(":")[0]: line for line in found.schema_yaml().splitlines()}
+    assert "shares item's table: 100 % of its values are in item_id, too" in lines["clicked_items"]
+    assert "the most recent id has to be the last" in lines["clicked_items"]
+
+
+def test_text_ids_share_a_table_and_names_of_tables_do_not_clash(tmp_path):
+    rng = np.random.default_rng(0)
+    cities = [f"city {i}" for i in range(40)]
+    columns = {
+        "click": rng.integers(0, 2, 900),
+        "home": rng.choice(cities, 900),
+        "work": rng.choice(cities[:30], 900),
+        "colour": rng.choice([f"colour {i}" for i in range(20)], 900),
+        "colour_id": rng.integers(0, 20, 900),
+        "history": pa.array([rng.integers(0, 70, 5).tolist() for _ in range(900)]),
+        "user_id": rng.integers(0, 700, 900),
+        "film_id": rng.integers(0, 70, 900),
+        "prev_film_id": rng.integers(0, 70, 900),
+    }
+    write(tmp_path / "a.parquet", columns)
+    sparse = inspect(str(tmp_path)).schema.sparse
+    assert sparse["work"].table == sparse["home"].table == "home"
+    assert sparse["history"].table == sparse["prev_film_id"].table == sparse["film_id"].table == "film"
+    assert {sparse["colour"].table, sparse["colour_id"].table} == {"colour", "colour_2"}
+    assert sparse["user_id"].table == "user"
+
+
+@pytest.mark.parametrize(
+    "values,transform",
+    [
+        ([1, 2, 3, 4, 5], {"at_least": 4}),
+        ([0.5, 1, 2, 3, 4, 4.5, 5], {"at_least": 4}),
+        ([-1, 1], {"at_least": 1}),
+        ([0, 1, None, 3], {"at_least": 3}),
+        (list(range(200)), {"at_least": 149.25}),
+        (["yes", "no"], {"positive": ["yes"]}),
+        (["N", "Y", "N"], {"positive": ["Y"]}),
+        (["view", "view", "Purchase", "click"], {"positive": ["Purchase", "click"]}),
+        (["red", "blue", "red"], {"positive": ["blue"]}),
+        (["0", "1"], {"positive": ["1"]}),
+        ([b"no", b"yes"], {"positive": ["yes"]}),
+    ],
+)
+@pytest.mark.parametrize("name", ["label", "stars: 1"])
+def test_labels_that_are_no_0_or_1_become_so(tmp_path, name, values, transform):
+    values = [v for v in values if v is not None] * 100
+    write(tmp_path / "a.parquet", {name: values, "user_id": np.arange(len(values)) % 7})
+    found = inspect(str(tmp_path), labels=None if name == "label" else [name])
+    assert found.transforms == [{"do": "binarize", "columns": [name], **transform}]
+    text = found.schema_yaml()
+    assert accepted(text, tmp_path).labels == [name]
+    assert "choose the t" in text
+    if len(set(values)) < 64:
+        assert "of the rows are 1 now" in text
+
+
+def test_the_command_that_is_shown_has_the_transforms(tmp_path, capsys):
+    place = tmp_path / "my data"
+    write(place / "a.parquet", {"label": ["yes", "no"] * 9, "user_id": [1, 2] * 9})
+    inspect(str(place)).show(str(tmp_path / "schema.yaml"))
+    command = shlex.split(capsys.readouterr().err.splitlines()[-1])
+    assert command[:3] == ["raytrec", "train", "jobs/own.yaml"]
+    settings = dict(word.split("=", 1) for word in command[3:])
+    assert settings["data.train"] == str(place)
+    assert yaml.safe_load(settings["data.transforms"])[0]["positive"] == ["yes"]
+
+
+def test_labels_that_cannot_be(tmp_path):
+    for values, says in (
+        ([f"name {i}" for i in range(90)], "text with 90 values.*binarize"),
+        ([[1]] * 90, "of type list"),
+        (pa.nulls(90), "only nulls"),
+    ):
+        write(tmp_path / "a.parquet", {"label": values, "user_id": np.arange(90) % 7})
+        with pytest.raises(SchemaError, match=rf"(?s)column 'label' cannot be the label: .*{says}"):
+            inspect(str(tmp_path))
+    columns = {"label": np.arange(90) % 5 + 1, "click": np.arange(90) % 2, "user_id": np.arange(90) % 7}
+    write(tmp_path / "a.parquet", columns)
+    found = inspect(str(tmp_path))
+    assert found.schema.labels == ["click"] and "called like a label" in found.schema_yaml()
+    assert "label" not in found.schema.columns, "it gives the click away"
+    write(tmp_path / "a.parquet", {"stars": np.arange(90) % 5 + 1, "user_id": np.arange(90) % 40})
+    with pytest.raises(SchemaError, match="which a transform makes 0 and 1: stars"):
+        inspect(str(tmp_path))
+
+
+def test_files_that_differ_are_named(tmp_path):
+    n = 400
+    base = {"click": np.arange(n) % 2, "user_id": np.arange(n) % 9}
+    ids, texts = np.arange(n) % 20, [str(i) for i in np.arange(n) % 20]
+    a = base | {
+        "x_id": ids,
+        "y": ids * 1.0,
+        "z": ids,
+        "w": ids,
+        "here": ids,
+        "v": pa.nulls(n),
+        "price": ids - 5,
+    }
+    b = base | {"x_id": ids * 1.0, "y": ids * 1.0, "z": texts, "w": pa.array([{"a": 1}] * n), "v": ids}
+    b |= {"price": ids * 0.5 - 5}
+    write(tmp_path / "a.parquet", a)
+    write(tmp_path / "b.parquet", b)
+    found = inspect(str(tmp_path))
+    text = found.schema_yaml()
+    schema = accepted(text, tmp_path)
+    assert {"user_id", "x_id", "z", "v"} == set(schema.sparse) and set(schema.dense) == {"price"}
+    where, there = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    assert f"its type differs: int64 in {where}; double in {there}" in text
+    assert f"left out: w (int64): its type differs: int64 in {where}; struct<a: int64> in {there}" in text
+    assert f"left out: here (int64): there is no such column in {there}" in text
+    assert f"left out: w.a (int64): there is no such column in {where}" in text
+    write(tmp_path / "b.parquet", b | {"w": pa.array([[[1]]] * n)})
+    text = inspect(str(tmp_path)).schema_yaml()
+    assert f"its type differs: int64 in {where}; list<element: list<element: int64>> in {there}" in text
+
+
+def test_a_column_that_stands_twice_or_cannot_be_read_is_left_out_by_name(tmp_path):
+    n = 300
+    table = pa.table(
+        [np.arange(n) % 2, np.arange(n) % 9, np.arange(n), np.arange(n)], ["y", "user", "x", "x"]
+    )
+    write(tmp_path / "a.parquet", table)
+    found = inspect(str(tmp_path))
+    assert (
+        f"left out: x (int64): there is more than one column of this name in {tmp_path}"
+        in found.schema_yaml()
+    )
+    accepted(found.schema_yaml(), tmp_path)
+    spoiled = {"y": np.arange(n) % 2, "user": np.arange(n) % 9, "big": np.arange(n) * 7.5}
+    write(tmp_path / "a.parquet", spoiled, compression="none", use_dictionary=False)
+    raw = bytearray((tmp_path / "a.parquet").read_bytes())
+    column = pq.read_metadata(tmp_path / "a.parquet").row_group(0).column(2)
+    raw[column.data_page_offset : column.data_page_offset + 20] = bytes(20)
+    (tmp_path / "a.parquet").write_bytes(raw)
+    text = inspect(str(tmp_path)).schema_yaml()
+    assert f"left out: big (double): cannot be read in {tmp_path / 'a.parquet'}, row group 0: " in text
+
+
+def test_nulls_inside_lists_are_mentioned(odd):
+    text = inspect(str(odd)).schema_yaml()
+    holes = next(line for line in text.splitlines() if line.startswith("  holes"))
+    assert "2,800 nulls inside lists" in holes, "test has some, too"
+    assert "{do: drop_null, columns: [holes]}" in text, "a null that has no weight goes"
+    assert "{do: fill_null, columns: [tags], value: 6}" in text, "one that has a weight is an id"
+
+
+def test_names_that_are_no_text(tmp_path):
+    write(tmp_path / "a.parquet", {"label": [0, 1], "QQQQ": [1, 2]})
+    raw = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(raw.replace(b"QQQQ", b"\xff\xfe\xfdQ"))
+    with pytest.raises(DataError, match=r"(?s)utf-8.*a\.parquet"):
+        inspect(str(tmp_path))
+
+
+def test_a_file_beside_others(tmp_path):
+    write(tmp_path / "train.parquet", {"label": [0, 1] * 50, "user_id": [1, 2] * 50})
+    write(tmp_path / "valid.parquet", {"label": [0, 1] * 50, "user_id": [1, 7] * 50})
+    found = inspect(str(tmp_path / "train.parquet"))
+    assert found.schema.tables["user"].rows == 8 and found.rows == 100
+    assert found.scan.also == {"valid": str(tmp_path / "valid.parquet")}
+    write(tmp_path / "test.parquet", {"user_id": [1, 9] * 50})
+    (tmp_path / "val.parquet").mkdir()
+    found = inspect(str(tmp_path / "train.parquet"))
+    assert list(found.scan.also) == ["valid"] and found.schema.tables["user"].rows == 8
+    assert "# test was not looked at: it has no column label\n" in found.schema_yaml()
+    assert "# val was not looked at: the folder holds no Parquet files\n" in found.schema_yaml()

@@ -1,0 +1,126 @@
+"""A training loop on ranks with live checks, into which faults are brought."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from small import SCHEMA, batches, config
+
+ROW_WISE, COPIES = {"sharding": "row_wise"}, {"sharding": "data_parallel"}
+PLANS = {
+    "row-wise": ROW_WISE,
+    "table-wise": {"sharding": "table_wise"},
+    "column-wise": {"sharding": "column_wise"},
+    "table-row-wise": {"sharding": "table_row_wise"},
+    "table-column-wise": {"sharding": "table_column_wise"},
+    "grid": {"sharding": "grid_shard"},
+    "data-parallel": COPIES,
+    "dense": {"sharding": "row_wise", "kernel": "dense"},
+    "fp16": {"sharding": "table_wise", "dtype": "fp16"},
+}
+ABOUT = {"config": "a: 1", "schema": "tables: {}", "torch": "2.13.0"}
+
+
+@dataclass
+class Scene:
+    """What a fault may change, on one rank. A fault is a function of it, called on every rank; what it
+    returns is called at the end, to undo what reaches beyond the scene."""
+
+    rank: int
+    world: int
+    step: Any
+    taps: Any = None
+    state: Any = None
+    checks: Any = None
+    local: list = field(default_factory=list)
+    about: dict = field(default_factory=lambda: dict(ABOUT))
+
+    @property
+    def head(self):
+        from raytrec.worker.step import Head
+
+        return next(m for m in self.step.model.modules() if isinstance(m, Head))
+
+    def modules(self, kind):
+        return [m for m in self.step.model.modules() if type(m).__name__ == kind]
+
+
+def loop(
+    rank, world, plan, fault=None, after=4, *, optimizer="sgd", steps=6, every=3, balance="unequal", lr=0.1,
+    schema=SCHEMA, checks=None, dense=None, model=None, device="cpu", **train,
+):  # fmt: skip
+    """Trains `steps` steps and checks at the start, every `every` steps and at the end as before a
+    checkpoint; records of all outcomes.
+
+    Args:
+        fault: brought in once `after` steps are trained (0: before the checks are made).
+    """
+    import torch
+
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.checks.live.outcome import Position
+    from raytrec.checks.live.runner import LiveChecks
+    from raytrec.config.sequences import looked_up, read_by_id
+    from raytrec.embeddings.taps import Taps
+    from raytrec.worker.build import build_step
+
+    settings = config(world, plan, optimizer, lr, **train)
+    settings.optim.dense.name = dense or settings.optim.dense.name
+    settings.model = model or settings.model
+    by_id = read_by_id(schema, settings.model)
+    for name, reaction in (checks or {}).items():
+        setattr(settings.checks, name, reaction)
+    scene = Scene(rank, world, build_step(settings, schema, torch.device(device))[0])
+    whole, scene.local = batches(steps, rank, world, balance, schema, by_id)
+    schema = looked_up(schema, by_id)
+    for number, batch in enumerate(scene.local):
+        batch.step = number
+    undo = fault(scene) if fault and after == 0 else None
+    try:
+        scene.state = LogicalState(scene.step.model, scene.step.optimizer)
+        scene.taps = Taps(scene.step.model, scene.head, list(schema.sparse))
+        parameters = dict(scene.head.named_parameters())
+        scene.checks = LiveChecks(
+            settings,
+            schema,
+            scene.state.tables,
+            scene.state.dense,
+            scene.taps,
+            torch.device(device),
+            parameters,
+        )
+        outcomes, rows = scene.checks.at_start(scene.about), 0
+        stream = (scene.local[i] for i in range(steps))  # taken as late as the pipeline takes it
+        for done, _ in enumerate(scene.step.train(stream, steps), start=1):
+            rows += len(whole[done - 1])
+            if scene.taps.probing:
+                position = Position(done, scene.taps.input.batch.step, rows)
+                outcomes += scene.checks.after_step(position)
+                scene.taps.forget()
+            if fault and done == after:
+                undo = fault(scene)
+            if (done + 1) % every == 0 and done < steps:
+                scene.taps.probing = scene.checks.probes
+                scene.checks.prepare(scene.local[done])
+        outcomes += scene.checks.at_checkpoint(Position(steps, None, rows))
+        return [outcome.record() for outcome in outcomes]
+    finally:
+        if undo:
+            undo()
+
+
+def failed(answers, check=None):
+    """Of the answers of all ranks, which must be the same: the outcomes that failed."""
+    assert all(answer == answers[0] for answer in answers), "ranks do not agree"
+    return [o for o in answers[0] if not o["passed"] and check in (None, o["check"])]
+
+
+def run(rank, world, plan, fault, settings):
+    return loop(rank, world, plan, fault, **settings)
+
+
+def the_one(answers, check, step=6):
+    """The text of the check that found it, which is the only one to fail at that step."""
+    found = [o for o in failed(answers) if o["step"] == step]
+    assert found and {o["check"] for o in found} == {check}, found
+    assert failed(answers)[0]["step"] == step, "found before it was there"
+    return found[0]["text"]

@@ -1,0 +1,112 @@
+"""Runs beside one another: what differs, on the terminal and on the page."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from recorded import CONFIG, record
+from test_report import HOSTILE, Page
+
+from raytrec.common.errors import RunError
+from raytrec.report.compare import compare, write
+from raytrec.report.figures.overlay import overlay
+
+
+def another(folder, name, config=CONFIG, **result):
+    """A run with other results and another configuration."""
+    record(folder)
+    before = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(before | {"name": name} | result))
+    (folder / "config.yaml").write_text(config)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return [
+        another(tmp_path / "a", "first"),
+        another(
+            tmp_path / "b",
+            "second",
+            CONFIG.replace("lr: 0.02", "lr: 0.05").replace("2048", "4096").replace("mlflow", "other"),
+            **{"eval.auc": 0.8052, "train.rows": 2_048_000, "eval.ne": None},
+        ),
+    ]
+
+
+def test_differences_are_against_the_first(runs):
+    comparison = compare(runs)
+    assert comparison.names == ["first", "second"]
+    assert comparison.results["eval.auc"] == ["0.8100", "0.8052 (-0.0048)"]
+    assert comparison.results["train.rows"] == ["1,024,000", "2,048,000 (+1,024,000)"]
+    assert comparison.results["eval.ne"] == ["0.7800", "–"]
+    assert comparison.results["world_size"] == ["2", "2 (+0)"]
+
+
+def test_only_what_differs_in_the_configurations_is_shown(runs):
+    assert compare(runs).config == {
+        "data.global_batch_size": ["2048", "4096"],
+        "optim.embeddings.lr": ["0.02", "0.05"],
+    }
+    (runs[1] / "config.yaml").write_text(CONFIG + "train: {clip_norm: null}\n")
+    assert compare(runs).config == {"train.clip_norm": ["(not there)", "null"]}
+
+
+def test_runs_called_alike_are_told_apart_by_their_places(tmp_path):
+    runs = [another(tmp_path / name, "same") for name in ("a", "b")]
+    assert compare(runs).names == [f"same ({run})" for run in runs]
+
+
+def test_a_run_without_a_result_has_its_place(runs):
+    (runs[0] / "result.json").unlink()
+    comparison = compare(runs)
+    assert comparison.results["eval.auc"] == ["–", "0.8052"]
+    assert comparison.names == ["recorded", "second"]  # of config.yaml
+
+
+def test_curves_lie_over_one_another(runs):
+    comparison = compare(runs)
+    made = overlay(comparison.runs, comparison.names)
+    training, _, _, auc = made.axes
+    assert [line.get_label() for line in training.lines] == ["first", "second"]
+    for line, run in zip(training.lines, comparison.runs, strict=True):
+        assert list(line.get_ydata()) == [m["logloss"] for m in run.figures("train")]
+    assert [line.get_ydata()[-1] for line in auc.lines] == pytest.approx([0.796, 0.81, 0.796, 0.81])
+    assert training.lines[0].get_color() != training.lines[1].get_color()
+
+
+def test_the_page(runs, tmp_path):
+    runs.append(another(tmp_path / "c", HOSTILE))
+    page = Page(write(compare(runs), tmp_path / "compare.html"))
+    assert page.tags.count("svg") == 1
+    for text in ("0.8052 (-0.0048)", "optim.embeddings.lr", "0.05", HOSTILE[:25], str(runs[1])):
+        assert text in page.text, text
+    assert "sesame" not in (tmp_path / "compare.html").read_text()
+
+
+def test_the_page_of_runs_without_anything_to_compare(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(CONFIG)
+    page = Page(write(compare([tmp_path / "a", tmp_path / "b"]), tmp_path / "compare.html"))
+    assert "svg" not in page.tags and "no" in page.text
+
+
+def test_what_is_no_run_is_an_error_for_people(runs, tmp_path):
+    with pytest.raises(RunError, match="no such run folder"):
+        compare([runs[0], tmp_path / "nowhere"])
+    with pytest.raises(RunError, match="1 run given"):
+        compare(runs[:1])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match="nothing of a run"):
+        compare([runs[0], tmp_path / "empty"])
+
+
+def test_the_command(runs, tmp_path):
+    code = "from raytrec.cli import main; main()"
+    command = [sys.executable, "-c", code, "compare", *map(str, runs), "--out", str(tmp_path / "x.html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "0.8052 (-0.0048)" in done.stdout and "optim.embeddings.lr" in done.stdout
+    Page(tmp_path / "x.html")

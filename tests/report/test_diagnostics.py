@@ -1,0 +1,114 @@
+"""Sentences about who is slow, what GPUs wait for and who is hot, on intervals made to order."""
+
+from recorded import interval
+
+from raytrec.report.diagnostics import hot_rank, low_utilisation, straggler
+
+NAMES = ["user", "item", "tag"]
+
+
+def lines(*changes: dict, seconds: float = 3.5) -> list[dict]:
+    """The lines of one step: the usual phases with these changes, a rank for each.
+
+    Ranks wait for the slowest: what a rank does not need of `seconds` is in its collectives.
+    """
+    out = []
+    for rank, change in enumerate(changes):
+        line = interval(NAMES, rank, len(changes), 100)
+        phases = line["phases_s"] | change
+        phases["collectives"] = 0.0
+        phases["collectives"] = seconds - sum(phases.values())
+        out.append(line | {"seconds": seconds, "phases_s": phases})
+    return out
+
+
+def test_a_straggler_is_named_with_its_phase():
+    sentence = straggler(lines({}, {"data": 0.9}, {}, {}, seconds=4.0))
+    assert "rank 1" in sentence and "data (+8.0 ms)" in sentence
+    assert "35.0 ms of its own a step, 8.0 ms more" in sentence
+    sentence = straggler(lines({"backward": 2.0}, {}, seconds=4.0))
+    assert "rank 0" in sentence and "backward (+8.0 ms)" in sentence
+
+
+def test_who_is_a_little_slower_is_no_straggler():
+    limit = 0.15 * 4.0
+    assert straggler(lines({}, {"data": 0.1 + limit - 0.01}, {}, seconds=4.0)) is None
+    assert straggler(lines({}, {"data": 0.1 + limit + 0.01}, {}, seconds=4.0))
+
+
+def test_waiting_for_others_is_not_slowness():
+    slow, quick = lines({}, {}, seconds=4.0)
+    quick["phases_s"]["input_exchange"] += 1.0
+    quick["phases_s"]["collectives"] -= 1.0
+    assert straggler([slow, quick]) is None
+
+
+def test_waiting_is_not_to_blame_for_slowness():
+    ranks = lines({"input_exchange": 2.0, "data": 1.0}, {}, seconds=5.5)
+    assert "most of it in data (+9.0 ms)" in straggler(ranks)
+
+
+def test_one_rank_alone_and_ranks_without_times_are_no_stragglers():
+    assert straggler(lines({})) is None
+    assert straggler([]) is None
+    assert straggler([{"step": 1, "rank": 0}, {"step": 1, "rank": 1, "seconds": None}]) is None
+
+
+def test_gpus_that_wait_for_data():
+    waiting = lines({"data": 1.5}, {"data": 1.5}, seconds=5.0)
+    for line, busy in zip(waiting, (35, 45), strict=True):
+        line["system"] = {"gpu_percent": busy}
+    sentence = low_utilisation(waiting)
+    assert "GPUs are busy 40 % of the time; 30 % of it goes into waiting for data" in sentence
+    assert "data.readers" in sentence and "data.prefetch" in sentence
+
+
+def test_gpus_that_wait_for_one_another_or_have_little_to_do():
+    for phase, cure in (
+        ("input_exchange", "plan"),
+        ("backward", "data.global_batch_size"),
+        ("other", "save"),
+    ):
+        idle = lines({phase: 4.0}, {phase: 4.0}, seconds=8.0)
+        for line in idle:
+            line["system"] = {"gpu_percent": 49}
+        assert cure in low_utilisation(idle), phase
+
+
+def test_busy_gpus_and_cpus_need_no_advice():
+    usual = lines({}, {})
+    assert low_utilisation(usual) is None
+    for line in usual:
+        line["system"] = {"gpu_percent": 50}
+    assert low_utilisation(usual) is None
+    assert low_utilisation([]) is None
+
+
+def test_cpus_that_wait_for_data():
+    assert low_utilisation(lines({"data": 1.4}, {"data": 1.4}, seconds=5.0)) is None  # 28 %
+    sentence = low_utilisation(lines({"data": 1.6}, {"data": 1.6}, seconds=5.0))
+    assert "ranks wait for data 32 % of the time" in sentence and "data.readers" in sentence
+
+
+def loaded(*loads: float) -> list[dict]:
+    return [
+        {
+            "step": 1,
+            "rank": rank,
+            "tables": {"a": {"lookup_bytes": load / 2}, "b": {"lookup_bytes": load / 2}},
+        }
+        for rank, load in enumerate(loads)
+    ]
+
+
+def test_a_hot_rank_is_named_with_its_share():
+    sentence = hot_rank(loaded(10, 71, 10, 9))
+    assert "rank 1 looked up 71 % of all bytes, 2.8 times the mean" in sentence and "plan.tables" in sentence
+
+
+def test_a_rank_is_hot_above_one_and_a_half_times_the_mean():
+    assert hot_rank(loaded(50, 150, 100)) is None
+    assert hot_rank(loaded(49, 152, 99))
+    assert hot_rank(loaded(100)) is None
+    assert hot_rank(loaded(0, 0)) is None
+    assert hot_rank([]) is None

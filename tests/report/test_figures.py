@@ -1,0 +1,192 @@
+"""Pictures have the data: what is drawn is held to what was written, artist by artist."""
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from recorded import PHASE_S, PHASES, interval, record, write_lines
+
+from raytrec.report.figures import checks, learning, phases, shards, style, tables, timeline
+from raytrec.report.figures.gallery import PICTURES
+from raytrec.report.history import History
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory):
+    return History.read(record(tmp_path_factory.mktemp("run")))
+
+
+def drawn(axes, label):
+    """The points of the line with this label."""
+    (line,) = (line for line in axes.lines if line.get_label() == label)
+    return [*map(float, line.get_xdata())], [*map(float, line.get_ydata())]
+
+
+def test_curves_are_those_of_metrics(history):
+    loss, ne, auc = learning.curves(history).axes
+    for axes, name in ((loss, "logloss"), (ne, "ne")):
+        for kind, label in (("train", "training"), ("eval", "evaluation"), ("final", "final evaluation")):
+            lines = history.figures(kind)
+            assert drawn(axes, label) == ([m["step"] for m in lines], [m[name] for m in lines])
+    assert drawn(auc, "final evaluation") == ([500], [0.81])
+    assert drawn(loss, "restart")[0] == [150, 150]
+
+
+def test_calibration_and_roc_are_those_of_the_last_evaluation(history, tmp_path):
+    written = history.figures("final")[-1]["curves"]
+    above, below = learning.calibration_plot(history).axes
+    points = written["calibration"]
+    assert drawn(above, "this model") == (points["predicted"], points["actual"])
+    bars = [segment[1][1] for segment in below.collections[0].get_segments()]
+    assert bars == points["rows"]
+    (axes,) = learning.roc(history).axes
+    assert drawn(axes, "this model") == (written["roc"]["fpr"], written["roc"]["tpr"])
+    (axes,) = learning.calibration_over_steps(history).axes
+    assert drawn(axes, "training")[1] == [m["calibration"] for m in history.figures("train")]
+
+
+def test_maps_show_bytes_and_load_of_each_table_on_each_rank(history):
+    memory = shards.by_memory(history)
+    grid = memory.axes[1]
+    assert [t.get_text() for t in grid.get_yticklabels()] == ["table_2", "table_1", "table_0"]
+    bytes_of = {"table_2": [300 * 68, 0], "table_1": [0, 200 * 68], "table_0": [50 * 68, 50 * 68]}
+    cells = grid.images[0].get_array()
+    assert np.array_equal(cells.filled(0), list(bytes_of.values()))
+    assert [bar.get_height() for bar in memory.axes[0].patches] == [350 * 68, 250 * 68]
+    assert "39.8 KiB on 2 ranks, 16.6 KiB to 23.2 KiB each" in memory.get_suptitle().replace("\n", " ")
+
+    load = shards.by_load(history)
+    cells = load.axes[1].images[0].get_array().filled(0)
+    assert np.allclose(cells, np.array([[3, 0], [1, 1], [0, 2]]) / 7)
+    assert "rank 0 looks up 57 % of all bytes" in load.get_suptitle()
+
+
+def test_maps_of_many_tables_put_the_small_ones_together(tmp_path):
+    history = History.read(record(tmp_path, tables=200, ranks=64, intervals=1))
+    made = shards.by_memory(history)
+    cells = made.axes[1].images[0].get_array().filled(0)
+    assert cells.shape == (41, 64)
+    assert made.axes[1].get_yticklabels()[-1].get_text() == "160 other tables"
+    rows = 100 * sum(range(1, 201)) - 100 + 64 * (100 // 64)  # table 0 is cut into 64 parts of 1 row
+    assert cells.sum() == 68 * rows
+    assert len(made.axes[1].texts) == 0  # too many cells to write into
+    size = made.get_size_inches()
+    assert size[0] == style.WIDTH and size[1] < 12
+
+
+def test_a_map_of_one_table_on_one_rank(tmp_path):
+    history = History.read(record(tmp_path, tables=1, ranks=1))
+    for draw, text in ((shards.by_memory, "6.64 KiB"), (shards.by_load, "100 %")):
+        assert [t.get_text() for t in draw(history).axes[1].texts] == [text]
+
+
+def test_only_the_last_group_of_workers_is_on_the_map(tmp_path):
+    before = [interval(["a", "b"], rank, 3, 100) for rank in range(3)]
+    after = [interval(["a", "b"], rank, 2, 200, attempt=1) for rank in range(2)]
+    write_lines(tmp_path / "ranks.jsonl", before + after)
+    assert shards.by_memory(History.read(tmp_path)).axes[1].images[0].get_array().shape == (2, 2)
+
+
+def test_phases_are_milliseconds_a_step(history):
+    (axes,) = phases.in_total(history).axes
+    widths = {c.get_label(): [bar.get_width() for bar in c] for c in axes.containers}
+    assert widths == {
+        phase.replace("_", " "): pytest.approx([10 * s, 10 * s])
+        for phase, s in zip(PHASES, PHASE_S, strict=True)
+    }
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["rank 0", "rank 1"]
+    first, second = phases.over_steps(history).axes
+    assert (first.get_title("left"), second.get_title("left")) == ("rank 0", "rank 1")
+    stairs = {patch.get_label(): patch.get_data() for patch in first.patches}
+    assert np.allclose(stairs["backward"].edges, [0, 100, 200, 300, 400, 500])
+    assert np.allclose(stairs["backward"].values - stairs["backward"].baseline, 12)
+    assert np.allclose(stairs["other"].values, 35)
+
+
+def test_the_straggler_is_in_the_title(tmp_path):
+    lines = [interval(["a"], rank, 3, step) for step in (100, 200) for rank in range(3)]
+    for line in lines:
+        line["seconds"] = 5.5
+        line["phases_s"]["data" if line["rank"] == 2 else "collectives"] += 2.0
+    write_lines(tmp_path / "ranks.jsonl", lines)
+    made = phases.in_total(History.read(tmp_path))
+    assert made.get_suptitle() == "Time of a step: rank 2 is slow"
+
+
+def test_many_ranks_show_those_with_the_most_time_of_their_own(tmp_path):
+    lines = [interval(["a"], rank, 32, 100) for rank in range(32)]
+    for line in lines:
+        line["phases_s"]["forward"] += line["rank"] / 100
+        line["phases_s"]["collectives"] -= line["rank"] / 100
+    write_lines(tmp_path / "ranks.jsonl", lines)
+    made = phases.in_total(History.read(tmp_path))
+    labels = [t.get_text() for t in made.axes[0].get_yticklabels()]
+    assert labels == [f"rank {rank}" for rank in range(31, 15, -1)]
+    assert "the 16 of 32 ranks" in made.get_suptitle().replace("\n", " ")
+
+
+def test_row_norms_are_shares_of_rows_at_each_step(history):
+    made = tables.row_norms(history)
+    panels = {axes.get_title("left"): axes for axes in made.axes}
+    mesh = panels["table_2"].collections[0]
+    counts = np.array(history.ranks[0]["tables"]["table_2"]["row_norm_counts"])
+    assert np.allclose(mesh.get_array(), np.repeat((counts / counts.sum())[:, None], 5, axis=1))
+    corners = mesh.get_coordinates()
+    assert np.allclose(corners[0, :, 0], [50, 150, 250, 350, 450, 550])
+    assert np.allclose(corners[:, 0, 1], np.logspace(-4, 2, 31))
+
+
+def test_health_has_a_line_for_each_table_and_names_the_highest(tmp_path):
+    lines = [interval([f"t{i}" for i in range(8)], 0, 1, step) for step in (100, 200)]
+    for line in lines:
+        for i in range(8):
+            line["tables"][f"t{i}"]["dead_share"] = i / 10
+    write_lines(tmp_path / "ranks.jsonl", lines)
+    axes = tables.health(History.read(tmp_path)).axes[0]
+    assert sorted(line.get_ydata()[-1] for line in axes.lines) == pytest.approx([i / 10 for i in range(8)])
+    assert [text.get_text() for text in axes.get_legend().texts] == ["t7", "t6", "t5", "t4", "t3"]
+    colours = {to_hex(handle.get_color()) for handle in axes.get_legend().legend_handles}
+    assert len(colours) == 5 and style.GREY not in colours
+
+
+def test_checks_that_passed_and_failed(history):
+    made = checks.strip(history)
+    (axes,) = made.axes
+    passed, failed = (next(c for c in axes.collections if c.get_label() == x) for x in ("passed", "failed"))
+    assert len(passed.get_offsets()) == 29
+    assert [t.get_text() for t in axes.get_yticklabels()][2] == "parity"
+    assert np.array_equal(failed.get_offsets(), [[300, 2]])
+    assert made.get_suptitle() == "Checks: 1 of 30 failed: parity at step 300"
+
+
+def test_timeline_shows_workers_steps_and_faults(history):
+    made = timeline.elastic(history)
+    workers, steps = made.axes
+    assert [(b.get_x(), b.get_width(), b.get_height()) for b in workers.patches] == [(0, 9, 2), (20, 14, 2)]
+    marks = {c.get_label(): c.get_offsets().tolist() for c in steps.collections}
+    assert marks == {"failure": [[9, 220]], "saved": [[6, 150], [34, 500]]}
+    assert made.get_suptitle() == "The run: 34 s, 2 workers, 1 failure, 1 restart"
+    first, again = (line.get_ydata() for line in steps.lines)
+    assert (first[0], max(first), again[0], again[-1]) == (0, 220, 150, 500)
+
+
+def test_speed_is_rows_a_second(history):
+    (axes,) = phases.throughput(history).axes
+    assert axes.lines[0].get_ydata() == pytest.approx([60_000] * 25)
+
+
+def test_all_have_the_style_and_leave_nothing_of_it_behind(history):
+    for picture in PICTURES:
+        made = picture.draw(history)
+        assert made.get_size_inches()[0] == style.WIDTH, picture.name
+        assert made.get_suptitle(), picture.name
+        style.to_svg(made, picture.label)
+    for key in style.STYLE:
+        assert matplotlib.rcParams[key] == matplotlib.rcParamsDefault[key], key
+
+
+def test_long_lines_are_means_of_neighbours():
+    xs, ys = style.thinned(list(range(2500)), [float(x) for x in range(2500)])
+    assert len(xs) == 834 and xs[-1] == 2499
+    assert (xs[0], ys[0]) == (2, 1.0)
+    assert style.thinned([1, 2], [3, 4]) == ([1, 2], [3, 4])

@@ -1,0 +1,206 @@
+"""The report as a page: self-contained, well-formed, complete, and safe from what is in the files."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from recorded import record, write_lines
+
+from raytrec.report.report import build, build_with_pictures, pictures
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+HOSTILE = "<script>alert(1)</script>\"'&$x_1$\u202e\ud800 {{ 7*7 }}"
+
+
+class Page(HTMLParser):
+    """Reads a page; fails where tags do not match, ids are there twice, or it asks for anything."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.text, self.tags, self._open, self.ids = "", [], [], []
+        source = path.read_text()
+        self.feed(source)
+        self.close()
+        assert self._open == []
+        assert len(self.ids) == len(set(self.ids))
+        for link in re.findall(r"url\(([^)]*)\)|@import\s*(\S*)", source):
+            assert link[0].strip("'\"").startswith("#"), link
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in VOID:
+            self._open.append(tag)
+        for name, value in attributes:
+            assert not name.startswith("on"), (tag, name)
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "action", "data"):
+                assert value.startswith(("#", "data:image/png;base64,")), (tag, value[:60])
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self._open.pop()
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] not in ("script", "style"):
+            self.text += data
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    folder = record(tmp_path_factory.mktemp("run"))
+    return folder, Page(build(folder))
+
+
+def test_a_full_run_is_all_there(full):
+    _, page = full
+    assert page.tags.count("svg") == 13
+    for text in (
+        "0.8100", "rows trained", "1,024,000",  # result
+        "check parity failed at step 300: table table_1 on rank 1 differs by 0.2",
+        "rank 1 (pid 7 on 10.0.0.7) died at step 220",
+        "table_2", "row_wise", "0–1", "19.9 KiB",  # tables
+        "Saved 2 times, last at step 500; a save held training up for 20 ms on average.",
+        "lr: 0.02",
+    ):  # fmt: skip
+        assert text in page.text, text
+    for link in ("result", "learning", "speed", "tables", "checks", "events", "config"):
+        assert link in page.ids
+
+
+def test_passwords_are_hidden(full):
+    folder, page = full
+    assert "http://me:***@mlflow:5000" in page.text
+    assert "sesame" not in (folder / "report.html").read_text()
+
+
+def test_an_empty_folder_says_why_there_is_nothing(tmp_path):
+    page = Page(build(tmp_path))
+    assert "svg" not in page.tags
+    for text in (
+        "no result.json",
+        "metrics.jsonl",
+        "ranks.jsonl",
+        "checks.jsonl",
+        "events.jsonl",
+        "config.yaml",
+    ):
+        assert text in page.text, text
+    assert pictures(tmp_path) == []
+
+
+def test_a_run_of_an_older_version(tmp_path):
+    record(tmp_path)
+    for name in ("metrics.jsonl", "ranks.jsonl", "checks.jsonl"):
+        (tmp_path / name).unlink()
+    page = Page(build(tmp_path))
+    assert page.tags.count("svg") == 1  # the timeline
+    assert "0.8100" in page.text and "table_2" in page.text and "row_wise" in page.text
+
+
+@pytest.mark.parametrize(
+    "left_out", ["config.yaml", "schema.yaml", "plan.json", "result.json", "events.jsonl"]
+)
+def test_no_file_is_needed(tmp_path, left_out):
+    record(tmp_path)
+    (tmp_path / left_out).unlink()
+    assert Page(build(tmp_path)).tags.count("svg") == (12 if left_out == "events.jsonl" else 13)
+
+
+def test_hostile_texts_are_texts(tmp_path):
+    record(tmp_path, names=[HOSTILE, "a" * 300, r"$\frac$"])
+    line = {"step": 100, "check": HOSTILE, "passed": False, "text": HOSTILE, "figure": HOSTILE}
+    write_lines(tmp_path / "checks.jsonl", [line])
+    events = [
+        {"event": "started", "unix_s": 1.8e9, "attempt": 1, "workers": 1},
+        {"event": "failed", "unix_s": 1.8e9 + 1, "cause": HOSTILE, "step": HOSTILE},
+        {"event": HOSTILE, "unix_s": 1.8e9 + 2},
+    ]
+    write_lines(tmp_path / "events.jsonl", events)
+    result = json.loads((tmp_path / "result.json").read_text())
+    (tmp_path / "result.json").write_text(json.dumps(result | {"name": HOSTILE, "eval.auc": HOSTILE}))
+    (tmp_path / "config.yaml").write_text(f"run: {HOSTILE}", errors="replace")
+    page = Page(build_with_pictures(tmp_path)[0])
+    assert page.tags.count("script") == 1  # that of sorting
+    assert page.text.count("<script>alert(1)</script>") >= 6
+    assert "{{ 7*7 }}" in page.text and "$x_1$" in page.text
+
+
+def test_values_of_a_wrong_kind_are_passed_over(tmp_path):
+    record(tmp_path)
+    wrong = [None, "x", [], {}, True, -1, float("nan"), 10**400]
+    for name in ("ranks.jsonl", "metrics.jsonl", "checks.jsonl", "events.jsonl"):
+        lines = [json.loads(text) for text in (tmp_path / name).read_text().splitlines()]
+        for index, line in enumerate(lines):
+            key = list(line)[index % len(line)]
+            line[key] = wrong[index // len(line) % len(wrong)]
+            for entry in (line.get("tables") or {}).values() if isinstance(line.get("tables"), dict) else ():
+                entry[list(entry)[index % len(entry)]] = wrong[index % len(wrong)]
+        write_lines(tmp_path / name, lines)
+    (tmp_path / "plan.json").write_text(json.dumps([{"table": 3, "ranks": "all"}, {"ranks": [None, "1"]}, 5]))
+    (tmp_path / "schema.yaml").write_text("tables: [1, 2]")
+    (tmp_path / "result.json").write_text(json.dumps({"eval.auc": [], "train.rows": {}, "world_size": None}))
+    Page(build_with_pictures(tmp_path)[0])
+
+
+def test_pictures_are_png_files(full):
+    folder, _ = full
+    written = pictures(folder)
+    assert len(written) == 13 and all(path.parent == folder / "pictures" for path in written)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_building_again_replaces_the_page_and_leaves_nothing_else(tmp_path):
+    record(tmp_path)
+    before = {path.name for path in tmp_path.iterdir()}
+    build(tmp_path)
+    build(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} - before == {"report.html"}
+
+
+def test_it_is_quick(tmp_path):
+    """Seconds of processor time, so that a busy machine does not matter; measured: 3 of them."""
+    record(tmp_path, tables=26, ranks=8, intervals=50)
+    began = time.process_time()
+    build_with_pictures(tmp_path)
+    assert time.process_time() - began < 15
+
+
+def run(*arguments, cwd):
+    code = "from raytrec.cli import main; main()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+
+
+def test_the_command(tmp_path):
+    record(tmp_path / "run")
+    made = run("report", "run", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert "report       run/report.html" in made.stdout and "run/pictures" in made.stdout
+    Page(tmp_path / "run" / "report.html")
+    (tmp_path / "empty").mkdir()
+    for folder, what in (("nowhere", "no such run folder"), ("empty", "nothing of a run")):
+        refused = run("report", folder, cwd=tmp_path)
+        assert refused.returncode == 1 and what in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_neither_torch_nor_pyplot_is_loaded(tmp_path):
+    record(tmp_path)
+    code = (
+        f"import sys; from raytrec.report.report import build_with_pictures as b; b({str(tmp_path)!r}); "
+        "print({'torch', 'mlflow', 'matplotlib.pyplot'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "set()", done.stderr
+    code = "import sys, raytrec.report.report; print({'matplotlib', 'jinja2'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "set()", done.stderr

@@ -1,0 +1,92 @@
+"""A loss that is not finite ends a run by its own step's name, however late a GPU tells of it."""
+
+from pathlib import Path
+
+import checkpoints
+import loop
+import pyarrow.parquet as pq
+import pytest
+from ranks import on_ranks
+from standin.clock import simulated
+
+QUIET = ["tracking.every_steps=null"] + [
+    f"checks.{name}=off"
+    for name in ("alike", "shards", "replicas", "parity", "conservation", "finite", "numbers")
+]
+
+
+def spoiled(step):
+    """Has one value of a step (from 1) be infinite on the last rank."""
+
+    def spoil(rank, local):
+        if rank == 1:
+            local[step - 1].dense[0, 0] = float("inf")
+
+    return spoil
+
+
+def run(rank, world, folder, bad, steps, behind_s, changes):
+    """(the error, the step at which it came, labels and dense columns of the bad step on this rank)."""
+
+    def busy(made):
+        if behind_s:
+            from standin import Gpu
+
+            Gpu.active.work(behind_s)
+
+    made = loop.make(rank, world, steps, QUIET + changes, folder, spoil=spoiled(bad))
+    with simulated():
+        made.train(steps, busy)
+    batch = made.local[bad - 1]
+    real = batch.weights > 0
+    return made.error, made.progress.step, batch.labels[real, 0].tolist(), batch.dense[real].tolist()
+
+
+def heartbeats(rank, world, folder):
+    """What the heartbeat says of the GPU at each of five steps and after them; each takes the GPU 0.3 s."""
+    from standin import Gpu
+
+    said = []
+
+    def busy(made):
+        Gpu.active.work(0.3)
+        said.append(made.rank.pulse.device())
+
+    made = loop.make(rank, world, 5, [*QUIET, "tracking.every_steps=100"], folder)
+    with simulated():
+        made.train(5, busy)
+    return [*said, made.rank.pulse.device()]
+
+
+def test_the_heartbeat_says_what_the_gpu_has_not_finished(tmp_path):
+    from raytrec.driver.coordinator import ON_GPU
+    from raytrec.worker.nonfinite import LATE
+
+    for first, *said, recorded, last in on_ranks(2, heartbeats, str(tmp_path), device="cuda"):
+        assert first is recorded is last is None, "nothing has been done yet; the rest has been waited for"
+        for step, (unfinished, phase) in enumerate(said, 2):
+            assert step - 1 - LATE <= unfinished < step and phase in ON_GPU
+
+
+@pytest.mark.parametrize("device,behind_s", [("cpu", 0), ("cuda", 0.1)])
+@pytest.mark.parametrize("bad", [3, 8, 9])
+def test_the_first_bad_step_is_named_dumped_and_not_saved(device, behind_s, bad, tmp_path):
+    """Of nine steps with a checkpoint after the fourth and the eighth; the ninth is the last.
+
+    A GPU finishes each step 0.1 s after the host.
+    """
+    from raytrec.worker.nonfinite import LATE
+
+    changes = ["checkpoint.every_steps=4", "checkpoint.keep_last=9"]
+    results = on_ranks(2, run, str(tmp_path), bad, 9, behind_s, changes, device=device)
+    for rank, (error, ended, labels, dense) in enumerate(results):
+        assert error and f"where: step {bad};" in " ".join(error.split()), error
+        assert ended <= bad + 1 + (LATE if device == "cuda" else 0)
+        table = pq.read_table(tmp_path / f"nan/step-{bad:010d}-rank-{rank}.parquet")
+        assert table["y"].to_pylist() == labels
+        columns = table["a"].to_pylist(), table["b"].to_pylist()
+        assert [list(row) for row in zip(*columns, strict=True)] == dense
+    assert len(list((tmp_path / "nan").iterdir())) == 2
+    places = sorted(Path(tmp_path).glob("checkpoints/step-*"))
+    kept = [checkpoints.about(place)["progress"]["step"] for place in places]
+    assert kept == [step for step in (4, 8) if step < bad]

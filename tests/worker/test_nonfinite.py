@@ -1,0 +1,169 @@
+"""A loss that is not finite: the run stops and shows the batch, or leaves the step out on all ranks."""
+
+import json
+import shutil
+
+import checkpoints
+import numpy as np
+import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from small import SCHEMA, batches, config, train
+
+from raytrec.common.errors import RunError
+from raytrec.driver import run as driver
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("nan") / "d")
+
+
+def diverging(folder, run, **train):
+    """Learning rates with which the dense layers overflow within a few steps."""
+    values = parquet.settings(folder, run, checkpoint__every_steps=1)
+    values["optim"] = {"dense": {"name": "sgd", "lr": 1e30}}
+    values["train"] = train
+    return values
+
+
+def with_a_row(folder, place, price):
+    """The same data, but for one row of the second file: its price, which brings a logit far below 0, while
+    its label is 1."""
+    copied = shutil.copytree(folder, place)
+    part = copied / "train/part-1.parquet"
+    table = pq.read_table(part)
+    for name, value in (("price", price), ("label", 1)):
+        values = table[name].to_numpy().copy()
+        values[123] = value
+        table = table.set_column(table.column_names.index(name), name, pa.array(values))
+    pq.write_table(table, part, row_group_size=300)
+    return copied
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_stops_and_keeps_the_batch(folder, tmp_path):
+    """The batch of the step whose loss was bad, to the row that made it so; not the one after it."""
+    run, data = tmp_path / "run", with_a_row(folder, tmp_path / "d", 3e38)
+    values = parquet.settings(data, run, checkpoint__every_steps=1)
+    values["model"] = {"name": "dcn", "bottom_mlp": [16], "top_mlp": [16]}  # its crosses square the price
+    with pytest.raises(RunError, match="the loss is not a finite number") as error:
+        driver.train(values)
+    dumped = sorted((run / "nan").glob("*.parquet"))
+    assert 1 <= len(dumped) <= 2, "of each rank on which it was"
+    table = pa.concat_tables(map(pq.read_table, dumped))
+    assert table.num_rows in range(60, 130) and set(table.column_names) == {"label", "price", "user", "tags"}
+    assert np.float32(3e38) in table["price"].to_numpy(), "the batch of another step"
+    step = int(dumped[0].name.split("-")[1])
+    assert f"step {step};" in str(error.value) and "train.on_nan=skip" in str(error.value)
+    last = checkpoints.newest(run)
+    assert checkpoints.about(last)["progress"]["step"] < step, "a state with NaN was kept"
+    read = pq.read_table(data / "train").to_pylist()
+    known = {(row["user"], round(row["price"], 4), row["label"]) for row in read}
+    assert {(r["user"][0], round(r["price"], 4), r["label"]) for r in table.to_pylist()} <= known
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_infinite_state_ends_the_run_and_is_no_checkpoint(folder, tmp_path, capfd):
+    """A price whose square overflows: Adam's second moment is infinite, while the loss stays finite."""
+    run, data = tmp_path / "run", with_a_row(folder, tmp_path / "d", 1e25)
+    with pytest.raises(RunError, match="is NaN or infinite") as error:
+        driver.train(parquet.settings(data, run, checkpoint__every_steps=2, checkpoint__keep_last=9))
+    said, kept = error.value, checkpoints.newest(run)
+    assert "exp_avg_sq: a value is NaN or infinite on ranks 0 and 1" in said.what
+    assert f"raytrec train --from {run} optim.embeddings.lr=0.01" in said.do
+    step, last = int(said.where.split()[1].strip(",")), checkpoints.about(kept)["progress"]["step"]
+    assert 0 < last == step - 2, "the last one before it"
+    assert all(value.isfinite().all() for value in checkpoints.whole(kept).values())
+    assert not (run / "result.json").exists()
+    assert json.loads((run / "driver.json").read_text())["status"] == "FAILED"
+
+
+@pytest.mark.survive
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_infinite_state_can_be_trained_on_but_not_kept(folder, tmp_path, capfd):
+    run, data = tmp_path / "run", with_a_row(folder, tmp_path / "d", 1e25)
+    with pytest.raises(driver.Unfinished, match="is NaN or infinite") as error:
+        driver.train(parquet.settings(data, run, checkpoint__every_steps=2, checks__finite="warn"))
+    assert error.value.result.metrics["train.steps"] == 16 and error.value.result.metrics["eval.rows"] == 1003
+    assert " no checkpoint of step 16: " in " ".join(capfd.readouterr().err.split())
+    kept = checkpoints.newest(run)
+    assert checkpoints.about(kept)["progress"]["step"] < 16
+    assert not (run / "result.json").exists()
+    checkpoints.spoil(kept, "tables/user/weight")  # as one that something else has written
+    driver.evaluate(str(run), str(folder / "test"))
+    said = " ".join(capfd.readouterr().err.split())
+    assert (
+        "the checkpoint is NaN or infinite, its figures mean nothing: table user's weight on rank 0" in said
+    )
+
+
+@pytest.mark.survive
+@pytest.mark.usefixtures("ray_cluster")
+def test_leaves_the_steps_out_and_counts_them(folder, tmp_path):
+    metrics = driver.train(diverging(folder, tmp_path / "run", on_nan="skip")).metrics
+    assert 10 < metrics["train.nan_steps"] < metrics["train.steps"] == 16
+    left_out = metrics["train.nan_steps"]  # the last ones: they do not come back
+    assert metrics["train.rows"] == 2000 - (2000 % 128) - 128 * (left_out - 1)
+    assert metrics["train.skipped_rows"] == 2000 - metrics["train.rows"]
+
+
+def left_out(rank, world, plan, optimizer, clip):
+    """Weights and state after four steps, the third bad on rank 0 alone; and after the other three."""
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.worker.build import build_step
+
+    settings = config(world, plan, optimizer, on_nan="skip", clip_norm=clip)
+    ends, left = [], []
+    for bad in (True, False):
+        on_gpu = dist.get_backend() == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        step, _ = build_step(settings, SCHEMA, device)
+        local = batches(4, rank, world)[1]
+        if bad and rank == 0:
+            local[2].dense[0, 0] = float("inf")
+        if not bad:
+            del local[2]
+        left.append([outputs.left_out for outputs in train(step, local)])
+        tensors = LogicalState(step.model, step.optimizer).tensors()
+        parts = {
+            name: [s.tensor for s in v.local_shards()] if hasattr(v, "local_shards") else [v]
+            for name, v in tensors.items()
+        }
+        ends.append({name: [p.detach().cpu().clone() for p in values] for name, values in parts.items()})
+    return left, ends
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    "plan,optimizer",
+    [
+        ({"sharding": "row_wise"}, "adagrad"),
+        ({"sharding": "table_wise"}, "rowwise_adagrad"),
+        ({"sharding": "row_wise"}, "sgd"),
+        ({"sharding": "data_parallel"}, "adam"),
+        ({"sharding": "row_wise"}, "adam"),
+    ],
+)
+def test_a_step_that_is_left_out_changes_nothing(plan, optimizer, clip):
+    changes_nothing(on_ranks(2, left_out, plan, optimizer, clip))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    "plan,optimizer", [({"sharding": "row_wise"}, "adagrad"), ({"sharding": "data_parallel"}, "adam")]
+)
+def test_so_it_is_on_a_gpu(plan, optimizer, clip):
+    changes_nothing(on_ranks(2, left_out, plan, optimizer, clip, device="cuda"))
+
+
+def changes_nothing(results):
+    for left, (with_bad, without) in results:
+        assert left == [[False, False, True, False], [False] * 3]
+        for name, values in without.items():
+            for one, other in zip(values, with_bad[name], strict=True):
+                assert torch.equal(one, other), name

@@ -1,0 +1,198 @@
+"""train.matmul and train.deterministic: what they change, and where they end."""
+
+import copy
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from small import SCHEMA, batches, build, config, train
+
+TESTS = Path(__file__).parents[1]
+
+
+class InBf16(torch.nn.Module):
+    """A dense model under plain torch's autocast."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense, inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.model(dense, inputs)
+        assert logits.dtype == torch.bfloat16
+        return logits.float()
+
+
+def bf16_step(rank, world, settings):
+    """How far one step, and an evaluation, are from plain torch's under autocast, and from fp32's."""
+    from raytrec.checks.parity import reference
+    from raytrec.embeddings.tables import tables
+    from raytrec.models import build_model
+
+    step = build(config(world, {"sharding": "row_wise"}, "sgd", lr=1.0, matmul="bf16", **settings))
+    dense = dict(step.model.module.head.model.named_parameters())
+    model = build_model(SCHEMA, config(world, {}).model)
+    model.load_state_dict(dense)
+    start = {name: table.weight.dense() for name, table in tables(step.model).items()}
+    whole, local = batches(1, rank, world)
+    micro_batches = settings.get("micro_batches", 1)
+    errors = {}
+    for name, dense_model in {"bf16": InBf16(copy.deepcopy(model)), "fp32": copy.deepcopy(model)}.items():
+        one = reference.Reference(SCHEMA, start, dense_model)
+        optimizers = [
+            torch.optim.SGD(one.tables.values(), lr=1.0),
+            torch.optim.SGD(one.model.parameters(), lr=0.1),
+        ]
+        reference.train(one, whole, optimizers, micro_batches=micro_batches)
+        errors[name] = one
+    (outputs,) = train(step, local)
+    (evaluated,) = step.evaluate(iter(local))
+    assert outputs.logits.dtype == evaluated.logits.dtype == torch.float32
+    assert {p.dtype for p in step.model.parameters()} == {torch.float32}
+    assert torch.equal(evaluated.logits, evaluated.logits.bfloat16().float())  # as bf16 as they were
+    got = {name: table.weight.dense() for name, table in tables(step.model).items()} | dense
+    return {name: _distance(got, one, start, model) for name, one in errors.items()}
+
+
+def _distance(got, one, start, model):
+    """The largest difference of a weight, as a share of the largest step of all."""
+    expected = dict(one.tables) | {n.removeprefix("model."): p for n, p in one.model.named_parameters()}
+    begun = start | dict(model.named_parameters())
+    moved = max(float((expected[name] - begun[name]).abs().max()) for name in expected)
+    return max(float((got[name] - expected[name]).abs().max()) for name in expected) / moved
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batches": 3, "on_nan": "skip"}, {"clip_norm": 100.0}])
+def test_bf16_is_autocast_around_the_dense_model(settings):
+    for errors in on_ranks(2, bf16_step, settings):
+        # A pooled embedding that differs in its last bit may round to another bfloat16: 2^-8.
+        assert errors["bf16"] < 4e-3
+        assert errors["fp32"] > 1e-4
+
+
+def bf16_models(rank, world):
+    """How far each model's logits in bf16 are from those in fp32, as a share of the largest."""
+    from test_on_ranks import SECTIONS
+
+    from raytrec.config.run_config import load_config
+    from raytrec.config.sequences import read_by_id
+
+    schema = SCHEMA.model_copy(deep=True)
+    schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
+    errors = {}
+    for name, section in SECTIONS.items():
+        of = {}
+        for matmul in ("fp32", "bf16"):
+            values = config(world, {}, matmul=matmul).model_dump(by_alias=True)
+            settings = load_config(values | {"model": section})
+            by_id = read_by_id(schema, settings.model)
+            _, local = batches(3, rank, world, schema=schema, by_id=by_id)
+            of[matmul] = torch.cat([o.logits for o in train(build(settings, schema), local)])
+        errors[name] = float((of["bf16"] - of["fp32"]).abs().max() / of["fp32"].abs().max())
+    return errors
+
+
+def test_every_model_trains_in_bf16(monkeypatch):
+    monkeypatch.syspath_prepend(str(TESTS / "models"))
+    (errors,) = on_ranks(1, bf16_models)
+    assert all(1e-5 < error < 0.05 for error in errors.values()), errors
+
+
+def checked_in_bf16(rank, world):
+    from loops import PLANS, loop
+
+    return loop(rank, world, PLANS["row-wise"], matmul="bf16", micro_batches=2)
+
+
+def test_live_checks_hold_for_a_run_in_bf16():
+    for outcomes in on_ranks(2, checked_in_bf16):
+        assert {outcome["check"] for outcome in outcomes} >= {"parity", "replicas", "numbers"}
+        assert all(outcome["passed"] for outcome in outcomes)
+
+
+def switches(rank, world, settings, device):
+    """torch's switches in forward, in backward, between two steps and after them."""
+    seen = []
+
+    def look(*_):
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        seen.append((torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode(), filled))
+
+    def in_forward(_, __, logits):
+        look()
+        if logits.requires_grad:
+            logits.register_hook(look)
+
+    step = build(config(world, {"sharding": "row_wise"}, **settings), device=device)
+    step.model.module.head.model.register_forward_hook(in_forward)
+    _, local = batches(2, rank, world)
+    for _ in step.train(iter(local), 2):
+        look()
+    for _ in step.evaluate(iter(local[:1])):
+        look()
+    return seen, {name: os.environ.pop(name, None) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")}
+
+
+AS_IT_WAS = ("highest", 0, True)
+
+
+@pytest.mark.parametrize(
+    "settings,device,inside",
+    [
+        ({}, "cuda", AS_IT_WAS),
+        ({"matmul": "tf32"}, "cuda", ("high", 0, True)),
+        ({"matmul": "tf32"}, "cpu", AS_IT_WAS),
+        ({"deterministic": True}, "cuda", ("highest", 1, False)),
+        ({"deterministic": True, "matmul": "tf32"}, "cuda", ("high", 1, False)),
+    ],
+)
+def test_switches_are_set_within_steps_alone(settings, device, inside):
+    ((seen, environment),) = on_ranks(1, switches, settings, device, device=device)
+    assert seen == [inside, inside, AS_IT_WAS] * 2 + [inside, AS_IT_WAS]
+    asked = settings.get("deterministic", False)
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == (":4096:8" if asked else None)
+    assert environment["NCCL_ALGO"] == ("^NVLS,NVLSTree" if asked else None)
+
+
+def test_the_environment_comes_first(monkeypatch):
+    from raytrec.config.sections import TrainSection
+    from raytrec.worker.numerics import prepare_process
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    prepare_process(TrainSection(deterministic=True))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8" and os.environ["NCCL_ALGO"] == "Tree"
+
+
+def matmul_of_parity(rank, world):
+    """Which precision the sharded models have that parity builds."""
+    from raytrec.checks.parity.compare import compare
+    from raytrec.worker.build import build_step
+
+    built = []
+
+    def build_and_note(config, *args):
+        built.append(config.train.matmul)
+        return build_step(config, *args)
+
+    settings = config(world, {"sharding": "row_wise"}, matmul="bf16")
+    findings = compare(build_and_note, settings, SCHEMA, torch.device("cpu"), steps=1)
+    return built, settings.train.matmul, all(f.error <= f.limit for f in findings)
+
+
+def test_parity_is_looked_at_in_fp32():
+    ((built, configured, passed),) = on_ranks(1, matmul_of_parity)
+    assert built == ["fp32", "fp32"] and configured == "bf16" and passed
+
+
+def test_what_may_change_in_mid_run():
+    from raytrec.driver.resume import _differences
+
+    def changed(**settings):
+        return _differences(config(1, {}), config(1, {}, **settings))
+
+    assert changed(deterministic=True) == []
+    assert changed(matmul="tf32") == ["  train.matmul: fp32 → tf32"]

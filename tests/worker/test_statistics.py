@@ -1,0 +1,162 @@
+"""Statistics of shards against the same figures of whole tables in one plain torch process."""
+
+from math import isclose
+
+import pytest
+import small
+import torch
+from ranks import on_ranks
+
+from raytrec.tracking.aggregate import table_over_ranks
+from raytrec.worker.statistics import NORM_EDGES, _counts, collisions
+
+STEPS = 3
+
+
+def observed(rank, world, plan, optimizer, train, sample):
+    """(statistics, tables before the last step, after it, last global batch, all global batches)."""
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.embeddings.taps import Taps
+    from raytrec.worker import statistics
+    from raytrec.worker.build import build_step
+    from raytrec.worker.step import Head
+
+    statistics.SAMPLE = sample
+    device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
+    step = build_step(small.config(world, plan, optimizer, **train), small.SCHEMA, device)[0]
+    state = LogicalState(step.model, step.optimizer)
+    head = next(module for module in step.model.modules() if isinstance(module, Head))
+    taps = Taps(step.model, head, list(small.SCHEMA.sparse))
+    watched = statistics.Statistics(small.SCHEMA, state.tables, taps)
+    whole, local = small.batches(STEPS, rank, world)
+    small.train(step, local[:-1])
+    before = {name: table.weight.dense() for name, table in state.tables.items()}
+    model = {name: p.detach().clone() for name, p in head.model.named_parameters()}
+    taps.probing = True
+    small.train(step, local[-1:])
+    found = watched.collect()
+    after = {name: table.weight.dense() for name, table in state.tables.items()}
+    return found, before, after, model, whole
+
+
+def reference_gradients(before, model, batch):
+    """table → the gradient of the mean loss, by plain torch."""
+    from raytrec.checks.parity.reference import Reference
+    from raytrec.models import build_model
+
+    dense = build_model(small.SCHEMA, small.config(1, {}).model)
+    dense.load_state_dict(model)
+    one = Reference(small.SCHEMA, before, dense)
+    logits = dense(batch.dense, one.pooled(batch))
+    torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
+    return {name: table.grad for name, table in one.tables.items()}
+
+
+def ids_of(table, batches):
+    return torch.cat(
+        [b.bags[f][0] for b in batches for f, s in small.SCHEMA.sparse.items() if s.table == table]
+    )
+
+
+@pytest.mark.parametrize(
+    "sharding", ["table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid_shard"]
+)
+@pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
+def test_figures_are_those_of_the_whole_tables(sharding, optimizer):
+    train = {"clip_norm": 1000.0} if optimizer == "sgd" else {}
+    results = on_ranks(2, observed, {"sharding": sharding}, optimizer, train, 4096)
+    _, before, after, model, whole = results[0]
+    gradients = reference_gradients(before, model, whole[-1])
+    for name, spec in small.SCHEMA.tables.items():
+        shards = [found[name] for found, *_ in results if name in found]
+        figures = table_over_ranks([{"tables": found} for found, *_ in results], name)
+        copies = {"column_wise": 2}.get(sharding, 1)
+        assert figures["lookups"] == copies * len(ids_of(name, whole))
+        assert figures["weight_bytes"] == 4 * spec.rows * spec.dim * (2 if sharding == "data_parallel" else 1)
+        close(figures["weight_norm"], after[name].norm())
+        update = (after[name] - before[name]).norm()
+        if sharding == "data_parallel":  # a rank looks at rows that its own part of the batch touched
+            assert 0 < figures["update_norm"] <= update * 1.0001
+        else:
+            close(figures["update_norm"], update)
+        close(figures["gradient_norm"], gradients[name].norm())
+        dead = 1 - len(ids_of(name, whole).unique()) / spec.rows
+        if sharding != "data_parallel" or optimizer == "adagrad":  # else each rank knows its own ids alone
+            close(figures["dead_share"], dead)
+        if copies == 1:
+            close(figures["max_abs"], after[name].abs().max())
+            close(max(s["row_norm_max"] for s in shards if s["rows"]), after[name].norm(dim=1).max())
+            assert sum(sum(s["row_norm_counts"]) for s in shards if s["rows"]) == sum(
+                s["rows"] for s in shards
+            )
+        touched = ids_of(name, whole[-1:])
+        if sharding in ("table_wise", "row_wise"):
+            assert sum(s.get("touched_rows", 0) for s in shards) == len(touched.unique())
+        if sharding == "table_wise":
+            close(shards[0]["unique_ratio"], len(touched.unique()) / len(touched))
+            close(shards[0]["row_norm_p50"], after[name].norm(dim=1).quantile(0.5))
+
+
+def on_a_device(rank, world, plan, optimizer):
+    """Statistics of a run on CPU or on the stand-in for a GPU."""
+    return observed(rank, world, plan, optimizer, {}, 4096)[0]
+
+
+@pytest.mark.parametrize("sharding,optimizer", [("row_wise", "sgd"), ("data_parallel", "adagrad")])
+def test_figures_of_gpus_are_those_of_cpus(sharding, optimizer):
+    found = [
+        on_ranks(2, on_a_device, {"sharding": sharding}, optimizer, device=device)
+        for device in ("cuda", "cpu")
+    ]
+    for rank, (of_gpu, of_cpu) in enumerate(zip(*found, strict=True)):
+        for name, figures in of_cpu.items():
+            assert of_gpu[name]["device"] == f"cuda:{rank}"
+            for key in figures.keys() - {"device"}:
+                value = figures[key]
+                expected = value if value is None else pytest.approx(value, rel=1e-5)
+                assert of_gpu[name][key] == expected, (name, key)
+
+
+def test_bins_are_those_of_a_histogram():
+    """torch.histc, which CUDA refuses where algorithms must be deterministic."""
+    low, high, bins = NORM_EDGES
+    edges = 10.0 ** torch.linspace(low, high, bins + 1)
+    drawn = torch.randn(2000, generator=torch.Generator().manual_seed(0)).mul(3).exp()
+    for norms in (drawn, edges, torch.tensor([0.0, 1e-9, 1e9, torch.inf, torch.nan])):
+        expected = torch.histc(norms.clamp_min(1e-30).log10().clamp(low, high), bins, low, high)
+        assert torch.equal(_counts(norms), expected.long())
+
+
+def test_samples_stand_for_the_whole():
+    """With a sample of 6 of 23 rows, norms are estimates of the whole's."""
+    [(found, before, after, model, whole)] = on_ranks(
+        1, observed, {"sharding": "table_wise"}, "adagrad", {}, 6
+    )
+    figures, gradient = found["user"], reference_gradients(before, model, whole[-1])["user"]
+    assert sum(figures["row_norm_counts"]) in range(6, 13)
+    for key, whole_norm in (
+        ("weight_norm", after["user"].norm()),
+        ("update_norm", (after["user"] - before["user"]).norm()),
+        ("gradient_norm", gradient.norm()),
+    ):
+        assert 0.5 < figures[key] / float(whole_norm) < 1.5
+    assert figures["max_abs"] >= after["user"][ids_of("user", whole[-1:]).unique()[:6]].abs().max() * 0.5
+
+
+def test_adam_on_cpu():
+    """A dense kernel: rows that have never been in a batch have no second moment."""
+    (found, _, _, _, whole), *_ = on_ranks(1, observed, {"sharding": "row_wise"}, "adam", {}, 4096)
+    close(found["user"]["dead_share"], 1 - len(ids_of("user", whole).unique()) / 23)
+    assert found["user"]["state_norm"] > 0
+
+
+def test_collisions_of_hashed_ids():
+    generator = torch.Generator().manual_seed(0)
+    for ids, rows in ((1000, 10_000), (10_000, 10_000), (50_000, 10_000)):
+        taken = torch.randint(rows, (ids,), generator=generator).unique()
+        estimate = float(collisions(torch.tensor(1 - len(taken) / rows)))
+        assert abs(estimate - (1 - len(taken) / ids)) < 0.01
+
+
+def close(got, expected):
+    assert isclose(got, float(expected), rel_tol=1e-4, abs_tol=1e-7), (got, float(expected))

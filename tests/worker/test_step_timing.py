@@ -1,0 +1,97 @@
+"""Where the time of a step goes on a GPU, by streams and events that have clocks of their own."""
+
+import pytest
+import torch
+from standin import cuda, device
+from standin.clock import Time
+
+from raytrec.worker import step_timing as module
+from raytrec.worker.step_timing import Phases
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def time():
+    return Time()
+
+
+@pytest.fixture
+def gpu(time):
+    with time.of(device, "perf_counter", "sleep"), cuda() as gpu:
+        yield gpu
+
+
+def step(phases, gpu, time, others, data=0.0, computing=0.0):
+    """A step as TorchRec's pipeline takes it: batches and ids on streams of their own."""
+    memcpy, data_dist = others
+    with torch.cuda.stream(data_dist), phases.phase("input_exchange"):
+        data_dist.wait_stream(memcpy)
+        gpu.work(0.002)
+    with torch.cuda.stream(memcpy):
+        with phases.phase("data"):
+            time.sleep(data)
+        with phases.phase("copy"):
+            gpu.work(0.001)
+    with phases.phase("forward"):
+        with torch.cuda.stream(data_dist), phases.phase("collectives"):
+            gpu.work(0.002)
+        torch.cuda.current_stream().wait_stream(data_dist)
+        gpu.work(computing / 2)
+    with phases.phase("backward"):
+        gpu.work(computing / 2)
+
+
+def timed(gpu, time, steps, **times):
+    """(seconds of each phase, seconds of the host) of some steps."""
+    phases, others = Phases(GPU), (torch.cuda.Stream(), torch.cuda.Stream())
+    for stream in others:
+        stream.work(0.05)  # far ahead of the stream on which the model computes
+    began = time.now
+    phases.resume()
+    for _ in range(steps):
+        step(phases, gpu, time, others, **times)
+    phases.pause()
+    taken = phases.take()
+    return taken, time.now - began
+
+
+def test_phases_are_exclusive_and_add_up_to_the_wall(gpu, time):
+    taken, wall = timed(gpu, time, 5, computing=0.02)
+    assert all(seconds >= 0 for seconds in taken.values()), taken
+    assert sum(taken.values()) == pytest.approx(wall, rel=0.01)
+    assert taken["backward"] == pytest.approx(0.05, rel=0.01)
+    assert taken["copy"] + taken["data"] + taken["collectives"] < 0.01, "other streams do it beside"
+
+
+def test_waiting_for_data_counts_where_the_gpu_stands_idle(gpu, time):
+    starved, wall = timed(gpu, time, 5, data=0.04, computing=0.004)
+    assert sum(starved.values()) == pytest.approx(wall, rel=0.01)
+    assert 0.12 < starved["data"] < 0.2, "all but what the GPU still had to do"
+    busy, wall = timed(gpu, time, 5, data=0.01, computing=0.04)
+    assert sum(busy.values()) == pytest.approx(wall, rel=0.01)
+    assert busy["data"] < 0.02, "it was hidden behind the steps before"
+
+
+def test_reading_events_while_training_waits_for_nothing(gpu, time, monkeypatch):
+    monkeypatch.setattr(module, "SETTLE", 4)
+    phases, others = Phases(GPU), (torch.cuda.Stream(), torch.cuda.Stream())
+    phases.resume()
+    for _ in range(5):
+        step(phases, gpu, time, others, computing=0.02)
+    assert gpu.waits == [], "the GPU is still computing"
+    assert phases.standing == "forward", "the first step's"
+    phases.pause()
+    assert sum(phases.take().values()) == pytest.approx(0.1, rel=0.05)
+    assert [wait.what for wait in gpu.waits] == ["Event.synchronize"]
+    assert phases.standing is None
+
+
+def test_events_that_have_passed_are_read_in_time(gpu, monkeypatch):
+    monkeypatch.setattr(module, "SETTLE", 10)
+    phases = Phases(GPU)
+    phases.resume()
+    for _ in range(200):
+        with phases.phase("data"):
+            pass
+    assert len(phases._passed) <= 11
