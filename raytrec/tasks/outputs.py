@@ -1,0 +1,58 @@
+"""What a step hands to the metrics, one view a task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Verdict(Protocol):
+    """Whether a step is skipped because its loss is not finite on some rank (worker/nonfinite.py)."""
+
+    @property
+    def skipped(self) -> bool:
+        """As the host knows it; waits for the forward pass."""
+
+
+@dataclass(frozen=True)
+class TaskOutputs:
+    """One task's part of a rank's step; detached, float32 [B] each, on the step's device.
+
+    Attributes:
+        logits: what the model gave. predictions: what they mean in the label's units (of bce, probabilities).
+        labels: of the task.
+        weights: of each row in the task's loss and metrics; 0 for padding.
+    """
+
+    logits: torch.Tensor
+    predictions: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What one rank's step hands to the metrics.
+
+    A step that is skipped on all ranks has zero logits and weights.
+
+    Attributes:
+        tasks: task → its part, in the order of the configuration.
+        rows: float32 [B], 1 for a row and 0 for padding, whatever a task's own weights.
+        verdict: whether the step is skipped; None unless train.on_nan is skip.
+    """
+
+    tasks: dict[str, TaskOutputs]
+    rows: torch.Tensor
+    verdict: Verdict | None = None
+
+    def __getitem__(self, task: str) -> TaskOutputs:
+        return self.tasks[task]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step is skipped on all ranks."""
+        return self.verdict is not None and self.verdict.skipped
