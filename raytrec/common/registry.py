@@ -1,0 +1,117 @@
+"""Named parts of raytrec, one file each in a package; parts of a user's are `module:name`.
+
+    loss: Registry[type[Loss]] = Registry("loss", "raytrec.tasks.losses")
+
+    @loss("bce")
+    class BinaryCrossEntropy(Loss): ...
+
+The package's files are imported when a part is first asked for, so that a new one needs no line elsewhere.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Generic, TypeVar
+
+from raytrec.common import python_path
+from raytrec.common.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Parts of one kind by their names.
+
+    Args:
+        kind: what they are, for errors: loss.
+        package: whose files define them.
+    """
+
+    def __init__(self, kind: str, package: str):
+        self._kind, self._package, self._parts = kind, package, {}
+        self._complete = False
+
+    def __call__(self, name: str) -> Callable[[T], T]:
+        """Decorator: registers a part under a name.
+
+        Raises:
+            ValueError: another one has it.
+        """
+
+        def register(part: T) -> T:
+            known = self._parts.setdefault(name, part)
+            if (known.__module__, known.__qualname__) != (part.__module__, part.__qualname__):
+                raise ValueError(f"two parts are called {self._kind} {name}: {known} and {part}")
+            self._parts[name] = part
+            return part
+
+        return register
+
+    @property
+    def parts(self) -> dict[str, T]:
+        """The package's, by name, in alphabetical order of its files."""
+        if not self._complete:
+            import_all(self._package)
+            self._complete = True
+        return {name: part for name, part in self._parts.items() if part.__module__.startswith(self._package)}
+
+    def find(self, name: str, where: str, folder: str | None = None) -> T:
+        """The part of this name, or what `module:name` names; that is imported.
+
+        Args:
+            where: the configuration's key, for errors.
+            folder: where the module may be beside Python's own path; the folder of the command.
+
+        Raises:
+            ConfigError: there is none. Whatever else the module raises while it is imported.
+        """
+        parts = self.parts
+        if name in parts:
+            return parts[name]
+        if python_path.PYTHON_PATH.fullmatch(name):
+            return find_code(name, self._kind, where, folder)
+        near = did_you_mean(name, list(parts))
+        raise ConfigError(
+            f"there is no {self._kind} '{name}'" + (f"; did you mean '{near}'?" if near else ""),
+            where=where,
+            expected=f"{', '.join(parts)}, or module:name for one of your own",
+        )
+
+
+def import_all(package: str) -> None:
+    """Imports every module of a package, in alphabetical order."""
+    for module in sorted(found.name for found in pkgutil.iter_modules(import_module(package).__path__)):
+        import_module(f"{package}.{module}")
+
+
+def find_code(path: str, kind: str, where: str, folder: str | None = None) -> Any:
+    """What `module:name` names; the module is imported.
+
+    Args:
+        kind: what it should be, for errors. where, folder: as in `Registry.find`.
+
+    Raises:
+        ConfigError: there is no such module, or nothing of that name in it. Whatever else the module raises
+            while it is imported.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return python_path.load(path, folder)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"no {kind} {path}: there is no module {error.name}",
+            where=where,
+            expected=f"{module} on Python's path of every worker, or in the folder that the command was given in",
+        ) from None
+    except AttributeError:
+        if module not in sys.modules:
+            raise  # the module's own error, while it was imported
+        near = did_you_mean(name, [n for n in vars(sys.modules[module]) if not n.startswith("_")])
+        raise ConfigError(
+            f"no {kind} {path}: the module has no {name}" + (f"; did you mean {near}?" if near else ""),
+            where=where,
+            expected="module:name",
+        ) from None
