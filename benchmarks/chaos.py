@@ -127,7 +127,7 @@ def main(
             nodes.add()
         with small_disk(folder / "small", mib=160), small_disk(folder / "disk", mib=64):
             saves = folder / "small" / "checkpoints"
-            places = [(folder / "disk" / "run", saves, configure(folder, data, [1, MOST]))]
+            places = [(folder / "disk" / "run", saves, configure(folder, data, {"min": 1, "max": MOST}))]
             places.append((folder / "calm", folder / "calm-checkpoints", configure(folder, data, MOST)))
             run, calm = (Run(*place, nodes, until) for place in places)
             undisturbed(calm)

@@ -34,7 +34,7 @@ def run(config: str, overrides: list[str], workers: int, folder: Path) -> dict:
     from mlflow import MlflowClient
 
     store = f"sqlite:///{folder}/mlflow.db"
-    settings = [f"run.dir={folder}/w{workers}", f"tracking.uri={store}", f"scaling.workers={workers}"]
+    settings = [f"run.dir={folder}/w{workers}", f"tracking.uri={store}", f"scaling.num_workers={workers}"]
     result = train(config, ["train.log_every_steps=2", *overrides, *settings]).metrics
     history = MlflowClient(store).get_metric_history(result["mlflow_run_id"], "train/logloss")
     loss = [[point.step, point.value] for point in sorted(history, key=lambda point: point.step)]

@@ -224,13 +224,13 @@ def config_of(size: Size, batch: int, **train: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "data": {"train": "unused/train", "global_batch_size": batch},
-            "scaling": {"workers": 1},
+            "scaling": {"num_workers": 1},
             "model": size.layers,
             "optim": {
                 "embeddings": {"name": "adagrad", "lr": 0.005},
                 "dense": {"name": "adagrad", "lr": 0.005},
             },
-            "plan": {"sharding": ["table_wise"]},
+            "plan": {"sharding_types": ["table_wise"]},
             "train": train,
         }
     )

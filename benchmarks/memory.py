@@ -102,7 +102,7 @@ class Watched:
         self._mark = f"{MARK}={folder}".encode()
         self._commands: dict[int, str] = {}
         places = [f"data.{part}={data / part}" for part in ("train", "valid", "test")]
-        settings = [f"run.dir={folder}/run", f"scaling.workers={workers}", "train.epochs=1000000"]
+        settings = [f"run.dir={folder}/run", f"scaling.num_workers={workers}", "train.epochs=1000000"]
         settings += ["train.eval_every_steps=500", "checkpoint.every_s=120"]
         source = folder / "config.yaml"
         source.write_text(f"data: {{train: {data / 'train'}}}\n")

@@ -75,9 +75,9 @@ def config_of(sharding: str, workers: int, batch: int) -> RunConfig:
     return RunConfig.model_validate(
         {
             "data": {"train": "unused/train", "global_batch_size": batch * workers},
-            "scaling": {"workers": workers},
+            "scaling": {"num_workers": workers},
             "model": {"bottom_mlp": [256], "top_mlp": [512, 256]},
-            "plan": {"tables": {f"t{i}": {"sharding": ways[i % 2]} for i in range(FEATURES)}},
+            "plan": {"tables": {f"t{i}": {"sharding_type": ways[i % 2]} for i in range(FEATURES)}},
         }
     )
 

@@ -64,7 +64,7 @@ def prepare(folder: Path, steps: int) -> int:
     return rows
 
 
-def configure(folder: Path, data: Path, workers: int | list[int]) -> Path:
+def configure(folder: Path, data: Path, workers: int | dict[str, int]) -> Path:
     """The configuration, as a file."""
     values = {
         "data": {
@@ -80,10 +80,10 @@ def configure(folder: Path, data: Path, workers: int | list[int]) -> Path:
         "train": {"epochs": EPOCHS, "log_every_steps": 50},
         "checkpoint": {"every_steps": 25, "keep_last": 2},
         "scaling": {
-            "workers": workers,
+            "num_workers": workers,
             "device": "cpu",
-            "grow_every_s": 5,
-            "hang_s": 20,
+            "scale_up_interval_s": 5,
+            "hang_timeout_s": 20,
             "max_failures": 1000,
         },
         "tracking": {"uri": f"sqlite:///{folder}/mlflow.db"},

@@ -35,18 +35,20 @@ def records_of(run: str | Path) -> Path:
 class Writer:
     """One rank's file."""
 
-    def __init__(self, survival: Any):
-        rank = survival._rank
-        self._folder, self._world = records_of(rank.task.config.run.dir), rank.world
-        self._attempt = rank.pulse._attempt  # the same word on all ranks, and another one after a restart
-        name = f"{self._attempt}-{rank.index}-{os.getpid()}.jsonl"
+    def __init__(self, checkpoints: Any):
+        context = checkpoints._context
+        self._folder, self._world = records_of(context.task.config.run.dir), context.world
+        self._attempt = (
+            context.heartbeat._attempt
+        )  # the same word on all ranks, and another one after a restart
+        name = f"{self._attempt}-{context.index}-{os.getpid()}.jsonl"
         self._file = open(self._folder / name, "ab", buffering=0)  # noqa: SIM115 (lives as long as the process)
 
-    def step(self, survival: Any, outputs: Any) -> None:
+    def step(self, checkpoints: Any, outputs: Any) -> None:
         from torch.nn.functional import binary_cross_entropy_with_logits as entropy
 
-        step = survival._progress.step
-        batch = survival.batches.at(step - 1)  # counted from 0 there
+        step = checkpoints._progress.step
+        batch = checkpoints._batches.at(step - 1)  # counted from 0 there
         rows = batch.sparse[FEATURE].values().tolist()
         assert len(rows) == int((batch.weights > 0).sum()), "each row has one id"
         loss = entropy(outputs.logits.double(), outputs.labels.double(), outputs.weights, reduction="sum")
@@ -58,10 +60,10 @@ class Writer:
 
 def recorded_train_worker(task: Any) -> None:
     """`train_worker` with a record; runs in the workers."""
-    from raytrec.worker.checkpointing import Survival
+    from raytrec.worker.checkpointing import CheckpointManager
     from raytrec.worker.loop import train_worker
 
-    after_step, writers = Survival.after_step, {}
+    after_step, writers = CheckpointManager.after_step, {}
 
     def recorded(self: Any, outputs: Any) -> None:
         if self not in writers:
@@ -69,7 +71,7 @@ def recorded_train_worker(task: Any) -> None:
         writers[self].step(self, outputs)
         after_step(self, outputs)
 
-    Survival.after_step = recorded
+    CheckpointManager.after_step = recorded
     train_worker(task)
 
 

@@ -39,14 +39,14 @@ from raytrec.driver.recorder import Record
 from raytrec.metrics.sums import Sums
 from raytrec.tracking.mlflow import Tracker
 from raytrec.worker.build import build_step
-from raytrec.worker.context import Rank, Task
+from raytrec.worker.context import WorkerContext, WorkerTask
 from raytrec.worker.nonfinite import Recent
-from raytrec.worker.observe import Observation
+from raytrec.worker.observers import make_observers
 from raytrec.worker.progress import Progress
 
 RESULTS = Path(__file__).parent / "results" / "watching.json"
 STEPS = 100
-CHECKS = ("alike", "shards", "replicas", "parity", "conservation", "numbers")
+CHECKS = ("same_environment", "shards", "replicas", "parity", "conservation", "numerics")
 SIDES: dict[str, dict[str, Any]] = {
     "off": {"tracking": {"every_steps": None}, "checks": dict.fromkeys(CHECKS, "off")},
     "default": {},
@@ -69,20 +69,27 @@ class Mailbox:
         self.queue.put((self.side, message))
 
 
+class Unheard:
+    """In the place of a heartbeat."""
+
+    def tick(self, phase: str | None = None, step: int | None = None) -> None:
+        pass
+
+
 class Side:
-    """One of the copies, with its own model, pipeline and observation."""
+    """One of the copies, with its own model, pipeline and observers."""
 
     def __init__(self, config: RunConfig, rank: int, device: torch.device, mailbox: Mailbox):
-        schema, world, rows = schema_of("half"), config.scaling.most, config.data.global_batch_size
-        task = Task(config, schema, {}, mailbox, "")
-        here = Rank(rank, world, device, task, None, 0)
+        schema, world, rows = schema_of("half"), config.scaling.max_workers, config.data.global_batch_size
+        task = WorkerTask(config, schema, {}, mailbox, "")
+        context = WorkerContext(rank, world, device, task, Unheard(), 0)
         self._step, _ = build_step(config, schema, device)
         self._progress, self._rows, self._device = Progress(Sums(device)), rows, device
         state = LogicalState(self._step.model, self._step.optimizer)
         source = _endless(batches_of(rows // world, world, seed=rank))
         self._batches = Recent(source, 0)
-        self._observation = Observation(here, self._step, state, self._progress, self._batches, 10**9)
-        self._observation.begin()
+        self._observers = make_observers(context, self._step, state, self._progress, self._batches, 10**9)
+        self._observers.begin()
 
     def turn(self) -> float:
         """Seconds of STEPS steps."""
@@ -90,7 +97,7 @@ class Side:
         began = perf_counter()
         for outputs in self._step.train(self._batches, STEPS):
             self._progress.count(self._rows, outputs)
-            self._observation.after_step(self._rows)
+            self._observers.after_step(self._rows)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier()

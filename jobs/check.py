@@ -1,4 +1,4 @@
-"""ray job submit --working-dir . -- python jobs/check.py jobs/movielens.yaml scaling.workers=2"""
+"""ray job submit --working-dir . -- python jobs/check.py jobs/movielens.yaml scaling.num_workers=2"""
 
 import sys
 

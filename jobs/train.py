@@ -1,4 +1,4 @@
-"""ray job submit --working-dir . -- python jobs/train.py jobs/movielens.yaml scaling.workers=2
+"""ray job submit --working-dir . -- python jobs/train.py jobs/movielens.yaml scaling.num_workers=2
 
 Submitted again, it goes on with the run, if that was interrupted.
 """
@@ -8,4 +8,4 @@ import sys
 from raytrec.cli import main
 
 if __name__ == "__main__":
-    main(["train", "--continue", *sys.argv[1:]])
+    main(["train", "--resume-latest", *sys.argv[1:]])

@@ -60,7 +60,7 @@ def train(
     start_from: Annotated[
         str | None,
         typer.Option(
-            "--from",
+            "--warm-start",
             metavar="RUN",
             help="Begin with the weights of this run or checkpoint; without CONFIG, with its config, too.",
         ),
@@ -73,17 +73,17 @@ def train(
             help="Go on with this run from its newest checkpoint; with CONFIG, if that means the same.",
         ),
     ] = None,
-    go_on: Annotated[
+    resume_latest: Annotated[
         bool,
         typer.Option(
-            "--continue",
+            "--resume-latest",
             help="Go on with the newest run of this CONFIG that was interrupted; begin one if there is none.",
         ),
     ] = False,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.workers=2"""
+    """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.num_workers=2"""
     from raytrec.common.errors import ConfigError
     from raytrec.driver.run import Unfinished
     from raytrec.driver.run import train as run
@@ -93,16 +93,16 @@ def train(
     if earlier and config and "=" in config:  # no CONFIG: the first argument is an override
         config, overrides = None, [config, *overrides]
     if start_from and resume:
-        raise ConfigError("--from and --resume are two different things", expected="one of them")
-    if go_on and earlier:
-        raise ConfigError("--continue finds the run by itself", expected="CONFIG alone, or --resume RUN")
+        raise ConfigError("--warm-start and --resume are two different things", expected="one of them")
+    if resume_latest and earlier:
+        raise ConfigError("--resume-latest finds the run by itself", expected="CONFIG alone, or --resume RUN")
     if config is None and earlier is None:
         raise ConfigError(
             "no config was given",
-            expected="raytrec train CONFIG, or raytrec train --from RUN, or --resume RUN",
+            expected="raytrec train CONFIG, or raytrec train --warm-start RUN, or --resume RUN",
         )
     try:
-        result = run(config, overrides, start_from, resume, go_on, allow_code)
+        result = run(config, overrides, start_from, resume, resume_latest, allow_code)
     except Interrupted as interrupt:  # the run has said so itself
         raise typer.Exit(128 + interrupt.signal) from None
     except Unfinished as error:  # there are figures all the same
@@ -223,7 +223,7 @@ def check(
 def plan(
     config: Annotated[str, typer.Argument(metavar="CONFIG")],
     overrides: Overrides = None,
-    hosts: Annotated[int | None, typer.Option(help="Default: as many as scaling.workers fill.")] = None,
+    hosts: Annotated[int | None, typer.Option(help="Default: as many as scaling.num_workers fill.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs of each host; default: up to 8.")] = None,
     memory_gib: Annotated[float, typer.Option(help="Of each GPU, unless plan.memory_gib says it.")] = 80,
     host_memory_gib: Annotated[

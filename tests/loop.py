@@ -19,19 +19,22 @@ class Said(list):
         self.append(json.loads(json.dumps(message)))  # what is said must be JSON
 
 
-class Pulse:
+class Heartbeat:
     """A heartbeat that nobody hears."""
 
     def __init__(self):
         from raytrec.common.messages import Command
 
-        self.command, self.device = Command.GO, lambda: None
+        self.command, self.unfinished = Command.GO, lambda: None
 
     def tick(self, phase=None, step=None):
         pass
 
     def confirm(self):
         pass
+
+    def watch_device(self, unfinished):
+        self.unfinished = unfinished
 
 
 @dataclass
@@ -43,10 +46,10 @@ class Loop:
         error: that ended it, as text.
     """
 
-    rank: object
+    context: object
     step: object
-    survival: object
-    observation: object
+    checkpoints: object
+    observers: object
     progress: object
     batches: object
     local: list
@@ -60,21 +63,22 @@ class Loop:
             after: called with the loop at each step, before what the ranks agree on.
         """
         from raytrec.common.errors import RunError
+        from raytrec.common.messages import Train
 
         try:
-            self.observation.begin()
+            self.observers.begin()
             for outputs in self.step.train(self.batches, steps):
                 self.progress.count(ROWS, outputs)
-                if self.progress.step % self.rank.task.config.train.log_every_steps == 0:
-                    self.rank.tell(kind="train", step=self.progress.step, **self.progress.report())
-                self.observation.after_step(ROWS)
+                if self.progress.step % self.context.task.config.train.log_every_steps == 0:
+                    self.context.report(Train(step=self.progress.step, figures=self.progress.report()))
+                self.observers.after_step(ROWS)
                 if after:
                     after(self)
-                self.survival.after_step(outputs)
-            self.survival.finish()
+                self.checkpoints.after_step(outputs)
+            self.checkpoints.finish()
         except RunError as error:
             self.error = str(error)
-            self.survival._saver.taken()  # what has begun to be written is there when the test looks
+            self.checkpoints._saver.taken()  # what has begun to be written is there when the test looks
         return self
 
 
@@ -87,19 +91,20 @@ def make(rank, world, steps, changes, folder, spoil=None, plan="row_wise"):
     import torch
     import torch.distributed as dist
 
+    from raytrec.checkpoint.state import LogicalState
     from raytrec.config.run_config import load_config
     from raytrec.metrics.sums import Sums
     from raytrec.worker.build import build_step
-    from raytrec.worker.checkpointing import Survival
-    from raytrec.worker.context import Rank, Task
+    from raytrec.worker.checkpointing import CheckpointManager
+    from raytrec.worker.context import WorkerContext, WorkerTask
     from raytrec.worker.nonfinite import Recent
-    from raytrec.worker.observe import Observation
+    from raytrec.worker.observers import make_observers
     from raytrec.worker.progress import Progress
 
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     settings = [f"run.dir={folder}", *changes]
-    config, said = load_config(small.config(world, {"sharding": plan}), settings), Said()
+    config, said = load_config(small.config(world, {"sharding_type": plan}), settings), Said()
     step, sharding = build_step(config, small.SCHEMA, device)
     _, local = small.batches(steps, rank, world)
     if spoil:
@@ -107,12 +112,12 @@ def make(rank, world, steps, changes, folder, spoil=None, plan="row_wise"):
     for number, batch in zip(count(), local):
         batch.step = number
     read = [batch.pin_memory() for batch in local] if on_gpu else local
-    task = Task(config, small.SCHEMA, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
-    here = Rank(rank, world, device, task, Pulse(), 0)
-    here.report = lambda checkpoint, step: None
+    task = WorkerTask(config, small.SCHEMA, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
+    context = WorkerContext(rank, world, device, task, Heartbeat(), 0)
     batches, progress = Recent(iter(read), 0), Progress(Sums(device))
-    survival = Survival(here, step, sharding, progress, steps)
-    survival.batches = batches
-    observation = Observation(here, step, survival.state, progress, batches, steps)
-    survival.before_save = observation.before_save
-    return Loop(here, step, survival, observation, progress, batches, local, said)
+    state = LogicalState(step.model, step.optimizer)
+    observers = make_observers(context, step, state, progress, batches, steps)
+    checkpoints = CheckpointManager(
+        context, step, sharding, state, progress, batches, observers.before_save, steps
+    )
+    return Loop(context, step, checkpoints, observers, progress, batches, local, said)

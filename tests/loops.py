@@ -5,17 +5,17 @@ from typing import Any
 
 from small import SCHEMA, batches, config
 
-ROW_WISE, COPIES = {"sharding": "row_wise"}, {"sharding": "data_parallel"}
+ROW_WISE, COPIES = {"sharding_type": "row_wise"}, {"sharding_type": "data_parallel"}
 PLANS = {
     "row-wise": ROW_WISE,
-    "table-wise": {"sharding": "table_wise"},
-    "column-wise": {"sharding": "column_wise"},
-    "table-row-wise": {"sharding": "table_row_wise"},
-    "table-column-wise": {"sharding": "table_column_wise"},
-    "grid": {"sharding": "grid_shard"},
+    "table-wise": {"sharding_type": "table_wise"},
+    "column-wise": {"sharding_type": "column_wise"},
+    "table-row-wise": {"sharding_type": "table_row_wise"},
+    "table-column-wise": {"sharding_type": "table_column_wise"},
+    "grid": {"sharding_type": "grid_shard"},
     "data-parallel": COPIES,
-    "dense": {"sharding": "row_wise", "kernel": "dense"},
-    "fp16": {"sharding": "table_wise", "dtype": "fp16"},
+    "dense": {"sharding_type": "row_wise", "compute_kernel": "dense"},
+    "fp16": {"sharding_type": "table_wise", "dtype": "fp16"},
 }
 ABOUT = {"config": "a: 1", "schema": "tables: {}", "torch": "2.13.0"}
 

@@ -50,8 +50,8 @@ def record(
     plan = [
         {
             "table": name,
-            "sharding": "table_wise" if i else "row_wise",
-            "kernel": "fused",
+            "sharding_type": "table_wise" if i else "row_wise",
+            "compute_kernel": "fused",
             "ranks": holders(i, ranks),
         }
         for i, name in enumerate(names)
@@ -160,7 +160,7 @@ def curves(power: float = 0.3) -> dict:
 
 def checks(last: int) -> list[dict]:
     """Five checks each 100 steps; parity fails once."""
-    names = ("shards", "replicas", "parity", "conservation", "numbers")
+    names = ("shards", "replicas", "parity", "conservation", "numerics")
     return [
         {
             "step": step,

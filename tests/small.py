@@ -19,13 +19,13 @@ SCHEMA = Schema.parse(
 
 
 def config(world, plan, optimizer="adagrad", lr=0.1, **train):
-    """A RunConfig; `plan` is plan.tables['*'] or, with a list, plan.sharding."""
-    plan = {"sharding": plan} if isinstance(plan, list) else {"tables": {"*": plan}}
+    """A RunConfig; `plan` is plan.tables['*'] or, with a list, plan.sharding_types."""
+    plan = {"sharding_types": plan} if isinstance(plan, list) else {"tables": {"*": plan}}
     return RunConfig.model_validate(
         {
             "run": {"seed": 3},
             "data": {"train": "unused/train", "global_batch_size": 12},
-            "scaling": {"workers": world},
+            "scaling": {"num_workers": world},
             "model": {"bottom_mlp": [6], "top_mlp": [6]},
             "optim": {"embeddings": {"name": optimizer, "lr": lr}, "dense": {"name": "sgd", "lr": 0.1}},
             "plan": plan,

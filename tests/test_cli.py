@@ -78,13 +78,13 @@ def data(tmp_path_factory):
 def train(data, tmp_path, *overrides):
     config = tmp_path / "run.yaml"
     config.write_text(f"data: {{train: {data}/train, test: {data}/test, global_batch_size: 128}}")
-    return run("train", config, f"run.dir={tmp_path}/run", "scaling.workers=1", *overrides)
+    return run("train", config, f"run.dir={tmp_path}/run", "scaling.num_workers=1", *overrides)
 
 
 @pytest.mark.parametrize(
     "overrides,says",
     [
-        (["scaling.wokers=2"], "did you mean scaling.workers"),
+        (["scaling.wokers=2"], "did you mean scaling.num_workers"),
         (["data.train=/nowhere/train"], "there is no such folder"),
         (["data.global_batch_size=5000", "data.drop_last=true"], "fewer than one global batch"),
         (["data.schema=/nowhere.yaml"], "there is no schema file"),
@@ -122,7 +122,7 @@ def test_ctrl_c_ends_the_run_and_says_so(data, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(f"data: {{train: {data}/train, test: {data}/test, global_batch_size: 128}}")
     code = "from raytrec.cli import main; main()"
-    options = [f"run.dir={tmp_path}/run", "scaling.workers=1", "train.epochs=100000"]
+    options = [f"run.dir={tmp_path}/run", "scaling.num_workers=1", "train.epochs=100000"]
     process = subprocess.Popen(
         [sys.executable, "-c", code, "train", str(config), *options], stderr=subprocess.PIPE, text=True
     )

@@ -68,7 +68,7 @@ def test_nothing_else_needs_a_home(home):
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is read-only")
 def test_a_run_without_a_home(tmp_path):
     folder = parquet.dataset(tmp_path / "d", train=300, valid=50, test=50)
-    values = parquet.settings(folder, tmp_path / "run", scaling__workers=1, tracking__report=True)
+    values = parquet.settings(folder, tmp_path / "run", scaling__num_workers=1, tracking__report=True)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     hidden = (TOKEN, PATH, MODE, "XDG_CONFIG_HOME", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}

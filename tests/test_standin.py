@@ -141,11 +141,11 @@ def weights_after(rank, world, device, plan, optimizer, settings):
 @pytest.mark.parametrize(
     ("plan", "optimizer", "settings"),
     [
-        ({"sharding": "row_wise"}, "rowwise_adagrad", {}),
-        ({"sharding": "table_wise"}, "adagrad", {"clip_norm": 0.1}),
-        ({"sharding": "column_wise"}, "sgd", {"micro_batches": 2}),
-        ({"sharding": "data_parallel"}, "adam", {}),
-        ({"sharding": "row_wise", "kernel": "fused_uvm"}, "sgd", {"on_nan": "skip"}),
+        ({"sharding_type": "row_wise"}, "rowwise_adagrad", {}),
+        ({"sharding_type": "table_wise"}, "adagrad", {"max_grad_norm": 0.1}),
+        ({"sharding_type": "column_wise"}, "sgd", {"micro_batches": 2}),
+        ({"sharding_type": "data_parallel"}, "adam", {}),
+        ({"sharding_type": "row_wise", "compute_kernel": "fused_uvm"}, "sgd", {"on_nan": "skip"}),
     ],
 )
 def test_steps_compute_what_they_compute_on_cpu(plan, optimizer, settings):

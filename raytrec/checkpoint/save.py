@@ -104,12 +104,12 @@ class Saver:
         began = perf_counter()
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=self._group)
-        if self._config.asynchronous:
+        if self._config.async_save:
             tensors = self._host.copy(tensors)
         blocked = perf_counter() - began
         self.last_step = step
         self._running = self._thread.submit(self._write, step, attempt[0], tensors, about, began, blocked)
-        if not self._config.asynchronous:
+        if not self._config.async_save:
             self._running.result()
 
     def taken(self) -> Saved | None:
@@ -201,7 +201,7 @@ class Saver:
         """On rank 0: whether an older checkpoint could be removed; said once."""
         try:
             self._confirm()
-            removed = remove_oldest(self._root, self._config.keep_best, self._config.best_by)
+            removed = remove_oldest(self._root, self._config.keep_best, self._config.best_metric)
         except (OSError, RunError) as failure:
             notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
             return False
@@ -230,7 +230,7 @@ class Saver:
         try:
             self._confirm()
             remove_others(folder, attempt)
-            keep(self._root, self._config.keep_last, self._config.keep_best, self._config.best_by)
+            keep(self._root, self._config.keep_last, self._config.keep_best, self._config.best_metric)
         except (OSError, RunError) as failure:
             notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
 

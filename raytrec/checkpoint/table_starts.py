@@ -27,7 +27,7 @@ class TableStart:
 
 
 def table_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str, TableStart]:
-    """table → how it begins, under run.start_tables, tables of the checkpoint that have gone included.
+    """table → how it begins, under warm_start.tables, tables of the checkpoint that have gone included.
 
     Raises:
         SchemaError: a table that has changed in a way that nothing is said about.
@@ -41,7 +41,7 @@ def table_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str,
 def _policy(config: RunConfig, table: str) -> str:
     """The last pattern that matches."""
     return (
-        [p for pattern, p in config.run.start_tables.items() if fnmatchcase(table, pattern)] or ["exact"]
+        [p for pattern, p in config.warm_start.tables.items() if fnmatchcase(table, pattern)] or ["exact"]
     )[-1]
 
 
@@ -63,9 +63,9 @@ def _start(table: str, old, new, policy: str) -> TableStart:
     fitting = "drop" if new is None else "resize" if old and old.dim == new.dim else "new"
     raise SchemaError(
         f"tables.{table}: {has} now, {had} in the checkpoint",
-        where="run.start_from",
+        where="warm_start.from",
         expected="the checkpoint's tables, or a word on what becomes of those that differ",
-        do=f"set run.start_tables.{table}={fitting}, or train with the checkpoint's schema",
+        do=f"set warm_start.tables.{table}={fitting}, or train with the checkpoint's schema",
     )
 
 

@@ -16,7 +16,7 @@ from raytrec.client.known_run import Seen
 from raytrec.client.package import code
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
-from raytrec.driver.progress_log import parse
+from raytrec.driver.progress_log import FOLDER, for_people, parse
 
 Source = str | Path | dict | RunConfig
 LOOK_S = 10.0  # how often news of a run that is no job are worth a job that asks
@@ -86,8 +86,9 @@ class Job:
 
     def __init__(self, way: ByJob, job: str, folder: str | None = None):
         self._way, self.job, self._folder = way, job, folder
-        self._told: list[dict[str, Any]] = []
-        self._log, self._total, self._over, self._changed = "", 0, False, Condition()
+        self._told: list[dict[str, Any]] = []  # lines as metrics.jsonl has them
+        self._starts: list[dict[str, Any]] = []  # as events.jsonl has them
+        self._log, self._over, self._changed = "", False, Condition()
         Thread(target=self._read, name=f"log of {job}", daemon=True).start()
 
     def folder(self) -> str:
@@ -109,23 +110,26 @@ class Job:
         """As `peek.news`, as far as the job's log tells: figures now and then."""
         with self._changed:
             over, told, folder = self._over, self._told[since.get("log", 0) :], self._folder
-            total = self._total
+            starts = self._starts[since.get("starts", 0) :]
         state = STATES.get(self._way.jobs.status(self.job), "running") if over else "running"
         if state == "running" and folder is None:
             state = "starting"
         error = error_in(self._log, self.job) if state == "failed" else None
         return {
             "metrics": told,
-            "events": [{"event": "start", "total": total}] if total != since.get("total", 0) else [],
-            "since": {"log": since.get("log", 0) + len(told), "total": total},
+            "events": starts,
+            "since": {
+                "log": since.get("log", 0) + len(told),
+                "starts": since.get("starts", 0) + len(starts),
+            },
             "state": state,
             "folder": folder,
             "error": error and error.parts,
         }
 
     def logs(self) -> Iterator[str]:
-        """What the job writes, from its beginning until its end."""
-        return self._way.jobs.logs(self.job)
+        """What the job writes for people, from its beginning until its end."""
+        return for_people(self._way.jobs.logs(self.job))
 
     def stop(self) -> None:
         if not self._way.jobs.stop(self.job):
@@ -152,15 +156,17 @@ class Job:
 
     def _take(self, line: str) -> None:
         kind, said = parse(line) or ("", {})
-        if kind == "folder":
-            self._folder = said["folder"]
+        if kind == FOLDER:
+            self._folder = said[FOLDER]
+        elif kind == "start":
+            self._starts.append({"event": kind, **said})
         elif kind:
-            self._total = said.pop("total", self._total)
             self._told.append({"kind": kind, **said})
 
 
 def error_in(log: str, job: str) -> RunError:
     """The error of ours that a command has written last, or the end of its log."""
+    log = "".join(for_people([log]))
     before, mark, text = log.rpartition("error: ")
     if not mark or not (not before or before.endswith("\n")):
         last = [line for line in log.splitlines() if line.strip()][-3:]

@@ -31,7 +31,7 @@ class Driver:
 
         path = Path(mkdtemp(prefix="raytrec-")) / name
         path.write_text(text)
-        self._config: RunConfig = _ours(settle, path, [], go_on=True)[0]
+        self._config: RunConfig = _ours(settle, path, [], resume_latest=True)[0]
         return self._config.run.dir
 
     def train(self) -> dict[str, Any] | None:
@@ -39,7 +39,7 @@ class Driver:
         from raytrec.driver.run import train
 
         try:
-            return _ours(train, self._config, go_on=True).metrics
+            return _ours(train, self._config, resume_latest=True).metrics
         except ASKED:  # to Ray it would mean that somebody cancels this call
             return None
 

@@ -6,6 +6,7 @@ import sys
 
 from raytrec.client.jobs import ENDED, Jobs
 from raytrec.common.errors import RunError
+from raytrec.driver.progress_log import for_people
 
 
 def follow(jobs: Jobs, job: str) -> int:
@@ -15,7 +16,7 @@ def follow(jobs: Jobs, job: str) -> int:
         The exit code of the job, 143 where it was stopped, 130 after Ctrl-C.
     """
     try:
-        for piece in jobs.logs(job):
+        for piece in for_people(jobs.logs(job)):
             print(piece, end="", flush=True)
         code = jobs.exit_code(job)
     except KeyboardInterrupt:
@@ -41,6 +42,6 @@ def stop(jobs: Jobs, job: str) -> None:
         raise RunError(f"the job has ended: {status}", where=job)
     jobs.stop(job)
     jobs.exit_code(job)
-    last = "".join(jobs.logs(job)).splitlines()[-3:]
+    last = "".join(for_people(jobs.logs(job))).splitlines()[-3:]
     print("\n".join(last))
     print(f"job {job} {jobs.status(job).lower()}", file=sys.stderr)

@@ -71,12 +71,12 @@ class Jobs:
             root: folder on the cluster for relative paths; default: the cluster's RAYTREC_ROOT.
         """
         name = config_name(source)
-        patience = load_config(source, overrides).scaling.stop_s + 30
+        patience = load_config(source, overrides).scaling.shutdown_grace_s + 30
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(patience))}
         environment |= {"RAYTREC_ROOT": root} if root else {}
         with packed(source, overrides, include) as folder:
             return self.start(
-                f"python -m raytrec train {shlex.quote(name)} --continue",
+                f"python -m raytrec train {shlex.quote(name)} --resume-latest",
                 {"working_dir": str(folder), "env_vars": environment},
                 Path(name).stem,
             )

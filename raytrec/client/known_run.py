@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from raytrec.driver.progress_log import for_people
+
 
 class Seen:
     """A run on the cluster, known by its folder.
@@ -29,7 +31,7 @@ class Seen:
 
     def logs(self) -> Iterator[str]:
         """What the run has said so far."""
-        yield self.news({})["log"]
+        yield from for_people([self.news({})["log"]])
 
     def stop(self) -> None:
         self._way.call("stop", self._folder)

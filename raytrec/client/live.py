@@ -11,10 +11,9 @@ from typing import Any
 from raytrec.client.points import Points
 from raytrec.driver import progress_log as lines
 from raytrec.driver.console import RunConsole
-from raytrec.metrics.results import LABELS, as_text, shown
+from raytrec.metrics.results import shown
 
 REDRAW_S = 3.0  # seconds between two drawings of the curves
-FIRST = ("eval.auc", "eval.ne", "eval.logloss", "train.samples_per_s", "seconds")
 COLOURS = {"finished": "#009e73", "failed": "#d55e00", "interrupted": "#d55e00", "stopped": "#e69f00"}
 
 
@@ -78,11 +77,11 @@ class OnTerminal:
     def __call__(self, points: Points) -> None:
         known, evaluation = points.progress(), points.evaluation()
         if known["total"] and not self._started:
-            self._console.start(known["total"])
+            self._console.start(known["total"], metrics=[figure.record() for figure in points.figures])
             self._started = True
         trained, evaluated = self._shown
-        if self._started and known["step"] > trained and known["loss"] is not None:
-            figures = {"logloss": known["loss"], "ne": _number(known["ne"])}
+        if self._started and known["step"] > trained and (keys := points.keys("train")):
+            figures = {key: known[key] for key in keys}
             self._console.train(known["step"], rows_per_s=known["rows_per_s"], **figures)
         if evaluation.get("step", 0) > evaluated:
             self._console.eval(**evaluation)
@@ -98,12 +97,12 @@ def progress_html(name: str, points: Points) -> str:
     share = 100 * known["step"] / known["total"] if known["total"] else 0
     colour = COLOURS.get(points.state, "#0072b2")
     if points.result:
-        figures = {key: text for key, text in shown(points.result).items() if key in FIRST}
-        text = " · ".join(f"{escape(LABELS[key][0])} <b>{value}</b>" for key, value in figures.items())
+        rows = [row for row in shown(points.result).values() if row.brief]
+        text = " · ".join(f"{escape(row.title)} <b>{escape(row.text)}</b>" for row in rows)
     elif points.error:
         text = f"<pre style='margin:0'>{escape(points.error['what'])}</pre>"
     else:
-        text = escape(" · ".join(_figures(known)))
+        text = escape(" · ".join(_progress(points, known)))
     bar = f"height:6px;border-radius:3px;background:{colour};width:{share:.1f}%"
     return (
         "<div style='font:13px system-ui,sans-serif;max-width:560px'>"
@@ -115,7 +114,7 @@ def progress_html(name: str, points: Points) -> str:
 
 
 def curves_png(points: Points) -> bytes:
-    """Loss, NE and AUC so far, as in the run's report."""
+    """The metrics so far, as in the run's report."""
     from raytrec.report.figures.learning import curves
     from raytrec.report.figures.style import save_png
 
@@ -124,17 +123,16 @@ def curves_png(points: Points) -> bytes:
     return out.getvalue()
 
 
-def _figures(known: dict[str, Any]) -> list[str]:
-    if known["loss"] is None:
+def _progress(points: Points, known: dict[str, Any]) -> list[str]:
+    """The parts of a line about a run that trains."""
+    if not (keys := points.keys("train")):
         return ["waiting for the first figures"]
     speed = f"{known['rows_per_s']:,.0f} rows/s" if known["rows_per_s"] else ""
     left = lines.remaining(known["eta_s"]) if known["eta_s"] is not None else ""
-    parts = [f"step {known['step']:,} of {known['total'] or '?'}", speed, f"loss {known['loss']:.4f}"]
-    return [part for part in [*parts, f"NE {as_text('eval.ne', known['ne'])}", left] if part]
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
+    shown = [figure for figure in points.figures if figure.key in keys and figure.directed]
+    figures = [f"{figure.label} {figure.text(known[figure.key])}" for figure in shown]
+    parts = [f"step {known['step']:,} of {known['total'] or '?'}", speed, *figures, left]
+    return [part for part in parts if part]
 
 
 def _in_notebook() -> bool:

@@ -6,11 +6,10 @@ from pathlib import Path
 from time import time
 from typing import Any
 
+from raytrec.metrics.selection import Figure, figures_of
 from raytrec.report.history import History
 
 ENDED = ("finished", "stopped", "failed", "interrupted")
-CURVES = {"train": ("step", "logloss", "ne", "rows_per_s"), "eval": ("step", "auc", "ne", "logloss")}
-SHORT = {"logloss": "loss"}
 
 
 class Points:
@@ -52,21 +51,29 @@ class Points:
         return max((series[-1]["step"] for series in self._lines.values()), default=0)
 
     def progress(self) -> dict[str, Any]:
-        """step, total, rows_per_s, loss, ne, state, and eta_s; None for what is not known yet."""
+        """step, total, rows_per_s, metrics of training, state and eta_s; None for what is not known yet."""
         last = (self._lines.get("train") or [{}])[-1]
-        figures = {"rows_per_s": last.get("rows_per_s"), "loss": last.get("logloss"), "ne": last.get("ne")}
+        figures = {name: last.get(name) for name in ("rows_per_s", *self.keys("train"))}
         known = {"step": self.step, "total": self._total or None, **figures, "state": self.state}
         return known | {"eta_s": self._left() if self.state == "running" else None}
 
     def curves(self) -> dict[str, dict[str, list]]:
         """kind → figure → its values, all of a kind equally long."""
+        names = {"train": ("step", "rows_per_s", *self.keys("train")), "eval": ("step", *self.keys("eval"))}
         return {
-            kind: {
-                SHORT.get(name, name): [line.get(name) for line in self._lines.get(kind, [])]
-                for name in names
-            }
-            for kind, names in CURVES.items()
+            kind: {name: [line.get(name) for line in self._lines.get(kind, [])] for name in names[kind]}
+            for kind in names
         }
+
+    def keys(self, kind: str) -> list[str]:
+        """The metrics that training, or an evaluation, has given so far."""
+        given = {key for line in self._lines.get(kind, []) for key in line}
+        return [figure.key for figure in self.figures if figure.key in given]
+
+    @property
+    def figures(self) -> list[Figure]:
+        """The metrics of the run's tasks, as it has described them; until then raytrec's own."""
+        return figures_of(*reversed([event for event in self._events if event.get("event") == "start"]))
 
     def evaluation(self) -> dict[str, Any]:
         """The figures of the last evaluation; empty before the first."""

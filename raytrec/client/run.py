@@ -50,7 +50,8 @@ class Run:
         return getattr(self._handle, "job", None)
 
     def progress(self) -> dict[str, Any]:
-        """How it stands: step, total, rows_per_s, loss, ne, eta_s, state; None for what is not known yet.
+        """How it stands: step, total, rows_per_s, the metrics of training, eta_s, state; None for what is not
+        known yet.
 
         The state is starting, running, finished, stopped (saved), failed, or interrupted (its driver died).
         """
@@ -59,7 +60,7 @@ class Run:
         return self._points.progress()
 
     def metrics(self) -> dict[str, dict[str, list]]:
-        """The figures so far: "train" (step, loss, ne, rows_per_s) and "eval" (step, auc, ne, loss).
+        """The figures so far: "train" (step, rows_per_s, metrics) and "eval" (step, metrics).
 
         `pandas.DataFrame(run.metrics()["train"])` is a table of them. Over the job API this takes
         some seconds.
@@ -136,7 +137,7 @@ class Run:
             options: workers, batch_size; default: as in training. overrides: such as data.on_error=skip.
 
         Returns:
-            eval.auc, eval.ne, eval.logloss, eval.calibration, eval.rows and more.
+            eval.NAME of each metric, eval.rows and more.
         """
         return self._way.evaluate(self.folder, data, options)
 

@@ -1,10 +1,21 @@
-"""What ranks, coordinator and driver say to one another."""
+"""What ranks, coordinator and driver tell one another, and the lines that a run folder keeps of it.
+
+A message is a dataclass. Between processes it is `to_json()`, with its kind; in the run folder it is
+`line()`, in the file FILE of its class. `from_json` and `from_line` are the ways back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from typing import Any, ClassVar
 
 BEAT_S = 0.5  # between two heartbeats of a rank
+METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl"
+
+Figures = Mapping[str, Any]
+FLAT = {"flat": True}  # of a field whose keys stand beside the other fields
 
 
 class Command(IntEnum):
@@ -19,3 +30,255 @@ class Command(IntEnum):
 
 class Restart(Exception):
     """Raised by all ranks when the state is saved and the group is to be started again: no failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """What all have in common.
+
+    Attributes:
+        KIND: its name between processes.
+        FILE: where the run folder keeps it; None: nowhere.
+        TAG: the key under which its line there says the kind; None: the file says it.
+        LEFT_OUT: fields that are not in the line.
+    """
+
+    KIND: ClassVar[str]
+    FILE: ClassVar[str | None] = None
+    TAG: ClassVar[str | None] = None
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ()
+
+    def values(self) -> dict[str, Any]:
+        """Field → value; what `figures` or `details` holds stands beside the others."""
+        out: dict[str, Any] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            out |= dict(value) if each.metadata.get("flat") else {each.name: value}
+        return out
+
+    def to_json(self) -> dict[str, Any]:
+        """As it goes from one process to another."""
+        return {"kind": self.KIND, **self.values()}
+
+    def line(self) -> dict[str, Any]:
+        """As the run folder has it."""
+        tag = {self.TAG: self.KIND} if self.TAG else {}
+        return {**tag, **{k: v for k, v in self.values().items() if k not in self.LEFT_OUT}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase(Message):
+    """What rank 0 does from now on, for people."""
+
+    KIND = "phase"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warn(Message):
+    """Something that people should know."""
+
+    KIND = "warn"
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfRun(Message):
+    """What is noted in events.jsonl, with its time (seconds since 1970)."""
+
+    FILE, TAG = EVENTS, "event"
+    unix_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(_OfRun):
+    """A group of workers begins to train.
+
+    Attributes:
+        total: steps of the whole run; `step` of them have been trained before.
+        plan: of each table, what embeddings.planner.plan.describe says; kept in plan.json.
+    """
+
+    KIND, LEFT_OUT = "start", ("plan",)
+    total: int
+    step: int
+    workers: int
+    plan: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(_OfRun):
+    """A checkpoint has been written, or (error) has not.
+
+    Attributes:
+        blocked_s, seconds: that training stood still for it, and that it took in all.
+    """
+
+    KIND = "saved"
+    step: int
+    folder: str
+    error: str | None
+    blocked_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped(_OfRun):
+    """The state is saved and the run ends, because somebody asked for it."""
+
+    KIND = "stopped"
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event(_OfRun):
+    """What the coordinator saw: started, asked, waiting, failed, hang.
+
+    Attributes:
+        details: attempt and workers; command and reason; cause, rank, step, again.
+    """
+
+    KIND, TAG = "event", None
+    event: str
+    details: Figures = field(default_factory=dict, metadata=FLAT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured(Message):
+    """Figures at a step; of metrics.jsonl.
+
+    Attributes:
+        figures: name → value; None (or NaN, on the way) where it is not defined.
+    """
+
+    FILE, TAG = METRICS, "kind"
+    unix_s: float | None = None
+    step: int
+    figures: Figures = field(default_factory=dict, metadata=FLAT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(_Measured):
+    """Figures of training since the last such message."""
+
+    KIND = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(_Measured):
+    """Figures of an evaluation while training.
+
+    Attributes:
+        curves: what metrics.roc.curves gives; None where it is not defined.
+    """
+
+    KIND = "eval"
+    curves: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Final(Eval):
+    """Figures of the last evaluation."""
+
+    KIND = "final"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(_Measured):
+    """The figures of result.json, as section.name.
+
+    Attributes:
+        unsaved: the parts of the error for which the trained model could not be saved; None: it was.
+    """
+
+    KIND, LEFT_OUT = "result", ("unsaved",)
+    unsaved: dict[str, str | None] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """With its figures apart, because rank 0's are those of any function, of `raytrec check`, too."""
+        return {"kind": self.KIND, "step": self.step, "unsaved": self.unsaved, "figures": dict(self.figures)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(Message):
+    """What a live check found (checks.live.outcome.Outcome).
+
+    Attributes:
+        figure, limit: what was measured, and the largest that passes; None where there is none.
+    """
+
+    KIND, FILE = "check", CHECKS
+    unix_s: float | None = None
+    check: str
+    step: int
+    passed: bool
+    figure: float | None
+    limit: float | None
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLine(Message):
+    """One rank's interval of tracking.every_steps steps (docs/watch.md).
+
+    Attributes:
+        first_step: the step before the interval's first one; `steps` after it, at `step`, it ends.
+        seconds: that it took; phases_s: of these in each of step_timing.PHASES.
+        system: a sample of worker.system.System.
+        tables: table → figures of this rank's shards (worker.statistics).
+    """
+
+    KIND, FILE = "rank", RANKS
+    step: int
+    first_step: int
+    unix_s: float
+    rank: int
+    world: int
+    attempt: int
+    steps: int
+    seconds: float
+    phases_s: dict[str, float]
+    system: dict[str, float | None]
+    tables: dict[str, dict[str, Any]]
+
+
+CLASSES: dict[str, type[Message]] = {
+    each.KIND: each
+    for each in (Phase, Warn, Start, Saved, Stopped, Event, Train, Eval, Final, Result, Check, RankLine)
+}
+OF_FILE = {CHECKS: Check, RANKS: RankLine}  # whose lines need not say their kind
+
+
+def from_json(values: Mapping[str, Any]) -> Message:
+    """The message that `to_json` made.
+
+    Raises:
+        KeyError, TypeError: it is none.
+    """
+    return _make(CLASSES[values["kind"]], {k: v for k, v in values.items() if k != "kind"})
+
+
+def from_line(file: str, values: Mapping[str, Any]) -> Message:
+    """The message that a line of a run folder's file was written from, but for LEFT_OUT.
+
+    Raises:
+        KeyError, TypeError: it is none.
+    """
+    if file in OF_FILE:
+        return _make(OF_FILE[file], values)
+    tag = "event" if file == EVENTS else "kind"
+    kind = CLASSES.get(values[tag])
+    if kind is None or tag != kind.TAG:
+        return _make(Event, values)
+    return _make(kind, {k: v for k, v in values.items() if k != tag})
+
+
+def _make(kind: type[Message], values: Mapping[str, Any]) -> Message:
+    """Values of fields as such; with those that are none in the flat field, if the class has one."""
+    names = {each.name: each for each in fields(kind)}
+    flat = next((each.name for each in names.values() if each.metadata.get("flat")), None)
+    known = {k: v for k, v in values.items() if k in names and (k != flat or isinstance(v, Mapping))}
+    others = {k: v for k, v in values.items() if k not in known}
+    if flat and flat not in known:
+        known[flat] = others
+    return kind(**known)

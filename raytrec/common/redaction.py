@@ -45,7 +45,7 @@ WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # whose addresses begin with CONTAINER@ACCOUNT
 NO_PASSWORD = ("", "x-oauth-basic")  # after a token that is in the user's place
 MOST_USER = 20  # characters of a user's name; longer ones are tokens
-NAMES_OF_TABLES = ("tables", "start_tables", "sparse")  # of settings whose keys are names of the user's
+NAMES_OF_TABLES = ("tables", "sparse")  # of settings whose keys are names of the user's
 TRACE = re.compile(r"//\*\*\*|:\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
 
 

@@ -52,11 +52,13 @@ class Registry(Generic[T]):
 
     @property
     def parts(self) -> dict[str, T]:
-        """The package's, by name, in alphabetical order of its files."""
+        """The package's, in alphabetical order of their names."""
         if not self._complete:
             import_all(self._package)
             self._complete = True
-        return {name: part for name, part in self._parts.items() if part.__module__.startswith(self._package)}
+        return {
+            n: part for n, part in sorted(self._parts.items()) if part.__module__.startswith(self._package)
+        }
 
     def find(self, name: str, where: str, folder: str | None = None) -> T:
         """The part of this name, or what `module:name` names; that is imported.
@@ -104,7 +106,8 @@ def find_code(path: str, kind: str, where: str, folder: str | None = None) -> An
         raise ConfigError(
             f"no {kind} {path}: there is no module {error.name}",
             where=where,
-            expected=f"{module} on Python's path of every worker, or in the folder that the command was given in",
+            expected=f"{module} on Python's path of every worker, or in the folder that the command was "
+            "given in",
         ) from None
     except AttributeError:
         if module not in sys.modules:

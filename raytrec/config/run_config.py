@@ -15,7 +15,8 @@ from raytrec.common.errors import LONGEST_WORD, ConfigError, did_you_mean, some,
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import read_yaml
-from raytrec.config.model_sections import SECTIONS, DlrmSection, ModelSection
+from raytrec.config.models import SECTIONS, AnyModel
+from raytrec.config.models.dlrm import DlrmSection
 from raytrec.config.sections import (
     CheckpointSection,
     ChecksSection,
@@ -27,7 +28,9 @@ from raytrec.config.sections import (
     Section,
     TrackingSection,
     TrainSection,
+    WarmStartSection,
 )
+from raytrec.config.tasks import TaskSection
 from raytrec.config.trust import code_in, refuse_code, strange_run
 
 MOST_MISTAKES = 20  # that are told at once
@@ -37,9 +40,15 @@ class RunConfig(Section):
     """A whole run. `raytrec config --schema` prints this as JSON Schema."""
 
     run: RunSection = Field(default_factory=RunSection)
+    warm_start: WarmStartSection = Field(default_factory=WarmStartSection)
     data: DataSection
     scaling: ScalingSection = Field(default_factory=ScalingSection)
-    model: ModelSection = Field(default_factory=DlrmSection, description="The model, and what it reads.")
+    model: AnyModel = Field(default_factory=DlrmSection, description="The model, and what it reads.")
+    tasks: list[TaskSection] = Field(
+        default_factory=lambda: [TaskSection()],
+        min_length=1,
+        description="What is learned; default: the schema's label, by binary cross-entropy.",
+    )
     optim: OptimSection = Field(default_factory=OptimSection)
     plan: PlanSection = Field(default_factory=PlanSection)
     train: TrainSection = Field(default_factory=TrainSection)
@@ -49,19 +58,19 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig:
-        workers = self.scaling.most
-        if self.scaling.least > workers:
+        workers = self.scaling.max_workers
+        if self.scaling.min_workers > workers:
             raise ValueError(
-                f"scaling.workers is {list(self.scaling.workers)}: first the least, then the most"
+                f"scaling.num_workers.min is {self.scaling.min_workers}, more than .max, {workers}"
             )
         if self.data.lanes < workers:
             raise ValueError(
-                f"data.lanes is {self.data.lanes} and scaling.workers {workers}: each worker "
+                f"data.lanes is {self.data.lanes} and scaling.num_workers {workers}: each worker "
                 "reads at least one lane; raise data.lanes"
             )
         if self.data.global_batch_size < workers:
             raise ValueError(
-                f"data.global_batch_size is {self.data.global_batch_size} and scaling.workers "
+                f"data.global_batch_size is {self.data.global_batch_size} and scaling.num_workers "
                 f"{workers}: each worker needs at least one row of a batch"
             )
         if self.checkpoint.keep_best and not self.train.eval_every_steps:
@@ -153,7 +162,7 @@ def _plain(values: dict) -> dict:
 def _apply(values: dict, override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
-    if not equals or not all(parts) or len(parts) < 2:
+    if not equals or not all(parts) or (len(parts) < 2 and parts != ["tasks"]):
         raise ConfigError(
             f"{some(override)} is not an override", where="command line", expected="section.key=value"
         )

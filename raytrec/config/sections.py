@@ -53,21 +53,26 @@ class RunSection(Section):
         description="The folder that relative paths of data and runs begin at; default: RAYTREC_ROOT of "
         "the environment, which the nodes of a cluster have, else the working directory.",
     )
-    start_from: str | None = Field(
-        None, description="A run or checkpoint folder whose weights training begins with (warm start)."
-    )
-    start_state: bool = Field(False, description="A warm start also takes over the optimizers' state.")
-    start_tables: dict[str, Literal["exact", "resize", "new", "drop"]] = Field(
-        default_factory=dict,
-        description="What a warm start does with tables (or patterns such as 'item*') that have changed. "
-        "exact (default): nothing may have. resize: the rows that both have; further ones begin anew. "
-        "new: all begin anew. drop: the checkpoint's table is left out.",
-    )
-    start_dense: Literal["exact", "matching"] = Field(
-        "exact", description="matching: dense parameters whose shape has changed begin anew in a warm start."
-    )
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = Field(
         0, description="Seeds initial weights, epoch order and dropout."
+    )
+
+
+class WarmStartSection(Section):
+    """A new run that begins with an earlier run's weights."""
+
+    from_: str | None = Field(
+        None, alias="from", description="A run or checkpoint folder whose weights training begins with."
+    )
+    optimizer: bool = Field(False, description="Also take over the optimizers' state.")
+    tables: dict[str, Literal["exact", "resize", "new", "drop"]] = Field(
+        default_factory=dict,
+        description="What becomes of changed tables (or patterns such as 'item*'). exact: an error. "
+        "resize: the rows that both have; further ones get initial values. new: all get initial values. "
+        "drop: the checkpoint's table is skipped.",
+    )
+    dense: Literal["exact", "matching"] = Field(
+        "exact", description="matching: dense parameters whose shape has changed get initial values."
     )
 
 
@@ -79,14 +84,22 @@ def folders(value: Folders) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
+class PartitionRange(Section):
+    from_: str | None = Field(
+        None, alias="from", description="First partition, such as date=2026-11-01; null: no bound."
+    )
+    to: str | None = Field(
+        None, description="Last partition, included, such as date=2026-11-07/hour=11; null: no bound."
+    )
+
+
 class DataSection(Section):
     train: Folders = Field(
         description="Folder of Parquet files to train on (local, s3:// or gs://), or a list of folders."
     )
-    between: tuple[str | None, str | None] | None = Field(
-        None,
-        description="First and last partition of data.train, both included, of folders such as "
-        "date=2026-11-01/hour=07: [date=2026-11-01, date=2026-11-07/hour=11]. null: no bound.",
+    partitions: PartitionRange = Field(
+        default_factory=PartitionRange,
+        description="Partitions of data.train to train on, of folders such as date=2026-11-01/hour=07.",
     )
     valid: Folders | None = Field(None, description="Evaluated every train.eval_every_steps.")
     test: Folders | None = Field(None, description="Evaluated at the end; default: data.valid.")
@@ -132,11 +145,16 @@ class DataSection(Section):
         return self.schema_path or sibling(folders(self.train)[0], "schema.yaml")
 
 
+class WorkerRange(Section):
+    min: Few = Field(description="Workers without which the run waits.")
+    max: Few = Field(description="Workers that the run never exceeds.")
+
+
 class ScalingSection(Section):
-    workers: Few | tuple[Few, Few] = Field(
+    num_workers: Few | WorkerRange = Field(
         2,
-        description="Worker processes; on GPUs one for each GPU. [least, most]: as many as the cluster has "
-        "room for; the run shrinks and grows with it, at the same global batch size.",
+        description="Worker processes; on GPUs one for each GPU. {min, max}: as many as the cluster has room "
+        "for; the run shrinks and grows with it, at the same global batch size.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda where Ray has GPUs, and the packages there are those for CUDA."
@@ -147,36 +165,36 @@ class ScalingSection(Section):
         description="Ray cluster to join ('auto' or HOST:PORT); default: the one of a Ray job, else a "
         "local one on loopback, ended with the run.",
     )
-    timeout_s: Annotated[PositiveInt, Field(le=10**8)] = Field(
+    phase_timeout_s: Annotated[PositiveInt, Field(le=10**8)] = Field(
         300, description="Seconds that building, restoring, saving or one read of data may take on a rank."
     )
-    hang_s: PositiveFloat = Field(
+    hang_timeout_s: PositiveFloat = Field(
         45, description="Seconds without any step, once training goes, after which the group is restarted."
     )
     max_failures: NonNegativeInt = Field(
         8, description="Failures of workers that a run survives. Nodes that are taken away do not count."
     )
-    grow_every_s: PositiveFloat = Field(
-        30, description="Seconds between two looks for room for more workers, when fewer than the most run."
+    scale_up_interval_s: PositiveFloat = Field(
+        30, description="Seconds between two attempts to add workers, while fewer than the maximum run."
     )
-    stop_s: PositiveFloat = Field(
+    shutdown_grace_s: PositiveFloat = Field(
         30, description="Seconds that Ctrl-C, SIGTERM or `ray job stop` wait for a last checkpoint."
     )
 
     @property
-    def least(self) -> int:
+    def min_workers(self) -> int:
         """Workers without which the run waits."""
-        return self.workers[0] if isinstance(self.workers, tuple) else self.workers
+        return self.num_workers.min if isinstance(self.num_workers, WorkerRange) else self.num_workers
 
     @property
-    def most(self) -> int:
+    def max_workers(self) -> int:
         """Workers that the run never exceeds."""
-        return self.workers[1] if isinstance(self.workers, tuple) else self.workers
+        return self.num_workers.max if isinstance(self.num_workers, WorkerRange) else self.num_workers
 
     @property
     def elastic(self) -> bool:
         """Whether the number of workers may change."""
-        return self.least < self.most
+        return self.min_workers < self.max_workers
 
 
 class CheckpointSection(Section):
@@ -193,8 +211,8 @@ class CheckpointSection(Section):
     keep_best: NonNegativeInt = Field(
         0, description="Also the best so many, by the evaluations of train.eval_every_steps; saves at each."
     )
-    best_by: Literal["ne", "logloss", "auc"] = Field("ne", description="What keep_best goes by.")
-    asynchronous: bool = Field(
+    best_metric: Literal["ne", "logloss", "auc"] = Field("ne", description="What keep_best goes by.")
+    async_save: bool = Field(
         True,
         description="Write from a copy in host memory while training goes on. false: without the copy, "
         "training waits.",
@@ -269,11 +287,11 @@ def _trainable(dtype: object) -> object:
 class TablePlan(Section):
     """What is settled by hand for a table; what is left out, the planner chooses."""
 
-    sharding: Sharding | None = Field(None, description="The way of sharding.")
+    sharding_type: Sharding | None = Field(None, description="The way of sharding.")
     ranks: list[NonNegativeInt] | None = Field(
         None, min_length=1, description="The ranks that hold it. One rank alone means table_wise."
     )
-    kernel: Literal["fused", "dense", "fused_uvm", "fused_uvm_caching"] | None = Field(
+    compute_kernel: Literal["fused", "dense", "fused_uvm", "fused_uvm_caching"] | None = Field(
         None,
         description="fused: in device memory, updated in backward. dense: ordinary gradients and a dense "
         "update. fused_uvm(_caching): in host memory (with a cache on the device).",
@@ -286,15 +304,15 @@ class TablePlan(Section):
 
 
 class PlanSection(Section):
-    sharding: list[Sharding] = Field(
+    sharding_types: list[Sharding] = Field(
         ["table_wise", "row_wise"], min_length=1, description="Ways of sharding that the planner may choose."
     )
     tables: dict[str, TablePlan] = Field(
         default_factory=dict,
-        description="By hand: table, or pattern such as 'item*', to sharding, ranks, kernel, dtype. Where "
-        "several match, later lines overrule earlier ones.",
+        description="Table, or pattern such as 'item*', to sharding_type, ranks, compute_kernel, dtype. "
+        "Where several match, later lines overrule earlier ones.",
     )
-    together: list[list[str]] = Field(
+    colocate: list[list[str]] = Field(
         default_factory=list,
         description="Groups of tables (or patterns), each of which lies on one rank, table-wise.",
     )
@@ -306,9 +324,9 @@ class PlanSection(Section):
     )
     host_memory_gib: PositiveFloat | None = Field(
         None,
-        description="Host memory for tables with kernel fused_uvm(_caching), in GiB for each worker on a "
-        "GPU; default: its share of what the host has, less 15 %, rows read ahead, and what checkpoints are "
-        "copied to.",
+        description="Host memory for tables with compute_kernel fused_uvm(_caching), in GiB for each worker "
+        "on a GPU; default: its share of what the host has, less 15 %, rows read ahead, and what checkpoints "
+        "are copied to.",
     )
 
 
@@ -319,7 +337,7 @@ class TrainSection(Section):
         None, description="Evaluate on data.valid (else data.test) this often; the end is always evaluated."
     )
     log_every_steps: PositiveInt = Field(20, description="Report loss and speed this often.")
-    loss: Literal["mean", "sum"] = Field(
+    loss_reduction: Literal["mean", "sum"] = Field(
         "mean", description="Of the rows of a global batch: what the gradient is taken of."
     )
     micro_batches: Few = Field(
@@ -327,7 +345,7 @@ class TrainSection(Section):
         description="Pieces in which the dense layers see a batch, one after the other, to save memory. The "
         "step is that of the whole batch, tables included.",
     )
-    clip_norm: PositiveFloat | None = Field(
+    max_grad_norm: PositiveFloat | None = Field(
         None, description="Largest L2 norm of the whole gradient, tables included; default: no clipping."
     )
     on_nan: Literal["stop", "skip"] = Field(
@@ -358,8 +376,9 @@ class TrackingSection(Section):
         "mlflow.db (sqlite) beside the run folder.",
     )
     experiment: str = Field("raytrec", description="MLflow experiment.")
-    sweep: str | None = Field(
-        None, description="Name of a sweep: the run becomes a child of the MLflow run of that name."
+    parent_run: str | None = Field(
+        None,
+        description="Name of the parent run in MLflow, such as a sweep, of which this run becomes a child.",
     )
     tags: dict[str, str] = Field(default_factory=dict, description="Further tags of the MLflow run.")
     every_steps: PositiveInt | None = Field(
@@ -367,10 +386,10 @@ class TrackingSection(Section):
         description="Record statistics of tables, phase times and load of every rank this often, and at "
         "the end; null: never.",
     )
-    cells: NonNegativeInt = Field(
+    max_rank_table_series: NonNegativeInt = Field(
         64,
-        description="Up to so many ranks × tables, MLflow has the figures of each table on each rank; "
-        "beyond, those of each table and each rank. The run folder always has all.",
+        description="MLflow gets a series for each table on each rank while ranks × tables is at most this; "
+        "above it, one for each table and one for each rank. The run folder always has all.",
     )
     report: bool = Field(True, description="Pictures and report.html at the end of the run.")
 
@@ -388,7 +407,7 @@ class ChecksSection(Section):
         500, description="Check this often, in steps, beside the start; null: at the start alone."
     )
     at_checkpoints: bool = Field(True, description="Check before each checkpoint, too.")
-    alike: Reaction = Field(
+    same_environment: Reaction = Field(
         "stop", description="Configuration, schema, code and libraries are the same on all ranks."
     )
     shards: Reaction = Field("stop", description="Shards cover every row of every table once.")
@@ -406,6 +425,6 @@ class ChecksSection(Section):
         description="No weight and no optimizer state is NaN or infinite. Whatever is set here, such a state "
         "is never saved.",
     )
-    numbers: Reaction = Field(
+    numerics: Reaction = Field(
         "warn", description="No NaN or infinite gradient, no exploding norm, no drift of calibration."
     )

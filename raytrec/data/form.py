@@ -14,7 +14,8 @@ int is int32 where every table has at most 2³¹ rows, else int64. No torch here
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +26,8 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform, columns_before
 from raytrec.data.kinds import is_list, plain_array
 
+Range = tuple[float, float]
+
 
 @dataclass(frozen=True)
 class Form:
@@ -34,13 +37,20 @@ class Form:
         lists: sparse features whose column is a list in some file. Those, and features with weights, are bags
             of any length; all others are single: a bag of one id or none.
         transforms: what is done to columns first.
+        label_ranges: label → the least and greatest value that is learned from, None: any finite number;
+            default: 0 to 1.
         folder: where the transforms' modules may lie beside Python's own path.
     """
 
     schema: Schema
     lists: frozenset[str] = frozenset()
     transforms: tuple[Transform, ...] = ()
+    label_ranges: Mapping[str, Range | None] = field(default_factory=dict)
     folder: str | None = None
+
+    def label_range(self, label: str) -> Range | None:
+        """The least and greatest value of a label; None: any finite number."""
+        return self.label_ranges.get(label, (0.0, 1.0))
 
     @cached_property
     def columns(self) -> list[str]:

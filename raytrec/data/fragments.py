@@ -21,7 +21,7 @@ from raytrec.data.faults import answering, retried
 from raytrec.data.form import Form
 from raytrec.data.kinds import check_present, check_types, is_list
 from raytrec.data.nested import empty_table, select
-from raytrec.data.partitions import Between, in_order, within
+from raytrec.data.partitions import ALL, Between, in_order, within
 from raytrec.data.statistics import accused
 from raytrec.data.transform import transformed
 
@@ -67,7 +67,7 @@ def scan(
     key: str = "data",
     *,
     transforms: tuple[Transform, ...] = (),
-    between: Between | None = None,
+    between: Between = ALL,
     skip: bool = False,
 ) -> Dataset:
     """Reads the footers of folders (or files) of Parquet and checks every file's columns against the schema.
@@ -114,7 +114,7 @@ def name_of(places: str | list[str]) -> str:
     return ", ".join(folders(places))
 
 
-def list_files(places: str | list[str], key: str, between: Between | None = None) -> list[str]:
+def list_files(places: str | list[str], key: str, between: Between = ALL) -> list[str]:
     """The Parquet files of folders, in their order; in each all depths, by path."""
     files = [file for place in folders(places) for file in _files_of(place, key, between)]
     twice = [file for file, count in Counter(files).items() if count > 1]
@@ -128,7 +128,7 @@ def list_files(places: str | list[str], key: str, between: Between | None = None
     return files
 
 
-def _files_of(uri: str, key: str, between: Between | None) -> list[str]:
+def _files_of(uri: str, key: str, between: Between) -> list[str]:
     filesystem, path = open_filesystem(uri)
     prefix = uri.partition("://")[0] + "://" if "://" in uri else ""
     try:
@@ -163,7 +163,7 @@ def _files_of(uri: str, key: str, between: Between | None) -> list[str]:
         raise DataError(
             "the folder holds no Parquet files", where=f"{key}={uri}", expected="files named *.parquet"
         )
-    names = within(names, path, between, uri) if between else names
+    names = within(names, path, between, uri) if any(between) else names
     return [prefix + name for name in names]
 
 

@@ -7,6 +7,7 @@ import re
 from raytrec.common.errors import DataError
 
 Between = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
+ALL: Between = (None, None)
 
 
 def in_order(path: str) -> list[tuple]:
@@ -39,17 +40,17 @@ def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]
         for rank, bound in ((first, between[0]), (last, between[1])):
             if [key for key, *_ in rank] != [key for key, *_ in ranks[: len(rank)]]:
                 raise DataError(
-                    f"a file's partition is {partition or 'none'}; data.between says {bound}",
+                    f"a file's partition is {partition or 'none'}; data.partitions says {bound}",
                     where=path,
-                    expected="folders key=value with data.between's keys, from the outermost on",
-                    do="correct data.between, or remove files that are not in such folders",
+                    expected="folders key=value with data.partitions's keys, from the outermost on",
+                    do="correct data.partitions, or remove files that are not in such folders",
                 )
         if first <= ranks[: len(first)] and ranks[: len(last)] <= last:
             chosen.append(path)
     if not chosen:
         raise DataError(
             f"no partition lies between {between[0] or 'the first'} and {between[1] or 'the last'}",
-            where=f"data.between, {uri}",
+            where=f"data.partitions, {uri}",
             expected=f"some of the {len(paths)} files there, such as {paths[0].removeprefix(root)}",
         )
     return chosen
@@ -60,7 +61,7 @@ def _checked(bound: str) -> str:
     if not all(re.fullmatch(r"[^=/]+=[^=/]+", part) for part in parts):
         raise DataError(
             f"'{bound}' is not a partition",
-            where="data.between",
+            where="data.partitions",
             expected="key=value, or several with / between them: date=2026-11-07/hour=11",
         )
     return "/".join(parts)

@@ -168,7 +168,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
         return table[column] if column else None
 
     return form.table(
-        [_label(table, name, place) for name in schema.labels],
+        [_label(table, name, form.label_range(name), place) for name in schema.labels],
         [numbers(table[name], name, place) for name in schema.dense],
         [single(table[schema.column_of(name)], *spec(name)) for name in form.singles],
         [bags(table[schema.column_of(name)], weights(name), *spec(name)) for name in form.bags],
@@ -177,15 +177,17 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
     )
 
 
-def _label(table: pa.Table, name: str, place: Place) -> np.ndarray:
+def _label(table: pa.Table, name: str, allowed: Range | None, place: Place) -> np.ndarray:
     values = numbers(table[name], name, place)
-    wrong = (values < 0) | (values > 1)
+    low, high = allowed or (-np.inf, np.inf)
+    wrong = (values < low) | (values > high)
     if wrong.any():
         row = int(wrong.argmax())
         raise DataError(
             f"label '{name}' is {values[row]:g}",
             where=place.of(name, row),
-            expected="a number in [0, 1]",
-            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}",
+            expected=f"a number in [{low:g}, {high:g}], which its task's loss takes",
+            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}; or learn the "
+            f"number itself: tasks: [{{label: {scalar(name)}, loss: mse}}]",
         )
     return values

@@ -1,4 +1,4 @@
-"""What footers' statistics say against row groups: ids beyond a table, labels beyond 1, nulls. No torch.
+"""What footers' statistics say against row groups: ids beyond a table, labels that no loss takes, nulls. No torch.
 
 They are in most footers, and cost nothing more to look at. Row groups that they accuse are read before a run
 starts (verify.py), so that its error names the row.
@@ -39,27 +39,25 @@ def _questions(form: Form) -> Iterator[tuple[str, Callable[[pq.ColumnChunkMetaDa
     """(column, whether a chunk of it has what is not allowed) for columns that no transform makes."""
     schema, made = form.schema, {name for transform in form.transforms for name in transform.writes}
     for name in {*schema.labels, *schema.dense} - made:
-        yield (
-            name,
-            lambda chunk, label=name in schema.labels: _has_null(chunk) or (label and _beyond(chunk, 1)),
-        )
+        allowed = form.label_range(name) if name in schema.labels else None
+        yield name, lambda chunk, allowed=allowed: _has_null(chunk) or (allowed and _outside(chunk, *allowed))
     for name, spec in schema.sparse.items():
         table, column = schema.tables[spec.table], schema.column_of(name)
         if column not in made and table.out_of_range == "error":
-            yield column, lambda chunk, last=table.rows - 1: _beyond(chunk, last)
+            yield column, lambda chunk, last=table.rows - 1: _outside(chunk, 0, last)
 
 
 def _has_null(chunk: pq.ColumnChunkMetaData) -> bool:
     return bool(chunk.statistics.has_null_count and chunk.statistics.null_count)
 
 
-def _beyond(chunk: pq.ColumnChunkMetaData, last: int) -> bool:
-    """Whether numbers lie outside of [0, last]."""
+def _outside(chunk: pq.ColumnChunkMetaData, low: float, high: float) -> bool:
+    """Whether there are numbers outside of [low, high]."""
     found = chunk.statistics
     if not found.has_min_max:
         return False
     least, greatest = found.min, found.max
-    return _number(least) and _number(greatest) and (least < 0 or greatest > last)
+    return _number(least) and _number(greatest) and (least < low or greatest > high)
 
 
 def _number(value: Any) -> bool:

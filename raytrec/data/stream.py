@@ -142,7 +142,7 @@ class Stream:
             read,
             batch_size=None,
             batch_format="pyarrow",
-            # Their CPUs are set aside with the worker's (driver/launch.py). Tasks of a paused stream would keep
+            # Their CPUs are set aside with the worker's (driver/launch.py). Tasks of a paused stream keep
             # what they had asked for, and those of another would wait for it for ever.
             num_cpus=0,
             compute=ray.data.TaskPoolStrategy(size=self._readers),

@@ -16,24 +16,27 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from raytrec.cluster.session import in_job
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.driver import progress_log as lines
-from raytrec.metrics.results import LABELS, shown
+from raytrec.metrics.results import shown
+from raytrec.metrics.selection import figures_of
 
 PLAIN_EVERY_S = 10.0  # seconds between progress lines where stderr is not a terminal
 
 
 class RunConsole:
-    """Shows the messages that rank 0 sends.
+    """Shows the messages that rank 0 sends (common/messages.py), each with the method of its kind.
 
-    Kinds of message: phase(text), start(total, epochs, plan), train(step, rows, rows_per_s, logloss, ne, …),
-    eval(step, auc, ne, …). On a terminal they become one live line; elsewhere a plain line now and then.
+    On a terminal they become one live line; elsewhere a plain line now and then, and in the log of a job a
+    line of JSON beside it (progress_log.py).
     """
 
     def __init__(self, name: str):
         self._console = open_console(stderr=True)
         self._name = plain(name)
-        self._last_plain, self._total = 0.0, 0
+        self._last_plain, self._total, self._in_job = 0.0, 0, in_job()
+        self._figures = figures_of()  # until the start of training says which there are
         self._begin: tuple[float, int] | None = None  # when and at which step the time left began to be known
         self._progress = Progress(
             SpinnerColumn(),
@@ -61,9 +64,18 @@ class RunConsole:
         self._progress.update(self._task, figures=plain(text))
         self._plain(text, always=True)
 
-    def start(self, total: int, step: int = 0, workers: int = 0, **_: Any) -> None:
+    def start(
+        self,
+        total: int,
+        step: int = 0,
+        workers: int = 0,
+        metrics: list[dict[str, Any]] | None = None,
+        **_: Any,
+    ) -> None:
+        """Training begins at a step; `metrics` are descriptions of its figures (selection.Figure)."""
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
-        self._total, self._begin = total, None
+        self._total, self._begin, self._figures = total, None, figures_of({"metrics": metrics})
+        self._message("start", {"total": total, "step": step, "metrics": metrics})
         if step:
             self.note(f"goes on at step {step} with {workers} workers")
 
@@ -93,17 +105,26 @@ class RunConsole:
         """A line that stays."""
         self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
 
-    def train(self, step: int, logloss: float, ne: float, rows_per_s: float | None, **_: Any) -> None:
-        text = lines.progress(step, self._total, rows_per_s, logloss, ne)
+    def folder(self, folder: str) -> None:
+        """Where the run is kept, for whoever follows a job."""
+        self.note(f"run folder {folder}")
+        self._message(lines.FOLDER, {lines.FOLDER: folder})
+
+    def train(self, step: int, rows_per_s: float | None, **values: Any) -> None:
+        figures = lines.named((each for each in self._figures if each.sums and each.directed), values)
+        text = lines.progress(step, self._total, rows_per_s, figures)
         self._progress.update(self._task, completed=step, figures=text)
         left = self._left(step)
-        self._plain(text if left is None else f"{text}  {lines.remaining(left)}", always=step == self._total)
+        full = text if left is None else f"{text}  {lines.remaining(left)}"
+        if self._plain(full, always=step == self._total):
+            self._message("train", {"step": step, "rows_per_s": rows_per_s, **values})
 
-    def eval(self, step: int, **figures: Any) -> None:
-        text = lines.evaluation(step, figures)
+    def eval(self, step: int, curves: Any = None, **values: Any) -> None:
+        text = lines.evaluation(step, lines.named(self._figures, values))
         if self._console.is_terminal:
-            self._progress.print(f"{self._name}  {text}")
+            self._progress.print(f"{self._name}  {plain(text)}")
         self._plain(text, always=True)
+        self._message("eval", {"step": step, **values})
 
     def _left(self, step: int) -> float | None:
         """Seconds until the last step, at the speed since the first figures; None while there is none."""
@@ -114,11 +135,20 @@ class RunConsole:
     def warn(self, text: str) -> None:
         self._console.print(Text("warning:", style="yellow"), plain(text), soft_wrap=True)
 
-    def _plain(self, text: str, always: bool) -> None:
+    def _plain(self, text: str, always: bool) -> bool:
+        """A line where there is no terminal, unless the last one was just now; whether it was written."""
         now = monotonic()
-        if not self._console.is_terminal and (always or now - self._last_plain >= PLAIN_EVERY_S):
-            self._last_plain = now
-            self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
+        if self._console.is_terminal or not (always or now - self._last_plain >= PLAIN_EVERY_S):
+            return False
+        self._last_plain = now
+        self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
+        return True
+
+    def _message(self, kind: str, values: dict[str, Any]) -> None:
+        """A line for programs that follow a job; nothing where this is none."""
+        if self._in_job:
+            self._console.file.write(f"{lines.message(kind, values)}\n")
+            self._console.file.flush()
 
 
 def print_result(result: Any) -> None:
@@ -132,8 +162,8 @@ def print_result(result: Any) -> None:
     table = Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")
-    for key, text in shown(result.metrics).items():
-        table.add_row(LABELS[key][0], text)
+    for row in shown(result.metrics).values():
+        table.add_row(plain(row.title), plain(row.text))
     console.print(table)
     for line in result.next_steps:
         console.print(plain(line), soft_wrap=True)

@@ -80,14 +80,14 @@ class Hub:
     """The actor's class; see `start_hub`.
 
     Args:
-        hang_s: seconds without progress in training until the group is ended.
+        hang_timeout_s: seconds without progress in training until the group is ended.
         patience_s: the same for what may take long (PATIENT).
         again: asked whether this is one that takes the place of another, whose process has ended. What that
             one knew is lost: ranks learn that their group is unknown, end, and are started again.
     """
 
-    def __init__(self, hang_s: float, patience_s: float, again: Callable[[], bool] = lambda: False):
-        self._hang_s, self._patience_s = hang_s, patience_s
+    def __init__(self, hang_timeout_s: float, patience_s: float, again: Callable[[], bool] = lambda: False):
+        self._hang_s, self._patience_s = hang_timeout_s, patience_s
         self._messages: asyncio.Queue = asyncio.Queue()
         self._members: dict[int, Member] = {}
         self._attempt, self._attempts, self._command = "", 0, Command.GO
@@ -277,7 +277,7 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def start_hub(hang_s: float, patience_s: float) -> Any:
+def start_hub(hang_timeout_s: float, patience_s: float) -> Any:
     """A Hub as an actor on this node, which the driver does not outlive; Ray starts it again if it ends."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -286,7 +286,7 @@ def start_hub(hang_s: float, patience_s: float) -> Any:
     actor = ray.remote(Hub).options(
         num_cpus=0, max_concurrency=1000, max_restarts=-1, scheduling_strategy=here
     )
-    return actor.remote(hang_s, patience_s, _is_again)
+    return actor.remote(hang_timeout_s, patience_s, _is_again)
 
 
 def _is_again() -> bool:

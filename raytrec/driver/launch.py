@@ -21,15 +21,15 @@ from raytrec.driver.failure_analysis import main_line
 from raytrec.driver.nodes import GpuNode, alive_nodes, gpu_nodes, is_local
 from raytrec.driver.recorder import Watch
 from raytrec.driver.stop import Interrupted, Stop
-from raytrec.embeddings.planner.constraints import check_pins
+from raytrec.embeddings.planner.constraints import validate_constraints
 from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.hosts import host_memory
-from raytrec.worker.context import Task
+from raytrec.worker.context import WorkerTask
 
 
 def local_cpus(config: RunConfig) -> int:
     """Logical CPUs of a local cluster: those of the workers and their readers."""
-    return int(config.scaling.most * bundle(config, "cpu")["CPU"])
+    return int(config.scaling.max_workers * bundle(config, "cpu")["CPU"])
 
 
 def _device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
@@ -76,13 +76,13 @@ def _check_room(config: RunConfig, device: str, gpus: int) -> None:
     Raises:
         ConfigError: they do not.
     """
-    least, places = config.scaling.least, bundle(config, device, _others_read(device))
+    least, places = config.scaling.min_workers, bundle(config, device, _others_read(device))
     if device == "cuda" and gpus < least:
         raise ConfigError(
             f"the cluster has {gpus} GPUs for {least} workers",
-            where="scaling.workers, scaling.device",
+            where="scaling.num_workers, scaling.device",
             expected="one GPU for each worker",
-            do="lower scaling.workers, or set scaling.device=cpu",
+            do="lower scaling.num_workers, or set scaling.device=cpu",
         )
     have = [node["Resources"] for node in alive_nodes()]
     if sum(int(min(node.get(name, 0) // n for name, n in places.items())) for node in have) < least:
@@ -91,9 +91,9 @@ def _check_room(config: RunConfig, device: str, gpus: int) -> None:
         cpus = int(sum(node.get("CPU", 0) for node in have if device == "cpu" or node.get("GPU")))
         raise ConfigError(
             f"the cluster has {cpus} CPUs{beside} for {least} workers and their readers",
-            where="scaling.workers, scaling.cpus_per_worker, data.readers",
+            where="scaling.num_workers, scaling.cpus_per_worker, data.readers",
             expected=f"at least {int(least * each)}: {each} for each worker, on its own node",
-            do="lower scaling.workers or data.readers, or join a larger cluster",
+            do="lower scaling.num_workers or data.readers, or join a larger cluster",
         )
 
 
@@ -118,14 +118,14 @@ def _check_pins(config: RunConfig, schema: Schema, device: str, nodes: list[GpuN
     Args:
         nodes: those with GPUs.
     """
-    plan, most, local = config.plan, config.scaling.most, is_local()
+    plan, most, local = config.plan, config.scaling.max_workers, is_local()
     memory = int(plan.memory_gib * GIB) if plan.memory_gib else None
     if memory is None and device == "cuda":
         memory = min((node.gpu_memory for node in nodes if node.gpu_memory), default=None)
     elif memory is None and local:
         memory = host_memory() // most
-    for workers in range(config.scaling.least, most + 1):
-        check_pins(
+    for workers in range(config.scaling.min_workers, most + 1):
+        validate_constraints(
             config,
             schema,
             device,
@@ -183,11 +183,11 @@ def run_group(
     from raytrec.worker.rendezvous import OwnAddressTorchConfig
 
     settle_here()
-    hub = start_hub(scaling.hang_s, scaling.timeout_s)
+    hub = start_hub(scaling.hang_timeout_s, scaling.phase_timeout_s)
     others_read = _others_read(device)
     places = bundle(config, device, others_read)
     ray_scaling = ray.train.ScalingConfig(
-        num_workers=(scaling.least, scaling.most) if scaling.elastic else scaling.most,
+        num_workers=(scaling.min_workers, scaling.max_workers) if scaling.elastic else scaling.max_workers,
         use_gpu=device == "cuda",
         resources_per_worker=places,
         placement_strategy="PACK" if device == "cuda" else "SPREAD",
@@ -195,15 +195,15 @@ def run_group(
     room = RoomOnNodes(
         ray_scaling,
         hub,
-        scaling.least,
-        scaling.most,
-        scaling.grow_every_s,
-        cpus_beside=scaling.most * config.data.readers if others_read else 0,
+        scaling.min_workers,
+        scaling.max_workers,
+        scaling.scale_up_interval_s,
+        cpus_beside=scaling.max_workers * config.data.readers if others_read else 0,
     )
     failures = FailuresWithReason(ray.train.FailureConfig(), hub, scaling.max_failures if saves else 0)
-    stop = Stop(hub, scaling.stop_s if saves else 0)
-    lifeline = Lifeline(scaling.hang_s, own=started_here())
-    task = Task(config, schema, datasets, hub, checkpoint, fingerprint)
+    stop = Stop(hub, scaling.shutdown_grace_s if saves else 0)
+    lifeline = Lifeline(scaling.hang_timeout_s, own=started_here())
+    task = WorkerTask(config, schema, datasets, hub, checkpoint, fingerprint)
     trainer = Trainer(
         getattr(workers, worker),
         train_loop_config=task,
@@ -268,7 +268,7 @@ def group_timeout(config: RunConfig, device: str) -> int:
     The hub knows who keeps the others waiting, and has the time to say so first. Gloo raises an error.
     """
     scaling = config.scaling
-    return scaling.timeout_s + (int(scaling.hang_s) + 1 if device == "cuda" else 0)
+    return scaling.phase_timeout_s + (int(scaling.hang_timeout_s) + 1 if device == "cuda" else 0)
 
 
 # How soon the end, or an error, is seen; how long Ray waits for places that are not there after all; and no

@@ -26,8 +26,8 @@ def plan(
     Args:
         source: a config file or its values; data.schema, or schema.yaml above data.train, must be there.
         overrides: `section.key=value` strings.
-        hosts: machines; default: as many as scaling.workers fill.
-        gpus: GPUs of each; default: plan.ranks_per_host, else scaling.workers up to 8.
+        hosts: machines; default: as many as scaling.num_workers fill.
+        gpus: GPUs of each; default: plan.ranks_per_host, else scaling.num_workers up to 8.
         memory_gib: of each GPU, where plan.memory_gib says nothing.
         host_memory_gib: of each host's main memory, where tables with kernel fused_uvm(_caching) lie and
             plan.host_memory_gib says nothing; default: twice that of its GPUs.
@@ -45,13 +45,13 @@ def plan(
     from raytrec.embeddings.planner.dry_run import dry_run, gib_of_hosts, gib_of_ranks
 
     config = resolve(load_config(source, overrides), source)
-    workers = config.scaling.most
+    workers = config.scaling.max_workers
     gpus = gpus or config.plan.ranks_per_host or min(8, workers)
     hosts = hosts or -(-workers // gpus)
     if hosts * gpus != workers:
         raise ConfigError(
-            f"{hosts} hosts with {gpus} GPUs are {hosts * gpus} workers, and scaling.workers is {workers}",
-            where="scaling.workers, --hosts, --gpus",
+            f"{hosts} hosts with {gpus} GPUs are {hosts * gpus} workers, scaling.num_workers is {workers}",
+            where="scaling.num_workers, --hosts, --gpus",
             expected="one worker for each GPU",
         )
     schema = Schema.load(config.data.schema_uri)

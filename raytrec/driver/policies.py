@@ -130,7 +130,7 @@ class RoomOnNodes(ScalingPolicy):
 
     Args:
         least, most: workers.
-        grow_every_s: seconds between two looks for more room.
+        scale_up_interval_s: seconds between two looks for more room.
         cpus_beside: that an autoscaler is to have ready beside the workers' own, for reading: read tasks ask
             for none themselves, see group.bundle.
     """
@@ -141,13 +141,13 @@ class RoomOnNodes(ScalingPolicy):
         hub: Any,
         least: int,
         most: int,
-        grow_every_s: float,
+        scale_up_interval_s: float,
         cpus_beside: int = 0,
     ):
         super().__init__(scaling_config)
         self._cpus_beside, self._beside, self._asked_at = cpus_beside, None, 0.0
         self._hub, self._least, self._most = hub, least, most
-        self._grow_every_s, self._looked, self._roomy = grow_every_s, monotonic(), False
+        self._grow_every_s, self._looked, self._roomy = scale_up_interval_s, monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group
         self._since: float | None = None  # when the group was found to be down
         self._told, self._asked_for = False, 0

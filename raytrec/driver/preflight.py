@@ -11,12 +11,11 @@ from pathlib import Path
 from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.common.installed import built_for
 from raytrec.common.reading import MOST_YAML_BYTES, read_bytes
-from raytrec.config.model_fit import check_model
-from raytrec.config.model_sections import PythonSection
+from raytrec.config.models import PythonSection, check_model
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sequences import looked_up, read_by_id
-from raytrec.embeddings.planner.constraints import pins
+from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
 
 
@@ -30,7 +29,7 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
         ConfigError, SchemaError: labels, dims, features or a module that the model cannot take; tables, named
             by hand, that there are not; tables larger than the machine.
     """
-    pins(config, schema)
+    resolve_constraints(config, schema)
     looked_up(schema, read_by_id(schema, config.model))
     check_model(schema, config.model)
     if here:
@@ -114,7 +113,7 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
         return
     from raytrec.embeddings.planner.hosts import host_memory
 
-    settled, optimizer = pins(config, schema), config.optim.embeddings.name
+    settled, optimizer = resolve_constraints(config, schema), config.optim.embeddings.name
     sizes = {
         name: footprint(table, settled[name].dtype, optimizer).total for name, table in schema.tables.items()
     }

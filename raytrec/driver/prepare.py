@@ -31,7 +31,7 @@ def settle(
     overrides: list[str],
     start_from: Any = None,
     resume: Any = None,
-    go_on: bool = False,
+    resume_latest: bool = False,
     allow_code: bool = False,
 ) -> tuple[RunConfig, Path | None]:
     """The resolved config, and the folder of the run to go on with, if it is not a new one."""
@@ -39,11 +39,11 @@ def settle(
         if source is None:
             config, named = config_from(start_from, overrides, allow_code=allow_code)
             return resolve(config, named), None
-        overrides = [*overrides, f"run.start_from={start_from}"] if start_from else overrides
+        overrides = [*overrides, f"warm_start.from={start_from}"] if start_from else overrides
         config = load_config(source, overrides, allow_code=allow_code)
         named = bool(config.run.name or config.run.dir)
         config = resolve(config, source)
-        resume = interrupted(config, named) if go_on else None
+        resume = interrupted(config, named) if resume_latest else None
         if not resume:
             return config, None
     config = resolve(resume_config(resume, source, overrides, allow_code), source)
@@ -67,7 +67,8 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
             do="use a local or mounted folder; object stores are not supported as run folders",
         )
     run.dir = place(run.dir)
-    run.start_from = run.start_from and find(place(run.start_from))[0]
+    warm_start = config.warm_start
+    warm_start.from_ = warm_start.from_ and find(place(warm_start.from_))[0]
     if config.checkpoint.dir:
         config.checkpoint.dir = place(config.checkpoint.dir)
     for key in ("train", "valid", "test", "schema_path"):
@@ -105,7 +106,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
             schema,
             f"data.{name}",
             transforms=tuple(data.transforms),
-            between=data.between if name == "train" else None,
+            between=(data.partitions.from_, data.partitions.to) if name == "train" else (None, None),
             skip=data.on_error == "skip",
         )
         for name in ("train", "valid", "test")

@@ -1,38 +1,34 @@
-"""Plain progress lines, as they stand in a log: written by the console, read by whoever follows a job.
+"""A run in the log of its job: lines for people, and messages as JSON for whoever follows it from elsewhere.
 
-movielens-20261122-101500  step 120/550 (22%)  80,000 rows/s  loss 0.5123  NE 0.9101  ETA 0:42
-movielens-20261122-101500  step 550: AUC 0.7885  NE 0.8093  logloss 0.5534  calibration 0.9992
-movielens-20261122-101500  run folder /shared/runs/movielens-20261122-101500
+movielens-20261122-101500  step 120/550 (22%)  80,000 rows/s  NE 0.9101  log loss 0.5123  ETA 0:42
+{"raytrec": "train", "step": 120, "rows_per_s": 80000.4, "ne": 0.9101, "logloss": 0.51234}
+movielens-20261122-101500  step 550: AUC 0.7885  NE 0.8093  log loss 0.5534  calibration 0.9992
+
+`raytrec follow` shows the lines for people alone.
 """
 
 from __future__ import annotations
 
-import re
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from math import isfinite
 from typing import Any
 
-FOLDER = "run folder "
+from raytrec.common.formatting import is_step
+from raytrec.common.reading import NotReadable, json_values
+from raytrec.metrics.selection import Figure
+
 GAP = "  "  # between the parts of a line
-EVALUATED = ("auc", "ne", "logloss", "calibration")
-CAPITALS = ("auc", "ne")
-
-_NUMBER = r"(nan|[-+]?[\d,.]+(?:e[-+]?\d+)?)"
-_STEP = re.compile(r"step (\d+)/(\d+) \(\d+%\)")
-_EVALUATION = re.compile(r"step (\d+): (?=\w+ [\d.+-])")
-_FIGURES = {
-    "rows_per_s": re.compile(rf"\b{_NUMBER} rows/s"),
-    "logloss": re.compile(rf"\b(?:loss|logloss) {_NUMBER}"),
-    "ne": re.compile(rf"\bNE {_NUMBER}"),
-    "auc": re.compile(rf"\bAUC {_NUMBER}"),
-    "calibration": re.compile(rf"\bcalibration {_NUMBER}"),
-}
+MARK = '{"raytrec": '  # how a message begins
+FOLDER = "folder"  # the message that says where the run is, {"folder": …}
+KINDS = (FOLDER, "start", "train", "eval")
 
 
-def progress(step: int, total: int, rows_per_s: float | None, logloss: float, ne: float) -> str:
-    """How far training has got."""
+def progress(step: int, total: int, rows_per_s: float | None, values: Iterable[str]) -> str:
+    """How far training has got; `values` of figures are named (`named`)."""
     parts = [f"step {step}/{total} ({100 * step // max(1, total)}%)"]
     parts += [f"{rows_per_s:,.0f} rows/s"] if rows_per_s else []
-    return GAP.join([*parts, f"loss {logloss:.4f}", f"NE {ne:.4f}"])
+    return GAP.join([*parts, *values])
 
 
 def remaining(seconds: float) -> str:
@@ -42,38 +38,51 @@ def remaining(seconds: float) -> str:
     return f"ETA {hours}:{minutes:02}:{rest:02}" if hours else f"ETA {minutes}:{rest:02}"
 
 
-def evaluation(step: int, figures: dict[str, Any]) -> str:
+def evaluation(step: int, values: Iterable[str]) -> str:
     """The figures of an evaluation."""
-    known = [(name, figures[name]) for name in EVALUATED if figures.get(name) is not None]
-    text = GAP.join(f"{name.upper() if name in CAPITALS else name} {value:.4f}" for name, value in known)
-    return f"step {step}: {text}"
+    return f"step {step}: {GAP.join(values)}"
+
+
+def named(figures: Iterable[Figure], values: Mapping[str, Any]) -> list[str]:
+    """Figures that there are values of, with their labels: NE 0.9101."""
+    known = [(each, values[each.key]) for each in figures if isinstance(values.get(each.key), (int, float))]
+    return [f"{each.label} {each.format.format(value)}" for each, value in known]
+
+
+def message(kind: str, values: Mapping[str, Any]) -> str:
+    """A message as one line of JSON; what is not finite is null."""
+    finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+    return json.dumps({"raytrec": kind, **finite})
 
 
 def parse(line: str) -> tuple[str, dict[str, Any]] | None:
-    """What a line of a log says.
-
-    Args:
-        line: any line, also of somebody else.
-
-    Returns:
-        ("train", {step, total, rows_per_s, logloss, ne}), ("eval", {step, auc, ne, logloss, calibration}),
-        ("folder", {name, folder}), or None. Figures that the line does not have are missing; those that are
-        not defined are None, as in metrics.jsonl.
-    """
-    name, gap, text = line.strip().partition(GAP)
-    if not gap or " " in name:
+    """The message that a line of a log is: its kind (KINDS) and its values; None for any other line."""
+    if not line.startswith(MARK):
         return None
-    if text.startswith(FOLDER):
-        return "folder", {"name": name, "folder": text.removeprefix(FOLDER)}
-    if found := _STEP.match(text):
-        return "train", {"step": int(found[1]), "total": int(found[2]), **_figures(text)}
-    if found := _EVALUATION.match(text):
-        return "eval", {"step": int(found[1]), **_figures(text)}
-    return None
+    try:
+        values = json_values(line)
+    except NotReadable:
+        return None
+    if not isinstance(values, dict) or (kind := values.pop("raytrec", None)) not in KINDS:
+        return None
+    sound = isinstance(values.get(FOLDER), str) if kind == FOLDER else is_step(values.get("step"))
+    return (kind, values) if sound else None
 
 
-def _figures(text: str) -> dict[str, float | None]:
-    """The figures that there are in a line."""
-    found = {name: pattern.search(text) for name, pattern in _FIGURES.items()}
-    values = {name: float(match[1].replace(",", "")) for name, match in found.items() if match}
-    return {name: value if isfinite(value) else None for name, value in values.items()}
+def for_people(pieces: Iterable[str]) -> Iterator[str]:
+    """A log, in pieces as they come, without its messages."""
+    rest, begun = "", False  # of the line that has not ended; whether its beginning has been given
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        given = []
+        for line in lines:
+            if begun or not line.startswith(MARK):
+                given.append(line + "\n")
+            begun = False
+        if rest and (begun or not (rest.startswith(MARK) or MARK.startswith(rest))):
+            given.append(rest)
+            rest, begun = "", True
+        if given:
+            yield "".join(given)
+    if rest and not rest.startswith(MARK):
+        yield rest

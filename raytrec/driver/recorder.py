@@ -80,7 +80,7 @@ class Record:
         tracker: of tracking.mlflow.
         folder: of the run.
         name: of the run.
-        cells: tracking.cells.
+        cells: tracking.max_rank_table_series.
 
     Attributes:
         checks: check → [passed, failed], counted.

@@ -31,8 +31,8 @@ FREE = (
     "checks.",
     "checkpoint.every",
     "checkpoint.keep",
-    "checkpoint.best_by",
-    "checkpoint.asynchronous",
+    "checkpoint.best_metric",
+    "checkpoint.async_save",
     "train.log_every_steps",
     "train.eval_every_steps",
     "train.on_nan",
@@ -80,7 +80,7 @@ def resume_config(
     config = load_config(
         before if source is None else source, overrides, elsewhere=elsewhere, allow_code=allow_code
     )
-    for section, key in (("run", "name"), ("run", "dir"), ("run", "start_from"), ("checkpoint", "dir")):
+    for section, key in (("run", "name"), ("run", "dir"), ("warm_start", "from_"), ("checkpoint", "dir")):
         part = getattr(config, section)
         if getattr(part, key) is None:
             setattr(part, key, getattr(getattr(before, section), key))
@@ -92,7 +92,7 @@ def resume_config(
             "the configuration has changed in what decides the result:\n" + "\n".join(changed),
             where=str(folder / "config.yaml"),
             expected="the configuration that the run began with",
-            do=f"leave these as they were; or begin a new run with its weights: raytrec train --from {place}",
+            do=f"restore these; or start a new run with its weights: raytrec train --warm-start {place}",
         )
     return config
 
@@ -104,7 +104,7 @@ def check_unfinished(folder: Path) -> None:
             "this run has finished",
             where=str(folder),
             expected="a run that was interrupted",
-            do=f"look at its {RESULT}, or begin a new run with its weights: raytrec train --from {folder}",
+            do=f"see its {RESULT}, or start a new run with its weights: raytrec train --warm-start {folder}",
         )
 
 
@@ -192,7 +192,7 @@ def check_same_data(
             where=f"{datasets['train'].uri}; {root}",
             expected="the same files with the same content: which rows are left is counted in them. (Other "
             "folders, and copies, are fine.)",
-            do=f"bring the files back; or begin a new run with the weights: raytrec train --from {folder}",
+            do=f"restore the files; or start a new run with its weights: raytrec train --warm-start {folder}",
         )
     for name, was in before.items():
         now = contents.get(name, [])
@@ -223,7 +223,7 @@ def _check_order(about: dict[str, Any], dataset: Dataset, folder: Path) -> None:
             where=f"{dataset.uri}; {folder}",
             expected=f"row groups of fewer than {order.piece_rows * 3 // 2:,} rows, read as they were",
             do="resume it with the raytrec that it began with; or begin a new run with its weights: "
-            f"raytrec train --from {folder}",
+            f"raytrec train --warm-start {folder}",
         )
 
 

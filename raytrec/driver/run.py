@@ -45,7 +45,7 @@ from raytrec.tracking.tags import run_tags
 from raytrec.worker.loop import total_steps
 
 REPORT = "report.html"
-PATIENCE_S = 60.0  # beyond scaling.stop_s, for the driver of before to end
+PATIENCE_S = 60.0  # beyond scaling.shutdown_grace_s, for the driver of before to end
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def train(
     overrides: list[str] | None = None,
     start_from: str | Path | None = None,
     resume: str | Path | None = None,
-    go_on: bool = False,
+    resume_latest: bool = False,
     allow_code: bool = False,
 ) -> Result:
     """Trains, evaluates and saves a run.
@@ -88,9 +88,9 @@ def train(
     Args:
         source: a config file, its values, or a RunConfig; None: that of `start_from` or `resume`.
         overrides: `section.key=value` strings.
-        start_from: a run or checkpoint folder whose weights training begins with (run.start_from).
+        start_from: a run or checkpoint folder whose weights training begins with (warm_start.from).
         resume: the folder of a run that was interrupted, to go on with.
-        go_on: look for an interrupted run of the same config and data first, and go on with the newest.
+        resume_latest: resume the newest interrupted run of the same config and data, if there is one.
         allow_code: a config from a URI, or out of `start_from`, may name code (raytrec/config/trust.py).
 
     Returns:
@@ -103,13 +103,13 @@ def train(
             or the result could not be written.
     """
     began = perf_counter()
-    config, resume = settle(source, overrides or [], start_from, resume, go_on, allow_code)
+    config, resume = settle(source, overrides or [], start_from, resume, resume_latest, allow_code)
     check_nothing_hidden(config)
     folder, root = Path(config.run.dir), config.checkpoint_root
     schema, datasets = open_data(config)
-    lines = check_fits(config, schema) if config.run.start_from and not resume else []
+    lines = check_fits(config, schema) if config.warm_start.from_ and not resume else []
     check_fit(config, schema, here=stays_here(config.scaling.address))
-    patience = PATIENCE_S + config.scaling.stop_s if go_on else 0
+    patience = PATIENCE_S + config.scaling.shutdown_grace_s if resume_latest else 0
     contents = in_background(look_at_all, datasets)
     with RunConsole(config.run.name) as console, held(folder, patience, console.phase):
         if resume:
@@ -119,7 +119,7 @@ def train(
         else:
             make_folder(folder, config, schema)
         if in_job():
-            console.note(f"run folder {folder}")
+            console.folder(str(folder))
         for line in [*lines, *note_left_out(folder, datasets)]:
             console.warn(line)
         with driving(folder):
@@ -139,7 +139,7 @@ def _drive(
     """The run itself, in a folder that is ready: Ray, workers, result."""
     folder, status = Path(config.run.dir), "FAILED"
     tracker = open_tracker(config, console)
-    record = Record(tracker, folder, config.run.name, config.tracking.cells)
+    record = Record(tracker, folder, config.run.name, config.tracking.max_rank_table_series)
     try:
         console.phase("starting Ray")
         _import_early()
@@ -227,7 +227,7 @@ def open_tracker(config: RunConfig, console: RunConsole) -> Tracker | NoTracker:
         config.run.name,
         folder.parent / "mlartifacts",
         before,
-        sweep=tracking.sweep,
+        sweep=tracking.parent_run,
         on_trouble=console.warn,
     )
 
@@ -274,7 +274,7 @@ def evaluate(
     """
     began = perf_counter()
     folder, index = find(place)
-    changes = [f"scaling.workers={workers}"] if workers else []
+    changes = [f"scaling.num_workers={workers}"] if workers else []
     changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
     changes += overrides or []
     config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)

@@ -30,32 +30,33 @@ def config_from(
     whole = load_config(index["about"]["config"], allow_code=True)  # nothing of it runs before the next time
     values = whole.model_dump(by_alias=True, mode="json")
     name = re.sub(r"-\d{8}-\d{6}$", "", whole.run.name or "run")
-    values["run"] |= {"name": None, "dir": None, "start_from": folder}
+    values["run"] |= {"name": None, "dir": None}
+    values["warm_start"] |= {"from": folder}
     values["checkpoint"]["dir"] = None
     values["data"]["schema"] = f"{folder}/{INDEX}"
     return load_config(values, overrides, elsewhere=folder, allow_code=allow_code), name
 
 
 def check_fits(config: RunConfig, schema: Schema) -> list[str]:
-    """Looks whether run.start_from belongs to this model and schema; lines about what is not taken over.
+    """Looks whether warm_start.from belongs to this model and schema; lines about what is not taken over.
 
     Raises:
-        ConfigError, SchemaError: what differs, and nothing is said about in run.start_tables and start_dense.
+        ConfigError, SchemaError: what differs, and warm_start.tables and warm_start.dense say nothing about.
     """
-    about = find(config.run.start_from)[1]["about"]
+    about = find(config.warm_start.from_)[1]["about"]
     before = load_config(about["config"], allow_code=True).model_dump(by_alias=True, mode="json")
     old_schema = schema_of(about)
     lines = [start.told for start in table_starts(config, old_schema, schema).values() if start.told]
-    if config.run.start_dense == "exact":
+    if config.warm_start.dense == "exact":
         _check_dense(config, before, old_schema, schema)
     old, new = before["optim"]["embeddings"]["name"], config.optim.embeddings.name
     dense_old, dense_new = before["optim"]["dense"]["name"], config.optim.dense.name
-    if config.run.start_state and (old, dense_old) != (new, dense_new):
+    if config.warm_start.optimizer and (old, dense_old) != (new, dense_new):
         raise ConfigError(
             f"the optimizers are {new} and {dense_new}, the checkpoint has state of {old} and {dense_old}",
-            where=f"run.start_from={config.run.start_from}",
+            where=f"warm_start.from={config.warm_start.from_}",
             expected="the checkpoint's optimizers",
-            do="set run.start_state=false, or optim.embeddings.name and optim.dense.name to the checkpoint's",
+            do="set warm_start.optimizer=false, or the checkpoint's optimizers",
         )
     return lines
 
@@ -67,7 +68,7 @@ def schema_at(uri: str) -> Schema:
 
 
 def _check_dense(config: RunConfig, before: dict, old_schema: Schema, schema: Schema) -> None:
-    where, hint = f"run.start_from={config.run.start_from}", ", or run.start_dense=matching"
+    where, hint = f"warm_start.from={config.warm_start.from_}", ", or warm_start.dense=matching"
     for key, new in config.model.model_dump().items():
         old = before["model"].get(key)
         if old != new and key != "dropout":

@@ -37,7 +37,12 @@ def require_gradient_division() -> None:
 
 
 def rank_loss(
-    losses_B: torch.Tensor, weights_B: torch.Tensor, global_rows: int, world: int, reduction: str = "mean"
+    losses_B: torch.Tensor,
+    weights_B: torch.Tensor,
+    global_rows: int,
+    world: int,
+    reduction: str = "mean",
+    weight: float = 1.0,
 ) -> torch.Tensor:
     """The scalar that one rank calls backward on.
 
@@ -47,8 +52,9 @@ def rank_loss(
         global_rows: rows of the global batch over all ranks, padding not counted.
         world: number of ranks.
         reduction: mean or sum over the global batch.
+        weight: a factor of the whole: of a task among several.
     """
-    return (losses_B * weights_B).sum() * (world / (global_rows if reduction == "mean" else 1))
+    return (losses_B * weights_B).sum() * (weight * world / (global_rows if reduction == "mean" else 1))
 
 
 class PieceByPiece(torch.autograd.Function):

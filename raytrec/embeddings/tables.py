@@ -237,7 +237,7 @@ def accumulate_grad(table: Table) -> torch.autograd.graph.Node:
             f"table {table.name} has no AccumulateGrad on rank {dist.get_rank()}",
             where=f"sharding {table.sharding}, kernel {table.kernel}",
             expected="a table with a dense kernel that this rank holds; fused kernels update in backward",
-            do=f"set plan.tables.{table.name}.sharding to data_parallel, or its kernel to dense",
+            do=f"set plan.tables.{table.name}.sharding_type to data_parallel, or its compute_kernel to dense",
         )
     with torch.enable_grad():
         node = table.parameter.view_as(table.parameter).as_subclass(torch.Tensor).grad_fn

@@ -1,18 +1,16 @@
-"""The figures of result.json: their names for people, and how they are written."""
+"""What result.json says to people: the metrics of its tasks, and counts beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 from raytrec.common.formatting import number
+from raytrec.metrics.selection import figures_of
 
-LABELS = {
-    "eval.auc": ("AUC", "{:.4f}"),
-    "eval.ne": ("NE (normalised entropy)", "{:.4f}"),
-    "eval.logloss": ("log loss (nats)", "{:.4f}"),
-    "eval.calibration": ("calibration (predicted ÷ real)", "{:.4f}"),
+EVAL = "eval."
+AFTER = {  # the metrics, in this order
     "eval.rows": ("rows evaluated", "{:,}"),
     "eval.skipped_rows": ("rows left out of it", "{:,}"),
     "train.rows": ("rows trained", "{:,}"),
@@ -34,16 +32,44 @@ WHEN_ANY = (  # 0 is not worth a line
     "train.checks_passed",
     "train.checks_failed",
 )
+BRIEF = ("train.samples_per_s", "seconds")  # with the metrics that have a direction: what matters most
 
 
-def shown(result: Mapping[str, Any]) -> dict[str, str]:
-    """The figures worth a line: key → text, in the order of LABELS; "–" for what is not defined."""
-    present = [key for key in LABELS if key in result and (result[key] or key not in WHEN_ANY)]
-    return {key: as_text(key, result[key]) for key in present}
+class Row(NamedTuple):
+    """A figure as people see it.
+
+    Attributes:
+        text: its value; "–" where it is not defined.
+        form: as of str.format.
+        brief: whether it is one of the few that matter most.
+    """
+
+    title: str
+    text: str
+    form: str
+    brief: bool
+
+    def difference(self, value: float, other: float) -> str:
+        """How far a value is from another one, with its sign."""
+        form = self.form.replace("{:", "{:+") if "{:" in self.form else "{:+}"
+        return form.format(value - other)
 
 
-def as_text(key: str, value: Any) -> str:
+def shown(result: Mapping[str, Any]) -> dict[str, Row]:
+    """The figures worth a line, by their key."""
+    rows = {}
+    for figure in figures_of(result):
+        rows[EVAL + figure.key] = figure.title, figure.format, figure.directed
+    rows |= {key: (title, form, key in BRIEF) for key, (title, form) in AFTER.items()}
+    return {
+        key: Row(title, _text(result[key], form), form, brief)
+        for key, (title, form, brief) in rows.items()
+        if key in result and (result[key] or key not in WHEN_ANY)
+    }
+
+
+def _text(value: Any, form: str) -> str:
     """A figure as it is written; what is no number, as it is."""
     if value is None:
         return "–"
-    return str(value) if isnan(number(value)) else LABELS[key][1].format(value)
+    return str(value) if isnan(number(value)) else form.format(value)

@@ -1,112 +1,101 @@
-"""Metrics as sums that add up over steps and ranks; the formulas are TorchRec's."""
+"""The sums of all metrics that add up, over steps and ranks."""
 
 from __future__ import annotations
 
-from math import log
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torchrec.metrics.calibration import compute_calibration, get_calibration_states
-from torchrec.metrics.ne import compute_logloss, compute_ne, get_ne_states
+from raytrec.metrics.registry import SumMetric
+from raytrec.metrics.selection import Selection
 
-from raytrec.worker.step import Outputs
+if TYPE_CHECKING:
+    import torch
 
-ETA = 1e-12  # TorchRec's bound on probabilities inside logarithms
-AT_ONCE = 1 << 22  # values of a rank that a gather holds on the device: 16 MiB
-AUC_BYTES = 160  # a row, at most: float64, sorted, with torchmetrics' cumulative counts
+    from raytrec.tasks.outputs import Outputs
+
+ROWS = "rows"
 
 
 class Sums:
-    """Cross-entropy, rows, labels and predictions, summed in float64 over steps and then over ranks."""
-
-    NAMES = ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")
-
-    def __init__(self, device: torch.device):
-        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
-
-    def add(self, outputs: Outputs) -> None:
-        """Adds a step of this rank."""
-        predictions = torch.sigmoid(outputs.logits)
-        ne = get_ne_states(outputs.labels, predictions, outputs.weights, ETA)
-        calibration = get_calibration_states(outputs.labels, predictions, outputs.weights)
-        parts = [ne[name] for name in self.NAMES] + list(calibration.values())
-        self._sums += torch.stack([p.double() for p in parts])
-
-    def total(self) -> list[float]:
-        """The sums since the last `reduce` over all ranks, for `resume`; a collective."""
-        sums = self._sums.clone()
-        dist.all_reduce(sums)
-        return sums.tolist()
-
-    def resume(self, total: list[float]) -> None:
-        """Goes on from what `total` gave, with any number of ranks."""
-        if dist.get_rank() == 0:
-            self._sums += torch.tensor(total, dtype=torch.float64, device=self._sums.device)
-
-    def reduce(self) -> dict[str, float]:
-        """Figures over all ranks since the last call; a collective. Then starts anew.
-
-        Returns:
-            rows; logloss in nats; ne, the cross-entropy ÷ that of always predicting the mean label (He et al.
-            2014), NaN where all labels are equal; calibration, the sum of predictions ÷ sum of labels;
-            positives, the sum of labels.
-        """
-        sums = self._sums.clone()
-        self._sums.zero_()
-        dist.all_reduce(sums)
-        ce, rows, positive, negative, predicted, labelled = sums.cpu()
-        one_class = float(positive) <= 0 or float(negative) <= 0
-        return {
-            "rows": round(float(rows)),
-            "logloss": float(compute_logloss(ce, positive.clone(), negative, ETA)) * log(2),
-            "ne": float("nan") if one_class else float(compute_ne(ce, rows, positive, negative, ETA)),
-            "calibration": float(compute_calibration(predicted, labelled)),
-            "positives": float(positive),
-        }
-
-
-def gather_to_first(
-    values: torch.Tensor, device: torch.device | None = None, at_once: int = AT_ONCE
-) -> torch.Tensor | None:
-    """All ranks' values, one after the other, on rank 0, where they lay; None elsewhere. A collective.
+    """Rows, and what the metrics of all tasks sum up, in float64 on the device: one vector, one all_reduce.
 
     Args:
-        values: [n] of one dtype; n may differ between ranks.
-        device: that they travel over, as NCCL reads no host memory; default: where they lie.
-        at_once: values of each rank that are on that device at a time.
+        selection: the metrics. Those of one task that have the same function `sums` share what it gives.
     """
-    device, world, first = device or values.device, dist.get_world_size(), dist.get_rank() == 0
-    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(counts, torch.tensor([values.numel()], device=device))
-    counts = torch.cat(counts).tolist()
-    wholes = [torch.empty(n, dtype=values.dtype, device=values.device) for n in counts] if first else []
-    for start in range(0, max(counts), at_once):
-        padded = torch.zeros(min(at_once, max(counts) - start), dtype=values.dtype, device=device)
-        mine = values[start : start + at_once]
-        padded[: mine.numel()] = mine.to(device)
-        parts = [torch.empty_like(padded) for _ in counts] if first else None
-        dist.gather(padded, parts)
-        for whole, part in zip(wholes, parts or [], strict=True):
-            there = whole[start : start + at_once]
-            there.copy_(part[: there.numel()])
-    return torch.cat(wholes) if first else None
+
+    def __init__(self, selection: Selection, device: torch.device):
+        self._device, self._selection = device, selection
+        self._names: list[str] = []  # of the vector; the functions say them when they are first called
+        self._before: dict[str, float] = {}  # what this rank goes on from
+        self._vector: torch.Tensor | None = None
+        self._functions: dict[str, dict[str, Callable]] = {
+            task: {_path(m.sums): m.sums for m in metrics if issubclass(m, SumMetric)}
+            for task, metrics in selection.of.items()
+        }
+
+    def add(self, outputs: Outputs) -> None:
+        """Adds a step of this rank; the host waits for nothing."""
+        import torch
+
+        found = {ROWS: outputs.rows.sum()}
+        for task, functions in self._functions.items():
+            for path, function in functions.items():
+                given = function(outputs[task])
+                found |= {f"{task} {path} {name}": value for name, value in given.items()}
+        if self._vector is None:
+            self._names = list(found)
+            self._vector = self._tensor()
+        self._vector += torch.stack([value.detach().double() for value in found.values()])
+
+    def total(self) -> dict[str, float]:
+        """The sums since the last `reduce` over all ranks, for `resume`; a collective."""
+        return dict(zip(self._names, self._over_ranks().tolist(), strict=True))
+
+    def resume(self, total: dict[str, float]) -> None:
+        """Continues from what `total` gave, with any number of ranks."""
+        import torch.distributed as dist
+
+        self._names = list(total)
+        self._before = dict(total) if dist.get_rank() == 0 else {}
+
+    def reduce(self) -> dict[str, float]:
+        """Figures over all ranks since the last call, by key (Selection.key); a collective. Begins anew then.
+
+        Returns:
+            rows; each SumMetric of each task, NaN where it is not defined, and its counts.
+        """
+        sums = dict(zip(self._names, self._over_ranks().cpu(), strict=True))
+        self._before = {}
+        if self._vector is not None:
+            self._vector.zero_()
+        figures = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
+        for task, metrics in self._selection.of.items():
+            for metric in metrics:
+                if issubclass(metric, SumMetric):
+                    own = self._own(sums, f"{task} {_path(metric.sums)} ")
+                    given = {metric.name: metric.figure(own), **metric.counts(own)} if own else {}
+                    figures |= {self._selection.key(task, n): float(value) for n, value in given.items()}
+        return figures
+
+    def _over_ranks(self) -> torch.Tensor:
+        import torch.distributed as dist
+
+        sums = self._tensor() if self._vector is None else self._vector.clone()
+        dist.all_reduce(sums)
+        return sums
+
+    def _tensor(self) -> torch.Tensor:
+        """What this rank goes on from, in the order of the names."""
+        import torch
+
+        values = [self._before.get(name, 0.0) for name in self._names]
+        return torch.tensor(values, dtype=torch.float64, device=self._device)
+
+    @staticmethod
+    def _own(sums: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+        return {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
 
 
-def place_for(rows: int, device: torch.device) -> torch.device:
-    """Where the AUC of so many rows is computed: on a GPU if half of its free memory is enough."""
-    if device.type == "cuda" and rows * AUC_BYTES > torch.cuda.mem_get_info(device)[0] // 2:
-        return torch.device("cpu")
-    return device
-
-
-def exact_auc(logits: torch.Tensor, labels: torch.Tensor) -> float | None:
-    """Area under the ROC curve, ties counted half; None when labels are not both 0 and 1.
-
-    TorchRec's own AUC ignores ties, so this is torchmetrics'.
-    """
-    from torchmetrics.functional.classification import binary_auroc
-
-    binary = labels.round()
-    if not torch.equal(binary, labels) or binary.min() == binary.max():
-        return None
-    return float(binary_auroc(torch.sigmoid(logits.double()), binary.long()))
+def _path(function: Callable) -> str:
+    """What a function is called in checkpoints."""
+    return f"{function.__module__}.{function.__qualname__}"

@@ -1,4 +1,4 @@
-"""The registry of models: a new one is a file here, a line in MODELS and its section in model_sections.py.
+"""Models: a new one is a file here and its section of the configuration, a file in raytrec/config/models.
 
 A model is a plain nn.Module built from (schema, its section of the configuration). Its forward takes the
 dense columns, float32 [B, n], and the inputs of the sparse features, a dict of feature →
@@ -7,9 +7,10 @@ dense columns, float32 [B, n], and the inputs of the sparse features, a dict of 
 - inputs.Sequence(vectors [B, L, dim], present [B, L]) for features of pooling: sequence, if the section has a
   max_length L: embeddings id by id, the most recent first. Without max_length they are pooled by their mean;
 
-and returns logits, float32 [B]. It knows nothing of tables and ranks: `embeddings.pooling.PooledEmbeddings`
-looks up and pools before it. It computes each row from that row alone (no batch norm), so that how rows are
-dealt to ranks changes nothing.
+and returns logits, float32 [B], or [B, T] with a column for each of T tasks. What they mean, and what is
+learned from them, is the tasks' affair (raytrec/tasks): a model sees no labels. It knows nothing of tables
+and ranks: `embeddings.pooling.PooledEmbeddings` looks up and pools before it (recommender.py). It computes
+each row from that row alone (no batch norm), so that how rows are dealt to ranks changes nothing.
 
 A class of yours is one of these models, too: `model.name: "my.module:MyModel"`, with what it wants to know
 under `model.options`.
@@ -18,25 +19,13 @@ under `model.options`.
 from __future__ import annotations
 
 import inspect
-import sys
 
 from torch import nn
 
-from raytrec.common import python_path
-from raytrec.common.errors import ConfigError, did_you_mean
-from raytrec.config.model_sections import ModelSection, PythonSection
+from raytrec.common.errors import ConfigError
+from raytrec.common.registry import find_code
+from raytrec.config.models import ModelSection, PythonSection
 from raytrec.config.schema import Schema
-from raytrec.models.dcn import DCN
-from raytrec.models.dlrm import DLRM
-from raytrec.models.sequence import SequenceModel
-from raytrec.models.two_tower import TwoTower
-
-MODELS: dict[str, type[nn.Module]] = {
-    "dlrm": DLRM,
-    "dcn": DCN,
-    "two_tower": TwoTower,
-    "sequence": SequenceModel,
-}
 
 
 def build_model(schema: Schema, config: ModelSection) -> nn.Module:
@@ -45,13 +34,12 @@ def build_model(schema: Schema, config: ModelSection) -> nn.Module:
     Raises:
         ConfigError: what the model refuses; no such module or class, or one that cannot be a model.
     """
-    if isinstance(config, PythonSection):
-        return _of_class(schema, config)
-    return MODELS[config.name](schema, config)
+    found = find_code(config.path, "model", "model.name")
+    return _checked(found, schema, config) if isinstance(config, PythonSection) else found(schema, config)
 
 
-def _of_class(schema: Schema, config: PythonSection) -> nn.Module:
-    found = _found(config.name)
+def _checked(found: object, schema: Schema, config: PythonSection) -> nn.Module:
+    """A model of the user's, whose class is held to the contract first."""
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise _refused(config.name, "it is no torch.nn.Module", "a class derived from torch.nn.Module")
     try:
@@ -72,27 +60,6 @@ def _of_class(schema: Schema, config: PythonSection) -> nn.Module:
             "def forward(self, dense, pooled)",
         ) from None
     return model
-
-
-def _found(path: str) -> object:
-    module, _, name = path.partition(":")
-    try:
-        return python_path.load(path)
-    except ModuleNotFoundError as error:
-        raise _refused(
-            path,
-            f"there is no module {error.name}",
-            f"{module} on Python's path of every worker, or in the folder that the command was given in",
-        ) from None
-    except AttributeError:
-        if module not in sys.modules:
-            raise  # the module's own error, while it was imported
-        near = did_you_mean(name, [n for n in vars(sys.modules[module]) if not n.startswith("_")])
-        raise _refused(
-            path,
-            f"the module has no {name}" + (f"; did you mean {near}?" if near else ""),
-            "module:Class",
-        ) from None
 
 
 def _refused(path: str, what: str, expected: str) -> ConfigError:

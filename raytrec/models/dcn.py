@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.model_fit import check_model
-from raytrec.config.model_sections import DcnSection
+from raytrec.config.models.dcn import DcnSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import dim_of, mlp
 
@@ -20,19 +19,19 @@ class DCN(nn.Module):
     [1024, 1024, 512, 256].
 
     Args:
-        schema: one label, any dense columns, sparse features of any dims.
+        schema: any dense columns, sparse features of any dims.
         config: sizes and dropout.
 
     Returns (forward):
         float32 [B]: the logit of each row.
 
     Raises:
-        ConfigError: several labels, or a bottom_mlp without dense columns.
+        ConfigError: a bottom_mlp without dense columns.
     """
 
     def __init__(self, schema: Schema, config: DcnSection):
         super().__init__()
-        check_model(schema, config)
+        config.check(schema)
         self.features = list(schema.sparse)
         self.bottom = mlp([len(schema.dense), *config.bottom_mlp]) if schema.dense else None
         dense = (config.bottom_mlp or [len(schema.dense)])[-1] if schema.dense else 0

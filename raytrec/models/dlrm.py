@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.model_fit import one_dim, one_label
-from raytrec.config.model_sections import DlrmSection, SequenceSection
+from raytrec.config.models.base import one_dim
+from raytrec.config.models.dlrm import DlrmSection
+from raytrec.config.models.sequence import SequenceSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Constant, mlp
 
@@ -18,20 +19,19 @@ class DLRM(nn.Module):
     place, so that its dot products still give each feature a first-order term.
 
     Args:
-        schema: one label, any dense columns, sparse features whose tables all have one dim.
+        schema: any dense columns, sparse features whose tables all have one dim.
         config: sizes and dropout.
 
     Returns (forward):
         float32 [B]: the logit of each row.
 
     Raises:
-        ConfigError: tables of different dims, or several labels.
+        ConfigError: tables of different dims.
     """
 
     def __init__(self, schema: Schema, config: DlrmSection | SequenceSection):
         super().__init__()
         dim = one_dim(schema, config.name)
-        one_label(schema, config.name)
         self.features = list(schema.sparse)
         if schema.dense:
             self.bottom = mlp([len(schema.dense), *config.bottom_mlp, dim])

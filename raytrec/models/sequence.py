@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.model_fit import targets
-from raytrec.config.model_sections import SequenceSection
+from raytrec.config.models.sequence import SequenceSection
 from raytrec.config.schema import Schema
 from raytrec.models.dlrm import DLRM
 from raytrec.models.inputs import Sequence, dim_of
@@ -23,12 +22,12 @@ class SequenceModel(nn.Module):
         float32 [B]: the logit of each row.
 
     Raises:
-        ConfigError: what DLRM refuses; no sequence; a target that is none, or that has to be said.
+        ConfigError: what DLRM refuses; no sequence; a target that there is not, or that has to be named.
     """
 
     def __init__(self, schema: Schema, config: SequenceSection):
         super().__init__()
-        self.target_of = targets(schema, config)
+        self.target_of = config.targets(schema)
         self.dlrm = DLRM(schema, config)
         # Features are no names of modules: they may have dots.
         self.attention = nn.ModuleList(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.model_fit import members, one_label
-from raytrec.config.model_sections import TwoTowerSection
+from raytrec.config.models.two_tower import TwoTowerSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import dim_of, mlp
 
@@ -19,20 +18,19 @@ class TwoTower(nn.Module):
     the scale is positive.
 
     Args:
-        schema: one label; sequences enter by their mean.
+        schema: any; sequences enter by their mean.
         config: which features belong to which tower, and the sizes of the towers.
 
     Returns (forward):
         float32 [B]: the logit of each row.
 
     Raises:
-        ConfigError: several labels; a feature of no or of two towers; a pattern that matches nothing.
+        ConfigError: a feature of no or of two towers; a pattern that matches nothing.
     """
 
     def __init__(self, schema: Schema, config: TwoTowerSection):
         super().__init__()
-        one_label(schema, config.name)
-        of_tower = members(schema, config)
+        of_tower = config.members(schema)
         self.towers = nn.ModuleDict({side: Tower(schema, of_tower[side], config) for side in of_tower})
         self.normalize = config.normalize
         # Dot products of vectors grow with the root of their width; cosines are at most 1.

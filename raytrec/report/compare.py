@@ -11,7 +11,7 @@ from typing import Any
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import number
 from raytrec.common.redaction import hide
-from raytrec.metrics.results import LABELS, as_text, shown
+from raytrec.metrics.results import AFTER, Row, shown
 from raytrec.report.history import History, run_folder
 
 OF_THE_RUN = ("run.name", "run.dir", "tracking.", "checkpoint.dir")  # differs without meaning anything
@@ -24,12 +24,14 @@ class Comparison:
     Attributes:
         names: of the runs, each once: where two are called alike, with their place.
         results: figure → its text for each run; of the others with the difference to the first.
+        titles: figure → what it is called.
         config: section.key → its value as text for each run; only what is not the same in all.
     """
 
     runs: list[History]
     names: list[str]
     results: dict[str, list[str]]
+    titles: dict[str, str]
     config: dict[str, list[str]]
 
 
@@ -46,7 +48,11 @@ def compare(places: Sequence[str | Path]) -> Comparison:
             do="raytrec compare RUN RUN …, or raytrec report RUN for one",
         )
     runs = [History.read(run_folder(place)) for place in places]
-    return Comparison(runs, _names(runs), _results(runs), _config_differences(runs))
+    rows = [shown(run.result) for run in runs]
+    titles = {key: row.title for each in rows for key, row in each.items()}
+    keys = sorted(titles, key=lambda key: key in AFTER and [*AFTER].index(key) + 1)
+    results = {key: [_result(key, run, row, runs[0]) for run, row in zip(runs, rows, strict=True)] for key in keys}
+    return Comparison(runs, _names(runs), results, titles, _config_differences(runs))
 
 
 def write(comparison: Comparison, out: str | Path) -> Path:
@@ -63,7 +69,7 @@ def write(comparison: Comparison, out: str | Path) -> Path:
         "compare.html.j2",
         names=comparison.names,
         folders=[str(run.folder.absolute()) for run in comparison.runs],
-        results=[(LABELS[key][0], texts) for key, texts in comparison.results.items()],
+        results=[(comparison.titles[key], texts) for key, texts in comparison.results.items()],
         config=comparison.config,
         picture=Markup(to_svg(drawn, "Curves of the runs over steps")) if drawn else None,
     )
@@ -84,7 +90,7 @@ def print_table(comparison: Comparison) -> None:
         for name in comparison.names:
             table.add_column(plain(name), justify="right" if title == "figure" else "left", overflow="fold")
         for key, texts in rows.items():
-            label = LABELS[key][0] if title == "figure" else key
+            label = comparison.titles[key] if title == "figure" else key
             table.add_row(plain(label), *map(plain, texts))
         console.print(table)
 
@@ -94,22 +100,15 @@ def _names(runs: list[History]) -> list[str]:
     return [n if names.count(n) == 1 else f"{n} ({run.folder})" for n, run in zip(names, runs, strict=True)]
 
 
-def _results(runs: list[History]) -> dict[str, list[str]]:
-    keys = [key for key in LABELS if any(key in shown(run.result) for run in runs)]
-    return {key: [_result(key, run, runs[0] if i else None) for i, run in enumerate(runs)] for key in keys}
-
-
-def _result(key: str, run: History, first: History | None) -> str:
+def _result(key: str, run: History, rows: dict[str, Row], first: History) -> str:
     """A figure, and how far it is from the first run's."""
     if key not in run.result:
         return "–"
-    text = as_text(key, run.result[key])
-    value = number(run.result[key])
-    before = number(first.result.get(key)) if first else value
-    if first is None or isnan(value) or isnan(before):
-        return text
-    form = LABELS[key][1].replace("{", "{0").replace("{0:", "{0:+") if "{:" in LABELS[key][1] else "{0:+}"
-    return f"{text} ({form.format(run.result[key] - first.result[key])})"
+    row = rows.get(key)
+    value, before = number(run.result[key]), number(first.result.get(key))
+    if row is None or run is first or isnan(value) or isnan(before):
+        return row.text if row else str(run.result[key])
+    return f"{row.text} ({row.difference(run.result[key], first.result[key])})"
 
 
 def _config_differences(runs: list[History]) -> dict[str, list[str]]:

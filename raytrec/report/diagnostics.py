@@ -32,7 +32,7 @@ CURES = {
     "data": "raise data.readers or data.prefetch",
     "copy": "raise data.prefetch, or data.global_batch_size",
     "input_exchange": "raise data.global_batch_size, or place tables that are looked up together on one rank "
-    "(plan.together)",
+    "(plan.colocate)",
     "forward": "raise data.global_batch_size, or lower train.micro_batches",
     "backward": "raise data.global_batch_size, or lower train.micro_batches",
     "optimizer": "raise data.global_batch_size, or set plan.tables kernels to fused",

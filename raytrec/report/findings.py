@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isnan
 
 from raytrec.common.formatting import duration, number, percent
+from raytrec.metrics.results import EVAL
 from raytrec.report.diagnostics import hot_rank, low_utilisation, straggler
 from raytrec.report.history import History
 from raytrec.report.run_timeline import story
@@ -14,7 +15,7 @@ DEAD = 0.9  # share of a table's rows: more, and its size is worth a thought
 CHANGED = 0.01  # share of ids that were clamped or hashed
 COLLIDED = 0.1
 MISSED = 0.5  # of a cached table's lookups
-OFF = 0.1  # of calibration from 1
+OFF = 0.1  # of what should be 1
 MOST_OF_A_KIND = 5
 BAD = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was not saved"}
 
@@ -50,13 +51,14 @@ def _story(history: History) -> list[str]:
 
 
 def _model(history: History) -> list[str]:
-    measured = [number(m.get("calibration")) for m in history.figures("eval", "final")]
-    last = [
-        value for value in [number(history.result.get("eval.calibration")), *measured] if not isnan(value)
-    ]
-    if last and abs(last[-1] - 1) > OFF:
-        return [f"predictions are off: their sum is {percent(last[-1])} of that of the labels (calibration)"]
-    return []
+    found = []
+    for metric in history.metrics_of_tasks:
+        measured = [line.get(metric.key) for line in history.figures("eval", "final")]
+        written = [history.result.get(EVAL + metric.key), *measured]
+        values = [value for value in map(number, written) if not isnan(value)]
+        if metric.is_ratio and values and abs(values[-1] - 1) > OFF:
+            found.append(f"predictions are off: {metric.title} is {percent(values[-1])}")
+    return found
 
 
 def _ranks(history: History) -> list[str]:

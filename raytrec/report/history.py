@@ -25,6 +25,8 @@ from raytrec.common.reading import (
     read_text,
     yaml_values,
 )
+from raytrec.metrics.results import EVAL
+from raytrec.metrics.selection import Figure, figures_of
 from raytrec.tracking.aggregate import begin, by_step, load_order, over_time, table_over_ranks, tables_of
 
 FILES = ("config.yaml", "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl", "result.json")
@@ -91,6 +93,14 @@ class History:
         section = self.config.get("run")
         named = section.get("name") if isinstance(section, dict) else None
         return str(self.result.get("name") or named or self.folder.absolute().name)
+
+    @cached_property
+    def metrics_of_tasks(self) -> list[Figure]:
+        """The metrics that lines of `metrics` have, as the run described them."""
+        starts = [event for event in reversed(self.events) if event.get("event") == "start"]
+        given = {key for line in self.metrics for key in line}
+        given |= {key.removeprefix(EVAL) for key in self.result}
+        return [figure for figure in figures_of(*starts, self.result) if figure.key in given]
 
     def figures(self, *kinds: str) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl of these kinds, in the order of their steps."""

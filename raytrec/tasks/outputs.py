@@ -10,7 +10,13 @@ if TYPE_CHECKING:
 
 
 class Verdict(Protocol):
-    """Whether a step is skipped because its loss is not finite on some rank (worker/nonfinite.py)."""
+    """Whether a step is skipped because its loss is not finite on some rank (worker/nonfinite.py).
+
+    Attributes:
+        mask: bool scalar on the step's device.
+    """
+
+    mask: torch.Tensor
 
     @property
     def skipped(self) -> bool:
@@ -37,16 +43,18 @@ class TaskOutputs:
 class Outputs:
     """What one rank's step hands to the metrics.
 
-    A step that is skipped on all ranks has zero logits and weights.
+    A step that is skipped on all ranks has zero logits, loss and weights.
 
     Attributes:
         tasks: task → its part, in the order of the configuration.
         rows: float32 [B], 1 for a row and 0 for padding, whatever a task's own weights.
+        loss: the scalar that this rank calls backward on (tasks/objective.py): its part × ranks.
         verdict: whether the step is skipped; None unless train.on_nan is skip.
     """
 
     tasks: dict[str, TaskOutputs]
     rows: torch.Tensor
+    loss: torch.Tensor
     verdict: Verdict | None = None
 
     def __getitem__(self, task: str) -> TaskOutputs:

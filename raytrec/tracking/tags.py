@@ -8,10 +8,10 @@ import platform
 import subprocess
 import sys
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray", "mlflow")
+from raytrec.common.versions import installed_versions
+
 ACCELERATOR = "accelerator_type:"  # the resource by which Ray names a node's kind of GPU
 
 
@@ -29,13 +29,8 @@ def run_tags() -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    tags = {"version.python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            tags[f"version.{package}"] = version(package)
-        except PackageNotFoundError:
-            continue
-    return tags
+    versions = {"python": platform.python_version(), **installed_versions("mlflow")}
+    return {f"version.{name}": text for name, text in versions.items()}
 
 
 def _commit() -> dict[str, str]:

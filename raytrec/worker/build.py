@@ -9,20 +9,17 @@ from torchrec.distributed.types import ShardingPlan
 
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.sequences import looked_up, read_by_id
 from raytrec.embeddings.clipping import GlobalNormClip
 from raytrec.embeddings.gradients import require_gradient_division
 from raytrec.embeddings.initial import fill_tables
 from raytrec.embeddings.kernels import pad_empty_shards
 from raytrec.embeddings.optim import combine, fuse, is_fused
-from raytrec.embeddings.planner.constraints import pins
 from raytrec.embeddings.planner.plan import BagSharder, make_plan
-from raytrec.embeddings.pooling import PooledEmbeddings
-from raytrec.models import build_model
-from raytrec.models.inputs import Sequences
+from raytrec.models.recommender import build_recommender
+from raytrec.tasks.objective import Objective
 from raytrec.worker.nonfinite import SkipBad
 from raytrec.worker.numerics import Numerics, prepare_process
-from raytrec.worker.step import Head, LossModel, Step
+from raytrec.worker.step import LossModel, Step
 from raytrec.worker.step_timing import Phases
 
 
@@ -47,8 +44,8 @@ def build_step(
     if fill:
         fill_tables(sharded, schema, config.run.seed)
     optimizer = combine(sharded, config.optim)
-    if config.train.clip_norm:
-        optimizer = GlobalNormClip(optimizer, sharded, config.train.clip_norm)
+    if config.train.max_grad_norm:
+        optimizer = GlobalNormClip(optimizer, sharded, config.train.max_grad_norm)
     if config.train.on_nan == "skip":
         optimizer = SkipBad(optimizer, model.head)
     step = Step(
@@ -82,21 +79,9 @@ def _sharder(plan: ShardingPlan, device: torch.device) -> BagSharder:
 
 
 def _unsharded(config: RunConfig, schema: Schema, device: torch.device) -> LossModel:
-    torch.manual_seed(config.run.seed)
-    dense = build_model(schema, config.model).to(device)
-    dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
-    skip_bad = config.train.on_nan == "skip"
-    by_id = read_by_id(schema, config.model)
-    head = Head(
-        dense,
-        dist.get_world_size(),
-        config.train.loss,
-        config.train.micro_batches,
-        skip_bad,
-        Sequences(schema, by_id) if by_id else None,
-        config.train.matmul == "bf16",
-    )
-    return LossModel(PooledEmbeddings(looked_up(schema, by_id), dtypes), head)
+    objective = Objective.of(config, schema, dist.get_world_size())
+    recommender = build_recommender(config, schema, device)
+    return LossModel(recommender, objective, config.train.micro_batches, config.train.on_nan == "skip")
 
 
 def _plan(model: LossModel, config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:

@@ -1,8 +1,7 @@
-"""What keeps a run's work: checkpoints while it trains, and what the ranks agree on at each step."""
+"""Checkpoints while a run trains, and what the ranks decide together at each step."""
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -13,84 +12,89 @@ import torch
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checkpoint.files import folder_of
-from raytrec.checkpoint.restore import Restored, restore
+from raytrec.checkpoint.restore import restore
 from raytrec.checkpoint.save import NotFinite, Saved, Saver
 from raytrec.checkpoint.sound import why_no_progress
 from raytrec.checkpoint.state import LogicalState
+from raytrec.common import messages
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Command, Restart
 from raytrec.common.redaction import hide_all
+from raytrec.common.versions import installed_versions
 from raytrec.embeddings.planner.plan import describe
-from raytrec.worker.context import Rank
-from raytrec.worker.heartbeat import Agreed, Signals
+from raytrec.worker.consensus import Decision, StepConsensus
+from raytrec.worker.context import WorkerContext
 from raytrec.worker.nonfinite import FOLDER, Losses, Recent, dump
 from raytrec.worker.progress import Progress
 from raytrec.worker.step import Outputs, Step
-
-PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
 
 
 class Stopped(Exception):
     """Raised by all ranks when the state is saved and the run is to end: somebody asked for it."""
 
 
-class Survival:
-    """Saves and restores a run, and does what the hub asks for; every method is a collective.
+def restore_run(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> bool:
+    """Resumes from the newest checkpoint that is whole; False where there is none. A collective."""
+    found = restore(context.task.checkpoint, state, why_no_progress)
+    for reason in found.passed_over:
+        context.report(messages.Warn(text=f"passed over a checkpoint: {reason}"))
+    if found.folder:
+        progress.resume(found.about["progress"])
+        step.trained = progress.step
+    return bool(found.folder)
+
+
+class CheckpointManager:
+    """Saves a run, and does what the coordinator asks for; every method is a collective.
 
     Args:
-        last_step: where the run ends; it is saved there in any case.
-
-    Attributes:
+        state: under names that no plan changes.
         batches: what is being trained, so that a bad one can be looked at.
         before_save: called before a state is saved; a collective that raises where it must not be kept.
-        state: under names that no plan changes.
+        last_step: where the run ends; it is saved there in any case.
     """
 
-    def __init__(self, rank: Rank, step: Step, plan: ShardingPlan, progress: Progress, last_step: int):
-        self.batches: Recent | None = None
-        self.before_save: Callable[[], None] | None = None
-        self._rank, self._step, self._plan, self._progress = rank, step, plan, progress
-        self._config, self._last_step = rank.task.config, last_step
-        self.state = LogicalState(step.model, step.optimizer)
+    def __init__(
+        self,
+        context: WorkerContext,
+        step: Step,
+        plan: ShardingPlan,
+        state: LogicalState,
+        progress: Progress,
+        batches: Recent,
+        before_save: Callable[[], None],
+        last_step: int,
+    ):
+        self._context, self._step, self._plan, self._state = context, step, plan, state
+        self._progress, self._batches, self._before_save = progress, batches, before_save
+        self._config, self._last_step = context.task.config, last_step
         self._saver = Saver(
-            rank.task.checkpoint, self._config.checkpoint, rank.pulse.confirm, self.state.unbounded
+            context.task.checkpoint, self._config.checkpoint, context.heartbeat.confirm, state.unbounded
         )
-        self._kept: int | None = None  # the step of the newest checkpoint
-        self._signals, self._losses = Signals(), Losses()
+        self._kept: int | None = progress.step or None  # the step of the newest checkpoint
+        self._saver.last_step = self._kept
+        self._consensus, self._losses = StepConsensus(), Losses()
         self._saved_at, self._asked = monotonic(), False
-        rank.pulse.device = self._unfinished
-
-    def restore(self) -> Restored:
-        """Goes on from the newest checkpoint that is whole, if there is one."""
-        found = restore(self._rank.task.checkpoint, self.state, why_no_progress)
-        for reason in found.passed_over:
-            self._rank.tell(kind="warn", text=f"passed over a checkpoint: {reason}")
-        if found.folder:
-            self._progress.resume(found.about["progress"])
-            self._step.trained = self._progress.step
-            self._saver.last_step = self._kept = self._progress.step
-        return found
+        context.heartbeat.watch_device(self._unfinished)
 
     def after_step(self, outputs: Outputs) -> None:
-        """Exchanges what ranks have to say about this step, and does what was agreed on at the one before.
+        """Begins the decision about this step, and does what was decided at the one before.
 
         Raises:
             Restart, Stopped: the state has been saved. RunError: a loss was not finite.
         """
-        rank, step = self._rank, self._progress.step
-        rank.pulse.tick("step", step)
-        command = rank.pulse.command
-        if rank.index == 0 and command == Command.GO and self._time_is_up():
+        step, command = self._progress.step, self._context.heartbeat.command
+        if self._context.index == 0 and command == Command.GO and self._time_is_up():
             command, self._asked = Command.SAVE, True
-        self._losses.add(step, outputs.logits, outputs.labels)
-        agreed = self._signals.exchange(command, self._losses.look(), self._saver.busy)
-        if agreed is None:
-            agreed = Agreed(Command.GO, 0, None, True)
-        self._stop_if_bad(agreed)
+        self._losses.add(step, outputs.loss)
+        decision = self._consensus.exchange(command, self._losses.look(), self._saver.busy)
+        if decision is None:
+            decision = Decision(Command.GO, 0, None, True)
+        self._stop_if_bad(decision)
         began = self._saver.last_step
-        if not agreed.busy and began is not None and began < step - 1:
+        if not decision.busy and began is not None and began < step - 1:
             self._take()
-        self._obey(agreed.command)
+        self._obey(decision.command)
 
     def _obey(self, command: Command) -> None:
         step = self._progress.step
@@ -116,22 +120,23 @@ class Survival:
         Raises:
             RunError: a loss was not finite up to this step, so that this state must not be kept.
         """
-        rank, step = self._rank, self._progress.step
-        if (last := self._signals.settle()) is not None:  # else it has been saved before, and this was asked
+        heartbeat, step = self._context.heartbeat, self._progress.step
+        if (
+            last := self._consensus.finish()
+        ) is not None:  # else it has been saved before, and this was asked
             if last.through < step:  # GPUs have not finished; the copy would wait for them as well
-                last = self._signals.agree(self._losses.wait())
+                last = self._consensus.agree(self._losses.wait())
             self._stop_if_bad(last)
         if again or self._saver.last_step != step:
-            rank.pulse.tick("save")
+            heartbeat.tick("save")
             self._take()
-            if self.before_save:
-                self.before_save()
-            self._saver.save(step, self.state.tensors(), self._about())
+            self._before_save()
+            self._saver.save(step, self._state.tensors(), self._about())
             self._saved_at, self._asked = monotonic(), False
         if wait:
-            rank.pulse.tick("save")
+            heartbeat.tick("save")
             self._take()
-        rank.pulse.tick("step")
+        heartbeat.tick("step")
 
     def finish(self, *, again: bool = False) -> RunError | None:
         """The last checkpoint of the run.
@@ -140,12 +145,12 @@ class Survival:
             again: try once more to write it: there may be room by now.
 
         Returns:
-            Why there is none, and how to go on.
+            Why there is none, and what to do.
 
         Raises:
             RunError: the state is not finite, and checks.finite is to stop the run for that.
         """
-        self._rank.phase("saving the checkpoint", "save")
+        self._context.enter_phase("saving the checkpoint", "save")
         self.save(again=again)
         saved = self._take()
         error = saved and saved.error
@@ -167,7 +172,7 @@ class Survival:
         )
 
     def _take(self) -> Saved | None:
-        """The outcome of the last save, told.
+        """The outcome of the last save, reported.
 
         Not to Ray Train, which would note it in the same place and end the run when that is full (ray 2.60.0,
         CheckpointManager); nothing here asks it for checkpoints.
@@ -176,18 +181,19 @@ class Survival:
         if saved is None:
             return None
         if saved.error:
-            self._rank.tell(kind="warn", text=f"no checkpoint of step {saved.step}: {saved.error.what}")
+            self._warn(f"no checkpoint of step {saved.step}: {saved.error.what}")
         else:
             self._kept = saved.step
         if saved.note:
-            self._rank.tell(kind="warn", text=saved.note)
-        self._rank.tell(
-            kind="saved",
-            step=saved.step,
-            folder=saved.folder,
-            error=saved.error and str(saved.error),
-            blocked_s=saved.blocked_s,
-            seconds=saved.seconds,
+            self._warn(saved.note)
+        self._context.report(
+            messages.Saved(
+                step=saved.step,
+                folder=saved.folder,
+                error=saved.error and str(saved.error),
+                blocked_s=saved.blocked_s,
+                seconds=saved.seconds,
+            )
         )
         if isinstance(saved.error, NotFinite):
             saved = replace(saved, error=self._with_advice(saved.error))
@@ -195,17 +201,20 @@ class Survival:
                 raise saved.error
         return saved
 
+    def _warn(self, text: str) -> None:
+        self._context.report(messages.Warn(text=text))
+
     def _with_advice(self, error: NotFinite) -> NotFinite:
         """With the command that begins again from the newest checkpoint, all of which are finite."""
         optim = self._config.optim
         lower = f"optim.embeddings.lr={optim.embeddings.lr / 10:g} optim.dense.lr={optim.dense.lr / 10:g}"
         if self._kept is None:
-            do = f"begin anew with lower learning rates ({lower}) or train.clip_norm"
+            do = f"begin again with lower learning rates ({lower}) or train.max_grad_norm"
         else:
-            folder = folder_of(self._rank.task.checkpoint, self._kept)
+            folder = folder_of(self._context.task.checkpoint, self._kept)
             do = (
                 "begin a new run with the weights of the last checkpoint, which is finite, and with lower "
-                f"learning rates or train.clip_norm: raytrec train --from {folder} {lower}"
+                f"learning rates or train.max_grad_norm: raytrec train --warm-start {folder} {lower}"
             )
         return NotFinite(error.what, where=error.where, expected=error.expected, do=do)
 
@@ -213,8 +222,8 @@ class Survival:
         return not self._asked and monotonic() - self._saved_at > (self._config.checkpoint.every_s or inf)
 
     def _unfinished(self) -> tuple[int, str] | None:
-        """The step that this rank's GPU has not finished, and the phase it is in; from the pulse's thread."""
-        device = self._rank.device
+        """The step and phase that this rank's GPU has not finished; called by the heartbeat's thread."""
+        device = self._context.device
         if device.type != "cuda":
             return None
         torch.cuda.set_device(device)  # of the calling thread; CUDA would set itself up on the first GPU, too
@@ -224,18 +233,18 @@ class Survival:
         except RuntimeError:  # the GPU has failed; the thread that trains will say so
             return None
 
-    def _stop_if_bad(self, agreed: Agreed) -> None:
+    def _stop_if_bad(self, decision: Decision) -> None:
         """Ends the run at the first step that was bad on any rank."""
-        if agreed.bad is None:
+        if decision.bad is None:
             return
-        if agreed.through < agreed.bad:  # another rank may not have known yet of an earlier step
-            agreed = self._signals.agree(self._losses.wait())
-        rank, step = self._rank, agreed.bad
-        batch, folder = self.batches.at(step - 1), self._config.run.dir  # batches are counted from 0
+        if decision.through < decision.bad:  # another rank may not have known yet of an earlier step
+            decision = self._consensus.agree(self._losses.wait())
+        context, step = self._context, decision.bad
+        batch, folder = self._batches.at(step - 1), self._config.run.dir  # batches are counted from 0
         there = f"its batch is in {folder}/{FOLDER}"
         try:
             if batch is not None:
-                dump(batch, rank.task.schema, folder, step, rank.index)
+                dump(batch, context.task.schema, folder, step, context.index)
         except OSError as error:
             there = f"its batch could not be written to {folder}/{FOLDER}: {error.strerror or error}"
         raise RunError(
@@ -247,7 +256,7 @@ class Survival:
         )
 
     def _about(self) -> dict[str, Any]:
-        config, task = self._config, self._rank.task
+        config, task = self._config, self._context.task
         return {
             "name": config.run.name,
             "saved_unix_s": time(),
@@ -257,17 +266,6 @@ class Survival:
             "config": hide_all(config.model_dump(by_alias=True, mode="json")),  # a checkpoint is handed on
             "schema": task.schema.to_yaml(),
             "plan": describe(self._plan),
-            "world_size": self._rank.world,
-            "versions": versions(),
+            "world_size": self._context.world,
+            "versions": installed_versions(),
         }
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that a checkpoint comes from."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -1,4 +1,4 @@
-"""One worker's place in the group: its task, its device, its streams, its clock."""
+"""One worker's place in the group: its task, its device, its streams, what it reports."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from raytrec.common.messages import Message, Phase
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sequences import read_by_id
 from raytrec.data.faults import SKIPPED, Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Order
-from raytrec.worker.heartbeat import Pulse
+from raytrec.worker.heartbeat import Heartbeat
 
 
 @dataclass(repr=False)  # Ray's dashboard shows what is written of it: nothing
-class Task:
+class WorkerTask:
     """What the driver hands to every rank.
 
     Attributes:
         datasets: "train", "valid", "test" → Dataset, as far as there are any.
-        hub: the actor of hub.start_hub.
+        hub: the actor of driver.coordinator.start_hub.
         checkpoint: the folder of all checkpoints (training), or the one to read (evaluation).
         fingerprint: of the training data's row groups; "" where nothing is trained.
         folder: where modules that the configuration names may lie beside Python's own path.
@@ -40,18 +41,23 @@ class Task:
 
 
 @dataclass
-class Rank:
-    """This process's place in the worker group: its device, its streams, its voice, its pulse."""
+class WorkerContext:
+    """This process's place in the worker group: its rank, its device, its streams, its heartbeat.
+
+    Attributes:
+        index: its rank, of `world`.
+        attempt: how many groups of this driver there were before.
+    """
 
     index: int
     world: int
     device: Any
-    task: Task
-    pulse: Pulse
+    task: WorkerTask
+    heartbeat: Heartbeat
     attempt: int
 
     @classmethod
-    def enter(cls, task: Task) -> Rank:
+    def enter(cls, task: WorkerTask) -> WorkerContext:
         """Takes this Ray Train worker's place; one torch thread, because ranks share the machine's cores."""
         import ray.train
         import ray.train.torch
@@ -73,8 +79,8 @@ class Rank:
         dist.broadcast_object_list(group)
         node = ray.util.get_node_ip_address()
         attempt = ray.get(task.hub.enter.remote(group[0], index, world, os.getpid(), node), timeout=60)
-        pulse = Pulse(task.hub, group[0], index, task.config.scaling.hang_s)
-        return cls(index, world, device, task, pulse, attempt)
+        heartbeat = Heartbeat(task.hub, group[0], index, task.config.scaling.hang_timeout_s)
+        return cls(index, world, device, task, heartbeat, attempt)
 
     def stream(self, name: str, order: Order):
         """This rank's Stream of one of the task's datasets, or None when the task has none of that name."""
@@ -106,45 +112,45 @@ class Rank:
         valid, test = self.stream("valid", evaluation), self.stream("test", evaluation)
         return self.stream("train", train), valid or test, test or valid
 
-    def watched(self, stream):
-        """The same stream; each batch is a sign of progress."""
-        return Watched(stream, self.pulse)
+    def evaluation_batches(self, stream):
+        """The same stream; each of its batches counts as progress."""
+        return _Watched(stream, self.heartbeat)
 
-    def leave(self) -> None:
-        """This rank has done what it had to."""
-        self.pulse.close()
+    def close(self) -> None:
+        """This rank has done its work."""
+        self.heartbeat.close()
 
-    def tell(self, **message: Any) -> None:
-        """Sends a message to the driver; only rank 0 speaks."""
+    def report(self, message: Message) -> None:
+        """Sends a message to the driver; only rank 0's go there."""
         if self.index == 0:
-            self.say(**message)
+            self.report_from_all(message)
 
-    def say(self, **message: Any) -> None:
-        """Sends a message to the driver; nobody waits for it."""
-        self.task.hub.put.remote(message)
+    def report_from_all(self, message: Message) -> None:
+        """Sends a message to the driver, from whichever rank; nobody waits for it."""
+        self.task.hub.put.remote(message.to_json())
 
-    def phase(self, text: str, kind: str) -> None:
-        """What this rank does from now on, for people and for the hub (hub.PATIENT)."""
-        self.pulse.tick(kind)
-        self.tell(kind="phase", text=text)
+    def enter_phase(self, text: str, kind: str) -> None:
+        """What this rank does from now on, for people and for the coordinator (coordinator.PATIENT)."""
+        self.heartbeat.tick(kind)
+        self.report(Phase(text=text))
 
 
 @dataclass
-class Watched:
-    """A Stream whose batches tick the pulse."""
+class _Watched:
+    """A Stream whose batches tick the heartbeat."""
 
     stream: Any
-    pulse: Pulse
+    heartbeat: Heartbeat
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
     def batches(self):
-        return self.pulse.reading(self.stream.batches(), "evaluate")
+        return self.heartbeat.count_batches(self.stream.batches(), "evaluate")
 
 
 class Clock:
-    """Rows per second of training: pauses are left out, and the first step, which sets everything up.
+    """Rows per second of training: without pauses, and without the first step, which sets everything up.
 
     Attributes:
         seconds, rows: of training, through all restarts.
@@ -154,7 +160,7 @@ class Clock:
         self.seconds, self.rows, self._begun, self._last = 0.0, 0, False, 0.0
 
     def resume(self) -> None:
-        """Starts anew after a pause."""
+        """Continues after a pause."""
         self._last = perf_counter()
 
     def pause(self, device: Any) -> None:

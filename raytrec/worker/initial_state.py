@@ -15,25 +15,25 @@ from raytrec.worker.step import Step
 
 
 def begin(step: Step, config: RunConfig, schema: Schema) -> None:
-    """Fills the tables and, with run.start_from, takes over what that has; a collective."""
+    """Fills the tables and, with warm_start.from, takes over what that has; a collective."""
     fill_tables(step.model, schema, config.run.seed)
-    if not config.run.start_from:
+    if not config.warm_start.from_:
         return
-    index = read_index(config.run.start_from)
+    index = read_index(config.warm_start.from_)
     starts = table_starts(config, schema_of(index["about"]), schema)
     rows = {table: start.rows for table, start in starts.items() if start.policy == "resize"}
     anew = {table for table, start in starts.items() if start.policy == "new"}
-    state = LogicalState(step.model, step.optimizer, with_optimizer=config.run.start_state)
+    state = LogicalState(step.model, step.optimizer, with_optimizer=config.warm_start.optimizer)
     tensors = state.tensors(rows, anew)
-    if config.run.start_dense == "matching":
+    if config.warm_start.dense == "matching":
         tensors = _matching(tensors, index["tensors"])
-    load(config.run.start_from, tensors, rows)
+    load(config.warm_start.from_, tensors, rows)
     if found := on_any_rank(not_finite(tensors, state.unbounded)):
         raise RunError(
             f"the checkpoint is NaN or infinite: {found}",
-            where=f"run.start_from={config.run.start_from}",
+            where=f"warm_start.from={config.warm_start.from_}",
             expected="finite weights and optimizer state to begin with",
-            do="begin with an earlier checkpoint; if only optimizer state is, set run.start_state=false",
+            do="begin with an earlier checkpoint; if only optimizer state is, set warm_start.optimizer=false",
         )
     state.written()
 

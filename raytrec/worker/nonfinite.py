@@ -47,11 +47,11 @@ class Losses:
         self._coming: deque[tuple[int, Fetch]] = deque()
         self._known = Known(0, None)
 
-    def add(self, step: int, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    def add(self, step: int, loss: torch.Tensor) -> None:
         """Begins to find out about a step, the one after the last."""
         if not self._coming:
             self._known = self._known._replace(through=step - 1)
-        self._coming.append((step, Fetch(~torch.isfinite(logits.sum() + labels.sum()))))
+        self._coming.append((step, Fetch(~torch.isfinite(loss))))
 
     def look(self) -> Known:
         """What has become known; all but the last LATE steps are, in any case."""
@@ -94,7 +94,7 @@ class Verdict:
         self._fetch = Fetch(self.mask)
 
     @property
-    def left_out(self) -> bool:
+    def skipped(self) -> bool:
         """As the host knows it; waits for the forward pass."""
         return bool(self._fetch.wait())
 
@@ -131,7 +131,7 @@ class SkipBad(OptimizerWrapper):
         self._head = head
 
     def step(self, closure: Any = None) -> None:
-        if self._head.verdict is None or not self._head.verdict.left_out:
+        if self._head.verdict is None or not self._head.verdict.skipped:
             super().step(closure)
 
 

@@ -29,7 +29,8 @@ class Numerics:
     """torch's process-wide switches, as a configuration wants them while a step is computed.
 
     Between steps they are as they were, so that checks, metrics and whatever else runs in this process have
-    float32 throughout. (bf16 is no such switch: train.step.Head does it around the dense model.)
+    float32 throughout. (bf16 is no such switch: models.recommender.ModelCall does it around the dense
+    model.)
 
     Args:
         train: its matmul and deterministic.

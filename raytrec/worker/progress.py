@@ -7,8 +7,8 @@ from math import isfinite
 from typing import Any
 
 from raytrec.metrics.sums import Sums
+from raytrec.tasks.outputs import Outputs
 from raytrec.worker.context import Clock
-from raytrec.worker.step import Outputs
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Progress:
     def count(self, rows: int, outputs: Outputs) -> None:
         """A step of `rows` rows, over all ranks, has been trained."""
         self.step, self.rows = self.step + 1, self.rows + rows
-        self.nan_steps += outputs.left_out
+        self.nan_steps += outputs.skipped
         self.window.add(outputs)
         self.clock.step(rows)
 

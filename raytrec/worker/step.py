@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,134 +15,100 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.config.sections import Schedule
 from raytrec.data.batch import Batch
-from raytrec.embeddings.gradients import PieceByPiece, rank_loss
+from raytrec.embeddings.gradients import PieceByPiece
 from raytrec.embeddings.optim import updates_uncounted
-from raytrec.embeddings.pooling import PooledEmbeddings
-from raytrec.models.inputs import Sequences
+from raytrec.models.recommender import ModelCall, Recommender
+from raytrec.tasks.objective import Objective
+from raytrec.tasks.outputs import Outputs
 from raytrec.worker.nonfinite import Gate, Verdict
 from raytrec.worker.numerics import Numerics
 from raytrec.worker.pipeline import pipeline
 from raytrec.worker.step_timing import Phases
 
 
-class Outputs(NamedTuple):
-    """What one rank's step hands to the metrics; all detached, float32 [B].
-
-    A step that was left out on all ranks has zero logits and weights.
-
-    Attributes:
-        verdict: whether it was; None unless train.on_nan is skip.
-    """
-
-    logits: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-    verdict: Verdict | None = None
-
-    @property
-    def left_out(self) -> bool:
-        """Whether the step was left out on all ranks."""
-        return self.verdict is not None and self.verdict.left_out
-
-
 class LossModel(nn.Module):
-    """Tables, model and loss: Batch → (loss to call backward on, Outputs).
+    """What is trained: Batch → (loss to call backward on, Outputs).
 
     Args:
-        embeddings: the tables' lookup and pooling.
-        head: the dense model with the loss behind it.
+        recommender: the model, whose tables and dense layers these are.
+        objective: what is minimised.
+        micro_batches: pieces in which the dense model sees a batch in training.
+        skip_bad: skip training steps with a loss that is not finite on any rank.
     """
 
-    def __init__(self, embeddings: PooledEmbeddings, head: Head):
+    def __init__(
+        self, recommender: Recommender, objective: Objective, micro_batches: int = 1, skip_bad: bool = False
+    ):
         super().__init__()
-        self.embeddings = embeddings
-        self.head = head
+        self.embeddings = recommender.embeddings
+        self.head = Head(recommender.model, recommender.call, objective, micro_batches, skip_bad)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Outputs]:
         return self.head(self.embeddings(batch.sparse), batch)
 
 
 class Head(nn.Module):
-    """A dense model and the cross-entropy of its logits with the first label (embeddings/gradients.py).
+    """A dense model with the objective behind it.
 
     A module of its own without tables, so that TorchRec's pipeline, which traces the model to find sharded
     modules, takes it as one step.
 
     Args:
-        model: forward(dense, inputs of the sparse features) → logits [B]; see raytrec/models.
-        world: number of ranks.
-        reduction: of the loss over the global batch: mean or sum.
-        micro_batches: pieces in which the model sees a batch in training.
-        skip_bad: leave out training steps with a loss that is not finite on any rank.
-        sequences: makes the model's inputs of what was looked up; default: they are that.
-        bf16: have the model multiply matrices in bfloat16 (autocast), and its logits made float32 again.
+        model, call: of the Recommender. The others: of LossModel.
 
     Attributes:
-        verdict: whether the last step is left out: no gradient reaches a table, and `nan.SkipBad` keeps the
-            optimizers still. None unless `skip_bad`, and before the first step.
+        verdict: whether the last step is skipped: no gradient reaches a table, and `nonfinite.SkipBad` keeps
+            the optimizers still. None unless `skip_bad`, and before the first step.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        world: int,
-        reduction: str = "mean",
+        call: ModelCall,
+        objective: Objective,
         micro_batches: int = 1,
         skip_bad: bool = False,
-        sequences: Sequences | None = None,
-        bf16: bool = False,
     ):
         super().__init__()
-        self.model = model
-        self.sequences, self.bf16 = sequences, bf16
-        self.world, self.reduction, self.micro_batches = world, reduction, micro_batches
-        self.skip_bad, self.verdict = skip_bad, None
+        self.model, self._call, self._objective = model, call, objective
+        self._micro_batches, self._skip_bad = micro_batches, skip_bad
+        self.verdict: Verdict | None = None
 
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
-        labels_B = batch.labels[:, 0]
-        guarded = self.skip_bad and self.training
+        guarded = self._skip_bad and self.training
         if guarded:
             pooled = {feature: Gate.apply(values, self) for feature, values in pooled.items()}
-        if self.training and self.micro_batches > 1:
-            loss, logits_B = self._in_pieces(pooled, batch)
+        if self.training and self._micro_batches > 1:
+            loss, logits = self._in_pieces(pooled, batch)
         else:
-            logits_B = self._logits(batch.dense, self._inputs(pooled, batch))
-            loss = self._loss(logits_B, labels_B, batch.weights, batch.global_rows)
-        if not guarded:
-            return loss, Outputs(logits_B.detach(), labels_B, batch.weights)
-        self.verdict = Verdict(loss)
-        bad = self.verdict.mask
-        logits_B, weights_B = logits_B.detach().masked_fill(bad, 0), batch.weights.masked_fill(bad, 0)
-        return loss, Outputs(logits_B, labels_B.nan_to_num(), weights_B, self.verdict)
+            loss, logits = self._of_rows(pooled, batch)
+        self.verdict = Verdict(loss) if guarded else None
+        return loss, self._objective.outputs(loss, logits, batch.labels, batch.weights, self.verdict)
 
-    def _inputs(self, looked_up: dict[str, torch.Tensor], batch: Batch, rows: slice = slice(None)) -> dict:
-        """What the model is given of some rows."""
-        return self.sequences(looked_up, batch.sparse, rows) if self.sequences else looked_up
+    def _of_rows(
+        self, pooled: dict[str, torch.Tensor], batch: Batch, rows: slice = slice(None)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and logits of some rows.
 
-    def _logits(self, dense_BN: torch.Tensor, inputs: dict) -> torch.Tensor:
-        if not self.bf16:
-            return self.model(dense_BN, inputs)
-        with torch.autocast(dense_BN.device.type, torch.bfloat16):
-            logits_B = self.model(dense_BN, inputs)
-        return logits_B.float()
-
-    def _loss(self, logits_B, labels_B, weights_B, global_rows: int) -> torch.Tensor:
-        losses_B = nn.functional.binary_cross_entropy_with_logits(logits_B, labels_B, reduction="none")
-        return rank_loss(losses_B, weights_B, global_rows, self.world, self.reduction)
+        Args:
+            pooled: of these rows; batch: the whole one.
+        """
+        logits = self._call(self.model, batch.dense[rows], pooled, batch.sparse, rows)
+        labels, weights = batch.labels[rows], batch.weights[rows]
+        return self._objective.loss(logits, labels, weights, batch.global_rows), logits
 
     def _in_pieces(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits: list[torch.Tensor] = []
+        pieces_of_logits: list[torch.Tensor] = []
 
         def loss_of(rows: slice, inputs: list[torch.Tensor]) -> torch.Tensor:
-            looked_up = dict(zip(pooled, inputs, strict=True))
-            logits_P = self._logits(batch.dense[rows], self._inputs(looked_up, batch, rows))
-            logits.append(logits_P.detach())
-            return self._loss(logits_P, batch.labels[rows, 0], batch.weights[rows], batch.global_rows)
+            loss, logits = self._of_rows(dict(zip(pooled, inputs, strict=True)), batch, rows)
+            pieces_of_logits.append(logits.detach())
+            return loss
 
-        size = -(-len(batch.labels) // self.micro_batches)
+        size = -(-len(batch.labels) // self._micro_batches)
         pieces = [slice(start, start + size) for start in range(0, len(batch.labels), size)]
         loss = PieceByPiece.apply(loss_of, pieces, len(pooled), *pooled.values(), *self.model.parameters())
-        return loss, torch.cat(logits)
+        return loss, torch.cat(pieces_of_logits)
 
 
 class Step:

@@ -103,7 +103,7 @@ def trained(rank, world, plan, optimizer, device, root, asynchronous):
     step = build_step(settings, SCHEMA, torch.device(device))[0]
     state = LogicalState(step.model, step.optimizer)
     train(step, batches(3, rank, world)[1])
-    saver = Saver(root, CheckpointSection(asynchronous=asynchronous))
+    saver = Saver(root, CheckpointSection(async_save=asynchronous))
     tensors = state.tensors()
     sharded = [t for t in tensors.values() if isinstance(t, ShardedTensor)]
     devices = {str(shard.metadata.placement.device()) for t in sharded for shard in t.local_shards()}
@@ -139,7 +139,7 @@ def resumed(rank, world, plan, optimizer, device, root, target):
     return saved.folder
 
 
-ROW_WISE, TABLE_WISE, COPIES = ({"sharding": way} for way in ("row_wise", "table_wise", "data_parallel"))
+ROW_WISE, TABLE_WISE, COPIES = ({"sharding_type": way} for way in ("row_wise", "table_wise", "data_parallel"))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ ROW_WISE, TABLE_WISE, COPIES = ({"sharding": way} for way in ("row_wise", "table
         (ROW_WISE, TABLE_WISE, "rowwise_adagrad", True),
         (TABLE_WISE, ROW_WISE, "adagrad", True),  # a rank may hold no table
         (COPIES, COPIES, "adam", True),
-        ({"sharding": "column_wise", "kernel": "fused_uvm"}, ROW_WISE, "adagrad", False),
+        ({"sharding_type": "column_wise", "compute_kernel": "fused_uvm"}, ROW_WISE, "adagrad", False),
     ],
 )
 def test_gpus_save_what_cpus_save_and_each_restores_the_other(plan, then, optimizer, asynchronous, tmp_path):

@@ -15,16 +15,16 @@ from raytrec.embeddings.initial import initial_rows
 
 # (world size, hosts, plan for all tables). Kernels differ, too.
 PLANS = {
-    "row-wise@4": (4, 1, {"sharding": "row_wise"}),
-    "table-wise@2": (2, 1, {"sharding": "table_wise"}),
-    "grid@3": (3, 1, {"sharding": "grid_shard"}),
-    "data-parallel@1": (1, 1, {"sharding": "data_parallel"}),
-    "column-wise@2": (2, 1, {"sharding": "column_wise"}),
-    "table-row-wise@4": (4, 2, {"sharding": "table_row_wise"}),
-    "dense kernel@3": (3, 1, {"sharding": "row_wise", "kernel": "dense"}),
-    "uvm@2": (2, 1, {"sharding": "row_wise", "kernel": "fused_uvm"}),
-    "data-parallel@3": (3, 1, {"sharding": "data_parallel"}),
-    "table-wise@1": (1, 1, {"sharding": "table_wise"}),
+    "row-wise@4": (4, 1, {"sharding_type": "row_wise"}),
+    "table-wise@2": (2, 1, {"sharding_type": "table_wise"}),
+    "grid@3": (3, 1, {"sharding_type": "grid_shard"}),
+    "data-parallel@1": (1, 1, {"sharding_type": "data_parallel"}),
+    "column-wise@2": (2, 1, {"sharding_type": "column_wise"}),
+    "table-row-wise@4": (4, 2, {"sharding_type": "table_row_wise"}),
+    "dense kernel@3": (3, 1, {"sharding_type": "row_wise", "compute_kernel": "dense"}),
+    "uvm@2": (2, 1, {"sharding_type": "row_wise", "compute_kernel": "fused_uvm"}),
+    "data-parallel@3": (3, 1, {"sharding_type": "data_parallel"}),
+    "table-wise@1": (1, 1, {"sharding_type": "table_wise"}),
 }
 COLUMNS = ("grid@3", "column-wise@2")  # row-wise Adagrad is refused for these
 OPTIMIZERS = {
@@ -122,7 +122,7 @@ def resident(what):
 def big_step(world, sharding, fill):
     from raytrec.worker.build import build_step
 
-    settings = config(world, {"sharding": sharding}, "rowwise_adagrad")
+    settings = config(world, {"sharding_type": sharding}, "rowwise_adagrad")
     return build_step(settings, BIG, torch.device("cpu"), fill=fill)[0]
 
 
@@ -132,7 +132,7 @@ def save_big(rank, world, root):
     from raytrec.config.sections import CheckpointSection
 
     step = big_step(world, "row_wise", True)
-    saver = Saver(root, CheckpointSection(asynchronous=False))
+    saver = Saver(root, CheckpointSection(async_save=False))
     saver.save(1, LogicalState(step.model, step.optimizer).tensors(), {})
     assert saver.taken().error is None
 

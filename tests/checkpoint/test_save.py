@@ -34,9 +34,9 @@ def broken(rank, world, root, asynchronous):
     """The errors of saves of a good state, of ones of which a part is broken on rank 1, and of a good one."""
     from raytrec.checkpoint.state import LogicalState
 
-    step = build(config(world, {"sharding": "row_wise"}))
+    step = build(config(world, {"sharding_type": "row_wise"}))
     state = LogicalState(step.model, step.optimizer)
-    saves, found = saver(state, root, keep_last=9, asynchronous=asynchronous), []
+    saves, found = saver(state, root, keep_last=9, async_save=asynchronous), []
     places = {
         "weights": state.tables["user"].weight.local[0].values,
         "state": state.tables["tag"].state["sum"].local[0].values,
@@ -90,7 +90,7 @@ def with_a_mask(rank, world):
     """What is taken for infinite by design, of a model with a mask."""
     from raytrec.checkpoint.state import LogicalState
 
-    step = build(config(world, {"sharding": "row_wise"}))
+    step = build(config(world, {"sharding_type": "row_wise"}))
     head = next(m for m in step.model.modules() if type(m).__name__ == "Head")
     head.model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     state = LogicalState(step.model, step.optimizer)
@@ -109,7 +109,7 @@ def many(rank, world, root, keep_last, unseen):
 
     if unseen:  # as under a quota
         save.free_bytes = lambda root: None
-    step = build(config(world, {"sharding": "row_wise"}))
+    step = build(config(world, {"sharding_type": "row_wise"}))
     state = LogicalState(step.model, step.optimizer)
     tensors = state.tensors() | {"dense/padding/value": torch.ones(1 << 20)}  # 4 MiB
     saves, found = saver(state, root, keep_last=keep_last), []
@@ -176,7 +176,7 @@ def again(rank, world, root):
     """A save of a step that has been saved before."""
     from raytrec.checkpoint.state import LogicalState
 
-    step = build(config(world, {"sharding": "row_wise"}))
+    step = build(config(world, {"sharding_type": "row_wise"}))
     state = LogicalState(step.model, step.optimizer)
     saves = saver(state, root)
     errors = [outcome(saves, 7, state.tensors()).error for _ in range(2)]
@@ -196,7 +196,7 @@ def refusing(rank, world, root):
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.state import LogicalState
 
-    step = build(config(world, {"sharding": "row_wise"}))
+    step = build(config(world, {"sharding_type": "row_wise"}))
     state = LogicalState(step.model, step.optimizer)
     saves = saver(state, root)
     errors = [outcome(saves, 1, state.tensors()).error]

@@ -29,7 +29,7 @@ class Run:
     def __init__(self, cluster, folder):
         self.cluster, self.path, self.log = cluster, folder / "run", folder / "run.log"
         self.rows = prepare(folder / "data", STEPS)
-        self.config = configure(folder, folder / "data", [LEAST, MOST])
+        self.config = configure(folder, folder / "data", {"min": LEAST, "max": MOST})
         self.record = Record(self.path)
 
     @contextmanager
@@ -88,7 +88,7 @@ class Run:
 
 def refuses_to_guess(cluster, folder):
     """Without a GPU there yet, nobody can know which nodes a run wants that has not said it."""
-    config = configure(folder, folder / "guess", [LEAST, MOST])
+    config = configure(folder, folder / "guess", {"min": LEAST, "max": MOST})
     prepare(folder / "guess", EPOCHS * 4)
     command = [sys.executable, "-m", "raytrec", "train", str(config), "scaling.device=auto"]
     command += [f"run.dir={folder / 'no-run'}", f"scaling.address={cluster.address}"]

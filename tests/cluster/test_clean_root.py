@@ -128,13 +128,13 @@ def test_the_job_api_refuses_strangers(cluster: Engine, token: str | None, tmp_p
     header = ["--header", f"Authorization: Bearer {token}"] if token else []
     assert curl(cluster, f"{URL}/api/jobs/", *header) == ("403" if token else "401")
     (tmp_path / "token").write_text(token or "another token of 32 or more characters")
-    refused = submit(cluster, "scaling.workers=2", token=tmp_path / "token")
+    refused = submit(cluster, "scaling.num_workers=2", token=tmp_path / "token")
     assert refused.returncode == 1
     assert "refuses the token" in refused.stderr
 
 
 def test_a_run_is_submitted_and_recorded(cluster: Engine):
-    done = submit(cluster, "scaling.workers=2")  # which finds MLflow by the head's environment
+    done = submit(cluster, "scaling.num_workers=2")  # which finds MLflow by the head's environment
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = execute(cluster, "head", "sh", "-c", "ls -d /data/runs/synthetic-*").split()[-1]
@@ -150,7 +150,7 @@ def test_a_run_is_submitted_and_recorded(cluster: Engine):
 
 
 def test_a_worker_that_is_told_to_stop_lets_the_run_save_itself(cluster: Engine):
-    command = submission("train.epochs=400", "scaling.workers=[1, 2]", "tracking.enabled=false")
+    command = submission("train.epochs=400", "scaling.num_workers={min: 1, max: 2}", "tracking.enabled=false")
     job = cluster.start("timeout", "--signal=INT", "400", *command, env=environment(cluster))
     try:
         lines = iter(job.stdout.readline, "")

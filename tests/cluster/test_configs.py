@@ -76,7 +76,7 @@ def test_plans_for_gpus_that_are_not_here(name, hosts, sizes):
 
     config = load_config(JOBS / f"{name}.yaml")
     world = hosts * 8
-    assert config.scaling.workers == world and config.scaling.device == "cuda"
+    assert config.scaling.num_workers == world and config.scaling.device == "cuda"
     schema = criteo(sizes)
     plan = dry_run(config, schema, hosts=hosts, gpus=8, memory_gib=80)
     assert [entry.table for entry in plan] == sorted(schema.tables)
@@ -127,7 +127,7 @@ def test_a_dry_run_keeps_to_pins_and_leaves_the_environment_alone(monkeypatch):
     from raytrec.embeddings.planner.dry_run import dry_run
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    pins = ["plan.tables.C1.sharding=row_wise", "plan.tables.C2.sharding=data_parallel"]
+    pins = ["plan.tables.C1.sharding_type=row_wise", "plan.tables.C2.sharding_type=data_parallel"]
     half = ["plan.tables.C3.dtype=fp16", "plan.tables.C3.ranks=[5]"]
     config = load_config(JOBS / "criteo_1tb_8xa100.yaml", [*pins, *half])
     plan = {entry.table: entry for entry in dry_run(config, criteo((800,) * 26), hosts=2, gpus=4)}

@@ -39,13 +39,13 @@ class HostRun(Run):
 
     Args:
         name: of the run.
-        workers: scaling.workers.
+        workers: scaling.num_workers.
     """
 
-    def __init__(self, hosts: Hosts, name: str, workers: int | list[int], **train):
+    def __init__(self, hosts: Hosts, name: str, workers: int | dict[str, int], **train):
         config = planted.configure(hosts.root, hosts.root / "data", workers)
         values = yaml.safe_load(config.read_text())
-        values["scaling"] |= {"hang_s": HANG_S}
+        values["scaling"] |= {"hang_timeout_s": HANG_S}
         values["train"] |= train
         config = hosts.root / f"{name}.yaml"
         config.write_text(yaml.safe_dump(values))
@@ -94,7 +94,7 @@ def _there(host: Host, pid: int) -> bool:
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
-    calm, run = HostRun(hosts, "calm", WORKERS), HostRun(hosts, "cut", [1, WORKERS])
+    calm, run = HostRun(hosts, "calm", WORKERS), HostRun(hosts, "cut", {"min": 1, "max": WORKERS})
     with calm.begun():
         calm.finish()
     with run.begun():
@@ -150,7 +150,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
 @pytest.mark.timeout(600)
 def test_a_host_is_out_of_reach_when_the_run_begins(hosts):
     """Ray may place a worker there all the same; that start times out, and another is made."""
-    run = HostRun(hosts, "begin", [1, WORKERS], max_steps=60)
+    run = HostRun(hosts, "begin", {"min": 1, "max": WORKERS}, max_steps=60)
     hosts.cut_off(WORKERS + 1)  # Ray still counts it
     try:
         with run.begun():
@@ -167,12 +167,12 @@ import os, signal, sys, time
 import ray
 from raytrec.cluster.session import ray_session
 from raytrec.driver.coordinator import start_hub
-from raytrec.worker.heartbeat import Pulse
+from raytrec.worker.heartbeat import Heartbeat
 with ray_session(num_cpus=1):
     hub = start_hub(5, 60)
     ray.get(hub.enter.remote("a", 0, 1, os.getpid(), "127.0.0.1"))
     pid = ray.get(hub.__ray_call__.remote(lambda self: os.getpid()))
-    pulse = Pulse(hub, "a", 0, lease_s=5)
+    heartbeat = Heartbeat(hub, "a", 0, lease_s=5)
     time.sleep(15)
     print(pid, flush=True)
     os.kill(pid, signal.SIGSTOP)

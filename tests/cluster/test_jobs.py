@@ -86,7 +86,7 @@ def test_submit_stop_and_submit_again(head, tmp_path):
     assert head.run(RAYTREC, "stop", first.job, "--address", head.url).returncode == 1  # it has ended
 
     most = "train.max_steps=40"  # which changes the result, so it is another run
-    second = Submitted(head, job, "scaling.workers=1")
+    second = Submitted(head, job, "scaling.num_workers=1")
     second.until(f"goes on at step {step} with 1 worker")
     second.interrupt()  # looks away
     assert second.end() == 130 and "the job goes on" in "".join(second.lines)
@@ -112,7 +112,7 @@ def test_by_ray_alone(head, tmp_path):
     folder = checkout(tmp_path / "raytrec")
     long(folder / "jobs" / "by-ray.yaml")
     submit = [RAY, "job", "submit", "--address", head.url, "--working-dir", str(folder), "--submission-id"]
-    train = ["--", "python", "jobs/train.py", "jobs/by-ray.yaml", "scaling.workers=2"]
+    train = ["--", "python", "jobs/train.py", "jobs/by-ray.yaml", "scaling.num_workers=2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     first = subprocess.Popen([*submit, "by-ray-1", *train], env=head.env, **pipes)
     assert any("rows/s" in line for line in first.stdout)
@@ -181,7 +181,7 @@ def test_code_of_ones_own_goes_along(head, tmp_path):
 
 
 def test_one_driver_a_run(head, tmp_path):
-    job = long(tmp_path / "twice.yaml", scaling__stop_s=5)
+    job = long(tmp_path / "twice.yaml", scaling__shutdown_grace_s=5)
     first = Submitted(head, job, "run.name=twice")
     first.until("rows/s")
     second = Submitted(head, job, "run.name=twice")

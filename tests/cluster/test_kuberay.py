@@ -138,7 +138,7 @@ def test_a_job_goes_on_where_the_last_one_stopped(job):
     spec = job["spec"]
     script = spec["entrypoint"].split()[1]
     assert (ROOT / script).is_file() and (ROOT / spec["entrypoint"].split()[2]).is_file()
-    assert "--continue" in (ROOT / script).read_text()
+    assert "--resume-latest" in (ROOT / script).read_text()
     assert spec["backoffLimit"] > 0 and spec["shutdownAfterJobFinishes"]
 
 

@@ -90,7 +90,7 @@ def test_sequences_on_one_worker_and_on_two_are_one_run(folder, tmp_path):
     for workers, sharding in ((1, "table_wise"), (2, "row_wise")):
         place = tmp_path / str(workers)
         place.mkdir()
-        changes = {"scaling__workers": workers, "plan__sharding": [sharding]}
+        changes = {"scaling__num_workers": workers, "plan__sharding_types": [sharding]}
         run = raytrec(folder, "train", settings(folder, place, SEQUENCE, **changes), "--json")
         assert run.returncode == 0, run.stderr
         results.append(json.loads(run.stdout))
@@ -113,7 +113,7 @@ def test_a_model_of_ones_own_and_who_may_run_it(folder, tmp_path):
     data, place = str(folder / "test"), str(tmp_path / "run")
     for refused in (
         raytrec(folder, "evaluate", place, "--data", data),
-        raytrec(folder, "train", "--from", place, f"run.dir={tmp_path}/second"),
+        raytrec(folder, "train", "--warm-start", place, f"run.dir={tmp_path}/second"),
         raytrec(folder, "train", (tmp_path / "run.json").as_uri(), f"run.dir={tmp_path}/third"),
     ):
         assert refused.returncode == 1

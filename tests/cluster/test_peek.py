@@ -219,7 +219,7 @@ def test_points_of_a_run_that_went_back():
     curves = points.curves()
     assert curves["train"] == {
         "step": [10, 20],
-        "loss": [0.1, 9.0],
+        "loss_reduction": [0.1, 9.0],
         "ne": [None, 1.0],
         "rows_per_s": [None, 5.0],
     }

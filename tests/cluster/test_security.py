@@ -283,7 +283,7 @@ def test_where_passwords_turn_up(head, tmp_path, mlflow_server):
     assert not seen.beyond, "loopback only"
     assert any("ray::" in command for command in seen.commands), "workers were looked at"
 
-    again = head.run(RAYTREC, "train", "--from", str(run), f"run.dir={tmp_path}/next")
+    again = head.run(RAYTREC, "train", "--warm-start", str(run), f"run.dir={tmp_path}/next")
     assert again.returncode == 1 and "a password is missing in tracking.uri" in again.stderr, again.stderr
 
 

@@ -117,7 +117,7 @@ def test_every_output(address, tmp_path_factory):
     from raytrec.config.schema import Schema
     from raytrec.driver.console import RunConsole, print_result
     from raytrec.tracking.outbox import Outbox
-    from raytrec.worker.context import Task
+    from raytrec.worker.context import WorkerTask
 
     tags = {"team": "ads", "api_key": SEED, "see": address}
     values = {"data": {"train": "d/train", "valid": address}, "tracking": {"uri": address, "tags": tags}}
@@ -137,7 +137,7 @@ def test_every_output(address, tmp_path_factory):
     schema = Schema.parse(
         {"labels": ["l"], "sparse": {"a": {"table": "t"}}, "tables": {"t": {"rows": 4, "dim": 4}}}, "test"
     )
-    shown = _to_json_serializable_value(Task(config, schema, {}, None, address))
+    shown = _to_json_serializable_value(WorkerTask(config, schema, {}, None, address))
     try:
         raise RunError(address)
     except RunError as error:
@@ -163,7 +163,7 @@ def test_what_holds_no_secret_stays():
         *(
             "abfss://box@account.dfs.core.windows.net/x",
             "sqlite:////a/b.db",
-            "set run.start_tables.query_token=new",
+            "set warm_start.tables.query_token=new",
         ),
         *(
             "http://h/#/experiments/1",
@@ -177,7 +177,7 @@ def test_what_holds_no_secret_stays():
         assert hide(text) == text
     values = {
         "num_tokens": 5,
-        "run": {"start_tables": {"query_token": "new"}},
+        "warm_start": {"tables": {"query_token": "new"}},
         "plan": {"tables": {"pass": {"dim": "a"}}},
     }
     assert hide_all(values) == values

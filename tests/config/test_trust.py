@@ -134,7 +134,7 @@ def _another_user(run, home):
 def test_a_strangers_run_may_not_name_code_or_a_cluster(run, home, strange):
     strange(run, home)
     with pytest.raises(ConfigError) as error:
-        resume_config(run, None, ["scaling.workers=1"])
+        resume_config(run, None, ["scaling.num_workers=1"])
     for text in (".module:Model", ".module:function", "203.0.113.7", "--allow-code", str(run)):
         assert text in str(error.value)
     assert resume_config(run, None, [], allow_code=True).scaling.address == "203.0.113.7:6379"
@@ -177,7 +177,7 @@ def test_a_password_is_not_sent_to_a_strangers_mlflow(run, home, monkeypatch):
         resume_config(run, None, [])
     assert resume_config(run, None, ["tracking.uri=http://mine"]).tracking.uri == "http://mine"
     mine = {"data": {"train": "d/train"}}
-    assert resume_config(run, mine, []).tracking.uri is None, "nor where --continue finds such a run"
+    assert resume_config(run, mine, []).tracking.uri is None, "nor where --resume-latest finds such a run"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:pass@evil:5000")
     assert resume_config(run, None, []).tracking.uri == "http://evil:5000"
     monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")

@@ -143,7 +143,7 @@ def test_a_run_is_not_resumed_on_other_labels(folder, tmp_path):
     with pytest.raises(DataError) as error:
         run.check()
     assert "part-1.parquet: as many rows and bytes as before, but other values" in str(error.value)
-    assert "--from" in error.value.do
+    assert "--warm-start" in error.value.do
     (run.folder / DATA).write_text("[")  # it is refused without the list of files, too
     with pytest.raises(DataError, match=r"data\.train is not what it was"):
         run.check()

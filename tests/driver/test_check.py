@@ -27,14 +27,14 @@ def folder(tmp_path_factory):
 def settings(folder, tmp_path):
     plan = {
         "tables": {
-            "user": {"sharding": "column_wise", "ranks": [1, 0]},
-            "tag": {"sharding": "row_wise"},
+            "user": {"sharding_type": "column_wise", "ranks": [1, 0]},
+            "tag": {"sharding_type": "row_wise"},
         }
     }
     return parquet.settings(folder, tmp_path / "check") | {
         "plan": plan,
         "optim": {"embeddings": {"name": "adagrad", "lr": 0.1}},
-        "train": {"clip_norm": 1.0, "micro_batches": 2},
+        "train": {"max_grad_norm": 1.0, "micro_batches": 2},
     }
 
 
@@ -75,7 +75,10 @@ def test_a_check_that_passes(folder, tmp_path, capsys):
     "plan,says",
     [
         ({"user": {"ranks": [2]}}, "table user: on rank 2"),
-        ({"user": {"sharding": "data_parallel", "kernel": "fused"}}, "table user: data_parallel with kernel"),
+        (
+            {"user": {"sharding_type": "data_parallel", "compute_kernel": "fused"}},
+            "table user: data_parallel with kernel",
+        ),
         ({"usr": {"ranks": [0]}}, "did you mean 'user'"),
     ],
 )

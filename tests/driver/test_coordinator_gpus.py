@@ -9,7 +9,7 @@ WAITS = "synchronize, cuda/streams.py:223"
 
 def named(*states):
     """What is said of ranks that have sent (step, waiting for others, unfinished) and nothing new for 8 s."""
-    hub = Hub(hang_s=5, patience_s=60)
+    hub = Hub(hang_timeout_s=5, patience_s=60)
 
     async def meet():
         hub._keep_looking = lambda: asyncio.sleep(0)

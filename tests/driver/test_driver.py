@@ -33,7 +33,7 @@ def runs(folder, tmp_path_factory):
             parquet.settings(
                 folder,
                 place / f"w{workers}",
-                scaling__workers=workers,
+                scaling__num_workers=workers,
                 train__epochs=3,
                 train__eval_every_steps=20,
                 tracking__every_steps=20,
@@ -105,7 +105,7 @@ def test_what_the_ranks_did(runs, folder, workers):
         assert looked_up == 3 * count
     checks = [json.loads(line) for line in (runs[workers].path / "checks.jsonl").read_text().splitlines()]
     assert {c["check"] for c in checks} == {
-        "alike", "shards", "replicas", "parity", "conservation", "finite", "numbers"
+        "same_environment", "shards", "replicas", "parity", "conservation", "finite", "numerics"
     }  # fmt: skip
     assert [c for c in checks if not c["passed"]] == []
     assert runs[workers].metrics["train.checks_passed"] == len(checks)
@@ -162,7 +162,7 @@ def test_a_finished_run_is_not_overwritten(runs, folder):
 
 def test_max_steps_and_no_evaluation_data(folder, tmp_path):
     few = {"data__global_batch_size": 5000, "train__epochs": 5}  # fewer rows than a batch are a batch
-    values = parquet.settings(folder, tmp_path / "run", train__max_steps=3, scaling__workers=1, **few)
+    values = parquet.settings(folder, tmp_path / "run", train__max_steps=3, scaling__num_workers=1, **few)
     del values["data"]["valid"], values["data"]["test"]
     result = driver.train(values)
     assert result.metrics["train.steps"] == 3
@@ -295,7 +295,7 @@ def test_bad_rows_in_test_lose_no_training(folder, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(ahead, "BEGIN_S", 0.0)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="id 40 of feature 'user' is not in table 'user'") as error:
-        driver.train(parquet.settings(bad, run, scaling__workers=1, train__max_steps=3))
+        driver.train(parquet.settings(bad, run, scaling__num_workers=1, train__max_steps=3))
     warned = " ".join(capsys.readouterr().err.split())
     assert "warning: data.test: id 40 of feature 'user'" in warned and "Training goes on" in warned
     assert "all 3 steps are trained and saved" in error.value.do
@@ -329,7 +329,7 @@ def test_what_footers_tell_is_told_before_anything_starts(tmp_path):
 
 def test_more_workers_than_the_cluster_has(folder, tmp_path):
     with pytest.raises(ConfigError, match="CPUs for 6 workers"):
-        driver.train(parquet.settings(folder, tmp_path / "run", scaling__workers=6))
+        driver.train(parquet.settings(folder, tmp_path / "run", scaling__num_workers=6))
 
 
 def test_store_that_cannot_be_opened(folder, tmp_path):

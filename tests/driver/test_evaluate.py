@@ -30,7 +30,7 @@ def evaluated(rank, world, memory=None):
 
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    step, _ = build_step(small.config(world, {"sharding": "row_wise"}), small.SCHEMA, device)
+    step, _ = build_step(small.config(world, {"sharding_type": "row_wise"}), small.SCHEMA, device)
     _, local = small.batches(6, rank, world)
     read = [batch.pin_memory() for batch in local] if on_gpu else local
     stream = SimpleNamespace(
@@ -130,9 +130,9 @@ ABOUT = {
 
 
 def test_what_an_evaluation_can_change():
-    changes = ["tables.us*.out_of_range=hash", "data.on_error=skip", "scaling.workers=1"]
+    changes = ["tables.us*.out_of_range=hash", "data.on_error=skip", "scaling.num_workers=1"]
     config, schema = evaluation_config(ABOUT, "there", changes, allow_code=False)
-    assert (config.data.on_error, config.scaling.workers) == ("skip", 1)
+    assert (config.data.on_error, config.scaling.num_workers) == ("skip", 1)
     assert {name: table.out_of_range for name, table in schema.tables.items()} == {
         "user": "hash",
         "tag": "error",

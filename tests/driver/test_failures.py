@@ -168,7 +168,7 @@ def test_the_driver_is_told(hub):
 
 def ranks(*states):
     """A hub whose ranks have sent (ticks, step, phase, where, waiting); `None` has sent nothing for long."""
-    hub = Hub(hang_s=5, patience_s=60)
+    hub = Hub(hang_timeout_s=5, patience_s=60)
 
     async def meet():
         hub._keep_looking = lambda: asyncio.sleep(0)

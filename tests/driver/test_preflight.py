@@ -93,7 +93,14 @@ def test_names_are_shown_as_they_are(name):
     from raytrec.driver import console
     from raytrec.driver.plan import print_plan
 
-    plan = {"table": name, "rows": 1, "dim": 4, "sharding": "row_wise", "kernel": "fused", "ranks": [0]}
+    plan = {
+        "table": name,
+        "rows": 1,
+        "dim": 4,
+        "sharding_type": "row_wise",
+        "compute_kernel": "fused",
+        "ranks": [0],
+    }
     found = {"tables": [plan | {"gib": [1.0], "host_gib": [0.0]}], "gib": [1.0], "host_gib": [0.0]}
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(out), pytest.MonkeyPatch.context() as patch:

@@ -100,7 +100,7 @@ def same(one, other):
 @pytest.mark.survive
 def test_a_worker_that_stands_still_is_found_and_named(undisturbed, folder, tmp_path):
     stopper = disturb(tmp_path / "run", signal.SIGSTOP)
-    disturbed = driver.train(settings(folder, tmp_path / "run", scaling__hang_s=6))
+    disturbed = driver.train(settings(folder, tmp_path / "run", scaling__hang_timeout_s=6))
     stopper.join()
     (hang,) = events(tmp_path / "run", "hang")
     assert "stands still: no sign of life" in hang["cause"] and "at step" in hang["cause"]
@@ -209,7 +209,7 @@ def test_nothing_left_to_go_on_from_is_an_error(undisturbed, tmp_path):
 def test_another_number_of_workers(no_dropout, tmp_path, workers):
     """The same batches to the last row; the same model up to the order in which float32s are added."""
     interrupted = as_it_was(no_dropout, tmp_path / "run")
-    resumed = driver.train(None, [f"scaling.workers={workers}"], resume=interrupted)
+    resumed = driver.train(None, [f"scaling.num_workers={workers}"], resume=interrupted)
     assert resumed.metrics["world_size"] == workers
     assert resumed.metrics["train.rows"] == no_dropout.metrics["train.rows"]
     one, other = (checkpoints.whole(checkpoints.newest(r.path)) for r in (no_dropout, resumed))
@@ -227,7 +227,7 @@ def test_what_cannot_be_resumed(undisturbed, folder, tmp_path):
         for text in says:
             assert text in str(error.value)
 
-    refused(RunError, "this run has finished", "--from", resume=undisturbed.path)
+    refused(RunError, "this run has finished", "--warm-start", resume=undisturbed.path)
     refused(RunError, "there is no run here", resume=tmp_path / "nowhere")
     refused(
         ConfigError,
@@ -300,9 +300,10 @@ def test_a_full_disk_does_not_stop_training(undisturbed, folder, tmp_path, capfd
 
 def test_config_of_a_range_of_workers():
     def parsed(workers):
-        return load_config({"data": {"train": "x"}, "scaling": {"workers": workers}}).scaling
+        return load_config({"data": {"train": "x"}, "scaling": {"num_workers": workers}}).scaling
 
-    assert (parsed(3).least, parsed(3).most, parsed(3).elastic) == (3, 3, False)
-    assert (parsed([1, 4]).least, parsed([1, 4]).most, parsed([1, 4]).elastic) == (1, 4, True)
-    with pytest.raises(ConfigError, match="first the least, then the most"):
-        parsed([4, 1])
+    assert (parsed(3).min_workers, parsed(3).max_workers, parsed(3).elastic) == (3, 3, False)
+    some = parsed({"min": 1, "max": 4})
+    assert (some.min_workers, some.max_workers, some.elastic) == (1, 4, True)
+    with pytest.raises(ConfigError, match=r"scaling\.num_workers\.min is 4, more than \.max, 1"):
+        parsed({"min": 4, "max": 1})

@@ -35,8 +35,8 @@ def first(folder, tmp_path_factory):
 def test_goes_on_with_the_weights(first, folder, tmp_path, workers):
     """A warm start that learns nothing ends with the first run's figures; on other data, by another plan."""
     new = parquet.write(tmp_path / "new", 1500, seed=77)
-    changes = [f"data.train={new}", f"run.dir={tmp_path / 'run'}", f"scaling.workers={workers}", *STILL]
-    second = driver.train(None, [*changes, "plan.sharding=[row_wise]"], start_from=first.path)
+    changes = [f"data.train={new}", f"run.dir={tmp_path / 'run'}", f"scaling.num_workers={workers}", *STILL]
+    second = driver.train(None, [*changes, "plan.sharding_types=[row_wise]"], start_from=first.path)
     assert second.metrics["train.rows"] == 2 * 1500
     for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
         assert second.metrics[name] == pytest.approx(first.metrics[name], abs=1e-6)
@@ -120,9 +120,9 @@ def test_tables_that_have_grown_or_begin_anew(first, folder, tmp_path, capfd):
     """user: 40 rows became 50; tag begins anew. What both have is taken over, state included."""
     schema = changed_schema(folder, tmp_path, user=50)
     changes = {
-        "run.start_tables": "{'us*': resize, tag: new}",
-        "run.start_state": "true",
-        "scaling.workers": 3,
+        "warm_start.tables": "{'us*': resize, tag: new}",
+        "warm_start.optimizer": "true",
+        "scaling.num_workers": 3,
     }
     overrides = [f"run.dir={tmp_path / 'run'}", f"data.schema={schema}", *STILL, "train.max_steps=1"]
     second = driver.train(None, overrides + [f"{k}={v}" for k, v in changes.items()], start_from=first.path)
@@ -153,17 +153,17 @@ def test_tables_that_have_shrunk_or_gone(first, tmp_path):
     )
     settings = parquet.settings(data, tmp_path / "run", train__max_steps=1)
     settings["optim"] = {"embeddings": {"lr": 1e-30}, "dense": {"lr": 1e-30}}
-    settings["run"]["start_tables"] = {"user": "resize", "tag": "drop"}
+    settings.setdefault("warm_start", {})["tables"] = {"user": "resize", "tag": "drop"}
 
     def fails(says):
         with pytest.raises(SchemaError, match=says):
             driver.train(settings, start_from=first.path)
 
-    fails("run.start_dense=matching")
-    settings["run"]["start_dense"] = "matching"
-    del settings["run"]["start_tables"]["tag"]
+    fails("warm_start.dense=matching")
+    settings["warm_start"]["dense"] = "matching"
+    del settings["warm_start"]["tables"]["tag"]
     fails("tables.tag: none now, 12 × 8 in the checkpoint")
-    settings["run"]["start_tables"]["tag"] = "drop"
+    settings["warm_start"]["tables"]["tag"] = "drop"
     second = driver.train(settings, start_from=first.path)
     old, new = (checkpoints.whole(checkpoints.newest(run.path)) for run in (first, second))
     torch.testing.assert_close(new["tables/user/weight"], old["tables/user/weight"][:30], rtol=0, atol=1e-12)

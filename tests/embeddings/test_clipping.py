@@ -12,7 +12,7 @@ def norms(rank, world, plan, max_norm):
     from raytrec.embeddings.tables import tables
     from raytrec.models import build_model
 
-    settings = config(world, plan, "sgd", lr=1.0, clip_norm=max_norm)
+    settings = config(world, plan, "sgd", lr=1.0, max_grad_norm=max_norm)
     step = build(settings)
     model = build_model(SCHEMA, settings.model)
     model.load_state_dict(step.model.module.head.model.state_dict())
@@ -27,7 +27,7 @@ def norms(rank, world, plan, max_norm):
     ]
     reference.train(one, whole, [])
     norm = torch.stack([p.grad.square().sum() for p in one.parameters()]).sum().sqrt()
-    reference.train(one, whole, optimizers, clip_norm=max_norm)
+    reference.train(one, whole, optimizers, max_grad_norm=max_norm)
     error = max(float((out[name] - one.tables[name]).abs().max()) for name in out)
     return float(step.optimizer.last_norm), float(norm), error
 
@@ -36,10 +36,10 @@ def norms(rank, world, plan, max_norm):
 @pytest.mark.parametrize(
     "world,plan",
     [
-        (1, {"sharding": "table_wise"}),
-        (2, {"sharding": "data_parallel"}),
-        (2, {"sharding": "row_wise", "kernel": "dense"}),
-        (3, {"sharding": "row_wise"}),
+        (1, {"sharding_type": "table_wise"}),
+        (2, {"sharding_type": "data_parallel"}),
+        (2, {"sharding_type": "row_wise", "compute_kernel": "dense"}),
+        (3, {"sharding_type": "row_wise"}),
         (2, ["table_wise", "data_parallel"]),
     ],
 )
@@ -62,13 +62,13 @@ def waits_of_a_clipped_step(rank, world, plan):
     """Where raytrec's own code made the host wait for the GPU while clipping."""
     from standin import Gpu
 
-    step = build(config(world, plan, clip_norm=0.01), device=torch.device("cuda", rank))
+    step = build(config(world, plan, max_grad_norm=0.01), device=torch.device("cuda", rank))
     _, local = batches(3, rank, world)
     train(step, [batch.pin_memory() for batch in local])
     return [wait for wait in Gpu.active.waits if "clipping.py:" in wait.ours], float(step.optimizer.last_norm)
 
 
-@pytest.mark.parametrize("plan", [{"sharding": "row_wise"}, ["table_wise", "data_parallel"]])
+@pytest.mark.parametrize("plan", [{"sharding_type": "row_wise"}, ["table_wise", "data_parallel"]])
 def test_the_host_does_not_wait_for_the_gpu(plan):
     for waits, norm in on_ranks(2, waits_of_a_clipped_step, plan, device="cuda"):
         assert waits == [] and norm > 0.01

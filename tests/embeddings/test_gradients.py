@@ -58,11 +58,14 @@ def switches(rank, world):
     """TorchRec's process-wide switch after a training, and the message where it was off before."""
     from torchrec.distributed import comm_ops
 
-    train(build(config(world, {"sharding": "row_wise"}, clip_norm=0.1)), small_batches(2, rank, world)[1])
+    train(
+        build(config(world, {"sharding_type": "row_wise"}, max_grad_norm=0.1)),
+        small_batches(2, rank, world)[1],
+    )
     after = comm_ops.get_gradient_division(), comm_ops.get_use_sync_collectives()
     comm_ops.set_gradient_division(False)
     try:
-        build(config(world, {"sharding": "row_wise"}))
+        build(config(world, {"sharding_type": "row_wise"}))
     except RunError as error:
         return after, str(error)
     finally:

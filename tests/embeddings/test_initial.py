@@ -57,7 +57,9 @@ def most_memory(rank, world):
     """Bytes of host memory that filling a table of 3 blocks takes at once."""
     from raytrec.worker.build import build_step
 
-    config = RunConfig.model_validate({"data": {"train": "d/train"}, "plan": {"sharding": ["table_wise"]}})
+    config = RunConfig.model_validate(
+        {"data": {"train": "d/train"}, "plan": {"sharding_types": ["table_wise"]}}
+    )
     schema = SCHEMA.model_copy(deep=True)
     schema.tables["big"].rows = 3 * BLOCK_ROWS
     step, _ = build_step(config, schema, torch.device("cuda", 0), fill=False)
@@ -83,7 +85,7 @@ def local_parts(rank, world, sharding):
         {
             "run": {"seed": 3},
             "data": {"train": "d/train"},
-            "plan": {"sharding": [sharding]},
+            "plan": {"sharding_types": [sharding]},
             "optim": {"embeddings": {"name": "adagrad"}},
         }
     )

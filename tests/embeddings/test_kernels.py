@@ -10,7 +10,7 @@ from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 from standin import cuda
 
-CACHED = {"sharding": "row_wise", "kernel": "fused_uvm_caching"}
+CACHED = {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}
 
 
 def read(rank, world, plan):
@@ -72,14 +72,14 @@ def plain(rank, world, plan):
 def watched(rank, world, kernel, optimizer):
     """Statistics, and what numbers and parity say, of a step on kernels that cache rows."""
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.checks.live.numbers import Numbers
+    from raytrec.checks.live.numerics import Numerics
     from raytrec.checks.live.outcome import Position, Watched
     from raytrec.checks.live.probe import Parity
     from raytrec.embeddings.taps import Taps
     from raytrec.worker.statistics import Statistics
     from raytrec.worker.step import Head
 
-    settings = config(world, {"sharding": "row_wise", "kernel": kernel}, optimizer)
+    settings = config(world, {"sharding_type": "row_wise", "kernel": kernel}, optimizer)
     step = build(settings)
     caches = Caches(step.model if kernel == "fused_uvm_caching" else torch.nn.Module())
     with caches.holding():
@@ -102,7 +102,7 @@ def watched(rank, world, kernel, optimizer):
     for lookup in taps.lookups:
         lookup.kernel.register_forward_hook(release)
     run = Watched(settings, SCHEMA, state.tables, state.dense, taps, torch.device("cpu"))
-    parity, numbers = Parity(run), Numbers(run)
+    parity, numbers = Parity(run), Numerics(run)
     local = batches(3, rank, world)[1]
     train(step, local[:-1])
     taps.probing = True
@@ -228,7 +228,7 @@ def test_the_names_of_fbgemm_and_torchrec_that_are_used_are_there():
 def names(rank, world):
     from raytrec.embeddings.kernels import sharded_kernels
 
-    kernel = next(sharded_kernels(build(config(world, {"sharding": "table_wise"})).model))
+    kernel = next(sharded_kernels(build(config(world, {"sharding_type": "table_wise"})).model))
     lookup, found = kernel.emb_module, {}
     for name in (
         *("lxu_cache_weights", "lxu_cache_state", "cache_hash_size_cumsum", "iter", "iter_cpu"),
@@ -243,7 +243,7 @@ def counted(rank, world):
     """What a kernel counts once its count has been set."""
     from raytrec.embeddings.kernels import set_updates_made, sharded_kernels, updates_made
 
-    kernel = next(sharded_kernels(build(config(world, {"sharding": "table_wise"})).model))
+    kernel = next(sharded_kernels(build(config(world, {"sharding_type": "table_wise"})).model))
     before = updates_made(kernel)
     set_updates_made(kernel, 7)
     return before, updates_made(kernel), int(kernel.emb_module.iter_cpu)

@@ -98,7 +98,7 @@ def test_every_way_of_sharding_reads_and_writes_alike(sharding, kernel, optimize
 def mistakes(rank, world):
     from raytrec.embeddings.tables import tables
 
-    table = tables(build(config(world, {"sharding": "row_wise"})).model)["user"]
+    table = tables(build(config(world, {"sharding_type": "row_wise"})).model)["user"]
     said = []
     for wrong in (
         lambda: table.weight.dense(range(20, 24)),
@@ -140,9 +140,9 @@ def hooked(rank, world, plan):
 
 
 def test_the_accumulate_grad_of_a_data_parallel_table_is_found():
-    for seen, said in on_ranks(2, hooked, {"sharding": "data_parallel"}):
+    for seen, said in on_ranks(2, hooked, {"sharding_type": "data_parallel"}):
         assert seen == [("user", True), ("tag", True)] and not said
-    for seen, said in on_ranks(2, hooked, {"sharding": "row_wise"}):
+    for seen, said in on_ranks(2, hooked, {"sharding_type": "row_wise"}):
         assert not seen and len(said) == 2 and "fused kernels update in backward" in said[0]
 
 

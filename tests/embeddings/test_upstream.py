@@ -96,13 +96,13 @@ def right(found):
 def test_2362_mean_pooling_under_row_wise():
     """Upstream divided each rank's part of a bag by that part's length. The pinned version is right for
     ROW_WISE and TABLE_ROW_WISE; raytrec never divides before the sum is global."""
-    settings, tables = config(2, {"sharding": "row_wise"}, "sgd"), schema(a="mean", b="mean")
+    settings, tables = config(2, {"sharding_type": "row_wise"}, "sgd"), schema(a="mean", b="mean")
     assert right(parity(2, settings, tables))
     assert parity(2, settings, tables, no_division)["forward"] > WRONG
 
 
 def test_2808_mean_and_sum_tables_side_by_side():
-    plan = ["plan.tables.a.sharding=row_wise", "plan.tables.b.sharding=table_wise"]
+    plan = ["plan.tables.a.sharding_type=row_wise", "plan.tables.b.sharding_type=table_wise"]
     settings, tables = load_config(config(2, {}, "sgd"), plan), schema(a="mean", b="sum")
     assert right(parity(2, settings, tables))
     assert parity(2, settings, tables, torchrecs_own_means)["forward"] > WRONG
@@ -110,7 +110,7 @@ def test_2808_mean_and_sum_tables_side_by_side():
 
 def test_mean_pooling_under_grid_shard():
     """Not reported upstream: the divisor is missing altogether."""
-    settings, tables = config(4, {"sharding": "grid_shard"}, "sgd"), schema(a="mean")
+    settings, tables = config(4, {"sharding_type": "grid_shard"}, "sgd"), schema(a="mean")
     assert right(parity(4, settings, tables, hosts=2))
     assert parity(4, settings, tables, torchrecs_own_means, hosts=2)["forward"] > WRONG
 
@@ -124,7 +124,7 @@ def test_2251_gradients_are_divided_by_the_world_size(sharding):
 
 
 def test_2332_clipping_leaves_tables_out():
-    settings = config(2, {"sharding": "row_wise"}, "sgd", lr=1.0, clip_norm=0.01)
+    settings = config(2, {"sharding_type": "row_wise"}, "sgd", lr=1.0, max_grad_norm=0.01)
     assert right(parity(2, settings, schema(a="sum")))
     assert parity(2, settings, schema(a="sum"), clipping_without_tables)["weights"] > WRONG
 
@@ -142,14 +142,14 @@ def accumulated(rank, world, pieces):
 
     whole, local = batches(1, rank, world)
     (batch,) = whole
-    step = build(config(world, {"sharding": "row_wise"}, micro_batches=pieces))
+    step = build(config(world, {"sharding_type": "row_wise"}, micro_batches=pieces))
     start = {name: table.weight.dense() for name, table in tables(step.model).items()}
     model = build_model(SCHEMA, config(world, {}).model)
     model.load_state_dict(step.model.module.head.model.state_dict())
     train(step, local)
     ours = tables(step.model)["user"].weight.dense()
 
-    naive = build(config(world, {"sharding": "row_wise"}))
+    naive = build(config(world, {"sharding_type": "row_wise"}))
     size = 12 // pieces
     parts = [batch[i : i + size] for i in range(0, 12, size)]
     train(
@@ -177,7 +177,7 @@ def read_and_trained(rank, world, guarded):
     from raytrec.embeddings import pooling
     from raytrec.embeddings.tables import tables
 
-    step = build(config(world, {"sharding": "data_parallel"}))
+    step = build(config(world, {"sharding_type": "data_parallel"}))
     if guarded:
         with pytest.raises(RunError, match="cast"):
             step.model.bfloat16()
@@ -215,7 +215,7 @@ def replicas(rank, world, filled):
     torchrec = patch.object(torch.distributed, "broadcast", lambda *_, **__: None)
     ddp = patch("torch.nn.parallel.distributed._sync_module_states", lambda *_, **__: None)
     with keep, seed, torchrec, ddp:
-        step = build(config(world, {"sharding": "data_parallel"}))
+        step = build(config(world, {"sharding_type": "data_parallel"}))
     return tables(step.model)["user"].weight.dense()
 
 
@@ -310,11 +310,11 @@ def by_hand(rank, world):
 
 
 def test_hand_written_plans_fail_early_and_clearly():
-    from raytrec.embeddings.planner.constraints import check_pins
+    from raytrec.embeddings.planner.constraints import validate_constraints
 
-    settings = config(2, {"sharding": "table_wise", "ranks": [7]}, "sgd")
+    settings = config(2, {"sharding_type": "table_wise", "ranks": [7]}, "sgd")
     with pytest.raises(ConfigError, match="no plan for table a: on rank 7") as error:
-        check_pins(settings, schema(a="sum"), "cpu", world=2)
+        validate_constraints(settings, schema(a="sum"), "cpu", world=2)
     assert "ranks are 0 to 1" in str(error.value)
     kind, text = on_ranks(2, by_hand)[0]
     assert (kind, "table a" in text) != ("ConfigError", True), "upstream has learned it; drop this test"

@@ -23,7 +23,7 @@ def state_after(rank, world, name, plan, root, first, last):
 
     schema = SCHEMA.model_copy(deep=True)
     schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
-    settings = config(world, {"sharding": plan})
+    settings = config(world, {"sharding_type": plan})
     values = settings.model_dump(by_alias=True) | {"model": SECTIONS[name]}
     settings = load_config(values)
     step = build(settings, schema)

@@ -153,7 +153,7 @@ def run_folders(place, data):
             else:
                 path.write_bytes(data.draw(changed_bytes((place.kept / path).read_bytes())))
         command("train", "--resume", "run")
-        command("train", "--from", "run", "data.train=data/train")
+        command("train", "--warm-start", "run", "data.train=data/train")
         command("evaluate", "run", "--data", "data/test")
         watched(lambda: history("run"), "history")
         for call in (lambda: peek.news("./run", {}), lambda: peek.file("./run", "plan.json"), peek.runs):
@@ -186,7 +186,7 @@ def indexes(place, data):
             values = data.draw(changed_values(json.loads(text)))
             Path(INDEX).write_bytes(rehash(json.dumps(values, default=str)))
         command("train", "--resume", "run")
-        command("train", "--from", "run", "data.train=data/train")
+        command("train", "--warm-start", "run", "data.train=data/train")
         command("evaluate", str(Path(INDEX).parent), "--data", "data/test")
         for call in (lambda: peek.tables("./run"), lambda: peek.rows("./run", "user", [0, 39])):
             watched(call, "peek")
@@ -210,7 +210,7 @@ def test_what_is_right_gets_as_far_as_ray(place):
     with place.fresh():
         assert command("train", "config.yaml", "run.dir=new")[1] is None
         assert command("train", "--resume", "run")[1] is None
-        assert command("train", "--from", "run", "data.train=data/train")[1] is None
+        assert command("train", "--warm-start", "run", "data.train=data/train")[1] is None
         assert command("evaluate", "run", "--data", "data/test")[1] is None
 
 

@@ -26,7 +26,7 @@ FACTORS = {
 # What training may add to any of these.
 EXTRAS = {
     "micro_batches": [1, 3],
-    "clip_norm": [None, 0.05],
+    "max_grad_norm": [None, 0.05],
     "loss": ["mean", "sum"],
     "kernel": ["fused", "dense", "fused_uvm"],
     "model": ["dlrm", "dcn", "two_tower", "sequence"],
@@ -43,7 +43,7 @@ class Case:
     place: tuple[int, int]
     balance: str
     micro_batches: int = 1
-    clip_norm: float | None = None
+    max_grad_norm: float | None = None
     loss: str = "mean"
     kernel: str = "fused"
     model: str = "dlrm"
@@ -68,7 +68,7 @@ class Case:
         return True
 
     def config(self):
-        tables = {"*": {"sharding": self.sharding, "kernel": self.kernel, "dtype": self.dtype}}
+        tables = {"*": {"sharding_type": self.sharding, "compute_kernel": self.kernel, "dtype": self.dtype}}
         return config(self, tables)
 
     def schema(self):
@@ -123,11 +123,15 @@ def config(case, tables):
     return RunConfig.model_validate(
         {
             "data": {"train": "unused/train", "global_batch_size": ROWS},
-            "scaling": {"workers": ranks},
+            "scaling": {"num_workers": ranks},
             "model": section(case.model, case.schema()),
             "optim": {"embeddings": embeddings, "dense": {"name": "sgd", "lr": 0.1}},
             "plan": {"tables": tables, "ranks_per_host": ranks // hosts},
-            "train": {name: getattr(case, name) for name in ("micro_batches", "clip_norm", "loss")},
+            "train": {
+                "micro_batches": case.micro_batches,
+                "max_grad_norm": case.max_grad_norm,
+                "loss_reduction": case.loss,
+            },
         }
     )
 
@@ -177,8 +181,8 @@ CORNERS = [
     Case("row_wise", "mixed", "sgd", (2, 1), "equal"),
     Case("table_row_wise", "mixed", "rowwise_adagrad", (4, 2), "empty"),
     Case("table_wise", "mean", "sgd", (3, 1), "empty", micro_batches=3),
-    Case("table_wise", "sum", "rowwise_adagrad", (2, 1), "unequal", clip_norm=0.05),
-    Case("row_wise", "sum", "adagrad", (3, 1), "unequal", clip_norm=0.05, micro_batches=3),
-    Case("data_parallel", "mean", "sgd", (2, 1), "unequal", clip_norm=0.05, kernel="dense"),
+    Case("table_wise", "sum", "rowwise_adagrad", (2, 1), "unequal", max_grad_norm=0.05),
+    Case("row_wise", "sum", "adagrad", (3, 1), "unequal", max_grad_norm=0.05, micro_batches=3),
+    Case("data_parallel", "mean", "sgd", (2, 1), "unequal", max_grad_norm=0.05, kernel="dense"),
     Case("row_wise", "weighted mean", "sgd", (3, 1), "empty", micro_batches=3, model="sequence"),
 ]

@@ -25,7 +25,7 @@ class Drawn:
     place: tuple[int, int]
     balance: str
     micro_batches: int
-    clip_norm: float | None
+    max_grad_norm: float | None
     loss: str
     model: str = "dlrm"
     dtype = "fp32"
@@ -33,7 +33,10 @@ class Drawn:
 
     def config(self):
         tables = {
-            table: {"sharding": sharding, "kernel": "dense" if sharding == "data_parallel" else self.kernel}
+            table: {
+                "sharding_type": sharding,
+                "compute_kernel": "dense" if sharding == "data_parallel" else self.kernel,
+            }
             for table, sharding in self.sharding.items()
         }
         return config(self, tables)
@@ -75,7 +78,7 @@ def drawn(draw, place):
         place=place,
         balance=draw(st.sampled_from(FACTORS["balance"])),
         micro_batches=draw(st.sampled_from([1, 2, 5, ROWS])),
-        clip_norm=draw(st.sampled_from([None, 0.01, 1.0])),
+        max_grad_norm=draw(st.sampled_from([None, 0.01, 1.0])),
         loss=draw(st.sampled_from(["mean", "sum"])),
         model=draw(st.sampled_from(models)),
     )

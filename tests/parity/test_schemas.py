@@ -40,12 +40,12 @@ def test_ranks_without_a_row(tables):
             place=(3, 1),
             balance="unequal",
             micro_batches=1,
-            clip_norm=clip_norm,
+            max_grad_norm=max_grad_norm,
             loss="mean",
         )
         for optimizer in FACTORS["optimizer"]
         for kernel in ("fused", "dense")
-        for clip_norm in (None, 0.05)
+        for max_grad_norm in (None, 0.05)
         if kernel == "dense" or optimizer != "adam"
     ]
     assert_parity(cases, (3, 1))

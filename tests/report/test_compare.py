@@ -49,8 +49,8 @@ def test_only_what_differs_in_the_configurations_is_shown(runs):
         "data.global_batch_size": ["2048", "4096"],
         "optim.embeddings.lr": ["0.02", "0.05"],
     }
-    (runs[1] / "config.yaml").write_text(CONFIG + "train: {clip_norm: null}\n")
-    assert compare(runs).config == {"train.clip_norm": ["(not there)", "null"]}
+    (runs[1] / "config.yaml").write_text(CONFIG + "train: {max_grad_norm: null}\n")
+    assert compare(runs).config == {"train.max_grad_norm": ["(not there)", "null"]}
 
 
 def test_runs_called_alike_are_told_apart_by_their_places(tmp_path):

@@ -48,7 +48,7 @@ def client(tracker):
 def test_what_is_handed_over_is_in_the_store(track, place):
     tracker, said = track(tags={"team": "ads"})
     run_id = tracker.ready()
-    plan = {"tables": {"item*": {"sharding": "row_wise"}, "user": {"ranks": [0]}}}
+    plan = {"tables": {"item*": {"sharding_type": "row_wise"}, "user": {"ranks": [0]}}}
     config = load_config({"data": {"train": "d/train"}, "plan": plan})
     config.tracking.uri = "http://me:secret@host:5000"
     tracker.params(config)

@@ -11,7 +11,7 @@ from standin.clock import simulated
 
 QUIET = ["tracking.every_steps=null"] + [
     f"checks.{name}=off"
-    for name in ("alike", "shards", "replicas", "parity", "conservation", "finite", "numbers")
+    for name in ("same_environment", "shards", "replicas", "parity", "conservation", "finite", "numerics")
 ]
 
 
@@ -50,12 +50,12 @@ def heartbeats(rank, world, folder):
 
     def busy(made):
         Gpu.active.work(0.3)
-        said.append(made.rank.pulse.device())
+        said.append(made.context.heartbeat.unfinished())
 
     made = loop.make(rank, world, 5, [*QUIET, "tracking.every_steps=100"], folder)
     with simulated():
         made.train(5, busy)
-    return [*said, made.rank.pulse.device()]
+    return [*said, made.context.heartbeat.unfinished()]
 
 
 def test_the_heartbeat_says_what_the_gpu_has_not_finished(tmp_path):

@@ -75,7 +75,7 @@ def test_an_infinite_state_ends_the_run_and_is_no_checkpoint(folder, tmp_path, c
         driver.train(parquet.settings(data, run, checkpoint__every_steps=2, checkpoint__keep_last=9))
     said, kept = error.value, checkpoints.newest(run)
     assert "exp_avg_sq: a value is NaN or infinite on ranks 0 and 1" in said.what
-    assert f"raytrec train --from {run} optim.embeddings.lr=0.01" in said.do
+    assert f"raytrec train --warm-start {run} optim.embeddings.lr=0.01" in said.do
     step, last = int(said.where.split()[1].strip(",")), checkpoints.about(kept)["progress"]["step"]
     assert 0 < last == step - 2, "the last one before it"
     assert all(value.isfinite().all() for value in checkpoints.whole(kept).values())
@@ -117,7 +117,7 @@ def left_out(rank, world, plan, optimizer, clip):
     from raytrec.checkpoint.state import LogicalState
     from raytrec.worker.build import build_step
 
-    settings = config(world, plan, optimizer, on_nan="skip", clip_norm=clip)
+    settings = config(world, plan, optimizer, on_nan="skip", max_grad_norm=clip)
     ends, left = [], []
     for bad in (True, False):
         on_gpu = dist.get_backend() == "nccl"
@@ -142,11 +142,11 @@ def left_out(rank, world, plan, optimizer, clip):
 @pytest.mark.parametrize(
     "plan,optimizer",
     [
-        ({"sharding": "row_wise"}, "adagrad"),
-        ({"sharding": "table_wise"}, "rowwise_adagrad"),
-        ({"sharding": "row_wise"}, "sgd"),
-        ({"sharding": "data_parallel"}, "adam"),
-        ({"sharding": "row_wise"}, "adam"),
+        ({"sharding_type": "row_wise"}, "adagrad"),
+        ({"sharding_type": "table_wise"}, "rowwise_adagrad"),
+        ({"sharding_type": "row_wise"}, "sgd"),
+        ({"sharding_type": "data_parallel"}, "adam"),
+        ({"sharding_type": "row_wise"}, "adam"),
     ],
 )
 def test_a_step_that_is_left_out_changes_nothing(plan, optimizer, clip):
@@ -155,7 +155,8 @@ def test_a_step_that_is_left_out_changes_nothing(plan, optimizer, clip):
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize(
-    "plan,optimizer", [({"sharding": "row_wise"}, "adagrad"), ({"sharding": "data_parallel"}, "adam")]
+    "plan,optimizer",
+    [({"sharding_type": "row_wise"}, "adagrad"), ({"sharding_type": "data_parallel"}, "adam")],
 )
 def test_so_it_is_on_a_gpu(plan, optimizer, clip):
     changes_nothing(on_ranks(2, left_out, plan, optimizer, clip, device="cuda"))

@@ -32,7 +32,7 @@ def bf16_step(rank, world, settings):
     from raytrec.embeddings.tables import tables
     from raytrec.models import build_model
 
-    step = build(config(world, {"sharding": "row_wise"}, "sgd", lr=1.0, matmul="bf16", **settings))
+    step = build(config(world, {"sharding_type": "row_wise"}, "sgd", lr=1.0, matmul="bf16", **settings))
     dense = dict(step.model.module.head.model.named_parameters())
     model = build_model(SCHEMA, config(world, {}).model)
     model.load_state_dict(dense)
@@ -65,7 +65,7 @@ def _distance(got, one, start, model):
     return max(float((got[name] - expected[name]).abs().max()) for name in expected) / moved
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batches": 3, "on_nan": "skip"}, {"clip_norm": 100.0}])
+@pytest.mark.parametrize("settings", [{}, {"micro_batches": 3, "on_nan": "skip"}, {"max_grad_norm": 100.0}])
 def test_bf16_is_autocast_around_the_dense_model(settings):
     for errors in on_ranks(2, bf16_step, settings):
         # A pooled embedding that differs in its last bit may round to another bfloat16: 2^-8.
@@ -109,7 +109,7 @@ def checked_in_bf16(rank, world):
 
 def test_live_checks_hold_for_a_run_in_bf16():
     for outcomes in on_ranks(2, checked_in_bf16):
-        assert {outcome["check"] for outcome in outcomes} >= {"parity", "replicas", "numbers"}
+        assert {outcome["check"] for outcome in outcomes} >= {"parity", "replicas", "numerics"}
         assert all(outcome["passed"] for outcome in outcomes)
 
 
@@ -126,7 +126,7 @@ def switches(rank, world, settings, device):
         if logits.requires_grad:
             logits.register_hook(look)
 
-    step = build(config(world, {"sharding": "row_wise"}, **settings), device=device)
+    step = build(config(world, {"sharding_type": "row_wise"}, **settings), device=device)
     step.model.module.head.model.register_forward_hook(in_forward)
     _, local = batches(2, rank, world)
     for _ in step.train(iter(local), 2):
@@ -178,7 +178,7 @@ def matmul_of_parity(rank, world):
         built.append(config.train.matmul)
         return build_step(config, *args)
 
-    settings = config(world, {"sharding": "row_wise"}, matmul="bf16")
+    settings = config(world, {"sharding_type": "row_wise"}, matmul="bf16")
     findings = compare(build_and_note, settings, SCHEMA, torch.device("cpu"), steps=1)
     return built, settings.train.matmul, all(f.error <= f.limit for f in findings)
 

@@ -13,7 +13,7 @@ def weights(step):
 
 def a_run(rank, world, plan):
     """Four steps, an evaluation, three steps."""
-    step = build(config(world, plan, "adagrad", clip_norm=0.1), device=torch.device("cuda", rank))
+    step = build(config(world, plan, "adagrad", max_grad_norm=0.1), device=torch.device("cuda", rank))
     _, local = batches(7, rank, world)
     local = [batch.pin_memory() for batch in local]
     pipeline = step._pipeline
@@ -27,8 +27,10 @@ def a_run(rank, world, plan):
 
 
 def test_prefetching_changes_nothing_but_the_time():
-    plain = on_ranks(2, a_run, {"sharding": "row_wise"}, device="cuda")
-    prefetching = on_ranks(2, a_run, {"sharding": "row_wise", "kernel": "fused_uvm_caching"}, device="cuda")
+    plain = on_ranks(2, a_run, {"sharding_type": "row_wise"}, device="cuda")
+    prefetching = on_ranks(
+        2, a_run, {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}, device="cuda"
+    )
     for (kind, logits, tables, _, _), (other, *same, locks, phases) in zip(plain, prefetching, strict=True):
         assert kind == "TimedPipeline" and other == "TimedPrefetchPipeline"
         assert same == [logits, tables]
@@ -43,7 +45,7 @@ def streams_around_steps(rank, world):
     from standin import Gpu
 
     gpu = Gpu.active
-    plan = {"sharding": "row_wise", "kernel": "fused_uvm_caching"}
+    plan = {"sharding_type": "row_wise", "compute_kernel": "fused_uvm_caching"}
     step = build(config(world, plan), device=torch.device("cuda", rank))
     pipeline, kernel, flushed_at = step._pipeline, step._pipeline._kernels[0], [0.0]
     bring, settled, after_flush, after_all = kernel.prefetch, [], [], []
@@ -75,7 +77,7 @@ def test_the_cache_is_at_rest_between_steps():
 
 def counts(rank, world):
     """Updates that FBGEMM has counted: on the device, and on the host."""
-    step = build(config(world, {"sharding": "row_wise"}, "rowwise_adagrad"))
+    step = build(config(world, {"sharding_type": "row_wise"}, "rowwise_adagrad"))
     from raytrec.embeddings.kernels import sharded_kernels
 
     kernels = [kernel.emb_module for kernel in sharded_kernels(step.model)]

@@ -41,7 +41,7 @@ def config(optimizer, sharding):
                 "embeddings": {"name": optimizer, "lr": 0.1},
                 "dense": {"name": "sgd", "lr": 0.2},
             },
-            "plan": {"sharding": sharding},
+            "plan": {"sharding_types": sharding},
         }
     )
 

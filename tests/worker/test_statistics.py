@@ -63,8 +63,8 @@ def ids_of(table, batches):
 )
 @pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
 def test_figures_are_those_of_the_whole_tables(sharding, optimizer):
-    train = {"clip_norm": 1000.0} if optimizer == "sgd" else {}
-    results = on_ranks(2, observed, {"sharding": sharding}, optimizer, train, 4096)
+    train = {"max_grad_norm": 1000.0} if optimizer == "sgd" else {}
+    results = on_ranks(2, observed, {"sharding_type": sharding}, optimizer, train, 4096)
     _, before, after, model, whole = results[0]
     gradients = reference_gradients(before, model, whole[-1])
     for name, spec in small.SCHEMA.tables.items():
@@ -105,7 +105,7 @@ def on_a_device(rank, world, plan, optimizer):
 @pytest.mark.parametrize("sharding,optimizer", [("row_wise", "sgd"), ("data_parallel", "adagrad")])
 def test_figures_of_gpus_are_those_of_cpus(sharding, optimizer):
     found = [
-        on_ranks(2, on_a_device, {"sharding": sharding}, optimizer, device=device)
+        on_ranks(2, on_a_device, {"sharding_type": sharding}, optimizer, device=device)
         for device in ("cuda", "cpu")
     ]
     for rank, (of_gpu, of_cpu) in enumerate(zip(*found, strict=True)):
@@ -130,7 +130,7 @@ def test_bins_are_those_of_a_histogram():
 def test_samples_stand_for_the_whole():
     """With a sample of 6 of 23 rows, norms are estimates of the whole's."""
     [(found, before, after, model, whole)] = on_ranks(
-        1, observed, {"sharding": "table_wise"}, "adagrad", {}, 6
+        1, observed, {"sharding_type": "table_wise"}, "adagrad", {}, 6
     )
     figures, gradient = found["user"], reference_gradients(before, model, whole[-1])["user"]
     assert sum(figures["row_norm_counts"]) in range(6, 13)
@@ -145,7 +145,7 @@ def test_samples_stand_for_the_whole():
 
 def test_adam_on_cpu():
     """A dense kernel: rows that have never been in a batch have no second moment."""
-    (found, _, _, _, whole), *_ = on_ranks(1, observed, {"sharding": "row_wise"}, "adam", {}, 4096)
+    (found, _, _, _, whole), *_ = on_ranks(1, observed, {"sharding_type": "row_wise"}, "adam", {}, 4096)
     close(found["user"]["dead_share"], 1 - len(ids_of("user", whole).unique()) / 23)
     assert found["user"]["state_norm"] > 0
 

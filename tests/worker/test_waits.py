@@ -20,15 +20,18 @@ ALLOWED = {
     ("torchrec/distributed/dist_data.py:_get_recat", "pipeline.py:wait_sparse_data_dist"): SPLITS,
     ("fetch.py:wait", "nonfinite.py:_read", "nonfinite.py:look", "checkpointing.py:after_step"): THROTTLE,
     ("sums.py:reduce", "progress.py:report"): "each train.log_every_steps, which is when people are told",
-    ("fetch.py:wait", "nonfinite.py:left_out", "nonfinite.py:step"): "on_nan=skip: the forward pass decides whether "
-    "optimizers step; the backward pass is queued behind it",
+    (
+        "fetch.py:wait",
+        "nonfinite.py:left_out",
+        "nonfinite.py:step",
+    ): "on_nan=skip: the forward pass decides whether optimizers step; the backward pass is queued behind it",
 }
 CONFIGURATIONS = {
     "default": [],
-    "clip_norm": ["train.clip_norm=0.5"],
+    "max_grad_norm": ["train.max_grad_norm=0.5"],
     "skip": ["train.on_nan=skip"],
     "micro_batches": ["train.micro_batches=3"],
-    "skip and clip_norm": ["train.on_nan=skip", "train.clip_norm=0.5"],
+    "skip and max_grad_norm": ["train.on_nan=skip", "train.max_grad_norm=0.5"],
 }
 FIRST, LAST = 5, 25  # ordinary steps of 30: checks begin before them, the last is saved
 BACKWARD_S = 0.03  # of work that the GPU has after each backward pass, so that the host gets ahead

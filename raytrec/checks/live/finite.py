@@ -36,9 +36,9 @@ class Finite(Check):
 
     name = "finite"
     do = (
-        "lower optim.dense.lr or optim.embeddings.lr, set train.clip_norm, or look at the data of the last "
+        "lower optim.dense.lr or optim.embeddings.lr, set train.max_grad_norm, or check the data of the last "
         "steps; begin again with the weights of the last checkpoint: "
-        "raytrec train --from RUN optim.embeddings.lr=LOWER"
+        "raytrec train --warm-start RUN optim.embeddings.lr=LOWER"
     )
 
     def __init__(self, run):

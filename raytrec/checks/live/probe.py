@@ -204,7 +204,7 @@ class Parity(Check):
         """The gradient of a data-parallel table after DistributedDataParallel; where clipping has scaled it,
         what its kernels were given."""
         gradient = None if table.parameter is None else table.parameter.grad
-        if gradient is None or self.run.config.train.clip_norm:
+        if gradient is None or self.run.config.train.max_grad_norm:
             return of_kernels
         return gradient[rows].float()
 

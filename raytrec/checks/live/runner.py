@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raytrec.checks.live.alike import Alike
 from raytrec.checks.live.conservation import Conservation
 from raytrec.checks.live.finite import Finite
-from raytrec.checks.live.numbers import Numbers
+from raytrec.checks.live.numerics import Numerics
 from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, Check, Outcome, Position, Watched
 from raytrec.checks.live.probe import Parity
 from raytrec.checks.live.replicas import Replicas
+from raytrec.checks.live.same_environment import SameEnvironment
 from raytrec.checks.live.shards import Shards
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
@@ -36,7 +36,7 @@ from raytrec.data.batch import Batch
 from raytrec.embeddings.tables import Table
 from raytrec.embeddings.taps import Taps
 
-CHECKS: tuple[type[Check], ...] = (Alike, Shards, Replicas, Parity, Conservation, Finite, Numbers)
+CHECKS: tuple[type[Check], ...] = (SameEnvironment, Shards, Replicas, Parity, Conservation, Finite, Numerics)
 
 
 class LiveChecks:
@@ -46,7 +46,7 @@ class LiveChecks:
         tables, dense: of checkpoint.state.LogicalState; live values.
         taps: of the model.
         device: of this rank.
-        parameters: the dense layers' parameters by name, so that `numbers` sees their gradients, too.
+        parameters: the dense layers' parameters by name, so that `numerics` sees their gradients, too.
         unbounded: of LogicalState.
 
     Attributes:

@@ -29,7 +29,8 @@ def random_batches(schema: Schema, rows: int, count: int, seed: int) -> list[Glo
             weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
             bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
         dense = torch.randn(rows, len(schema.dense), generator=g)
-        out.append(GlobalBatch(dense, torch.randint(0, 2, (rows,), generator=g).float(), bags))
+        labels = torch.randint(0, 2, (rows, len(schema.labels)), generator=g).float()
+        out.append(GlobalBatch(dense, labels, bags))
     return out
 
 
@@ -71,7 +72,7 @@ def local_batch(
             lengths=torch.cat(lengths).int(),
             length_per_key=[len(ids) for ids, _, _ in bags],
         ),
-        pad(part.labels, (0, padding)).unsqueeze(1),
+        pad(part.labels, (0, 0, 0, padding)),
         torch.cat([torch.ones(len(part)), torch.zeros(padding)]),
         len(batch),
     )

@@ -73,7 +73,7 @@ def compare(
 
     Args:
         build: train.build.build_step.
-        config: its plan, optimizers, clipping, micro-batches and loss are what is checked, in fp32
+        config: its plan, optimizers, clipping, micro-batches and tasks are what is checked, in fp32
             whatever train.matmul says: a lower precision would hide what is looked for.
         schema: tables small enough for one process.
         rows: of a global batch. balance: see `batches.cuts`.
@@ -106,7 +106,7 @@ def _gradient(
     config = config.model_copy(deep=True)
     config.optim.embeddings.name = config.optim.dense.name = "sgd"
     config.optim.embeddings.lr, config.optim.dense.lr = GRADIENT_LR, DENSE_GRADIENT_LR
-    config.optim.dense.weight_decay, config.train.clip_norm = 0.0, None
+    config.optim.dense.weight_decay, config.train.max_grad_norm = 0.0, None
     config.optim.schedule = Schedule()
     run = Sharded(build, config, schema, device, bounds)
     before, one = run.weights(), run.reference()
@@ -121,10 +121,9 @@ def _gradient(
         vectors = expected.vectors if isinstance(expected, Sequence) else expected
         table = schema.sparse[feature].table
         found.append(_finding(run, "forward", feature, pooled[feature], vectors.detach(), table))
-    settings = {"reduction": config.train.loss, "micro_batches": config.train.micro_batches}
     parameters = run.named(one)
-    sizes = reference.largest_of_a_row(one, batch, list(parameters.values()), config.train.loss)
-    reference.train(one, [batch], [], **settings)
+    sizes = reference.largest_of_a_row(one, batch, list(parameters.values()))
+    reference.train(one, [batch], [], micro_batches=config.train.micro_batches)
     for (name, parameter), size in zip(parameters.items(), sizes, strict=True):
         rate = GRADIENT_LR if name in run.dtypes else DENSE_GRADIENT_LR
         gradient = (before[name].float() - after[name].float()) / rate
@@ -146,7 +145,7 @@ def _steps(
     optimizers = _optimizers(run, one) if one else {}
     rates = [(group, group["lr"]) for each in optimizers.values() for group in each.param_groups]
     t = config.train
-    settings = {"reduction": t.loss, "clip_norm": t.clip_norm, "micro_batches": t.micro_batches}
+    settings = {"max_grad_norm": t.max_grad_norm, "micro_batches": t.micro_batches}
     every_step = set(run.dtypes.values()) != {"fp32"}
     worst: dict[tuple[str, str], Finding] = {}
     ahead = []  # batches that the reference alone has trained

@@ -1,8 +1,8 @@
 """What one process computes: the definition that every sharded run is held to, in plain torch.
 
-Nothing of torchrec, fbgemm or raytrec's own embeddings is used here. Pooling is written from its formula,
-tables are ordinary parameters, optimizers are torch.optim's (what torch lacks is written here from its
-definition), and accumulation and clipping are those of a plain training loop.
+The dense model and the objective are the trained run's own; tables are not. Pooling is written from its
+formula, tables are ordinary parameters, optimizers are torch.optim's (what torch lacks is written here from
+its definition), and accumulation and clipping are those of a plain training loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 from raytrec.config.schema import Schema
+from raytrec.config.tasks import TaskSection
 from raytrec.models.inputs import Sequence
+from raytrec.tasks.objective import Objective
+from raytrec.tasks.task import resolve_tasks
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class GlobalBatch:
     """A whole batch in plain tensors.
 
     Attributes:
-        dense: float32 [B, n]. labels: float32 [B].
+        dense: float32 [B, n]. labels: float32 [B, labels of the schema].
         bags: feature → (ids int64 [N], bag of each id int64 [N], weights float32 [N]).
     """
 
@@ -48,8 +51,9 @@ class Reference(nn.Module):
     Args:
         schema: features, their pooling and their tables.
         tables: table → [rows, dim], copied.
-        model: forward(dense, pooled) → logits [B]; used as it is.
+        model: forward(dense, pooled) → logits; used as it is.
         by_id: sequences that the model reads id by id → the most ids, the last of a bag being the first.
+        objective: what is minimised, for a world of one; default: that of a configuration without `tasks`.
 
     A table given in fp16 is computed in fp32 and rounded to the nearest of its own dtype by
     `round_tables`, which `train` calls after every step.
@@ -61,9 +65,11 @@ class Reference(nn.Module):
         tables: dict[str, torch.Tensor],
         model: nn.Module,
         by_id: Mapping[str, int] | None = None,
+        objective: Objective | None = None,
     ):
         super().__init__()
         self.schema, self.by_id = schema, by_id or {}
+        self.objective = objective or Objective(resolve_tasks([TaskSection()], schema))
         self.weights = nn.ParameterList([nn.Parameter(w.float().clone()) for w in tables.values()])
         self.dtypes = {name: w.dtype for name, w in tables.items()}
         self.tables = dict(zip(tables, self.weights, strict=True))
@@ -103,6 +109,10 @@ class Reference(nn.Module):
 
     def forward(self, batch: GlobalBatch) -> torch.Tensor:
         return self.model(batch.dense, self.pooled(batch))
+
+    def loss(self, logits: torch.Tensor, piece: GlobalBatch, rows: int) -> torch.Tensor:
+        """A piece's part of the loss of a global batch of `rows` rows."""
+        return self.objective.loss(logits, piece.labels, piece.labels.new_ones(len(piece)), rows)
 
 
 def age(bag: torch.Tensor) -> torch.Tensor:
@@ -167,15 +177,13 @@ def train(
     batches: Iterator[GlobalBatch],
     optimizers: list[torch.optim.Optimizer],
     *,
-    reduction: str = "mean",
-    clip_norm: float | None = None,
+    max_grad_norm: float | None = None,
     micro_batches: int = 1,
 ) -> list[torch.Tensor]:
     """Trains on whole batches, as a plain loop would; the logits of each batch.
 
     Args:
-        reduction: of the loss over the batch: mean or sum.
-        clip_norm: torch.nn.utils.clip_grad_norm_ over all parameters.
+        max_grad_norm: torch.nn.utils.clip_grad_norm_ over all parameters.
         micro_batches: gradients are accumulated over this many pieces of a batch.
     """
     out = []
@@ -185,11 +193,11 @@ def train(
         for start in range(0, len(batch), size):
             piece = batch[start : start + size]
             logits.append(reference(piece))
-            _loss(logits[-1], piece, len(batch), reduction).backward()
+            reference.loss(logits[-1], piece, len(batch)).backward()
         for p in reference.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        if clip_norm:
-            nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+        if max_grad_norm:
+            nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm)
         for each in optimizers:
             each.step()
         reference.round_tables()
@@ -216,9 +224,7 @@ def kink_margin(reference: Reference, batch: GlobalBatch) -> float:
     return min(margins)
 
 
-def largest_of_a_row(
-    reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter], reduction: str
-) -> list[float]:
+def largest_of_a_row(reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter]) -> list[float]:
     """For each parameter, the largest value in what any one row gives to its gradient.
 
     Rows may cancel in the sum, but not their rounding: this is the size that an error must be seen against.
@@ -226,14 +232,8 @@ def largest_of_a_row(
     largest = [0.0] * len(parameters)
     for row in range(len(batch)):
         piece = batch[row : row + 1]
-        loss = _loss(reference(piece), piece, len(batch), reduction)
+        loss = reference.loss(reference(piece), piece, len(batch))
         grads = torch.autograd.grad(loss, parameters, allow_unused=True)
         sizes = [0.0 if g is None else float(g.abs().max()) for g in grads]
         largest = [max(pair) for pair in zip(largest, sizes, strict=True)]
     return largest
-
-
-def _loss(logits: torch.Tensor, piece: GlobalBatch, rows: int, reduction: str) -> torch.Tensor:
-    """A piece's part of the loss of a global batch of `rows` rows."""
-    loss = nn.functional.binary_cross_entropy_with_logits(logits, piece.labels, reduction="sum")
-    return loss / (rows if reduction == "mean" else 1)

@@ -14,9 +14,10 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sequences import positions, read_by_id
 from raytrec.data.batch import Batch
-from raytrec.embeddings.planner.constraints import pins
+from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
+from raytrec.tasks.objective import Objective
 
 
 class Sharded:
@@ -31,7 +32,7 @@ class Sharded:
         self, build: Callable, config: RunConfig, schema: Schema, device: torch.device, bounds: list[int]
     ):
         self.config, self.schema, self.device, self.bounds = config, schema, device, bounds
-        self.dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
+        self.dtypes = {table: pin.dtype for table, pin in resolve_constraints(config, schema).items()}
         self.by_id = read_by_id(schema, config.model)
         self.step, _ = build(config, schema, device)
         _without_dropout(self.step.model)
@@ -87,7 +88,8 @@ class Sharded:
         model = build_model(self.schema, copy.deepcopy(self.config.model))
         _without_dropout(model)
         tables = {t: self._read[t] for t in self.schema.tables}
-        one = Reference(self.schema, tables, model.train(), self.by_id)
+        objective = Objective.of(self.config, self.schema)
+        one = Reference(self.schema, tables, model.train(), self.by_id, objective)
         self.hand_over(one)
         return one
 

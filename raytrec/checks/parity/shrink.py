@@ -7,7 +7,7 @@ from torchrec.distributed.types import ShardingPlan
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import TablePlan
-from raytrec.embeddings.planner.constraints import pins
+from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.planner.plan import describe
 
 ROWS = 199  # of a shrunk table: a prime, so that no number of ranks divides it
@@ -20,17 +20,17 @@ def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunCo
     """The same features, dims, dtypes, ways of sharding, ranks and kernels; at most 199 rows a table, and an
     eps of at least 1e-6."""
     config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
-    dtypes = {table: pin.dtype for table, pin in pins(config, schema).items()}
+    dtypes = {table: pin.dtype for table, pin in resolve_constraints(config, schema).items()}
     for table in schema.tables.values():
         table.rows = min(table.rows, ROWS)
     for optim in (config.optim.embeddings, config.optim.dense):
         optim.eps = max(optim.eps, EPS)
-    config.plan.together = []
+    config.plan.colocate = []
     config.plan.tables = {
         entry["table"]: TablePlan(
-            sharding=entry["sharding"],
+            sharding_type=entry["sharding"],
             ranks=None if entry["sharding"] in ("row_wise", "data_parallel") else entry["ranks"],
-            kernel=entry["kernel"],
+            compute_kernel=entry["kernel"],
             dtype=dtypes[entry["table"]],
         )
         for entry in describe(plan)

@@ -18,7 +18,7 @@ HOST_RESERVE = 0.15  # of host memory beside GPUs, for processes; TorchRec keeps
 
 
 @dataclass(frozen=True)
-class Pin:
+class TableConstraint:
     """What the plan of one table must keep to.
 
     Attributes:
@@ -26,7 +26,7 @@ class Pin:
         ranks: the ranks that must hold it, in the order of its shards; None: as planned.
         kernel: the compute kernel; None: as planned.
         dtype: fp32 or fp16.
-        group: index of the plan.together group that it belongs to, or None.
+        group: index of the plan.colocate group that it belongs to, or None.
     """
 
     sharding: tuple[str, ...]
@@ -36,7 +36,7 @@ class Pin:
     group: int | None = None
 
 
-def pins(config: RunConfig, schema: Schema) -> dict[str, Pin]:
+def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableConstraint]:
     """The pin of every table of the schema, in its order.
 
     Raises:
@@ -50,21 +50,25 @@ def pins(config: RunConfig, schema: Schema) -> dict[str, Pin]:
     out = {}
     for table, values in settled.items():
         ranks = tuple(values["ranks"]) if "ranks" in values else None
-        sharding = values.get("sharding")
+        sharding = values.get("sharding_type")
         if table in groups or (sharding is None and ranks and len(ranks) == 1):
             sharding = sharding or "table_wise"
         if ranks and sharding is None:
             raise _refused(
-                table, f"ranks {list(ranks)} without a sharding", "say plan.tables.…sharding beside ranks"
+                table,
+                f"ranks {list(ranks)} without a sharding_type",
+                "set plan.tables.….sharding_type beside ranks",
             )
-        allowed = (sharding,) if sharding else tuple(config.plan.sharding)
-        out[table] = Pin(allowed, ranks, values.get("kernel"), values.get("dtype", "fp32"), groups.get(table))
+        allowed = (sharding,) if sharding else tuple(config.plan.sharding_types)
+        out[table] = TableConstraint(
+            allowed, ranks, values.get("compute_kernel"), values.get("dtype", "fp32"), groups.get(table)
+        )
         if table in groups and sharding != "table_wise":
-            raise _refused(table, f"in plan.together and {sharding}", "a group lies on one rank: table_wise")
+            raise _refused(table, f"in plan.colocate and {sharding}", "a group lies on one rank: table_wise")
     return _with_group_ranks(out)
 
 
-def check_pins(
+def validate_constraints(
     config: RunConfig,
     schema: Schema,
     device: str,
@@ -73,7 +77,7 @@ def check_pins(
     ranks_per_host: int | None = None,
     memory: int | None = None,
     host_share: int | None = None,
-) -> dict[str, Pin]:
+) -> dict[str, TableConstraint]:
     """The pins, once it is certain that a plan can keep to them.
 
     Args:
@@ -90,10 +94,10 @@ def check_pins(
     if ranks_per_host and world % ranks_per_host:
         raise ConfigError(
             f"{world} workers do not divide into hosts of {ranks_per_host}",
-            where="plan.ranks_per_host, scaling.workers",
+            where="plan.ranks_per_host, scaling.num_workers",
             expected="workers = hosts × ranks_per_host",
         )
-    settled = pins(config, schema)
+    settled = resolve_constraints(config, schema)
     for table, pin in settled.items():
         for sharding in pin.sharding:
             _check_kernel(table, pin, sharding, config.optim.embeddings.name, device)
@@ -105,11 +109,13 @@ def check_pins(
     return settled
 
 
-def host_room(config: RunConfig, schema: Schema, settled: dict[str, Pin], world: int, host_share: int) -> int:
+def host_room(
+    config: RunConfig, schema: Schema, settled: dict[str, TableConstraint], world: int, host_share: int
+) -> int:
     """Bytes of host memory that each rank on a GPU may fill with tables (fused_uvm, fused_uvm_caching).
 
     Unless plan.host_memory_gib says it: what is left of its share beside a reserve, rows read ahead and, with
-    checkpoint.asynchronous, the copies from which checkpoints are written: of these tables, and of its part
+    checkpoint.async_save, the copies from which checkpoints are written: of these tables, and of its part
     of those on GPUs.
 
     Args:
@@ -118,13 +124,13 @@ def host_room(config: RunConfig, schema: Schema, settled: dict[str, Pin], world:
     if config.plan.host_memory_gib:
         return int(config.plan.host_memory_gib * GIB)
     room = (1 - HOST_RESERVE) * host_share - config.data.buffer_gib * GIB
-    if config.checkpoint.asynchronous:
+    if config.checkpoint.async_save:
         sizes = {table: _footprint(config, schema, table, pin, "cuda") for table, pin in settled.items()}
         room = (room - sum(size.device for size in sizes.values() if not size.host) / world) / 2
     return max(0, int(room))
 
 
-def _footprint(config: RunConfig, schema: Schema, table: str, pin: Pin, device: str) -> Footprint:
+def _footprint(config: RunConfig, schema: Schema, table: str, pin: TableConstraint, device: str) -> Footprint:
     kernel = pin.kernel if device == "cuda" else None
     return footprint(schema.tables[table], pin.dtype, config.optim.embeddings.name, kernel)
 
@@ -159,31 +165,31 @@ def _matching(pattern: str, schema: Schema, where: str) -> list[str]:
 
 def _groups(config: RunConfig, schema: Schema) -> dict[str, int]:
     groups: dict[str, int] = {}
-    for index, names in enumerate(config.plan.together):
+    for index, names in enumerate(config.plan.colocate):
         for name in names:
-            for table in _matching(name, schema, f"plan.together, group {index + 1}"):
+            for table in _matching(name, schema, f"plan.colocate, group {index + 1}"):
                 if groups.setdefault(table, index) != index:
-                    raise _refused(table, "in two groups of plan.together", "join the groups")
+                    raise _refused(table, "in two groups of plan.colocate", "join the groups")
     return groups
 
 
-def _with_group_ranks(settled: dict[str, Pin]) -> dict[str, Pin]:
+def _with_group_ranks(settled: dict[str, TableConstraint]) -> dict[str, TableConstraint]:
     """Where one table of a group has its rank settled, the others follow."""
     ranks_of: dict[int, tuple[int, ...]] = {}
     for table, pin in settled.items():
         if pin.group is not None and pin.ranks and ranks_of.setdefault(pin.group, pin.ranks) != pin.ranks:
             raise _refused(
                 table,
-                f"on rank {pin.ranks[0]}, and another of its plan.together group on {ranks_of[pin.group][0]}",
+                f"on rank {pin.ranks[0]}, and another of its plan.colocate group on {ranks_of[pin.group][0]}",
                 "a group lies on one rank",
             )
     return {
-        table: Pin(p.sharding, p.ranks or ranks_of.get(p.group), p.kernel, p.dtype, p.group)
+        table: TableConstraint(p.sharding, p.ranks or ranks_of.get(p.group), p.kernel, p.dtype, p.group)
         for table, p in settled.items()
     }
 
 
-def _check_kernel(table: str, pin: Pin, sharding: str, optimizer: str, device: str) -> None:
+def _check_kernel(table: str, pin: TableConstraint, sharding: str, optimizer: str, device: str) -> None:
     if sharding in COLUMN_TYPES and optimizer == "rowwise_adagrad":
         raise _refused(
             table,
@@ -194,10 +200,12 @@ def _check_kernel(table: str, pin: Pin, sharding: str, optimizer: str, device: s
     if sharding == "data_parallel" and pin.kernel not in (None, "dense"):
         raise _refused(table, f"data_parallel with kernel {pin.kernel}", "the dense kernel, or none said")
     if optimizer == "adam" and device == "cpu" and pin.kernel not in (None, "dense"):
-        raise _refused(table, f"kernel {pin.kernel} with adam on CPU, where FBGEMM has none", "kernel: dense")
+        raise _refused(
+            table, f"kernel {pin.kernel} with adam on CPU, where FBGEMM has none", "compute_kernel: dense"
+        )
 
 
-def _check_dtype(table: str, pin: Pin, optimizer: str, device: str) -> None:
+def _check_dtype(table: str, pin: TableConstraint, optimizer: str, device: str) -> None:
     if pin.dtype == "fp32":
         return
     dense = (
@@ -211,12 +219,12 @@ def _check_dtype(table: str, pin: Pin, optimizer: str, device: str) -> None:
         )
 
 
-def _check_ranks(table: str, spec: Table, pin: Pin, world: int, local: int) -> None:
+def _check_ranks(table: str, spec: Table, pin: TableConstraint, world: int, local: int) -> None:
     ranks, sharding = pin.ranks, pin.sharding[0]
     outside = [r for r in ranks if r >= world]
     if outside:
         raise _refused(
-            table, f"on rank {outside[0]}", f"with scaling.workers={world}, ranks are 0 to {world - 1}"
+            table, f"on rank {outside[0]}", f"with scaling.num_workers={world}, ranks are 0 to {world - 1}"
         )
     if len(set(ranks)) < len(ranks):
         raise _refused(table, f"ranks {list(ranks)}", "name each rank once")
@@ -247,7 +255,7 @@ def _check_ranks(table: str, spec: Table, pin: Pin, world: int, local: int) -> N
 def _check_memory(
     config: RunConfig,
     schema: Schema,
-    settled: dict[str, Pin],
+    settled: dict[str, TableConstraint],
     device: str,
     memory: int,
     world: int,

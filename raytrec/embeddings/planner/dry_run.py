@@ -16,7 +16,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.config.sequences import looked_up, read_by_id
 from raytrec.embeddings.optim import fuse
-from raytrec.embeddings.planner.constraints import check_pins, host_room
+from raytrec.embeddings.planner.constraints import host_room, validate_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
 from raytrec.embeddings.planner.hosts import capacity
 from raytrec.embeddings.planner.plan import BagSharder, describe, plan_for
@@ -75,7 +75,7 @@ def dry_run(
             expected=f"{gpus}, or nothing",
         )
     share = int(host_memory_gib * GIB) // gpus if host_memory_gib else 2 * memory
-    settled = check_pins(
+    settled = validate_constraints(
         config, schema, "cuda", world=world, ranks_per_host=gpus, memory=memory, host_share=share
     )
     room = host_room(config, schema, settled, world, share)

@@ -21,7 +21,12 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import Sharding
-from raytrec.embeddings.planner.constraints import Pin, check_pins, column_parts, host_room
+from raytrec.embeddings.planner.constraints import (
+    TableConstraint,
+    column_parts,
+    host_room,
+    validate_constraints,
+)
 from raytrec.embeddings.planner.footprint import GIB, ROW_STATE_BYTES, STATE_BYTES, UVM_KERNELS
 from raytrec.embeddings.planner.hosts import capacity, settle_hosts
 
@@ -58,11 +63,11 @@ def make_plan(
         fused: whether sharded tables are updated in backward (data-parallel tables never are).
 
     Raises:
-        ConfigError: a pin that cannot be kept (constraints.py), tables that do not fit, or no allowed sharding type
+        ConfigError: a constraint that cannot be kept, tables that do not fit, or no allowed sharding type
             that fits a table.
     """
     world, hosts = dist.get_world_size(), settle_hosts(config.plan, device)
-    settled = check_pins(
+    settled = validate_constraints(
         config,
         schema,
         device.type,
@@ -109,7 +114,7 @@ def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:
 
 def plan_for(
     topology: Topology,
-    settled: dict[str, Pin],
+    settled: dict[str, TableConstraint],
     schema: Schema,
     config: RunConfig,
     model: nn.Module,
@@ -120,7 +125,7 @@ def plan_for(
     """The plan on these devices, or why there is none.
 
     Args:
-        settled: table → Pin, checked.
+        settled: table → TableConstraint, checked.
         fused: see make_plan.
     """
     world, local = topology.world_size, topology.local_world_size
@@ -146,8 +151,8 @@ def plan_for(
         return ConfigError(
             f"no plan for {len(schema.tables)} tables ({gib:.2f} GiB of weights) on {world} workers: "
             f"{reason}",
-            where="plan, scaling.workers",
-            expected=f"tables that fit under {', '.join(config.plan.sharding)} and plan.tables"
+            where="plan, scaling.num_workers",
+            expected=f"tables that fit under {', '.join(config.plan.sharding_types)} and plan.tables"
             + _room(topology, settled),
             do="add workers, allow row_wise, or make tables smaller",
         )
@@ -159,7 +164,7 @@ def plan_for(
     return plan
 
 
-def _room(topology: Topology, settled: dict[str, Pin]) -> str:
+def _room(topology: Topology, settled: dict[str, TableConstraint]) -> str:
     """What a worker on a GPU has for tables, in words."""
     if topology.compute_device != "cuda":
         return ""
@@ -170,7 +175,7 @@ def _room(topology: Topology, settled: dict[str, Pin]) -> str:
     return words
 
 
-def _constraints(pin: Pin, dim: int, world: int, local: int, device: str) -> ParameterConstraints:
+def _constraints(pin: TableConstraint, dim: int, world: int, local: int, device: str) -> ParameterConstraints:
     known = device == "cuda" and pin.kernel not in (None, "dense")
     return ParameterConstraints(
         sharding_types=list(pin.sharding),
@@ -221,13 +226,13 @@ class PinnedPartitioner(GreedyPerfPartitioner):
     """First tables whose ranks are settled and groups that must lie together, then the rest as TorchRec does.
 
     Args:
-        settled: table → Pin.
+        settled: table → TableConstraint.
 
     Attributes:
         refusal: the last reason why a pin could not be kept; the planner drops it for one of its own.
     """
 
-    def __init__(self, settled: dict[str, Pin]):
+    def __init__(self, settled: dict[str, TableConstraint]):
         super().__init__()
         self._settled, self.refusal = settled, ""
 

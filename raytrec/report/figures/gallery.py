@@ -36,11 +36,9 @@ NO_CURVES = "no evaluation in metrics.jsonl has this curve (labels must be both 
 NO_TABLES = "ranks.jsonl has no such figures of tables"
 
 PICTURES = (
-    Picture("curves", "learning", "Log loss, NE and AUC over steps", learning.curves, NO_METRICS),
-    Picture("calibration", "learning", "Calibration over steps", learning.calibration_over_steps, NO_METRICS),
-    Picture(
-        "calibration_plot", "learning", "Predicted and actual rates", learning.calibration_plot, NO_CURVES
-    ),
+    Picture("curves", "learning", "Metrics over steps", learning.curves, NO_METRICS),
+    Picture("ratios", "learning", "Metrics that should be 1, over steps", learning.ratios, NO_METRICS),
+    Picture("reliability", "learning", "Predicted and actual rates", learning.reliability, NO_CURVES),
     Picture("roc", "learning", "ROC curve", learning.roc, NO_CURVES),
     Picture("speed", "speed", "Rows a second over steps", phases.throughput, NO_METRICS),
     Picture("phases", "speed", "Time in each phase, by rank", phases.in_total, NO_RANKS),

@@ -18,23 +18,19 @@ from raytrec.report.figures.style import (
 from raytrec.report.history import History
 
 DASHES = ("-", "--", ":")  # more runs than colours: the colours again, dashed
-PANELS = {
-    ("train", "logloss"): "training\nlog loss (nats)",
-    ("eval", "logloss"): "evaluation\nlog loss (nats)",
-    ("eval", "ne"): "evaluation NE",
-    ("eval", "auc"): "evaluation AUC",
-}
 
 
 @styled
 def overlay(runs: list[History], names: list[str]) -> Figure | None:
-    """A panel for log loss in training, and for log loss, NE and AUC of evaluations; a line for each run.
+    """Panels of the metrics that should be low or high, in training and in evaluations; a line for each run.
 
     A diamond is a final evaluation, which may be of other data than those before it.
     """
+    metrics = {each.key: each.label for run in runs for each in run.metrics_of_tasks if each.directed}
     found = {
-        (kind, name): label
-        for (kind, name), label in PANELS.items()
+        (kind, name): f"{word}\n{label}"
+        for kind, word in (("train", "training"), ("eval", "evaluation"))
+        for name, label in metrics.items()
         if any(points(run, each, name)[0] for run in runs for each in _kinds(kind))
     }
     if not found:

@@ -60,7 +60,7 @@ def test_gradients_of_dense_layers_that_are_not_averaged():
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-@pytest.mark.parametrize("plan", [ROW_WISE, {"sharding": "table_wise"}, COPIES])
+@pytest.mark.parametrize("plan", [ROW_WISE, {"sharding_type": "table_wise"}, COPIES])
 def test_optimizer_state_that_only_some_ranks_have(plan, optimizer):
     assert not failed(on_ranks(2, run, plan, None, {"optimizer": optimizer, "dense": "adam"}))
 
@@ -118,7 +118,7 @@ def weights_taken_away(scene):
     ],
 )
 def test_shards_in_memory(fault, words):
-    settings = {"checks": {"parity": "off", "numbers": "off"}, "optimizer": "adagrad"}
+    settings = {"checks": {"parity": "off", "numerics": "off"}, "optimizer": "adagrad"}
     assert words in the_one(on_ranks(2, run, ROW_WISE, fault, settings), "shards")
 
 
@@ -142,7 +142,7 @@ def nan_in_state(scene):
     [
         (nan, "finite", "sgd", 12, "table tag: a value is NaN or infinite on rank 1"),
         (nan, "finite", "sgd", 10, "a value is NaN or infinite on ranks 0 and 1"),
-        (huge, "numbers", "sgd", 10, "table tag: max |value| is 1e+05 (on rank 1)"),
+        (huge, "numerics", "sgd", 10, "table tag: max |value| is 1e+05 (on rank 1)"),
         (nan_in_state, "finite", "adagrad", 12, "table user's sum: a value is NaN or infinite on rank 1"),
     ],
 )
@@ -159,7 +159,7 @@ def learning_rate(scene):
 
 
 def test_a_learning_rate_that_explodes():
-    found = failed(on_ranks(2, run, ROW_WISE, learning_rate, {"after": 10, "steps": 12}), "numbers")
+    found = failed(on_ranks(2, run, ROW_WISE, learning_rate, {"after": 10, "steps": 12}), "numerics")
     assert found[0]["step"] == 12
     assert "max |value| is" in found[0]["text"] and "× what is usual" in found[0]["text"]
 
@@ -169,7 +169,7 @@ def a_row_of_great_weight(scene):
 
 
 def test_a_gradient_that_explodes():
-    found = failed(on_ranks(2, run, ROW_WISE, a_row_of_great_weight, {"after": 9, "steps": 12}), "numbers")
+    found = failed(on_ranks(2, run, ROW_WISE, a_row_of_great_weight, {"after": 9, "steps": 12}), "numerics")
     assert found[0]["step"] == 12 and found[0]["text"].startswith("the norm of the whole gradient is ")
 
 
@@ -225,7 +225,7 @@ def other_words(scene):
 def test_ranks_that_are_not_alike():
     found = failed(on_ranks(2, loop_about, None))
     text = found[0]["text"]
-    assert [o["check"] for o in found] == ["alike"] and found[0]["step"] == 0
+    assert [o["check"] for o in found] == ["same_environment"] and found[0]["step"] == 0
     assert "config is 'a: 2' on rank 1 and 'a: 1' on the others" in text
     assert "torch is 'None' on rank 1" in text and "schema" not in text
 

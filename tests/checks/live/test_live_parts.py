@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.checks.live import finite
 from raytrec.checks.live.finite import ROWS, Finite, largest, sample
 from raytrec.checks.live.keys import LONGEST, keys_of, some_bags
-from raytrec.checks.live.numbers import GROWTH, Look, Numbers
+from raytrec.checks.live.numerics import GROWTH, Look, Numerics
 from raytrec.checks.live.outcome import Outcome, Position, Watched, odd_ones, ranks
 from raytrec.checks.live.probe import error_of
 from raytrec.checks.live.readout import read
@@ -99,15 +99,15 @@ def judged(numbers, step=1, values=0.5, gradient=0.1, **figures):
 
 
 def test_growth_is_seen_against_the_median_of_earlier_looks():
-    numbers = Numbers(None)
+    numbers = Numerics(None)
     assert all(judged(numbers, values=x).passed for x in (0.5, 500.0, 0.5)), "it only learns at first"
     assert not judged(numbers, values=51.0).passed and judged(numbers, values=0.5).passed
     assert judged(numbers, values=49.0).passed
     assert "× what is usual" in judged(numbers, gradient=0.1 * GROWTH * 1.1).text
     assert judged(numbers, gradient=0.1 * GROWTH * 0.9).passed
-    small = Numbers(None)
+    small = Numerics(None)
     assert all(judged(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), "tables begin near 0"
-    rare = Numbers(None)
+    rare = Numerics(None)
     assert all(judged(rare, gradient=x).passed for x in (0, 0, 0, 0, 0.1, 0.1, 0.1)), "no id for long"
     assert not judged(rare, gradient=20.0).passed
 
@@ -121,7 +121,7 @@ def test_what_is_not_finite():
     found = Finite(None).judge(looks, 1)
     assert found.text.startswith("table: a value is NaN or infinite on rank 1; dense: ") and not found.passed
     assert Finite(None).judge([finite.Look({"table": 1.0}, {"table's sum": 1.0})], 1).passed
-    numbers = Numbers(None)
+    numbers = Numerics(None)
     assert all(judged(numbers, values=0.5).passed for _ in range(3))
     assert all(judged(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), "finite says that"
     assert not judged(numbers, gradient=nan).passed
@@ -134,7 +134,7 @@ def test_the_norm_is_that_of_the_whole_gradient():
     def judge(numbers, *squares):
         return numbers.judge([Look({}, part, {"step": 1}) for part in squares], 1)
 
-    numbers = Numbers(None)
+    numbers = Numerics(None)
     usual = {dense: 9.0, table: 8.0}, {dense: 9.0, table: 8.0}
     assert all(judge(numbers, *usual).passed for _ in range(3))
     assert judge(numbers, *usual).figure == 1.0, "5 against 5"
@@ -164,7 +164,7 @@ def test_the_norm_is_that_of_the_whole_gradient():
     ],
 )
 def test_rates_that_drift(step, ratio, positives, passed):
-    outcome = judged(Numbers(None), step, calibration=ratio, positives=positives)
+    outcome = judged(Numerics(None), step, calibration=ratio, positives=positives)
     assert outcome.passed == passed
     assert passed or f"predicted ÷ real rate is {ratio} over {positives} positives" in outcome.text
 
@@ -228,8 +228,8 @@ def outcome(check, passed, text="text"):
 
 
 def test_what_ends_a_run():
-    settings = config(2, {"sharding": "row_wise"})
-    assert verdict([outcome("replicas", True), outcome("numbers", False)], settings) is None, "it only warns"
+    settings = config(2, {"sharding_type": "row_wise"})
+    assert verdict([outcome("replicas", True), outcome("numerics", False)], settings) is None, "it only warns"
     error = verdict([outcome("shards", False, "one"), outcome("replicas", False, "two")], settings)
     assert "one" in error.what and "two" in error.what and error.where == "step 7, shards and replicas"
     assert "raytrec train --resume" in error.do and "checks.shards=warn" in error.do
@@ -246,7 +246,7 @@ def test_records_are_json():
 
 
 def off(rank, world, names):
-    return loop(rank, world, {"sharding": "row_wise"}, checks=dict.fromkeys(names, "off"))
+    return loop(rank, world, {"sharding_type": "row_wise"}, checks=dict.fromkeys(names, "off"))
 
 
 def test_checks_that_are_off_are_not_made():
@@ -274,7 +274,7 @@ LONG = [
 
 @pytest.mark.parametrize("sharding,optimizer,lr", LONG)
 def test_ordinary_training_raises_no_alarm(sharding, optimizer, lr):
-    assert not failed(on_ranks(2, long, {"sharding": sharding}, optimizer, lr))
+    assert not failed(on_ranks(2, long, {"sharding_type": sharding}, optimizer, lr))
 
 
 def test_tensors_of_two_devices_are_hashed_and_measured():
@@ -323,7 +323,7 @@ def on_a_gpu(rank, world, plan, settings):
 @pytest.mark.parametrize("plan", ["row-wise", "table-wise", "data-parallel", "dense"])
 def test_all_checks_pass_on_gpus(plan):
     """Errors of rounding aside, with the same outcomes as on CPU."""
-    settings = {"optimizer": "adagrad", "clip_norm": 10.0 if plan == "row-wise" else None}
+    settings = {"optimizer": "adagrad", "max_grad_norm": 10.0 if plan == "row-wise" else None}
     found = {kind: on_ranks(2, on_a_gpu, plan, settings, device=kind) for kind in ("cuda", "cpu")}
     assert not failed(found["cuda"])
     outcomes = [[(o["check"], o["step"], o["text"]) for o in found[kind][0]] for kind in ("cuda", "cpu")]

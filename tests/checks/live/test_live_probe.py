@@ -8,7 +8,13 @@ from small import SCHEMA
 
 STEPS = {
     "plain": {},
-    "all": {"clip_norm": 0.01, "micro_batches": 2, "on_nan": "skip", "loss": "sum", "balance": "empty"},
+    "all": {
+        "max_grad_norm": 0.01,
+        "micro_batches": 2,
+        "on_nan": "skip",
+        "loss_reduction": "sum",
+        "balance": "empty",
+    },
 }
 
 
@@ -50,7 +56,7 @@ def test_sequences_pass(plan, settings):
 
 
 @pytest.mark.parametrize("batch", [no_fault_but_weighted_sums, no_ids_at_all])
-@pytest.mark.parametrize("plan", [ROW_WISE, {"sharding": "column_wise"}, COPIES])
+@pytest.mark.parametrize("plan", [ROW_WISE, {"sharding_type": "column_wise"}, COPIES])
 def test_other_batches_pass(plan, batch):
     assert not failed(on_ranks(2, batch, plan))
 
@@ -63,7 +69,7 @@ def a_bad_batch(scene):
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("plan", [ROW_WISE, COPIES])
 def test_a_probed_step_that_is_left_out(plan, clip):
-    settings = {"after": 3, "on_nan": "skip", "clip_norm": clip}
+    settings = {"after": 3, "on_nan": "skip", "max_grad_norm": clip}
     assert not failed(on_ranks(2, run, plan, a_bad_batch, settings))
 
 
@@ -113,9 +119,9 @@ def test_nothing_is_found_where_nothing_is(world, plan, settings):
     answers = on_ranks(world, run, PLANS[plan], None, STEPS[settings])
     assert not failed(answers)
     steps = [(o["check"], o["step"]) for o in answers[0]]
-    each = ["shards", "replicas", "conservation", "finite", "numbers"]
+    each = ["shards", "replicas", "conservation", "finite", "numerics"]
     assert steps == [
-        *((check, 0) for check in ("alike", "shards", "replicas", "finite", "numbers")),
+        *((check, 0) for check in ("same_environment", "shards", "replicas", "finite", "numerics")),
         *((c, s) for s in (3, 6) for c in ("shards", "replicas", "parity", *each[2:])),
         *((check, 6) for check in each),
     ]
@@ -184,7 +190,7 @@ def without_all_reduce_of_tables(scene):
 def test_gradients_of_tables_that_are_not_averaged():
     found = failed(on_ranks(2, run, COPIES, without_all_reduce_of_tables, {}))
     assert {o["step"] for o in found} == {6}
-    texts = {o["check"]: o["text"] for o in found if o["check"] != "numbers"}
+    texts = {o["check"]: o["text"] for o in found if o["check"] != "numerics"}
     assert set(texts) == {"replicas", "parity"}
     assert "tables/tag/weight on rank 1" in texts["replicas"] and "dense" not in texts["replicas"]
     assert "table user: the gradient that reaches rank" in texts["parity"]

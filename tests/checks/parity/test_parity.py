@@ -23,7 +23,7 @@ def failed(rank, world, part, where):
                 next(step.model.module.head.model.logit.parameters())[0, 0] += 0.01
         return step, plan
 
-    settings = config(world, {"sharding": "data_parallel"}, "sgd")
+    settings = config(world, {"sharding_type": "data_parallel"}, "sgd")
     found = compare(build, settings, SCHEMA, torch.device("cpu"), rows=12, steps=2)
     return {f.name for f in found if not f.error <= f.limit}
 
@@ -47,7 +47,10 @@ def on_a_gpu(rank, world, plan, optimizer):
 
 @pytest.mark.parametrize(
     "plan,optimizer",
-    [({"sharding": "table_wise", "dtype": "fp16"}, "adagrad"), ({"sharding": "data_parallel"}, "adam")],
+    [
+        ({"sharding_type": "table_wise", "dtype": "fp16"}, "adagrad"),
+        ({"sharding_type": "data_parallel"}, "adam"),
+    ],
 )
 def test_gpus_are_compared_with_one_process_on_cpu(plan, optimizer):
     checks, wrong = on_ranks(2, on_a_gpu, plan, optimizer, device="cuda")[0]
@@ -59,7 +62,7 @@ def scheduled(rank, world, sharding):
     from raytrec.checks.parity.compare import compare
     from raytrec.worker.build import build_step
 
-    settings = config(world, {"sharding": sharding}, "sgd")
+    settings = config(world, {"sharding_type": sharding}, "sgd")
     settings.optim.schedule = Schedule(warmup_steps=3, decay="cosine", decay_steps=6, floor=0.1)
     found = compare(build_step, settings, SCHEMA, torch.device("cpu"), rows=12, steps=12)
     return [(f.check, f.name, f.error, f.limit) for f in found]

@@ -5,7 +5,13 @@ import pytest
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.embeddings.planner.constraints import HOST_RESERVE, check_pins, column_parts, host_room, pins
+from raytrec.embeddings.planner.constraints import (
+    HOST_RESERVE,
+    column_parts,
+    host_room,
+    resolve_constraints,
+    validate_constraints,
+)
 from raytrec.embeddings.planner.footprint import CACHED, GIB, footprint
 
 ROWS = {"user": 100, "user_tag": 50, "item": 1000, "shop": 7}
@@ -26,15 +32,15 @@ def config(tables=None, together=(), optimizer="adagrad", workers=4, **plan):
     return RunConfig.model_validate(
         {
             "data": {"train": "d/train"},
-            "scaling": {"workers": workers},
+            "scaling": {"num_workers": workers},
             "optim": {"embeddings": {"name": optimizer}},
-            "plan": {"tables": tables or {}, "together": list(together), **plan},
+            "plan": {"tables": tables or {}, "colocate": list(together), **plan},
         }
     )
 
 
 def check(tables=None, together=(), device="cpu", memory=None, share=None, hosts=2, workers=4, **options):
-    return check_pins(
+    return validate_constraints(
         config(tables, together, workers=workers, **options),
         schema(),
         device,
@@ -46,12 +52,12 @@ def check(tables=None, together=(), device="cpu", memory=None, share=None, hosts
 
 
 def test_patterns_apply_in_order_and_later_lines_overrule():
-    settled = pins(
+    settled = resolve_constraints(
         config(
             {
-                "*": {"sharding": "row_wise", "kernel": "fused"},
+                "*": {"sharding_type": "row_wise", "compute_kernel": "fused"},
                 "user*": {"dtype": "fp16"},
-                "user_tag": {"sharding": "table_wise", "ranks": [2]},
+                "user_tag": {"sharding_type": "table_wise", "ranks": [2]},
             }
         ),
         schema(),
@@ -63,7 +69,7 @@ def test_patterns_apply_in_order_and_later_lines_overrule():
 
 
 def test_what_is_left_out_is_the_planners():
-    settled = pins(config(sharding=["row_wise", "data_parallel"]), schema())
+    settled = resolve_constraints(config(sharding_types=["row_wise", "data_parallel"]), schema())
     assert all(p.sharding == ("row_wise", "data_parallel") and p.ranks is None for p in settled.values())
 
 
@@ -80,20 +86,23 @@ def test_a_group_follows_the_rank_of_one_of_its_tables():
 @pytest.mark.parametrize(
     "tables,says",
     [
-        ({"itme": {"kernel": "fused"}}, "'itme'; did you mean 'item'"),
-        ({"x*": {"kernel": "fused"}}, "'x*'"),
+        ({"itme": {"compute_kernel": "fused"}}, "'itme'; did you mean 'item'"),
+        ({"x*": {"compute_kernel": "fused"}}, "'x*'"),
         ({"item": {"ranks": [0, 1]}}, "table item: ranks [0, 1] without a sharding"),
-        ({"item": {"sharding": "table_wise", "ranks": [4]}}, "table item: on rank 4"),
-        ({"item": {"sharding": "table_wise", "ranks": [0, 1]}}, "table_wise on ranks [0, 1]"),
-        ({"item": {"sharding": "row_wise", "ranks": [0, 1]}}, "all ranks, in order"),
-        ({"item": {"sharding": "column_wise", "ranks": [0, 0]}}, "name each rank once"),
-        ({"item": {"sharding": "column_wise", "ranks": [0, 1, 2]}}, "3 parts of 16 columns"),
-        ({"item": {"sharding": "table_row_wise", "ranks": [1, 2]}}, "all ranks of one host"),
-        ({"item": {"sharding": "table_column_wise", "ranks": [1, 2]}}, "ranks of one host"),
-        ({"item": {"sharding": "grid_shard", "ranks": [0, 1, 2]}}, "all ranks of one or more hosts"),
-        ({"item": {"sharding": "data_parallel", "kernel": "fused"}}, "data_parallel with kernel fused"),
-        ({"item": {"sharding": "data_parallel", "dtype": "fp16"}}, "dtype fp16 with a dense kernel"),
-        ({"item": {"kernel": "dense", "dtype": "fp16"}}, "dtype fp16 with a dense kernel"),
+        ({"item": {"sharding_type": "table_wise", "ranks": [4]}}, "table item: on rank 4"),
+        ({"item": {"sharding_type": "table_wise", "ranks": [0, 1]}}, "table_wise on ranks [0, 1]"),
+        ({"item": {"sharding_type": "row_wise", "ranks": [0, 1]}}, "all ranks, in order"),
+        ({"item": {"sharding_type": "column_wise", "ranks": [0, 0]}}, "name each rank once"),
+        ({"item": {"sharding_type": "column_wise", "ranks": [0, 1, 2]}}, "3 parts of 16 columns"),
+        ({"item": {"sharding_type": "table_row_wise", "ranks": [1, 2]}}, "all ranks of one host"),
+        ({"item": {"sharding_type": "table_column_wise", "ranks": [1, 2]}}, "ranks of one host"),
+        ({"item": {"sharding_type": "grid_shard", "ranks": [0, 1, 2]}}, "all ranks of one or more hosts"),
+        (
+            {"item": {"sharding_type": "data_parallel", "compute_kernel": "fused"}},
+            "data_parallel with kernel fused",
+        ),
+        ({"item": {"sharding_type": "data_parallel", "dtype": "fp16"}}, "dtype fp16 with a dense kernel"),
+        ({"item": {"compute_kernel": "dense", "dtype": "fp16"}}, "dtype fp16 with a dense kernel"),
     ],
 )
 def test_a_bad_plan_names_table_and_reason(tables, says):
@@ -105,17 +114,19 @@ def test_a_bad_plan_names_table_and_reason(tables, says):
 @pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
 @pytest.mark.parametrize("by", ["table", "list"])
 def test_rowwise_adagrad_cannot_be_cut_by_columns(sharding, by):
-    plan = {"tables": {"item": {"sharding": sharding}}} if by == "table" else {"sharding": [sharding]}
+    plan = (
+        {"tables": {"item": {"sharding_type": sharding}}} if by == "table" else {"sharding_types": [sharding]}
+    )
     with pytest.raises(ConfigError, match="one value a row"):
         check(plan.pop("tables", None), optimizer="rowwise_adagrad", **plan)
 
 
 def test_adam_has_no_fused_kernel_on_cpu():
     with pytest.raises(ConfigError, match="kernel fused with adam on CPU"):
-        check({"item": {"kernel": "fused"}}, optimizer="adam")
+        check({"item": {"compute_kernel": "fused"}}, optimizer="adam")
     with pytest.raises(ConfigError, match="dtype fp16 with a dense kernel"):
         check({"item": {"dtype": "fp16"}}, optimizer="adam")
-    check({"item": {"kernel": "fused", "dtype": "fp16"}}, optimizer="adam", device="cuda")
+    check({"item": {"compute_kernel": "fused", "dtype": "fp16"}}, optimizer="adam", device="cuda")
 
 
 def test_bf16_tables_are_refused_on_every_device():
@@ -128,7 +139,7 @@ def test_bf16_tables_are_refused_on_every_device():
     [
         ({}, [["user", "nobody"]], "'nobody'"),
         ({}, [["user", "item"], ["item", "shop"]], "table item: in two groups"),
-        ({"user": {"sharding": "row_wise"}}, [["user", "item"]], "in plan.together and row_wise"),
+        ({"user": {"sharding_type": "row_wise"}}, [["user", "item"]], "in plan.colocate and row_wise"),
         ({"user": {"ranks": [0]}, "item": {"ranks": [1]}}, [["user", "item"]], "a group lies on one rank"),
     ],
 )
@@ -154,7 +165,7 @@ ITEM = 1000 * 16 * (4 + 4)  # bytes of table item: weights and Adagrad's state
 
 @pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
 def test_tables_in_host_memory_do_not_count_against_the_gpu(kernel):
-    pin = {"item": {"kernel": kernel, "ranks": [0]}}
+    pin = {"item": {"compute_kernel": kernel, "ranks": [0]}}
     room = {"host_memory_gib": ITEM / GIB}
     check(pin, device="cuda", memory=ITEM // 2, share=10 * ITEM, **room)
     with pytest.raises(ConfigError, match=r"table item: .* of host memory on one rank(.|\n)*host_memory_gib"):
@@ -162,7 +173,9 @@ def test_tables_in_host_memory_do_not_count_against_the_gpu(kernel):
     with pytest.raises(ConfigError, match="with optimizer state, on one rank"):  # there is one memory on CPU
         check(pin, device="cpu", memory=ITEM // 2, **room)
     groups = [["item", "shop"]]
-    check({"item": {"kernel": kernel}}, groups, device="cuda", memory=ITEM // 2, share=10 * ITEM, **room)
+    check(
+        {"item": {"compute_kernel": kernel}}, groups, device="cuda", memory=ITEM // 2, share=10 * ITEM, **room
+    )
 
 
 def test_a_cache_and_state_of_one_value_a_row_lie_on_the_gpu():
@@ -181,24 +194,24 @@ def test_a_cache_and_state_of_one_value_a_row_lie_on_the_gpu():
 
 def test_room_in_host_memory_is_left_for_checkpoints():
     """Of a rank's share: a reserve, rows read ahead, and copies of its part of all tables."""
-    tables = {"item": {"kernel": "fused_uvm"}}
+    tables = {"item": {"compute_kernel": "fused_uvm"}}
     others = 157 * 16 * 8
     for asynchronous in (True, False):
         settings = config(tables)
         settings.data.buffer_gib = 1000 / GIB
-        settings.checkpoint.asynchronous = asynchronous
-        room = host_room(settings, schema(), pins(settings, schema()), 4, 200_000)
+        settings.checkpoint.async_save = asynchronous
+        room = host_room(settings, schema(), resolve_constraints(settings, schema()), 4, 200_000)
         left = (1 - HOST_RESERVE) * 200_000 - 1000
         assert room == int((left - others / 4) / 2 if asynchronous else left)
     settings.plan.host_memory_gib = 1.0
-    assert host_room(settings, schema(), pins(settings, schema()), 4, 200_000) == GIB
+    assert host_room(settings, schema(), resolve_constraints(settings, schema()), 4, 200_000) == GIB
     settings = config(tables)
-    assert host_room(settings, schema(), pins(settings, schema()), 4, 1000) == 0
+    assert host_room(settings, schema(), resolve_constraints(settings, schema()), 4, 1000) == 0
 
 
 def test_workers_must_divide_into_hosts():
     with pytest.raises(ConfigError, match="hosts of 3"):
-        check_pins(config(), schema(), "cpu", world=4, ranks_per_host=3)
+        validate_constraints(config(), schema(), "cpu", world=4, ranks_per_host=3)
 
 
 @pytest.mark.parametrize(

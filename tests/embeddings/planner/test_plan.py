@@ -24,7 +24,7 @@ def planned(rank, world, plan, rows=100, optimizer="adagrad"):
     config = RunConfig.model_validate(
         {
             "data": {"train": "d/train"},
-            "scaling": {"workers": world},
+            "scaling": {"num_workers": world},
             "optim": {"embeddings": {"name": optimizer}},
             "plan": plan,
         }
@@ -53,17 +53,17 @@ def test_only_allowed_types_and_fused_kernels(sharding):
 
 
 def test_tables_that_do_not_fit_are_said():
-    messages = on_ranks(1, planned, {"sharding": ["table_wise"]}, 10**11)
-    assert "no plan for 4 tables" in messages[0] and "scaling.workers" in messages[0]
+    messages = on_ranks(1, planned, {"sharding_types": ["table_wise"]}, 10**11)
+    assert "no plan for 4 tables" in messages[0] and "scaling.num_workers" in messages[0]
 
 
 def test_what_is_settled_by_hand_is_kept():
     plan = {
         "tables": {
             "t0": {"ranks": [3]},
-            "t1": {"sharding": "column_wise", "ranks": [2, 1]},
-            "t2": {"sharding": "table_row_wise", "ranks": [2, 3]},
-            "t3": {"sharding": "row_wise", "kernel": "fused_uvm"},
+            "t1": {"sharding_type": "column_wise", "ranks": [2, 1]},
+            "t2": {"sharding_type": "table_row_wise", "ranks": [2, 3]},
+            "t3": {"sharding_type": "row_wise", "compute_kernel": "fused_uvm"},
         }
     }
     t0, t1, t2, t3 = on_ranks(4, planned, plan, hosts=2)[0]
@@ -74,7 +74,7 @@ def test_what_is_settled_by_hand_is_kept():
 
 
 def test_groups_lie_on_one_rank_and_the_rest_is_balanced():
-    plan = {"sharding": ["table_wise"], "together": [["t0", "t3"]]}
+    plan = {"sharding_types": ["table_wise"], "colocate": [["t0", "t3"]]}
     t0, t1, t2, t3 = on_ranks(2, planned, plan)[0]
     assert t0["ranks"] == t3["ranks"]
     assert t1["ranks"] == t2["ranks"] != t0["ranks"]
@@ -85,7 +85,7 @@ def test_groups_lie_on_one_rank_and_the_rest_is_balanced():
 
 @pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
 def test_column_shards_lie_on_different_ranks(sharding):
-    for entry in on_ranks(4, planned, {"sharding": [sharding]}, hosts=2)[0]:
+    for entry in on_ranks(4, planned, {"sharding_types": [sharding]}, hosts=2)[0]:
         assert entry["sharding"] == sharding
         ranks = entry["ranks"]
         assert len(set(ranks)) == len(ranks) == (4 if sharding == "grid_shard" else 2)
@@ -97,14 +97,14 @@ def test_column_shards_lie_on_different_ranks(sharding):
 
 def test_a_group_without_room_is_refused():
     # 4 tables of 0.03 GiB.
-    plan = {"sharding": ["table_wise"], "together": [["t*"]], "memory_gib": 0.1}
+    plan = {"sharding_types": ["table_wise"], "colocate": [["t*"]], "memory_gib": 0.1}
     message = on_ranks(2, planned, plan, 10**6, "sgd")[0]
     assert "t0, t1, t2, t3" in message and "on one rank" in message and "0.10 GiB" in message
 
 
 def test_tables_settled_on_a_full_rank_are_refused():
-    tables = {"t*": {"ranks": [1]}, "t3": {"sharding": "column_wise", "ranks": [1, 0]}}
-    plan = {"sharding": ["table_wise"], "tables": tables, "memory_gib": 0.1}
+    tables = {"t*": {"ranks": [1]}, "t3": {"sharding_type": "column_wise", "ranks": [1, 0]}}
+    plan = {"sharding_types": ["table_wise"], "tables": tables, "memory_gib": 0.1}
     message = on_ranks(2, planned, plan, 10**6, "sgd")[0]
     assert "does not fit on rank 1" in message
 
@@ -139,15 +139,15 @@ def by_name(numbers):
 def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
     from torchrec.distributed.planner import Topology
 
-    from raytrec.embeddings.planner.constraints import pins
+    from raytrec.embeddings.planner.constraints import resolve_constraints
     from raytrec.embeddings.planner.plan import BagSharder, name_devices, plan_for
     from raytrec.embeddings.pooling import PooledEmbeddings
 
     settings = RunConfig.model_validate(
         {
             "data": {"train": "d/train"},
-            "scaling": {"workers": len(ranks)},
-            "plan": {"sharding": [sharding]},
+            "scaling": {"num_workers": len(ranks)},
+            "plan": {"sharding_types": [sharding]},
             "optim": {"embeddings": {"name": "adagrad"}},
         }
     )
@@ -155,7 +155,9 @@ def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
     assert hosts.ranks_per_host == local
     topology = Topology(len(ranks), "cuda", hbm_cap=hosts.memory, local_world_size=hosts.ranks_per_host)
     given = schema(), settings, PooledEmbeddings(schema()), BagSharder()
-    plan = name_devices(plan_for(topology, pins(settings, schema()), *given, fused=True), hosts.devices)
+    plan = name_devices(
+        plan_for(topology, resolve_constraints(settings, schema()), *given, fused=True), hosts.devices
+    )
     named = [
         str(shard.placement)
         for module in plan.plan.values()
@@ -188,7 +190,7 @@ def trained_on(rank, world, gpus, says, ranks_per_host=None):
 
     from raytrec.worker.build import build_step
 
-    before, settings = os.environ["LOCAL_WORLD_SIZE"], config(world, {"sharding": "row_wise"})
+    before, settings = os.environ["LOCAL_WORLD_SIZE"], config(world, {"sharding_type": "row_wise"})
     settings.plan.ranks_per_host = ranks_per_host
     device = torch.device("cuda", gpus[rank])
     torch.cuda.set_device(device)
@@ -219,8 +221,8 @@ def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gi
     values = {
         "data": {"train": "d/train"},
         "optim": {"embeddings": {"name": optimizer}},
-        "plan": {"sharding": ["row_wise"], "tables": tables},
-        "checkpoint": {"asynchronous": False},
+        "plan": {"sharding_types": ["row_wise"], "tables": tables},
+        "checkpoint": {"async_save": False},
     }
     plan = dry_run(RunConfig.model_validate(values), schema(rows), hosts, gpus, memory_gib, **memory)
     return {table.table: table for table in plan}
@@ -230,7 +232,7 @@ def planned_on_gpu(rank, world, plan, rows):
     """The kernels of the plan, without making any table; or the error."""
     from raytrec.worker.build import plan_of
 
-    values = {"data": {"train": "d/train"}, "scaling": {"workers": world}, "plan": plan}
+    values = {"data": {"train": "d/train"}, "scaling": {"num_workers": world}, "plan": plan}
     values["optim"] = {"embeddings": {"name": "adagrad"}}
     try:
         plan = plan_of(RunConfig.model_validate(values), schema(rows), torch.device("cuda", 0))
@@ -242,7 +244,7 @@ def planned_on_gpu(rank, world, plan, rows):
 def test_tables_that_do_not_fit_host_memory_have_no_plan():
     """TorchRec would take each rank to have 128 GiB of it."""
     rows = 2 * host_memory() // (4 * 8 * 8)  # of four tables of 8 columns, with as much of state
-    plan = {"tables": {"t*": {"kernel": "fused_uvm"}}}
+    plan = {"tables": {"t*": {"compute_kernel": "fused_uvm"}}}
     (message,) = on_ranks(1, planned_on_gpu, plan, rows, device="cuda")
     assert "no plan for 4 tables" in message and "of host memory" in message
     assert on_ranks(1, planned_on_gpu, plan, 1000, device="cuda") == [["fused_uvm"] * 4]
@@ -253,7 +255,7 @@ def test_tables_in_host_memory_are_counted_there():
     from raytrec.embeddings.planner.dry_run import gib_of_hosts, gib_of_ranks
 
     size = 10_000_000 * 8 * 4 * 2 / GIB
-    tables = {"t0": {"kernel": "fused_uvm"}, "t1": {"kernel": "fused_uvm_caching"}}
+    tables = {"t0": {"compute_kernel": "fused_uvm"}, "t1": {"compute_kernel": "fused_uvm_caching"}}
     plan = dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=3)
     assert plan["t0"].gib == [0, 0] and plan["t0"].host_gib == pytest.approx([size / 2] * 2)
     assert plan["t2"].gib == pytest.approx([size / 2] * 2) and plan["t2"].host_gib == [0, 0]
@@ -266,7 +268,7 @@ def test_tables_in_host_memory_are_counted_there():
     # 15 % of each host, and 0.5 GiB of rows read ahead, are not theirs.
     with pytest.raises(ConfigError, match=r"no plan for 4 tables(.|\n)*2.0 GiB on each GPU.*0.5 GiB of host"):
         dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=1.2)
-    dry(tables | {"t*": {"kernel": "fused_uvm"}}, memory_gib=0.3, host_memory_gib=8)
+    dry(tables | {"t*": {"compute_kernel": "fused_uvm"}}, memory_gib=0.3, host_memory_gib=8)
 
 
 @pytest.mark.parametrize("optimizer,bytes_", [("adagrad", 6), ("adam", 10), ("sgd", 2)])
@@ -285,7 +287,7 @@ def test_state_beside_fp16_tables_is_counted_as_the_fp32_that_it_is(optimizer, b
 def test_state_of_one_value_a_row_is_counted_on_the_gpu():
     rows = 100_000_000
     on_gpus = 4 * rows * 4 / 2 / GIB / 0.85
-    tables = {"t*": {"kernel": "fused_uvm"}}
+    tables = {"t*": {"compute_kernel": "fused_uvm"}}
     dry(tables, "rowwise_adagrad", rows, memory_gib=on_gpus + 0.05, host_memory_gib=100)
     with pytest.raises(ConfigError, match="no plan for 4 tables"):
         dry(tables, "rowwise_adagrad", rows, memory_gib=on_gpus - 0.05, host_memory_gib=100)

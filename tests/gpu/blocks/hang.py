@@ -16,7 +16,7 @@ def run(here: Here) -> None:
     before = _gpu_memory(here)
     values = here.settings(
         "disturbed",
-        scaling__hang_s=HANG_S,
+        scaling__hang_timeout_s=HANG_S,
         checkpoint__every_steps=5,
         train__epochs=2,
         train__max_steps=STEPS,
@@ -34,7 +34,7 @@ def run(here: Here) -> None:
     cause, found_s = hangs[0]["cause"], hangs[0]["unix_s"] - stuck["unix_s"]
     here.found |= {"found_after_s": round(found_s, 1), "said": cause}
     assert "rank 0" in cause and "NCCL" not in cause, f"it says: {cause}"
-    assert found_s < HANG_S + 10, f"found after {found_s:.0f} s, where scaling.hang_s is {HANG_S}"
+    assert found_s < HANG_S + 10, f"found after {found_s:.0f} s, where scaling.hang_timeout_s is {HANG_S}"
     starts = [e["unix_s"] for e in events if e["event"] == "started"]
     assert len(starts) == 3, f"{len(starts)} starts; the first, one after the hang, one after the kill"
     here.found["again_after_s"] = [

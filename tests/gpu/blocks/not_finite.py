@@ -32,7 +32,7 @@ def _diverged(here: Here, name: str, max_steps: int | None) -> tuple[int, int]:
         name, checkpoint__every_steps=1, train__max_steps=max_steps, tracking__every_steps=None
     )
     values["optim"] = {"dense": {"name": "sgd", "lr": 1e30}}
-    values["checks"] = {"finite": "off", "numbers": "off"}
+    values["checks"] = {"finite": "off", "numerics": "off"}
     try:
         driver.train(values)
     except RunError as error:

@@ -37,7 +37,7 @@ def cases(kind: str) -> list:
         return Case(sharding, pooling, optimizer, (1, 1), "equal", **extras)
 
     optimizers = ("sgd", "rowwise_adagrad", "adagrad", "adam")
-    found = [case(kernel="fused"), case("rowwise_adagrad", clip_norm=0.05), case("adam", kernel="dense")]
+    found = [case(kernel="fused"), case("rowwise_adagrad", max_grad_norm=0.05), case("adam", kernel="dense")]
     found += [case(o, kernel=kernel) for o in optimizers for kernel in ("fused", "dense")]
     found += [
         case("sgd", pooling=p, sharding="row_wise") for p in ("sum", "mean", "weighted sum", "weighted mean")
@@ -45,7 +45,7 @@ def cases(kind: str) -> list:
     found += [case(o, dtype="fp16") for o in ("sgd", "adagrad")]
     found += [case(o, kernel=kernel) for o in ("rowwise_adagrad", "adam") for kernel in UVM]
     found += [
-        case("adagrad", clip_norm=0.05, micro_batches=3),
+        case("adagrad", max_grad_norm=0.05, micro_batches=3),
         case("adam", sharding="data_parallel", kernel="dense"),
     ]
     found += [case(model=model) for model in ("dcn", "two_tower", "sequence")]
@@ -60,7 +60,9 @@ def sharded_cases(world: int) -> list:
     ways = [(way, "mixed", "adagrad", (world, 1), "unequal") for way in FACTORS["sharding"]]
     return [Case(*way, kernel="dense" if way[0] == "data_parallel" else "fused") for way in ways] + [
         Case("row_wise", "weighted mean", "sgd", (world, 1), "empty"),
-        Case("row_wise", "mixed", "rowwise_adagrad", (world, 1), "unequal", clip_norm=0.05, micro_batches=3),
+        Case(
+            "row_wise", "mixed", "rowwise_adagrad", (world, 1), "unequal", max_grad_norm=0.05, micro_batches=3
+        ),
     ]
 
 
@@ -93,13 +95,13 @@ def _bf16_is_refused(here: Here) -> None:
     """FBGEMM has no kernels for bf16 tables, on no device; raytrec says so before it builds any."""
     from raytrec.common.errors import ConfigError
     from raytrec.config.run_config import load_config
-    from raytrec.embeddings.planner.constraints import check_pins
+    from raytrec.embeddings.planner.constraints import validate_constraints
 
     case = cases(here.kind)[0]
     values = case.config().model_dump(by_alias=True)
     try:
         config = load_config(values, ["plan.tables={'*': {kernel: fused, dtype: bf16}}"])
-        check_pins(config, case.schema(), here.kind, world=1)
+        validate_constraints(config, case.schema(), here.kind, world=1)
     except ConfigError as error:
         assert "bf16" in str(error), str(error)
         return

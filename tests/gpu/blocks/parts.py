@@ -18,7 +18,7 @@ def run(here: Here) -> None:
 def _config(seed: int):
     import small
 
-    config = small.config(1, {"sharding": "row_wise"}, "adagrad")
+    config = small.config(1, {"sharding_type": "row_wise"}, "adagrad")
     config.optim.dense.name, config.run.seed = "adam", seed  # Adam's count of steps is on the CPU
     return config
 

@@ -16,7 +16,7 @@ def run(here: Here) -> None:
     from raytrec.worker.build import build_step
 
     with here.group():
-        step, _ = build_step(small.config(1, {"sharding": "row_wise"}), small.SCHEMA, here.device)
+        step, _ = build_step(small.config(1, {"sharding_type": "row_wise"}), small.SCHEMA, here.device)
         batches = small.batches(20, 0, 1)[1]
         small.train(step, batches)  # the first steps set everything up
         step.phases.take()

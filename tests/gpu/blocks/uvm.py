@@ -54,9 +54,9 @@ def _config():
     return RunConfig.model_validate(
         {
             "data": {"train": "unused/train", "global_batch_size": BATCH},
-            "scaling": {"workers": 1},
+            "scaling": {"num_workers": 1},
             "optim": {"embeddings": {"name": "adagrad", "lr": 0.1}},
-            "plan": {"tables": {"t": {"sharding": "table_wise", "kernel": "fused_uvm_caching"}}},
+            "plan": {"tables": {"t": {"sharding_type": "table_wise", "compute_kernel": "fused_uvm_caching"}}},
         }
     )
 

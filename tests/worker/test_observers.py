@@ -4,6 +4,7 @@ import json
 
 import pytest
 import small
+from loop import Heartbeat
 from ranks import on_ranks
 
 
@@ -27,30 +28,31 @@ def run(rank, world, steps, changes, disturb=None, plan="row_wise"):
     from raytrec.config.run_config import load_config
     from raytrec.metrics.sums import Sums
     from raytrec.worker.build import build_step
-    from raytrec.worker.context import Rank, Task
+    from raytrec.worker.context import WorkerContext, WorkerTask
     from raytrec.worker.nonfinite import Recent
-    from raytrec.worker.observe import Observation
+    from raytrec.worker.observers import make_observers
     from raytrec.worker.progress import Progress
 
-    config = load_config(small.config(world, {"sharding": plan}), changes)
+    config = load_config(small.config(world, {"sharding_type": plan}), changes)
     device, said = torch.device("cpu"), Said()
     step, _ = build_step(config, small.SCHEMA, device)
     _, local = small.batches(steps, rank, world)
     for number, batch in zip(count(), local):
         batch.step = number
     batches, progress = Recent(iter(local), 0), Progress(Sums(device))
-    here = Rank(rank, world, device, Task(config, small.SCHEMA, {}, said, ""), None, 0)
+    task = WorkerTask(config, small.SCHEMA, {}, said, "")
+    context = WorkerContext(rank, world, device, task, Heartbeat(), 0)
     state = LogicalState(step.model, step.optimizer)
-    observation = Observation(here, step, state, progress, batches, steps)
+    observers = make_observers(context, step, state, progress, batches, steps)
     try:
-        observation.begin()
+        observers.begin()
         for outputs in step.train(batches, steps):
             progress.count(12, outputs)
             if disturb:
                 disturb(rank, progress.step, step, state)
-            observation.after_step(12)
+            observers.after_step(12)
             if progress.step == 5:
-                observation.before_save()
+                observers.before_save()
     except RunError as error:
         return said, str(error)
     return said, None
@@ -75,7 +77,7 @@ def test_what_is_said_and_when():
         at = {
             name: [m["step"] for m in checks if m["check"] == name] for name in {m["check"] for m in checks}
         }
-        assert at["alike"] == [0]
+        assert at["same_environment"] == [0]
         assert at["parity"] == [2, 4, 8]  # the first step for which there is a batch ahead, then each 4
         assert at["replicas"] == [0, 2, 4, 5, 8]  # 5: before a checkpoint
 
@@ -111,7 +113,7 @@ def test_a_failed_check_warns():
 def test_all_off():
     changes = ["tracking.every_steps=null"] + [
         f"checks.{name}=off"
-        for name in ("alike", "shards", "replicas", "parity", "conservation", "finite", "numbers")
+        for name in ("same_environment", "shards", "replicas", "parity", "conservation", "finite", "numerics")
     ]
     assert on_ranks(2, run, 4, changes, flip_a_bit) == [([], None), ([], None)]
 

@@ -1,4 +1,4 @@
-"""alike: configuration, schema, code and libraries are the same on all ranks."""
+"""same_environment: configuration, schema, code and libraries are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from raytrec.checks.live.outcome import START, Check, Outcome, Position, odd_one
 SHOWN = 60  # characters of a value
 
 
-class Alike(Check):
+class SameEnvironment(Check):
     """Compares what ranks say about themselves, key by key."""
 
-    name = "alike"
+    name = "same_environment"
     moments = frozenset({START})
     do = "give every node the same raytrec, the same packages and the same files, and start the run again"
 

@@ -1,4 +1,4 @@
-"""numbers: no gradient is NaN or infinite, no norm explodes, predicted rates do not drift from real ones."""
+"""numerics: no gradient is NaN or infinite, no norm explodes, predicted rates do not drift from real ones."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Look:
     figures: dict[str, float]
 
 
-class Numbers(Check):
+class Numerics(Check):
     """Looks at dense layers whole, and at another part of each shard every time."""
 
-    name = "numbers"
+    name = "numerics"
     do = (
-        "lower optim.dense.lr or optim.embeddings.lr, set train.clip_norm, or look at the data of the last "
+        "lower optim.dense.lr or optim.embeddings.lr, set train.max_grad_norm, or check the data of the last "
         "steps; go on from the last checkpoint: raytrec train --resume RUN"
     )
 
