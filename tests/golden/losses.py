@@ -1,0 +1,125 @@
+"""The first 50 losses of an example configuration, on ranks without Ray.
+
+    .venv/bin/python tests/golden/losses.py [NAME...]     # records anew
+
+That is legitimate where a commit means to change what is computed (another order of the rows, other initial
+values, another kernel, a new version of torch, TorchRec, FBGEMM or NumPy) and says so, with the reason. A
+commit that moves, renames or simplifies never needs it: then its losses are wrong.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+
+STEPS, WORKERS = 50, (1, 2)
+EPOCH_STEPS = 30  # the last one smaller; the 50 steps go into a second epoch
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# Configuration → (the shape of its data, rows of a global batch). Everything else is the file's, the model's
+# size included; machines with GPUs are left aside.
+EXAMPLES = {
+    "synthetic": ("synthetic", 256),
+    "criteo_kaggle": ("criteo_kaggle", 256),
+    "criteo_1tb_8xa100": ("criteo_1tb", 32),
+    "criteo_1tb_2x8xh100": ("criteo_1tb", 32),
+    "movielens": ("movielens", 256),
+    "sequence": ("movielens", 256),
+    "two_tower": ("movielens", 256),
+    "own": ("own", 256),
+}
+
+
+def record(name: str, workers: int, data: Path) -> dict:
+    """{"rows": hash of all batches, "losses": of the global batches} of an example.
+
+    Args:
+        data: a folder for what is read; what an earlier call has written there is used again.
+    """
+    from golden.shapes import write
+    from ranks import on_ranks
+
+    shape, batch_rows = EXAMPLES[name]
+    folder = data / f"{shape}-{batch_rows}"
+    if not folder.exists():
+        write(shape, EPOCH_STEPS * batch_rows - batch_rows // 3, folder)
+    ranks = on_ranks(workers, train, name, str(folder), batch_rows)
+    rows = hashlib.sha256("".join(digest for digest, _ in ranks).encode()).hexdigest()[:16]
+    # A rank's loss is its part × workers (embeddings/gradients.py), so that their mean is the batch's.
+    losses = [sum(parts) / workers for parts in zip(*(losses for _, losses in ranks), strict=True)]
+    return {"rows": rows, "losses": losses}
+
+
+def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tuple[str, list[float]]:
+    """One rank: (hash of its batches, its loss at each step)."""
+    import torch
+
+    from raytrec.config.run_config import load_config
+    from raytrec.config.schema import Schema
+    from raytrec.config.sequences import read_by_id
+    from raytrec.data.fragments import scan
+    from raytrec.data.rows import read_item
+    from raytrec.data.stream import Stream
+    from raytrec.worker.build import build_step
+    from raytrec.worker.loop import train_order
+
+    class Direct(Stream):
+        """Reads in this process what Ray Data's tasks read otherwise: the same rows in the same order."""
+
+        def _tables(self, items):
+            return (read_item(item, self.dataset.form) for item in items)
+
+    settings = [f"data.train={folder}/train", "data.valid=null", "data.test=null", "scaling.device=cpu"]
+    settings += [f"data.global_batch_size={batch_rows}", "train.eval_every_steps=null", "train.epochs=2"]
+    config = load_config(ROOT / "jobs" / f"{name}.yaml", [*settings, f"scaling.num_workers={world}"])
+    schema = Schema.load(f"{folder}/schema.yaml")
+    step, _ = build_step(config, schema, torch.device("cpu"))
+    losses = []
+    step.model.register_forward_hook(lambda model, inputs, outputs: losses.append(outputs[0].item()))
+    by_id = read_by_id(schema, config.model)
+    stream = Direct(scan(f"{folder}/train", schema), train_order(config), rank=rank, world=world, by_id=by_id)
+    seen, digest = stream.epochs(config.train.epochs), hashlib.sha256()
+    for _ in step.train(_hashed(islice(seen, STEPS), digest), STEPS):
+        pass
+    seen.close()
+    return digest.hexdigest(), losses
+
+
+def _hashed(batches, digest):
+    for batch in batches:
+        for part in (batch.dense, batch.labels, batch.weights, batch.sparse.values(), batch.sparse.lengths()):
+            digest.update(part.numpy().tobytes())
+        yield batch
+
+
+def environment() -> dict:
+    """What the last bits of a loss depend on beside the code."""
+    import torch
+
+    libraries = "torch", "torchrec", "fbgemm-gpu-cpu", "numpy", "pyarrow"
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        **{name: version(name) for name in libraries},
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "cpu": cpu[0].partition(":")[2].strip() if cpu else "",
+    }
+
+
+def main(names: list[str]) -> None:
+    """Records these examples, or all."""
+    with tempfile.TemporaryDirectory() as data:
+        for name in names or EXAMPLES:
+            runs = {str(workers): record(name, workers, Path(data)) for workers in WORKERS}
+            text = json.dumps({"environment": environment(), "workers": runs}, indent=1)
+            (HERE / f"{name}.json").write_text(text + "\n")
+            print(name, *(run["losses"][-1] for run in runs.values()), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))
+    from golden.losses import main  # by its own name, under which ranks can import it
+
+    main(sys.argv[1:])
