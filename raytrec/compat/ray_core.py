@@ -1,0 +1,212 @@
+"""Private names of Ray's core (2.60.0): its cluster, its processes, its token. Ray is imported in functions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray sets in the environment of a job's driver
+CURRENT_CLUSTER = (
+    "ray/ray_current_cluster"  # below RAY_TMPDIR: HOST:PORT of the cluster that was started last
+)
+# What Ray appends to RAY_TMPDIR; the address of a Unix socket must not be too long.
+SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+# Calls that exist on the two kinds of servers and change nothing; what matters is whether they are refused.
+GCS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+CLIENT_CALL = "/ray.rpc.RayletDriver/ClusterInfo"
+
+
+def available_resources() -> dict[str, dict[str, float]]:
+    """Node's id → resources that nobody uses."""
+    import ray
+
+    return ray._private.state.available_resources_per_node()
+
+
+def draining_nodes() -> set[str]:
+    """Ids of nodes that have been told to go (ray.train.get_preemption_info has the same source)."""
+    import ray
+
+    return set(ray._private.state.state.get_draining_nodes() or {})
+
+
+def actor_state(actor_id: str) -> dict[str, Any]:
+    """What the GCS of this process's own cluster knows of an actor; empty: nothing."""
+    import ray
+
+    return ray._private.state.actors(actor_id) or {}
+
+
+def starts_nodes() -> bool:
+    """Whether an autoscaler starts nodes: `ray up` and KubeRay give each node, the head too, a type."""
+    import ray
+    from ray.autoscaler.v2.sdk import get_cluster_resource_state
+
+    cluster = get_cluster_resource_state(gcs_client(ray.get_runtime_context().gcs_address))
+    return any(node.ray_node_type_name for node in cluster.node_states)
+
+
+def gcs_client(address: str) -> Any:
+    """A client of the GCS at HOST:PORT."""
+    from ray._raylet import GcsClient
+
+    return GcsClient(address=address)
+
+
+def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool, str]:
+    """Marks a node as one that is taken away; whether Ray accepts, and why not.
+
+    Args:
+        deadline_ms: Unix time.
+    """
+    from ray.core.generated import autoscaler_pb2
+
+    preemption = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    return gcs_client(gcs_address).drain_node(node, preemption, why, deadline_ms)
+
+
+def head_nodes() -> list[str]:
+    """Ids of the head, if it is alive."""
+    import ray
+    from ray._common.constants import HEAD_NODE_RESOURCE_NAME
+
+    return [n["NodeID"] for n in ray.nodes() if n["Alive"] and HEAD_NODE_RESOURCE_NAME in n["Resources"]]
+
+
+def system_memory() -> int:
+    """Bytes of main memory of this machine, or of the container that this process is in."""
+    from ray._common.utils import get_system_memory
+
+    return get_system_memory()
+
+
+def bootstrap_address(address: str) -> str | None:
+    """HOST:PORT that Ray would join for an address, with 127.0.0.1 turned into the machine's own.
+
+    Raises:
+        ConnectionError, ValueError: there is no cluster, or it is no address.
+    """
+    from ray._private import services
+
+    return services.canonicalize_bootstrap_address(address)
+
+
+def own_address() -> str:
+    """The address by which Ray knows this machine."""
+    from ray._private import services
+
+    return services.get_node_ip_address()
+
+
+def loopback_setting() -> dict[str, str]:
+    """The environment in which Ray keeps 127.0.0.1, rather than turning it into the machine's own address."""
+    from ray._private import ray_constants
+
+    return {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+
+
+def keep_loopback() -> None:
+    """The same for this process, where Ray may have been imported before its environment was set."""
+    from ray._private import ray_constants
+
+    _replace(ray_constants, "ENABLE_RAY_CLUSTER", False)
+
+
+def connect_by_hand() -> None:
+    """Lets no call to Ray start or join a cluster by itself."""
+    from ray._private import auto_init_hook
+
+    _replace(auto_init_hook, "enable_auto_connect", False)
+
+
+def silence_workers() -> None:
+    """Drops what `log_to_driver=False` leaves: lines of advice on every process that ends."""
+    import ray
+
+    _replace(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: None)
+
+
+def in_folder(folder: Path) -> dict[str, Any]:
+    """Arguments of ray.init for a local Ray that keeps its files there."""
+    return {"_temp_dir": str(folder)}
+
+
+def logs_folder() -> Path:
+    """Where the Ray that this process has started keeps its logs."""
+    import ray
+
+    return Path(ray._private.worker._global_node.get_logs_dir_path())
+
+
+@contextmanager
+def popen_replaced(
+    options: dict[str, Any], env: dict[str, str], began: Callable[[int], None]
+) -> Iterator[None]:
+    """A block in which Ray starts its processes with further options of subprocess.Popen.
+
+    Args:
+        env: added to their environment.
+        began: called with the id of each.
+    """
+    from ray._private import services
+
+    before = services.ConsolePopen
+
+    class Apart(before):
+        def __init__(self, *args: Any, **given: Any):
+            given["env"] = (given.get("env") or os.environ) | env
+            super().__init__(*args, **given, **options)
+            began(self.pid)
+
+    services.ConsolePopen = Apart
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
+
+
+def is_ray_process(pid: int) -> bool:
+    """Whether a process of this machine is a worker of Ray's, as its title says.
+
+    Raises:
+        OSError: it is gone.
+    """
+    return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def job_id() -> str | None:
+    """The id under which this process was submitted to Ray's Job API; None: it was not."""
+    try:
+        return json.loads(os.environ.get(JOB_CONFIG, "{}"))["metadata"]["job_submission_id"]
+    except (KeyError, ValueError):
+        return None
+
+
+def read_token_again() -> None:
+    """Lets Ray, which reads its settings when it is imported, read RAY_AUTH_* again."""
+    from ray._raylet import Config
+
+    Config.initialize("")
+
+
+def token_metadata() -> tuple[tuple[str, str], ...]:
+    """What Ray sends with each call; nothing where it asks for no token."""
+    from ray._private.authentication import grpc_authentication_client_interceptor as interceptor
+
+    return interceptor._get_authentication_metadata_tuple()
+
+
+def _replace(module: Any, name: str, value: Any) -> None:
+    """Sets a name of a module of Ray's.
+
+    Raises:
+        RunError: Ray reads no such name, so that setting it would change nothing.
+    """
+    from raytrec.compat.versions import private
+
+    private(module, name, "ray")
+    setattr(module, name, value)

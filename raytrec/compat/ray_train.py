@@ -1,0 +1,124 @@
+"""Private names of Ray Train (2.60.0): its trainer, its policies, its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+    DefaultAutoscalingCoordinator,
+)
+from ray.train.torch import TorchTrainer
+from ray.train.torch.config import _TorchBackend
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
+    AUTOSCALING_REQUESTS_EXPIRE_TIME_S,
+    AUTOSCALING_REQUESTS_INTERVAL_S,
+)
+
+from raytrec.compat.ray_cleaner import with_own_cleaner
+
+__all__ = [
+    "RETRYABLE_CONTROLLER_ERRORS",
+    "ControlledTrainer",
+    "FailureDecision",
+    "FailurePolicy",
+    "NoopDecision",
+    "RequestingPolicy",
+    "ResizeDecision",
+    "TorchBackend",
+]
+TorchBackend = _TorchBackend
+
+
+class ControlledTrainer(TorchTrainer):
+    """A TorchTrainer whose controller is given policies, and is waited for by a function of ours.
+
+    Args:
+        policies: scaling_policy and failure_policy.
+        on_start: called with the controller when it has been started, in the main thread.
+        wait: ref → what the controller's method returns.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        policies: dict[str, Any],
+        on_start: Callable[[Any], None],
+        wait: Callable[[Any], Any],
+        **options: Any,
+    ):
+        super().__init__(*args, **options)
+        self._policies, self._on_start, self._wait = policies, on_start, wait
+
+    def _initialize_and_run_controller(self, **parts: Any) -> Any:
+        """As Ray's, whose wait for the controller nothing can interrupt when a part of Ray has ended."""
+        try:
+            return super()._initialize_and_run_controller(**parts | self._policies)
+        except _Started as started:
+            controller = started.controller
+        self._wait(controller.run.remote())
+        return self._wait(controller.get_result.remote())
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        """Called in the main thread between the controller's start and the wait for it."""
+        self._on_start(controller)
+        raise _Started(controller)
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return with_own_cleaner(super()._create_default_callbacks())
+
+
+class _Started(Exception):
+    def __init__(self, controller: Any):
+        super().__init__()
+        self.controller = controller
+
+
+class RequestingPolicy(ScalingPolicy):
+    """A ScalingPolicy that asks an autoscaler for as many workers as a run may have.
+
+    Args:
+        most: workers.
+        cpus_beside: CPUs that the autoscaler is to have ready beside the workers' own.
+    """
+
+    def __init__(self, scaling_config: Any, most: int, cpus_beside: int):
+        super().__init__(scaling_config)
+        self._workers, self._cpus_beside = most, cpus_beside
+        self._beside: DefaultAutoscalingCoordinator | None = None
+        self._asked_at = 0.0
+
+    @property
+    def resources_per_worker(self) -> dict[str, float]:
+        """What Ray sets aside for each worker."""
+        return self.scaling_config._resources_per_worker_not_none
+
+    def request_resources(self) -> None:
+        """Asks the autoscaler again, as requests expire; does nothing while the last one is young."""
+        self._maybe_send_resource_request()
+        if monotonic() - self._asked_at > AUTOSCALING_REQUESTS_INTERVAL_S:
+            self._ask_for_cpus()
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        if self._cpus_beside:
+            self._beside = DefaultAutoscalingCoordinator(f"readers-{train_run_context.run_id}")
+        super().after_controller_start(train_run_context)
+        self._ask_for_cpus()
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return self._workers
+
+    def _ask_for_cpus(self) -> None:
+        if self._beside:
+            self._asked_at = monotonic()
+            wanted = [{"CPU": 1}] * self._cpus_beside
+            self._beside.request_resources(wanted, AUTOSCALING_REQUESTS_EXPIRE_TIME_S)
+
+    def _cancel_resource_request(self) -> None:
+        super()._cancel_resource_request()
+        if self._beside:
+            self._beside.cancel_request()

@@ -1,0 +1,145 @@
+"""Private names of torch (2.13.0), and of its sharded tensors."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import TCPStore, _remote_device
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+
+from raytrec.compat.versions import missing
+
+__all__ = [
+    "Dropout",
+    "FixedDtype",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "accumulate_grad_of",
+    "apply_optimizer_in_backward",
+    "bind_store",
+    "multiply_",
+    "rank_place",
+    "sharded_tensor",
+    "time_waits",
+    "with_local_shards",
+]
+
+
+def rank_place(rank: int, device: str) -> _remote_device:
+    """Where a shard is: on a rank's device."""
+    return _remote_device(f"rank:{rank}/{device}")
+
+
+def sharded_tensor(
+    local: list[Shard], shards: list[ShardMetadata], shape: Sequence[int], dtype: torch.dtype
+) -> ShardedTensor:
+    """A ShardedTensor over live values; no collective.
+
+    Args:
+        local: this rank's shards.
+        shards: those of all ranks.
+        shape: of the whole.
+    """
+    metadata = ShardedTensorMetadata(shards, torch.Size(shape), TensorProperties(dtype=dtype))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
+
+
+def with_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:
+    """A ShardedTensor like another one, of other values of this rank, which are in host memory.
+
+    torch holds each part against what the metadata say of its device and of pinned memory.
+    """
+    metadata = value.metadata()
+    shards = [
+        ShardMetadata(list(s.shard_offsets), list(s.shard_sizes), f"rank:{s.placement.rank()}/cpu")
+        for s in metadata.shards_metadata
+    ]
+    of_place = {tuple(shard.shard_offsets): shard for shard in shards}
+    local = [
+        Shard(part, of_place[tuple(shard.metadata.shard_offsets)])
+        for part, shard in zip(parts, value.local_shards(), strict=True)
+    ]
+    pinned = any(part.is_pinned() for part in parts)
+    properties = replace(metadata.tensor_properties, pin_memory=pinned)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        local, replace(metadata, shards_metadata=shards, tensor_properties=properties)
+    )
+
+
+def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies tensors in place, with few kernels."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def accumulate_grad_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
+    """The AccumulateGrad node that a view's autograd graph ends in.
+
+    Raises:
+        RunError: it ends in another one.
+    """
+    with torch.enable_grad():
+        node = leaf.view_as(leaf).as_subclass(torch.Tensor).grad_fn
+    while node is not None and node.name() != "torch::autograd::AccumulateGrad":
+        node = node.next_functions[0][0] if node.next_functions else None
+    if node is None:
+        raise missing("torch::autograd::AccumulateGrad behind a parameter", "torch")
+    return node
+
+
+class FixedDtype(nn.Module):
+    """A module that hears of every cast before it has touched any of its tensors."""
+
+    def before_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Called with what is about to be applied to each tensor; raise to refuse it."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> FixedDtype:
+        self.before_cast(fn)
+        return super()._apply(fn, recurse)
+
+
+def bind_store(address: str) -> None:
+    """Makes the TCPStore that this process may start listen on this address.
+
+    torch/distributed/rendezvous.py starts it, on all interfaces, unless it is handed a socket that listens.
+    """
+    module: Any = import_module(
+        "torch.distributed.rendezvous"
+    )  # torch.distributed.rendezvous is a function, too
+    if "TCPStore" not in vars(module):
+        raise missing("torch.distributed.rendezvous.TCPStore", "torch")
+
+    def store(host_name: str, port: int, *args: Any, is_master: bool = False, **options: Any) -> TCPStore:
+        if is_master:
+            listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(1024)
+            options["master_listen_fd"] = listener.detach()
+        return TCPStore(host_name, port, *args, is_master=is_master, **options)
+
+    module.TCPStore = store
+
+
+_untimed_wait: Any = dist.Work.wait
+
+
+def time_waits(timed: Callable[[Callable], Callable]) -> None:
+    """Wraps every wait for other ranks of this process: TorchRec waits within autograd functions of its own.
+
+    Args:
+        timed: torch.distributed.Work.wait → what takes its place; what an earlier call has put there goes.
+    """
+    dist.Work.wait = timed(_untimed_wait)

@@ -1,0 +1,73 @@
+"""Private names of TorchRec (1.8.0): the lookups of a sharded model, and optimizers in their wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Proxy
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+
+from raytrec.compat.versions import private
+
+
+def sharded_kernels(model: nn.Module) -> Iterator[nn.Module]:
+    """TorchRec's lookups of this rank's shards, one for each group of tables that FBGEMM looks up at once
+    (data-parallel tables are behind a DDP of their own, and not among them)."""
+    for lookup in _lookups(model):
+        if not isinstance(lookup, DistributedDataParallel):
+            yield from private(lookup, "_emb_modules", "torchrec")
+
+
+def replicated_kernels(model: nn.Module) -> Iterator[nn.Module]:
+    """The lookups of data-parallel tables, which every rank holds whole."""
+    for lookup in _lookups(model):
+        if isinstance(lookup, DistributedDataParallel):
+            yield from private(lookup.module, "_emb_modules", "torchrec")
+
+
+def _lookups(model: nn.Module) -> Iterator[nn.Module]:
+    """One for each way of sharding."""
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            yield from private(module, "_lookups", "torchrec")
+
+
+def tables_of(kernel: nn.Module) -> list[ShardedEmbeddingTable]:
+    """The shards that a kernel looks up, in the order of its keys: .name, .feature_names, .local_cols."""
+    return private(kernel, "config", "torchrec").embedding_tables
+
+
+def shard_origin(table: ShardedEmbeddingTable) -> tuple[int, int]:
+    """The first row and column of a rank's shard in the table: (0, 0) for a data-parallel table."""
+    if not table.local_metadata:
+        return 0, 0
+    row, column = table.local_metadata.shard_offsets
+    return row, column
+
+
+def is_pipelined(bags: nn.Module, sparse: Any) -> bool:
+    """Whether TorchRec's pipeline traces a lookup, or has exchanged copies of its ids before."""
+    return isinstance(sparse, Proxy) or isinstance(bags.forward, BaseForward)
+
+
+def unwrapped(optimizer: KeyedOptimizer) -> KeyedOptimizer:
+    """The optimizer inside wrappers such as GlobalNormClip."""
+    while isinstance(optimizer, OptimizerWrapper):
+        optimizer = private(optimizer, "_optimizer", "torchrec")
+    return optimizer
+
+
+def torch_optimizers(optimizer: KeyedOptimizer) -> Iterator[torch.optim.Optimizer]:
+    """The torch optimizers of what is not updated in backward."""
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, part in optimizer.optimizers:
+            yield from torch_optimizers(part)
+    elif isinstance(optimizer, KeyedOptimizerWrapper):
+        yield private(optimizer, "_optimizer", "torchrec")
