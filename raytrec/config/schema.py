@@ -2,7 +2,7 @@
 
 A `schema.yaml` beside the data:
 
-    labels: [label]                    # numbers in [0, 1]
+    labels: [label]                    # numbers; in [0, 1] where probabilities are learned
     dense: [price, age]                # numbers
     sparse:                            # feature: how it is looked up
       user_id: {table: user}
@@ -83,7 +83,9 @@ class Schema(BaseModel):
     """The columns of a dataset and the embedding tables behind them."""
 
     model_config = ConfigDict(extra="forbid")
-    labels: list[str] = Field(min_length=1, description="Columns to predict; numbers in [0, 1].")
+    labels: list[str] = Field(
+        min_length=1, description="Columns to predict; numbers that their task's loss takes (bce: 0 to 1)."
+    )
     dense: list[str] = Field(default_factory=list, description="Columns of numbers.")
     sparse: dict[str, Sparse] = Field(min_length=1, description="Feature name → how it is looked up.")
     tables: dict[str, Table] = Field(min_length=1, description="Table name → its size.")

@@ -15,6 +15,7 @@ import hmac
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -40,6 +41,9 @@ def code_in(values: dict[str, Any]) -> dict[str, str]:
         do = str(_mapping(transform).get("do", ""))
         if ":" in do:
             found[f"data.transforms[{number}].do"] = do
+    for place, name in _of_tasks(values.get("tasks")):
+        if ":" in name:
+            found[place] = name
     address = scaling.get("address")
     if address not in (None, "auto", "local") and not _is_here(str(address)):
         found["scaling.address"] = str(address)
@@ -160,6 +164,16 @@ def _is_here(address: str) -> bool:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:  # a name, or no address at all
         return False
+
+
+def _of_tasks(tasks: Any) -> Iterator[tuple[str, str]]:
+    """(key, value) of each loss and metric."""
+    for number, task in enumerate(tasks if isinstance(tasks, list) else []):
+        task = _mapping(task)
+        yield f"tasks[{number}].loss", str(task.get("loss", ""))
+        metrics = task.get("metrics")
+        for place, metric in enumerate(metrics if isinstance(metrics, list) else []):
+            yield f"tasks[{number}].metrics[{place}]", str(metric)
 
 
 def _mapping(value: Any) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.sections import folders
 from raytrec.config.transforms import Transform
 from raytrec.data.faults import answering, retried
-from raytrec.data.form import Form
+from raytrec.data.form import Form, Range
 from raytrec.data.kinds import check_present, check_types, is_list
 from raytrec.data.nested import empty_table, select
 from raytrec.data.partitions import ALL, Between, in_order, within
@@ -68,6 +69,7 @@ def scan(
     *,
     transforms: tuple[Transform, ...] = (),
     between: Between = ALL,
+    label_ranges: Mapping[str, Range | None] | None = None,
     skip: bool = False,
 ) -> Dataset:
     """Reads the footers of folders (or files) of Parquet and checks every file's columns against the schema.
@@ -77,13 +79,14 @@ def scan(
         key: the config key that named them, for messages.
         transforms: what is done to columns before they are held to the schema.
         between: first and last partition to read.
+        label_ranges: see Form.
         skip: leave out files that are not whole, or whose columns are not the schema's.
 
     Raises:
         DataError: nothing there, no rows, a file that is not whole, a column missing or of the wrong type.
     """
     files, left_out = list_files(places, key, between), []
-    form = Form(schema, transforms=transforms, folder=os.getcwd())
+    form = Form(schema, transforms=transforms, label_ranges=label_ranges or {}, folder=os.getcwd())
 
     def look(file: str) -> tuple[list[RowGroup], set[str], list[int]]:
         try:

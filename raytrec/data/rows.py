@@ -18,7 +18,7 @@ from raytrec.config.schema import Sparse, Table, scalar
 from raytrec.data.columns import Place, Tally, bags, numbers, single
 from raytrec.data.decode import decode
 from raytrec.data.faults import Faults
-from raytrec.data.form import Form, shuffled
+from raytrec.data.form import Form, Range, shuffled
 from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Part
 from raytrec.data.transform import transformed
@@ -187,7 +187,7 @@ def _label(table: pa.Table, name: str, allowed: Range | None, place: Place) -> n
             f"label '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected=f"a number in [{low:g}, {high:g}], which its task's loss takes",
-            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}; or learn the "
-            f"number itself: tasks: [{{label: {scalar(name)}, loss: mse}}]",
+            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}; or learn "
+            f"the number itself: tasks: [{{label: {scalar(name)}, loss: mse}}]",
         )
     return values

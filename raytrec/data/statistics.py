@@ -1,4 +1,4 @@
-"""What footers' statistics say against row groups: ids beyond a table, labels that no loss takes, nulls. No torch.
+"""What footers' statistics say against row groups: ids beyond a table, labels out of range, nulls. No torch.
 
 They are in most footers, and cost nothing more to look at. Row groups that they accuse are read before a run
 starts (verify.py), so that its error names the row.

@@ -24,6 +24,7 @@ from raytrec.data.verify import check_accused
 from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import interrupted, resume_config
 from raytrec.driver.warm_start import config_from, schema_at
+from raytrec.tasks.task import label_ranges, resolve_tasks
 
 
 def settle(
@@ -100,6 +101,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     data = config.data
     list_files(data.train, "data.train")  # before the schema, which is looked for beside it
     schema = schema_at(data.schema_uri)
+    ranges = label_ranges(resolve_tasks(config.tasks, schema), schema)
     datasets = {
         name: scan(
             places,
@@ -107,6 +109,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
             f"data.{name}",
             transforms=tuple(data.transforms),
             between=(data.partitions.from_, data.partitions.to) if name == "train" else (None, None),
+            label_ranges=ranges,
             skip=data.on_error == "skip",
         )
         for name in ("train", "valid", "test")

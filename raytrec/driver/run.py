@@ -40,6 +40,7 @@ from raytrec.driver.recorder import METRICS, TRACKED, Record, Watch
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
 from raytrec.driver.session import how_to_resume, in_session
 from raytrec.driver.warm_start import check_fits
+from raytrec.tasks.task import label_ranges, resolve_tasks
 from raytrec.tracking.mlflow import NoTracker, Tracker
 from raytrec.tracking.tags import run_tags
 from raytrec.worker.loop import total_steps
@@ -286,6 +287,7 @@ def evaluate(
         schema,
         "--data",
         transforms=tuple(config.data.transforms),
+        label_ranges=label_ranges(resolve_tasks(config.tasks, schema), schema),
         skip=config.data.on_error == "skip",
     )
     check_accused(dataset)

@@ -9,7 +9,9 @@ from sequence_schema import schema
 from raytrec.checks.parity.batches import local_batch
 from raytrec.checks.parity.reference import GlobalBatch
 from raytrec.common.errors import SchemaError
-from raytrec.config.model_sections import DlrmSection, PythonSection, SequenceSection
+from raytrec.config.models import PythonSection
+from raytrec.config.models.dlrm import DlrmSection
+from raytrec.config.models.sequence import SequenceSection
 from raytrec.config.schema import Schema
 from raytrec.config.sequences import looked_up, positions, read_by_id
 from raytrec.data.collate import Collator, Rows

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 import raytrec
-from raytrec.config.model_sections import DlrmSection, PythonSection
+from raytrec.config.models import PythonSection
+from raytrec.config.models.dlrm import DlrmSection
 from raytrec.config.schema import Schema
 from raytrec.models.dlrm import DLRM
 

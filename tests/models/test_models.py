@@ -7,7 +7,10 @@ import references
 import torch
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.model_sections import DcnSection, DlrmSection, SequenceSection, TwoTowerSection
+from raytrec.config.models.dcn import DcnSection
+from raytrec.config.models.dlrm import DlrmSection
+from raytrec.config.models.sequence import SequenceSection
+from raytrec.config.models.two_tower import TwoTowerSection
 from raytrec.config.schema import Schema
 from raytrec.models import build_model
 from raytrec.models.inputs import Sequence

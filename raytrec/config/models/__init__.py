@@ -1,0 +1,84 @@
+"""The `model` section: one kind for each model, so that a key which a model does not read is refused.
+
+A new model is a file here (its section, registered with the path of its class) and one in raytrec/models.
+One of yours is a class alone: model.name: module:Class. No torch here: the driver reads it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
+
+from pydantic import Discriminator, Field, Tag, field_validator
+
+from raytrec.common.errors import ConfigError
+from raytrec.common.python_path import PYTHON_PATH
+from raytrec.config.base import Few
+from raytrec.config.models.base import MODELS, ModelSection
+from raytrec.config.schema import Schema
+
+OWN = "module:Class"
+
+
+class PythonSection(ModelSection):
+    """A class of yours, built from (Schema, this section); its contract: raytrec/models/__init__.py."""
+
+    one_logit: ClassVar[bool] = False
+    name: str = Field(description="module:Class, on Python's path or in the folder of the command.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Whatever the class reads from it.")
+    max_length: Few | None = Field(
+        None,
+        description="The most recent so many ids of a sequence feature are given to the model, one by one; "
+        "default: their mean.",
+    )
+
+    @property
+    def path(self) -> str:
+        """The class."""
+        return self.name
+
+    @field_validator("name")
+    @classmethod
+    def _path(cls, value: str) -> str:
+        if not PYTHON_PATH.fullmatch(value):
+            raise ValueError("a class is named as module:Class")
+        return value
+
+
+SECTIONS: dict[str, type[ModelSection]] = {**MODELS.parts, OWN: PythonSection}
+
+
+def check_model(schema: Schema, config: ModelSection, tasks: int = 1) -> None:
+    """Whether a model can be made for a schema and so many tasks.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if tasks > 1 and config.one_logit:
+        raise ConfigError(
+            f"there are {tasks} tasks, and model.name={config.name} gives one logit a row",
+            where="tasks, model.name",
+            expected="one task, or a model that gives a logit for each",
+            do="leave one entry in tasks; or write a model whose forward returns [B, tasks], and set "
+            "model.name=module:Class",
+        )
+    config.check(schema)
+
+
+def _kind(value: Any) -> str | None:
+    name = value.get("name", "dlrm") if isinstance(value, dict) else getattr(value, "name", None)
+    if isinstance(name, str) and name in SECTIONS and name != OWN:
+        return name
+    return OWN if PYTHON_PATH.fullmatch(str(name)) else None
+
+
+if TYPE_CHECKING:
+    AnyModel = ModelSection
+else:
+    AnyModel = Annotated[
+        Union[tuple(Annotated[section, Tag(name)] for name, section in SECTIONS.items())],  # noqa: UP007
+        Discriminator(
+            _kind,
+            custom_error_type="model",
+            custom_error_message=f"name is one of {', '.join(MODELS.parts)}, or {OWN}",
+        ),
+    ]

@@ -1,0 +1,73 @@
+"""What the sections of all models have in common, and the registry that they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, ClassVar, TypeVar
+
+from pydantic import Field
+
+from raytrec.common.errors import ConfigError
+from raytrec.common.registry import Registry
+from raytrec.config.base import Number, Section
+from raytrec.config.schema import Schema
+
+Size = Annotated[int, Field(strict=True, gt=0, le=2**20)]
+Sizes = Annotated[list[Size], Field(max_length=1000)]
+Dropout = Annotated[Number, Field(ge=0, lt=1)]
+
+
+class ModelSection(Section):
+    """The `model` section of one model, which is built from (Schema, this section).
+
+    Attributes:
+        path: the model's class as module:Class; the module is imported by workers only.
+        one_logit: whether it gives one logit a row, for one task.
+    """
+
+    path: ClassVar[str]
+    one_logit: ClassVar[bool] = True
+    name: str
+
+    def check(self, schema: Schema) -> None:
+        """Whether the model can be made for a schema; asked before anything starts, and when it is made.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+
+
+MODELS: Registry[type[ModelSection]] = Registry("model", __package__)
+S = TypeVar("S", bound=type[ModelSection])
+
+
+def model(name: str, path: str) -> Callable[[S], S]:
+    """Decorator: registers the section of a model.
+
+    Args:
+        name: what model.name says.
+        path: module:Class of the model.
+    """
+
+    def register(section: S) -> S:
+        section.path = path
+        return MODELS(name)(section)
+
+    return register
+
+
+def one_dim(schema: Schema, model: str) -> int:
+    """The dim of all tables.
+
+    Raises:
+        ConfigError: they have different ones.
+    """
+    dims = {table.dim for table in schema.tables.values()}
+    if len(dims) > 1:
+        raise ConfigError(
+            f"the tables have dims {', '.join(map(str, sorted(dims)))}",
+            where="schema.yaml, tables",
+            expected=f"one dim for all tables: {model} takes dot products between them",
+            do="give every table the same dim",
+        )
+    return dims.pop()

@@ -1,0 +1,81 @@
+"""A whole model, for training and for inference alike: features in, logits out."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.config.sequences import looked_up, read_by_id
+from raytrec.embeddings.planner.constraints import resolve_constraints
+from raytrec.embeddings.pooling import PooledEmbeddings
+from raytrec.models import build_model
+from raytrec.models.inputs import Sequences
+
+
+class Recommender(nn.Module):
+    """Tables and a dense model; it needs no labels. What its logits mean is said by the tasks' losses.
+
+    Args:
+        embeddings: the tables' lookup and pooling.
+        model: forward(dense, inputs of the sparse features) → logits; see raytrec/models.
+        call: how the model is called.
+    """
+
+    def __init__(self, embeddings: PooledEmbeddings, model: nn.Module, call: ModelCall):
+        super().__init__()
+        self.embeddings, self.model, self.call = embeddings, model, call
+
+    def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """float32 [B], or [B, T] with a column for each of T tasks.
+
+        Args:
+            dense: float32 [B, dense columns].
+            sparse: of stride B; its keys as in data.batch.Batch.
+        """
+        return self.call(self.model, dense, self.embeddings(sparse), sparse)
+
+
+class ModelCall:
+    """How a dense model is called with what was looked up.
+
+    Args:
+        sequences: makes the model's inputs of what was looked up; default: they are that.
+        bf16: have the model multiply matrices in bfloat16 (autocast), and its logits made float32 again.
+    """
+
+    def __init__(self, sequences: Sequences | None = None, bf16: bool = False):
+        self._sequences, self._bf16 = sequences, bf16
+
+    def __call__(
+        self,
+        model: nn.Module,
+        dense: torch.Tensor,
+        embeddings: dict[str, torch.Tensor],
+        sparse: KeyedJaggedTensor,
+        rows: slice = slice(None),
+    ) -> torch.Tensor:
+        """The logits of some rows.
+
+        Args:
+            dense: float32 [rows, dense columns]. embeddings: key → float32 [rows, dim].
+            sparse: the whole batch's. rows: which rows of it these are.
+        """
+        inputs = self._sequences(embeddings, sparse, rows) if self._sequences else embeddings
+        if not self._bf16:
+            return model(dense, inputs)
+        with torch.autocast(dense.device.type, torch.bfloat16):
+            logits = model(dense, inputs)
+        return logits.float()
+
+
+def build_recommender(config: RunConfig, schema: Schema, device: torch.device) -> Recommender:
+    """The configuration's model, not sharded: dense layers by run.seed on the device, tables on meta."""
+    torch.manual_seed(config.run.seed)
+    model = build_model(schema, config.model).to(device)
+    dtypes = {table: c.dtype for table, c in resolve_constraints(config, schema).items()}
+    by_id = read_by_id(schema, config.model)
+    call = ModelCall(Sequences(schema, by_id) if by_id else None, config.train.matmul == "bf16")
+    return Recommender(PooledEmbeddings(looked_up(schema, by_id), dtypes), model, call)
