@@ -62,13 +62,13 @@ def shown(result: Mapping[str, Any]) -> dict[str, Row]:
         rows[EVAL + figure.key] = figure.title, figure.format, figure.directed
     rows |= {key: (title, form, key in BRIEF) for key, (title, form) in AFTER.items()}
     return {
-        key: Row(title, _text(result[key], form), form, brief)
+        key: Row(title, as_text(result[key], form), form, brief)
         for key, (title, form, brief) in rows.items()
         if key in result and (result[key] or key not in WHEN_ANY)
     }
 
 
-def _text(value: Any, form: str) -> str:
+def as_text(value: Any, form: str) -> str:
     """A figure as it is written; what is no number, as it is."""
     if value is None:
         return "–"

@@ -11,7 +11,7 @@ from typing import Any
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import number
 from raytrec.common.redaction import hide
-from raytrec.metrics.results import AFTER, Row, shown
+from raytrec.metrics.results import AFTER, Row, as_text, shown
 from raytrec.report.history import History, run_folder
 
 OF_THE_RUN = ("run.name", "run.dir", "tracking.", "checkpoint.dir")  # differs without meaning anything
@@ -48,10 +48,10 @@ def compare(places: Sequence[str | Path]) -> Comparison:
             do="raytrec compare RUN RUN …, or raytrec report RUN for one",
         )
     runs = [History.read(run_folder(place)) for place in places]
-    rows = [shown(run.result) for run in runs]
-    titles = {key: row.title for each in rows for key, row in each.items()}
-    keys = sorted(titles, key=lambda key: key in AFTER and [*AFTER].index(key) + 1)
-    results = {key: [_result(key, run, row, runs[0]) for run, row in zip(runs, rows, strict=True)] for key in keys}
+    found = {key: row for run in runs for key, row in shown(run.result).items()}
+    rows = dict(sorted(found.items(), key=lambda item: item[0] in AFTER and [*AFTER].index(item[0]) + 1))
+    results = {key: [_result(key, row, run, runs[0]) for run in runs] for key, row in rows.items()}
+    titles = {key: row.title for key, row in rows.items()}
     return Comparison(runs, _names(runs), results, titles, _config_differences(runs))
 
 
@@ -100,15 +100,15 @@ def _names(runs: list[History]) -> list[str]:
     return [n if names.count(n) == 1 else f"{n} ({run.folder})" for n, run in zip(names, runs, strict=True)]
 
 
-def _result(key: str, run: History, rows: dict[str, Row], first: History) -> str:
+def _result(key: str, row: Row, run: History, first: History) -> str:
     """A figure, and how far it is from the first run's."""
     if key not in run.result:
         return "–"
-    row = rows.get(key)
+    text = as_text(run.result[key], row.form)
     value, before = number(run.result[key]), number(first.result.get(key))
-    if row is None or run is first or isnan(value) or isnan(before):
-        return row.text if row else str(run.result[key])
-    return f"{row.text} ({row.difference(run.result[key], first.result[key])})"
+    if run is first or isnan(value) or isnan(before):
+        return text
+    return f"{text} ({row.difference(run.result[key], first.result[key])})"
 
 
 def _config_differences(runs: list[History]) -> dict[str, list[str]]:

@@ -3,62 +3,101 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 
 from raytrec.common.errors import RunError
 from raytrec.data.stream import Stream
-from raytrec.metrics.roc import curves
-from raytrec.metrics.sums import Sums, exact_auc, gather_to_first, place_for
+from raytrec.metrics.registry import RowMetric
+from raytrec.metrics.rows import Rows
+from raytrec.metrics.selection import Selection
+from raytrec.metrics.sums import ROWS, Sums
+from raytrec.tasks.outputs import Outputs
 from raytrec.worker.fetch import Fetch
+from raytrec.worker.gather import gather_to_first, place_for
 from raytrec.worker.nonfinite import LATE
-from raytrec.worker.step import Outputs, Step
+from raytrec.worker.step import Step
+
+Curves = dict[str, dict[str, Any]]
 
 
-def evaluate(step: Step, stream: Stream, device: torch.device) -> tuple[dict[str, float | None], dict | None]:
+def evaluate(
+    step: Step, stream: Stream, device: torch.device, selection: Selection
+) -> tuple[dict[str, float | None], Curves | None]:
     """Metrics and curves over all rows of the stream's dataset; a collective.
 
-    AUC is exact: logits and labels of all rows are gathered on rank 0 (8 bytes a row of its host's memory).
+    Logits and labels of all rows are gathered on rank 0 for the tasks with a metric that needs them (8 bytes
+    a row and task of its host's memory).
 
     Returns:
-        rows, skipped_rows (data.on_error), logloss (nats), ne, calibration on every rank; auc on rank 0 (None
-        elsewhere, and where labels are not both 0 and 1). And on rank 0 what curves.curves gives.
+        rows, skipped_rows (data.on_error), each SumMetric on every rank, by their keys; each RowMetric on
+        rank 0 (None elsewhere, and where it is not defined). And on rank 0 the curves of metrics that have
+        one: key of the curve → its points and the key of its metric; None where there is none.
 
     Raises:
         RunError: when the ranks together saw more or fewer rows than the dataset has.
     """
-    sums, rows = Sums(device), Rows()
+    needing = [task for task, metrics in selection.of.items() if any(map(needs_rows, metrics))]
+    sums, collected = Sums(selection, device), {task: Collected(task) for task in needing}
     for outputs in step.evaluate(stream.batches()):
         sums.add(outputs)
-        rows.add(outputs)
+        for each in collected.values():
+            each.add(outputs)
     figures = sums.reduce()
-    skipped = stream.dataset.rows - figures["rows"]
+    skipped = stream.dataset.rows - figures[ROWS]
     if skipped < 0 or (skipped and not stream.may_skip):
         raise RunError(
-            f"evaluation saw {figures['rows']} rows of {stream.dataset.rows}", where=stream.dataset.uri
+            f"evaluation saw {figures[ROWS]} rows of {stream.dataset.rows}", where=stream.dataset.uri
         )
-    logits, labels = (gather_to_first(values, device) for values in rows.take())
-    auc = drawn = None
-    if logits is not None:
-        place = place_for(len(logits), device)
-        logits, labels = logits.to(place), labels.to(place)
-        auc, drawn = exact_auc(logits, labels), curves(logits, labels)
-    return {"auc": auc, **figures, "skipped_rows": skipped}, drawn
+    of_rows, curves = {}, {}
+    for task in needing:
+        found, drawn = _of_rows(selection, task, collected[task], device)
+        of_rows, curves = of_rows | found, curves | drawn
+    return {**of_rows, **figures, "skipped_rows": skipped}, curves or None
 
 
-class Rows:
-    """Logits and labels of a rank's rows, padding left out, in host memory: a GPU's is for tables.
+def needs_rows(metric: type) -> bool:
+    """Whether a metric, or its curve, needs all rows at once."""
+    return issubclass(metric, RowMetric) or metric.curve is not None
+
+
+def _of_rows(
+    selection: Selection, task: str, collected: Collected, device: torch.device
+) -> tuple[dict[str, float | None], Curves]:
+    """The metrics and curves of one task that need its rows; a collective, which gathers them."""
+    logits, labels = (gather_to_first(values, device) for values in collected.take())
+    metrics = selection.of[task]
+    if logits is None:
+        return {selection.key(task, m.name): None for m in metrics if issubclass(m, RowMetric)}, {}
+    place = place_for(len(logits), device)
+    rows = Rows(logits.to(place), labels.to(place), selection.tasks[task].loss.predict)
+    figures, curves = {}, {}
+    for metric in metrics:
+        key = selection.key(task, metric.name)
+        if issubclass(metric, RowMetric):
+            value = metric.figure(rows)
+            figures[key] = None if value is None else float(value)
+        if metric.curve is not None and (points := metric.curve(rows)) is not None:
+            curves[selection.key(task, metric.curve.__name__)] = {**points, "metric": key}
+    return figures, curves
+
+
+class Collected:
+    """Logits and labels of a rank's rows of one task that count, in host memory: a GPU's is for tables.
 
     They come from the device a few batches late, so that it never runs dry.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, task: str) -> None:
+        self._task = task
         self._coming: deque[Fetch] = deque()
         self._parts: list[torch.Tensor] = [torch.empty(2, 0)]
 
     def add(self, outputs: Outputs) -> None:
         """Adds a batch."""
-        self._coming.append(Fetch(torch.stack([outputs.logits, outputs.labels, outputs.weights])))
+        own = outputs[self._task]
+        self._coming.append(Fetch(torch.stack([own.logits, own.labels, own.weights])))
         if len(self._coming) > LATE:
             self._read()
 

@@ -1,0 +1,30 @@
+"""Mean squared error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from raytrec.metrics.registry import SumMetric, metric
+
+if TYPE_CHECKING:
+    import torch
+
+    from raytrec.tasks.outputs import TaskOutputs
+
+
+@metric("mse", title="MSE (mean squared error)", label="MSE", better="lower", format="{:.4g}")
+class MSE(SumMetric):
+    """Σ w (p - y)² ÷ Σ w, in squared units of the label; NaN without rows.
+
+    Source: torchrec.metrics.mse, which sums in the same way.
+    """
+
+    @staticmethod
+    def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
+        errors_B = outputs.predictions.double() - outputs.labels
+        return {"squares": (outputs.weights * errors_B.square()).sum(), "weight": outputs.weights.sum()}
+
+    @staticmethod
+    def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return sums["squares"] / sums["weight"]

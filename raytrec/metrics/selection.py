@@ -1,0 +1,171 @@
+"""Which metrics a run has, what their figures are called, and how they are shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isnan
+from typing import Any
+
+from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.common.formatting import number
+from raytrec.metrics.registry import (
+    DIRECTIONS,
+    FORMAT,
+    METRICS,
+    POSITIVES,
+    WHERE,
+    Metric,
+    SumMetric,
+    find_metric,
+)
+from raytrec.tasks.task import Task
+
+ANY_FORMAT = "{:.4g}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A metric of a task, as those who show it know it: also where the metric's code is not at hand.
+
+    Attributes:
+        key: in messages and files: the metric's name; TASK.NAME where a run has several tasks.
+        title, label, better, format: the metric's (registry.Metric), with the task's name before it.
+        sums: whether training has it, too, not evaluations alone.
+    """
+
+    key: str
+    title: str
+    label: str
+    better: str | None
+    format: str
+    sums: bool
+
+    def text(self, value: Any) -> str:
+        """A value as it is written; "–" where it is not defined."""
+        return "–" if isnan(number(value)) else self.format.format(value)
+
+    def loss(self, value: float) -> float:
+        """A number that is smaller for better values."""
+        return {"higher": -value, "lower": value, "closer to 1": abs(value - 1)}[self.better or "lower"]
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether it should be 1."""
+        return self.better == "closer to 1"
+
+    @property
+    def directed(self) -> bool:
+        """Whether it should be as high, or as low, as possible."""
+        return self.better in ("higher", "lower")
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+class Selection:
+    """The metrics of a run's tasks.
+
+    Args:
+        tasks: in the order of the configuration; modules of the user's are imported.
+
+    Attributes:
+        tasks: task → it.
+        of: task → its metrics.
+
+    Raises:
+        ConfigError: there is no such metric, or two of a task have one name.
+    """
+
+    def __init__(self, tasks: Sequence[Task]):
+        self.tasks = {task.name: task for task in tasks}
+        self.of: dict[str, list[type[Metric]]] = {}
+        for task in tasks:
+            found = [find_metric(reference, os.getcwd()) for reference in task.metrics]
+            if twice := [m.name for i, m in enumerate(found) if m.name in {e.name for e in found[:i]}]:
+                raise ConfigError(f"task {task.name} has the metric '{twice[0]}' twice", where=WHERE)
+            self.of[task.name] = found
+
+    def key(self, task: str, name: str) -> str:
+        """What a figure of a task is called in messages and files."""
+        return name if len(self.of) == 1 else f"{task}.{name}"
+
+    @property
+    def figures(self) -> list[Figure]:
+        """All of them, task by task."""
+        return [
+            _figure(self.key(task, metric.name), metric, "" if len(self.of) == 1 else f"{task}: ")
+            for task, metrics in self.of.items()
+            for metric in metrics
+        ]
+
+    @property
+    def ratios(self) -> dict[str, str]:
+        """Key of each metric that should be 1 → key of the positives that say how much it is worth."""
+        return {
+            self.key(task, metric.name): self.key(task, POSITIVES)
+            for task, metrics in self.of.items()
+            for metric in metrics
+            if metric.better == "closer to 1"
+        }
+
+    def best(self, key: str | None) -> Figure:
+        """By which figure the best checkpoints are kept.
+
+        Args:
+            key: checkpoint.best_metric; None: the first that should be low or high, those that training has
+                before those that it has not.
+
+        Raises:
+            ConfigError: the tasks have no such metric, or none of its values are better than others.
+        """
+        able = {figure.key: figure for figure in self.figures if figure.better}
+        if key is None and able:
+            return min(able.values(), key=lambda figure: (not figure.directed, not figure.sums))
+        if key in able:
+            return able[key]
+        near = did_you_mean(str(key), list(able))
+        raise ConfigError(
+            f"checkpoint.best_metric is {key}, which is no metric of the tasks that has a direction"
+            + (f"; did you mean {near}?" if near else ""),
+            where="checkpoint.best_metric",
+            expected=f"one of {', '.join(able)}" if able else "a metric with a direction among tasks.metrics",
+        )
+
+
+def figures_of(*records: Any) -> list[Figure]:
+    """What the first of some records (a message of kind start, result.json) says of its metrics, under
+    "metrics"; where none does, raytrec's own metrics, under their names.
+
+    Records may be somebody else's: what is no description is passed over.
+    """
+    for record in records:
+        described = record.get("metrics") if isinstance(record, Mapping) else None
+        if isinstance(described, list) and (found := [f for each in described if (f := _read(each))]):
+            return found
+    return [_figure(name, metric, "") for name, metric in METRICS.parts.items()]
+
+
+def _figure(key: str, metric: type[Metric], of_task: str) -> Figure:
+    return Figure(
+        key,
+        of_task + metric.title,
+        of_task + metric.label,
+        metric.better,
+        metric.format,
+        issubclass(metric, SumMetric),
+    )
+
+
+def _read(values: Any) -> Figure | None:
+    """A description out of a file; None where it is none."""
+    if not isinstance(values, dict):
+        return None
+    key, title, label = (values.get(name) for name in ("key", "title", "label"))
+    better, form = values.get("better"), values.get("format")
+    if not all(isinstance(text, str) and text for text in (key, title, label)) or better not in DIRECTIONS:
+        return None
+    known = isinstance(form, str) and FORMAT.fullmatch(form)
+    return Figure(key, title, label, better, form if known else ANY_FORMAT, values.get("sums") is True)
