@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +19,11 @@ from raytrec.cluster.ray_version import RAY, check_ray, check_ray_here
 from raytrec.cluster.refused import check_answers, check_token
 from raytrec.cluster.token import use_token
 from raytrec.common.errors import RaytrecError, RunError, root_cause
+from raytrec.compat.ray_client import NOT_STARTED, NOT_TAKEN, version_mismatch
+from raytrec.compat.ray_core import head_nodes
 from raytrec.config.run_config import RunConfig, load_config
 
 Source = str | Path | dict | RunConfig
-NOT_TAKEN = "Initialization failure from server"  # what Ray client says, and the server's traceback
-NOT_STARTED = "Starting Ray client server failed"  # the traceback, when a process has died
 LOOK_S = 1.0  # how often news are worth asking for
 ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it
 
@@ -122,13 +121,12 @@ class _Connection:
         check_ray_here()
         check_answers(address, address)
         check_token(address)
-        import ray
 
         with code(places) as folder:
             self._context = _connect(address, folder)
         check_ray(self._context.ray_version, where=address)
         with self.used():
-            self._head = _head_node(ray)
+            self._head = _head_node()
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -220,9 +218,8 @@ def _connect(address: str, folder: Path) -> Any:
                 raise _not_connected(address, error) from None
 
 
-def _head_node(ray: Any) -> str:
-    heads = [n["NodeID"] for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"]]
-    if not heads:
+def _head_node() -> str:
+    if not (heads := head_nodes()):
         raise RunError("the cluster has no head node")
     return heads[0]
 
@@ -230,9 +227,8 @@ def _head_node(ray: Any) -> str:
 def _not_connected(address: str, error: Exception) -> RunError:
     """Why Ray client did not come up, for people."""
     text = str(error)
-    found = re.findall(r"(Ray|Python): (\S+)", text) if "ersion mismatch" in text else []
-    if found:
-        (_, ray), (_, python) = found[:2]
+    if found := version_mismatch(text):
+        ray, python = found
         try:
             check_ray(ray, where=address)
         except RunError as skew:

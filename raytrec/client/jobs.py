@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import re
 import secrets
@@ -21,6 +20,7 @@ from raytrec.cluster.ray_version import check_ray
 from raytrec.cluster.token import token_source, use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
+from raytrec.compat.ray_client import NO_AGENT, quiet_uploads, server_version
 from raytrec.config.run_config import RunConfig, load_config
 
 DEFAULT = "http://127.0.0.1:8265"
@@ -51,7 +51,7 @@ class Jobs:
             )
         use_token()
         self._client = self._asked(self._connect)
-        check_ray(self._client._server_ray_version, where=self.address)  # which it has asked for (ray 2.60.0)
+        check_ray(server_version(self._client), where=self.address)
 
     def submit(
         self,
@@ -95,7 +95,7 @@ class Jobs:
                     )
                 )
             except RunError as error:  # the cluster has only just been started
-                if "No available agent" not in error.what or time.monotonic() > deadline:
+                if NO_AGENT not in error.what or time.monotonic() > deadline:
                     raise
                 time.sleep(1)
 
@@ -169,9 +169,7 @@ class Jobs:
     def _connect(self) -> Any:
         from ray.job_submission import JobSubmissionClient
 
-        for talkative in ("job.sdk", "dashboard_sdk"):
-            logging.getLogger(f"ray.dashboard.modules.{talkative}").setLevel(logging.WARNING)
-        logging.getLogger("ray._private.runtime_env.packaging").setLevel(logging.WARNING)
+        quiet_uploads()
         before = {name: os.environ.pop(name) for name in ADDRESSES if name in os.environ}
         try:
             return JobSubmissionClient(self.address)

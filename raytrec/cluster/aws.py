@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
-
 from raytrec.cluster.spot import SpotFirst
+from raytrec.compat.ray_aws import AWSNodeProvider
 
 
 class AwsSpotFirst(SpotFirst, AWSNodeProvider):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray.autoscaler._private.gcp.node_provider import GCPNodeProvider
-
 from raytrec.cluster.spot import SpotFirst
+from raytrec.compat.ray_gcp import GCPNodeProvider
 
 # A machine with GPUs cannot be moved to another host while it runs: GCP wants to hear that it may be stopped.
 ON_DEMAND = {"provisioningModel": "STANDARD", "onHostMaintenance": "TERMINATE"}

@@ -20,11 +20,11 @@ from pathlib import Path
 from time import monotonic, sleep, time
 
 from raytrec.common.errors import RunError
+from raytrec.compat.ray_core import CURRENT_CLUSTER, SOCKET, popen_replaced
 
 PREFIX, OWNER = "raytrec-", "owner"
 TMPDIR = "RAY_TMPDIR"
-# What Ray appends to RAY_TMPDIR, and how long the address of a Unix socket may be (sys/un.h).
-SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+# How long the address of a Unix socket may be (sys/un.h).
 LONGEST = 107 if sys.platform == "linux" else 103
 ABANDONED_S = 3600.0  # a folder without owner is not one that is just being made
 WORDS, MOST_WORDS = 8_000, 200_000  # bytes of a file, characters of all, that are kept of Ray's logs
@@ -99,7 +99,7 @@ def sweep(base: Path) -> None:
 def heads() -> list[str]:
     """HOST:PORT of the clusters that this user has started with `raytrec head`, as far as they answer."""
     found = []
-    for note in _base().glob(f"{PREFIX}*/ray/ray_current_cluster"):
+    for note in _base().glob(f"{PREFIX}*/{CURRENT_CLUSTER}"):
         with suppress(OSError, ValueError):
             if note.stat().st_uid == os.getuid():
                 host, _, port = (address := note.read_text().strip()).rpartition(":")
@@ -145,20 +145,9 @@ def own_sessions(folder: Path) -> Iterator[Callable[[], None]]:
     Yields:
         Ends what is left of them, after ray.shutdown().
     """
-    from ray._private import services
-
-    class Apart(services.ConsolePopen):
-        def __init__(self, *args, **options):
-            options["env"] = (options.get("env") or os.environ) | {TMPDIR: str(folder)}
-            super().__init__(*args, **options, start_new_session=True)
-            started.append(self.pid)
-
     started: list[int] = []
-    before, services.ConsolePopen = services.ConsolePopen, Apart
-    try:
+    with popen_replaced({"start_new_session": True}, {TMPDIR: str(folder)}, started.append):
         yield lambda: end_sessions(started)
-    finally:
-        services.ConsolePopen = before
 
 
 def last_words(logs: Path) -> str:

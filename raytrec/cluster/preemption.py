@@ -18,6 +18,8 @@ from typing import Annotated
 
 import typer
 
+from raytrec.compat.ray_core import available_resources, drain
+
 LOOK_EVERY_S = 2.0
 ANSWER_S = 2.0  # that a machine's own metadata server may take
 NOTICE_S = {"aws": 120, "gcp": 30}
@@ -74,17 +76,12 @@ def tell(seconds: float, node: str | None = None, address: str = "auto") -> str:
     import logging
 
     import ray
-    from ray._raylet import GcsClient
-    from ray.core.generated import autoscaler_pb2
 
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     context = ray.get_runtime_context()
     node = node or context.get_node_id()
-    preemption = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    deadline = int((time.time() + seconds) * 1000)
-    accepted, why = GcsClient(address=context.gcs_address).drain_node(
-        node, preemption, "the machine is taken away", deadline
-    )
+    deadline_ms = int((time.time() + seconds) * 1000)
+    accepted, why = drain(context.gcs_address, node, "the machine is taken away", deadline_ms)
     if not accepted:
         raise SystemExit(f"Ray did not accept that node {node} goes: {why}")
     return node
@@ -99,7 +96,7 @@ def wait_until_empty(node: str, seconds: float) -> None:
         total = next((n["Resources"] for n in ray.nodes() if n["NodeID"] == node and n["Alive"]), None)
         if total is None:
             return
-        free = ray._private.state.available_resources_per_node().get(node, {})
+        free = available_resources().get(node, {})
         if all(free.get(name, 0) >= total.get(name, 0) for name in ("CPU", "GPU")):
             return
         time.sleep(0.5)

@@ -9,10 +9,9 @@ from typing import Any
 
 from raytrec.cluster.token import token_file, token_source
 from raytrec.common.errors import RunError
+from raytrec.compat.ray_core import CLIENT_CALL, GCS_CALL, bootstrap_address, token_metadata
 
 ANSWER_S = 30.0  # on a machine that is busy; nobody waits for one that is not there: check_answers
-# Calls that exist on the two kinds of servers and change nothing; what matters is whether they are refused.
-OF_GCS, OF_CLIENT_SERVER = "/ray.rpc.NodeInfoGcsService/CheckAlive", "/ray.rpc.RayletDriver/ClusterInfo"
 SCHEME = "ray://"
 COMES_UP_S = 5.0  # a cluster that is being started may take so long to listen
 START_ONE = "start one with `raytrec head`, or give no address: a run then starts a Ray of its own"
@@ -62,7 +61,7 @@ def check_token(address: str, given: str | None = None) -> None:
     target = _target(address)
     if target is None:
         return
-    method = OF_CLIENT_SERVER if address.startswith(SCHEME) else OF_GCS
+    method = CLIENT_CALL if address.startswith(SCHEME) else GCS_CALL
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
         code = _ask(channel, method, _token())
         if code is grpc.StatusCode.UNAUTHENTICATED:
@@ -74,7 +73,7 @@ def check_token(address: str, given: str | None = None) -> None:
                 expected="HOST:PORT of a cluster's head (by default 6379), or ray://HOST:PORT",
             )
         # A driver is called back, and would refuse calls without its token; a Ray client is not.
-        if method == OF_GCS and _token() and _ask(channel, method, ()) is None:
+        if method == GCS_CALL and _token() and _ask(channel, method, ()) is None:
             raise RunError(
                 "the cluster was started without a token, so it could not call this process, which has one",
                 where=given or f"scaling.address={address}",
@@ -113,21 +112,17 @@ def _places(address: str) -> list[tuple[str, int]]:
 
 def _place(address: str) -> str | None:
     """HOST:PORT; None where Ray knows of no cluster."""
-    from ray._private.services import canonicalize_bootstrap_address
-
     if address.startswith(SCHEME):
         return address.removeprefix(SCHEME)
     try:
-        return canonicalize_bootstrap_address(address)
+        return bootstrap_address(address)
     except (ConnectionError, ValueError):
         return None
 
 
 def _token() -> tuple[tuple[str, str], ...]:
     """What Ray sends with each call; nothing where it asks for no token."""
-    from ray._private.authentication import grpc_authentication_client_interceptor as interceptor
-
-    return interceptor._get_authentication_metadata_tuple()
+    return token_metadata()
 
 
 def _refused(given: str) -> RunError:

@@ -17,15 +17,27 @@ from raytrec.cluster.interfaces import socket_interfaces
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import heads, own_sessions, private_folder
 from raytrec.cluster.refused import START_ONE, check_answers, check_token
-from raytrec.cluster.token import IN_JOB, use_token
+from raytrec.cluster.token import use_token
 from raytrec.common.errors import RunError
+from raytrec.compat.ray_core import (
+    JOB_CONFIG,
+    bootstrap_address,
+    connect_by_hand,
+    in_folder,
+    keep_loopback,
+    logs_folder,
+    loopback_setting,
+    own_address,
+    silence_workers,
+)
+from raytrec.compat.versions import require_versions
 
 SHUTDOWN_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may take 13 s to know of its raylet's end
 
 
 def in_job() -> bool:
     """Whether this process is the driver of a Ray job that was submitted."""
-    return IN_JOB in os.environ
+    return JOB_CONFIG in os.environ
 
 
 def stays_here(address: str | None) -> bool:
@@ -47,8 +59,9 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
         num_cpus: logical CPUs of a new local cluster; default: what the machine has.
 
     Raises:
-        RunError: when the cluster cannot be reached, or refuses the token.
+        RunError: when the cluster cannot be reached, or refuses the token, or another Ray is installed.
     """
+    require_versions()
     import ray
 
     if ray.is_initialized():
@@ -102,7 +115,7 @@ def _started(num_cpus: int | None) -> Iterator[None]:
     options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     with private_folder() as folder, own_sessions(folder) as end_rest:
         try:
-            _init("a new local cluster", _temp_dir=str(folder / "ray"), **options)
+            _init("a new local cluster", **in_folder(folder / "ray"), **options)
             _state.ours = True
             yield
         except RayLost as lost:
@@ -138,9 +151,7 @@ def started_here() -> bool:
 
 def logs_here() -> Path | None:
     """The folder of the logs of this process's own Ray, which goes with it; None: it has none."""
-    import ray
-
-    return Path(ray._private.worker._global_node.get_logs_dir_path()) if _state.ours else None
+    return logs_folder() if _state.ours else None
 
 
 def is_stuck() -> bool:
@@ -180,18 +191,16 @@ def _the_only(addresses: list[str], given: str) -> str:
 
 def _init(where: str, **options: Any) -> None:
     import ray
-    from ray._private import auto_init_hook
 
     # When this Ray has ended, no thread that still asks it for something may start or join another one.
-    auto_init_hook.enable_auto_connect = False
+    connect_by_hand()
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # Exception itself, too, when the machine is too busy to start Ray in time
         why = (str(error).splitlines() or [type(error).__name__])[0]
         do = START_ONE if "ADDRESS" in where.upper() else "try again, with less to do for this machine"
         raise RunError(f"cannot reach Ray: {why}", where=where, do=do) from None
-    # What log_to_driver leaves: lines of advice on every process that ends. What ended is ours to say.
-    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+    silence_workers()  # what ended is ours to say
 
 
 def _is_on_loopback(address: str) -> bool:
@@ -199,12 +208,10 @@ def _is_on_loopback(address: str) -> bool:
 
     Ray would look for it, and make this driver listen, at the machine's own address (see stay_on_loopback).
     """
-    from ray._private import services
-
     try:
-        target = services.canonicalize_bootstrap_address(address)
+        target = bootstrap_address(address)
         host, _, port = (target or "").rpartition(":")
-        own = bool(host) and host == services.get_node_ip_address()
+        own = bool(host) and host == own_address()
     except (ConnectionError, ValueError):  # ray://, or no cluster; whoever connects says so
         return False
     return own and not _listens(host, int(port)) and _listens("127.0.0.1", int(port))
@@ -226,15 +233,11 @@ def stay_on_loopback() -> None:
     that this will never be a cluster of several nodes. Its processes inherit the environment; the constant is
     for this one, where Ray may have been imported before.
     """
-    from ray._private import ray_constants
-
     os.environ |= loopback_environment()
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    keep_loopback()
 
 
 def loopback_environment() -> dict[str, str]:
     """The environment in which a Ray that is started, gloo and NCCL stay on loopback: stay_on_loopback."""
-    from ray._private import ray_constants
-
     mine = {name: os.environ.get(name, value) for name, value in socket_interfaces("lo").items()}
-    return {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"} | (mine if sys.platform == "linux" else {})
+    return loopback_setting() | (mine if sys.platform == "linux" else {})

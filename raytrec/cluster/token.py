@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from raytrec.common.errors import RunError
+from raytrec.compat.ray_core import JOB_CONFIG, read_token_again
 
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 NO_HOME = "/dev/null"  # in which nobody can write
-IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray sets in the environment of a job's driver
 
 
 def use_token(*, create: bool = False, own: bool = False) -> None:
@@ -36,7 +36,7 @@ def use_token(*, create: bool = False, own: bool = False) -> None:
     """
     if os.path.expanduser("~") == "~":  # a user in no list; Ray Train cannot even be imported without a home
         os.environ["HOME"] = NO_HOME
-    if MODE not in os.environ and IN_JOB in os.environ:
+    if MODE not in os.environ and JOB_CONFIG in os.environ:
         return
     if os.environ.get(MODE, "token").lower() != "token":
         return
@@ -44,9 +44,7 @@ def use_token(*, create: bool = False, own: bool = False) -> None:
         _find_file(create, own)
     os.environ[MODE] = "token"
     if "ray" in sys.modules:  # which has read its settings
-        from ray._raylet import Config
-
-        Config.initialize("")
+        read_token_again()
 
 
 def token_file() -> Path:

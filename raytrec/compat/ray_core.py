@@ -1,4 +1,4 @@
-"""Private names of Ray's core (2.60.0): its cluster, its processes, its token. Ray is imported in functions."""
+"""Private names of Ray's core (2.60.0): its cluster, its processes, its token. Functions import Ray."""
 
 from __future__ import annotations
 

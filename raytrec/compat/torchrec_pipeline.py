@@ -17,7 +17,6 @@ from torchrec.distributed.train_pipeline.utils import _wait_for_batch
 from raytrec.compat.fbgemm import fbgemm_of
 from raytrec.compat.torchrec_ import sharded_kernels
 
-
 if TYPE_CHECKING:
     Pipeline = TrainPipelineSparseDist
 else:

@@ -13,13 +13,14 @@ import pyarrow as pa
 import torch
 
 from raytrec.common.errors import root_cause
+from raytrec.compat.ray_data import keep_no_statistics, leave_room_to_ray
 from raytrec.data.batch import Batch
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.faults import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Order
-from raytrec.data.placement import keep_no_statistics, leave_room_to_ray, place
+from raytrec.data.placement import place
 from raytrec.data.rows import read_items
 
 LEAST_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows

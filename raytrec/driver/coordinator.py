@@ -271,9 +271,10 @@ def _on_gpu(whose: str, step: int, phase: str) -> str:
 def _kill(pid: int) -> None:
     import os
     import signal
-    from pathlib import Path
 
-    if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
+    from raytrec.compat.ray_core import is_ray_process
+
+    if is_ray_process(pid):
         os.kill(pid, signal.SIGKILL)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -13,9 +12,9 @@ from pathlib import Path
 from time import time
 from typing import Any, TextIO
 
-from raytrec.cluster.token import IN_JOB
 from raytrec.common.errors import RaytrecError, RunError
 from raytrec.common.reading import NotReadable, json_values, read_bytes
+from raytrec.compat.ray_core import job_id
 
 # What a signal becomes; while Ray is only starting, it has handlers of its own, which end the process.
 ASKED = (KeyboardInterrupt, SystemExit)
@@ -36,7 +35,7 @@ def driving(folder: Path) -> Iterator[None]:
         "pid": os.getpid(),
         "started": _started(os.getpid()),
         "host": socket.gethostname(),
-        "job": _job(),
+        "job": job_id(),
         "unix_s": time(),
         "status": "RUNNING",
         "error": None,
@@ -97,13 +96,6 @@ def _started(pid: int) -> int | None:
         return None
     fields = text.rpartition(")")[2].split()  # the name before it may hold anything
     return None if fields[0] == "Z" else int(fields[19])
-
-
-def _job() -> str | None:
-    try:
-        return json.loads(os.environ.get(IN_JOB, "{}"))["metadata"]["job_submission_id"]
-    except (KeyError, ValueError):
-        return None
 
 
 def _parts(error: BaseException) -> dict[str, str | None]:

@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from raytrec.common.errors import RaytrecError, root_cause
 from raytrec.common.messages import Restart
+from raytrec.compat.ray_train_settings import lost_its_node, ran_out_of_memory, reported
 
 
 class Kind(IntEnum):
@@ -80,18 +81,18 @@ def find_cause(failures: dict[int, BaseException]) -> Cause:
 
 
 def _classify(rank: int, error: BaseException) -> Cause:
-    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RaySystemError
+    from ray.exceptions import RayActorError, RaySystemError
 
-    inner = getattr(error, "health_check_failure", None) or error
+    inner = reported(error)
     cause = root_cause(inner)
     text = str(cause).strip()
     if isinstance(cause, RaytrecError):
         return Cause(Kind.OURS, rank, cause.what, cause)
     if isinstance(cause, Restart):
         return Cause(Kind.RESTART, rank, text, cause)
-    if isinstance(inner, NodeDiedError) or getattr(inner, "preempted", False) or "node has died" in text:
+    if lost_its_node(inner):
         return Cause(Kind.NODE, rank, "lost its node", cause)
-    if isinstance(inner, OutOfMemoryError) or "running low on memory" in text:
+    if ran_out_of_memory(inner):
         return Cause(Kind.DEATH, rank, "was ended by Ray, because its node ran low on memory", cause)
     if isinstance(inner, (RayActorError, RaySystemError)):
         return Cause(Kind.DEATH, rank, "died: its process was ended, or crashed", cause)

@@ -13,10 +13,18 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError, root_caus
 from raytrec.common.installed import OTHER_DEVICE
 from raytrec.common.redaction import hide
 from raytrec.common.storage import open_filesystem, relative
+from raytrec.compat.ray_core import starts_nodes
+from raytrec.compat.ray_data import start_statistics_here
+from raytrec.compat.ray_train_settings import (
+    ENABLE_PREEMPTION_WATCHER,
+    HEALTH_CHECK_INTERVAL_S,
+    SNAPSHOT,
+    WORKER_GROUP_START_TIMEOUT_S,
+)
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset
-from raytrec.data.placement import nodes_without_gpus, settle_here
+from raytrec.data.placement import nodes_without_gpus
 from raytrec.driver.failure_analysis import main_line
 from raytrec.driver.nodes import GpuNode, alive_nodes, gpu_nodes, is_local
 from raytrec.driver.recorder import Watch
@@ -43,7 +51,7 @@ def _device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
             start more: Ray would wait for ever. Or there is one, and nobody has said for which device. Or
             scaling.device is cuda, and the packages of a node with GPUs are for CPUs.
     """
-    scaling, grows = config.scaling, _grows()
+    scaling, grows = config.scaling, starts_nodes()
     if grows and not nodes and scaling.device == "auto":
         raise ConfigError(
             "the cluster has no GPU now, but may start nodes with some",
@@ -99,17 +107,7 @@ def _check_room(config: RunConfig, device: str, gpus: int) -> None:
 
 def _others_read(device: str) -> bool:
     """Whether nodes without GPUs read for workers with GPUs, or may be started for it."""
-    return device == "cuda" and (_grows() or bool(nodes_without_gpus()))
-
-
-def _grows() -> bool:
-    """Whether an autoscaler starts nodes: `ray up` and KubeRay give each node, the head too, a type."""
-    import ray
-    from ray._raylet import GcsClient
-    from ray.autoscaler.v2.sdk import get_cluster_resource_state
-
-    cluster = get_cluster_resource_state(GcsClient(address=ray.get_runtime_context().gcs_address))
-    return any(node.ray_node_type_name for node in cluster.node_states)
+    return device == "cuda" and (starts_nodes() or bool(nodes_without_gpus()))
 
 
 def _check_pins(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode]) -> None:
@@ -176,13 +174,14 @@ def run_group(
         os.environ.setdefault(name, value)
     import ray.train
 
-    from raytrec.cluster.lifeline import Lifeline, RayLost
+    from raytrec.cluster.lifeline import Lifeline, RayLost, wait_for
+    from raytrec.compat.ray_train import ControlledTrainer
     from raytrec.driver.coordinator import start_hub
-    from raytrec.driver.policies import FailuresWithReason, RoomOnNodes, Trainer
+    from raytrec.driver.policies import FailuresWithReason, RoomOnNodes
     from raytrec.worker import loop as workers
     from raytrec.worker.rendezvous import OwnAddressTorchConfig
 
-    settle_here()
+    start_statistics_here()
     hub = start_hub(scaling.hang_timeout_s, scaling.phase_timeout_s)
     others_read = _others_read(device)
     places = bundle(config, device, others_read)
@@ -204,7 +203,7 @@ def run_group(
     stop = Stop(hub, scaling.shutdown_grace_s if saves else 0)
     lifeline = Lifeline(scaling.hang_timeout_s, own=started_here())
     task = WorkerTask(config, schema, datasets, hub, checkpoint, fingerprint)
-    trainer = Trainer(
+    trainer = ControlledTrainer(
         getattr(workers, worker),
         train_loop_config=task,
         torch_config=OwnAddressTorchConfig(
@@ -213,8 +212,8 @@ def run_group(
         scaling_config=ray_scaling,
         run_config=_ray_run(checkpoint if saves else f"{config.run.dir}/ray"),
         policies={"scaling_policy": room, "failure_policy": failures},
-        on_signal=stop.install,
-        lifeline=lifeline,
+        on_start=stop.install,
+        wait=lambda ref: wait_for(ref, lifeline),
     )
     with stop, watch.reading(hub):
         try:
@@ -274,9 +273,9 @@ def group_timeout(config: RunConfig, device: str) -> int:
 # How soon the end, or an error, is seen; how long Ray waits for places that are not there after all; and no
 # watcher for nodes that will go, because policies.RoomOnNodes looks for them sooner and needs no barrier.
 RAY_TRAIN = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    HEALTH_CHECK_INTERVAL_S: "0.5",
+    WORKER_GROUP_START_TIMEOUT_S: "20",
+    ENABLE_PREEMPTION_WATCHER: "0",
 }
 # Of ranks and of the read tasks that they start. glibc keeps freed memory in up to eight arenas a core, and
 # each becomes as large as any thread's largest need: a rank grew by 8 MiB an epoch until all were in use.
@@ -291,7 +290,7 @@ def _ray_run(folder: str) -> Any:
     """
     import ray.train
 
-    filesystem, path = open_filesystem(f"{folder}/checkpoint_manager_snapshot.json")
+    filesystem, path = open_filesystem(f"{folder}/{SNAPSHOT}")
     if filesystem.get_file_info(path).is_file:
         filesystem.delete_file(path)
     filesystem, path = open_filesystem(folder)  # rather than its address, which Ray Train would show

@@ -13,66 +13,23 @@ from time import monotonic
 from typing import Any
 
 import ray
-from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
-    DefaultAutoscalingCoordinator,
-)
-from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
-from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
-from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
-from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
-    AUTOSCALING_REQUESTS_EXPIRE_TIME_S,
-    AUTOSCALING_REQUESTS_INTERVAL_S,
-)
 from ray.train.v2.api.exceptions import ControllerError
 
-from raytrec.cluster.lifeline import Lifeline, wait_for
 from raytrec.common.messages import Command
-from raytrec.driver.cleaner import with_own_cleaner
+from raytrec.compat.ray_core import available_resources, draining_nodes
+from raytrec.compat.ray_train import (
+    RETRYABLE_CONTROLLER_ERRORS,
+    FailureDecision,
+    FailurePolicy,
+    NoopDecision,
+    RequestingPolicy,
+    ResizeDecision,
+)
 from raytrec.driver.failure_analysis import Cause, Kind, find_cause
 
 SETTLE_S = 2.0  # after a failure, until what has gone is no longer counted, and what comes back is
 ANSWER_S = 1.0
 GIVE_UP_S = 10.0  # then the old group is given up, whatever seems to be free
-
-
-class Trainer(TorchTrainer):
-    """A TorchTrainer with policies of ours and a Ctrl-C that saves first.
-
-    Args:
-        policies: scaling_policy and failure_policy.
-        on_signal: called with the controller when fit() begins, in the main thread; installs handlers.
-        lifeline: looks whether Ray is there while the controller runs.
-    """
-
-    def __init__(
-        self, *args: Any, policies: dict[str, Any], on_signal: Any, lifeline: Lifeline, **options: Any
-    ):
-        super().__init__(*args, **options)
-        self._policies, self._on_signal, self._lifeline = policies, on_signal, lifeline
-
-    def _initialize_and_run_controller(self, **parts: Any):
-        """As Ray's, whose wait for the controller nothing can interrupt when a part of Ray has ended."""
-        try:
-            return super()._initialize_and_run_controller(**parts | self._policies)
-        except _Started as started:
-            controller = started.controller
-        wait_for(controller.run.remote(), self._lifeline)
-        return wait_for(controller.get_result.remote(), self._lifeline)
-
-    def _register_sigint_handler(self, controller: Any) -> None:
-        """Called in the main thread between the controller's start and the wait for it."""
-        self._on_signal(controller)
-        raise _Started(controller)
-
-    def _create_default_callbacks(self) -> list[Any]:
-        return with_own_cleaner(super()._create_default_callbacks())
-
-
-class _Started(Exception):
-    def __init__(self, controller: Any):
-        super().__init__()
-        self.controller = controller
 
 
 class FailuresWithReason(FailurePolicy):
@@ -123,7 +80,7 @@ class FailuresWithReason(FailurePolicy):
         return FailureDecision.RETRY if again else FailureDecision.RAISE
 
 
-class RoomOnNodes(ScalingPolicy):
+class RoomOnNodes(RequestingPolicy):
     """As many workers as there is room for on nodes that stay, between the least and the most.
 
     A running group is never resized from here: it is asked to save and to end, so that no step is lost.
@@ -144,8 +101,7 @@ class RoomOnNodes(ScalingPolicy):
         scale_up_interval_s: float,
         cpus_beside: int = 0,
     ):
-        super().__init__(scaling_config)
-        self._cpus_beside, self._beside, self._asked_at = cpus_beside, None, 0.0
+        super().__init__(scaling_config, most, cpus_beside)
         self._hub, self._least, self._most = hub, least, most
         self._grow_every_s, self._looked, self._roomy = scale_up_interval_s, monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group
@@ -153,7 +109,7 @@ class RoomOnNodes(ScalingPolicy):
         self._told, self._asked_for = False, 0
 
     def make_decision_for_non_running_worker_group(self) -> NoopDecision | ResizeDecision:
-        self._maybe_send_resource_request()
+        self.request_resources()
         first, now = not self._asked_for, monotonic()
         self._since = self._since or now
         room, waited, before = self._room(self._held), now - self._since, self._held.total()
@@ -170,11 +126,11 @@ class RoomOnNodes(ScalingPolicy):
         return self._resize(min(room, self._most))
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any):
-        self._maybe_send_resource_request()
+        self.request_resources()
         nodes = Counter(worker.metadata.node_id for worker in worker_group_state.workers)
         if nodes != self._held:
             self._held, self._looked, self._roomy = nodes, monotonic(), False
-        going = _draining() & set(nodes)
+        going = draining_nodes() & set(nodes)
         if going:
             self._hub.ask.remote(Command.RESTART, f"{len(going)} of {len(nodes)} nodes will be taken away")
         elif nodes.total() < self._most and monotonic() - self._looked > self._grow_every_s:
@@ -193,12 +149,12 @@ class RoomOnNodes(ScalingPolicy):
 
     def _resize(self, workers: int) -> ResizeDecision:
         self._held, self._since, self._told, self._asked_for = Counter(), None, False, workers
-        return ResizeDecision(workers, self.scaling_config._resources_per_worker_not_none)
+        return ResizeDecision(workers, self.resources_per_worker)
 
     def _room(self, held: Counter[str]) -> int:
         """Workers for which there is room, beside what others use, counting our own places as free."""
-        bundle = self.scaling_config._resources_per_worker_not_none
-        free, going, room = ray._private.state.available_resources_per_node(), _draining(), 0
+        bundle = self.resources_per_worker
+        free, going, room = available_resources(), draining_nodes(), 0
         for node in ray.nodes():
             if not node["Alive"] or node["NodeID"] in going:
                 continue
@@ -208,31 +164,6 @@ class RoomOnNodes(ScalingPolicy):
             room += ours + int(min(have.get(r, 0) // amount for r, amount in bundle.items()))
         return room
 
-    def _get_num_workers_for_resource_request(self) -> int:
-        return self._most
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        if self._cpus_beside:
-            self._beside = DefaultAutoscalingCoordinator(f"readers-{train_run_context.run_id}")
-        super().after_controller_start(train_run_context)
-        self._ask_for_cpus()
-
-    def _maybe_send_resource_request(self) -> None:
-        super()._maybe_send_resource_request()
-        if monotonic() - self._asked_at > AUTOSCALING_REQUESTS_INTERVAL_S:
-            self._ask_for_cpus()
-
-    def _ask_for_cpus(self) -> None:
-        if self._beside:
-            self._asked_at = monotonic()
-            wanted = [{"CPU": 1}] * self._cpus_beside
-            self._beside.request_resources(wanted, AUTOSCALING_REQUESTS_EXPIRE_TIME_S)
-
-    def _cancel_resource_request(self) -> None:
-        super()._cancel_resource_request()
-        if self._beside:
-            self._beside.cancel_request()
-
 
 def _answers(node: dict[str, Any]) -> bool:
     """Whether a node's raylet takes connections. Ray itself counts a node for seconds after it has gone."""
@@ -241,8 +172,3 @@ def _answers(node: dict[str, Any]) -> bool:
             return True
     except OSError:
         return False
-
-
-def _draining() -> set[str]:
-    """Nodes that have been told to go (ray.train.get_preemption_info has the same source)."""
-    return set(ray._private.state.state.get_draining_nodes() or {})

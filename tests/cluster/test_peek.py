@@ -159,7 +159,7 @@ def test_stop_asks_the_driver(root, driver):
 
 
 def test_the_note_names_the_job(root, monkeypatch):
-    from raytrec.cluster.token import IN_JOB
+    from raytrec.compat.ray_core import JOB_CONFIG as IN_JOB
 
     monkeypatch.setenv(IN_JOB, json.dumps({"metadata": {"job_submission_id": "mine-1"}}))
     with driving(root / "runs" / "mine"):

@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from raytrec.cluster.refused import OF_GCS, check_token
+from raytrec.cluster.refused import check_token
 from raytrec.common.errors import RunError
+from raytrec.compat.ray_core import GCS_CALL
 
 TOKEN = "5" * 64
 
@@ -33,7 +34,7 @@ class Gcs(grpc.GenericRpcHandler):
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
             return b""
 
-        return grpc.unary_unary_rpc_method_handler(answer) if call.method == OF_GCS else None
+        return grpc.unary_unary_rpc_method_handler(answer) if call.method == GCS_CALL else None
 
 
 @pytest.mark.parametrize("asks", [True, False])
