@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from threading import Event, Thread
@@ -21,6 +22,7 @@ from raytrec.tracking.ranks import Lines, rank_metrics
 
 METRICS, RANKS, CHECKS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl"
 RESULT, TRACKED = "result.json", "mlflow_run_id"
+WAIT_S = 0.5  # for messages of the hub
 
 
 class Watch:
@@ -208,36 +210,50 @@ class Record:
 
 
 class _Reading:
+    """Reads the hub's messages in a thread.
+
+    No call of it to Ray lasts: a thread that is still in one while Ray is shut down, after a part of Ray was
+    lost, crashes the process.
+    """
+
     def __init__(self, hub: Any, receive: Callable):
-        self._hub, self._receive, self._over = hub, receive, Event()
+        self._hub, self._receive, self._over, self._lost = hub, receive, Event(), Event()
         self._thread = Thread(target=self._read, name="hub", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        self._over.set()
         if isinstance(error, RayLost):  # the hub is gone, too, and Ray may not say so
-            return
+            self._lost.set()
+        self._over.set()
         self._thread.join()
-        import ray
+        if not self._lost.is_set():
+            import ray
 
-        ray.kill(self._hub)
+            ray.kill(self._hub)
 
     def _read(self) -> None:
+        last = False
+        while not last:
+            last = self._over.is_set()
+            for message in self._messages(0 if last else WAIT_S):
+                self._receive(**message)
+
+    def _messages(self, wait_s: float) -> list[dict[str, Any]]:
+        """Those that are there, or come within so many seconds."""
         import ray
 
-        while True:
-            last = self._over.is_set()
-            try:
-                messages = ray.get(self._hub.get.remote(0 if last else 0.5))
-            except ray.exceptions.RayError:  # it has ended, and Ray starts it again; or all of Ray has
-                messages = []
-                self._over.wait(0.5)
-            for message in messages:
-                self._receive(**message)
-            if last:
-                return
+        if self._lost.is_set():
+            return []
+        try:
+            answer = self._hub.get.remote(wait_s)
+            while not self._lost.is_set():
+                with suppress(ray.exceptions.GetTimeoutError):
+                    return ray.get(answer, timeout=WAIT_S)
+        except ray.exceptions.RayError:  # it has ended, and Ray starts it again; or all of Ray has
+            self._over.wait(WAIT_S)
+        return []
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,29 @@
+"""The thread that reads what ranks have said."""
+
+import time
+from threading import enumerate as threads
+
+import pytest
+
+from raytrec.cluster.lifeline import RayLost
+from raytrec.driver.recorder import _Reading
+
+
+def test_no_thread_is_left_in_a_call_to_a_ray_that_was_lost(ray_cluster):
+    """Ray is shut down next, and would crash the process in that thread."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Silent:
+        def get(self, timeout):
+            time.sleep(30)
+
+    hub = Silent.remote()
+    ray.get(hub.__ray_ready__.remote())
+    with pytest.raises(RayLost), _Reading(hub, print):
+        time.sleep(1)
+        began = time.monotonic()
+        raise RayLost("Ray's raylet has ended")
+    assert time.monotonic() - began < 3
+    assert not [thread for thread in threads() if thread.name == "hub"]
+    ray.kill(hub)
