@@ -141,7 +141,8 @@ def test_a_dry_run_keeps_to_pins_and_leaves_the_environment_alone(monkeypatch):
 def test_each_script_is_its_command(monkeypatch):
     """jobs/NAME.py is `raytrec NAME`; docs/jobs.md names those that there are."""
     scripts = sorted(JOBS.glob("*.py"))
-    section = (JOBS.parent / "docs/jobs.md").read_text().partition("## By Ray alone")[2].partition("\n## ")[0]
+    page = (JOBS.parent / "docs/jobs.md").read_text()
+    section = page.partition("## With Ray's own command line")[2].partition("\n## ")[0]
     assert {f"{name}.py" for name in re.findall(r"`(?:jobs/)?(\w+)\.py`", section)} == {
         path.name for path in scripts
     }
