@@ -95,7 +95,7 @@ def test_what_the_model_is_given():
     bag = torch.tensor([b for b, row in enumerate(rows) for _ in row])
     nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0)
     whole = {f: nothing for f in made.sparse} | {"history": (ids, bag, torch.ones(len(ids)))}
-    batch = local_batch(GlobalBatch(torch.zeros(3, 0), torch.zeros(3), whole), made, [0, 3], 0, lengths)
+    batch = local_batch(GlobalBatch(torch.zeros(3, 0), torch.zeros(3, 1), whole), made, [0, 3], 0, lengths)
     found = {key: torch.full((3, 4), float(i)) for i, key in enumerate(batch.sparse.keys())}
     inputs = Sequences(made, lengths)(found, batch.sparse)
     assert list(inputs) == list(made.sparse)

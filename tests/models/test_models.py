@@ -169,7 +169,6 @@ USER = {"sparse": {"user": {"table": "user"}}, "tables": {"user": {"rows": 3, "d
 @pytest.mark.parametrize(
     "section,changes,says",
     [
-        (DcnSection(), {"labels": ["y", "z"]}, "dcn predicts one"),
         (DcnSection(bottom_mlp=[4]), {"dense": []}, "no dense columns"),
         (("query", ["usr"]), {}, "did you mean 'user'"),
         (("query", ["user", "age", "item"]), {}, "in both towers: item"),
@@ -225,7 +224,8 @@ def test_rows_do_not_know_of_each_other():
 def test_order_can_be_learnt():
     """Where the newest id alone decides, attention finds it, and the mean of the ids does not."""
     from raytrec.checks.parity import reference
-    from raytrec.metrics.sums import exact_auc
+    from raytrec.metrics.auc import AUC
+    from raytrec.metrics.rows import Rows
 
     values = schema(dense=[]).model_dump()
     del values["sparse"]["tags"], values["tables"]["tag"]
@@ -242,7 +242,7 @@ def test_order_can_be_learnt():
             "item": (items, one, each),
             "history": (history.flatten(), one.repeat_interleave(LENGTH), torch.ones(rows * LENGTH)),
         }
-        return reference.GlobalBatch(torch.empty(rows, 0), labels, bags)
+        return reference.GlobalBatch(torch.empty(rows, 0), labels.unsqueeze(1), bags)
 
     def auc(section, by_id):
         torch.manual_seed(3)
@@ -251,7 +251,7 @@ def test_order_can_be_learnt():
         optimizer = reference.optimizer("adam", one.parameters(), lr=0.02)
         reference.train(one, (batch(256) for _ in range(150)), [optimizer])
         test = batch(2000)
-        return exact_auc(one(test).detach(), test.labels)
+        return AUC.figure(Rows(one(test).detach(), test.labels[:, 0], torch.sigmoid))
 
     sections = {"bottom_mlp": [], "top_mlp": [16]}
     read = SequenceSection(name="sequence", max_length=LENGTH, **sections)

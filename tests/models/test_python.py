@@ -95,7 +95,7 @@ def test_errors_of_the_module_itself_are_its_own():
 @pytest.mark.parametrize(
     "model,says",
     [
-        ({"name": "models_of_mine"}, "name is one of dlrm, dcn, two_tower, sequence, or module:Class"),
+        ({"name": "models_of_mine"}, "name is one of dcn, dlrm, sequence, two_tower, or module:Class"),
         ({"name": "models_of_mine:a.b"}, "module:Class"),
         ({"cross_layers": 2}, "model.cross_layers: dlrm has no such key"),
         ({"name": "dcn", "cros_rank": 2}, "did you mean model.cross_rank"),

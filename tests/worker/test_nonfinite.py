@@ -128,7 +128,7 @@ def left_out(rank, world, plan, optimizer, clip):
             local[2].dense[0, 0] = float("inf")
         if not bad:
             del local[2]
-        left.append([outputs.left_out for outputs in train(step, local)])
+        left.append([outputs.skipped for outputs in train(step, local)])
         tensors = LogicalState(step.model, step.optimizer).tensors()
         parts = {
             name: [s.tensor for s in v.local_shards()] if hasattr(v, "local_shards") else [v]

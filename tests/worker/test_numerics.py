@@ -50,9 +50,10 @@ def bf16_step(rank, world, settings):
         errors[name] = one
     (outputs,) = train(step, local)
     (evaluated,) = step.evaluate(iter(local))
-    assert outputs.logits.dtype == evaluated.logits.dtype == torch.float32
+    trained, evaluated = outputs["y"].logits, evaluated["y"].logits
+    assert trained.dtype == evaluated.dtype == torch.float32
     assert {p.dtype for p in step.model.parameters()} == {torch.float32}
-    assert torch.equal(evaluated.logits, evaluated.logits.bfloat16().float())  # as bf16 as they were
+    assert torch.equal(evaluated, evaluated.bfloat16().float())  # as bf16 as they were
     got = {name: table.weight.dense() for name, table in tables(step.model).items()} | dense
     return {name: _distance(got, one, start, model) for name, one in errors.items()}
 

@@ -32,7 +32,7 @@ SCHEMA = Schema.parse(
 )
 
 
-def config(optimizer, sharding):
+def config(optimizer, sharding, loss="bce"):
     return RunConfig.model_validate(
         {
             "data": {"train": "unused/train", "global_batch_size": ROWS},
@@ -42,6 +42,7 @@ def config(optimizer, sharding):
                 "dense": {"name": "sgd", "lr": 0.2},
             },
             "plan": {"sharding_types": sharding},
+            "tasks": [{"loss": loss}],
         }
     )
 
@@ -107,25 +108,31 @@ def snapshot(model):
     return out
 
 
-def sharded_run(rank, world, optimizer, sharding):
-    from raytrec.metrics.sums import Sums, exact_auc, gather_to_first
+def sharded_run(rank, world, optimizer, sharding, loss):
+    from raytrec.metrics.auc import AUC
+    from raytrec.metrics.rows import Rows
+    from raytrec.metrics.selection import Selection
+    from raytrec.metrics.sums import Sums
+    from raytrec.tasks.task import resolve_tasks
     from raytrec.worker.build import build_step
+    from raytrec.worker.gather import gather_to_first
 
-    device = torch.device("cpu")
-    step, plan = build_step(config(optimizer, sharding), SCHEMA, device)
-    before, sums, losses = snapshot(step.model), Sums(device), []
+    device, settings = torch.device("cpu"), config(optimizer, sharding, loss)
+    step, plan = build_step(settings, SCHEMA, device)
+    (task,) = resolve_tasks(settings.tasks, SCHEMA)
+    before, sums, losses = snapshot(step.model), Sums(Selection([task]), device), []
     for outputs in step.train(iter(local_batches(rank, world)), STEPS):
         sums.add(outputs)
-        losses.append(sums.reduce()["logloss"])
+        losses.append(sums.reduce()[{"bce": "logloss", "mse": "mse"}[loss]])
     logits, labels = [], []
     for outputs in step.evaluate(iter(local_batches(rank, world))):
         sums.add(outputs)
-        logits.append(outputs.logits[outputs.weights > 0])
-        labels.append(outputs.labels[outputs.weights > 0])
+        logits.append(outputs["y"].logits[outputs.rows > 0])
+        labels.append(outputs["y"].labels[outputs["y"].weights > 0])
     figures = sums.reduce()
     logits, labels = gather_to_first(torch.cat(logits)), gather_to_first(torch.cat(labels))
     if rank == 0:
-        figures["auc"] = exact_auc(logits, labels)
+        figures["auc"] = AUC.figure(Rows(logits, labels, task.loss.predict))
     sharding_used = {s.sharding_type for module in plan.plan.values() for s in module.values()}
     return before, snapshot(step.model), losses, figures, sharding_used
 
@@ -192,7 +199,10 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 p -= group["lr"] * p.grad / (moment.sqrt() + group["eps"])
 
 
-def reference_run(weights, optimizer):
+LOSSES = {"bce": nn.functional.binary_cross_entropy_with_logits, "mse": nn.functional.mse_loss}
+
+
+def reference_run(weights, optimizer, criterion):
     model = Reference(weights)
     classes = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -206,7 +216,7 @@ def reference_run(weights, optimizer):
     ]
     losses = []
     for dense, labels, bags in global_batches():
-        loss = nn.functional.binary_cross_entropy_with_logits(model(dense, bags), labels)
+        loss = LOSSES[criterion](model(dense, bags), labels)
         for o in optimizers:
             o.zero_grad()
         loss.backward()
@@ -230,12 +240,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world,optimizer,sharding", CASES)
-def test_sharded_steps_equal_one_process(world, optimizer, sharding):
-    ranks = on_ranks(world, sharded_run, optimizer, [sharding])
+def trained_as_one_process(world, optimizer, sharding, loss="bce"):
+    """Trains sharded and alone; (each rank's figures after it, the logits and labels of one process)."""
+    ranks = on_ranks(world, sharded_run, optimizer, [sharding], loss)
     before, after = whole([r[0] for r in ranks]), whole([r[1] for r in ranks])
     assert ranks[0][4] == {sharding}
-    model, losses, logits, labels = reference_run(before, optimizer)
+    model, losses, logits, labels = reference_run(before, optimizer, loss)
 
     for name, values in after.items():
         if "embedding_bags" in name:
@@ -247,9 +257,13 @@ def test_sharded_steps_equal_one_process(world, optimizer, sharding):
         )
         assert not torch.equal(values, before[name]), f"{name} was not trained"
     torch.testing.assert_close(torch.tensor(ranks[0][2]), torch.tensor(losses), rtol=0, atol=1e-6)
+    return [r[3] for r in ranks], logits, labels
 
-    # Metrics, each by its definition, against what the ranks reduced.
-    figures = ranks[0][3]
+
+@pytest.mark.parametrize("world,optimizer,sharding", CASES)
+def test_sharded_steps_equal_one_process(world, optimizer, sharding):
+    ranks, logits, labels = trained_as_one_process(world, optimizer, sharding)
+    figures = ranks[0]  # each metric by its definition, against what the ranks reduced
     probability, rate = logits.double().sigmoid(), labels.double().mean()
     entropy = nn.functional.binary_cross_entropy(probability, labels.double())
     base = nn.functional.binary_cross_entropy(rate.expand(len(labels)), labels.double())
@@ -260,4 +274,17 @@ def test_sharded_steps_equal_one_process(world, optimizer, sharding):
     assert figures["ne"] == pytest.approx(float(entropy / base), abs=1e-5)
     assert figures["calibration"] == pytest.approx(float(probability.sum() / labels.sum()), abs=1e-5)
     assert figures["auc"] == pytest.approx(float((wins + ties / 2).mean()), abs=1e-4)
-    assert all(r[3]["logloss"] == figures["logloss"] for r in ranks)
+    assert all(r["logloss"] == figures["logloss"] for r in ranks)
+
+
+@pytest.mark.parametrize(
+    "world,optimizer,sharding",
+    [(1, "sgd", "table_wise"), (2, "sgd", "row_wise"), (2, "adagrad", "table_wise")],
+)
+def test_squared_error_is_learned_as_in_one_process(world, optimizer, sharding):
+    ranks, logits, labels = trained_as_one_process(world, optimizer, sharding, "mse")
+    errors = (logits.double() - labels.double()).abs()
+    for figures in ranks:
+        assert figures["rows"] == ROWS * STEPS
+        assert figures["mse"] == pytest.approx(float(errors.square().mean()), abs=1e-6)
+        assert figures["mae"] == pytest.approx(float(errors.mean()), abs=1e-6)

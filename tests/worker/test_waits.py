@@ -22,7 +22,7 @@ ALLOWED = {
     ("sums.py:reduce", "progress.py:report"): "each train.log_every_steps, which is when people are told",
     (
         "fetch.py:wait",
-        "nonfinite.py:left_out",
+        "nonfinite.py:skipped",
         "nonfinite.py:step",
     ): "on_nan=skip: the forward pass decides whether optimizers step; the backward pass is queued behind it",
 }
@@ -79,7 +79,7 @@ def test_ordinary_steps_wait_only_where_they_may(name, tmp_path):
         new = sorted({(where, *callers) for where, callers, _ in found if not allowed(where, callers)})
         assert not new, "the host waits for the GPU in every step, at a place that is not in ALLOWED"
         used = {allowed(where, callers) for where, callers, _ in found}
-        skips = {key for key in ALLOWED if key[1] == "nonfinite.py:left_out"}
+        skips = {key for key in ALLOWED if key[1] == "nonfinite.py:skipped"}
         assert used == set(ALLOWED) - (skips if "skip" not in name else set()), "nobody waits there any more"
         dry = {allowed(where, callers) for where, callers, drains in found if drains}
         assert dry <= {("sums.py:reduce", "progress.py:report")}, "the GPU has nothing to do meanwhile"
