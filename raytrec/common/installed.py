@@ -6,7 +6,7 @@ import runpy
 from importlib.metadata import PackageNotFoundError, distribution
 
 # What to do where it is the wrong one; see requirements/install.py.
-OTHER_DEVICE = 'make clean, then make install DEVICE={device} (README, "Installing by hand")'
+OTHER_DEVICE = 'make clean, then make install DEVICE={device} (docs/install.md)'
 
 
 def built_for() -> str | None:
