@@ -38,10 +38,10 @@ import typer
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.compat.torchrec_ import sharded_kernels
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.embeddings.kernels import sharded_kernels
 from raytrec.models import build_model
 from raytrec.worker.build import build_step
 from raytrec.worker.numerics import Numerics

@@ -19,7 +19,8 @@ class Caches:
     """
 
     def __init__(self, model):
-        from raytrec.embeddings.kernels import fbgemm_of, sharded_kernels
+        from raytrec.compat.fbgemm import fbgemm_of
+        from raytrec.compat.torchrec_ import sharded_kernels
 
         self.flushes = 0
         self._kernels = [k for k in sharded_kernels(model) if fbgemm_of(k) is not None]

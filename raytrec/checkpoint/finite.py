@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from raytrec.checks.live.outcome import ranks
 from raytrec.checks.live.readout import read
+from raytrec.compat.torch_ import ShardedTensor
 
 if TYPE_CHECKING:
     from raytrec.checkpoint.state import State

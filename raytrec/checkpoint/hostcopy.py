@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from math import prod
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed._shard.sharding_spec import ShardMetadata
 
 from raytrec.checkpoint.state import State
+from raytrec.compat.torch_ import ShardedTensor, with_local_shards
 
 ALIGNMENT = 64  # bytes: where a tensor may begin
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
@@ -46,7 +44,7 @@ class HostCopy:
         for name, value in tensors.items():
             if isinstance(value, ShardedTensor):
                 parts = [self._take(f"{name}/{i}", s.tensor) for i, s in enumerate(value.local_shards())]
-                copies[name] = _on_host(value, parts)
+                copies[name] = with_local_shards(value, parts)
             else:
                 copies[name] = self._take(name, value)
         for device in {value.device for _, value in _plain(tensors) if value.is_cuda}:
@@ -123,25 +121,3 @@ def _plain(tensors: State) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((f"{name}/{i}", shard.tensor) for i, shard in enumerate(value.local_shards()))
         else:
             yield name, value
-
-
-def _on_host(value: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:
-    """A ShardedTensor of other values of this rank, which lie in host memory.
-
-    torch holds each part against what the metadata say of its device and of pinned memory.
-    """
-    metadata = value.metadata()
-    shards = [
-        ShardMetadata(list(s.shard_offsets), list(s.shard_sizes), f"rank:{s.placement.rank()}/cpu")
-        for s in metadata.shards_metadata
-    ]
-    of_place = {tuple(shard.shard_offsets): shard for shard in shards}
-    local = [
-        Shard(part, of_place[tuple(shard.metadata.shard_offsets)])
-        for part, shard in zip(parts, value.local_shards(), strict=True)
-    ]
-    pinned = any(part.is_pinned() for part in parts)
-    properties = replace(metadata.tensor_properties, pin_memory=pinned)
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local, replace(metadata, shards_metadata=shards, tensor_properties=properties)
-    )

@@ -16,20 +16,14 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-from torch.distributed._shard.sharding_spec import ShardMetadata
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import (
-    CombinedOptimizer,
-    KeyedOptimizer,
-    KeyedOptimizerWrapper,
-    OptimizerWrapper,
-)
+from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.checkpoint.finite import not_finite
+from raytrec.compat.fbgemm import fbgemm_of, set_updates_made, updates_made
+from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
+from raytrec.compat.torchrec_ import sharded_kernels, tables_of, torch_optimizers, unwrapped
 from raytrec.embeddings.bags import table_of
-from raytrec.embeddings.kernels import fbgemm_of, set_updates_made, sharded_kernels, updates_made
 from raytrec.embeddings.tables import Parts, Table, tables
 
 State = dict[str, torch.Tensor | ShardedTensor]
@@ -52,7 +46,7 @@ class LogicalState:
     def __init__(
         self, model: DistributedModelParallel, optimizer: KeyedOptimizer, *, with_optimizer: bool = True
     ):
-        plain = _unwrapped(optimizer)
+        plain = unwrapped(optimizer)
         if with_optimizer:
             _make_lazy_state(plain)
         self._kernels = list(sharded_kernels(model))
@@ -100,7 +94,7 @@ class LogicalState:
             if (table := table_of(fqn)) and "exp_avg_sq" in states:
                 steps[f"tables/{table}/step"] = states["step"]
         for kernel in sharded_kernels(model):
-            adam = [t for t in kernel.config.embedding_tables if "exp_avg_sq" in self.tables[t.name].state]
+            adam = [t for t in tables_of(kernel) if "exp_avg_sq" in self.tables[t.name].state]
             if not adam or fbgemm_of(kernel) is None:  # torch's Adam has its count among its state
                 continue
             step = torch.tensor(0.0)  # torch's Adam counts in float32, too
@@ -133,12 +127,7 @@ def sharded(parts: Parts, rows: int | None = None) -> torch.Tensor | ShardedTens
         everywhere.append(data)
         if shard.values is not None:
             local.append(Shard(shard.values[:count], data))
-    whole = ShardedTensorMetadata(
-        everywhere,
-        torch.Size((rows, *parts.shape[1:])),
-        TensorProperties(dtype=parts.dtype),
-    )
-    return ShardedTensor._init_from_local_shards_and_global_metadata(local, whole)
+    return sharded_tensor(local, everywhere, (rows, *parts.shape[1:]), parts.dtype)
 
 
 def _owner(name: str) -> str | None:
@@ -146,25 +135,9 @@ def _owner(name: str) -> str | None:
     return name.split("/")[1] if name.startswith("tables/") else None
 
 
-def _unwrapped(optimizer: KeyedOptimizer) -> KeyedOptimizer:
-    """The optimizer inside wrappers such as GlobalNormClip."""
-    while isinstance(optimizer, OptimizerWrapper):
-        optimizer = optimizer._optimizer
-    return optimizer
-
-
-def _torch_optimizers(optimizer: KeyedOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """The torch optimizers of what is not updated in backward."""
-    if isinstance(optimizer, CombinedOptimizer):
-        for _, part in optimizer.optimizers:
-            yield from _torch_optimizers(part)
-    elif isinstance(optimizer, KeyedOptimizerWrapper):
-        yield optimizer._optimizer  # torchrec 1.8.0
-
-
 def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
     """Adam makes its state at its first step (torch 2.13.0); reading into it comes before that."""
-    for inner in _torch_optimizers(optimizer):
+    for inner in torch_optimizers(optimizer):
         if not isinstance(inner, torch.optim.Adam):
             continue
         for group in inner.param_groups:

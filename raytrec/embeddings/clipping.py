@@ -18,8 +18,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.compat.torch_ import multiply_
+from raytrec.compat.torchrec_ import sharded_kernels, tables_of
 from raytrec.embeddings.bags import table_of
-from raytrec.embeddings.kernels import sharded_kernels
 from raytrec.embeddings.tables import tables
 
 
@@ -75,7 +76,7 @@ class GlobalNormClip(OptimizerWrapper):
         dist.all_reduce(shards)
         norm = (shards + sum(g.double().square().sum() for g in gradients)).sqrt()
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1).float()
-        torch._foreach_mul_(gradients, scale)
+        multiply_(gradients, scale)
         with torch.enable_grad():
             torch.autograd.backward([c.output for c in cuts], [c.leaf.grad * scale for c in cuts])
         self._cuts.clear()
@@ -110,7 +111,7 @@ def row_gradients_squared(
     """
     total = torch.zeros((), dtype=torch.float64, device=grad_BD.device)
     grads = dict(zip(features.keys(), grad_BD.split(kernel.config.embedding_dims(), dim=1), strict=True))
-    for table in kernel.config.embedding_tables:
+    for table in tables_of(kernel):
         ids, per_id = [], []
         for name in table.feature_names:
             feature = features[name]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_in_backward
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from raytrec.compat.torch_ import apply_optimizer_in_backward
 from raytrec.config.sections import DenseOptim, EmbeddingOptim, OptimSection
 from raytrec.embeddings.bags import table_of
-from raytrec.embeddings.kernels import fbgemm_of, sharded_kernels
 
 CLASSES = {
     "rowwise_adagrad": RowWiseAdagrad,
@@ -38,7 +34,7 @@ def _settings(config: EmbeddingOptim | DenseOptim) -> dict:
 
 def fuse(bags: EmbeddingBagCollection, config: EmbeddingOptim) -> None:
     """Marks the tables, before sharding, to be updated in backward."""
-    apply_in_backward(CLASSES[config.name], bags.parameters(), _settings(config))
+    apply_optimizer_in_backward(CLASSES[config.name], bags.parameters(), _settings(config))
 
 
 def combine(model: nn.Module, config: OptimSection) -> CombinedOptimizer:
@@ -64,20 +60,3 @@ def combine(model: nn.Module, config: OptimSection) -> CombinedOptimizer:
 
 def _wrap(parameters: dict[str, nn.Parameter], config: EmbeddingOptim | DenseOptim) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(parameters, lambda params: CLASSES[config.name](params, **_settings(config)))
-
-
-@contextmanager
-def updates_uncounted(model: nn.Module) -> Iterator[None]:
-    """A block whose lookups are no training.
-
-    FBGEMM (1.8.0) counts every lookup of a fused kernel as an update, also without gradients. Its Adam
-    corrects its bias by that count, which is saved, too: evaluating would change what is trained after.
-    """
-    fused = [lookup for kernel in sharded_kernels(model) if (lookup := fbgemm_of(kernel)) is not None]
-    counters = [counter for lookup in fused for counter in (lookup.iter, lookup.iter_cpu)]
-    before = [counter.clone() for counter in counters]
-    try:
-        yield
-    finally:
-        for counter, count in zip(counters, before, strict=True):
-            counter.copy_(count)

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.fx import Proxy
-from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from raytrec.common.errors import RunError
+from raytrec.compat.torch_ import FixedDtype
+from raytrec.compat.torchrec_ import is_pipelined
 from raytrec.config.schema import Schema
 from raytrec.embeddings.bags import embedding_bags
 
 
-class PooledEmbeddings(nn.Module):
+class PooledEmbeddings(FixedDtype):
     """Looks every sparse feature up and pools its bag.
 
     Sequence features give the mean of their bag; those that a model reads id by id are looked up as features
@@ -39,14 +39,12 @@ class PooledEmbeddings(nn.Module):
 
     def forward(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         # TorchRec's pipeline traces this with a Proxy, and later has exchanged copies of the ids before.
-        if isinstance(sparse, Proxy) or isinstance(self.bags.forward, BaseForward):
+        if is_pipelined(self.bags, sparse):
             return self.means(self.bags(sparse), sparse)
         return self.means(self.bags(own_copy(sparse)), sparse)
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> PooledEmbeddings:
-        # Every cast of a module passes here, before it has touched any of the tables.
+    def before_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         refuse_cast(fn, self._dtypes)
-        return super()._apply(fn, recurse)
 
 
 def own_copy(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:

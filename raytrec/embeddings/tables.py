@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.common.errors import RunError
+from raytrec.compat.fbgemm import Cache, caches
+from raytrec.compat.torch_ import ShardedTensor, accumulate_grad_of
 from raytrec.embeddings.bags import table_of
-from raytrec.embeddings.kernels import Cache, caches
 
 
 @dataclass(frozen=True)
@@ -239,11 +239,7 @@ def accumulate_grad(table: Table) -> torch.autograd.graph.Node:
             expected="a table with a dense kernel that this rank holds; fused kernels update in backward",
             do=f"set plan.tables.{table.name}.sharding_type to data_parallel, or its compute_kernel to dense",
         )
-    with torch.enable_grad():
-        node = table.parameter.view_as(table.parameter).as_subclass(torch.Tensor).grad_fn
-    while not hasattr(node, "variable"):
-        node = node.next_functions[0][0]
-    return node
+    return accumulate_grad_of(table.parameter)
 
 
 def _weight(value: torch.Tensor | ShardedTensor, cache: Cache | None) -> Parts:

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.embeddings.kernels import replicated_kernels, sharded_kernels
+from raytrec.compat.torchrec_ import replicated_kernels, sharded_kernels, tables_of
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Taps:
     def _tap(self, kernel: nn.Module, replicated: bool, device: torch.device) -> Lookup:
         keys = [
             (feature, table.name, table.local_cols)
-            for table in kernel.config.embedding_tables
+            for table in tables_of(kernel)
             for feature in table.feature_names
         ]
         features, tables, columns = map(list, zip(*keys, strict=True))

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
+from raytrec.compat.fbgemm import CACHED, pad_empty_shards
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.clipping import GlobalNormClip
 from raytrec.embeddings.gradients import require_gradient_division
 from raytrec.embeddings.initial import fill_tables
-from raytrec.embeddings.kernels import pad_empty_shards
 from raytrec.embeddings.optim import combine, fuse, is_fused
 from raytrec.embeddings.planner.plan import BagSharder, make_plan
 from raytrec.models.recommender import build_recommender
@@ -74,8 +74,7 @@ def _has_caches(plan: ShardingPlan, device: torch.device) -> bool:
 
 def _sharder(plan: ShardingPlan, device: torch.device) -> BagSharder:
     """Where kernels have a cache, with hits counted, and rows locked until their batch has been trained."""
-    cached = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
-    return BagSharder(fused_params=cached if _has_caches(plan, device) else None)
+    return BagSharder(fused_params=CACHED if _has_caches(plan, device) else None)
 
 
 def _unsharded(config: RunConfig, schema: Schema, device: torch.device) -> LossModel:

@@ -12,19 +12,18 @@ local cluster that is loopback.
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
-from importlib import import_module
 
 from ray.train.torch import TorchConfig
-from ray.train.torch.config import _TorchBackend
 
 from raytrec.cluster.interfaces import socket_interfaces
 from raytrec.common.errors import ConfigError
 from raytrec.common.installed import OTHER_DEVICE
+from raytrec.compat.ray_train import TorchBackend
+from raytrec.compat.torch_ import bind_store
 
 
-class _OwnAddressBackend(_TorchBackend):
+class _OwnAddressBackend(TorchBackend):
     def on_start(self, worker_group, backend_config) -> None:
         worker_group.execute(keep_to_own_address)
         if backend_config.backend == "nccl":
@@ -86,21 +85,3 @@ def interface_of(address: str) -> str | None:
         if any(each.address == address for each in addresses):
             return name
     return None
-
-
-def bind_store(address: str) -> None:
-    """Makes the TCPStore that this process may start listen on this address."""
-    from torch.distributed import TCPStore
-
-    module = import_module("torch.distributed.rendezvous")  # torch.distributed.rendezvous is a function, too
-
-    def store(host_name: str, port: int, *args, is_master: bool = False, **options) -> TCPStore:
-        if is_master:
-            listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, port))
-            listener.listen(1024)
-            options["master_listen_fd"] = listener.detach()
-        return TCPStore(host_name, port, *args, is_master=is_master, **options)
-
-    module.TCPStore = store

@@ -15,8 +15,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checks.live.keys import Key, found, keys_of
 from raytrec.checks.live.readout import read
+from raytrec.compat.fbgemm import cache_hits
 from raytrec.config.schema import Schema
-from raytrec.embeddings.kernels import cache_hits
 from raytrec.embeddings.tables import Shard, Table
 from raytrec.embeddings.taps import Lookup, Taps
 
@@ -73,7 +73,7 @@ class Statistics:
 
     @torch.no_grad()
     def collect(self) -> dict[str, dict[str, Any]]:
-        """Figures of each table since the last call (see docs/watch.md); ends the probe."""
+        """Figures of each table since the last call (see docs/monitoring.md); ends the probe."""
         lookups, hits = self._lookups(), self._cache_hits()
         probed = {id(p.lookup): p.lookup for p in self._probed.values()}
         self._keys = {i: list(keys_of(lookup.ids, len(lookup.features))) for i, lookup in probed.items()}

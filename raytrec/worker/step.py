@@ -13,10 +13,10 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
+from raytrec.compat.fbgemm import updates_uncounted
 from raytrec.config.sections import Schedule
 from raytrec.data.batch import Batch
 from raytrec.embeddings.gradients import PieceByPiece
-from raytrec.embeddings.optim import updates_uncounted
 from raytrec.models.recommender import ModelCall, Recommender
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.outputs import Outputs

@@ -140,7 +140,7 @@ def test_a_read_waits_for_rows_on_their_way_and_keeps_others_from_coming():
 
     from caching import lookup as lookup_of_cuda
 
-    from raytrec.embeddings.kernels import Cache
+    from raytrec.compat.fbgemm import Cache
 
     state = torch.full((1, 32), -1)
     state[0, 3] = 12  # row 2 of a shard whose first row has number 10
@@ -175,7 +175,7 @@ def test_hits_of_a_kernel_count_for_all_of_its_tables():
 
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 
-    from raytrec.embeddings.kernels import cache_hits
+    from raytrec.compat.fbgemm import cache_hits
     from raytrec.worker.statistics import Statistics
 
     lookup = SplitTableBatchedEmbeddingBagsCodegen.__new__(SplitTableBatchedEmbeddingBagsCodegen)
@@ -226,7 +226,7 @@ def test_the_names_of_fbgemm_and_torchrec_that_are_used_are_there():
 
 
 def names(rank, world):
-    from raytrec.embeddings.kernels import sharded_kernels
+    from raytrec.compat.torchrec_ import sharded_kernels
 
     kernel = next(sharded_kernels(build(config(world, {"sharding_type": "table_wise"})).model))
     lookup, found = kernel.emb_module, {}
@@ -241,7 +241,8 @@ def names(rank, world):
 
 def counted(rank, world):
     """What a kernel counts once its count has been set."""
-    from raytrec.embeddings.kernels import set_updates_made, sharded_kernels, updates_made
+    from raytrec.compat.fbgemm import set_updates_made, updates_made
+    from raytrec.compat.torchrec_ import sharded_kernels
 
     kernel = next(sharded_kernels(build(config(world, {"sharding_type": "table_wise"})).model))
     before = updates_made(kernel)

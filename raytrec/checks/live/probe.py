@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from raytrec.checks.live.keys import Bags, factors_of, found, keys_of, some_bags
 from raytrec.checks.live.outcome import STEP, Check, Outcome, Position, Watched
+from raytrec.compat.torchrec_ import shard_origin, tables_of
 from raytrec.data.batch import Batch
-from raytrec.embeddings.kernels import shard_origin
 from raytrec.embeddings.tables import Table
 
 BAGS = 4  # of each feature and rank, beside the longest one
@@ -188,7 +188,7 @@ class Parity(Check):
             columns = lookup.gradient.split(lookup.columns, dim=1)
             places = [
                 (table.name, shard_origin(table))
-                for table in lookup.kernel.config.embedding_tables
+                for table in tables_of(lookup.kernel)
                 for _ in table.feature_names
             ]
             for key, grad_BC, (table, (row, column)) in zip(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from raytrec.checks.parity.batches import local_batch
 from raytrec.checks.parity.reference import GlobalBatch, Reference
+from raytrec.compat.torch_ import Dropout
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sequences import positions, read_by_id
@@ -107,7 +108,7 @@ class Sharded:
 def _without_dropout(model: torch.nn.Module) -> None:
     """Masks are drawn by each rank for itself."""
     for module in model.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        if isinstance(module, Dropout):
             module.p = 0.0
 
 

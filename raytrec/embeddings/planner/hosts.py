@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from raytrec.compat.ray_core import system_memory
 from raytrec.config.sections import PlanSection
 from raytrec.embeddings.planner.footprint import GIB
 
@@ -113,9 +114,7 @@ def agree(places: list[Place], config: PlanSection) -> Hosts:
 
 def host_memory() -> int:
     """Bytes of main memory of this machine, or of the container that this process is in."""
-    from ray._common.utils import get_system_memory  # ray 2.60.0: knows control groups
-
-    return get_system_memory()
+    return system_memory()
 
 
 def capacity(device: str, memory: int, room: int) -> dict:

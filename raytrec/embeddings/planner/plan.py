@@ -9,7 +9,6 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _remote_device
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -18,6 +17,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.common.errors import ConfigError
+from raytrec.compat.torch_ import rank_place
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import Sharding
@@ -108,7 +108,7 @@ def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:
         for spec in module.values():
             for shard in spec.sharding_spec.shards if spec.sharding_spec else ():
                 rank = shard.placement.rank()
-                shard.placement = _remote_device(f"rank:{rank}/{devices[rank]}")
+                shard.placement = rank_place(rank, devices[rank])
     return plan
 
 

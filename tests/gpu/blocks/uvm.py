@@ -14,7 +14,8 @@ def run(here: Here) -> None:
     import torch
 
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.embeddings.kernels import cache_hits, sharded_kernels
+    from raytrec.compat.fbgemm import cache_hits
+    from raytrec.compat.torchrec_ import sharded_kernels
     from raytrec.worker.build import build_step
 
     schema, config = _schema(), _config()
