@@ -37,12 +37,10 @@ import torch.distributed.checkpoint as dcp
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-from torch.distributed._shard.sharding_spec import ShardMetadata
 
 from raytrec.checkpoint.save import Saver
 from raytrec.checkpoint.storage import ShardReader, ShardWriter
+from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
 from raytrec.config.sections import CheckpointSection
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
@@ -73,9 +71,8 @@ def tables(rank: int, world: int, rows: int, fill: bool) -> State:
             ]
             size = shards[rank].shard_sizes
             values = torch.randn(size) if fill else torch.full(size, 0.0)
-            whole = ShardedTensorMetadata(shards, torch.Size((rows, *rest)), TensorProperties(torch.float32))
             local = [Shard(values, shards[rank])]
-            found[name] = ShardedTensor._init_from_local_shards_and_global_metadata(local, whole)
+            found[name] = sharded_tensor(local, shards, (rows, *rest), torch.float32)
     return found
 
 

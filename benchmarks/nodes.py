@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
 from raytrec.cluster.session import stay_on_loopback
 from raytrec.cluster.token import use_token
+from raytrec.compat.ray_core import gcs_client
 
 HERE = Path(__file__).parent
 PREEMPTION = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -40,7 +40,7 @@ class Nodes:
         head = self._node(0, temp_dir=self._temporary, include_dashboard=False)
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address = self._cluster.address
-        self._gcs = GcsClient(address=self.address)
+        self._gcs = gcs_client(self.address)
         self.all: list[Any] = []
         _end_in_order()
 
