@@ -1,139 +1,93 @@
 """Recipes: how public data becomes Parquet and a schema.yaml. Commands of `raytrec prepare`.
 
-A new recipe is a folder with a `recipe.py` and a command here. Imports stay inside the commands, so that
-`raytrec --help` answers at once.
+A recipe is a function. Its parameters are the command's options (what is not annotated as one becomes one by
+its type and default), and its docstring is their help:
+
+    def prepare(out: Path, rows: int = 1000, force: bool = False):
+        '''Clicks of our shop.'''
+        output = Output(out, "shop", {"rows": rows}, force)  # raytrec_datasets/writing.py
+        ...
+
+In this folder it is called `prepare` and stands in NAME/__init__.py, as `raytrec prepare NAME`: copy
+criteo/. What takes long to import is imported inside it, so that --help answers at once. One of your own is
+`raytrec prepare module:function`.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from raytrec_datasets.options import SHARED
+from typer.core import TyperGroup
+from typer.models import OptionInfo
 
-from raytrec.common.storage import COPIES, ROOT, absolute
-
-app = typer.Typer(help="Makes Parquet and a schema.yaml out of public data.", no_args_is_help=True)
-
-
-def _place(text: str) -> Path:
-    """A path as given; in a job of a cluster, from its shared folder (storage.absolute)."""
-    return Path(absolute(text)) if os.environ.get(ROOT) or COPIES in os.getcwd() else Path(text)
+from raytrec.common.errors import ConfigError
 
 
-Out = Annotated[
-    Path,
-    typer.Option(
-        parser=_place, metavar="PATH", help="Folder to write train/, valid/, test/ and schema.yaml to."
-    ),
-]
-Force = Annotated[bool, typer.Option("--force", help="Replace what the folder holds.")]
-Dim = Annotated[int, typer.Option(help="Width of the embeddings; a multiple of 4.")]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same data.")]
-Source = Annotated[
-    Path | None, typer.Option(parser=_place, metavar="PATH", help="Folder with the original files.")
-]
+class Recipes(TyperGroup):
+    """The recipes of this folder, and the user's own."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(module.name for module in iter_modules(__path__) if module.ispkg)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if ":" in cmd_name:
+            recipe = find_recipe(cmd_name)
+        elif cmd_name in self.list_commands(ctx):
+            recipe = import_module(f"{__name__}.{cmd_name}").prepare
+        else:
+            return None
+        single = typer.Typer(rich_markup_mode=None, add_completion=False)
+        single.command(cmd_name)(with_options(recipe))
+        return typer.main.get_command(single)
 
 
-class Split(StrEnum):
-    random = "random"
-    per_user = "per-user"
-    time = "time"
+app = typer.Typer(cls=Recipes, no_args_is_help=True)
 
 
-class MovieLens(StrEnum):
-    ml_100k = "100k"
-    ml_1m = "1m"
-    ml_20m = "20m"
-    ml_25m = "25m"
-    ml_32m = "32m"
+@app.callback()
+def _prepare() -> None:
+    """Makes Parquet and a schema.yaml out of public data, or of your own: module:function."""
 
 
-class Layout(StrEnum):
-    auto = "auto"
-    kaggle = "kaggle"
-    one_tb = "1tb"
+def find_recipe(path: str) -> Callable[..., None]:
+    """The function that `module:function` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from raytrec.common.registry import find_code
+
+    found = find_code(path, "recipe", "raytrec prepare", os.getcwd())
+    if not inspect.isfunction(found):
+        raise ConfigError(
+            f"the recipe {path} is no function", where="raytrec prepare", expected="def prepare(out: Path, …)"
+        )
+    return found
 
 
-class Vocabulary(StrEnum):
-    hash = "hash"
-    frequency = "frequency"
+def with_options(recipe: Callable[..., None]) -> Callable[..., None]:
+    """The recipe with each parameter a command line option."""
+
+    def run(**values: Any) -> None:
+        recipe(**values)
+
+    hints, parameters = get_type_hints(recipe, include_extras=True), inspect.signature(recipe).parameters
+    options = [p.replace(annotation=_option(name, hints.get(name, str))) for name, p in parameters.items()]
+    run.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in options])
+    run.__annotations__ = {p.name: p.annotation for p in options}
+    run.__doc__ = recipe.__doc__
+    return run
 
 
-class BadLine(StrEnum):
-    error = "error"
-    skip = "skip"
-
-
-@app.command()
-def synthetic(
-    out: Out,
-    rows: Annotated[
-        int, typer.Option(min=1, help="Rows of train; valid and test have a tenth each.")
-    ] = 1_000_000,
-    seed: Seed = 0,
-    dense: Annotated[int, typer.Option(min=0, help="Dense columns.")] = 13,
-    sparse: Annotated[int, typer.Option(min=2, help="Sparse features.")] = 26,
-    multi_hot: Annotated[int, typer.Option(min=0, help="How many of them are bags of several ids.")] = 6,
-    table_rows: Annotated[int, typer.Option(min=100, help="Rows of the largest table.")] = 50_000,
-    dim: Dim = 16,
-    force: Force = False,
-):
-    """Criteo-shaped data with a planted model, whose best reachable AUC is printed."""
-    from raytrec_datasets.synthetic.recipe import prepare
-
-    prepare(out, rows, seed, dense, sparse, multi_hot, table_rows, dim, force)
-
-
-@app.command()
-def movielens(
-    out: Out,
-    source: Source = None,
-    split: Annotated[
-        Split, typer.Option(help="How rows are divided into train, valid and test.")
-    ] = Split.random,
-    seed: Seed = 0,
-    history: Annotated[int, typer.Option(min=1, max=1000, help="Liked items before a rating, at most.")] = 20,
-    dim: Dim = 16,
-    download: Annotated[MovieLens | None, typer.Option(help="Fetch this set from GroupLens.")] = None,
-    force: Force = False,
-):
-    """MovieLens 100K, 1M, 20M, 25M or 32M in their original layouts; label: rating ≥ 4."""
-    from raytrec_datasets.movielens.recipe import prepare
-
-    prepare(out, source, str(split), seed, history, dim, str(download) if download else None, force)
-
-
-@app.command()
-def criteo(
-    out: Out,
-    source: Annotated[
-        Path,
-        typer.Option(
-            parser=_place, metavar="PATH", help="train.txt, a day file, or the folder that holds them."
-        ),
-    ],
-    layout: Annotated[Layout, typer.Option(help="Kaggle or 1TB files.")] = Layout.auto,
-    vocabulary: Annotated[Vocabulary, typer.Option(help="How values become ids.")] = Vocabulary.hash,
-    hash_rows: Annotated[int, typer.Option(min=2, help="Rows of each table (hash).")] = 100_000,
-    min_count: Annotated[int, typer.Option(min=1, help="Rarer values share id 0 (frequency).")] = 10,
-    dim: Dim = 16,
-    on_bad_line: Annotated[BadLine, typer.Option(help="What a malformed line does.")] = BadLine.error,
-    force: Force = False,
-):
-    """Criteo Kaggle and 1TB click logs in their original TSV layouts."""
-    from raytrec_datasets.criteo.recipe import prepare
-
-    prepare(
-        out,
-        source,
-        str(layout),
-        str(vocabulary),
-        hash_rows,
-        min_count,
-        dim,
-        str(on_bad_line) == "skip",
-        force,
-    )
+def _option(name: str, hint: Any) -> Any:
+    """A parameter's annotation as that of an option."""
+    if any(isinstance(part, OptionInfo) for part in getattr(hint, "__metadata__", ())):
+        return hint
+    return Annotated[hint, *SHARED[name].__metadata__] if name in SHARED else Annotated[hint, typer.Option()]

@@ -105,7 +105,7 @@ class Output:
         text = json.dumps({"options": self.options, "rows": rows, **facts}, indent=2)
         (self.partial / MARKER).write_text(text + "\n")
 
-    def summary(self, job: str, *lines: str) -> None:
+    def summary(self, job: str = "own", *lines: str) -> None:
         """Prints the rows of each split, further lines, and the next command."""
         counts = ", ".join(f"{name} {count:,}" for name, count in self.facts()["rows"].items())
         console = open_console(stderr=True)

@@ -26,7 +26,7 @@ from raytrec.config.schema import Schema
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 ÷ golden ratio: Knuth's multiplicative hash
 
 
-def prepare(
+def write(
     out: Path,
     source: Path,
     layout: str,
@@ -37,7 +37,7 @@ def prepare(
     skip_bad: bool,
     force: bool,
 ) -> None:
-    """Writes the dataset; see `raytrec prepare criteo --help` for the arguments."""
+    """Writes the dataset; its arguments are those of `raytrec prepare criteo`."""
     files = find_files(source.expanduser().absolute(), layout)
     size = {"hash_rows": hash_rows} if vocabulary == "hash" else {"min_count": min_count}
     options = {

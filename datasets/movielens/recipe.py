@@ -18,7 +18,7 @@ LIKED = 4.0  # ratings from here on count as liked
 CHUNK_ROWS = 500_000
 
 
-def prepare(
+def write(
     out: Path,
     source: Path | None,
     split: str,
@@ -28,7 +28,7 @@ def prepare(
     download: str | None,
     force: bool,
 ) -> None:
-    """Writes the dataset; see `raytrec prepare movielens --help` for the arguments."""
+    """Writes the dataset; its arguments are those of `raytrec prepare movielens`."""
     if source is None and download is None:
         raise ConfigError(
             "no data was named", expected="--source DIR, or --download 100k, 1m, 20m, 25m or 32m"

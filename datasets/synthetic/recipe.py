@@ -15,7 +15,7 @@ CHUNK_ROWS = 65_536  # a chunk depends on (seed, split, its number) alone, and m
 BINS = 1_000_000  # of the true probability, for the best AUC
 
 
-def prepare(
+def write(
     out: Path,
     rows: int,
     seed: int,
@@ -26,7 +26,7 @@ def prepare(
     dim: int,
     force: bool,
 ) -> None:
-    """Writes the dataset; see `raytrec prepare synthetic --help` for the arguments."""
+    """Writes the dataset; its arguments are those of `raytrec prepare synthetic`."""
     options = {
         "rows": rows,
         "seed": seed,

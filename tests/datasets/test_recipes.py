@@ -1,0 +1,76 @@
+"""Where `raytrec prepare` finds recipes, and how their parameters become options."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import raytrec_datasets
+from raytrec_datasets import app, find_recipe
+from typer import Option
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from raytrec.common.errors import ConfigError
+
+told = []
+
+
+def plain(out: Path, rows: int = 7, seed: int = 0, source: Path | None = None, force: bool = False):
+    """Says what it was told."""
+    told.append((out, rows, seed, source, force))
+
+
+def annotated(out: Path, share: Annotated[float, Option("--part", min=0, max=1, help="Of rows.")] = 0.5):
+    """Has an option of its own."""
+    told.append((out, share))
+
+
+def run(*arguments):
+    told.clear()
+    return CliRunner().invoke(app, [f"{__name__}:{arguments[0]}", *arguments[1:]])
+
+
+def test_parameters_become_options():
+    assert run("plain", "--out", "a", "--rows", "3", "--seed", "4", "--source", "b", "--force").exit_code == 0
+    assert told == [(Path("a"), 3, 4, Path("b"), True)]
+    assert run("plain", "--out", "a").exit_code == 0 and told == [(Path("a"), 7, 0, None, False)]
+    assert run("annotated", "--out", "a", "--part", "0.25").exit_code == 0 and told == [(Path("a"), 0.25)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["plain"], ["plain", "--out", "a", "--rows", "x"], ["annotated", "--out", "a", "--part", "2"]],
+)
+def test_what_the_function_does_not_take_is_refused(arguments):
+    assert run(*arguments).exit_code == 2 and not told
+
+
+def test_help_is_the_docstring_and_the_shared_options_say_what_they_are():
+    shown = " ".join(run("plain", "--help").output.split())
+    assert "Says what it was told." in shown and "Folder to write train/" in shown
+    assert "Replace what the folder holds." in shown and "The same seed gives the same data." in shown
+
+
+def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "shop_recipe.py").write_text(
+        "def prepare(out, rows: int = 1):\n    'Ours.'\n    print(out, rows)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    done = CliRunner().invoke(app, ["shop_recipe:prepare", "--out", "x", "--rows", "2"])
+    assert done.exit_code == 0 and done.output == "x 2\n"
+
+
+@pytest.mark.parametrize(
+    "path", ["no_such_module:prepare", f"{__name__}:no_such_function", f"{__name__}:told"]
+)
+def test_what_is_no_recipe_is_an_error_for_people(path):
+    with pytest.raises(ConfigError, match="recipe"):
+        find_recipe(path)
+
+
+def test_every_folder_is_a_recipe_and_nothing_else():
+    folders = {path.parent.name for path in Path(raytrec_datasets.__file__).parent.glob("*/__init__.py")}
+    assert set(get_command(app).list_commands(None)) == folders
+    assert CliRunner().invoke(app, ["writing", "--out", "x"]).exit_code == 2
