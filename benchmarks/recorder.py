@@ -51,7 +51,8 @@ class Writer:
         batch = checkpoints._batches.at(step - 1)  # counted from 0 there
         rows = batch.sparse[FEATURE].values().tolist()
         assert len(rows) == int((batch.weights > 0).sum()), "each row has one id"
-        loss = entropy(outputs.logits.double(), outputs.labels.double(), outputs.weights, reduction="sum")
+        (task,) = outputs.tasks.values()
+        loss = entropy(task.logits.double(), task.labels.double(), task.weights, reduction="sum")
         line = {"world": self._world, "step": step, "unix_s": time.time(), "rows": rows, "loss": float(loss)}
         self._file.write(json.dumps(line).encode() + b"\n")
         with suppress(OSError, ValueError):

@@ -33,9 +33,11 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from raytrec.checkpoint.state import LogicalState
+from raytrec.common.messages import from_json
 from raytrec.config.run_config import RunConfig
 from raytrec.data.batch import Batch
 from raytrec.driver.recorder import Record
+from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import Sums
 from raytrec.tracking.mlflow import Tracker
 from raytrec.worker.build import build_step
@@ -84,7 +86,8 @@ class Side:
         task = WorkerTask(config, schema, {}, mailbox, "")
         context = WorkerContext(rank, world, device, task, Unheard(), 0)
         self._step, _ = build_step(config, schema, device)
-        self._progress, self._rows, self._device = Progress(Sums(device)), rows, device
+        sums = Sums(Selection.of_config(config, schema), device)
+        self._progress, self._rows, self._device = Progress(sums), rows, device
         state = LogicalState(self._step.model, self._step.optimizer)
         source = _endless(batches_of(rows // world, world, seed=rank))
         self._batches = Recent(source, 0)
@@ -149,9 +152,9 @@ def main(
     rounds = 2 if smallest else rounds  # an interval needs two
     with tempfile.TemporaryDirectory() as name:
         folder, queue = Path(name), mp.get_context("spawn").Queue()
-        tracker = Tracker(f"sqlite:///{folder}/mlflow.db", "benchmark", "watching", folder / "artifacts")
+        tracker = Tracker(f"sqlite:///{folder}/mlflow.db", "benchmark", "watching", folder, max_series=64)
         tracker.ready()
-        record, turns = Record(tracker, folder, "watching", cells=64), mp.get_context("spawn").Semaphore(0)
+        record, turns = Record(tracker, folder, "watching"), mp.get_context("spawn").Semaphore(0)
         said: dict[int, list[dict[str, Any]]] = {side: [] for side in range(len(SIDES))}
         ranks = mp.spawn(
             measure, (workers, device, rounds, batch, name, queue, turns), nprocs=workers, join=False
@@ -166,7 +169,7 @@ def main(
                     sleep(0.05)
                 turns.release()
                 for earlier in said.pop(side):
-                    record.keep(earlier.pop("kind"), earlier)
+                    record.keep(from_json(earlier))
                 said[side] = []
         lost = tracker.close("FINISHED")
         seconds = json.loads((folder / "times.json").read_text())

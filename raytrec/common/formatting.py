@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import isnan, nan
 from typing import Any
 
@@ -91,3 +92,24 @@ def ranges(ranks: list) -> str:
         else:
             parts.append([rank])
     return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)
+
+
+def flatten(
+    values: Mapping[str, Any], prefix: str = "", whole: Callable[[dict], bool] = lambda inner: False
+) -> dict[str, Any]:
+    """Nested values as section.key → value.
+
+    Args:
+        whole: whether a mapping is a value as it is.
+
+    Example:
+        >>> flatten({"run": {"seed": 1, "name": "a"}, "tags": {}})
+        {'run.seed': 1, 'run.name': 'a'}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and not whole(value):
+            flat |= flatten(value, f"{prefix}{key}.", whole)
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

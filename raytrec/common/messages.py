@@ -97,6 +97,7 @@ class Start(_OfRun):
     Attributes:
         total: steps of the whole run; `step` of them have been trained before.
         plan: of each table, what embeddings.planner.plan.describe says; kept in plan.json.
+        metrics: descriptions of the figures of training and evaluation (metrics.selection.Figure.record).
     """
 
     KIND, LEFT_OUT = "start", ("plan",)
@@ -104,6 +105,7 @@ class Start(_OfRun):
     step: int
     workers: int
     plan: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +146,7 @@ class Event(_OfRun):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Measured(Message):
+class Measured(Message):
     """Figures at a step; of metrics.jsonl.
 
     Attributes:
@@ -158,18 +160,18 @@ class _Measured(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(_Measured):
+class Train(Measured):
     """Figures of training since the last such message."""
 
     KIND = "train"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(_Measured):
+class Eval(Measured):
     """Figures of an evaluation while training.
 
     Attributes:
-        curves: what metrics.roc.curves gives; None where it is not defined.
+        curves: curve → its points (worker.evaluate); None where there is none.
     """
 
     KIND = "eval"
@@ -184,7 +186,7 @@ class Final(Eval):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result(_Measured):
+class Result(Measured):
     """The figures of result.json, as section.name.
 
     Attributes:
@@ -197,6 +199,13 @@ class Result(_Measured):
     def to_json(self) -> dict[str, Any]:
         """With its figures apart, because rank 0's are those of any function, of `raytrec check`, too."""
         return {"kind": self.KIND, "step": self.step, "unsaved": self.unsaved, "figures": dict(self.figures)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(Measured):
+    """What `raytrec check` found, under its own names."""
+
+    KIND = "compared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +228,7 @@ class Check(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RankLine(Message):
-    """One rank's interval of tracking.every_steps steps (docs/watch.md).
+    """One rank's interval of tracking.every_steps steps (docs/monitoring.md).
 
     Attributes:
         first_step: the step before the interval's first one; `steps` after it, at `step`, it ends.
@@ -244,7 +253,21 @@ class RankLine(Message):
 
 CLASSES: dict[str, type[Message]] = {
     each.KIND: each
-    for each in (Phase, Warn, Start, Saved, Stopped, Event, Train, Eval, Final, Result, Check, RankLine)
+    for each in (
+        Phase,
+        Warn,
+        Start,
+        Saved,
+        Stopped,
+        Event,
+        Train,
+        Eval,
+        Final,
+        Result,
+        Compared,
+        Check,
+        RankLine,
+    )
 }
 OF_FILE = {CHECKS: Check, RANKS: RankLine}  # whose lines need not say their kind
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 from raytrec.cluster.session import ray_session
 from raytrec.common.errors import RunError
+from raytrec.common.messages import Compared
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.console import RunConsole
@@ -17,6 +18,7 @@ from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import resolve
 from raytrec.driver.recorder import Watch, write_json
 from raytrec.driver.run import open_tracker, short
+from raytrec.tracking.journal import append_line
 
 RESULT = "check.json"
 CHECKS = ("forward", "gradient", "weights", "state")
@@ -115,7 +117,7 @@ def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
                 [f"look at it   mlflow ui --backend-store-uri {short(tracker.uri)}"] if tracker.uri else [],
             )
             write_json(folder / RESULT, result.metrics | {"plan": result.plan, "findings": result.findings})
-            tracker.metrics(result.metrics, step=0)
+            append_line(folder, Compared(step=0, unix_s=time(), figures=result.metrics))
             tracker.file(folder / RESULT)
             status = "FINISHED" if result.passed else "FAILED"
         except KeyboardInterrupt:

@@ -1,10 +1,11 @@
-"""What a group says, read on the driver's side while Ray Train runs: shown, and written down."""
+"""The messages of a group of workers, on the driver's side: shown on the console, kept in the run folder."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from threading import Event, Thread
@@ -13,24 +14,25 @@ from typing import Any
 
 from raytrec.checkpoint.index import reason
 from raytrec.cluster.lifeline import RayLost
+from raytrec.common import messages
 from raytrec.common.errors import RunError
+from raytrec.common.messages import Message, from_json
 from raytrec.common.redaction import hide_all, hide_yaml
 from raytrec.report.diagnostics import hot_rank, low_utilisation, straggler
 from raytrec.tracking.gauges import Gauges
-from raytrec.tracking.journal import EVENTS, Journal, write_whole
-from raytrec.tracking.ranks import Lines, rank_metrics
+from raytrec.tracking.journal import Journal, write_whole
+from raytrec.tracking.translate import RankLines
 
-METRICS, RANKS, CHECKS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl"
-RESULT, TRACKED = "result.json", "mlflow_run_id"
+RESULT = "result.json"
 WAIT_S = 0.5  # for messages of the hub
 
 
 class Watch:
-    """Reads what ranks say, while Ray Train runs, and passes it on.
+    """Reads the messages of ranks and coordinator while Ray Train runs, and passes them on.
 
     Args:
-        console: shows it.
-        record: keeps it; None where nothing is trained.
+        console: shows them.
+        record: keeps them; None where nothing is trained.
 
     Attributes:
         result: the figures of rank 0, once the group has ended well.
@@ -44,69 +46,62 @@ class Watch:
         self._record, self._unrecorded = record, set()
 
     def reading(self, hub: Any) -> _Reading:
-        """A block in which a thread reads the hub's messages; at its end nothing is left there."""
-        return _Reading(hub, self._receive)
+        """A block in which a thread reads the coordinator's messages; at its end none is left there."""
+        return _Reading(hub, lambda values: self.receive(from_json(values)))
 
     def failed(self, cause: str, again: bool) -> None:
-        """Notes that all workers have ended, of which no hub could tell."""
-        self._receive("event", event="failed", cause=cause, rank=None, again=again)
+        """Notes that all workers have ended, of which no coordinator could tell."""
+        self.receive(messages.Event(event="failed", details={"cause": cause, "rank": None, "again": again}))
 
-    def _receive(self, kind: str, **message: Any) -> None:
-        if kind == "result":
-            self.result = finite(message["figures"])
-            self.unsaved = RunError(**parts) if (parts := message.get("unsaved")) else None
+    def receive(self, message: Message) -> None:
+        """Shows and keeps one message."""
+        if isinstance(message, messages.Result):
+            self.result = finite(message.figures)
+            self.unsaved = RunError(**message.unsaved) if message.unsaved else None
             return
-        if kind == "stopped":
-            self.stopped_at = message["step"]
+        if isinstance(message, messages.Stopped):
+            self.stopped_at = message.step
         if self._record:
-            for warning in self._keep(kind, message):
+            for warning in self._keep(message):
                 self.console.warn(warning)
-        if show := getattr(self.console, kind, None):
-            show(**message)
+        if show := getattr(self.console, message.KIND, None):
+            show(**{name: value for name, value in message.values().items() if name != "unix_s"})
 
-    def _keep(self, kind: str, message: dict[str, Any]) -> list[str]:
-        """What is to be said of a message. Whatever goes wrong with one, the next ones must be read."""
+    def _keep(self, message: Message) -> list[str]:
+        """What people should be told of a message. Whatever goes wrong with one, the next must be read."""
         try:
-            return self._record.keep(kind, message)
+            return self._record.keep(message)
         except Exception as error:
-            what = f"messages of kind {kind} are not recorded: {type(error).__name__}: {error}"
+            what = f"messages of kind {message.KIND} are not recorded: {type(error).__name__}: {error}"
             new = what not in self._unrecorded
             self._unrecorded.add(what)
             return [what] if new else []
 
 
 class Record:
-    """Writes what ranks say into the run folder, to MLflow, and to Ray's metrics.
+    """Writes messages into the run folder, from which MLflow gets them, and to Ray's metrics.
 
     Args:
         tracker: of tracking.mlflow.
         folder: of the run.
         name: of the run.
-        cells: tracking.max_rank_table_series.
 
     Attributes:
         checks: check → [passed, failed], counted.
     """
 
-    def __init__(self, tracker: Any, folder: Path, name: str, cells: int):
+    def __init__(self, tracker: Any, folder: Path, name: str):
         self.checks: dict[str, list[int]] = {}
-        self._tracker, self._folder, self._cells = tracker, folder, cells
-        self._gauges, self._lines, self._advised = Gauges(name), Lines(), set()
-        self._said: list[str] = []  # of the run folder
-        self._journal = Journal(folder, self._said.append)
-        self._remembered = False
+        self._tracker, self._folder = tracker, folder
+        self._gauges, self._lines, self._advised = Gauges(name), RankLines(), set()
+        self._warnings: list[str] = []  # about the run folder
+        self._journal = Journal(folder, self._warnings.append)
         self._attempt: int | None = None  # whose first interval is over
 
     def summary(self) -> dict[str, int]:
         """How many checks have passed and failed."""
         passed, failed = map(sum, zip(*self.checks.values(), strict=True)) if self.checks else (0, 0)
         return {"train.checks_passed": passed, "train.checks_failed": failed}
-
-    def remember_run(self) -> None:
-        """Notes the MLflow run, once there is one, for whoever resumes this run."""
-        if self._tracker.run_id and not self._remembered:
-            self._journal.put(TRACKED, self._tracker.run_id)
-            self._remembered = True
 
     def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:
         """Writes result.json, by which a run counts as finished, if the trained model has been saved.
@@ -118,7 +113,7 @@ class Record:
             Why there is no result.json; the run can be resumed then.
         """
         figures = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
-        self._log("", figures, metrics["train.steps"])
+        self._append(messages.Result(step=metrics["train.steps"], unix_s=time(), figures=figures))
         if unsaved:
             return unsaved
         try:
@@ -136,77 +131,57 @@ class Record:
     def close(self, status: str) -> list[str]:
         """Writes what is left; what is missing in the end, in the run folder and in MLflow."""
         self._gauges.close()
-        lost = self._tracker.close(status)
-        self.remember_run()
         missing = self._journal.missing()
-        said, self._said[:] = list(self._said), []
+        lost = self._tracker.close(status)
         if lost and not missing:
             lost += "; the run folder has everything"
-        return [*said, *filter(None, (missing, lost))]
+        return [*self._take_warnings(), *filter(None, (missing, lost))]
 
-    def keep(self, kind: str, message: dict[str, Any]) -> list[str]:
+    def keep(self, message: Message) -> list[str]:
         """Writes one message down; what people should be told of it."""
-        advice = self._keep(kind, message)
-        said, self._said[:] = list(self._said), []
-        return said + advice
-
-    def _keep(self, kind: str, message: dict[str, Any]) -> list[str]:
-        self.remember_run()
-        if kind in ("event", "saved", "start", "stopped"):
-            self._append(EVENTS, {"event": kind, "unix_s": time(), **message}, without="plan")
-        elif kind in ("train", "eval", "final"):
-            self._append(METRICS, {"kind": kind, "unix_s": time(), **message})
-            self._measured(kind, message)
-        elif kind == "check":
-            self._append(CHECKS, message)
-            self._checked(message)
-        elif kind == "rank":
-            self._append(RANKS, message)
-            return self._spoken(message)
-        if kind == "start":
-            text = json.dumps(message["plan"], indent=2) + "\n"
+        if message.FILE and message.values().get("unix_s") is None:
+            message = replace(message, unix_s=time())
+        if message.FILE:
+            self._append(message)
+        advice: list[str] = []
+        if isinstance(message, messages.Measured):
+            self._gauges.set({"step": message.step, **message.figures})
+        elif isinstance(message, messages.Check):
+            self.checks.setdefault(message.check, [0, 0])[not message.passed] += 1
+        elif isinstance(message, messages.RankLine):
+            advice = self._advise(message.line())
+        elif isinstance(message, messages.Start):
+            text = json.dumps(message.plan, indent=2) + "\n"
             self._journal.put("plan.json", text, lambda: self._tracker.file(self._folder / "plan.json"))
-        return []
+        return [*self._take_warnings(), *advice]
 
-    def _measured(self, kind: str, message: dict[str, Any]) -> None:
-        figures = {k: v for k, v in message.items() if k not in ("step", "curves")}
-        self._gauges.set({"step": message["step"], **figures})
-        if kind != "final":  # whose figures the driver logs with the result
-            self._log(f"{kind}.", figures, message["step"])
-
-    def _log(self, prefix: str, figures: dict[str, Any], step: int) -> None:
-        """To MLflow, whose pages have a section for each train/…, eval/… and so on."""
-        named = {(prefix + name).replace(".", "/", 1): value for name, value in figures.items()}
-        self._tracker.metrics(named, step)
-
-    def _checked(self, message: dict[str, Any]) -> None:
-        name, passed = message["check"], message["passed"]
-        self.checks.setdefault(name, [0, 0])[not passed] += 1
-        figures = {f"watch/check/{name}": int(passed), f"watch/check/{name}_figure": message["figure"]}
-        self._tracker.metrics(figures, message["step"])
-
-    def _spoken(self, line: dict[str, Any]) -> list[str]:
+    def _advise(self, line: dict[str, Any]) -> list[str]:
         """What the lines of all ranks, once they are there, tell; each kind of advice is given once."""
         lines = self._lines.add(line)
         if lines is None:
             return []
-        self._tracker.metrics(rank_metrics(lines, self._cells), line["step"], line["unix_s"])
         waited = sum(each["phases_s"]["data"] for each in lines)
         self._gauges.set({"data_wait_share": waited / max(1e-9, sum(each["seconds"] for each in lines))})
-        found = []
         if line["attempt"] != self._attempt:  # the first interval waits for readers that are only starting
             self._attempt = line["attempt"]
-            return found
+            return []
+        found = []
         for advise in (straggler, low_utilisation, hot_rank):
             if advise not in self._advised and (sentence := advise(lines)):
                 self._advised.add(advise)
                 found.append(sentence)
         return found
 
-    def _append(self, name: str, entry: dict[str, Any], without: str = "") -> None:
-        """A line of JSON, which has no NaN."""
-        entry = hide_all(finite({key: value for key, value in entry.items() if key != without}))
-        self._journal.add(name, entry)
+    def _append(self, message: Message) -> None:
+        """A line of JSON, which has no NaN, in the run folder; where that takes none, to MLflow as well."""
+        line = hide_all(finite(message.line()))
+        self._journal.add(message.FILE, line)
+        if self._journal.failing:
+            self._tracker.line(message.FILE, line)
+
+    def _take_warnings(self) -> list[str]:
+        taken, self._warnings[:] = list(self._warnings), []
+        return taken
 
 
 class _Reading:
@@ -216,7 +191,7 @@ class _Reading:
     lost, crashes the process.
     """
 
-    def __init__(self, hub: Any, receive: Callable):
+    def __init__(self, hub: Any, receive: Callable[[dict[str, Any]], None]):
         self._hub, self._receive, self._over, self._lost = hub, receive, Event(), Event()
         self._thread = Thread(target=self._read, name="hub", daemon=True)
 
@@ -238,7 +213,7 @@ class _Reading:
         while not last:
             last = self._over.is_set()
             for message in self._messages(0 if last else WAIT_S):
-                self._receive(**message)
+                self._receive(message)
 
     def _messages(self, wait_s: float) -> list[dict[str, Any]]:
         """Those that are there, or come within so many seconds."""
@@ -256,7 +231,7 @@ class _Reading:
         return []
 
 
-def finite(values: dict[str, Any]) -> dict[str, Any]:
+def finite(values: messages.Figures) -> dict[str, Any]:
     """As JSON can hold it: a figure that is not defined (NE and AUC of labels that are all equal) is None."""
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 

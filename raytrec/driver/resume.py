@@ -10,6 +10,7 @@ import yaml
 
 from raytrec.checkpoint.files import newest
 from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.common.formatting import flatten
 from raytrec.common.reading import json_values, read_bytes, read_text
 from raytrec.common.storage import absolute
 from raytrec.config.run_config import RunConfig, load_config
@@ -254,19 +255,9 @@ def _listed(lines: list[str]) -> str:
 
 
 def _differences(before: RunConfig, after: RunConfig) -> list[str]:
-    old, new = (_flat(yaml.safe_load(c.to_yaml())) for c in (before, after))
+    old, new = (flatten(yaml.safe_load(c.to_yaml())) for c in (before, after))
     return [
         f"  {key}: {old.get(key)} → {new.get(key)}"
         for key in {**old, **new}
         if old.get(key) != new.get(key) and not key.startswith(FREE)
     ]
-
-
-def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

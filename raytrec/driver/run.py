@@ -13,7 +13,7 @@ from typing import Any
 from raytrec.checkpoint.files import find
 from raytrec.cluster.session import in_job, ray_session, stays_here
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
-from raytrec.common.reading import read_text
+from raytrec.common.messages import METRICS
 from raytrec.common.redaction import hide
 from raytrec.common.storage import absolute, relative
 from raytrec.config.run_config import RunConfig
@@ -36,7 +36,7 @@ from raytrec.driver.prepare import (
     settle,
     write_config,
 )
-from raytrec.driver.recorder import METRICS, TRACKED, Record, Watch
+from raytrec.driver.recorder import Record, Watch
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
 from raytrec.driver.session import how_to_resume, in_session
 from raytrec.driver.warm_start import check_fits
@@ -124,7 +124,7 @@ def train(
         for line in [*lines, *note_left_out(folder, datasets)]:
             console.warn(line)
         with driving(folder):
-            return _drive(config, schema, datasets, contents, console, began, new=not resume)
+            return _drive(config, schema, datasets, contents, console, began)
 
 
 def _drive(
@@ -134,20 +134,18 @@ def _drive(
     contents: Future[dict[str, list[Content]]],
     console: RunConsole,
     began: float,
-    *,
-    new: bool,
 ) -> Result:
     """The run itself, in a folder that is ready: Ray, workers, result."""
     folder, status = Path(config.run.dir), "FAILED"
     tracker = open_tracker(config, console)
-    record = Record(tracker, folder, config.run.name, config.tracking.max_rank_table_series)
+    record = Record(tracker, folder, config.run.name)
     try:
         console.phase("starting Ray")
         _import_early()
         watch = Watch(console, record)
 
         def work() -> dict[str, Any]:
-            _begin_record(record, tracker, config, new=new)
+            _describe_run(tracker, config)
             root, data = config.checkpoint_root, contents.result()
             note_data(folder, data)
             with reading_ahead(config, datasets, console.warn):
@@ -193,13 +191,11 @@ def _drive(
     return Result(metrics, folder, _next_steps(config, folder, tracker))
 
 
-def _begin_record(record: Record, tracker: Tracker | NoTracker, config: RunConfig, *, new: bool) -> None:
+def _describe_run(tracker: Tracker | NoTracker, config: RunConfig) -> None:
     """What the MLflow run begins with; waits until the store has it, if it can be reached."""
     tracker.ready()
-    record.remember_run()
     tracker.tags(run_tags() | config.tracking.tags)
-    if new:
-        tracker.params(config)
+    tracker.params(config)
     for name in ("config.yaml", "schema.yaml"):
         tracker.file(Path(config.run.dir) / name)
 
@@ -217,18 +213,17 @@ def _next_steps(config: RunConfig, folder: Path, tracker: Tracker | NoTracker) -
 
 
 def open_tracker(config: RunConfig, console: RunConsole) -> Tracker | NoTracker:
-    """Begins the MLflow run, or goes on with that of before, where a run is resumed."""
-    folder, tracking = Path(config.run.dir), config.tracking
+    """Begins the MLflow run, or continues that of before, where a run is resumed."""
+    tracking = config.tracking
     if not tracking.enabled:
         return NoTracker()
-    before = read_text(folder / TRACKED).strip()[:64] if (folder / TRACKED).is_file() else None
     return Tracker(
         tracking.uri,
         tracking.experiment,
         config.run.name,
-        folder.parent / "mlartifacts",
-        before,
-        sweep=tracking.parent_run,
+        Path(config.run.dir),
+        parent=tracking.parent_run,
+        max_series=tracking.max_rank_table_series,
         on_trouble=console.warn,
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import number
+from raytrec.common.formatting import flatten, number
 from raytrec.common.redaction import hide
 from raytrec.metrics.results import AFTER, Row, as_text, shown
 from raytrec.report.history import History, run_folder
@@ -112,7 +112,7 @@ def _result(key: str, row: Row, run: History, first: History) -> str:
 
 
 def _config_differences(runs: list[History]) -> dict[str, list[str]]:
-    flat = [_flat(run.config) for run in runs]
+    flat = [flatten(run.config) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
     texts = {key: [_value(values, key) for values in flat] for key in keys if not key.startswith(OF_THE_RUN)}
     return {key: row for key, row in texts.items() if len(set(row)) > 1}
@@ -122,14 +122,3 @@ def _value(values: dict[str, Any], key: str) -> str:
     if key not in values:
         return "(not there)"
     return "null" if values[key] is None else hide(str(values[key]))
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """section.key → value."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -1,4 +1,4 @@
-"""What is written into a run folder while a run goes on; it waits in memory while the disk takes nothing."""
+"""What is written into a run folder during a run; it waits in memory while the disk takes nothing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from time import time
 from typing import Any
 
 from raytrec.checkpoint.index import reason
+from raytrec.common.messages import EVENTS, Message
 
 MOST_BYTES = 32 << 20  # of what waits: the oldest lines go beyond that
-EVENTS = "events.jsonl"
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,11 @@ class Journal:
             self._say("the run folder can be written again; what waited is there" + self._left_out())
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
+    @property
+    def failing(self) -> bool:
+        """Whether the disk takes nothing, so that lines wait."""
+        return bool(self._trouble)
+
     def missing(self) -> str | None:
         """What the run folder lacks, as a sentence; None: nothing."""
         self.write()
@@ -97,8 +102,8 @@ class Journal:
             return
         self._trouble = why
         self._say(
-            f"the run folder cannot be written ({why}): {self._folder}; training goes on, and what there is "
-            "to record waits in memory until there is room"
+            f"the run folder cannot be written ({why}): {self._folder}; training continues, and what there "
+            "is to record waits in memory until there is room"
         )
         self._put(
             Waiting(EVENTS, json.dumps({"event": "full", "unix_s": time(), "error": why}).encode() + b"\n")
@@ -115,6 +120,15 @@ class Journal:
         start = b"" if what.name in self._begun else _missing_end(path)
         append_to(path, start + what.data)
         self._begun.add(what.name)
+
+
+def append_line(folder: Path, message: Message) -> None:
+    """Adds the line of a message to its file in a run folder.
+
+    Raises:
+        OSError: the file is as it was.
+    """
+    append_to(folder / message.FILE, json.dumps(message.line()).encode() + b"\n")
 
 
 def append_to(path: Path, data: bytes) -> None:

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread
-from time import monotonic, time
+from time import monotonic
+from typing import Any
 
 from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import count
 from raytrec.common.redaction import hide, hide_all
 from raytrec.config.run_config import RunConfig
-from raytrec.tracking.failures import closed_to_us, may_pass, reason, unreachable
-from raytrec.tracking.outbox import Outbox, Record
+from raytrec.tracking.calls import FILES, RECORDS, Calls
+from raytrec.tracking.failures import closed_to_us, reason, unreachable
+from raytrec.tracking.feed import NOTE, Feed
 from raytrec.tracking.store import Store
-from raytrec.tracking.trouble import Trouble
+from raytrec.tracking.tags import in_parts, parameters
 
 READY_S = 5.0  # a server that has not answered by then is waited for no longer
 EVERY_S = 1.0  # from the beginning of one round of writing to the next
 WRITE_S = 0.25  # of each round: writing shares the driver's processors with training
-RECORDS, FILES = "records", "files"  # the two ways to a store: artifacts may lie elsewhere
+PARAM_LENGTH, TAG_LENGTH = 6000, 8000  # characters
 CORRECT = "correct tracking.uri, or leave it out for a local sqlite store"
 LOG_IN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-KEPT = "training goes on; what there is to record is kept and written when it is back"
-BACK = "MLflow is back; what waited is being written"
 
 
 class NoTracker:
@@ -35,37 +37,33 @@ class NoTracker:
     def ready(self) -> None: ...
     def params(self, config: RunConfig) -> None: ...
     def tags(self, tags: Mapping[str, str]) -> None: ...
-    def metrics(
-        self, figures: Mapping[str, float | None], step: int, unix_s: float | None = None
-    ) -> None: ...
+    def line(self, file: str, line: dict[str, Any]) -> None: ...
     def file(self, path: Path, folder: str = "") -> None: ...
     def close(self, status: str, patience_s: float = 0.0) -> None: ...
 
 
 class Tracker:
-    """Writes one MLflow run. Its calls hand over and return at once, whatever the store does.
+    """Writes one MLflow run out of a run folder: what its lines say, as they are added.
 
-    A thread writes what waits about once a second, in as few calls as possible. When the store does not
-    answer, is locked or fails on its side, everything is kept, in order, and tried again after 1 s, 2 s, …
-    30 s. What it will never take (a file that is missing, a record that it refuses) is dropped; `close` says
-    how much that was.
+    A thread looks for new lines about once a second and writes them in as few calls as possible; up to which
+    byte the store has them is kept in the run folder (tracking.feed), so that nothing is lost, and nothing
+    written twice, when a driver dies and the run is resumed. When the store does not answer, is locked or
+    fails on its side, the thread tries again after 1 s, 2 s, … 30 s. What it will never take (a file that is
+    missing, a record that it refuses) is dropped; `close` says how much that was.
 
     Args:
         uri: tracking store or server, for example sqlite:////runs/mlflow.db or http://127.0.0.1:5000. Tokens
             and passwords come from MLflow's environment variables.
         experiment: made if it does not exist.
         name: name of the run.
-        artifacts: folder for artifacts where the store is an sqlite file.
-        run_id: of a run to go on with; if the store does not have it, a new one is made.
-        sweep: name of a sweep: the run becomes a child of the MLflow run of that name, made if need be.
+        folder: of the run. Which MLflow run it has, is kept there; a new one is made where the store does not
+            have that.
+        artifacts: folder for artifacts where the store is an sqlite file; default: beside the run's.
+        parent: the run becomes a child of the MLflow run of that name, made if need be.
+        max_series: tracking.max_rank_table_series.
         tags: of a new run.
         on_trouble: called from the thread with a sentence when the store stops answering and with another
             when it is back.
-
-    Example:
-        >>> tracker = Tracker("sqlite:///mlflow.db", "raytrec", "try", Path("mlartifacts"))
-        >>> tracker.metrics({"train.logloss": 0.5}, step=20)
-        >>> tracker.close("FINISHED")
     """
 
     def __init__(
@@ -73,25 +71,40 @@ class Tracker:
         uri: str,
         experiment: str,
         name: str,
-        artifacts: Path,
-        run_id: str | None = None,
+        folder: Path,
         *,
-        sweep: str | None = None,
+        artifacts: Path | None = None,
+        parent: str | None = None,
+        max_series: int = 0,
         tags: Mapping[str, str] | None = None,
         on_trouble: Callable[[str], None] | None = None,
     ):
-        self.uri = uri
-        self._store = Store(uri, experiment, name, artifacts, run_id, sweep, dict(tags or {}))
-        self._outbox = Outbox()
-        self._trouble = Trouble(on_trouble or (lambda sentence: None))
+        self.uri, self._folder = uri, folder
+        noted = (folder / NOTE).is_file()
+        self._feed = Feed(folder, max_series)
+        before = self._feed.delivered
+        self._store = Store(
+            uri,
+            experiment,
+            name,
+            artifacts or folder.parent / "mlartifacts",
+            before.key,
+            asked=noted,
+            before=before.run_id,
+            parent=parent,
+            tags=tags,
+        )
+        self._params: dict[str, str] = {}
+        self._tags: deque[dict[str, str]] = deque()
+        self._files: dict[tuple[Path, str], None] = {}  # as an ordered set
+        self._calls = Calls(on_trouble or (lambda sentence: None))
         self._lock = Lock()
         self._refusal: Exception | None = None  # why the store cannot be opened at all
         self._started = False  # from here on nothing is a reason to stop
         self._status: str | None = None  # with which the run is to be ended
-        self._why = ""  # the last failure
         self._joined = self._ended = False
         self._loaded, self._tried = Event(), Event()
-        self._put, self._closing, self._over = Event(), Event(), Event()
+        self._closing, self._over = Event(), Event()
         # A daemon, unlike the threads of an executor: the end of the process does not wait for a dead server.
         self._thread = Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
@@ -103,8 +116,8 @@ class Tracker:
 
     @property
     def waiting(self) -> int:
-        """Records that have not been written yet."""
-        return self._outbox.records
+        """Lines that have not been written yet."""
+        return self._feed.waiting
 
     def ready(self) -> str | None:
         """Waits until the store has the run.
@@ -128,28 +141,25 @@ class Tracker:
                 do=LOG_IN if closed_to_us(self._refusal) else CORRECT,
             ) from None
         if not tried:
-            self._failed(RECORDS, TimeoutError(f"no answer within {READY_S:.0f} s"))
+            self._calls.failed(RECORDS, TimeoutError(f"no answer within {READY_S:.0f} s"))
         return self.run_id
 
     def params(self, config: RunConfig) -> None:
-        """Every knob of the configuration as section.key."""
-        self._outbox.put_params(hide_all(config.model_dump(by_alias=True)))
-        self._put.set()
+        """Every knob of the configuration as section.key, unless the MLflow run has them already."""
+        self._params = parameters(config)
 
     def tags(self, tags: Mapping[str, str]) -> None:
         """Tags of the run; one that it has already gets the new value."""
-        self._outbox.put_tags(hide_all({k: str(v) for k, v in tags.items()}))
-        self._put.set()
+        self._tags.extend(in_parts(hide_all({k: str(v) for k, v in tags.items()}), TAG_LENGTH))
 
-    def metrics(self, figures: Mapping[str, float | None], step: int, unix_s: float | None = None) -> None:
-        """Metrics of one step, at a time (default: now). What is None or not finite is left out."""
-        self._outbox.put_metrics(figures, step, time() if unix_s is None else unix_s)
-        self._put.set()
+    def line(self, file: str, line: dict[str, Any]) -> None:
+        """A line that the run folder does not take: it waits for room there, and MLflow gets it now."""
+        self._feed.add(file, line)
 
     def file(self, path: Path, folder: str = "") -> None:
         """Keeps a file as an artifact, as it is when it gets written, in a folder of the run's artifacts."""
-        self._outbox.put_file(Path(path), folder)
-        self._put.set()
+        with self._lock:
+            self._files.setdefault((Path(path), folder))
 
     def close(self, status: str, patience_s: float = 30.0) -> str | None:
         """Writes what is left and ends the run with FINISHED, FAILED or KILLED.
@@ -161,26 +171,24 @@ class Tracker:
             None, or what is missing in MLflow (an error that `ready` has raised is not said again).
         """
         self._status = status
-        self._trouble.hurry()
+        self._calls.hurry()
         self._closing.set()
-        self._put.set()
         try:
             self._thread.join(patience_s)
         except KeyboardInterrupt:
             pass
         finally:
             self._over.set()
-        if self._refusal:
-            return None
-        return self._missing()
+        return None if self._refusal else self._missing()
 
     def _missing(self) -> str | None:
-        records = self._outbox.records + self._outbox.files + self._outbox.dropped
-        missing = [f"{records:,} record{'s' * (records != 1)}"] if records else []
+        dropped = self._calls.dropped + self._feed.dropped
+        records = self._feed.waiting + len(self._tags) + len(self._files) + dropped
+        missing = [count(records, "record")] if records else []
         missing += [] if self._ended else ["the end of the run"]
         if not missing:
             return None
-        why = f" ({self._why})" if self._why else ""
+        why = f" ({self._calls.why})" if self._calls.why else ""
         return f"MLflow lacks {' and '.join(missing)}{why}"
 
     def _work(self) -> None:
@@ -194,38 +202,37 @@ class Tracker:
         while not self._over.is_set() and not self._refusal:
             began = monotonic()
             self._round(began + WRITE_S)
-            if self._ended and not self._outbox.files:
+            if self._ended and not self._files:
                 return
             self._rest(began + EVERY_S)
 
     def _round(self, until: float) -> None:
         """Does what can be done now; writes no longer than `until`, unless the run is being closed."""
-        if self._trouble.wait_s(RECORDS) or not self._open():
+        closing = self._closing.is_set()
+        if self._calls.wait_s(RECORDS) or not self._open():
             return
         if not self._joined:
-            self._joined = self._call(RECORDS, self._store.join_sweep)
-        self._write(until)
-        if RECORDS not in self._trouble and not self._trouble.wait_s(FILES):
+            self._joined = self._calls.make(RECORDS, self._store.join_parent)
+        written = self._write_texts() and self._write_lines(until)
+        if not self._calls.failing(RECORDS) and not self._calls.wait_s(FILES):
             self._upload(until)
-        waits = self._outbox.records or (self._outbox.files and FILES not in self._trouble)
-        if self._closing.is_set() and not waits and not self._ended:
-            self._ended = self._call(RECORDS, self._end)
+        uploaded = not self._files or self._calls.failing(FILES)
+        if closing and written and uploaded and not self._ended:
+            self._ended = self._calls.make(RECORDS, self._end)
 
     def _rest(self, until: float) -> None:
-        """Waits for something to do, until the next round, and for as long as the store is in trouble."""
-        pause = self._trouble.wait_s(RECORDS)
+        """Waits until the next round, and for as long as the store is in trouble."""
+        pause = self._calls.wait_s(RECORDS)
         if self._closing.is_set():
-            self._over.wait(pause or self._trouble.wait_s(FILES))
-            return
-        self._closing.wait(max(pause, until - monotonic()))
-        if self._joined and not self._outbox.records and not self._outbox.files:
-            self._put.wait()
-        self._put.clear()
+            self._over.wait(pause or self._calls.wait_s(FILES))
+        else:
+            self._closing.wait(max(pause, until - monotonic()))
 
     def _open(self) -> bool:
         """Whether the store has the run. One that refuses us at the start is the end of it."""
         if self.run_id:
             return True
+        self._feed.delivered.write(self._folder)  # with the key of a run that may be made now
         try:
             self._store.open()
         except Exception as error:
@@ -233,62 +240,52 @@ class Tracker:
                 if not self._started and not unreachable(error):
                     self._refusal = error
             if not self._refusal:
-                self._failed(RECORDS, error)
+                self._calls.failed(RECORDS, error)
         else:
-            self._trouble.worked(RECORDS, BACK)
+            self._feed.use_run(self._store.run_id)
+            self._calls.worked(RECORDS)
         self._tried.set()
         return self.run_id is not None
 
-    def _write(self, until: float) -> None:
-        """Writes what waits by now; what comes meanwhile shares the calls of the next round."""
-        left = self._outbox.records
-        while left > 0 and (records := self._outbox.first_records()):
-            left -= len(records)
-            refused = partial(self._outbox.refused, len(records))
-            if not self._call(RECORDS, partial(self._send, records), refused) or self._is_time(until):
-                return
+    def _write_texts(self) -> bool:
+        """Writes parameters and tags; False if they have to be written later."""
+        if self._params and not self._feed.delivered.params:
+            for part in in_parts(self._params, PARAM_LENGTH):
+                if not self._calls.make(RECORDS, partial(self._store.write_params, part)):
+                    return False
+            self._feed.params_written()
+        while self._tags:
+            if not self._calls.make(RECORDS, partial(self._store.write_tags, self._tags[0])):
+                return False
+            self._tags.popleft()
+        return True
 
-    def _send(self, records: list[Record]) -> None:
-        self._store.write(records)
-        self._outbox.written(len(records))
+    def _write_lines(self, until: float) -> bool:
+        """Writes lines of the run folder; False if some have to be written later."""
+        while batch := self._feed.next_batch():
+            if batch.records:
+                write = partial(self._store.write_metrics, batch.records)
+                if not self._calls.make(RECORDS, write, self._feed.refused, self._feed.written):
+                    return False
+            else:
+                self._feed.written()
+            if self._is_time(until):
+                return False
+        return True
 
     def _upload(self, until: float) -> None:
-        while file := self._outbox.first_file():
-            refused = partial(self._outbox.uploaded, *file, lost=True)
-            if not self._call(FILES, partial(self._send_file, *file), refused) or self._is_time(until):
+        while self._files:
+            file = next(iter(self._files))
+            if not self._calls.make(FILES, partial(self._store.upload, *file)):
                 return
-
-    def _send_file(self, path: Path, folder: str) -> None:
-        self._store.upload(path, folder)
-        self._outbox.uploaded(path, folder)
+            with self._lock:
+                del self._files[file]
+            if self._is_time(until):
+                return
 
     def _end(self) -> None:
         self._store.end(self._status)
-        self._store.join_sweep()
+        self._store.join_parent()
 
     def _is_time(self, until: float) -> bool:
         return self._over.is_set() or (monotonic() > until and not self._closing.is_set())
-
-    def _call(self, way: str, call: Callable[[], None], refused: Callable[[], None] | None = None) -> bool:
-        """Makes a call to the store; False if it has to be made again later.
-
-        Args:
-            way: RECORDS or FILES.
-            refused: called when the store will never do it; then there is nothing to be done later, either.
-        """
-        try:
-            call()
-        except Exception as error:
-            if may_pass(error):
-                self._failed(way, error)
-                return False
-            self._why = reason(error)
-            (refused or self._outbox.lost)()
-            return True
-        self._trouble.worked(way, BACK)
-        return True
-
-    def _failed(self, way: str, error: Exception) -> None:
-        self._why = reason(error)
-        does_not = "does not answer" if way == RECORDS else "does not take files"
-        self._trouble.failed(way, f"MLflow {does_not} ({self._why}): {KEPT}")

@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import sleep, time
 from typing import Any
-from uuid import uuid4
 
 from raytrec.common.redaction import hide_yaml
+from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN, load_quietly
 from raytrec.tracking.failures import may_pass
-from raytrec.tracking.outbox import Record
+from raytrec.tracking.translate import Record
 
-# The Tracker tries again by itself, so MLflow's client need not for minutes (by default 7 times, 120 s each).
-# One more try is for connections that an idle server has closed. Nothing is printed, nothing is told to
-# MLflow's makers. What the user has set stays.
-ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds without an answer
-    "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
-QUIET = {  # what these say of an outage, the Tracker says
-    "alembic": logging.WARNING,  # the migrations of a new database, line by line
-    "mlflow.store": logging.WARNING,
-    "mlflow.store.db.utils": logging.CRITICAL,
-    "urllib3.connectionpool": logging.ERROR,
-}
-KEY, SWEEP, PARENT = "raytrec.key", "raytrec.sweep", "mlflow.parentRunId"
-SETTLE_S = 1.0  # runs of a sweep that start at once see each other's parent after that
+KEY, PARENT_NAME = "raytrec.key", "raytrec.parent_run"
+MOST_METRICS = 1000  # that MLflow takes in one call
+SETTLE_S = 1.0  # runs with one parent that start at once see each other's parent after that
 
 
 class Store:
@@ -43,8 +28,10 @@ class Store:
         experiment: made if it does not exist.
         name: name of the run.
         artifacts: folder for artifacts where the store is an sqlite file.
-        before: id of a run to go on with; if the store does not have it, a new one is made.
-        sweep: name of the parent that the run gets, made if the experiment has none of that name.
+        key: of the run, kept in one of its tags.
+        asked: whether a run with this key may have been made before.
+        before: id of a run to continue; if the store does not have it, a new one is made.
+        parent: name of the run's parent, made if the experiment has none of that name.
         tags: of a new run.
 
     Attributes:
@@ -57,14 +44,17 @@ class Store:
         experiment: str,
         name: str,
         artifacts: Path,
-        before: str | None,
-        sweep: str | None,
-        tags: dict[str, str],
+        key: str,
+        *,
+        asked: bool = False,
+        before: str | None = None,
+        parent: str | None = None,
+        tags: Mapping[str, str] | None = None,
     ):
         self.uri, self.run_id = uri, None
         self._experiment, self._name, self._artifacts = experiment, name, artifacts
-        self._before, self._sweep, self._tags = before, sweep, tags
-        self._key, self._asked = uuid4().hex, False
+        self._before, self._parent, self._tags = before, parent, dict(tags or {})
+        self._key, self._asked = key, asked
         self._parent_made: str | None = None
 
     @property
@@ -74,11 +64,7 @@ class Store:
 
     def load(self) -> None:
         """Imports MLflow, which takes seconds and asks nobody."""
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        for name, level in QUIET.items():
-            logging.getLogger(name).setLevel(level)
-        import mlflow  # noqa: F401
+        load_quietly()
 
     def open(self) -> None:
         """Finds or makes the experiment and the run; after a failure it may be called again."""
@@ -90,22 +76,31 @@ class Store:
         else:
             self._client = MlflowClient(tracking_uri=self.uri)
         self._experiment_id = self._find_experiment()
-        self.run_id = self._go_on() or self._answer_lost() or self._make()
+        self.run_id = self._continue() or self._answer_lost() or self._make()
 
-    def write(self, records: list[Record]) -> None:
-        """All in one call (more where that exceeds MLflow's limits). Writing them again does no harm."""
-        from mlflow.entities import Metric, Param, RunTag
+    def write_metrics(self, records: list[Record]) -> None:
+        """In as few calls as possible. What the store has already stays as it is there."""
+        from mlflow.entities import Metric
 
-        self._client.log_batch(
-            self.run_id,
-            metrics=[
-                Metric(name, value, record.unix_ms, record.step)
-                for record in records
-                for name, value in zip(record.names, record.values, strict=True)
-            ],
-            params=[Param(k, v) for record in records for k, v in record.params.items()],
-            tags=[RunTag(k, v) for record in records for k, v in record.tags.items()],
-        )
+        metrics = [
+            Metric(name, value, record.unix_ms, record.step)
+            for record in records
+            for name, value in record.figures.items()
+        ]
+        for i in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self.run_id, metrics=metrics[i : i + MOST_METRICS])
+
+    def write_params(self, params: Mapping[str, str]) -> None:
+        """Parameters of the run; one that it has already must have the same value."""
+        from mlflow.entities import Param
+
+        self._client.log_batch(self.run_id, params=[Param(k, v) for k, v in params.items()])
+
+    def write_tags(self, tags: Mapping[str, str]) -> None:
+        """Tags of the run; one that it has already gets the new value."""
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self.run_id, tags=[RunTag(k, v) for k, v in tags.items()])
 
     def upload(self, path: Path, folder: str) -> None:
         """A file as an artifact of the run, in a folder of its artifacts ('' for the top)."""
@@ -118,13 +113,13 @@ class Store:
         """Ends the run with FINISHED, FAILED or KILLED."""
         self._client.set_terminated(self.run_id, status)
 
-    def join_sweep(self) -> None:
-        """Makes the run a child of the sweep's parent: of the oldest, where several were made at once.
+    def join_parent(self) -> None:
+        """Makes the run a child of its parent: of the oldest of that name, where several were made at once.
 
-        Who starts a sweep makes a parent, looks again when the others have had time to, and removes its own
+        Whoever finds no parent makes one, looks again when the others have had time to, and removes its own
         if it is not the oldest. Called once more at the end, for parents that took longer to appear.
         """
-        if not self._sweep:
+        if not self._parent:
             return
         parents = self._parents()
         if not parents:
@@ -133,20 +128,20 @@ class Store:
             sleep(SETTLE_S)
             parents = self._parents()
         oldest = parents[0].info.run_id
-        self._client.set_tag(self.run_id, PARENT, oldest)
+        self._client.set_tag(self.run_id, PARENT_RUN, oldest)
         if self._parent_made and self._parent_made != oldest:
             self._client.delete_run(self._parent_made)
             self._parent_made = None
 
     def _parents(self) -> list[Any]:
-        """Parents of the sweep, the oldest first."""
-        found = self._client.search_runs([self._experiment_id], f"tags.`{SWEEP}` LIKE '%'")
-        parents = [run for run in found if run.data.tags[SWEEP] == self._sweep]
+        """Runs with the parent's name, the oldest first."""
+        found = self._client.search_runs([self._experiment_id], f"tags.`{PARENT_NAME}` LIKE '%'")
+        parents = [run for run in found if run.data.tags[PARENT_NAME] == self._parent]
         return sorted(parents, key=lambda run: (run.info.start_time, run.info.run_id))
 
     def _make_parent(self) -> str:
-        tags = {SWEEP: self._sweep}
-        run_id = self._client.create_run(self._experiment_id, run_name=self._sweep, tags=tags).info.run_id
+        tags = {PARENT_NAME: self._parent}
+        run_id = self._client.create_run(self._experiment_id, run_name=self._parent, tags=tags).info.run_id
         self._client.set_terminated(run_id)  # it has nothing of its own to wait for
         return run_id
 
@@ -157,15 +152,15 @@ class Store:
         if found := self._client.get_experiment_by_name(self._experiment):
             return found.experiment_id
         try:
-            # Else MLflow's pages show what training has measured as evaluations of an agent.
-            kind = {"mlflow.experimentKind": "custom_model_development"}
-            return self._client.create_experiment(self._experiment, artifact_location=local, tags=kind)
+            return self._client.create_experiment(
+                self._experiment, artifact_location=local, tags=EXPERIMENT_TAGS
+            )
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
             return self._client.get_experiment_by_name(self._experiment).experiment_id  # another was faster
 
-    def _go_on(self) -> str | None:
+    def _continue(self) -> str | None:
         """The run of before, if the store has it."""
         from mlflow.exceptions import MlflowException
 

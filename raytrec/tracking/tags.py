@@ -1,4 +1,4 @@
-"""What an MLflow run is tagged with: versions, commit, user, the cluster's shape."""
+"""What describes an MLflow run: its parameters, and tags of versions, commit, user, the cluster's shape."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import platform
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
+from raytrec.common.formatting import flatten
+from raytrec.common.redaction import hide, hide_all
 from raytrec.common.versions import installed_versions
+from raytrec.config.run_config import RunConfig
+from raytrec.tracking.translate import NOT_IN_NAMES
 
+TEXTS = 100  # parameters or tags that MLflow takes in one call
 ACCELERATOR = "accelerator_type:"  # the resource by which Ray names a node's kind of GPU
 
 
@@ -78,3 +84,17 @@ def _cluster() -> dict[str, str]:
     if gpus.total():
         tags["cluster.gpu_types"] = ", ".join(f"{n} x {kind}" for kind, n in sorted(gpus.items()) if n)
     return tags
+
+
+def parameters(config: RunConfig) -> dict[str, str]:
+    """Every knob as section.key → text, without secrets; patterns of tables, which MLflow does not take as
+    names, stay together with what they hold."""
+    values = hide_all(config.model_dump(by_alias=True))
+    flat = flatten(values, whole=lambda inner: any(NOT_IN_NAMES.search(name) for name in inner))
+    return {key: str(value) for key, value in flat.items()}
+
+
+def in_parts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
+    """As many at a time as MLflow takes, and as long; without secrets in addresses."""
+    items = [(key, hide(value)[:length]) for key, value in texts.items()]
+    return [dict(items[i : i + TEXTS]) for i in range(0, len(items), TEXTS)]

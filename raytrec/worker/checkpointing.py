@@ -68,8 +68,10 @@ class CheckpointManager:
         self._context, self._step, self._plan, self._state = context, step, plan, state
         self._progress, self._batches, self._before_save = progress, batches, before_save
         self._config, self._last_step = context.task.config, last_step
+        keeping = self._config.checkpoint
+        best = progress.window.selection.best(keeping.best_metric) if keeping.keep_best else None
         self._saver = Saver(
-            context.task.checkpoint, self._config.checkpoint, context.heartbeat.confirm, state.unbounded
+            context.task.checkpoint, keeping, context.heartbeat.confirm, state.unbounded, best
         )
         self._kept: int | None = progress.step or None  # the step of the newest checkpoint
         self._saver.last_step = self._kept

@@ -146,7 +146,7 @@ def test_the_driver_is_ended_and_the_run_resumed(undisturbed, folder, tmp_path, 
     start = events(run, "start")[-1]
     assert 0 < start["step"] < STEPS
     same(undisturbed, resumed)
-    assert resumed.metrics["mlflow_run_id"] == (run / "mlflow_run_id").read_text()
+    assert resumed.metrics["mlflow_run_id"] == json.loads((run / "mlflow.json").read_text())["run_id"]
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ def test_keeps_the_last_and_the_best(folder, tmp_path):
     from mlflow import MlflowClient
 
     store = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    run = (tmp_path / "run/mlflow_run_id").read_text()
+    run = json.loads((tmp_path / "run/mlflow.json").read_text())["run_id"]
     by_ne = sorted((m.value, m.step) for m in store.get_metric_history(run, "eval/ne") if m.step < STEPS)
     assert set(kept) - {STEPS} == {step for _, step in by_ne[:2]}
     for step in set(kept) - {STEPS}:

@@ -1,5 +1,6 @@
 """What is written into a run folder whose disk is full for a while: nothing lost, nothing torn, said once."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -7,6 +8,7 @@ import os
 import disks
 import pytest
 
+from raytrec.common.messages import RankLine, Result, Start, Train
 from raytrec.driver.recorder import Record, Watch, write_json, write_text
 from raytrec.tracking import journal
 from raytrec.tracking.journal import Journal, append_to
@@ -44,7 +46,7 @@ def test_lines_wait_while_the_disk_is_full(disk):
         kept.add("metrics.jsonl", {"step": step, "wide": wide})
         kept.add("events.jsonl", {"event": "saved", "step": step})
     kept.put("plan.json", "[]", lambda: written.append("plan"))
-    assert len(said) == 1 and "No space left on device" in said[0] and "training goes on" in said[0]
+    assert len(said) == 1 and "No space left on device" in said[0] and "training continues" in said[0]
     assert "the run folder lacks" in kept.missing() and not written
     whole = lines(disk / "metrics.jsonl")
     assert [line["step"] for line in whole] == list(range(len(whole))), "no line in part"
@@ -96,6 +98,9 @@ def test_a_file_is_written_whole_or_not_at_all(disk):
     assert sorted(p.name for p in disk.iterdir()) == ["ballast", "result.json"], "nothing in part is left"
 
 
+NAMES = [each.name for each in dataclasses.fields(RankLine)]
+
+
 class Console:
     def __init__(self):
         self.said = []
@@ -105,12 +110,12 @@ class Console:
 
 
 def test_a_result_that_cannot_be_written_is_told_with_what_to_do(disk):
-    console, record = Console(), Record(NoTracker(), disk, "run", 64)
+    console, record = Console(), Record(NoTracker(), disk, "run")
     watch = Watch(console, record)
     fill(disk)
-    watch._receive("start", step=0, total=3, workers=1, plan=[])
-    watch._receive("train", step=3, logloss=0.5)
-    watch._receive("result", step=3, figures={"train.steps": 3, "eval.auc": float("nan")})
+    watch.receive(Start(step=0, total=3, workers=1))
+    watch.receive(Train(step=3, figures={"logloss": 0.5}))
+    watch.receive(Result(step=3, figures={"train.steps": 3, "eval.auc": float("nan")}))
     assert watch.result == {"train.steps": 3, "eval.auc": None} and watch.unsaved is None
     error = record.result(watch.result, None)
     assert "the result cannot be written: No space left on device" in error.what
@@ -122,9 +127,9 @@ def test_a_result_that_cannot_be_written_is_told_with_what_to_do(disk):
 
 def test_a_message_that_cannot_be_recorded_does_not_end_the_recording(tmp_path):
     console = Console()
-    watch = Watch(console, Record(NoTracker(), tmp_path, "run", 64))
+    watch = Watch(console, Record(NoTracker(), tmp_path, "run"))
     for _ in range(2):
-        watch._receive("rank", step=1)  # without its rank
-    watch._receive("train", step=2, logloss=0.5)
+        watch.receive(RankLine(**dict.fromkeys(NAMES)))  # without its rank, or anything else
+    watch.receive(Train(step=2, figures={"logloss": 0.5}))
     assert lines(tmp_path / "metrics.jsonl")[0]["step"] == 2
     assert len(console.said) == 1 and "messages of kind rank are not recorded" in console.said[0]

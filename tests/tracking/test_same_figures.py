@@ -6,27 +6,28 @@ from random import Random
 import pytest
 import recorded
 
+from raytrec.common import messages
 from raytrec.driver.recorder import Record
 from raytrec.report import parts
 from raytrec.report.history import History
 from raytrec.tracking.aggregate import FIGURES
+from raytrec.tracking.feed import Feed
 from raytrec.tracking.mlflow import NoTracker
 
 TABLES = ("user", "item", "city")
 STEPS = (100, 200, 300)
 
 
-class Kept(NoTracker):
-    """In the place of a Tracker: what it is given."""
+class Kept:
+    """What MLflow is given of a run folder."""
 
-    def __init__(self):
-        self.run_id, self.figures, self.files = "an id", {}, []
-
-    def metrics(self, figures, step, unix_s=None):
-        self.figures.setdefault(step, {}).update(figures)
-
-    def file(self, path, folder=""):
-        self.files.append(path.name)
+    def __init__(self, folder):
+        self.figures, feed = {}, Feed(folder, max_series=64)
+        while batch := feed.next_batch():
+            for record in batch.records:
+                self.figures.setdefault(record.step, {}).update(record.figures)
+            feed.written()
+        assert (feed.dropped, feed.waiting) == (0, 0)
 
 
 def line(rank, step, random):
@@ -54,33 +55,25 @@ def line(rank, step, random):
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """(what MLflow was given, the run as the report reads it)."""
-    folder, kept, random = tmp_path_factory.mktemp("same"), Kept(), Random(0)
-    record = Record(kept, folder, "same", 64)
-    record.keep(
-        "start",
-        {"step": 0, "workers": 2, "total": 300, "plan": [{"table": t, "ranks": [0, 1]} for t in TABLES]},
-    )
+    folder, random = tmp_path_factory.mktemp("same"), Random(0)
+    record = Record(NoTracker(), folder, "same")
+    plan = [{"table": t, "ranks": [0, 1]} for t in TABLES]
+    record.keep(messages.Start(step=0, workers=2, total=300, plan=plan))
     for step in STEPS:
         figures = {"logloss": random.random(), "ne": random.random(), "rows_per_s": random.random()}
-        record.keep("train", {"step": step, **figures})
+        record.keep(messages.Train(step=step, figures=figures))
         if step < 300:  # the last evaluation is in the result
-            record.keep("eval", {"step": step, **figures, "auc": random.random(), "curves": None})
+            record.keep(messages.Eval(step=step, figures={**figures, "auc": random.random()}))
         record.keep(
-            "check",
-            {
-                "check": "parity",
-                "step": step,
-                "passed": step != 200,
-                "figure": random.random(),
-                "limit": 1.0,
-                "text": "",
-            },
+            messages.Check(
+                check="parity", step=step, passed=step != 200, figure=random.random(), limit=1.0, text=""
+            )
         )
         for rank in (0, 1):
-            record.keep("rank", line(rank, step, random))
+            record.keep(messages.RankLine(**line(rank, step, random)))
     assert record.result({"train.steps": 300, "eval.auc": 0.75, "eval.ne": 0.5}, None) is None
     assert record.close("FINISHED") == []
-    return kept, History.read(folder)
+    return Kept(folder), History.read(folder)
 
 
 def same(one, other):

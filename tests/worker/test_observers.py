@@ -26,6 +26,7 @@ def run(rank, world, steps, changes, disturb=None, plan="row_wise"):
     from raytrec.checkpoint.state import LogicalState
     from raytrec.common.errors import RunError
     from raytrec.config.run_config import load_config
+    from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
     from raytrec.worker.build import build_step
     from raytrec.worker.context import WorkerContext, WorkerTask
@@ -39,7 +40,8 @@ def run(rank, world, steps, changes, disturb=None, plan="row_wise"):
     _, local = small.batches(steps, rank, world)
     for number, batch in zip(count(), local):
         batch.step = number
-    batches, progress = Recent(iter(local), 0), Progress(Sums(device))
+    sums = Sums(Selection.of_config(config, small.SCHEMA), device)
+    batches, progress = Recent(iter(local), 0), Progress(sums)
     task = WorkerTask(config, small.SCHEMA, {}, said, "")
     context = WorkerContext(rank, world, device, task, Heartbeat(), 0)
     state = LogicalState(step.model, step.optimizer)

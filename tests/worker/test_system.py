@@ -9,8 +9,8 @@ import pytest
 
 from raytrec.cluster.session import ray_session
 from raytrec.tracking.gauges import Gauges
-from raytrec.tracking.ranks import system_metrics
 from raytrec.tracking.tags import run_tags
+from raytrec.tracking.translate import system_metrics
 from raytrec.worker.system import System
 
 KEYS = {

@@ -1,0 +1,275 @@
+"""What watches a run while it trains: each observer is told when it begins, after each step, before a
+checkpoint, and at the end. All are on all ranks; where one says so, what it does is a collective.
+
+A new one is a class here or in a file of its own, and a line in `make_observers`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from time import time
+from typing import Any
+
+import raytrec
+from raytrec.checkpoint.state import LogicalState
+from raytrec.checks.live.runner import CHECKS, LiveChecks, Outcome, Position, verdict
+from raytrec.common import messages
+from raytrec.common.versions import installed_versions
+from raytrec.config.schema import Schema
+from raytrec.config.sequences import looked_up, read_by_id
+from raytrec.embeddings.taps import Taps
+from raytrec.worker.context import WorkerContext
+from raytrec.worker.heartbeat import Heartbeat
+from raytrec.worker.nonfinite import Recent
+from raytrec.worker.progress import Progress
+from raytrec.worker.statistics import Statistics
+from raytrec.worker.step import Head, Step
+from raytrec.worker.step_timing import Phases
+from raytrec.worker.system import System
+
+
+class Observer:
+    """Does nothing at any of the four moments; an observer overrides those that it needs."""
+
+    def begin(self) -> None:
+        """Before the first step."""
+
+    def after_step(self, rows: int) -> None:
+        """After each step.
+
+        Args:
+            rows: of its global batch.
+        """
+
+    def before_save(self) -> None:
+        """Before a state is saved; what raises here keeps it from being saved."""
+
+    def close(self) -> None:
+        """At the end of training, however it ends."""
+
+
+class Observers(Observer):
+    """Several observers as one, called in their order."""
+
+    def __init__(self, observers: list[Observer]):
+        self._observers = observers
+
+    def begin(self) -> None:
+        for observer in self._observers:
+            observer.begin()
+
+    def after_step(self, rows: int) -> None:
+        for observer in self._observers:
+            observer.after_step(rows)
+
+    def before_save(self) -> None:
+        for observer in self._observers:
+            observer.before_save()
+
+    def close(self) -> None:
+        for observer in self._observers:
+            observer.close()
+
+
+class StepHeartbeat(Observer):
+    """Each step is a sign of progress."""
+
+    def __init__(self, heartbeat: Heartbeat, progress: Progress):
+        self._heartbeat, self._progress = heartbeat, progress
+
+    def after_step(self, rows: int) -> None:
+        self._heartbeat.tick("step", self._progress.step)
+
+
+class RankRecorder(Observer):
+    """Every tracking.every_steps steps and at the last one, reports this rank's line (docs/monitoring.md).
+
+    In it are the time in each phase of a step, the machine's load, and statistics of this rank's shards.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        statistics: Statistics,
+        phases: Phases,
+        progress: Progress,
+        batches: Recent,
+        last_step: int,
+    ):
+        self._context, self._every = context, context.task.config.tracking.every_steps
+        self._statistics, self._phases, self._progress = statistics, phases, progress
+        self._batches, self._last_step, self._first_step = batches, last_step, progress.step
+        self._system = System(context.device)
+
+    def after_step(self, rows: int) -> None:
+        step = self._progress.step
+        batch = self._batches.at(step - 1)  # batches are counted from 0
+        self._statistics.add(batch.changed if batch else None)
+        if self.wants_probe(step):
+            self._record(step)
+
+    def close(self) -> None:
+        self._system.close()
+
+    def wants_probe(self, step: int) -> bool:
+        """Whether a step is the last of an interval: it is recorded, with what it looked up."""
+        return step % self._every == 0 or step == self._last_step
+
+    def _record(self, step: int) -> None:
+        context, phases = self._context, self._phases.take()
+        line = messages.RankLine(
+            step=step,
+            first_step=self._first_step,
+            unix_s=time(),
+            rank=context.index,
+            world=context.world,
+            attempt=context.attempt,
+            steps=step - self._first_step,
+            seconds=sum(phases.values()),
+            phases_s=phases,
+            system=self._system.sample(),
+            tables=self._statistics.collect(),
+        )
+        context.report_from_all(line)
+        self._first_step = step
+
+
+class CheckRunner(Observer):
+    """Runs the live checks at the start, every checks.every_steps steps and before checkpoints; a collective.
+
+    `begin`, `after_step` and `before_save` raise a RunError when a check that is set to stop has failed.
+    """
+
+    def __init__(self, context: WorkerContext, checks: LiveChecks, progress: Progress, batches: Recent):
+        self._context, self._config, self._checks = context, context.task.config, checks
+        self._progress, self._batches = progress, batches
+        self._expected_rows, self._checked_at = 0, -1
+        self._due, self._prepared = True, False
+
+    def begin(self) -> None:
+        self._report(self._checks.at_start(describe_environment(self._context), self._progress.step))
+
+    def after_step(self, rows: int) -> None:
+        self._expected_rows += rows
+        if self._prepared:
+            self._due = self._prepared = False
+            self._check(self._checks.after_step)
+
+    def before_save(self) -> None:
+        if self._config.checks.at_checkpoints and self._checked_at != self._progress.step:
+            self._check(self._checks.at_checkpoint)
+
+    def wants_probe(self, step: int) -> bool:
+        """Whether a step, the next one, is to be checked; if so, the checks prepare for it."""
+        every = self._config.checks.every_steps
+        self._due |= bool(every and step % every == 0)
+        batch = self._batches.at(step - 1)  # of the first step after a pause nothing has been read yet
+        if self._due and batch is not None:
+            self._prepared = True
+            self._checks.prepare(batch)
+        return self._prepared
+
+    def _check(self, check: Callable[[Position], list[Outcome]]) -> None:
+        step, batch = self._progress.step, self._batches.at(self._progress.step - 1)
+        self._checked_at = step
+        expected = None if self._config.data.on_error == "skip" else self._expected_rows
+        figures, ratios = self._progress.reported, self._progress.window.selection.ratios
+        self._report(check(Position(step, batch and batch.step, expected, figures, ratios)))
+
+    def _report(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            self._context.report(messages.Check(unix_s=time(), **outcome.record()))
+        if error := verdict(outcomes, self._config):
+            raise error
+
+
+class Prober(Observer):
+    """Has the taps keep what passes through the lookups in a step that an observer before it wants probed."""
+
+    def __init__(self, taps: Taps, progress: Progress, wanting: list[RankRecorder | CheckRunner]):
+        self._taps, self._progress, self._wanting = taps, progress, wanting
+
+    def begin(self) -> None:
+        self._look_ahead()
+
+    def after_step(self, rows: int) -> None:
+        self._taps.forget()
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        wanted = [observer.wants_probe(self._progress.step + 1) for observer in self._wanting]
+        self._taps.probing |= any(wanted)
+
+
+def make_observers(
+    context: WorkerContext,
+    step: Step,
+    state: LogicalState,
+    progress: Progress,
+    batches: Recent,
+    last_step: int,
+) -> Observers:
+    """The observers that the configuration asks for, in their order; a collective.
+
+    Args:
+        batches: what is being trained; remembers the batch of the next step, as far as it has been read.
+        last_step: where the run ends.
+    """
+    config, schema = context.task.config, context.task.schema
+    observers: list[Observer] = [StepHeartbeat(context.heartbeat, progress)]
+    recorded, checked = config.tracking.every_steps, any_check_is_on(config)
+    if not (recorded or checked):
+        return Observers(observers)
+    head = next(module for module in step.model.modules() if isinstance(module, Head))
+    lookups = looked_up(schema, read_by_id(schema, config.model))
+    taps = Taps(step.model, head, list(lookups.sparse))
+    probing: list[RankRecorder | CheckRunner] = []
+    if recorded:
+        statistics = Statistics(schema, state.tables, taps)
+        probing.append(RankRecorder(context, statistics, step.phases, progress, batches, last_step))
+    if checked:
+        checks = _live_checks(context, lookups, state, taps, head)
+        probing.append(CheckRunner(context, checks, progress, batches))
+    return Observers([*observers, *probing, Prober(taps, progress, probing)])
+
+
+def any_check_is_on(config: Any) -> bool:
+    """Whether any live check is on."""
+    return any(getattr(config.checks, check.name) != "off" for check in CHECKS)
+
+
+def describe_environment(context: WorkerContext) -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    return {
+        "config": context.task.config.to_yaml(),
+        "schema": context.task.schema.to_yaml(),
+        "training data": context.task.fingerprint,
+        "raytrec's code": code_hash(),
+        **installed_versions(),
+    }
+
+
+def code_hash() -> str:
+    """SHA-256 of raytrec's own Python files."""
+    folder, digest = Path(raytrec.__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _live_checks(
+    context: WorkerContext, lookups: Schema, state: LogicalState, taps: Taps, head: Head
+) -> LiveChecks:
+    parameters = dict(head.model.named_parameters())
+    return LiveChecks(
+        context.task.config,
+        lookups,
+        state.tables,
+        state.dense,
+        taps,
+        context.device,
+        parameters,
+        state.unbounded,
+    )
