@@ -93,6 +93,7 @@ def make(rank, world, steps, changes, folder, spoil=None, plan="row_wise"):
 
     from raytrec.checkpoint.state import LogicalState
     from raytrec.config.run_config import load_config
+    from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import CheckpointManager
@@ -114,7 +115,8 @@ def make(rank, world, steps, changes, folder, spoil=None, plan="row_wise"):
     read = [batch.pin_memory() for batch in local] if on_gpu else local
     task = WorkerTask(config, small.SCHEMA, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
     context = WorkerContext(rank, world, device, task, Heartbeat(), 0)
-    batches, progress = Recent(iter(read), 0), Progress(Sums(device))
+    sums = Sums(Selection.of_config(config, small.SCHEMA), device)
+    batches, progress = Recent(iter(read), 0), Progress(sums)
     state = LogicalState(step.model, step.optimizer)
     observers = make_observers(context, step, state, progress, batches, steps)
     checkpoints = CheckpointManager(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 from raytrec.checkpoint.index import INDEX, CheckpointError, is_local, read_index, unreadable
 from raytrec.checkpoint.sound import why_no_run
 from raytrec.common.errors import RunError
+from raytrec.common.formatting import number
 from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, read_bytes, yaml_values
 from raytrec.common.storage import absolute, open_filesystem
+from raytrec.metrics.selection import Figure
 
 PREFIX = "step-"
 FOLDER = "checkpoints"  # in a run folder, unless checkpoint.dir says otherwise
-LESS_IS_BETTER = {"auc": False, "ne": True, "logloss": True}
 
 
 def folder_of(root: str, step: int) -> str:
@@ -71,7 +73,7 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     )
 
 
-def keep(root: str, last: int, best: int, by: str) -> list[str]:
+def keep(root: str, last: int, best: int, by: Figure | None) -> list[str]:
     """Removes all complete checkpoints but the newest `last` and the `best` ones by a metric, and incomplete
     ones that are older than the newest complete one. What cannot be read is left alone: perhaps it can later.
 
@@ -98,7 +100,7 @@ def remove_leftovers(root: str) -> list[str]:
     return [folder_of(root, step) for step in left]
 
 
-def remove_oldest(root: str, best: int, by: str) -> str | None:
+def remove_oldest(root: str, best: int, by: Figure | None) -> str | None:
     """Removes the oldest complete checkpoint, so that there is room for the next one; it, or None.
 
     The newest one stays, which a run resumes from, and so do the `best` ones by a metric.
@@ -125,14 +127,16 @@ def _found(root: str) -> dict[int, dict | None]:
     return found
 
 
-def _best(found: dict[int, dict | None], best: int, by: str) -> set[int]:
-    rated = [
-        (step, value)
+def _best(found: dict[int, dict | None], best: int, by: Figure | None) -> set[int]:
+    if not best or by is None:
+        return set()
+    values = {
+        step: number((about.get("evaluation") or {}).get(by.key))
         for step, about in found.items()
-        if about is not None and (value := (about.get("evaluation") or {}).get(by)) is not None
-    ]
-    rated.sort(key=lambda pair: pair[1], reverse=not LESS_IS_BETTER[by])
-    return {step for step, _ in rated[:best]}
+        if about is not None
+    }
+    rated = [step for step, value in values.items() if not isnan(value)]
+    return set(sorted(rated, key=lambda step: by.loss(values[step]))[:best])
 
 
 def _remove(root: str, step: int, *, complete: bool) -> None:

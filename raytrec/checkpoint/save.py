@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from raytrec.checkpoint.files import (
@@ -30,7 +29,9 @@ from raytrec.checkpoint.index import NoRoom
 from raytrec.checkpoint.state import State
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.common.errors import RunError, root_cause
+from raytrec.compat.torch_ import ShardedTensor
 from raytrec.config.sections import CheckpointSection
+from raytrec.metrics.selection import Figure
 
 SLACK_BYTES = 1 << 20  # of a disk: for the index, and what Ray Train notes beside checkpoints
 
@@ -69,6 +70,7 @@ class Saver:
         confirm: called on rank 0 before a checkpoint is committed and before old ones are removed; raises
             RunError where these ranks are no longer the run's.
         unbounded: of LogicalState.
+        best: the metric by which the best ones are kept (checkpoint.keep_best).
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class Saver:
         config: CheckpointSection,
         confirm: Callable[[], None] = lambda: None,
         unbounded: frozenset[str] = frozenset(),
+        best: Figure | None = None,
     ):
         self._root, self._config, self._confirm, self._unbounded = root, config, confirm, unbounded
+        self._best = best
         self._cramped = False  # older checkpoints have had to go first
         # A group of its own, because its collectives run beside those of training; gloo, for host memory.
         self._group = dist.new_group(backend="gloo")
@@ -201,7 +205,7 @@ class Saver:
         """On rank 0: whether an older checkpoint could be removed; said once."""
         try:
             self._confirm()
-            removed = remove_oldest(self._root, self._config.keep_best, self._config.best_metric)
+            removed = remove_oldest(self._root, self._config.keep_best, self._best)
         except (OSError, RunError) as failure:
             notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
             return False
@@ -230,7 +234,7 @@ class Saver:
         try:
             self._confirm()
             remove_others(folder, attempt)
-            keep(self._root, self._config.keep_last, self._config.keep_best, self._config.best_metric)
+            keep(self._root, self._config.keep_last, self._config.keep_best, self._best)
         except (OSError, RunError) as failure:
             notes.append(f"older checkpoints could not be removed: {str(failure).splitlines()[0]}")
 

@@ -61,7 +61,7 @@ class _Progress(TypedDict):
     rows: Count
     trained: Annotated[float, Strict()]
     nan_steps: Count
-    window: list[Annotated[float, Strict()]]
+    window: dict[Text, Annotated[float, Strict()]]
     seconds: Annotated[float, Strict(), Field(ge=0)]
     timed_rows: Count
     evaluation: dict[Text, Any] | None

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from raytrec.common.python_path import PYTHON_PATH
 from raytrec.common.storage import sibling
 from raytrec.config.base import (
     Few,
@@ -211,7 +212,11 @@ class CheckpointSection(Section):
     keep_best: NonNegativeInt = Field(
         0, description="Also the best so many, by the evaluations of train.eval_every_steps; saves at each."
     )
-    best_metric: Literal["ne", "logloss", "auc"] = Field("ne", description="What keep_best goes by.")
+    best_metric: str | None = Field(
+        None,
+        description="What keep_best goes by: a metric of the task, TASK.METRIC where there are several; "
+        "default: the first metric of training that should be low or high (ne with binary cross-entropy).",
+    )
     async_save: bool = Field(
         True,
         description="Write from a copy in host memory while training goes on. false: without the copy, "
@@ -400,6 +405,9 @@ Reaction = Annotated[
 ]
 
 
+ModuleName = Annotated[str, Field(pattern=f"^{PYTHON_PATH.pattern}$")]
+
+
 class ChecksSection(Section):
     """What is checked while training, and what a failure does."""
 
@@ -427,4 +435,7 @@ class ChecksSection(Section):
     )
     numerics: Reaction = Field(
         "warn", description="No NaN or infinite gradient, no exploding norm, no drift of calibration."
+    )
+    custom: dict[ModuleName, Reaction] = Field(
+        default_factory=dict, description="Checks of your own: module:Class to off, warn or stop."
     )

@@ -17,6 +17,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.sequences import looked_up, read_by_id
 from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
+from raytrec.metrics.selection import Selection
 from raytrec.tasks.task import resolve_tasks
 
 
@@ -27,12 +28,16 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
         here: whether the workers run on this machine, with its memory and its modules.
 
     Raises:
-        ConfigError, SchemaError: tasks, dims, features or a module that the model cannot take; tables, named
-            by hand, that there are not; tables larger than the machine.
+        ConfigError, SchemaError: tasks, metrics, dims, features or a module that the model cannot take;
+            tables, named by hand, that there are not; tables larger than the machine.
     """
     resolve_constraints(config, schema)
     looked_up(schema, read_by_id(schema, config.model))
-    check_model(schema, config.model, len(resolve_tasks(config.tasks, schema)))
+    tasks = resolve_tasks(config.tasks, schema)
+    check_model(schema, config.model, len(tasks))
+    selection, keeping = Selection(tasks), config.checkpoint
+    if keeping.keep_best or keeping.best_metric:
+        selection.best(keeping.best_metric)
     if here:
         if isinstance(config.model, PythonSection):
             check_class(config.model.name)

@@ -10,6 +10,8 @@ from typing import Any
 
 from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.common.formatting import number
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
 from raytrec.metrics.registry import (
     DIRECTIONS,
     FORMAT,
@@ -20,7 +22,7 @@ from raytrec.metrics.registry import (
     SumMetric,
     find_metric,
 )
-from raytrec.tasks.task import Task
+from raytrec.tasks.task import Task, resolve_tasks
 
 ANY_FORMAT = "{:.4g}"
 
@@ -88,6 +90,15 @@ class Selection:
                 raise ConfigError(f"task {task.name} has the metric '{twice[0]}' twice", where=WHERE)
             self.of[task.name] = found
 
+    @classmethod
+    def of_config(cls, config: RunConfig, schema: Schema) -> Selection:
+        """Those of a configuration's tasks.
+
+        Raises:
+            ConfigError: as in `resolve_tasks` and here.
+        """
+        return cls(resolve_tasks(config.tasks, schema))
+
     def key(self, task: str, name: str) -> str:
         """What a figure of a task is called in messages and files."""
         return name if len(self.of) == 1 else f"{task}.{name}"
@@ -100,6 +111,14 @@ class Selection:
             for task, metrics in self.of.items()
             for metric in metrics
         ]
+
+    def described(self) -> list[dict[str, Any]]:
+        """`figures` as JSON, for the start of a run and its result; `figures_of` reads it back."""
+        return [figure.record() for figure in self.figures]
+
+    def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """What result.json says of the last evaluation."""
+        return {f"eval.{key}": value for key, value in figures.items()} | {"metrics": self.described()}
 
     @property
     def ratios(self) -> dict[str, str]:

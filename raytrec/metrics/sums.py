@@ -21,10 +21,13 @@ class Sums:
 
     Args:
         selection: the metrics. Those of one task that have the same function `sums` share what it gives.
+
+    Attributes:
+        selection: as it was given.
     """
 
     def __init__(self, selection: Selection, device: torch.device):
-        self._device, self._selection = device, selection
+        self._device, self.selection = device, selection
         self._names: list[str] = []  # of the vector; the functions say them when they are first called
         self._before: dict[str, float] = {}  # what this rank goes on from
         self._vector: torch.Tensor | None = None
@@ -69,12 +72,12 @@ class Sums:
         if self._vector is not None:
             self._vector.zero_()
         figures = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
-        for task, metrics in self._selection.of.items():
+        for task, metrics in self.selection.of.items():
             for metric in metrics:
                 if issubclass(metric, SumMetric):
                     own = self._own(sums, f"{task} {_path(metric.sums)} ")
                     given = {metric.name: metric.figure(own), **metric.counts(own)} if own else {}
-                    figures |= {self._selection.key(task, n): float(value) for n, value in given.items()}
+                    figures |= {self.selection.key(task, n): float(value) for n, value in given.items()}
         return figures
 
     def _over_ranks(self) -> torch.Tensor:

@@ -15,6 +15,7 @@ def train_worker(task: WorkerTask) -> None:
     the same run was interrupted."""
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.planner.plan import describe
+    from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import CheckpointManager, Stopped, restore_run
@@ -32,7 +33,8 @@ def train_worker(task: WorkerTask) -> None:
 
     context.enter_phase("building the model", "plan")
     step, plan = build_step(config, task.schema, context.device, fill=False)
-    state, progress = LogicalState(step.model, step.optimizer), Progress(Sums(context.device))
+    selection = Selection.of_config(config, task.schema)
+    state, progress = LogicalState(step.model, step.optimizer), Progress(Sums(selection, context.device))
     context.enter_phase("restoring", "restore")
     if not restore_run(context, step, state, progress):
         begin(step, config, task.schema)
@@ -44,7 +46,13 @@ def train_worker(task: WorkerTask) -> None:
         context, step, plan, state, progress, batches, observers.before_save, total
     )
     context.report(
-        messages.Start(total=total, step=progress.step, workers=context.world, plan=describe(plan))
+        messages.Start(
+            total=total,
+            step=progress.step,
+            workers=context.world,
+            plan=describe(plan),
+            metrics=selection.described(),
+        )
     )
     try:
         observers.begin()
@@ -59,7 +67,7 @@ def train_worker(task: WorkerTask) -> None:
                 checkpoints.after_step(outputs)
             progress.clock.pause(context.device)
             if progress.step < total and not progress.evaluated:
-                figures, curves = evaluate(step, context.evaluation_batches(valid), context.device)
+                figures, curves = evaluate(step, context.evaluation_batches(valid), context.device, selection)
                 progress.evaluation = {"step": progress.step, **figures}
                 context.report(messages.Eval(step=progress.step, figures=figures, curves=curves))
                 checkpoints.after_evaluation()
@@ -77,9 +85,9 @@ def train_worker(task: WorkerTask) -> None:
     result = progress.result() | {"world_size": context.world}
     if test:
         context.enter_phase("evaluating", "evaluate")
-        figures, curves = evaluate(step, context.evaluation_batches(test), context.device)
+        figures, curves = evaluate(step, context.evaluation_batches(test), context.device, selection)
         context.report(messages.Final(step=progress.step, figures=figures, curves=curves))
-        result |= {f"eval.{name}": value for name, value in figures.items()}
+        result |= selection.result(figures)
     if unsaved:  # there may be room by now
         unsaved = checkpoints.finish(again=True)
     context.report(messages.Result(step=progress.step, figures=result, unsaved=unsaved and unsaved.parts))
@@ -91,6 +99,7 @@ def evaluate_worker(task: WorkerTask) -> None:
     from raytrec.checkpoint.finite import not_finite, on_any_rank
     from raytrec.checkpoint.restore import load
     from raytrec.checkpoint.state import LogicalState
+    from raytrec.metrics.selection import Selection
     from raytrec.worker.build import build_step
     from raytrec.worker.evaluate import evaluate
 
@@ -104,9 +113,10 @@ def evaluate_worker(task: WorkerTask) -> None:
             messages.Warn(text=f"the checkpoint is NaN or infinite, its figures mean nothing: {found}")
         )
     context.enter_phase("evaluating", "evaluate")
+    selection = Selection.of_config(task.config, task.schema)
     stream = context.stream("test", evaluation_order(task.config))
-    figures, _ = evaluate(step, context.evaluation_batches(stream), context.device)
-    figures = {f"eval.{name}": value for name, value in figures.items()} | {"world_size": context.world}
+    figures, _ = evaluate(step, context.evaluation_batches(stream), context.device, selection)
+    figures = selection.result(figures) | {"world_size": context.world}
     context.report(messages.Result(step=0, figures=figures))
     context.close()
 

@@ -25,19 +25,22 @@ def evaluated(rank, world, memory=None):
     """(figures, curves, places that waited until the GPU had run dry) of six batches."""
     import torch.distributed as dist
 
+    from raytrec.metrics.selection import Selection
     from raytrec.worker.build import build_step
     from raytrec.worker.evaluate import evaluate
 
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    step, _ = build_step(small.config(world, {"sharding_type": "row_wise"}), small.SCHEMA, device)
+    config = small.config(world, {"sharding_type": "row_wise"})
+    step, _ = build_step(config, small.SCHEMA, device)
+    selection = Selection.of_config(config, small.SCHEMA)
     _, local = small.batches(6, rank, world)
     read = [batch.pin_memory() for batch in local] if on_gpu else local
     stream = SimpleNamespace(
         batches=lambda: iter(read), may_skip=False, dataset=SimpleNamespace(rows=ROWS, uri="here")
     )
     if not on_gpu:
-        return *evaluate(step, stream, device), set()
+        return *evaluate(step, stream, device, selection), set()
     from standin import Gpu
 
     gpu = Gpu.active
@@ -45,7 +48,7 @@ def evaluated(rank, world, memory=None):
     predict, step.evaluate = step.evaluate, lambda batches: slowly(predict(batches), gpu)
     small_one = patch.object(torch.cuda, "mem_get_info", lambda device=None: (memory, memory))
     with simulated(), small_one if memory else nullcontext():
-        figures, drawn = evaluate(step, stream, device)
+        figures, drawn = evaluate(step, stream, device, selection)
     return figures, drawn, {wait.where for wait in gpu.waits if wait.drains}
 
 
@@ -69,7 +72,7 @@ def test_a_gpu_gives_the_figures_of_a_cpu_and_does_not_run_dry(memory):
 
 
 def gathered(rank, world, at_once):
-    from raytrec.metrics.sums import gather_to_first
+    from raytrec.worker.gather import gather_to_first
 
     mine = torch.arange(rank * 10, rank * 10 + (7, 0, 3)[rank])
     whole = gather_to_first(mine, at_once=at_once)
@@ -86,7 +89,7 @@ def test_what_is_gathered_in_pieces_is_in_order(at_once):
 def test_the_auc_of_many_rows_leaves_the_tables_their_memory(rows, place):
     from standin import cuda
 
-    from raytrec.metrics.sums import place_for
+    from raytrec.worker.gather import place_for
 
     with cuda():
         assert place_for(rows, torch.device("cuda", 0)).type == place

@@ -53,7 +53,7 @@ def make(run, data):
             "rows": 384,
             "trained": 384,
             "nan_steps": 0,
-            "window": [0.0] * 6,
+            "window": {"rows": 0.0},
             "seconds": 1.5,
             "timed_rows": 384,
             "evaluation": None,

@@ -1,0 +1,358 @@
+"""Every metric by its definition, against what ranks have summed and gathered; and resumed on other ranks."""
+
+from math import isnan, log
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.schema import Schema
+from raytrec.config.tasks import TaskSection
+from raytrec.metrics.registry import METRICS, RowMetric, SumMetric, find_metric, metric
+from raytrec.metrics.selection import Selection, figures_of
+from raytrec.tasks.outputs import Outputs, TaskOutputs
+from raytrec.tasks.task import resolve_tasks
+
+BATCHES, ROWS = 7, 40
+SCHEMA = Schema.parse(
+    {
+        "labels": ["click", "watched"],
+        "sparse": {"user": {"table": "user"}},
+        "tables": {"user": {"rows": 23, "dim": 8}},
+    },
+    "here",
+)
+TWO = [{"label": "click"}, {"label": "watched", "loss": "mse", "metrics": ["mae", "mse"]}]
+
+
+def selection(tasks):
+    return Selection(resolve_tasks([TaskSection(**task) for task in tasks], SCHEMA))
+
+
+def parts(task, labels_of):
+    """logits, labels, weights of all rows, float32 [BATCHES × ROWS]; some are padding, and there are ties."""
+    torch.manual_seed(len(task))
+    logits = (torch.randn(BATCHES * ROWS) * 4).round() / 4
+    weights = (torch.arange(BATCHES * ROWS) % 9 != 8).float()
+    return logits, labels_of(logits), weights
+
+
+def click():
+    return parts("click", lambda logits: (torch.rand(len(logits)) < (logits - 1).sigmoid()).float())
+
+
+def watched():
+    return parts("watched", lambda logits: logits + torch.randn(len(logits)) * 3)
+
+
+def batches(of, rank=0, world=1):
+    """Outputs of this rank's rows of each batch; ranks have unequal parts."""
+    data = {"click": (*click(), torch.sigmoid), "watched": (*watched(), lambda logits: logits)}
+    ends = [round(ROWS * (r / world) ** 1.5) for r in range(world + 1)]
+    for step in range(BATCHES):
+        rows = slice(step * ROWS + ends[rank], step * ROWS + ends[rank + 1])
+        tasks = {}
+        for task in of.tasks:
+            logits, labels, weights, predict = data[task]
+            tasks[task] = TaskOutputs(logits[rows], predict(logits[rows]), labels[rows], weights[rows])
+        yield Outputs(tasks, next(iter(tasks.values())).weights, torch.zeros(()))
+
+
+def summed(rank, world, tasks, first=0, total=None):
+    """(sums so far, figures of all batches from `first` on) of these tasks."""
+    from raytrec.metrics.sums import Sums
+
+    of = selection(tasks)
+    sums = Sums(of, torch.device("cpu"))
+    if total:
+        sums.resume(total)
+    so_far = None
+    for step, outputs in enumerate(batches(of, rank, world)):
+        if step == 3:
+            so_far = sums.total()
+        if step >= first:
+            sums.add(outputs)
+    return so_far, sums.reduce()
+
+
+def defined(logits, labels, weights):
+    """log loss, NE, calibration, AUC of rows that count, each by its definition."""
+    real = weights > 0
+    p, y = logits[real].double().sigmoid(), labels[real].double()
+    entropy = float(-(y * p.log() + (1 - y) * (1 - p).log()).mean())
+    rate = float(y.mean())
+    base = -(rate * log(rate) + (1 - rate) * log(1 - rate))
+    wins = (p[y == 1, None] > p[None, y == 0]).double() + (p[y == 1, None] == p[None, y == 0]).double() / 2
+    return {
+        "logloss": entropy,
+        "ne": entropy / base,
+        "calibration": float(p.sum() / y.sum()),
+        "auc": float(wins.mean()),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_each_metric_is_what_its_definition_says(world):
+    ranks = on_ranks(world, summed, TWO)
+    figures = ranks[0][1]
+    expected = defined(*click())
+    for name in ("logloss", "ne", "calibration"):
+        assert figures[f"click.{name}"] == pytest.approx(expected[name], abs=1e-6), name
+    logits, labels, weights = watched()
+    errors = (logits - labels).double()[weights > 0]
+    assert figures["watched.mae"] == pytest.approx(float(errors.abs().mean()), rel=1e-6)
+    assert figures["watched.mse"] == pytest.approx(float(errors.square().mean()), rel=1e-6)
+    real = weights > 0
+    assert figures["rows"] == int(real.sum()) and figures["click.positives"] == float(click()[1][real].sum())
+    assert all(each == figures for _, each in ranks)
+
+
+def test_the_sums_are_torchrecs():
+    """Bit for bit: what TorchRec's functions give, added up in float64."""
+    from torchrec.metrics.calibration import compute_calibration, get_calibration_states
+    from torchrec.metrics.ne import compute_logloss, compute_ne, get_ne_states
+
+    ((_, figures),) = on_ranks(1, summed, TWO[:1])
+    total = torch.zeros(6, dtype=torch.float64)
+    for outputs in batches(selection(TWO[:1])):
+        own = outputs["click"]
+        ne = get_ne_states(own.labels, own.predictions, own.weights, 1e-12)
+        calibration = get_calibration_states(own.labels, own.predictions, own.weights)
+        total += torch.stack([value.double() for value in (*ne.values(), *calibration.values())])
+    entropy, rows, positive, negative, predicted, labelled = total
+    assert figures["logloss"] == float(compute_logloss(entropy, positive, negative, 1e-12)) * log(2)
+    assert figures["ne"] == float(compute_ne(entropy, rows, positive, negative, 1e-12))
+    assert figures["calibration"] == float(compute_calibration(predicted, labelled))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 2), (1, 1)])
+def test_sums_go_on_with_any_number_of_ranks(before, after):
+    so_far, whole = on_ranks(before, summed, TWO)[0]
+    resumed = on_ranks(after, summed, TWO, 3, so_far)
+    assert resumed[0][1] == pytest.approx(whole, rel=1e-6), "within a batch, sums are float32"
+    if before == after:
+        assert resumed[0][1] == pytest.approx(whole, rel=1e-14)
+    forgotten = on_ranks(after, summed, TWO, 3)[0][1]
+    assert forgotten["rows"] < whole["rows"]
+
+
+def nothing_yet(rank, world, total):
+    """A save right after a restore, and figures of no step."""
+    from raytrec.metrics.sums import Sums
+
+    sums = Sums(selection(TWO), torch.device("cpu"))
+    empty = sums.reduce()
+    sums.resume(total)
+    return empty, sums.total()
+
+
+def test_before_the_first_step():
+    total = on_ranks(1, summed, TWO)[0][0]
+    for empty, same in on_ranks(2, nothing_yet, total):
+        assert empty == {"rows": 0} and same == total
+
+
+class OneFile(torch.nn.Module):
+    """A Step that has predicted."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self._outputs = outputs
+
+    def evaluate(self, _):
+        yield from self._outputs
+
+
+def evaluated(rank, world, tasks):
+    from types import SimpleNamespace
+
+    from raytrec.worker.evaluate import evaluate
+
+    of = selection(tasks)
+    rows = int(sum(float(outputs.rows.sum()) for outputs in batches(of)))
+    stream = SimpleNamespace(batches=list, may_skip=False, dataset=SimpleNamespace(rows=rows, uri="here"))
+    return evaluate(OneFile(batches(of, rank, world)), stream, torch.device("cpu"), of)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_needs_all_rows_is_gathered_for_each_task_that_needs_it(world):
+    (figures, curves), *others = on_ranks(world, evaluated, TWO)
+    assert figures["click.auc"] == pytest.approx(defined(*click())["auc"], abs=1e-6)
+    assert figures["skipped_rows"] == 0 and "watched.auc" not in figures
+    assert all(other["click.auc"] is None and drawn is None for other, drawn in others)
+    assert set(curves) == {"click.roc", "click.reliability"}
+    assert curves["click.roc"]["metric"] == "click.auc"
+    assert sum(curves["click.reliability"]["rows"]) == figures["rows"]
+
+
+def test_one_task_has_no_name_before_its_metrics():
+    figures, curves = on_ranks(1, evaluated, TWO[:1])[0]
+    names = {"auc", "ne", "logloss", "calibration", "positives", "rows", "skipped_rows"}
+    assert set(figures) == names and set(curves) == {"roc", "reliability"}
+    figures, curves = on_ranks(2, evaluated, TWO[1:])[0]
+    assert set(figures) == {"mae", "mse", "rows", "skipped_rows"} and curves is None
+
+
+@pytest.mark.parametrize("labels", [[0.0, 0.0], [1.0, 1.0], [0.2, 0.7], [1.0, 2.0], []])
+def test_what_is_not_defined(labels):
+    from raytrec.metrics.rows import Rows
+
+    labels = torch.tensor(labels)
+    rows = Rows(torch.zeros(len(labels)), labels, torch.sigmoid)
+    assert find_metric("auc").figure(rows) is None
+    assert all(METRICS.parts[name].curve(rows) is None for name in ("auc", "calibration"))
+    ne, mse = find_metric("ne"), find_metric("mse")
+    if len(set(labels.tolist())) == 1:
+        outputs = TaskOutputs(torch.zeros(2), torch.full((2,), 0.5), labels, torch.ones(2))
+        assert isnan(ne.figure({k: v.double() for k, v in ne.sums(outputs).items()}))
+    assert isnan(mse.figure({"squares": torch.zeros(()), "weight": torch.zeros(())}))
+
+
+def test_weights_mask_rows_and_weigh_them():
+    mae = find_metric("mae")
+    values = torch.tensor([1.0, 2.0, 50.0])
+    outputs = TaskOutputs(values, values, torch.zeros(3), torch.tensor([1.0, 3.0, 0.0]))
+    assert float(mae.figure({k: v.double() for k, v in mae.sums(outputs).items()})) == 7 / 4
+
+
+OF_THE_USER = """
+from raytrec.metrics.registry import RowMetric, SumMetric, metric
+
+
+@metric("hit_rate", title="hits at 0.5", label="hits", better="higher", format="{:.1%}")
+class HitRate(SumMetric):
+    @staticmethod
+    def sums(outputs):
+        hits = (outputs.predictions > 0.5) == (outputs.labels > 0.5)
+        return {"hits": (hits * outputs.weights).sum(), "rows": outputs.weights.sum()}
+
+    @staticmethod
+    def figure(sums):
+        return sums["hits"] / sums["rows"]
+
+
+@metric("spread")
+class Spread(RowMetric):
+    @staticmethod
+    def figure(rows):
+        return rows.predictions.max() - rows.predictions.min()
+
+
+class NoName(SumMetric):
+    pass
+
+
+@metric("auc")
+class Taken(SumMetric):
+    pass
+"""
+
+
+def of_the_user(rank, world, folder):
+    import sys
+
+    sys.path.insert(0, folder)
+    metrics = ["metrics_of_mine:HitRate", "ne", "metrics_of_mine:Spread"]
+    return *evaluated(rank, world, [{"label": "click", "metrics": metrics}]), selection(
+        [{"label": "click", "metrics": metrics}]
+    ).described()
+
+
+def test_a_metric_of_the_users_own_on_two_ranks(tmp_path):
+    (tmp_path / "metrics_of_mine.py").write_text(OF_THE_USER)
+    (figures, curves, described), (other, *_) = on_ranks(2, of_the_user, str(tmp_path))
+    logits, labels, weights = click()
+    real = weights > 0
+    hits = ((logits.sigmoid() > 0.5) == (labels > 0.5))[real].double().mean()
+    assert figures["hit_rate"] == other["hit_rate"] == pytest.approx(float(hits))
+    p = logits[real].double().sigmoid()
+    assert figures["spread"] == float(p.max() - p.min()) and other["spread"] is None
+    assert figures["ne"] == pytest.approx(defined(logits, labels, weights)["ne"], abs=1e-6) and not curves
+    hit_rate, _, spread = figures_of({"metrics": described})
+    assert (hit_rate.title, hit_rate.text(0.5), hit_rate.better) == ("hits at 0.5", "50.0%", "higher")
+    assert (spread.title, spread.better, spread.sums) == ("spread", None, False)
+
+
+@pytest.mark.parametrize(
+    ("reference", "says"),
+    [
+        ("loglos", "there is no metric 'loglos'; did you mean 'logloss'"),
+        ("no_such_module:X", "there is no module no_such_module"),
+        ("metrics_of_mine:Hitrate", "the module has no Hitrate; did you mean HitRate"),
+        ("metrics_of_mine:NoName", "it is no metric"),
+        ("metrics_of_mine:SumMetric", "it is no metric"),
+        ("metrics_of_mine:metric", "it is no metric"),
+        ("metrics_of_mine:Taken", "raytrec has a metric of the name 'auc'"),
+    ],
+)
+def test_a_metric_that_there_is_not(tmp_path, monkeypatch, reference, says):
+    (tmp_path / "metrics_of_mine.py").write_text(OF_THE_USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        find_metric(reference)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("Hits", {}, "cannot be a metric's name"),
+        ("rows", {}, "cannot be a metric's name"),
+        ("hits", {"better": "more"}, "is no direction"),
+        ("hits", {"format": "{0.__class__}"}, "is no format"),
+        ("hits", {"format": "{:99999999.4f}"}, "is no format"),
+    ],
+)
+def test_a_metric_that_cannot_be(name, options, says):
+    with pytest.raises(ConfigError, match=says):
+        metric(name, **options)(type("Hits", (SumMetric,), {}))
+    with pytest.raises(ConfigError, match="a subclass"):
+        metric("hits")(int)
+    assert metric("hits")(type("Hits", (RowMetric,), {})).title == "hits"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "key", "best"),
+    [
+        (TWO[:1], None, "ne"),
+        (TWO[:1], "auc", "auc"),
+        (TWO[:1], "calibration", "calibration"),
+        (TWO[1:], None, "mae"),
+        (TWO, None, "click.ne"),
+        (TWO, "watched.mse", "watched.mse"),
+        ([{"label": "click", "metrics": ["calibration", "auc"]}], None, "auc"),
+    ],
+)
+def test_by_which_metric_the_best_are_kept(tasks, key, best):
+    assert selection(tasks).best(key).key == best
+
+
+def test_a_metric_by_which_none_can_be_kept():
+    with pytest.raises(ConfigError, match=r"which is no metric of the tasks.*did you mean click.auc"):
+        selection(TWO).best("clik.auc")
+    with pytest.raises(ConfigError, match=r"checkpoint\.best_metric is ne"):
+        selection(TWO).best("ne")
+    with pytest.raises(ConfigError, match="a metric with a direction"):
+        selection([{"label": "click", "metrics": []}]).best(None)
+    with pytest.raises(ConfigError, match="task click has the metric 'ne' twice"):
+        selection([{"label": "click", "metrics": ["ne", "auc", "ne"]}])
+
+
+@pytest.mark.parametrize(
+    ("key", "order"), [("auc", [0.9, 0.5]), ("ne", [0.5, 0.9]), ("calibration", [1.1, 0.8])]
+)
+def test_which_values_are_better(key, order):
+    (figure,) = [figure for figure in figures_of() if figure.key == key]
+    assert sorted(reversed(order), key=figure.loss) == order
+
+
+def test_a_description_of_somebody_elses_is_only_text():
+    evil = {"key": "x", "title": "X", "label": "x", "better": None, "sums": 1}
+    (figure,) = figures_of({"metrics": [{**evil, "format": "{0.__class__.__mro__}"}, {"key": 3}, "x", None]})
+    assert figure.text(0.5) == "0.5" and not figure.sums
+    assert {figure.key for figure in figures_of({"metrics": [{**evil, "better": "worse"}]})} == set(
+        METRICS.parts
+    )
+    assert [figure.key for figure in figures_of({"metrics": {}}, {"metrics": [{**evil, "format": 3}]})] == [
+        "x"
+    ]
