@@ -44,6 +44,8 @@ def code_in(values: dict[str, Any]) -> dict[str, str]:
     for place, name in _of_tasks(values.get("tasks")):
         if ":" in name:
             found[place] = name
+    for check in _mapping(_mapping(values.get("checks")).get("custom")):
+        found[f"checks.custom.{check}"] = str(check)
     address = scaling.get("address")
     if address not in (None, "auto", "local") and not _is_here(str(address)):
         found["scaling.address"] = str(address)

@@ -14,7 +14,8 @@ from typing import Any
 
 import raytrec
 from raytrec.checkpoint.state import LogicalState
-from raytrec.checks.live.runner import CHECKS, LiveChecks, Outcome, Position, verdict
+from raytrec.checks.live.registry import choose
+from raytrec.checks.live.runner import LiveChecks, Outcome, Position, verdict
 from raytrec.common import messages
 from raytrec.common.versions import installed_versions
 from raytrec.config.schema import Schema
@@ -237,7 +238,7 @@ def make_observers(
 
 def any_check_is_on(config: Any) -> bool:
     """Whether any live check is on."""
-    return any(getattr(config.checks, check.name) != "off" for check in CHECKS)
+    return bool(choose(config))
 
 
 def describe_environment(context: WorkerContext) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Position, odd_ones, ranks
+from raytrec.checks.live.registry import check
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,13 @@ class Look:
     rows: int
 
 
+@check("conservation")
 class Conservation(Check):
     """Holds what ranks have looked up against what they were asked for, exactly."""
 
-    name = "conservation"
     moments = frozenset({STEP, CHECKPOINT})
     do = (
-        "go on from the last checkpoint: raytrec train --resume RUN; if it comes back, look at the network "
+        "resume from the last checkpoint: raytrec train --resume RUN; if it comes back, look at the network "
         "and at the versions of torchrec and fbgemm"
     )
 

@@ -10,6 +10,7 @@ import torch
 
 from raytrec.checks.live.outcome import Check, Outcome, Position, ranks
 from raytrec.checks.live.readout import read
+from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.taps import Lookup
 
@@ -28,13 +29,13 @@ class Look:
     state: dict[str, float]
 
 
+@check("finite")
 class Finite(Check):
     """Looks at dense layers whole, and at another part of each shard every time.
 
     Of what is saved, every value is looked at (`checkpoint.save`).
     """
 
-    name = "finite"
     do = (
         "lower optim.dense.lr or optim.embeddings.lr, set train.max_grad_norm, or check the data of the last "
         "steps; begin again with the weights of the last checkpoint: "

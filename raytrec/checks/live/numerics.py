@@ -13,6 +13,7 @@ import torch
 from raytrec.checks.live.finite import largest, weights_of
 from raytrec.checks.live.outcome import Check, Outcome, Position, ranks
 from raytrec.checks.live.readout import read
+from raytrec.checks.live.registry import check
 
 GROWTH = 100.0  # times the median of the earlier looks
 LEARN = 3  # looks
@@ -32,21 +33,21 @@ class Look:
     Attributes:
         values: name → max |value| of weights.
         squares: after a probed step, name → Σ of the squared gradient.
-        figures: of the position, and its step.
+        ratios: metric → what should be 1 and the positives that it is of; None, where they are not known.
     """
 
     values: dict[str, float]
     squares: dict[str, float]
-    figures: dict[str, float]
+    ratios: dict[str, tuple[float | None, float | None]]
 
 
+@check("numerics")
 class Numerics(Check):
     """Looks at dense layers whole, and at another part of each shard every time."""
 
-    name = "numerics"
     do = (
         "lower optim.dense.lr or optim.embeddings.lr, set train.max_grad_norm, or check the data of the last "
-        "steps; go on from the last checkpoint: raytrec train --resume RUN"
+        "steps; resume from the last checkpoint: raytrec train --resume RUN"
     )
 
     def __init__(self, run):
@@ -58,11 +59,12 @@ class Numerics(Check):
     def look(self, position: Position, probed: bool) -> Look:
         values = largest(weights_of(self.run, self._looks, probed))
         self._looks += 1
-        figures = {k: v for k, v in position.figures.items() if isinstance(v, int | float)}
+        figures = position.figures
+        ratios = {key: (figures.get(key), figures.get(counted)) for key, counted in position.ratios.items()}
         squares = self._squares() if probed else {}
         if self.run.config.train.on_nan == "skip" and not all(map(isfinite, squares.values())):
             squares = {}  # of a step that is left out and counted: it has changed nothing
-        return Look(values, squares, {**figures, "step": position.step})
+        return Look(values, squares, ratios)
 
     def judge(self, looks: list[Look], step: int) -> Outcome:
         problems = _not_finite(looks)
@@ -79,7 +81,7 @@ class Numerics(Check):
             if growths[-1] > GROWTH:
                 times = f"{growths[-1]:,.0f} × what is usual"
                 problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {times}")
-        problems += _drift(looks[0].figures)
+        problems += _drift(looks[0].ratios) if step >= SETTLED else ()
         good = "all gradients are finite, and all numbers of usual size"
         return self.outcome(step, problems, good, max(growths), GROWTH)
 
@@ -136,10 +138,13 @@ def _norm(looks: list[Look]) -> tuple[float, str]:
     return sqrt(sum(squares.values())), max(squares, key=squares.get)
 
 
-def _drift(figures: dict[str, float]) -> Iterator[str]:
-    ratio, positives = figures.get("calibration"), figures.get("positives")
-    if ratio is None or not positives or figures["step"] < SETTLED:
-        return
-    by_chance = SIGMAS / sqrt(positives)
-    if not DRIFT[0] <= ratio <= DRIFT[1] and abs(ratio - 1) > by_chance:
-        yield f"predicted ÷ real rate is {ratio:.3g} over {positives:,.0f} positives"
+def _drift(ratios: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:
+    """Ratios of predicted to real rates that are off by more than chance."""
+    for key, (ratio, positives) in ratios.items():
+        if ratio is None or not positives:
+            continue
+        by_chance = SIGMAS / sqrt(positives)
+        if not DRIFT[0] <= ratio <= DRIFT[1] and abs(ratio - 1) > by_chance:
+            task = key.rpartition(".")[0]
+            of_task = f" of {task}" if task else ""
+            yield f"predicted ÷ real rate{of_task} is {ratio:.3g} over {positives:,.0f} positives"

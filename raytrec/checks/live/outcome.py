@@ -53,8 +53,8 @@ class Position:
         batch_step: the step that this rank's last batch says it belongs to, from 0; None: not known.
         expected_rows: rows over all ranks of the batches trained since the taps were made; None where rows
             may be left out.
-        figures: of the last window of training, the same on all ranks: calibration (predicted ÷ real),
-            positives and others; may be empty.
+        figures: of the last window of training, the same on all ranks; may be empty.
+        ratios: key of each of them that should be 1 → key of the positives that say how much it is worth.
         about: at the start: what must be alike on all ranks, as plain values.
     """
 
@@ -62,6 +62,7 @@ class Position:
     batch_step: int | None = None
     expected_rows: int | None = None
     figures: Mapping[str, float | None] = field(default_factory=dict)
+    ratios: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -87,7 +88,7 @@ class Watched:
 
 class Check:
     """One consistency check: each rank looks, the looks of all ranks are exchanged, and each rank judges them
-    alike. A new check is a file with a subclass and a line in `live.CHECKS`.
+    alike. How a new one is registered: registry.py.
 
     Args:
         run: what is checked.
@@ -99,10 +100,10 @@ class Check:
         do: what people can do where it fails.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = ""
     moments: ClassVar[frozenset[str]] = frozenset({START, STEP, CHECKPOINT})
     probes: ClassVar[bool] = False
-    do: ClassVar[str]
+    do: ClassVar[str] = "see what it found in checks.jsonl of the run folder"
 
     def __init__(self, run: Watched):
         self.run = run

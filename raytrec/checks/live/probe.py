@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from raytrec.checks.live.keys import Bags, factors_of, found, keys_of, some_bags
 from raytrec.checks.live.outcome import STEP, Check, Outcome, Position, Watched
+from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import shard_origin, tables_of
 from raytrec.data.batch import Batch
 from raytrec.embeddings.tables import Table
@@ -40,6 +41,7 @@ class Look:
     gradient: dict[str, tuple[float, int]]
 
 
+@check("parity")
 class Parity(Check):
     """Compares a step with what one process would have computed.
 
@@ -48,12 +50,11 @@ class Parity(Check):
     0.1 or more.
     """
 
-    name = "parity"
     moments = frozenset({STEP})
     probes = True
     do = (
-        "go on from the last checkpoint: raytrec train --resume RUN; raytrec check CONFIG shows whether this "
-        "plan is wrong from the start, as another version of torchrec or fbgemm may be"
+        "resume from the last checkpoint: raytrec train --resume RUN; raytrec check CONFIG shows whether "
+        "this plan is wrong from the start, as another version of torchrec or fbgemm may be"
     )
 
     def __init__(self, run: Watched):

@@ -9,6 +9,7 @@ import torch
 
 from raytrec.checks.live.outcome import Check, Outcome, Position, odd_ones, ranks
 from raytrec.checks.live.readout import read
+from raytrec.checks.live.registry import check
 
 # Values that are multiplied at once: what stays in a core's cache; on a GPU enough to fill it.
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
@@ -16,12 +17,12 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 ODD = 6364136223846793005  # Knuth's multiplier for 64 bits
 
 
+@check("replicas")
 class Replicas(Check):
     """Compares hashes of dense layers, their optimizer state, and data-parallel tables with theirs."""
 
-    name = "replicas"
     do = (
-        "go on from the last checkpoint: raytrec train --resume RUN; if it is the same rank again, look at "
+        "resume from the last checkpoint: raytrec train --resume RUN; if it is the same rank again, look at "
         "its hardware; else at code that changes a parameter, or draws random numbers, on one rank alone"
     )
 

@@ -21,22 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raytrec.checks.live.conservation import Conservation
-from raytrec.checks.live.finite import Finite
-from raytrec.checks.live.numerics import Numerics
-from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, Check, Outcome, Position, Watched
-from raytrec.checks.live.probe import Parity
-from raytrec.checks.live.replicas import Replicas
-from raytrec.checks.live.same_environment import SameEnvironment
-from raytrec.checks.live.shards import Shards
+from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, Outcome, Position, Watched
+from raytrec.checks.live.registry import choose
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.embeddings.tables import Table
 from raytrec.embeddings.taps import Taps
-
-CHECKS: tuple[type[Check], ...] = (SameEnvironment, Shards, Replicas, Parity, Conservation, Finite, Numerics)
 
 
 class LiveChecks:
@@ -65,7 +57,7 @@ class LiveChecks:
         unbounded: frozenset[str] = frozenset(),
     ):
         run = Watched(config, schema, tables, dense, taps, device, parameters or {}, unbounded)
-        self._checks = [check(run) for check in CHECKS if getattr(config.checks, check.name) != "off"]
+        self._checks = [chosen.check(run) for chosen in choose(config).values()]
         self.probes = any(check.probes for check in self._checks)
         # Looks are exchanged as objects, which the GPUs' backend cannot do by itself.
         self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
@@ -109,15 +101,18 @@ class LiveChecks:
 
 def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
     """The error that ends the run where a failed check is set to stop it; None to go on."""
-    bad = [o for o in outcomes if not o.passed and getattr(config.checks, o.check) == "stop"]
+    bad = [outcome for outcome in outcomes if not outcome.passed]
+    chosen = choose(config) if bad else {}
+    bad = [outcome for outcome in bad if chosen[outcome.check].reaction == "stop"]
     if not bad:
         return None
     names = list(dict.fromkeys(o.check for o in bad))
-    do = next(check.do for check in CHECKS if check.name == names[0])
-    do = do.replace("RUN", config.run.dir or "RUN").replace("LOWER", f"{config.optim.embeddings.lr / 10:g}")
+    first = chosen[names[0]]
+    do = first.check.do.replace("RUN", config.run.dir or "RUN")
+    do = do.replace("LOWER", f"{config.optim.embeddings.lr / 10:g}")
     return RunError(
         f"a check failed: {'. '.join(o.text for o in bad)}",
         where=f"step {bad[0].step}, {' and '.join(names)}",
         expected="all ranks together compute what one process would",
-        do=f"{do}. checks.{names[0]}=warn goes on regardless",
+        do=f"{do}. {first.lenient} continues regardless",
     )

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from raytrec.checks.live.outcome import START, Check, Outcome, Position, odd_ones, ranks
+from raytrec.checks.live.registry import check
 
 SHOWN = 60  # characters of a value
 
 
+@check("same_environment")
 class SameEnvironment(Check):
     """Compares what ranks say about themselves, key by key."""
 
-    name = "same_environment"
     moments = frozenset({START})
     do = "give every node the same raytrec, the same packages and the same files, and start the run again"
 

@@ -9,20 +9,21 @@ import numpy as np
 import torch.distributed as dist
 
 from raytrec.checks.live.outcome import Check, Outcome, Position, odd_ones, ranks
+from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Parts, Shard
 
 Look = dict[str, tuple[str, list[str]]]
 
 
+@check("shards")
 class Shards(Check):
     """Compares where ranks believe shards to be, and each shard with the tensor that is there.
 
     That ids also reach the rank of their row is what the parity check shows.
     """
 
-    name = "shards"
     do = (
-        "go on from the last checkpoint: raytrec train --resume RUN; if it comes back, look at plan.tables "
+        "resume from the last checkpoint: raytrec train --resume RUN; if it comes back, look at plan.tables "
         "and at the version of torchrec"
     )
 
@@ -71,7 +72,7 @@ def _gaps(parts: Parts) -> Iterator[str]:
     inside = np.zeros_like(count)
     inside[at_row[0] : at_row[parts.shape[0]], at_column[0] : at_column[width]] = 1
     for row, column in np.argwhere(count != inside)[:2]:
-        what = "lie outside the table" if not inside[row, column] else f"are in {count[row, column]} shards"
+        what = "are outside the table" if not inside[row, column] else f"are in {count[row, column]} shards"
         box = f"rows {rows[row]:,} to {rows[row + 1] - 1:,}"
         if len(columns) > 2:
             box += f", columns {columns[column]} to {columns[column + 1] - 1},"

@@ -20,8 +20,9 @@ from raytrec.checks.live.numerics import GROWTH, Look, Numerics
 from raytrec.checks.live.outcome import Outcome, Position, Watched, odd_ones, ranks
 from raytrec.checks.live.probe import error_of
 from raytrec.checks.live.readout import read
+from raytrec.checks.live.registry import all_checks
 from raytrec.checks.live.replicas import CHUNK, Replicas, _multipliers, fingerprint
-from raytrec.checks.live.runner import CHECKS, verdict
+from raytrec.checks.live.runner import verdict
 from raytrec.checks.live.shards import _gaps
 from raytrec.embeddings.tables import Parts, Shard, Table
 from raytrec.embeddings.taps import Lookup
@@ -93,8 +94,8 @@ def test_odd_ones():
     assert ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"
 
 
-def judged(numbers, step=1, values=0.5, gradient=0.1, **figures):
-    look = Look({"table t": values}, {"table t": gradient**2}, {**figures, "step": step})
+def judged(numbers, step=1, values=0.5, gradient=0.1, ratios=None):
+    look = Look({"table t": values}, {"table t": gradient**2}, ratios or {})
     return numbers.judge([look], step)
 
 
@@ -132,7 +133,7 @@ def test_the_norm_is_that_of_the_whole_gradient():
     dense, table = "dense layers' top.0.bias", "table t"
 
     def judge(numbers, *squares):
-        return numbers.judge([Look({}, part, {"step": 1}) for part in squares], 1)
+        return numbers.judge([Look({}, part, {}) for part in squares], 1)
 
     numbers = Numerics(None)
     usual = {dense: 9.0, table: 8.0}, {dense: 9.0, table: 8.0}
@@ -164,9 +165,12 @@ def test_the_norm_is_that_of_the_whole_gradient():
     ],
 )
 def test_rates_that_drift(step, ratio, positives, passed):
-    outcome = judged(Numerics(None), step, calibration=ratio, positives=positives)
+    outcome = judged(Numerics(None), step, ratios={"calibration": (ratio, positives)})
     assert outcome.passed == passed
     assert passed or f"predicted ÷ real rate is {ratio} over {positives} positives" in outcome.text
+    one_of_two = {"click.calibration": (ratio, positives), "like.calibration": (1.0, 100)}
+    outcome = judged(Numerics(None), step, ratios=one_of_two)
+    assert outcome.passed == passed and (passed or f"rate of click is {ratio} over" in outcome.text)
 
 
 def test_every_row_is_looked_at_in_turn():
@@ -235,7 +239,7 @@ def test_what_ends_a_run():
     assert "raytrec train --resume" in error.do and "checks.shards=warn" in error.do
     settings.checks.shards = settings.checks.replicas = "warn"
     assert verdict([outcome("shards", False), outcome("replicas", False)], settings) is None
-    assert all(check.do for check in CHECKS)
+    assert all(check.do for check in all_checks())
 
 
 def test_records_are_json():
@@ -250,7 +254,7 @@ def off(rank, world, names):
 
 
 def test_checks_that_are_off_are_not_made():
-    names = [check.name for check in CHECKS]
+    names = [check.name for check in all_checks()]
     assert on_ranks(2, off, names) == [[], []]
     for name in names:
         answers = on_ranks(2, off, [other for other in names if other != name])
