@@ -15,9 +15,21 @@ from raytrec.config.sequences import looked_up
 from raytrec.data.batch import Batch
 
 
-def random_batches(schema: Schema, rows: int, count: int, seed: int) -> list[GlobalBatch]:
+def random_batches(
+    schema: Schema,
+    rows: int,
+    count: int,
+    seed: int,
+    ranges: Mapping[str, tuple[float, float] | None] | None = None,
+) -> list[GlobalBatch]:
     """`count` batches of `rows` rows: bags of 0 to 4 ids with repetitions, first and last ids of every table
-    among them, weights in (0, 2) where the schema has any."""
+    among them, weights in (0, 2) where the schema has any.
+
+    Args:
+        ranges: label → its least and its greatest value, one of which each row has; default: 0 and 1.
+    """
+    bounds_L = [(ranges or {}).get(label) or (0.0, 1.0) for label in schema.labels]
+    low_L, high_L = torch.tensor(bounds_L).T.nan_to_num(posinf=1e3, neginf=-1e3)
     g = torch.Generator().manual_seed(seed)
     out = []
     for _ in range(count):
@@ -29,8 +41,8 @@ def random_batches(schema: Schema, rows: int, count: int, seed: int) -> list[Glo
             weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
             bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
         dense = torch.randn(rows, len(schema.dense), generator=g)
-        labels = torch.randint(0, 2, (rows, len(schema.labels)), generator=g).float()
-        out.append(GlobalBatch(dense, labels, bags))
+        highest = torch.randint(0, 2, (rows, len(schema.labels)), generator=g).bool()
+        out.append(GlobalBatch(dense, torch.where(highest, high_L, low_L), bags))
     return out
 
 

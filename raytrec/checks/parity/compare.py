@@ -17,6 +17,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import Schedule
 from raytrec.models.inputs import Sequence
+from raytrec.tasks.task import label_ranges, resolve_tasks
 
 # Largest error allowed, as a share of the largest value of the tensor. Tables in fp16 are held to one
 # rounding of 11 bits, to either neighbour, in each step: see _steps.
@@ -84,7 +85,8 @@ def compare(
     config = config.model_copy(deep=True)
     config.train.matmul = "fp32"
     bounds = cuts(rows, dist.get_world_size(), balance)
-    choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step) for step in range(steps)]
+    ranges = label_ranges(resolve_tasks(config.tasks, schema), schema)
+    choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step, ranges) for step in range(steps)]
     return _gradient(build, config, schema, device, choices[0], bounds) + _steps(
         build, config, schema, device, choices, bounds
     )

@@ -1,0 +1,67 @@
+"""Parts that are found by their files, and by module:name."""
+
+import sys
+
+import pytest
+
+from raytrec.common.errors import ConfigError
+from raytrec.common.registry import Registry
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """A package with a registry and two files of parts."""
+    package = tmp_path / "sweets_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from raytrec.common.registry import Registry\nsweet = Registry('sweet', __name__)\n"
+    )
+    for name in ("toffee", "fudge"):
+        text = f"from sweets_of_mine import sweet\n\n@sweet('{name}')\nclass Sweet: ...\n"
+        (package / f"{name}.py").write_text(text)
+    (tmp_path / "elsewhere_sweets.py").write_text("class Nougat: ...\n")
+    (tmp_path / "broken_sweets.py").write_text("import os\nos.there_is_no_such_name\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import sweets_of_mine
+
+    yield sweets_of_mine.sweet
+    for name in [name for name in sys.modules if "sweets" in name]:
+        del sys.modules[name]
+
+
+def test_each_file_of_the_package_is_found(parts):
+    assert list(parts.parts) == ["fudge", "toffee"]
+    assert parts.find("toffee", "bag").__module__ == "sweets_of_mine.toffee"
+
+
+def test_one_of_yours_is_found_by_its_path(parts):
+    assert parts.find("elsewhere_sweets:Nougat", "bag").__name__ == "Nougat"
+    assert list(parts.parts) == ["fudge", "toffee"]
+
+
+@pytest.mark.parametrize(
+    "name,says",
+    [
+        ("tofee", "there is no sweet 'tofee'; did you mean 'toffee'?"),
+        ("tofee", "fudge, toffee, or module:name"),
+        ("elsewhere_sweets:Nugat", "no sweet elsewhere_sweets:Nugat: the module has no Nugat; did you mean"),
+        ("no_such_sweets:Nougat", "there is no module no_such_sweets"),
+    ],
+)
+def test_what_is_none_is_refused(parts, name, says):
+    with pytest.raises(ConfigError) as error:
+        parts.find(name, "bag")
+    assert says in str(error.value) and "where:    bag" in str(error.value)
+
+
+def test_errors_of_a_module_are_its_own(parts):
+    with pytest.raises(AttributeError, match="there_is_no_such_name"):
+        parts.find("broken_sweets:Nougat", "bag")
+
+
+def test_a_name_belongs_to_one_part():
+    registry = Registry("sweet", "nowhere")
+    one = type("One", (), {})
+    assert registry("fudge")(one) is one and registry("fudge")(one) is one
+    with pytest.raises(ValueError, match="two parts are called sweet fudge"):
+        registry("fudge")(type("Two", (), {}))

@@ -1,0 +1,57 @@
+"""What somebody writes in a module of theirs: a loss, and models with a logit for each task."""
+
+import torch
+from torch import nn
+
+from raytrec.tasks.losses import Loss
+
+
+class Focal(Loss):
+    """Binary cross-entropy × (1 − the probability of the label)^gamma."""
+
+    label_range = (0.0, 1.0)
+    metrics = ("auc", "logloss")
+
+    def __init__(self, gamma: float = 2.0):
+        self.gamma = gamma
+
+    def predict(self, logits_B):
+        return logits_B.sigmoid()
+
+    def of_rows(self, logits_B, labels_B):
+        entropy_B = nn.functional.binary_cross_entropy_with_logits(logits_B, labels_B, reduction="none")
+        return entropy_B * (1 - (-entropy_B).exp()) ** self.gamma
+
+
+class Count(Loss):
+    """Poisson regression: the logit is the logarithm of the expected count."""
+
+    label_range = (0.0, float("inf"))
+    metrics = ("mae",)
+
+    def predict(self, logits_B):
+        return logits_B.exp()
+
+    def of_rows(self, logits_B, labels_B):
+        return logits_B.exp() - labels_B * logits_B
+
+
+class Unfinished(Loss):
+    """Has no of_rows."""
+
+
+class NoLoss:
+    pass
+
+
+class Linear(nn.Module):
+    """A logit for each task; options.tasks says how many."""
+
+    def __init__(self, schema, config):
+        super().__init__()
+        self.features = list(schema.sparse)
+        width = sum(schema.tables[spec.table].dim for spec in schema.sparse.values())
+        self.logits = nn.Linear(width + len(schema.dense), config.options["tasks"])
+
+    def forward(self, dense, pooled):
+        return self.logits(torch.cat([dense, *(pooled[f] for f in self.features)], 1))

@@ -1,0 +1,79 @@
+"""Which labels are read: those that the losses of their tasks take."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
+from raytrec.config.tasks import TaskSection
+from raytrec.data.fragments import scan
+from raytrec.data.order import Item, Part
+from raytrec.data.rows import read_item
+from raytrec.data.verify import check_accused
+from raytrec.tasks.task import label_ranges, resolve_tasks
+
+SCHEMA = Schema.parse(
+    {
+        "labels": ["clicked", "stars"],
+        "sparse": {"user": {"table": "user"}},
+        "tables": {"user": {"rows": 9, "dim": 4}},
+    },
+    "test",
+)
+STARS = {"label": "stars", "loss": "mse"}
+COUNT = {"label": "stars", "loss": "own_parts:Count"}
+
+
+def written(tmp_path, clicked, stars):
+    table = pa.table({"clicked": clicked, "stars": pa.array(stars, pa.float32()), "user": [1] * len(stars)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    return str(tmp_path / "a.parquet")
+
+
+def read(path, *tasks, check=True):
+    ranges = label_ranges(resolve_tasks([TaskSection(**task) for task in tasks], SCHEMA), SCHEMA)
+    dataset = scan(path, SCHEMA, label_ranges=ranges)
+    if check:
+        check_accused(dataset)
+    item = Item(0, 0, (Part(path, 0, 0, dataset.rows),), None, 0)
+    (table,) = [read_item(item, dataset.form)]
+    return table["labels"].to_pylist(), bool(dataset.accused)
+
+
+@pytest.fixture(autouse=True)
+def own_parts(monkeypatch, request):
+    monkeypatch.syspath_prepend(str(request.path.parent))
+
+
+def test_any_finite_number_where_squared_error_is_learned(tmp_path):
+    path = written(tmp_path, [0, 1], [4.5, -3.0])
+    assert read(path, STARS) == ([[0, 4.5], [1, -3.0]], False)
+    assert read(path, {"label": "clicked"}) == ([[0, 4.5], [1, -3.0]], False), "nobody learns stars"
+
+
+@pytest.mark.parametrize(
+    "task,stars,says",
+    [
+        ({"label": "stars"}, [0.5, 4.5], "label 'stars' is 4.5"),
+        ({"label": "stars"}, [0.5, 4.5], "a number in [0, 1]"),
+        ({"label": "stars"}, [0.5, 4.5], "tasks: [{label: stars, loss: mse}]"),
+        (COUNT, [3.0, -1.0], "label 'stars' is -1"),
+        (COUNT, [3.0, -1.0], "a number in [0, inf]"),
+        (STARS, [0.5, float("nan")], "column 'stars' has NaN"),
+        (STARS, [0.5, float("inf")], "column 'stars' has inf"),
+    ],
+)
+def test_labels_that_a_loss_does_not_take_are_refused(task, stars, says, tmp_path):
+    path = written(tmp_path, [0, 1], stars)
+    with pytest.raises(DataError) as error:
+        read(path, task, check=False)
+    assert says in str(error.value) and "row 1" in str(error.value)
+
+
+def test_footers_know_it_before_a_run_starts(tmp_path):
+    path = written(tmp_path, [0, 1], [3.0, -1.0])
+    with pytest.raises(DataError, match="label 'stars' is 3"):
+        read(path, {"label": "stars"})
+    with pytest.raises(DataError, match="label 'stars' is -1"):
+        read(path, COUNT)

@@ -1,0 +1,155 @@
+"""Losses as they are trained: by their formulas, several at once, and as plain torch has them."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from small import SCHEMA, batches, build, config, train
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+from raytrec.tasks.objective import Objective
+from raytrec.tasks.task import resolve_tasks
+
+HERE = str(Path(__file__).parent)
+TWO = SCHEMA.model_copy(update={"labels": ["y", "z"]})
+CLICK_AND_TIME = [{"label": "z", "loss": "mse", "weight": 0.25}, {"label": "y"}]
+FOCAL = [{"loss": "own_parts:Focal", "options": {"gamma": 1.5}}]
+
+
+def settings(world, tasks, logits=0, **changes):
+    """A RunConfig of these tasks; logits: of the model of own_parts, default: DLRM."""
+    values = config(world, {"sharding_type": "row_wise"}, "sgd", **changes).model_dump(by_alias=True)
+    if logits:
+        values["model"] = {"name": "own_parts:Linear", "options": {"tasks": logits}}
+    return load_config(values | {"tasks": tasks})
+
+
+def objective(tasks, schema=SCHEMA, reduction="mean", world=1):
+    return Objective(resolve_tasks(settings(1, tasks).tasks, schema), reduction, world)
+
+
+LOGITS, LABELS = torch.tensor([0.5, -2.0, 9.0]), torch.tensor([1.0, 0.25, 0.0])
+FORMULAS = {
+    "bce": lambda x, y: -y * math.log(1 / (1 + math.exp(-x))) - (1 - y) * math.log(1 / (1 + math.exp(x))),
+    "mse": lambda x, y: (x - y) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("reduction,world,weight", [("mean", 1, 1.0), ("sum", 2, 0.5), ("mean", 3, 2.0)])
+def test_losses_by_their_formulas(name, reduction, world, weight):
+    made = objective([{"loss": name, "weight": weight}], reduction=reduction, world=world)
+    rows = [FORMULAS[name](float(x), float(y)) for x, y in zip(LOGITS, LABELS, strict=True)]
+    found = made.loss(LOGITS, LABELS.unsqueeze(1), torch.tensor([1.0, 1.0, 0.0]), 7)
+    expected = weight * world * (rows[0] + rows[1]) / (7 if reduction == "mean" else 1)
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+def test_outputs_have_predictions_in_the_labels_units():
+    made = objective(CLICK_AND_TIME, TWO)
+    logits_BT, labels_BL = torch.stack([LOGITS, -LOGITS], 1), torch.stack([LABELS, 10 * LABELS], 1)
+    weights = torch.tensor([1.0, 1.0, 0.0])
+    outputs = made.outputs(torch.tensor(1.5), logits_BT, labels_BL, weights)
+    assert list(outputs.tasks) == ["z", "y"] and not outputs.skipped
+    assert torch.equal(outputs["z"].predictions, LOGITS) and torch.equal(outputs["z"].labels, 10 * LABELS)
+    assert torch.equal(outputs["y"].predictions, torch.sigmoid(-LOGITS))
+    assert torch.equal(outputs["y"].labels, LABELS) and torch.equal(outputs["y"].weights, weights)
+    assert torch.equal(outputs.rows, weights) and float(outputs.loss) == 1.5
+
+
+@pytest.mark.parametrize(
+    "tasks,shape,says",
+    [
+        ([{}], (3, 2), r"\[3, 2\] for 1 tasks"),
+        (CLICK_AND_TIME, (3,), r"\[3\] for 2 tasks"),
+        (CLICK_AND_TIME, (3, 3), r"\[3, 3\] for 2 tasks"),
+    ],
+)
+def test_a_model_gives_a_logit_for_each_task(tasks, shape, says):
+    made = objective(tasks, TWO if len(tasks) > 1 else SCHEMA)
+    with pytest.raises(ConfigError, match=says):
+        made.loss(torch.zeros(shape), torch.zeros(3, 2), torch.ones(3), 3)
+
+
+def trained(rank, world, tasks, logits, changes):
+    """Three steps, sharded and in plain torch: the largest difference of a weight and of a step's loss, and
+    how far weights went."""
+    from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+
+    from raytrec.checks.parity.reference import Reference
+    from raytrec.embeddings.tables import tables
+    from raytrec.models import build_model
+
+    made, schema = settings(world, tasks, logits, **changes), TWO if logits else SCHEMA
+    step = build(made, schema)
+    model = build_model(schema, made.model)
+    model.load_state_dict(step.model.module.head.model.state_dict())
+    start = {name: table.weight.dense() for name, table in tables(step.model).items()}
+    whole, local = batches(3, rank, world, schema=schema)
+    losses = [outputs.loss for outputs in train(step, local)]
+    for loss in losses:
+        torch.distributed.all_reduce(loss)
+
+    def criterion(found, labels):
+        if logits:
+            return binary_cross_entropy_with_logits(found[:, 1], labels[:, 0]) + 0.25 * mse_loss(
+                found[:, 0], labels[:, 1]
+            )
+        p = torch.sigmoid(found)
+        right = torch.where(labels[:, 0] > 0, p, 1 - p)
+        return (-right.log() * (1 - right) ** 1.5).mean()
+
+    one = Reference(schema, start, model, objective=Objective.of(made, schema))
+    optimizers = [
+        torch.optim.SGD(one.tables.values(), lr=0.1),
+        torch.optim.SGD(one.model.parameters(), lr=0.1),
+    ]
+    errors = []
+    for batch, loss in zip(whole, losses, strict=True):
+        one.zero_grad()
+        expected = criterion(one(batch), batch.labels)
+        expected.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        errors.append(abs(float(loss) / world - float(expected)))
+    got = {name: table.weight.dense() for name, table in tables(step.model).items()}
+    apart = [float((got[name] - one.tables[name]).abs().max()) for name in got]
+    ours = dict(step.model.module.head.model.named_parameters())
+    apart += [float((ours[name] - p).abs().max()) for name, p in one.model.named_parameters()]
+    moved = max(float((got[name] - start[name]).abs().max()) for name in got)
+    return max(apart), max(errors), moved
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "tasks,logits,changes",
+    [
+        (FOCAL, 0, {}),
+        (CLICK_AND_TIME, 2, {}),
+        (CLICK_AND_TIME, 2, {"micro_batches": 3, "on_nan": "skip"}),
+    ],
+)
+def test_losses_of_yours_and_several_tasks_as_in_plain_torch(world, tasks, logits, changes, monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    for apart, error, moved in on_ranks(world, trained, tasks, logits, changes):
+        assert apart < 2e-6 and error < 2e-6
+        assert moved > 1e-3
+
+
+def overflowing(rank, world):
+    """What a step tells whose logits are finite and whose squared error is not."""
+    local = batches(1, rank, world)[1]
+    local[0].labels[0, 0] = 1e30
+    (outputs,) = train(build(settings(world, [{"loss": "mse"}])), local)
+    (skipped,) = train(build(settings(world, [{"loss": "mse"}], on_nan="skip")), local)
+    finite = [torch.isfinite(x).all().item() for x in (outputs["y"].logits, outputs.loss, skipped.loss)]
+    return finite, skipped.skipped, skipped.rows.sum().item()
+
+
+def test_a_loss_that_is_not_finite_is_told_though_logits_are():
+    for finite, skipped, rows in on_ranks(1, overflowing):
+        assert finite == [True, False, True]
+        assert skipped and rows == 0
