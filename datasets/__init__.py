@@ -53,7 +53,7 @@ app = typer.Typer(cls=Recipes, no_args_is_help=True)
 
 @app.callback()
 def _prepare() -> None:
-    """Makes Parquet and a schema.yaml out of public data, or of your own: module:function."""
+    """Write Parquet and a schema.yaml from public data, or with a function of yours (module:function)."""
 
 
 def find_recipe(path: str) -> Callable[..., None]:

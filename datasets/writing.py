@@ -49,7 +49,7 @@ class Output:
         source = self.options.get("source")
         if source and Path(source).is_relative_to(self.folder):
             raise ConfigError(
-                "the source lies inside the folder to write",
+                "the source is inside the folder to write",
                 where=f"--source {source}, --out {self.folder}",
                 do="choose another --out",
             )

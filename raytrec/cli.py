@@ -1,4 +1,4 @@
-"""The command line: commands only parse, call and print."""
+"""The command line. Commands only parse, call and print."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ app.add_typer(prepare_app, name="prepare")
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Overrides.")]
 Job = Annotated[
-    str | None, typer.Argument(metavar="[JOB]", help="As `raytrec submit` named it; default: the newest.")
+    str | None,
+    typer.Argument(metavar="[JOB]", help="Job id, as printed by `raytrec submit`; default: the newest."),
 ]
 Address = Annotated[
     str | None,
@@ -31,7 +32,9 @@ Address = Annotated[
 ]
 AllowCode = Annotated[
     bool,
-    typer.Option("--allow-code", help="A config from a URI, run or checkpoint may name code: module:name."),
+    typer.Option(
+        "--allow-code", help="Allow code (module:name) named by a config from a URI, run or checkpoint."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
@@ -62,7 +65,7 @@ def train(
         typer.Option(
             "--warm-start",
             metavar="RUN",
-            help="Begin with the weights of this run or checkpoint; without CONFIG, with its config, too.",
+            help="Start from the weights of this run or checkpoint; without CONFIG, also from its config.",
         ),
     ] = None,
     resume: Annotated[
@@ -70,20 +73,20 @@ def train(
         typer.Option(
             "--resume",
             metavar="RUN",
-            help="Go on with this run from its newest checkpoint; with CONFIG, if that means the same.",
+            help="Resume this run from its newest checkpoint; CONFIG, if given, must be equivalent.",
         ),
     ] = None,
     resume_latest: Annotated[
         bool,
         typer.Option(
             "--resume-latest",
-            help="Go on with the newest run of this CONFIG that was interrupted; begin one if there is none.",
+            help="Resume the newest interrupted run of this CONFIG; start a new one if there is none.",
         ),
     ] = False,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Trains, evaluates and saves a run: raytrec train jobs/synthetic.yaml scaling.num_workers=2"""
+    """Train, evaluate and save a run: raytrec train jobs/synthetic.yaml scaling.num_workers=2"""
     from raytrec.common.errors import ConfigError
     from raytrec.driver.run import Unfinished
     from raytrec.driver.run import train as run
@@ -93,9 +96,9 @@ def train(
     if earlier and config and "=" in config:  # no CONFIG: the first argument is an override
         config, overrides = None, [config, *overrides]
     if start_from and resume:
-        raise ConfigError("--warm-start and --resume are two different things", expected="one of them")
+        raise ConfigError("--warm-start and --resume exclude each other", expected="one of them")
     if resume_latest and earlier:
-        raise ConfigError("--resume-latest finds the run by itself", expected="CONFIG alone, or --resume RUN")
+        raise ConfigError("--resume-latest finds the run itself", expected="CONFIG alone, or --resume RUN")
     if config is None and earlier is None:
         raise ConfigError(
             "no config was given",
@@ -103,9 +106,9 @@ def train(
         )
     try:
         result = run(config, overrides, start_from, resume, resume_latest, allow_code)
-    except Interrupted as interrupt:  # the run has said so itself
+    except Interrupted as interrupt:  # the run has reported it
         raise typer.Exit(128 + interrupt.signal) from None
-    except Unfinished as error:  # there are figures all the same
+    except Unfinished as error:  # there is a result to show
         _show(error.result, json)
         raise
     _show(result, json)
@@ -117,15 +120,17 @@ def submit(
     overrides: Overrides = None,
     address: Address = None,
     include: Annotated[
-        list[str] | None, typer.Option(help="A further file or folder to take along (repeatable).")
+        list[str] | None, typer.Option(help="Another file or folder to upload (repeatable).")
     ] = None,
     root: Annotated[
         str | None,
-        typer.Option(help="The cluster's folder for relative paths; default: its RAYTREC_ROOT."),
+        typer.Option(help="Folder on the cluster that relative paths start at; default: its RAYTREC_ROOT."),
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Do not wait for its end.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return at once instead of following the job.")
+    ] = False,
 ):
-    """Trains on a cluster: takes code and CONFIG there and follows the job; again, to go on with it."""
+    """Train on a cluster: upload code and CONFIG, follow the job. Submit again to resume a stopped run."""
     from raytrec.client.follow import follow
     from raytrec.client.jobs import Jobs
     from raytrec.common.redaction import hide
@@ -141,15 +146,15 @@ def submit(
 
 @app.command()
 def head(
-    root: Annotated[
-        Path, typer.Option(help="RAYTREC_ROOT: relative paths of jobs are taken from here.")
-    ] = Path("."),
-    port: Annotated[int, typer.Option(help="Of the cluster itself.")] = 6379,
-    dashboard_port: Annotated[int, typer.Option(help="Of the job API and Ray's dashboard.")] = 8265,
-    client_port: Annotated[int, typer.Option(help="Of Ray client (ray://).")] = 10001,
+    root: Annotated[Path, typer.Option(help="RAYTREC_ROOT of jobs: their relative paths start here.")] = Path(
+        "."
+    ),
+    port: Annotated[int, typer.Option(help="Port of the cluster (GCS).")] = 6379,
+    dashboard_port: Annotated[int, typer.Option(help="Port of the job API and Ray's dashboard.")] = 8265,
+    client_port: Annotated[int, typer.Option(help="Port of Ray client (ray://).")] = 10001,
     cpus: Annotated[int | None, typer.Option(help="Logical CPUs; default: the machine's.")] = None,
 ):
-    """Runs a Ray cluster on this machine, on loopback, for `raytrec submit` and notebooks, until Ctrl-C."""
+    """Run a Ray cluster on this machine's loopback, for `raytrec submit` and notebooks, until Ctrl-C."""
     from raytrec.cluster.head import start_head
 
     start_head(root, port=port, dashboard_port=dashboard_port, client_port=client_port, cpus=cpus)
@@ -157,7 +162,7 @@ def head(
 
 @app.command("follow")
 def follow_job(job: Job = None, address: Address = None):
-    """Shows what a job writes, from its beginning to its end; exits as it does. Ctrl-C looks away."""
+    """Follow a job's log from its start; exit with the job's code. Ctrl-C detaches."""
     from raytrec.client.follow import follow
     from raytrec.client.jobs import Jobs
 
@@ -167,7 +172,7 @@ def follow_job(job: Job = None, address: Address = None):
 
 @app.command("stop")
 def stop_job(job: Job = None, address: Address = None):
-    """Asks a job to save and to end, and waits until it has."""
+    """Ask a job to checkpoint and end, and wait until it has."""
     from raytrec.client.follow import stop
     from raytrec.client.jobs import Jobs
 
@@ -190,13 +195,13 @@ def evaluate(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Such as data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
+            help="For example data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
         ),
     ] = None,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
-    """Evaluates a finished run again, on any Parquet and with any number of workers."""
+    """Evaluate a run or checkpoint, on any Parquet and with any number of workers."""
     from raytrec.driver.run import evaluate as again
 
     result = again(
@@ -209,7 +214,7 @@ def evaluate(
 def check(
     config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False
 ):
-    """Holds a config, with its plan and cluster, to one plain torch process; exit code 1 if it differs."""
+    """Compare a config, its plan and cluster with one plain torch process; exit code 1 on a difference."""
     from raytrec.driver.check import check as run
     from raytrec.driver.console import print_check
 
@@ -223,15 +228,19 @@ def check(
 def plan(
     config: Annotated[str, typer.Argument(metavar="CONFIG")],
     overrides: Overrides = None,
-    hosts: Annotated[int | None, typer.Option(help="Default: as many as scaling.num_workers fill.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs of each host; default: up to 8.")] = None,
-    memory_gib: Annotated[float, typer.Option(help="Of each GPU, unless plan.memory_gib says it.")] = 80,
+    hosts: Annotated[
+        int | None, typer.Option(help="Number of hosts; default: as many as scaling.num_workers fill.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs per host; default: up to 8.")] = None,
+    memory_gib: Annotated[
+        float, typer.Option(help="Memory of each GPU, unless plan.memory_gib is set.")
+    ] = 80,
     host_memory_gib: Annotated[
-        float | None, typer.Option(help="Of each host; default: twice that of its GPUs.")
+        float | None, typer.Option(help="Memory of each host; default: twice that of its GPUs.")
     ] = None,
     json: Json = False,
 ):
-    """Says where tables would lie on GPUs that are not here; needs the schema, and no data."""
+    """Plan the sharding of tables for GPUs that are not here; needs the schema, no data."""
     from raytrec.driver.plan import plan as make
     from raytrec.driver.plan import print_plan
 
@@ -244,7 +253,7 @@ def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
     out: Annotated[str | None, typer.Option(help="Folder to write to; default: RUN.")] = None,
 ):
-    """Builds a run's report.html anew, from what its folder records, and its pictures."""
+    """Rebuild a run's report.html and its figures from the run folder."""
     from raytrec.common.storage import relative
     from raytrec.report.history import run_folder
     from raytrec.report.report import build_with_pictures
@@ -258,9 +267,9 @@ def report(
 @app.command()
 def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Run folders.")],
-    out: Annotated[str, typer.Option(help="The page to write.")] = "compare.html",
+    out: Annotated[str, typer.Option(help="The HTML page to write.")] = "compare.html",
 ):
-    """Lays runs over one another: results, configurations and curves, here and on a page."""
+    """Compare runs: results, configurations and overlaid curves, on the terminal and as a page."""
     from raytrec.report.compare import compare as read
     from raytrec.report.compare import print_table, write
 
@@ -276,9 +285,9 @@ def inspect(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     label: Annotated[list[str] | None, typer.Option(help="Column to predict (repeatable).")] = None,
     dim: Annotated[int, typer.Option(help="Width of the embeddings; a multiple of 4.")] = 16,
-    rows: Annotated[int | None, typer.Option(help="Look at about this many rows only.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Read only about this many rows.")] = None,
 ):
-    """Looks at Parquet and prints a ready schema.yaml (a table of the columns goes to stderr)."""
+    """Inspect Parquet and print a ready schema.yaml (and a table of its columns on stderr)."""
     from raytrec.inspection.propose import inspect as look
 
     look(path, dim=dim, labels=label, max_rows=rows).show(out, overwrite=force)
@@ -288,9 +297,9 @@ def inspect(
 def config(
     config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
     overrides: Overrides = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a config.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of configs.")] = False,
 ):
-    """Prints the resolved whole of a config, or the JSON Schema that editors complete from."""
+    """Print a config resolved, with all defaults, or the JSON Schema for editors."""
     from raytrec.common.errors import ConfigError
     from raytrec.common.redaction import hide_yaml
     from raytrec.config.run_config import json_schema, load_config
@@ -318,7 +327,7 @@ def _dump(metrics: dict) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The `raytrec` command: errors of ours are one message and exit code 1, without a traceback.
+    """The `raytrec` command. A RaytrecError is one message and exit code 1, without a traceback.
 
     Args:
         arguments: default: the command line's; then the process ends here.

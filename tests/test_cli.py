@@ -134,7 +134,7 @@ def test_ctrl_c_ends_the_run_and_says_so(data, tmp_path):
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=90)
     assert process.returncode == 130
-    assert "go on with: raytrec train --resume" in rest and "Traceback" not in rest
+    assert "resume with: raytrec train --resume" in rest and "Traceback" not in rest
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")

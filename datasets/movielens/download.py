@@ -47,7 +47,7 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
             f"the checksum of the download is {digest}",
             where=url,
             expected=f"MD5 {md5 or MD5[name]}",
-            do="try again; if it stays so, fetch the set by hand and give its folder with --source",
+            do="try again; if it stays so, download the set yourself and give its folder with --source",
         )
     partial = folder / f".ml-{name}.partial"  # an interrupted extraction must not look like the set
     shutil.rmtree(partial, ignore_errors=True)
@@ -83,7 +83,7 @@ def _download(url: str, archive: Path) -> str:
         raise DataError(
             f"cannot download: {getattr(error, 'reason', error)}",
             where=url,
-            do="fetch it by hand and give its folder with --source",
+            do="download it yourself and give its folder with --source",
         ) from None
     shutil.move(partial, archive)
     return digest.hexdigest()

@@ -69,7 +69,7 @@ def restore(
         raise CheckpointError(
             f"none of {len(folders)} checkpoints can be read: " + "; ".join(out.passed_over),
             where=root,
-            do="bring one of them back from a copy, or remove them to begin anew",
+            do="bring one of them back from a copy, or remove them to start over",
         )
     return out
 

@@ -103,7 +103,7 @@ def _why_not_whole(name: str, tensor: dict[str, Any], block_bytes: int) -> str |
         if not len(offsets) == len(sizes) == len(shape):
             return f"a part of tensor {name} has other dimensions than the whole"
         if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
-            return f"a part of tensor {name} lies outside of the whole"
+            return f"a part of tensor {name} is outside of the whole"
         if file in ("", ".", "..") or "/" in file or "\0" in file:
             return f"it names a file of another folder: {file[:80]}"
     if sum(math.prod(chunk["sizes"]) for chunk in tensor["chunks"]) != math.prod(shape):

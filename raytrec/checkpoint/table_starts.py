@@ -48,16 +48,16 @@ def _policy(config: RunConfig, table: str) -> str:
 def _start(table: str, old, new, policy: str) -> TableStart:
     had, has = (f"{t.rows:,} × {t.dim}" if t else "none" for t in (old, new))
     if new is None and policy == "drop":
-        return TableStart("drop", 0, f"table {table} ({had}) of the checkpoint is left out")
+        return TableStart("drop", 0, f"table {table} ({had}) of the checkpoint is dropped")
     if new is not None and policy == "new":
-        return TableStart("new", 0, f"table {table} ({has}) begins anew")
+        return TableStart("new", 0, f"table {table} ({has}) gets its initial values")
     if old and new and (old.rows, old.dim) == (new.rows, new.dim):
         return TableStart("exact", new.rows, None)
     if old and new and old.dim == new.dim and policy == "resize":
         rest = (
-            f"{new.rows - old.rows:,} rows begin anew"
+            f"{new.rows - old.rows:,} rows get their initial values"
             if new.rows > old.rows
-            else (f"the checkpoint's last {old.rows - new.rows:,} rows are left out")
+            else (f"the checkpoint's last {old.rows - new.rows:,} rows are dropped")
         )
         return TableStart("resize", min(old.rows, new.rows), f"table {table}: {rest}")
     fitting = "drop" if new is None else "resize" if old and old.dim == new.dim else "new"

@@ -173,8 +173,8 @@ class _Connection:
             raise RunError(
                 f"the connection to the cluster is lost: {_first_line(error)}",
                 where=self.address,
-                do="connect again: Cluster(ADDRESS); what was started here has ended, and goes on from its "
-                "last checkpoint when it is started again",
+                do="connect again: Cluster(ADDRESS); what was started here has ended, and resumes from "
+                "its last checkpoint when it is started again",
             ) from None
         except RayError as error:
             cause = root_cause(error)

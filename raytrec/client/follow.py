@@ -21,7 +21,7 @@ def follow(jobs: Jobs, job: str) -> int:
         code = jobs.exit_code(job)
     except KeyboardInterrupt:
         print(
-            f"\nthe job goes on; see it again with: raytrec follow {job} --address {jobs.address}",
+            f"\ndetached; the job continues: raytrec follow {job} --address {jobs.address}",
             file=sys.stderr,
         )
         return 130

@@ -88,7 +88,7 @@ class Run:
                 self._complete()
                 show(self._points)
             except KeyboardInterrupt:
-                show.note("you look away; the run goes on: run.watch(), or run.stop()")
+                show.note("detached; the run continues: run.watch(), or run.stop()")
                 return None
         return self._outcome()
 
@@ -104,7 +104,7 @@ class Run:
         deadline = monotonic() + (timeout if timeout is not None else 1e18)
         while self.progress()["state"] not in ENDED:
             if monotonic() > deadline:
-                raise RunError(f"the run goes on after {timeout} s", where=self.name, do="wait longer")
+                raise RunError(f"the run is still on after {timeout} s", where=self.name, do="wait longer")
             sleep(self._handle.polls_s)
         self._complete()
         return self._outcome()
@@ -182,7 +182,7 @@ class Run:
             raise RunError(**self._points.error)
         what = HOW_IT_ENDED.get(state, f"the run {state}")
         raise RunError(
-            what, where=self.name, do="train the same config again: it goes on from its last checkpoint"
+            what, where=self.name, do="train the same config again: it resumes from its last checkpoint"
         )
 
 

@@ -35,7 +35,7 @@ def _a_name(name: str) -> str:
     if not NAME.fullmatch(name) or name != name.strip() or len(name.encode()) > 200:
         raise ValueError(
             "run.name: a name is at most 150 letters, digits, spaces and . , : + = @ ( ) - _, beginning with "
-            f"a letter, digit or _ (got {name[:60]!r}); run.dir says where its folder lies"
+            f"a letter, digit or _ (got {name[:60]!r}); run.dir says where its folder is"
         )
     return name
 

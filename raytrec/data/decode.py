@@ -41,7 +41,7 @@ def undecodable(error: Exception, path: str, group: int) -> DataError:
         f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
         where=f"{path}, row group {group}",
         expected=answering(path) + "a whole Parquet file that does not change while it is read",
-        do="write or copy the file again, or go on without its rows: data.on_error=skip",
+        do="write or copy the file again, or skip its rows: data.on_error=skip",
     )
 
 

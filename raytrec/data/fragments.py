@@ -105,7 +105,7 @@ def scan(
             "there are no rows",
             where=f"{key}={name_of(places)}",
             expected=f"rows in its {len(files)} Parquet files"
-            + (f", of which {len(left_out)} are left out: {left_out[0].what}" if left_out else ""),
+            + (f", of which {len(left_out)} are skipped: {left_out[0].what}" if left_out else ""),
         )
     lists = frozenset().union(*(lists for _, lists, _ in seen))
     bad = tuple(g for per_file, _, bad in seen for g in per_file if not skip and g.index in bad)

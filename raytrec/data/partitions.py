@@ -49,7 +49,7 @@ def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]
             chosen.append(path)
     if not chosen:
         raise DataError(
-            f"no partition lies between {between[0] or 'the first'} and {between[1] or 'the last'}",
+            f"no partition between {between[0] or 'the first'} and {between[1] or 'the last'}",
             where=f"data.partitions, {uri}",
             expected=f"some of the {len(paths)} files there, such as {paths[0].removeprefix(root)}",
         )

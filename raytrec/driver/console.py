@@ -77,7 +77,7 @@ class RunConsole:
         self._total, self._begin, self._figures = total, None, figures_of({"metrics": metrics})
         self._message("start", {"total": total, "step": step, "metrics": metrics})
         if step:
-            self.note(f"goes on at step {step} with {workers} workers")
+            self.note(f"resuming at step {step} with {workers} workers")
 
     def event(self, event: str, cause: str = "", reason: str = "", again: bool = False, **_: Any) -> None:
         """Something that happened to the run: a failure, a restart that was asked for."""

@@ -68,7 +68,7 @@ def _read(
                 return
         except DataError as error:
             place = f"{error.what} ({error.where})"
-            warn(f"data.{name}: {place}. Training goes on; {then}. Correct the data until then.")
+            warn(f"data.{name}: {place}. Training continues; {then}. Correct the data until then.")
         except Exception as error:  # of code that a transform names: it is no more than a look
             warn(f"data.{name} could not be read ahead: {type(error).__name__}: {error}")
 

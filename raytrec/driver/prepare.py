@@ -134,7 +134,7 @@ def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
     errors = [error for dataset in datasets.values() for error in dataset.left_out]
     for error in errors:
         faults.leave_out(error, rows=None)  # nobody knows how many
-    return [f"left out {error.where}: {error.what}" for error in errors]
+    return [f"skipped {error.where}: {error.what}" for error in errors]
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
@@ -164,7 +164,7 @@ def make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
             f"there are checkpoints already, up to step {held[0]}",
             where=config.checkpoint_root,
             expected="a new folder",
-            do=f"go on with that run: raytrec train --resume {relative(folder)}; or choose another run.dir "
+            do=f"resume that run: raytrec train --resume {relative(folder)}; or choose another run.dir "
             "or checkpoint.dir",
         )
     try:

@@ -180,7 +180,7 @@ def _drive(
         raise with_way_on(error, config, total_steps(config, datasets["train"].rows)) from None
     except KeyboardInterrupt:
         status = "KILLED"
-        console.note(f"go on with: {how_to_resume(config)}")
+        console.note(f"resume with: {how_to_resume(config)}")
         raise
     finally:
         if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
@@ -292,7 +292,7 @@ def evaluate(
         ray_session(config.scaling.address, local_cpus(config)),
     ):
         for error in dataset.left_out:
-            console.warn(f"left out {error.where}: {error.what}")
+            console.warn(f"skipped {error.where}: {error.what}")
         figures = run_group("evaluate_worker", config, schema, {"test": dataset}, folder, Watch(console))
     metrics = {
         **figures,

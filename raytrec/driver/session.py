@@ -45,7 +45,7 @@ def in_session(config: RunConfig, watch: Watch, work: Callable[[], T]) -> T:
 
 def with_resume(lost: RayLost, config: RunConfig) -> RayLost:
     """The error, with how to resume the run."""
-    do = f"go on from the last checkpoint: {how_to_resume(config)}"
+    do = f"resume from the last checkpoint: {how_to_resume(config)}"
     return RayLost(lost.what, where=lost.where, do=do)
 
 

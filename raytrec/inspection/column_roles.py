@@ -64,9 +64,9 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
     if s.name in (labels or ()) or (not labels and is_called_label(s.name)):
         if s.is_probability or labels or not other_labels:
             return _label(s, "named with --label" if labels else "its name")
-        return Finding(s, "left out", f"called like a label, with other values than 0 to 1: {_values(s)}")
+        return Finding(s, "skipped", f"called like a label, with other values than 0 to 1: {_values(s)}")
     if s.trouble or len(scalar(s.name)) > LONGEST_NAME:
-        return Finding(s, "left out", s.trouble or "its name is too long for YAML")
+        return Finding(s, "skipped", s.trouble or "its name is too long for YAML")
     return _with_hints(_feature(s))
 
 
@@ -77,25 +77,25 @@ def is_called_label(name: str) -> bool:
 
 def _feature(s: ColumnStats) -> Finding:
     if not s.values:
-        return Finding(s, "left out", "only empty lists" if s.is_list and s.nulls < s.rows else "only nulls")
+        return Finding(s, "skipped", "only empty lists" if s.is_list and s.nulls < s.rows else "only nulls")
     if s.distinct <= 1 and not s.nulls and not s.is_list:
-        return Finding(s, "left out", "constant")
+        return Finding(s, "skipped", "constant")
     if s.base == "time":
-        return Finding(s, "left out", f"a time; as a feature: {_time_hint(s)}")
+        return Finding(s, "skipped", f"a time; as a feature: {_time_hint(s)}")
     if s.base == "integer" and not s.is_list and (unit := _counts_since_1970(s)):
-        return Finding(s, "left out", f"a time; as a feature: {_time_hint(s, unit)}")
+        return Finding(s, "skipped", f"a time; as a feature: {_time_hint(s, unit)}")
     if s.base == "text" or (s.is_list and s.base == "integer"):
         return Finding(s, "sparse", "a list of ids" if s.is_list else "text")
     if s.base in ("float", "decimal") and s.whole and _is_named_id(s):
         return Finding(s, "sparse", "its name; whole numbers").needs("cast", to="int64")
     if s.is_list and s.base in ("float", "decimal"):
-        return Finding(s, "left out", "a list of floats that is no feature's weights")
+        return Finding(s, "skipped", "a list of floats that is no feature's weights")
     if s.is_list:
-        return Finding(s, "left out", f"type {s.type} is not supported")
+        return Finding(s, "skipped", f"type {s.type} is not supported")
     if s.base == "integer" and (why := _why_id(s)):
         return Finding(s, "sparse", why)
     if s.base == "integer" and s.distinct == s.values > 100:
-        return Finding(s, "left out", "another value in each row")
+        return Finding(s, "skipped", "another value in each row")
     return Finding(s, "dense", "a number")
 
 

@@ -93,8 +93,8 @@ class Inspection:
             self.schema.to_yaml({key: _printable(text) for key, text in self._comments().items()}).rstrip()
         )
         for f in self.findings:
-            if f.kind == "left out":
-                out.append(_printable(f"# left out: {scalar(f.stats.name)} ({f.stats.type}): {f.why}"))
+            if f.kind == "skipped":
+                out.append(_printable(f"# skipped: {scalar(f.stats.name)} ({f.stats.type}): {f.why}"))
         return "\n".join(out) + "\n"
 
     def _comments(self) -> dict[tuple[str, str], str]:
@@ -273,7 +273,7 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, all_se
 def _transforms(findings: list[Finding]) -> list[dict]:
     """What all columns need, columns of the same need together."""
     together: dict[str, dict] = {}
-    for transform in (t for f in findings if f.kind != "left out" for t in f.transforms):
+    for transform in (t for f in findings if f.kind != "skipped" for t in f.transforms):
         settings = {key: value for key, value in transform.items() if key != "columns"}
         known = together.setdefault(_flow(settings), {"do": transform["do"], "columns": [], **settings})
         known["columns"] += transform["columns"]

@@ -12,11 +12,11 @@ from raytrec.metrics.selection import figures_of
 EVAL = "eval."
 AFTER = {  # the metrics, in this order
     "eval.rows": ("rows evaluated", "{:,}"),
-    "eval.skipped_rows": ("rows left out of it", "{:,}"),
+    "eval.skipped_rows": ("rows skipped in it", "{:,}"),
     "train.rows": ("rows trained", "{:,}"),
-    "train.skipped_rows": ("rows left out of training", "{:,}"),
-    "skipped_files": ("files left out", "{:,}"),
-    "train.nan_steps": ("steps left out for their loss", "{:,}"),
+    "train.skipped_rows": ("rows skipped in training", "{:,}"),
+    "skipped_files": ("files skipped", "{:,}"),
+    "train.nan_steps": ("steps skipped for their loss", "{:,}"),
     "train.steps": ("steps", "{:,}"),
     "train.samples_per_s": ("rows/s in training", "{:,.0f}"),
     "train.checks_passed": ("checks passed", "{:,}"),

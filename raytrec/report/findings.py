@@ -44,9 +44,7 @@ def _story(history: History) -> list[str]:
         if mark.text
     ]
     if history.events and not history.result:
-        said.append(
-            "there is no result: the run goes on, or has ended before its end (raytrec train --resume)"
-        )
+        said.append("there is no result: the run is still on, or was interrupted (raytrec train --resume)")
     return said
 
 

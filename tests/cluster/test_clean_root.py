@@ -157,7 +157,7 @@ def test_a_worker_that_is_told_to_stop_lets_the_run_save_itself(cluster: Engine)
         seen = until(lines, "step ")
         stopped = cluster.podman("stop", "--time", "90", "raytrec_worker2_1", timeout=150)
         assert "SIGKILL" not in stopped.stderr
-        seen += until(lines, "goes on at step")
+        seen += until(lines, "resuming at step")
     finally:
         job.send_signal(signal.SIGINT)  # follows no longer
         job.wait(60)

@@ -87,9 +87,9 @@ def test_submit_stop_and_submit_again(head, tmp_path):
 
     most = "train.max_steps=40"  # which changes the result, so it is another run
     second = Submitted(head, job, "scaling.num_workers=1")
-    second.until(f"goes on at step {step} with 1 worker")
+    second.until(f"resuming at step {step} with 1 worker")
     second.interrupt()  # looks away
-    assert second.end() == 130 and "the job goes on" in "".join(second.lines)
+    assert second.end() == 130 and "the job continues" in "".join(second.lines)
     last = head.run(RAYTREC, "stop", second.job, "--address", head.url)
     assert last.returncode == 0
     assert only_run(head, "again")  # still one
@@ -122,7 +122,7 @@ def test_by_ray_alone(head, tmp_path):
     first.wait(60)
     assert [*only_run(head, "by-ray").glob("checkpoints/step-*/checkpoint.json")]
     second = subprocess.Popen([*submit, "by-ray-2", *train], env=head.env, **pipes)
-    assert any("goes on at step" in line for line in second.stdout)
+    assert any("resuming at step" in line for line in second.stdout)
     assert head.run(RAY, "job", "stop", "--address", head.url, "by-ray-2").returncode == 0
     second.stdout.read(), second.wait(60)
     assert only_run(head, "by-ray")
@@ -188,7 +188,7 @@ def test_one_driver_a_run(head, tmp_path):
     second.until("waiting for")
     began = time.monotonic()
     assert head.run(RAYTREC, "stop", first.job, "--address", head.url).returncode == 0
-    second.until("goes on at step")
+    second.until("resuming at step")
     assert time.monotonic() - began < 60
     assert head.run(RAYTREC, "stop", second.job, "--address", head.url).returncode == 0
     first.end(), second.end()

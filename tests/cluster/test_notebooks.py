@@ -138,7 +138,7 @@ def test_jobs(head, executed):
     result, _ = result_of(head, notebook)
     said = "\n".join(outputs(notebook, "stdout"))
     assert "the run was stopped; its state is saved" in said
-    assert f"{result['name']}  goes on at step" in said
+    assert f"{result['name']}  resuming at step" in said
     assert f"{result['name']}  run folder {head.root}/runs/{result['name']}" in said
     assert "<iframe sandbox" in outputs(notebook, "text/html")[-1]
     events = (head.root / "runs" / result["name"] / "events.jsonl").read_text()

@@ -36,7 +36,7 @@ def test_force_never_deletes_what_no_recipe_made(tmp_path, marker):
 
 def test_a_source_inside_the_folder_is_refused(tmp_path):
     output = Output(tmp_path, "criteo", {"source": str(tmp_path / "raw")}, force=True)
-    with pytest.raises(ConfigError, match="source lies inside"):
+    with pytest.raises(ConfigError, match="source is inside"):
         output.is_ready()
 
 

@@ -114,11 +114,11 @@ def test_what_the_ranks_did(runs, folder, workers):
 def test_the_curves_of_the_final_evaluation(runs):
     lines = (runs[2].path / "metrics.jsonl").read_text().splitlines()
     final = next(line for line in map(json.loads, lines) if line["kind"] == "final")
-    roc, calibration = final["curves"]["roc"], final["curves"]["calibration"]
+    roc, reliability = final["curves"]["roc"], final["curves"]["reliability"]
     steps = zip(roc["fpr"], roc["fpr"][1:], roc["tpr"], roc["tpr"][1:], strict=False)
     area = sum((x2 - x1) * (y1 + y2) / 2 for x1, x2, y1, y2 in steps)
     assert area == pytest.approx(final["auc"], abs=2e-3)
-    assert sum(calibration["rows"]) == 1003
+    assert sum(reliability["rows"]) == 1003
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.survive), 3])
@@ -297,7 +297,7 @@ def test_bad_rows_in_test_lose_no_training(folder, tmp_path, monkeypatch, capsys
     with pytest.raises(DataError, match="id 40 of feature 'user' is not in table 'user'") as error:
         driver.train(parquet.settings(bad, run, scaling__num_workers=1, train__max_steps=3))
     warned = " ".join(capsys.readouterr().err.split())
-    assert "warning: data.test: id 40 of feature 'user'" in warned and "Training goes on" in warned
+    assert "warning: data.test: id 40 of feature 'user'" in warned and "Training continues" in warned
     assert "all 3 steps are trained and saved" in error.value.do
     assert "`raytrec evaluate run --set data.on_error=skip`" in error.value.do
     assert "`raytrec train --resume run`" in error.value.do

@@ -117,7 +117,7 @@ def test_a_signal_to_the_process_group_saves(undisturbed, folder, tmp_path, way)
     assert process.returncode == 143, said
     (stopped,) = events(run, "stopped")
     assert checkpoints.about(checkpoints.newest(run))["progress"]["step"] == stopped["step"]
-    assert f"go on with: raytrec train --resume {run}" in said and "Traceback" not in said
+    assert f"resume with: raytrec train --resume {run}" in said and "Traceback" not in said
     same(undisturbed, driver.train(None, resume=run))
 
 

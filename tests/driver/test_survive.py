@@ -138,7 +138,7 @@ def test_the_driver_is_ended_and_the_run_resumed(undisturbed, folder, tmp_path, 
         process.kill()
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
-        assert f"go on with: raytrec train --resume {run}" in said and "Traceback" not in said
+        assert f"resume with: raytrec train --resume {run}" in said and "Traceback" not in said
         (stopped,) = events(run, "stopped")
         assert checkpoints.about(checkpoints.newest(run))["progress"]["step"] == stopped["step"]
     assert not (run / "result.json").exists()

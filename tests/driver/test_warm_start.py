@@ -127,7 +127,8 @@ def test_tables_that_have_grown_or_begin_anew(first, folder, tmp_path, capfd):
     overrides = [f"run.dir={tmp_path / 'run'}", f"data.schema={schema}", *STILL, "train.max_steps=1"]
     second = driver.train(None, overrides + [f"{k}={v}" for k, v in changes.items()], start_from=first.path)
     said = " ".join(capfd.readouterr().err.split())
-    assert "table user: 10 rows begin anew" in said and "table tag (12 × 8) begins anew" in said
+    assert "table user: 10 rows get their initial values" in said
+    assert "table tag (12 × 8) gets its initial values" in said
     old, new = (checkpoints.whole(checkpoints.newest(run.path)) for run in (first, second))
     initial = Schema.parse(yaml.safe_load(schema.read_text()), "test")
     torch.testing.assert_close(new["tables/user/weight"][:40], old["tables/user/weight"], rtol=0, atol=1e-12)

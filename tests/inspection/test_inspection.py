@@ -66,14 +66,14 @@ def test_kinds(folder):
         "city": "sparse",
         "tags": "sparse",
         "tags_weights": "weights",
-        "vector": "left out",
+        "vector": "skipped",
         "premium": "dense",
-        "seen_at": "left out",
-        "day": "left out",
-        "version": "left out",
-        "nothing": "left out",
+        "seen_at": "skipped",
+        "day": "skipped",
+        "version": "skipped",
+        "nothing": "skipped",
         "amount": "dense",
-        "row": "left out",
+        "row": "skipped",
     }
     tables = found.schema.tables
     assert (tables["user"].rows, tables["user"].out_of_range) == (330, "hash"), "ids to come have room"
@@ -100,7 +100,7 @@ def test_text_loads_fits_the_data_and_shows_its_reasons(folder, tmp_path):
     assert scan(str(folder), schema).rows == ROWS
     assert {t.dim for t in schema.tables.values()} == {8}
     assert "nulls: training refuses them" in text and "large values: scale them" in text
-    assert "# left out: seen_at (int64): a time" in text
+    assert "# skipped: seen_at (int64): a time" in text
     assert "bags 0 to 4" in text
 
 
@@ -178,7 +178,7 @@ def test_what_is_written_of_odd_columns_is_what_the_reader_takes(odd, capsys):
 
 def test_kinds_of_odd_columns(odd):
     found = inspect(str(odd))
-    why = {f.stats.name: f.why for f in found.findings if f.kind == "left out"}
+    why = {f.stats.name: f.why for f in found.findings if f.kind == "skipped"}
     assert {name for name in why if "only nulls" in why[name]} == {"nothing"}
     assert why["deep"] == "type list<element: list<element: int64>> is not supported"
     assert why["when"].endswith("{do: date_part, columns: [when], part: hour, into: [when_hour]}")
@@ -312,9 +312,9 @@ def test_files_that_differ_are_named(tmp_path):
     assert {"user_id", "x_id", "z", "v"} == set(schema.sparse) and set(schema.dense) == {"price"}
     where, there = tmp_path / "a.parquet", tmp_path / "b.parquet"
     assert f"its type differs: int64 in {where}; double in {there}" in text
-    assert f"left out: w (int64): its type differs: int64 in {where}; struct<a: int64> in {there}" in text
-    assert f"left out: here (int64): there is no such column in {there}" in text
-    assert f"left out: w.a (int64): there is no such column in {where}" in text
+    assert f"skipped: w (int64): its type differs: int64 in {where}; struct<a: int64> in {there}" in text
+    assert f"skipped: here (int64): there is no such column in {there}" in text
+    assert f"skipped: w.a (int64): there is no such column in {where}" in text
     write(tmp_path / "b.parquet", b | {"w": pa.array([[[1]]] * n)})
     text = inspect(str(tmp_path)).schema_yaml()
     assert f"its type differs: int64 in {where}; list<element: list<element: int64>> in {there}" in text
@@ -328,8 +328,7 @@ def test_a_column_that_stands_twice_or_cannot_be_read_is_left_out_by_name(tmp_pa
     write(tmp_path / "a.parquet", table)
     found = inspect(str(tmp_path))
     assert (
-        f"left out: x (int64): there is more than one column of this name in {tmp_path}"
-        in found.schema_yaml()
+        f"skipped: x (int64): there is more than one column of this name in {tmp_path}" in found.schema_yaml()
     )
     accepted(found.schema_yaml(), tmp_path)
     spoiled = {"y": np.arange(n) % 2, "user": np.arange(n) % 9, "big": np.arange(n) * 7.5}
@@ -339,7 +338,7 @@ def test_a_column_that_stands_twice_or_cannot_be_read_is_left_out_by_name(tmp_pa
     raw[column.data_page_offset : column.data_page_offset + 20] = bytes(20)
     (tmp_path / "a.parquet").write_bytes(raw)
     text = inspect(str(tmp_path)).schema_yaml()
-    assert f"left out: big (double): cannot be read in {tmp_path / 'a.parquet'}, row group 0: " in text
+    assert f"skipped: big (double): cannot be read in {tmp_path / 'a.parquet'}, row group 0: " in text
 
 
 def test_nulls_inside_lists_are_mentioned(odd):

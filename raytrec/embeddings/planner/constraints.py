@@ -64,7 +64,7 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
             allowed, ranks, values.get("compute_kernel"), values.get("dtype", "fp32"), groups.get(table)
         )
         if table in groups and sharding != "table_wise":
-            raise _refused(table, f"in plan.colocate and {sharding}", "a group lies on one rank: table_wise")
+            raise _refused(table, f"in plan.colocate and {sharding}", "a group is on one rank: table_wise")
     return _with_group_ranks(out)
 
 
@@ -181,7 +181,7 @@ def _with_group_ranks(settled: dict[str, TableConstraint]) -> dict[str, TableCon
             raise _refused(
                 table,
                 f"on rank {pin.ranks[0]}, and another of its plan.colocate group on {ranks_of[pin.group][0]}",
-                "a group lies on one rank",
+                "a group is on one rank",
             )
     return {
         table: TableConstraint(p.sharding, p.ranks or ranks_of.get(p.group), p.kernel, p.dtype, p.group)

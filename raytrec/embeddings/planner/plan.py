@@ -261,7 +261,7 @@ class PinnedPartitioner(GreedyPerfPartitioner):
         for shard, rank in zip(option.shards, ranks, strict=True):
             device = topology.devices[rank]
             if not shard.storage.fits_in(device.storage):
-                self._refuse(f"table {option.name} does not fit on rank {rank} beside what must lie there")
+                self._refuse(f"table {option.name} does not fit on rank {rank} beside what must be there")
             shard.rank = rank
             device.storage -= shard.storage
             device.perf += shard.perf

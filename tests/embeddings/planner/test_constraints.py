@@ -140,7 +140,7 @@ def test_bf16_tables_are_refused_on_every_device():
         ({}, [["user", "nobody"]], "'nobody'"),
         ({}, [["user", "item"], ["item", "shop"]], "table item: in two groups"),
         ({"user": {"sharding_type": "row_wise"}}, [["user", "item"]], "in plan.colocate and row_wise"),
-        ({"user": {"ranks": [0]}, "item": {"ranks": [1]}}, [["user", "item"]], "a group lies on one rank"),
+        ({"user": {"ranks": [0]}, "item": {"ranks": [1]}}, [["user", "item"]], "a group is on one rank"),
     ],
 )
 def test_a_bad_group_is_named(tables, together, says):

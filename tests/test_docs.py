@@ -1,0 +1,201 @@
+"""What the documents say exists: links, headings, files, configuration keys, commands and their options."""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+import yaml
+from pydantic import BaseModel
+
+from raytrec.cli import app
+from raytrec.config.models import SECTIONS
+from raytrec.config.run_config import RunConfig
+
+REPO = Path(__file__).parents[1]
+TOP = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+PAGES = [*TOP, *(f"docs/{page.name}" for page in sorted((REPO / "docs").glob("*.md")))]
+HISTORY = "CHANGELOG.md"  # has keys, commands and files as they were, too
+# Names with a dot that look like keys: figures of a run, and attributes in Python.
+NO_KEYS = {"train.skipped_rows", "train.rows_per_s", "run.rows", "run.report"}
+FILES = {"json", "jsonl", "yaml", "yml", "py", "md", "html", "png", "log", "ipynb", "db", "mark", "parquet"}
+
+
+def text(page: str) -> str:
+    return (REPO / page).read_text()
+
+
+def code(page: str) -> list[str]:
+    """Inline code and lines of code blocks."""
+    lines = text(page).splitlines()
+    blocks = [line for line in lines if line.startswith("    ")]
+    prose = "\n".join(line for line in lines if not line.startswith("    "))
+    fenced = re.findall(r"(?ms)^```\w*\n(.*?)^```", prose)
+    inline = re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", re.sub(r"(?ms)^```.*?^```", "", prose))
+    return blocks + [line for block in fenced for line in block.splitlines()] + inline
+
+
+@cache
+def anchors(page: str) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", text(page)))
+    words = [re.sub(r"[`*]|\[|\]\([^)]*\)", "", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+        if re.match(r"[a-z]+://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (REPO / page).parent / path if path else REPO / page
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(str(file.resolve().relative_to(REPO))), target
+
+
+def test_readme_is_short():
+    assert len(text("README.md").splitlines()) <= 150
+
+
+def test_every_page_is_linked_from_readme_or_map():
+    linked = set(re.findall(r"docs/\w+\.md", text("README.md") + text("ARCHITECTURE.md")))
+    assert linked >= {page for page in PAGES if page.startswith("docs/")}
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in models_in(part)]
+
+
+def fields(model: type[BaseModel]) -> dict[str, Any]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def is_key(words: list[str], models: list[type[BaseModel]]) -> bool:
+    """Whether a path leads through sections; below a key with values of any names, all is one."""
+    if not words:
+        return True
+    for model in models:
+        field = fields(model).get(words[0])
+        if field is None:
+            continue
+        inner, rest = models_in(field.annotation), words[1:]
+        if str(field.annotation).startswith("dict"):
+            rest = rest[1:]
+            if not inner:
+                return True
+        if is_key(rest, inner):
+            return True
+    return False
+
+
+def known(key: str) -> bool:
+    section, *rest = key.split(".")
+    models = (
+        list(SECTIONS.values()) if section == "model" else models_in(fields(RunConfig)[section].annotation)
+    )
+    return is_key(rest, models)
+
+
+def keys_in(snippet: str) -> list[str]:
+    """Mentions of section.key, but for file names, calls and paths of Python."""
+    sections = "|".join(fields(RunConfig))
+    found = re.findall(rf"(?<![\w./@-])((?:{sections})(?:\.[a-z_]\w*\*?|\.[A-Z]+)+)(?![\w(/:-])", snippet)
+    return [key for key in found if key not in NO_KEYS and key.rpartition(".")[2] not in FILES]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY])
+def test_keys_are_keys_of_a_configuration(page):
+    mentioned = {key for snippet in code(page) for key in keys_in(snippet)}
+    placeholders = {key for key in mentioned if key.rpartition(".")[2].isupper()}  # checks.NAME
+    assert not {key for key in mentioned - placeholders if not known(key)}
+
+
+def test_all_pages_mention_keys_at_all():
+    assert len({key for page in PAGES for snippet in code(page) for key in keys_in(snippet)}) > 50
+    assert not known("train.los") and not known("plan.tables.X.kernel") and known("plan.tables.X.dtype")
+    assert keys_in("see plan.json, run.watch() and x.train.py; set train.epochs=3") == ["train.epochs"]
+
+
+def yaml_blocks(page: str) -> list[dict]:
+    """Indented blocks that are configurations."""
+    found = []
+    for block in re.findall(r"(?m)(?:^    .*\n|^\n(?=    ))+", text(page)):
+        try:
+            values = yaml.safe_load(re.sub(r"(?m)^    ", "", block))
+        except yaml.YAMLError:
+            continue
+        if isinstance(values, dict) and set(values) <= set(fields(RunConfig)):
+            found.append(values)
+    return found
+
+
+def paths_of(values: Any) -> list[list[str]]:
+    if not isinstance(values, dict):
+        return [[]]
+    return [[str(key), *path] for key, value in values.items() for path in paths_of(value)] or [[]]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_configurations_have_keys_that_there_are(page):
+    for block in yaml_blocks(page):
+        for path in paths_of(block):
+            assert known(".".join(word.replace(".", "_") for word in path)), path
+
+
+def test_there_are_configurations():
+    assert sum(len(yaml_blocks(page)) for page in PAGES) >= 8
+
+
+@cache
+def commands() -> dict[str, set[str]]:
+    """Command → its options; `prepare` with those of all recipes."""
+    group = typer.main.get_command(app)
+    found = {}
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
+        inner = getattr(command, "list_commands", lambda _: [])(None)
+        several = [command, *(command.get_command(None, recipe) for recipe in inner)]
+        found[name] = {option for each in several for parameter in each.params for option in parameter.opts}
+    return found
+
+
+def calls(snippet: str) -> list[str]:
+    """The commands of raytrec in a piece of code, each to its end; none in Python and in messages."""
+    if snippet.lstrip().startswith(("error:", "import ", "from ", "expected:", "result =")):
+        return []
+    before = r"(?:^|[\s;(])(?<!-n )(?:\S*bin/|python -m )?raytrec (?=[a-z])"
+    return [re.split(r"[|;&]", call)[0] for call in re.split(before, snippet.partition("  #")[0])[1:]]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY])
+def test_commands_and_options_are_there(page):
+    for call in (call for snippet in code(page) for call in calls(snippet)):
+        name = re.match(r"[\w-]+", call)[0]
+        assert name in commands(), call
+        given = re.findall(r"(?<![\w-])--[a-z][a-z-]*", call)
+        assert set(given) - {"--help"} <= commands()[name], call
+
+
+def test_commands_are_found():
+    assert calls("a | .venv/bin/raytrec follow JOB --x; raytrec stop  # raytrec no") == [
+        "follow JOB --x",
+        "stop",
+    ]
+    assert len({call.split()[0] for page in PAGES for snippet in code(page) for call in calls(snippet)}) > 8
+    assert "--source" in commands()["prepare"] and "--detach" in commands()["submit"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != HISTORY])
+def test_files_are_there(page):
+    roots = "raytrec|tests|benchmarks|jobs|datasets|deploy|docs|notebooks|requirements"
+    for snippet in code(page):
+        for path in re.findall(
+            rf"(?<![\w/.~])((?:{roots})/[\w./-]+\.(?:py|yaml|yml|md|txt|sh|ipynb))", snippet
+        ):
+            assert (REPO / path).exists(), f"{page}: {path}"
