@@ -9,14 +9,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Barrier, Thread
 from time import perf_counter, sleep, time
+from uuid import uuid4
 
 import pytest
 
 from raytrec.common.errors import ConfigError
+from raytrec.common.messages import METRICS, Compared
 from raytrec.config.run_config import load_config
+from raytrec.tracking.feed import Feed
+from raytrec.tracking.journal import append_line
 from raytrec.tracking.mlflow import NoTracker, Tracker
-from raytrec.tracking.outbox import Outbox
-from raytrec.tracking.store import KEY, SWEEP, Store
+from raytrec.tracking.store import KEY, PARENT_NAME, Store
 from raytrec.tracking.tags import run_tags
 
 
@@ -27,16 +30,20 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def track(place, request):
-    """Makes trackers of one experiment; returns (tracker, what it said of trouble)."""
+def track(place, request, tmp_path):
+    """Makes trackers of one experiment and one run folder; returns (tracker, what it said of trouble)."""
 
     def make(name="run", **options):
-        said = []
-        uri = f"sqlite:///{place}/new/mlflow.db"
-        experiment = request.node.name
-        return Tracker(uri, experiment, name, place / "artifacts", on_trouble=said.append, **options), said
+        said, experiment = [], request.node.name
+        uri, options = f"sqlite:///{place}/new/mlflow.db", {"artifacts": place / "artifacts", **options}
+        return Tracker(uri, experiment, name, tmp_path, on_trouble=said.append, **options), said
 
     return make
+
+
+def add(folder, figures, step, unix_s=None):
+    """A line of the run folder, whose figures have their own names in MLflow."""
+    append_line(folder, Compared(step=step, unix_s=time() if unix_s is None else unix_s, figures=figures))
 
 
 def client(tracker):
@@ -45,7 +52,7 @@ def client(tracker):
     return MlflowClient(tracker.uri)
 
 
-def test_what_is_handed_over_is_in_the_store(track, place):
+def test_what_is_handed_over_is_in_the_store(track, place, tmp_path):
     tracker, said = track(tags={"team": "ads"})
     run_id = tracker.ready()
     plan = {"tables": {"item*": {"sharding_type": "row_wise"}, "user": {"ranks": [0]}}}
@@ -54,8 +61,8 @@ def test_what_is_handed_over_is_in_the_store(track, place):
     tracker.params(config)
     tracker.tags({"cluster.nodes": "3", "team": "search"})
     for step in range(50):
-        tracker.metrics({"loss": 1 / (step + 1), "auc": None, "ne": float("nan")}, step, unix_s=1e9 + step)
-    tracker.metrics({"table/item*/rows": 3, **{f"many/{i}": i for i in range(2500)}}, 7)
+        add(tmp_path, {"loss": 1 / (step + 1), "auc": None, "ne": float("nan")}, step, unix_s=1e9 + step)
+    add(tmp_path, {"table/item*/rows": 3, **{f"many/{i}": i for i in range(2500)}}, 7)
     (place / "note.txt").write_text("first")
     tracker.file(place / "note.txt")
     tracker.file(place / "note.txt", "pictures")
@@ -66,7 +73,7 @@ def test_what_is_handed_over_is_in_the_store(track, place):
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     assert run.data.params["optim.embeddings.name"] == "rowwise_adagrad"
     assert run.data.params["tracking.uri"] == "http://me:***@host:5000"
-    assert "'item*': {'sharding': 'row_wise'" in run.data.params["plan.tables"]
+    assert "'item*': {'sharding_type': 'row_wise'" in run.data.params["plan.tables"]
     assert (run.data.tags["cluster.nodes"], run.data.tags["team"]) == ("3", "search")
     many = {f"many/{i}": float(i) for i in range(2500)}
     assert run.data.metrics == {"loss": 1 / 50, "table/item_/rows": 3.0, **many}
@@ -78,49 +85,71 @@ def test_what_is_handed_over_is_in_the_store(track, place):
     assert (kept / "note.txt").read_text() == (kept / "pictures/note.txt").read_text() == "first"
 
 
-def test_what_the_store_refuses_is_dropped_and_said_and_the_rest_is_there(track, place):
+def test_what_the_store_refuses_is_dropped_and_said_and_the_rest_is_there(track, place, tmp_path):
     tracker, said = track()
     tracker.ready()
     first, second = ({"data": {"train": "d"}, "run": {"seed": seed}} for seed in (1, 2))
     tracker.params(load_config(first))
-    tracker.metrics({"loss": 1.0}, 1)
-    tracker.params(load_config(second))  # MLflow keeps a param as it was first written
-    tracker.metrics({"loss": 2.0}, 2)
+    add(tmp_path, {"loss": 1.0}, 1)
+    add(tmp_path, {"../loss": 1.0}, 1)  # a name that MLflow does not take
+    add(tmp_path, {"loss": 2.0}, 2)
     tracker.file(place / "missing.txt")
     lost = tracker.close("FAILED")
     assert "lacks 2 records" in lost
     assert said == [], "nothing that waiting would help"
+    again, _ = track()
+    again.params(load_config(second))  # MLflow keeps a param as it was first written
+    assert again.close("FAILED") is None, "they are not written again"
     run = client(tracker).get_run(tracker.run_id)
+    assert again.run_id == tracker.run_id
     assert (run.info.status, run.data.params["run.seed"]) == ("FAILED", "1")
     assert [m.value for m in client(tracker).get_metric_history(tracker.run_id, "loss")] == [1.0, 2.0]
 
 
-def test_a_run_goes_on_or_a_new_one_is_made(track):
+def test_a_run_is_resumed_or_a_new_one_made_which_has_all_of_it(track, tmp_path):
     tracker, _ = track()
     before = tracker.ready()
-    tracker.metrics({"loss": 1.0}, 1)
+    add(tmp_path, {"loss": 1.0}, 1)
     tracker.close("FAILED")
-    again, _ = track(run_id=before)
+    again, _ = track()
     assert again.ready() == before
     assert client(again).get_run(before).info.status == "RUNNING"
-    again.metrics({"loss": 0.5}, 2)
+    add(tmp_path, {"loss": 0.5}, 2)
     again.close("FINISHED")
     assert [m.step for m in client(again).get_metric_history(before, "loss")] == [1, 2]
 
     client(again).delete_run(before)
-    other, _ = track(run_id=before)
+    other, _ = track()
     assert other.ready() not in (None, before)
-    other.close("FINISHED")
+    assert other.close("FINISHED") is None
+    assert [m.step for m in client(other).get_metric_history(other.run_id, "loss")] == [1, 2]
+
+
+def test_a_run_folder_of_before_is_continued_where_it_ended(track, tmp_path):
+    """One whose MLflow run is named in mlflow_run_id, and whose lines its driver wrote itself."""
+    tracker, _ = track()
+    (tmp_path / "mlflow_run_id").write_text(tracker.ready())
+    tracker.close("FAILED")
+    (tmp_path / "mlflow.json").unlink()
+    add(tmp_path, {"loss": 1.0}, 1)
+    again, _ = track()
+    assert again.ready() == tracker.run_id
+    add(tmp_path, {"loss": 0.5}, 2)
+    assert again.close("FINISHED") is None
+    assert [m.step for m in client(again).get_metric_history(tracker.run_id, "loss")] == [2]
 
 
 def test_a_run_is_made_once_although_the_answer_got_lost(place):
-    store = Store(f"sqlite:///{place}/new/mlflow.db", "lost", "run", place, None, None, {})
+    store = Store(f"sqlite:///{place}/new/mlflow.db", "lost", "run", place, "a key")
     store.load()
     store.open()
     made, store.run_id = store.run_id, None
     store.open()
     assert store.run_id == made
-    assert store._client.get_run(made).data.tags[KEY] == store._key
+    of_a_driver_that_died = Store(store.uri, "lost", "run", place, "a key", asked=True)
+    of_a_driver_that_died.open()
+    assert of_a_driver_that_died.run_id == made
+    assert store._client.get_run(made).data.tags[KEY] == "a key"
 
 
 class LooksBeforeOthersMake(Store):
@@ -136,9 +165,10 @@ class LooksBeforeOthersMake(Store):
         return super()._make_parent()
 
 
-def test_a_sweep_that_starts_four_runs_at_once_has_one_parent(place):
-    def open_store(kind, sweep):
-        store = kind(f"sqlite:///{place}/new/mlflow.db", "sweep", "run", place, None, sweep, {})
+def test_four_runs_that_start_at_once_have_one_parent(place):
+    def open_store(kind, parent):
+        uri = f"sqlite:///{place}/new/mlflow.db"
+        store = kind(uri, "sweep", "run", place, uuid4().hex, parent=parent)
         store.load()
         store.open()
         return store
@@ -152,32 +182,38 @@ def test_a_sweep_that_starts_four_runs_at_once_has_one_parent(place):
 
     stores = [open_store(LooksBeforeOthersMake, "it's a grid") for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda store: store.join_sweep(), stores))
+        list(threads.map(lambda store: store.join_parent(), stores))
     assert [parent_of(store) for store in stores] == parents("it's a grid") * 4
     later, other = open_store(Store, "it's a grid"), open_store(Store, "another")
-    later.join_sweep()
-    other.join_sweep()
+    later.join_parent()
+    other.join_parent()
     assert parent_of(later) == parent_of(stores[0])
     assert [parent_of(other)] == parents("another") != parents("it's a grid")
 
-    tags = {SWEEP: "another"}  # somebody's who was first, but whose call took very long
+    tags = {PARENT_NAME: "another"}  # somebody's who was first, but whose call took very long
     first = other._client.create_run(other._experiment_id, start_time=1000, run_name="another", tags=tags)
-    other.join_sweep()
+    other.join_parent()
     assert [parent_of(other)] == parents("another") == [first.info.run_id]
 
 
-def test_records_that_fit_are_merged_and_refused_ones_taken_alone():
-    outbox = Outbox()
+def test_records_that_fit_are_merged_and_refused_ones_taken_alone(tmp_path):
     for step in range(6):
-        outbox.put_metrics({f"m{i}": 1.0 for i in range(300)}, step, 0.0)
-    assert [record.step for record in outbox.first_records()] == [0, 1, 2], "1000 metrics at most"
-    outbox.refused(3)
-    assert [record.step for record in outbox.first_records()] == [0]
-    outbox.refused(1)
-    outbox.written(1)
-    outbox.written(1)
-    assert [record.step for record in outbox.first_records()] == [3, 4, 5]
-    assert (outbox.dropped, outbox.records) == (1, 3)
+        add(tmp_path, {f"m{i}": 1.0 for i in range(300)}, step)
+    feed = Feed(tmp_path, 0)
+
+    def steps():
+        return [record.step for record in feed.next_batch().records]
+
+    assert steps() == steps() == [0, 1, 2, 3], "with the last of them it is a call's 1000 metrics"
+    feed.refused()
+    assert steps() == [0]
+    feed.refused()
+    for _ in range(3):
+        feed.written()
+    assert steps() == [4, 5]
+    assert (feed.dropped, feed.waiting) == (1, 2)
+    feed.written()
+    assert feed.next_batch() is None
 
 
 @pytest.mark.parametrize("wrong", ["folder", "content", "not a file", "scheme", "port"])
@@ -195,7 +231,7 @@ def test_store_that_cannot_be_opened(tmp_path, wrong):
     with pytest.raises(ConfigError, match="cannot open the MLflow store") as error:
         tracker.ready()
     assert "secret" not in str(error.value)
-    tracker.metrics({"loss": 1.0}, 1)
+    add(tmp_path, {"loss": 1.0}, 1)
     assert tracker.close("FAILED") is None
     assert perf_counter() - began < 60, "MLflow itself tries for 100 s"
 
@@ -246,7 +282,7 @@ def test_server_that_fails_is_asked_again_at_our_pace(answers, tmp_path):
     said = []
     tracker = Tracker(address, "exp", "run", tmp_path, on_trouble=said.append)
     assert tracker.ready() is None
-    tracker.metrics({"loss": 1.0}, 1)
+    add(tmp_path, {"loss": 1.0}, 1)
     began = perf_counter()
     lost = tracker.close("FINISHED", patience_s=2.5)
     assert 2 < perf_counter() - began < 10
@@ -288,5 +324,5 @@ def test_no_tracker_takes_the_same_calls(tmp_path):
 
     assert calls(NoTracker) == calls(Tracker)
     nothing = NoTracker()
-    nothing.metrics({"loss": 1.0}, 1)
+    nothing.line(METRICS, {"loss": 1.0})
     assert nothing.ready() is nothing.run_id is nothing.close("FINISHED") is None

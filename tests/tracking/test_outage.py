@@ -8,12 +8,14 @@ import statistics
 import subprocess
 import sys
 from threading import Thread, Timer
-from time import monotonic, perf_counter, sleep
+from time import monotonic, perf_counter, sleep, time
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
 
+from raytrec.common.messages import Compared
+from raytrec.tracking.journal import append_line
 from raytrec.tracking.mlflow import READY_S, Tracker
 from raytrec.tracking.store import Store
 
@@ -63,13 +65,18 @@ def server(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def try_again_soon(monkeypatch):
     """After 1 s, 2 s, 2 s, …, to save the tests' time."""
-    monkeypatch.setattr("raytrec.tracking.trouble.LONGEST_S", 2.0)
+    monkeypatch.setattr("raytrec.tracking.calls.LONGEST_S", 2.0)
 
 
 def client(uri):
     from mlflow import MlflowClient
 
     return MlflowClient(uri)
+
+
+def add(folder, figures, step):
+    """A line of the run folder, whose figures have their own names in MLflow."""
+    append_line(folder, Compared(step=step, unix_s=time(), figures=figures))
 
 
 def wait_until(condition, seconds=60):
@@ -88,13 +95,13 @@ def test_server_that_comes_after_the_start(server, tmp_path):
 
     said = []
     began = perf_counter()
-    tracker = Tracker(server.uri, "late", "run", tmp_path, sweep="grid", on_trouble=said.append)
+    tracker = Tracker(server.uri, "late", "run", tmp_path, parent="grid", on_trouble=said.append)
     assert tracker.ready() is tracker.run_id is None
     assert perf_counter() - began < READY_S + 3
     (tmp_path / "note.txt").write_text("early")
     tracker.file(tmp_path / "note.txt")
     for step in range(100):
-        tracker.metrics({"loss": step / 100}, step)
+        add(tmp_path, {"loss": step / 100}, step)
     assert len(said) == 1 and "Connection refused" in said[0] and "training continues" in said[0]
     server.start()
     server.wait()
@@ -121,7 +128,7 @@ def test_server_killed_while_metrics_come_in(server, tmp_path):
             step = next(steps)
             figures = {f"m{i}": step + i for i in range(20)}
             began = perf_counter()
-            tracker.metrics(figures, step)
+            add(tmp_path, figures, step)
             took_s[state].append(perf_counter() - began)
             sleep(0.02)
 
@@ -148,10 +155,10 @@ def test_server_killed_while_metrics_come_in(server, tmp_path):
     assert typical["up"] < 1e-3 and typical["down"] < 1e-3
     assert typical["down"] < 3 * typical["up"] + 1e-4, typical
 
-    again = Tracker(server.uri, "killed", "run", tmp_path, run_id=run_id)
+    again = Tracker(server.uri, "killed", "run", tmp_path)
     assert again.ready() == run_id
     server.kill()
-    again.metrics({"after": 1.0}, sent)
+    add(tmp_path, {"after": 1.0}, sent)
     began = perf_counter()
     lost = again.close("FINISHED", patience_s=1.5)
     assert perf_counter() - began < 6
@@ -170,7 +177,7 @@ def test_ctrl_c_ends_the_waiting(server, tmp_path, ctrl_c):
     server.kill()
     tracker = Tracker(server.uri, "late", "run", tmp_path)
     assert tracker.ready() is None
-    tracker.metrics({"loss": 1.0}, 1)
+    add(tmp_path, {"loss": 1.0}, 1)
     Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = perf_counter()
     assert "lacks 1 record" in tracker.close("KILLED", patience_s=60)
@@ -180,14 +187,17 @@ def test_ctrl_c_ends_the_waiting(server, tmp_path, ctrl_c):
 WRITERS, STEPS, FIGURES = 8, 6, 100
 
 
-def write_as_a_rank(uri, artifacts, writer, gate, results):
+def write_a_run(uri, artifacts, writer, gate, results):
     """One of several processes that begin at the same time with a store that does not exist yet."""
+    said, folder = [], artifacts.parent / f"run-{writer}"
+    folder.mkdir()
     gate.wait()
-    said = []
-    tracker = Tracker(uri, "many", f"run-{writer}", artifacts, sweep="grid", on_trouble=said.append)
+    tracker = Tracker(
+        uri, "many", f"run-{writer}", folder, artifacts=artifacts, parent="grid", on_trouble=said.append
+    )
     run_id = tracker.ready()
     for step in range(STEPS):
-        tracker.metrics({f"m{i}": writer * 1000 + i + step / 100 for i in range(FIGURES)}, step)
+        add(folder, {f"m{i}": writer * 1000 + i + step / 100 for i in range(FIGURES)}, step)
         sleep(0.3)
     results.put((writer, run_id, tracker.close("FINISHED", patience_s=60), said))
 
@@ -199,7 +209,7 @@ def test_eight_processes_write_into_one_new_sqlite_file(tmp_path):
     gate, results = processes.Barrier(WRITERS), processes.Queue()
     for writer in range(WRITERS):
         args = (uri, tmp_path / "artifacts", writer, gate, results)
-        processes.Process(target=write_as_a_rank, args=args, daemon=True).start()
+        processes.Process(target=write_a_run, args=args, daemon=True).start()
     found = sorted(results.get(timeout=120) for _ in range(WRITERS))
     assert [(lost, said) for _, _, lost, said in found] == [(None, [])] * WRITERS
 
@@ -221,12 +231,12 @@ def test_eight_processes_write_into_one_new_sqlite_file(tmp_path):
 def test_eight_threads_feed_one_tracker(server, tmp_path, monkeypatch):
     tracker = Tracker(f"sqlite:///{server.folder}/mlflow.db", "many", "run", tmp_path)
     tracker.ready()
-    calls, write = [], Store.write
-    monkeypatch.setattr(Store, "write", lambda *args: (calls.append(monotonic()), write(*args)))
+    calls, write = [], Store.write_metrics
+    monkeypatch.setattr(Store, "write_metrics", lambda *args: (calls.append(monotonic()), write(*args)))
 
     def feed(rank):
         for step in range(100):
-            tracker.metrics({f"rank_{rank}/m{i}": step for i in range(5)}, step)
+            add(tmp_path, {f"rank_{rank}/m{i}": step for i in range(5)}, step)
             sleep(0.03)
 
     began = monotonic()

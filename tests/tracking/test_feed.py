@@ -1,0 +1,275 @@
+"""Every line of a run folder is in MLflow exactly once: through drivers that die, a store that is away, a
+full disk, lines that are torn."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sqlite3
+from contextlib import closing
+from random import Random
+from time import sleep
+
+import disks
+import pytest
+import recorded
+
+from raytrec.common import messages
+from raytrec.driver.recorder import Record
+from raytrec.tracking.feed import NOTE, Delivered, Feed
+from raytrec.tracking.journal import append_line
+from raytrec.tracking.mlflow import NoTracker, Tracker
+
+RANKS = 2
+
+
+def message(kind, step):
+    """One that no other of its kind is like."""
+    if kind == "train":
+        return messages.Train(step=step, unix_s=1e9 + step, figures={"loss": 1 / step})
+    if kind == "check":
+        found = {"passed": step % 7 != 0, "figure": step / 10, "limit": 1.0, "text": ""}
+        return messages.Check(check="parity", step=step, unix_s=1e9 + step, **found)
+    line = recorded.interval(["user"], kind, RANKS, 100 * step, unix_s=1e9 + step)
+    return messages.RankLine(**line | {"seconds": float(step)})
+
+
+def add_all(folder, first, last):
+    """A driver's lines of the steps first … last - 1: figures, a check, and a line of each rank."""
+    for step in range(first, last):
+        for kind in ("train", "check", *range(RANKS)):
+            append_line(folder, message(kind, step))
+
+
+def expected(steps):
+    """Metric → (step, value, ms) of all of MLflow's, for a few that stand for their lines."""
+    ms = {step: round((1e9 + step) * 1000) for step in steps}
+    return {
+        "train/loss": [(step, 1 / step, ms[step]) for step in steps],
+        "watch/check/parity": [(step, float(step % 7 != 0), ms[step]) for step in steps],
+        "watch/check/parity_figure": [(step, step / 10, ms[step]) for step in steps],
+        "watch/rank/0/step_ms": [(100 * step, 10.0 * step, ms[step]) for step in steps],
+        "watch/rank/1/step_ms": [(100 * step, 10.0 * step, ms[step]) for step in steps],
+        "watch/table/user/lookups": [(100 * step, 200.0, ms[step]) for step in steps],
+    }
+
+
+def stored(uri, run_id, names):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    found = {name: client.get_metric_history(run_id, name) for name in names}
+    return {name: sorted((m.step, m.value, m.timestamp) for m in metrics) for name, metrics in found.items()}
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory):
+    """A store that has its tables."""
+    place = tmp_path_factory.mktemp("feed")
+    (place / "first").mkdir()
+    uri = f"sqlite:///{place}/mlflow.db"
+    Tracker(uri, "feed", "first", place / "first").close("FINISHED", patience_s=60)
+    return uri
+
+
+def track(uri, folder):
+    return Tracker(uri, "feed", folder.name, folder, max_series=64)
+
+
+def check(uri, folder, steps):
+    """The next driver: it feeds what was missing, and then all is there, once."""
+    tracker = track(uri, folder)
+    tracker.ready()
+    assert tracker.close("FINISHED", patience_s=60) is None
+    wanted = expected(steps)
+    assert stored(uri, tracker.run_id, wanted) == wanted
+    return tracker.run_id
+
+
+def drive(uri, folder, first, last, dies_after, told):
+    """A driver that is killed: after so many writes to the store, before it can note the last of them."""
+    from raytrec.tracking.store import Store
+
+    writes, write = [], Store.write_metrics
+
+    def counted(self, records):
+        write(self, records)
+        writes.append(len(records))
+        if len(writes) == dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Store.write_metrics = counted
+    tracker = track(uri, folder)
+    told.put(tracker.ready())
+    for step in range(first, last):
+        add_all(folder, step, step + 1)
+        sleep(0.05)
+    tracker.close("FINISHED", patience_s=60)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    context = multiprocessing.get_context("forkserver")  # its children have imported MLflow already
+    context.set_forkserver_preload(["raytrec.tracking.mlflow", "mlflow.store.tracking.sqlalchemy_store"])
+    return context
+
+
+def begin(processes, *args):
+    """A driver in a process of its own, and the id of the MLflow run that it has."""
+    told = processes.Queue()
+    process = processes.Process(target=drive, args=(*args, told), daemon=True)
+    process.start()
+    return process, told.get(timeout=120)
+
+
+def test_a_driver_that_dies_between_the_store_and_its_note(uri, tmp_path, processes):
+    folder = tmp_path / "between"
+    folder.mkdir()
+    process, run_id = begin(processes, uri, folder, 1, 200, 2)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    noted = Delivered.read(folder)
+    last = mend(folder)
+    written = {step for step, _, _ in stored(uri, run_id, ["train/loss"])["train/loss"]}
+    lines = (folder / messages.METRICS).read_bytes()[: noted.offsets[messages.METRICS]].count(b"\n")
+    assert 0 < lines < len(written), "the store has more than is noted"
+    assert noted.run_id == run_id and last < 200
+    add_all(folder, last + 1, last + 20)  # what the run does when it is resumed
+    assert check(uri, folder, range(1, last + 20)) == run_id
+
+
+def test_drivers_that_are_killed_anywhere_and_a_store_that_is_away(uri, tmp_path, processes):
+    """The sqlite file is locked for 4 s, in which the driver is killed; then there is a driver of 1 s."""
+    folder, random = tmp_path / "anywhere", Random(0)
+    folder.mkdir()
+    process, run_id = begin(processes, uri, folder, 1, 400, 0)
+    sleep(1 + random.random())
+    with closing(sqlite3.connect(uri.removeprefix("sqlite:///"), isolation_level=None)) as database:
+        database.execute("BEGIN EXCLUSIVE")
+        sleep(4)
+        process.kill()
+        process.join(30)
+    done = mend(folder)
+    assert lines_behind(folder) > 8, "the store has been away for a while"
+    process, again = begin(processes, uri, folder, done + 1, 400, 0)
+    sleep(1 + random.random())
+    process.kill()
+    process.join(30)
+    done = mend(folder)
+    assert check(uri, folder, range(1, done + 1)) == run_id == again
+
+
+def mend(folder):
+    """Completes the step in whose middle a driver was killed; the last step."""
+    counts = [len((folder / name).read_text().splitlines()) for name in ("metrics.jsonl", "checks.jsonl")]
+    of_ranks = len((folder / "ranks.jsonl").read_text().splitlines())
+    done = counts[0]
+    missing = ["check"] * (done - counts[1]) + list(range(of_ranks - RANKS * (done - 1), RANKS))
+    for kind in missing:
+        append_line(folder, message(kind, done))
+    return done
+
+
+def lines_behind(folder):
+    noted = Delivered.read(folder).offsets
+    return sum(
+        (folder / name).read_bytes()[noted.get(name, 0) :].count(b"\n")
+        for name in ("metrics.jsonl", "checks.jsonl", "ranks.jsonl")
+    )
+
+
+def records(feed):
+    """All that a store would be given now."""
+    found = []
+    while batch := feed.next_batch():
+        found += batch.records
+        feed.written()
+    return found
+
+
+def test_lines_of_a_group_that_was_lost_wait_for_nobody(tmp_path):
+    """A rank's line without the other's; then another driver, whose attempts are counted from 0 again."""
+    add_all(tmp_path, 1, 3)
+    append_line(tmp_path, message(0, 3))
+    feed = Feed(tmp_path, 0)
+    assert len([r for r in records(feed) if "watch/rank/0/step_ms" in r.figures]) == 2
+    size = (tmp_path / "ranks.jsonl").stat().st_size
+    assert feed.delivered.offsets[messages.RANKS] < size, "it may yet be complete"
+    append_line(tmp_path, message(1, 3))
+    resumed = Feed(tmp_path, 0)
+    assert [r.step for r in records(resumed)] == [300], "with the line that waited"
+    assert resumed.delivered.offsets[messages.RANKS] > size
+
+    append_line(tmp_path, message(0, 4))
+    assert records(resumed) == []  # and rank 1 never says more: steps 300 and on are trained once more
+    again = [
+        messages.RankLine(**message(rank, step).line() | {"attempt": 1}) for step in (4, 5) for rank in (1, 0)
+    ]
+    for line in again:
+        append_line(tmp_path, line)
+    assert [r.step for r in records(resumed)] == [400, 500]
+    assert resumed.delivered.offsets[messages.RANKS] == (tmp_path / "ranks.jsonl").stat().st_size
+
+
+def test_torn_lines_and_others_are_passed_over(tmp_path):
+    whole = json.dumps(message("train", 1).line())
+    (tmp_path / "metrics.jsonl").write_text(whole + "\n" + whole[:20])
+    feed = Feed(tmp_path, 0)
+    assert [r.step for r in records(feed)] == [1]
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write("\n" + json.dumps(message("train", 2).line()) + "\n[]\n{}\n")  # as the next driver does
+    assert [r.step for r in records(feed)] == [2]
+    assert feed.dropped == 2, "a line that is no message; what is torn never was one"
+
+
+@pytest.mark.parametrize(
+    "note", ["", "{", "[]", '{"key": 1}', '{"key": "a", "run_id": "b", "params": 1, "offsets": 3}']
+)
+def test_a_note_that_cannot_be_read_has_all_written_once_more(tmp_path, note):
+    add_all(tmp_path, 1, 4)
+    (tmp_path / NOTE).write_text(note)
+    feed = Feed(tmp_path, 0)
+    assert feed.delivered.offsets == {} and len(records(feed)) == 9
+
+
+def test_a_disk_that_is_full(uri, tmp_path):
+    """MLflow gets what waits for room in the run folder; and has it once when there is room."""
+    with disks.small_disk(tmp_path / "disk", "1m") as folder:
+        tracker = track(uri, folder)
+        run_id = tracker.ready()
+        record = Record(tracker, folder, "full")
+        add_all(folder, 1, 2)
+        with open(folder / "ballast", "ab", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(1000))
+        wide = {f"wide/{i}": float(i) for i in range(300)}  # more than is left of the file's last page
+        record.keep(messages.Train(step=1, unix_s=1e9, figures=wide))
+        for step in range(2, 30):
+            for kind in ("train", "check", *range(RANKS)):
+                record.keep(message(kind, step))
+        last = ["train/loss", "watch/rank/1/step_ms"]
+        for _ in range(200):
+            if all(len(found) == 29 for found in stored(uri, run_id, last).values()):
+                break
+            sleep(0.1)
+        wanted = expected(range(1, 30))
+        assert stored(uri, run_id, wanted) == wanted, "while the disk is full"
+        (folder / "ballast").unlink()
+        for kind in ("train", "check", *range(RANKS)):
+            record.keep(message(kind, 30))
+        assert [text for text in record.close("FINISHED") if "lacks" in text] == []
+        wanted = expected(range(1, 31))
+        assert stored(uri, run_id, wanted) == wanted
+        assert (folder / "checks.jsonl").read_text().count("\n") == 30
+
+
+def test_lines_are_kept_while_nothing_is_tracked(tmp_path, uri):
+    """A run that is resumed with tracking.enabled=true has all of it in MLflow."""
+    folder = tmp_path / "off"
+    folder.mkdir()
+    record = Record(NoTracker(), folder, "off")
+    for step in (1, 2):
+        for kind in ("train", "check", *range(RANKS)):
+            record.keep(message(kind, step))
+    assert record.close("FINISHED") == []
+    check(uri, folder, range(1, 3))
