@@ -147,9 +147,9 @@ def end_group(run: Run, rng: random.Random) -> float:
 
 
 def kill_hub(run: Run, rng: random.Random) -> float:
-    """The run goes on without help: Ray starts another hub."""
-    pid = run.nodes.hub()
-    run.say(f"SIGKILL for the hub (pid {pid})")
+    """The run goes on without help: Ray starts another coordinator."""
+    pid = run.nodes.coordinator()
+    run.say(f"SIGKILL for the coordinator (pid {pid})")
     return _send(pid, signal.SIGKILL)
 
 
@@ -260,7 +260,7 @@ FAULTS: dict[str, tuple[Callable[[Run, random.Random], float], tuple[str, ...]]]
     "driver interrupted": (interrupt_driver, ("asked",)),
     "disk full": (fill_disk, ("saved",)),
     "run disk full": (fill_run_disk, ("full",)),
-    "hub killed": (kill_hub, ("failed",)),
+    "coordinator killed": (kill_hub, ("failed",)),
     "raylet killed": (kill_raylet, ("failed",)),
     "driver's raylet killed": (kill_head_raylet, ()),
     "GCS killed": (kill_gcs, ()),

@@ -41,12 +41,12 @@ RESULTS, PICTURE = HERE / "results" / "memory.json", HERE.parent / "docs" / "ima
 LIMIT = 1.0  # MiB a minute
 MARK = "RAYTREC_MEMORY_BENCHMARK"  # in the environment of all processes of the run, and of no others
 WARM_UP = 0.25  # of the time: imports, first batches, caches
-OURS = ("driver", "rank", "hub", "reader")
+OURS = ("driver", "rank", "coordinator", "reader")
 ROLES = (  # the first that is found in a command line
     (r"raylet/raylet ", "raylet"),  # which names what it starts, too
     (r"gcs/gcs_server ", "gcs_server"),
     (r"^ray::RayTrainWorker", "rank"),
-    (r"^ray::Hub", "hub"),
+    (r"^ray::Coordinator", "coordinator"),
     (r"^ray::(IDLE|MapBatches)|default_worker\.py", "reader"),
     (r"^ray::(\w+)", r"\1"),
     (r"raytrec train ", "driver"),

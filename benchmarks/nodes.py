@@ -75,11 +75,13 @@ class Nodes:
         above = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         return next(node for node in self.all if self._raylet(node) == above)
 
-    def hub(self) -> int:
-        """The process of the hub, which is on the driver's node, the head."""
+    def coordinator(self) -> int:
+        """The process of the coordinator, which is on the driver's node, the head."""
         head = psutil.Process(self._raylet(self._cluster.head_node))
         return next(
-            p.pid for p in head.children(recursive=True) if "".join(p.cmdline()[:1]).startswith("ray::Hub")
+            p.pid
+            for p in head.children(recursive=True)
+            if "".join(p.cmdline()[:1]).startswith("ray::Coordinator")
         )
 
     def kill_raylet(self, node: Any) -> None:

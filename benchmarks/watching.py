@@ -58,7 +58,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Mailbox:
-    """In the place of the hub: what ranks of a side say goes to the process that started them."""
+    """In the place of the coordinator: what ranks of a side say goes to the process that started them."""
 
     queue: Any
     side: int

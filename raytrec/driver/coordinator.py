@@ -37,7 +37,7 @@ ON_GPU = {
     "optimizer": "in the optimizer",
     "other": "",
 }
-LOST = "the run's hub, an actor beside the driver, ended"
+LOST = "the run's coordinator, an actor beside the driver, ended"
 # What may take long without being stuck: it ends, or fails, by itself.
 PATIENT = ("start", "plan", "restore", "data", "evaluate", "save")
 
@@ -76,8 +76,8 @@ class Member:
         return self.step, self.ticks, self.waiting, step, place
 
 
-class Hub:
-    """The actor's class; see `start_hub`.
+class Coordinator:
+    """The actor's class; see `start_coordinator`.
 
     Args:
         hang_timeout_s: seconds without progress in training until the group is ended.
@@ -278,13 +278,13 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def start_hub(hang_timeout_s: float, patience_s: float) -> Any:
-    """A Hub as an actor on this node, which the driver does not outlive; Ray starts it again if it ends."""
+def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
+    """A Coordinator as an actor on this node, which the driver does not outlive; Ray restarts it if it ends."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(Hub).options(
+    actor = ray.remote(Coordinator).options(
         num_cpus=0, max_concurrency=1000, max_restarts=-1, scheduling_strategy=here
     )
     return actor.remote(hang_timeout_s, patience_s, _is_again)

@@ -176,13 +176,13 @@ def run_group(
 
     from raytrec.cluster.lifeline import Lifeline, RayLost, wait_for
     from raytrec.compat.ray_train import ControlledTrainer
-    from raytrec.driver.coordinator import start_hub
+    from raytrec.driver.coordinator import start_coordinator
     from raytrec.driver.policies import FailuresWithReason, RoomOnNodes
     from raytrec.worker import loop as workers
     from raytrec.worker.rendezvous import OwnAddressTorchConfig
 
     start_statistics_here()
-    hub = start_hub(scaling.hang_timeout_s, scaling.phase_timeout_s)
+    coordinator = start_coordinator(scaling.hang_timeout_s, scaling.phase_timeout_s)
     others_read = _others_read(device)
     places = bundle(config, device, others_read)
     ray_scaling = ray.train.ScalingConfig(
@@ -193,16 +193,18 @@ def run_group(
     )
     room = RoomOnNodes(
         ray_scaling,
-        hub,
+        coordinator,
         scaling.min_workers,
         scaling.max_workers,
         scaling.scale_up_interval_s,
         cpus_beside=scaling.max_workers * config.data.readers if others_read else 0,
     )
-    failures = FailuresWithReason(ray.train.FailureConfig(), hub, scaling.max_failures if saves else 0)
-    stop = Stop(hub, scaling.shutdown_grace_s if saves else 0)
+    failures = FailuresWithReason(
+        ray.train.FailureConfig(), coordinator, scaling.max_failures if saves else 0
+    )
+    stop = Stop(coordinator, scaling.shutdown_grace_s if saves else 0)
     lifeline = Lifeline(scaling.hang_timeout_s, own=started_here())
-    task = WorkerTask(config, schema, datasets, hub, checkpoint, fingerprint)
+    task = WorkerTask(config, schema, datasets, coordinator, checkpoint, fingerprint)
     trainer = ControlledTrainer(
         getattr(workers, worker),
         train_loop_config=task,
@@ -215,7 +217,7 @@ def run_group(
         on_start=stop.install,
         wait=lambda ref: wait_for(ref, lifeline),
     )
-    with stop, watch.reading(hub):
+    with stop, watch.reading(coordinator):
         try:
             trainer.fit()
         except RayLost as lost:
@@ -224,7 +226,7 @@ def run_group(
         except Exception as error:
             lifeline.settle()
             if stop.signal is None:
-                raise _explain(error, config, _cause(hub)) from None
+                raise _explain(error, config, _cause(coordinator)) from None
     if watch.result is None and stop.signal is not None:
         raise Interrupted(stop.signal, watch.stopped_at)
     if watch.result is None:
@@ -235,12 +237,12 @@ def run_group(
     return watch.result
 
 
-def _cause(hub: Any) -> str:
-    """What the hub knows of the end; nothing where it has ended itself."""
+def _cause(coordinator: Any) -> str:
+    """What the coordinator knows of the end; nothing where it has ended itself."""
     import ray
 
     try:
-        return ray.get(hub.cause.remote(), timeout=10)
+        return ray.get(coordinator.cause.remote(), timeout=10)
     except ray.exceptions.RayError:
         return ""
 
@@ -264,7 +266,7 @@ def group_timeout(config: RunConfig, device: str) -> int:
     """Seconds that a collective may take.
 
     When NCCL's time is up it ends the process that waits, which would then be taken for the one that failed.
-    The hub knows who keeps the others waiting, and has the time to say so first. Gloo raises an error.
+    The coordinator knows which rank the others wait for, and has time to say so first. Gloo raises an error.
     """
     scaling = config.scaling
     return scaling.phase_timeout_s + (int(scaling.hang_timeout_s) + 1 if device == "cuda" else 0)

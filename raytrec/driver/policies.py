@@ -39,9 +39,9 @@ class FailuresWithReason(FailurePolicy):
     row, would come a third time.
     """
 
-    def __init__(self, config: Any, hub: Any, max_failures: int):
+    def __init__(self, config: Any, coordinator: Any, max_failures: int):
         super().__init__(config)
-        self._hub, self._left, self._last = hub, max_failures, None
+        self._coordinator, self._left, self._last = coordinator, max_failures, None
 
     def make_decision(self, training_failed_error: Exception) -> FailureDecision:
         if isinstance(training_failed_error, ControllerError):
@@ -50,7 +50,7 @@ class FailuresWithReason(FailurePolicy):
         again = self._again(cause)
         if cause.kind != Kind.RESTART:
             dead = cause.kind != Kind.FOLLOWED
-            self._hub.failed.remote(cause.rank, cause.sentence, dead, again)
+            self._coordinator.failed.remote(cause.rank, cause.sentence, dead, again)
         return FailureDecision.RETRY if again else FailureDecision.RAISE
 
     def _again(self, cause: Cause) -> bool:
@@ -65,7 +65,7 @@ class FailuresWithReason(FailurePolicy):
 
     def _step(self) -> int:
         try:
-            return ray.get(self._hub.step.remote(), timeout=10)
+            return ray.get(self._coordinator.step.remote(), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # it is being started again
             return -1
 
@@ -76,7 +76,7 @@ class FailuresWithReason(FailurePolicy):
         again = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
         if not again and cause.kind in (Kind.NODE, Kind.DEATH, Kind.FOLLOWED):
             again = self._again(cause)
-        self._hub.failed.remote(None, f"the workers did not start: one {cause.text}", True, again)
+        self._coordinator.failed.remote(None, f"the workers did not start: one {cause.text}", True, again)
         return FailureDecision.RETRY if again else FailureDecision.RAISE
 
 
@@ -95,14 +95,14 @@ class RoomOnNodes(RequestingPolicy):
     def __init__(
         self,
         scaling_config: Any,
-        hub: Any,
+        coordinator: Any,
         least: int,
         most: int,
         scale_up_interval_s: float,
         cpus_beside: int = 0,
     ):
         super().__init__(scaling_config, most, cpus_beside)
-        self._hub, self._least, self._most = hub, least, most
+        self._coordinator, self._least, self._most = coordinator, least, most
         self._grow_every_s, self._looked, self._roomy = scale_up_interval_s, monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group
         self._since: float | None = None  # when the group was found to be down
@@ -121,7 +121,7 @@ class RoomOnNodes(RequestingPolicy):
                 return self._resize(self._least)
             if not self._told:
                 self._told = True
-                self._hub.waiting.remote(room, self._least)
+                self._coordinator.waiting.remote(room, self._least)
             return NoopDecision()
         return self._resize(min(room, self._most))
 
@@ -132,7 +132,9 @@ class RoomOnNodes(RequestingPolicy):
             self._held, self._looked, self._roomy = nodes, monotonic(), False
         going = draining_nodes() & set(nodes)
         if going:
-            self._hub.ask.remote(Command.RESTART, f"{len(going)} of {len(nodes)} nodes will be taken away")
+            self._coordinator.ask.remote(
+                Command.RESTART, f"{len(going)} of {len(nodes)} nodes will be taken away"
+            )
         elif nodes.total() < self._most and monotonic() - self._looked > self._grow_every_s:
             self._looked = monotonic()
             self._look_for_more(nodes)
@@ -142,7 +144,7 @@ class RoomOnNodes(RequestingPolicy):
         """Room that is there at two looks in a row is not the pause of a reader."""
         room = min(self._room(nodes), self._most)
         if room > nodes.total() and self._roomy:
-            self._hub.ask.remote(Command.RESTART, f"there is room for {room} workers")
+            self._coordinator.ask.remote(Command.RESTART, f"there is room for {room} workers")
         elif room > nodes.total():
             self._looked -= 0.9 * self._grow_every_s  # soon again
         self._roomy = room > nodes.total()

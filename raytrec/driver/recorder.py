@@ -24,7 +24,7 @@ from raytrec.tracking.journal import Journal, write_whole
 from raytrec.tracking.translate import RankLines
 
 RESULT = "result.json"
-WAIT_S = 0.5  # for messages of the hub
+WAIT_S = 0.5  # for messages of the coordinator
 
 
 class Watch:
@@ -45,9 +45,9 @@ class Watch:
         self.unsaved: RunError | None = None
         self._record, self._unrecorded = record, set()
 
-    def reading(self, hub: Any) -> _Reading:
+    def reading(self, coordinator: Any) -> _Reading:
         """A block in which a thread reads the coordinator's messages; at its end none is left there."""
-        return _Reading(hub, lambda values: self.receive(from_json(values)))
+        return _Reading(coordinator, lambda values: self.receive(from_json(values)))
 
     def failed(self, cause: str, again: bool) -> None:
         """Notes that all workers have ended, of which no coordinator could tell."""
@@ -185,28 +185,28 @@ class Record:
 
 
 class _Reading:
-    """Reads the hub's messages in a thread.
+    """Reads the coordinator's messages in a thread.
 
     No call of it to Ray lasts: a thread that is still in one while Ray is shut down, after a part of Ray was
     lost, crashes the process.
     """
 
-    def __init__(self, hub: Any, receive: Callable[[dict[str, Any]], None]):
-        self._hub, self._receive, self._over, self._lost = hub, receive, Event(), Event()
-        self._thread = Thread(target=self._read, name="hub", daemon=True)
+    def __init__(self, coordinator: Any, receive: Callable[[dict[str, Any]], None]):
+        self._coordinator, self._receive, self._over, self._lost = coordinator, receive, Event(), Event()
+        self._thread = Thread(target=self._read, name="coordinator", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        if isinstance(error, RayLost):  # the hub is gone, too, and Ray may not say so
+        if isinstance(error, RayLost):  # the coordinator is gone, too, and Ray may not say so
             self._lost.set()
         self._over.set()
         self._thread.join()
         if not self._lost.is_set():
             import ray
 
-            ray.kill(self._hub)
+            ray.kill(self._coordinator)
 
     def _read(self) -> None:
         last = False
@@ -222,7 +222,7 @@ class _Reading:
         if self._lost.is_set():
             return []
         try:
-            answer = self._hub.get.remote(wait_s)
+            answer = self._coordinator.get.remote(wait_s)
             while not self._lost.is_set():
                 with suppress(ray.exceptions.GetTimeoutError):
                     return ray.get(answer, timeout=WAIT_S)

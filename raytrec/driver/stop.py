@@ -34,8 +34,8 @@ class Stop:
         patience_s: seconds until it is ended although it has not saved; 0: at once.
     """
 
-    def __init__(self, hub: Any, patience_s: float):
-        self._hub, self._patience_s, self.signal = hub, patience_s, None
+    def __init__(self, coordinator: Any, patience_s: float):
+        self._coordinator, self._patience_s, self.signal = coordinator, patience_s, None
         self._before: dict[int, Any] = {}
         self._asked_at = 0.0
         self._timer: Timer | None = None
@@ -53,7 +53,7 @@ class Stop:
         self.signal, self._asked_at = number, monotonic()
         if again or not self._patience_s:
             return self._abort()
-        self._hub.ask.remote(Command.STOP, signal.Signals(number).name)
+        self._coordinator.ask.remote(Command.STOP, signal.Signals(number).name)
         self._timer = Timer(self._patience_s, self._abort)
         self._timer.daemon = True
         self._timer.start()

@@ -117,7 +117,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
         run.wait("fewer workers", lambda: run.since(cut))
         again = run.since(cut)[0]
         assert again.world == WORKERS - 1
-        assert run.happened("hang", cut) is not None, "the hub has found it"
+        assert run.happened("hang", cut) is not None, "the coordinator has found it"
         run.wait(
             "the end of the process that was cut off", lambda: not _there(hosts.all[number - 1], pid), 60
         )
@@ -166,13 +166,13 @@ SILENT = """
 import os, signal, sys, time
 import ray
 from raytrec.cluster.session import ray_session
-from raytrec.driver.coordinator import start_hub
+from raytrec.driver.coordinator import start_coordinator
 from raytrec.worker.heartbeat import Heartbeat
 with ray_session(num_cpus=1):
-    hub = start_hub(5, 60)
-    ray.get(hub.enter.remote("a", 0, 1, os.getpid(), "127.0.0.1"))
-    pid = ray.get(hub.__ray_call__.remote(lambda self: os.getpid()))
-    heartbeat = Heartbeat(hub, "a", 0, lease_s=5)
+    coordinator = start_coordinator(5, 60)
+    ray.get(coordinator.enter.remote("a", 0, 1, os.getpid(), "127.0.0.1"))
+    pid = ray.get(coordinator.__ray_call__.remote(lambda self: os.getpid()))
+    heartbeat = Heartbeat(coordinator, "a", 0, lease_s=5)
     time.sleep(15)
     print(pid, flush=True)
     os.kill(pid, signal.SIGSTOP)
@@ -232,18 +232,18 @@ def test_who_was_given_up_commits_nothing(tmp_path):
     from raytrec.checkpoint.files import newest
     from raytrec.checkpoint.storage import ShardWriter
     from raytrec.common.errors import RunError, root_cause
-    from raytrec.driver.coordinator import Hub
+    from raytrec.driver.coordinator import Coordinator
 
-    hub = Hub(5, 60)
+    coordinator = Coordinator(5, 60)
 
     async def given_up():
-        hub._keep_looking = lambda: asyncio.sleep(0)
-        await hub.enter("old", 0, 1, 1, "10.0.0.1")
-        before = await hub.current("old")
-        await hub.failed(0, "rank 0 lost its node", True, True)
-        between = await hub.current("old")
-        await hub.enter("new", 0, 1, 2, "10.0.0.2")
-        return before, between, await hub.current("old"), await hub.current("new")
+        coordinator._keep_looking = lambda: asyncio.sleep(0)
+        await coordinator.enter("old", 0, 1, 1, "10.0.0.1")
+        before = await coordinator.current("old")
+        await coordinator.failed(0, "rank 0 lost its node", True, True)
+        between = await coordinator.current("old")
+        await coordinator.enter("new", 0, 1, 2, "10.0.0.2")
+        return before, between, await coordinator.current("old"), await coordinator.current("new")
 
     assert asyncio.run(given_up()) == (True, False, False, True)
 

@@ -241,9 +241,9 @@ def test_a_signal_that_comes_twice_at_once_is_one():
     from raytrec.driver import stop
 
     said = []
-    hub = SimpleNamespace(ask=SimpleNamespace(remote=lambda *a: said.append("save")))
+    coordinator = SimpleNamespace(ask=SimpleNamespace(remote=lambda *a: said.append("save")))
     controller = SimpleNamespace(abort=SimpleNamespace(remote=lambda: said.append("abort")))
-    stopping = stop.Stop(hub, patience_s=30)
+    stopping = stop.Stop(coordinator, patience_s=30)
     with stopping:
         stopping.install(controller)
         for _ in range(3):

@@ -1,27 +1,27 @@
-"""Whom the hub names when hosts wait for GPUs that do not go on."""
+"""Whom the coordinator names when hosts wait for GPUs that do not go on."""
 
 import asyncio
 
-from raytrec.driver.coordinator import Hub
+from raytrec.driver.coordinator import Coordinator
 
 WAITS = "synchronize, cuda/streams.py:223"
 
 
 def named(*states):
     """What is said of ranks that have sent (step, waiting for others, unfinished) and nothing new for 8 s."""
-    hub = Hub(hang_timeout_s=5, patience_s=60)
+    coordinator = Coordinator(hang_timeout_s=5, patience_s=60)
 
     async def meet():
-        hub._keep_looking = lambda: asyncio.sleep(0)
+        coordinator._keep_looking = lambda: asyncio.sleep(0)
         for rank in range(len(states)):
-            await hub.enter("a", rank, len(states), 100 + rank, "10.0.0.1")
+            await coordinator.enter("a", rank, len(states), 100 + rank, "10.0.0.1")
         for rank, (step, waiting, unfinished) in enumerate(states):
-            await hub.beat("a", rank, 9, step, "step", WAITS, waiting, unfinished)
-        for member in hub._members.values():
+            await coordinator.beat("a", rank, 9, step, "step", WAITS, waiting, unfinished)
+        for member in coordinator._members.values():
             member.progress_at -= 8
 
     asyncio.run(meet())
-    return hub._hang()
+    return coordinator._hang()
 
 
 def test_the_rank_whose_gpu_is_behind():

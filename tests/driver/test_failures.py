@@ -8,7 +8,7 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raytrec.common.errors import DataError
 from raytrec.common.messages import Command, Restart
-from raytrec.driver.coordinator import Hub
+from raytrec.driver.coordinator import Coordinator
 from raytrec.driver.failure_analysis import Kind, find_cause, main_line
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]")
@@ -119,70 +119,74 @@ def test_the_line_that_says_most(text, line):
 
 
 @pytest.fixture
-def hub(ray_cluster):
+def coordinator(ray_cluster):
     import ray
 
-    from raytrec.driver.coordinator import start_hub
+    from raytrec.driver.coordinator import start_coordinator
 
-    actor = start_hub(5, 60)
+    actor = start_coordinator(5, 60)
     yield actor
     ray.kill(actor)
 
 
-def decisions(hub, budget, *failures):
+def decisions(coordinator, budget, *failures):
     """What the policy decides on one group error after the other."""
     import ray.train
 
     from raytrec.driver.policies import FailuresWithReason
 
-    policy = FailuresWithReason(ray.train.FailureConfig(), hub, budget)
+    policy = FailuresWithReason(ray.train.FailureConfig(), coordinator, budget)
     errors = [f if isinstance(f, Exception) else WorkerGroupError("", f) for f in failures]
     return [policy.make_decision(training_failed_error=e).value for e in errors]
 
 
-def test_what_is_tried_again(hub):
+def test_what_is_tried_again(coordinator):
     died, node = {0: GLOO, 1: ActorDiedError()}, {1: NodeDiedError("gone")}
-    assert decisions(hub, 2, died, node, died, node, {0: Restart("x")}, died) == ["RETRY"] * 5 + ["RAISE"]
-    assert decisions(hub, 8, {1: OURS}) == ["RAISE"], "it would come again"
-    assert decisions(hub, 0, died) == ["RAISE"]
+    assert decisions(coordinator, 2, died, node, died, node, {0: Restart("x")}, died) == ["RETRY"] * 5 + [
+        "RAISE"
+    ]
+    assert decisions(coordinator, 8, {1: OURS}) == ["RAISE"], "it would come again"
+    assert decisions(coordinator, 0, died) == ["RAISE"]
     same = {0: GLOO, 1: KeyError("user")}
-    assert decisions(hub, 8, same, same) == ["RETRY", "RAISE"], "twice in the same way at the same step"
-    assert decisions(hub, 8, same, died, same) == ["RETRY"] * 3
-    assert decisions(hub, 8, ControllerError(ValueError("a bug"))) == ["RAISE"]
+    assert decisions(coordinator, 8, same, same) == ["RETRY", "RAISE"], (
+        "twice in the same way at the same step"
+    )
+    assert decisions(coordinator, 8, same, died, same) == ["RETRY"] * 3
+    assert decisions(coordinator, 8, ControllerError(ValueError("a bug"))) == ["RAISE"]
 
 
-def said(hub):
+def said(coordinator):
     import ray
 
-    return [m for m in ray.get(hub.get.remote(1)) if m["kind"] == "event"]
+    return [m for m in ray.get(coordinator.get.remote(1)) if m["kind"] == "event"]
 
 
-def test_the_driver_is_told(hub):
+def test_the_driver_is_told(coordinator):
     import ray
 
-    decisions(hub, 1, {0: GLOO, 1: ActorDiedError()})
-    (event,) = said(hub)
+    decisions(coordinator, 1, {0: GLOO, 1: ActorDiedError()})
+    (event,) = said(coordinator)
     assert event["cause"] == "rank 1 died: its process was ended, or crashed" and event["again"]
-    assert ray.get(hub.cause.remote()) == event["cause"]
+    assert ray.get(coordinator.cause.remote()) == event["cause"]
 
 
 def ranks(*states):
-    """A hub whose ranks have sent (ticks, step, phase, where, waiting); `None` has sent nothing for long."""
-    hub = Hub(hang_timeout_s=5, patience_s=60)
+    """A coordinator whose ranks have sent (ticks, step, phase, where, waiting); `None`: nothing for long."""
+    coordinator = Coordinator(hang_timeout_s=5, patience_s=60)
 
     async def meet():
-        hub._keep_looking = lambda: asyncio.sleep(0)
+        coordinator._keep_looking = lambda: asyncio.sleep(0)
         for rank in range(len(states)):
-            await hub.enter("a", rank, len(states), 100 + rank, "10.0.0.1")
+            await coordinator.enter("a", rank, len(states), 100 + rank, "10.0.0.1")
         for rank, state in enumerate(states):
-            await hub.beat("a", rank, *(state or (9, 57, "step", "", False)))
-        assert await hub.beat("before", 0, 1, 1, "step", "", False) == Command.ABORT
-        for member, state in zip(hub._members.values(), states, strict=True):
+            await coordinator.beat("a", rank, *(state or (9, 57, "step", "", False)))
+        assert await coordinator.beat("before", 0, 1, 1, "step", "", False) == Command.ABORT
+        for member, state in zip(coordinator._members.values(), states, strict=True):
             member.progress_at -= 8
             member.beat_at -= 0 if state else 8
 
     asyncio.run(meet())
-    return hub._hang()
+    return coordinator._hang()
 
 
 def test_who_is_named():

@@ -18,7 +18,7 @@ from raytrec.cluster.local_ray import sweep
 from raytrec.driver import run as driver
 
 pytestmark = [pytest.mark.survive, pytest.mark.timeout(400)]
-PARTS = {"hub": "ray::Hub", "raylet": "raylet/raylet", "GCS": "gcs_server"}
+PARTS = {"coordinator": "ray::Coordinator", "raylet": "raylet/raylet", "GCS": "gcs_server"}
 
 
 @contextmanager
@@ -64,8 +64,8 @@ def wait_until_gone(family, ray):
     assert not ray.exists()
 
 
-@pytest.mark.parametrize("part", ["hub", "raylet"])
-def test_a_run_outlives_the_hub_and_the_raylet(undisturbed, folder, tmp_path, part):  # noqa: F811
+@pytest.mark.parametrize("part", ["coordinator", "raylet"])
+def test_a_run_outlives_the_coordinator_and_the_raylet(undisturbed, folder, tmp_path, part):  # noqa: F811
     run = tmp_path / "run"
     with training(run_file(folder, tmp_path)) as process:
         family, ray = end(process, part)

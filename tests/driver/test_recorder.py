@@ -18,12 +18,12 @@ def test_no_thread_is_left_in_a_call_to_a_ray_that_was_lost(ray_cluster):
         def get(self, timeout):
             time.sleep(30)
 
-    hub = Silent.remote()
-    ray.get(hub.__ray_ready__.remote())
-    with pytest.raises(RayLost), _Reading(hub, print):
+    coordinator = Silent.remote()
+    ray.get(coordinator.__ray_ready__.remote())
+    with pytest.raises(RayLost), _Reading(coordinator, print):
         time.sleep(1)
         began = time.monotonic()
         raise RayLost("Ray's raylet has ended")
     assert time.monotonic() - began < 3
-    assert not [thread for thread in threads() if thread.name == "hub"]
-    ray.kill(hub)
+    assert not [thread for thread in threads() if thread.name == "coordinator"]
+    ray.kill(coordinator)
