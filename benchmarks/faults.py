@@ -146,7 +146,7 @@ def end_group(run: Run, rng: random.Random) -> float:
     return done
 
 
-def kill_hub(run: Run, rng: random.Random) -> float:
+def kill_coordinator(run: Run, rng: random.Random) -> float:
     """The run goes on without help: Ray starts another coordinator."""
     pid = run.nodes.coordinator()
     run.say(f"SIGKILL for the coordinator (pid {pid})")
@@ -260,7 +260,7 @@ FAULTS: dict[str, tuple[Callable[[Run, random.Random], float], tuple[str, ...]]]
     "driver interrupted": (interrupt_driver, ("asked",)),
     "disk full": (fill_disk, ("saved",)),
     "run disk full": (fill_run_disk, ("full",)),
-    "coordinator killed": (kill_hub, ("failed",)),
+    "coordinator killed": (kill_coordinator, ("failed",)),
     "raylet killed": (kill_raylet, ("failed",)),
     "driver's raylet killed": (kill_head_raylet, ()),
     "GCS killed": (kill_gcs, ()),

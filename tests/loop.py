@@ -11,7 +11,7 @@ ROWS = 12  # of a global batch of small.batches
 
 
 class Said(list):
-    """In the place of the hub's handle."""
+    """In the place of the coordinator's handle."""
 
     put = property(lambda self: self)
 

@@ -279,7 +279,7 @@ def _kill(pid: int) -> None:
 
 
 def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
-    """A Coordinator as an actor on this node, which the driver does not outlive; Ray restarts it if it ends."""
+    """A Coordinator as an actor on this node, which ends with the driver; Ray restarts it if it dies."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

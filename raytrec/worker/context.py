@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from raytrec.common.messages import Message, Phase
+from raytrec.compat.versions import require_versions
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sequences import read_by_id
@@ -25,7 +26,7 @@ class WorkerTask:
 
     Attributes:
         datasets: "train", "valid", "test" → Dataset, as far as there are any.
-        hub: the actor of driver.coordinator.start_hub.
+        coordinator: the actor of driver.coordinator.start_coordinator.
         checkpoint: the folder of all checkpoints (training), or the one to read (evaluation).
         fingerprint: of the training data's row groups; "" where nothing is trained.
         folder: where modules that the configuration names may lie beside Python's own path.
@@ -34,7 +35,7 @@ class WorkerTask:
     config: RunConfig
     schema: Schema
     datasets: dict[str, Dataset]
-    hub: Any
+    coordinator: Any
     checkpoint: str
     fingerprint: str = ""
     folder: str = field(default_factory=os.getcwd)
@@ -58,7 +59,12 @@ class WorkerContext:
 
     @classmethod
     def enter(cls, task: WorkerTask) -> WorkerContext:
-        """Takes this Ray Train worker's place; one torch thread, because ranks share the machine's cores."""
+        """Takes this Ray Train worker's place; one torch thread, because ranks share the machine's cores.
+
+        Raises:
+            RunError: another version of a package is installed on this rank's node.
+        """
+        require_versions()
         import ray.train
         import ray.train.torch
         import torch
@@ -78,8 +84,10 @@ class WorkerContext:
         index, world, group = context.get_world_rank(), context.get_world_size(), [uuid.uuid4().hex]
         dist.broadcast_object_list(group)
         node = ray.util.get_node_ip_address()
-        attempt = ray.get(task.hub.enter.remote(group[0], index, world, os.getpid(), node), timeout=60)
-        heartbeat = Heartbeat(task.hub, group[0], index, task.config.scaling.hang_timeout_s)
+        attempt = ray.get(
+            task.coordinator.enter.remote(group[0], index, world, os.getpid(), node), timeout=60
+        )
+        heartbeat = Heartbeat(task.coordinator, group[0], index, task.config.scaling.hang_timeout_s)
         return cls(index, world, device, task, heartbeat, attempt)
 
     def stream(self, name: str, order: Order):
@@ -127,7 +135,7 @@ class WorkerContext:
 
     def report_from_all(self, message: Message) -> None:
         """Sends a message to the driver, from whichever rank; nobody waits for it."""
-        self.task.hub.put.remote(message.to_json())
+        self.task.coordinator.put.remote(message.to_json())
 
     def enter_phase(self, text: str, kind: str) -> None:
         """What this rank does from now on, for people and for the coordinator (coordinator.PATIENT)."""

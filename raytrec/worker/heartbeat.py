@@ -14,7 +14,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import BEAT_S, Command
 
 T = TypeVar("T")
-ANSWER_S = 10.0  # that the hub may take to answer
+ANSWER_S = 10.0  # that the coordinator may take to answer
 # A frame in one of these files means: waiting for other ranks.
 WAITS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
 
@@ -31,8 +31,8 @@ class Heartbeat:
         phase: what this rank is doing; see coordinator.PATIENT.
     """
 
-    def __init__(self, hub: Any, attempt: str, rank: int, lease_s: float):
-        self._hub, self._attempt, self._rank, self._lease_s = hub, attempt, rank, lease_s
+    def __init__(self, coordinator: Any, attempt: str, rank: int, lease_s: float):
+        self._coordinator, self._attempt, self._rank, self._lease_s = coordinator, attempt, rank, lease_s
         self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
         self._going = False  # the first step sets everything up, and may take long
         self._unfinished: Callable[[], tuple[int, str] | None] = lambda: None
@@ -72,12 +72,12 @@ class Heartbeat:
         """Asks whether this group is still the run's, before something is written that counts.
 
         Raises:
-            RunError: it has been given up, or the hub does not answer.
+            RunError: it has been given up, or the coordinator does not answer.
         """
         import ray
 
         try:
-            current = ray.get(self._hub.current.remote(self._attempt), timeout=ANSWER_S)
+            current = ray.get(self._coordinator.current.remote(self._attempt), timeout=ANSWER_S)
         except ray.exceptions.RayError as error:  # no answer in time included
             raise RunError("the driver does not answer, and may have given this group up") from error
         if not current:
@@ -98,7 +98,7 @@ class Heartbeat:
                 (where, waiting), unfinished = _place(self._watched), self._unfinished()
             last = ticks
             try:
-                beat = self._hub.beat.remote(
+                beat = self._coordinator.beat.remote(
                     self._attempt, self._rank, ticks, self._step, self.phase, where, waiting, unfinished
                 )
                 command, heard = Command(ray.get(beat, timeout=ANSWER_S)), monotonic()
@@ -112,7 +112,7 @@ class Heartbeat:
                 self._end("this group of workers has been given up")
             self.command = command
         try:
-            ray.get(self._hub.leave.remote(self._attempt, self._rank), timeout=10)
+            ray.get(self._coordinator.leave.remote(self._attempt, self._rank), timeout=10)
         except Exception:
             return
 

@@ -9,7 +9,7 @@ from ranks import on_ranks
 
 
 class Said(list):
-    """In the place of the hub's handle."""
+    """In the place of the coordinator's handle."""
 
     put = property(lambda self: self)
 
