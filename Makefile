@@ -4,6 +4,7 @@
 # make smoke   the smallest form of every target here, one after the other
 # make mutations  2,000 broken configurations, schemas, run folders and checkpoints: each ends in a message
 # make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
+# make golden  the first 50 losses of every example configuration against the committed ones, bit for bit
 # make chaos   a run on several nodes with at least 20 faults; writes benchmarks/results/chaos.json
 # make cluster-test  every way to run on a cluster, from a notebook and in an image, for real
 # make test-survive  the slower tests of whole runs, most of which disturb them
@@ -25,7 +26,7 @@ ROWS ?= 300000
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast smoke mutations cluster-test test-survive parity chaos overhead curves bench-ingest bench-checkpoint bench-watching bench-memory gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast smoke mutations cluster-test test-survive parity golden chaos overhead curves bench-ingest bench-checkpoint bench-watching bench-memory gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -68,6 +69,9 @@ bench-gpu: install data/ingest/schema.yaml
 
 parity: install
 	$(BIN)/pytest tests/parity -m "parity or not parity"
+
+golden: install
+	$(BIN)/pytest tests/golden -m "parity or not parity"
 
 overhead: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py

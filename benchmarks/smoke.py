@@ -39,6 +39,7 @@ TARGETS = {
     "test-survive": f"{PYTEST} tests/worker/test_nonfinite.py -m survive -k leaves_the_steps_out",
     "mutations": f"{PYTEST} '{MUTATIONS}[3]' -m mutations",
     "cluster-test": f"{PYTEST} tests/cluster/test_lines.py -m 'cluster or not cluster'",
+    "golden": f"{PYTEST} tests/golden -k own",
     "parity": f"{PYTEST} '{COMBINATIONS}[1 ranks, from case 0]' -m parity",
     "chaos": "-W ignore benchmarks/chaos.py --faults 1",
     "overhead": "benchmarks/overhead.py --smallest",
