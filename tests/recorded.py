@@ -7,17 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
+from raytrec.metrics.selection import figures_of
+
 BEGIN_S = 1.8e9
+KNOWN = {figure.key: figure.record() for figure in figures_of()}
+METRICS = [KNOWN[key] for key in ("auc", "ne", "logloss", "calibration")]  # as a run describes them
 PHASES = ("data", "copy", "input_exchange", "forward", "backward", "optimizer", "collectives", "other")
 PHASE_S = (0.1, 0.02, 0.2, 1.0, 1.2, 0.1, 0.6, 0.28)  # of an interval of 100 steps, 3.5 s together
 CAUSE = "rank 1 (pid 7 on 10.0.0.7) died at step 220"
 EVENTS = (
     {"event": "started", "unix_s": 0, "attempt": 1, "workers": 2},
-    {"event": "start", "unix_s": 1, "total": 500, "step": 0, "workers": 2},
+    {"event": "start", "unix_s": 1, "total": 500, "step": 0, "workers": 2, "metrics": METRICS},
     {"event": "saved", "unix_s": 6, "step": 150, "error": None, "blocked_s": 0.01, "seconds": 0.2},
     {"event": "failed", "unix_s": 9, "cause": CAUSE, "rank": 1, "step": 220, "again": True},
     {"event": "started", "unix_s": 20, "attempt": 2, "workers": 2},
-    {"event": "start", "unix_s": 21, "total": 500, "step": 150, "workers": 2},
+    {"event": "start", "unix_s": 21, "total": 500, "step": 150, "workers": 2, "metrics": METRICS},
     {"event": "saved", "unix_s": 34, "step": 500, "error": None, "blocked_s": 0.03, "seconds": 0.2},
 )
 CONFIG = """run: {name: recorded, dir: /runs/recorded}
@@ -50,8 +54,8 @@ def record(
     plan = [
         {
             "table": name,
-            "sharding_type": "table_wise" if i else "row_wise",
-            "compute_kernel": "fused",
+            "sharding": "table_wise" if i else "row_wise",
+            "kernel": "fused",
             "ranks": holders(i, ranks),
         }
         for i, name in enumerate(names)
@@ -145,12 +149,12 @@ def metrics(last: int) -> list[dict]:
 
 
 def curves(power: float = 0.3) -> dict:
-    """A ROC and a calibration curve; the higher the power, the worse the model."""
+    """A ROC curve and the reliability of predictions; the higher the power, the worse the model."""
     grid = np.linspace(0, 1, 50)
     bins = (np.arange(20) + 0.5) / 20
     return {
-        "roc": {"fpr": grid.tolist(), "tpr": (grid**power).tolist()},
-        "calibration": {
+        "roc": {"fpr": grid.tolist(), "tpr": (grid**power).tolist(), "metric": "auc"},
+        "reliability": {
             "predicted": bins.tolist(),
             "actual": (bins ** (1 + power)).tolist(),
             "rows": [1000 - 40 * i for i in range(20)],

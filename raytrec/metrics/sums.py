@@ -31,10 +31,11 @@ class Sums:
         self._names: list[str] = []  # of the vector; the functions say them when they are first called
         self._before: dict[str, float] = {}  # what this rank goes on from
         self._vector: torch.Tensor | None = None
-        self._functions: dict[str, dict[str, Callable]] = {
-            task: {_path(m.sums): m.sums for m in metrics if issubclass(m, SumMetric)}
-            for task, metrics in selection.of.items()
-        }
+        self._functions: dict[str, dict[Callable, str]] = {task: {} for task in selection.of}
+        for task, metrics in selection.of.items():  # the first metric that has a function gives it its name
+            for metric in metrics:
+                if issubclass(metric, SumMetric):
+                    self._functions[task].setdefault(metric.sums, f"{task}.{metric.name}.")
 
     def add(self, outputs: Outputs) -> None:
         """Adds a step of this rank; the host waits for nothing."""
@@ -42,9 +43,9 @@ class Sums:
 
         found = {ROWS: outputs.rows.sum()}
         for task, functions in self._functions.items():
-            for path, function in functions.items():
+            for function, prefix in functions.items():
                 given = function(outputs[task])
-                found |= {f"{task} {path} {name}": value for name, value in given.items()}
+                found |= {prefix + name: value for name, value in given.items()}
         if self._vector is None:
             self._names = list(found)
             self._vector = self._tensor()
@@ -75,7 +76,7 @@ class Sums:
         for task, metrics in self.selection.of.items():
             for metric in metrics:
                 if issubclass(metric, SumMetric):
-                    own = self._own(sums, f"{task} {_path(metric.sums)} ")
+                    own = self._own(sums, self._functions[task][metric.sums])
                     given = {metric.name: metric.figure(own), **metric.counts(own)} if own else {}
                     figures |= {self.selection.key(task, n): float(value) for n, value in given.items()}
         return figures
@@ -91,14 +92,11 @@ class Sums:
         """What this rank goes on from, in the order of the names."""
         import torch
 
+        if not self._before:  # no copy to a GPU, for which the host would wait
+            return torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         values = [self._before.get(name, 0.0) for name in self._names]
         return torch.tensor(values, dtype=torch.float64, device=self._device)
 
     @staticmethod
     def _own(sums: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
         return {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
-
-
-def _path(function: Callable) -> str:
-    """What a function is called in checkpoints."""
-    return f"{function.__module__}.{function.__qualname__}"

@@ -1,71 +1,113 @@
-"""Plain progress lines: what the console writes is what is read back from a log."""
+"""A run in the log of a job: lines for people, and messages that are read back as they were written."""
+
+from math import nan
 
 import pytest
+from recorded import METRICS
 
+from raytrec.compat.ray_core import JOB_CONFIG
 from raytrec.driver import progress_log as lines
 from raytrec.driver.console import RunConsole
+
+NAME, FOLDER = "movielens-20261122-101500", "/shared/my [red] :eye: runs/movielens-20261122-101500"
 
 
 @pytest.fixture
 def written(monkeypatch, capsys):
-    """A console that is no terminal, and a function for what it has written."""
+    """A console in a job, that is no terminal, and a function for what it has written."""
     monkeypatch.setattr("raytrec.driver.console.PLAIN_EVERY_S", 0)
     monkeypatch.setenv("COLUMNS", "40")  # lines are not cut where a terminal would end
-    return RunConsole("movielens-20261122-101500"), lambda: capsys.readouterr().err
+    monkeypatch.setenv(JOB_CONFIG, "{}")
+    return RunConsole(NAME), lambda: capsys.readouterr().err
+
+
+def people_see(text):
+    return "".join(lines.for_people([text]))
 
 
 def test_what_the_console_writes_is_read_back(written):
     console, out = written
-    console.start(total=550, step=0)
-    console.train(step=60, logloss=0.61234, ne=1.01, rows_per_s=None)
+    console.folder(FOLDER)
+    console.start(total=550, step=0, workers=2, metrics=METRICS)
+    console.train(step=60, logloss=0.61234, ne=1.01, rows_per_s=None, rows=100)
     console.train(step=120, logloss=0.51234, ne=0.9101, rows_per_s=80_000.4)
-    console.eval(step=120, auc=0.78, ne=0.9, logloss=0.55, calibration=1.01, rows=100)
-    console.note("run folder /shared/my [red] :eye: runs/movielens-20261122-101500")
+    console.eval(step=120, auc=0.78, ne=0.9, logloss=0.55, calibration=1.01, rows=100, curves={"roc": {}})
     console.warn("something else")
     console.phase("starting the workers")
     told = [found for line in out().splitlines() if (found := lines.parse(line))]
     assert told == [
-        ("train", {"step": 60, "total": 550, "logloss": 0.6123, "ne": 1.01}),
-        ("train", {"step": 120, "total": 550, "rows_per_s": 80_000.0, "logloss": 0.5123, "ne": 0.9101}),
-        ("eval", {"step": 120, "auc": 0.78, "ne": 0.9, "logloss": 0.55, "calibration": 1.01}),
-        (
-            "folder",
-            {
-                "name": "movielens-20261122-101500",
-                "folder": "/shared/my [red] :eye: runs/movielens-20261122-101500",
-            },
-        ),
+        ("folder", {"folder": FOLDER}),
+        ("start", {"total": 550, "step": 0, "metrics": METRICS}),
+        ("train", {"step": 60, "rows_per_s": None, "logloss": 0.61234, "ne": 1.01, "rows": 100}),
+        ("train", {"step": 120, "rows_per_s": 80_000.4, "logloss": 0.51234, "ne": 0.9101}),
+        ("eval", {"step": 120, "auc": 0.78, "ne": 0.9, "logloss": 0.55, "calibration": 1.01, "rows": 100}),
     ]
 
 
 def test_lines_suit_a_log(written):
     console, out = written
     with console:
-        console.start(total=550, step=0)
+        console.start(total=550, step=0, metrics=METRICS)
         console.train(step=60, logloss=0.6, ne=1.0, rows_per_s=80_000.0)
+        console.eval(step=60, auc=0.78, ne=0.9, logloss=None, calibration=1.01, rows=100)
         console.train(step=550, logloss=0.5, ne=0.9, rows_per_s=80_000.0)
-    text = out()
-    assert "\x1b" not in text and "\r" not in text and text.isascii()
-    assert "step 60/550 (10%)  80,000 rows/s  loss 0.6000  NE 1.0000\n" in text
-    assert text.rstrip().endswith("step 550/550 (100%)  80,000 rows/s  loss 0.5000  NE 0.9000  ETA 0:00")
+    text = people_see(out())
+    assert "\x1b" not in text and "\r" not in text and text.isascii() and "{" not in text
+    assert "step 60/550 (10%)  80,000 rows/s  NE 1.0000  log loss 0.6000\n" in text
+    assert "step 60: AUC 0.7800  NE 0.9000  calibration 1.0100\n" in text
+    assert text.rstrip().endswith("step 550/550 (100%)  80,000 rows/s  NE 0.9000  log loss 0.5000  ETA 0:00")
+
+
+def test_only_a_job_has_messages_in_its_log(written, monkeypatch):
+    monkeypatch.delenv(JOB_CONFIG)
+    _, out = written
+    console = RunConsole(NAME)
+    console.start(total=10, metrics=METRICS)
+    console.train(step=5, ne=1.0, rows_per_s=10.0)
+    assert people_see(text := out()) == text != ""
 
 
 def test_figures_that_are_not_defined(written):
     console, out = written
     console.start(total=10, step=0)
-    console.train(step=5, logloss=float("nan"), ne=float("nan"), rows_per_s=10.0)
-    assert lines.parse(out().splitlines()[-1])[1] == {
-        "step": 5,
-        "total": 10,
-        "rows_per_s": 10.0,
-        "logloss": None,
-        "ne": None,
-    }
+    console.train(step=5, logloss=nan, ne=nan, rows_per_s=10.0)
+    text = out()
+    assert "NE nan" in text
+    found = lines.parse(text.splitlines()[-1])
+    assert found == ("train", {"step": 5, "rows_per_s": 10.0, "logloss": None, "ne": None})
+
+
+def test_metrics_of_the_users_own_and_of_several_tasks(written):
+    console, out = written
+    hits = {"key": "click.hits", "title": "click: hits", "label": "click: hits", "better": "higher"}
+    hits |= {"format": "{:.1%}", "sums": True}
+    console.start(
+        total=10, metrics=[hits, {**hits, "key": "like.spread", "label": "like: spread", "sums": False}]
+    )
+    console.train(step=5, rows_per_s=10.0, **{"click.hits": 0.5, "like.spread": 0.1})
+    console.eval(step=5, **{"click.hits": 0.5, "like.spread": 0.1})
+    said = people_see(out())
+    assert "10 rows/s  click: hits 50.0%\n" in said
+    assert "step 5: click: hits 50.0%  like: spread 10.0%\n" in said
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_people_see_no_messages_however_a_log_comes(size):
+    log = 'a\n{"raytrec": "train", "step": 3}\n{"other": 1}\nb {"raytrec": 2}\n\n{"raytrec": "eval"}\nend {'
+    pieces = [log[i : i + size] for i in range(0, len(log), size)]
+    shown = list(lines.for_people(pieces))
+    assert "".join(shown) == 'a\n{"other": 1}\nb {"raytrec": 2}\n\nend {' and "" not in shown
+    assert list(lines.for_people(["rank", "..."])) == ["rank", "..."], "a line is shown before it ends"
 
 
 @pytest.mark.parametrize(
-    "line", ["", "step 3/4", "warning: rank 1  step 3: x", "name  step 40: saved", "Traceback (most recent)"]
-)
+    "line",
+    [
+        "", "step 3/4", "warning: rank 1  step 3: x", "name  step 40: saved", "Traceback (most recent)",
+        '{"raytrec": "train"}', '{"raytrec": "train", "step": "3"}', '{"raytrec": "exec", "step": 3}',
+        '{"raytrec": "folder", "folder": 3}', '{"raytrec": [], "step": 3}', '{"raytrec": "train", "ste',
+    ],
+)  # fmt: skip
 def test_lines_of_others(line):
     assert lines.parse(line) is None
 

@@ -219,12 +219,12 @@ def test_points_of_a_run_that_went_back():
     curves = points.curves()
     assert curves["train"] == {
         "step": [10, 20],
-        "loss_reduction": [0.1, 9.0],
+        "logloss": [0.1, 9.0],
         "ne": [None, 1.0],
         "rows_per_s": [None, 5.0],
     }
     assert curves["eval"]["auc"] == [0.7]
-    assert points.progress()["loss"] == 9.0
+    assert points.progress()["logloss"] == 9.0
     assert points.history().restarts() == [10]
 
 
@@ -249,7 +249,7 @@ def test_what_a_notebook_shows():
     train = [{"kind": "train", "step": s, "logloss": 1 / s, "ne": 0.9, "rows_per_s": 8e4} for s in (10, 20)]
     points.take(news(events=[{"event": "start", "total": 40}], metrics=train))
     page = progress_html("mine", points)
-    assert "width:50.0%" in page and "80,000 rows/s" in page and "loss 0.0500" in page
+    assert "width:50.0%" in page and "80,000 rows/s" in page and "log loss 0.0500" in page
     assert curves_png(points).startswith(b"\x89PNG")
     points.take(news(state="failed", error={"what": "<b>bad</b>"}))
     assert "&lt;b&gt;bad" in progress_html("mine", points)

@@ -68,7 +68,11 @@ def test_a_run_without_a_result_has_its_place(runs):
 def test_curves_lie_over_one_another(runs):
     comparison = compare(runs)
     made = overlay(comparison.runs, comparison.names)
-    training, _, _, auc = made.axes
+    labels = [axes.get_ylabel().replace("\n", " ") for axes in made.axes]
+    assert labels == [
+        "training NE", "training log loss", "evaluation AUC", "evaluation NE", "evaluation log loss"
+    ]  # fmt: skip
+    _, training, auc, _, _ = made.axes
     assert [line.get_label() for line in training.lines] == ["first", "second"]
     for line, run in zip(training.lines, comparison.runs, strict=True):
         assert list(line.get_ydata()) == [m["logloss"] for m in run.figures("train")]

@@ -1,11 +1,14 @@
 """Pictures have the data: what is drawn is held to what was written, artist by artist."""
 
+import json
+
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from recorded import PHASE_S, PHASES, interval, record, write_lines
 
+from raytrec.metrics.selection import figures_of
 from raytrec.report.figures import checks, learning, phases, shards, style, tables, timeline
 from raytrec.report.figures.gallery import PICTURES
 from raytrec.report.history import History
@@ -23,7 +26,8 @@ def drawn(axes, label):
 
 
 def test_curves_are_those_of_metrics(history):
-    loss, ne, auc = learning.curves(history).axes
+    ne, loss, auc = learning.curves(history).axes
+    assert [axes.get_ylabel() for axes in (ne, loss, auc)] == ["NE", "log loss", "AUC"]
     for axes, name in ((loss, "logloss"), (ne, "ne")):
         for kind, label in (("train", "training"), ("eval", "evaluation"), ("final", "final evaluation")):
             lines = history.figures(kind)
@@ -32,17 +36,58 @@ def test_curves_are_those_of_metrics(history):
     assert drawn(loss, "restart")[0] == [150, 150]
 
 
-def test_calibration_and_roc_are_those_of_the_last_evaluation(history, tmp_path):
+def test_reliability_and_roc_are_those_of_the_last_evaluation(history, tmp_path):
     written = history.figures("final")[-1]["curves"]
-    above, below = learning.calibration_plot(history).axes
-    points = written["calibration"]
+    above, below = learning.reliability(history).axes
+    points = written["reliability"]
     assert drawn(above, "this model") == (points["predicted"], points["actual"])
     bars = [segment[1][1] for segment in below.collections[0].get_segments()]
     assert bars == points["rows"]
-    (axes,) = learning.roc(history).axes
+    figure = learning.roc(history)
+    (axes,) = figure.axes
+    assert figure.get_suptitle() == "ROC at step 500: AUC 0.8100"
     assert drawn(axes, "this model") == (written["roc"]["fpr"], written["roc"]["tpr"])
-    (axes,) = learning.calibration_over_steps(history).axes
+    figure = learning.ratios(history)
+    (axes,) = figure.axes
+    assert figure.get_suptitle() == "Calibration 1.0020 at step 500" and axes.get_ylabel() == "calibration"
+    assert axes.lines[0].get_ydata() == [1, 1]
     assert drawn(axes, "training")[1] == [m["calibration"] for m in history.figures("train")]
+
+
+def test_two_tasks_have_a_panel_for_each_metric_and_a_line_for_each_curve(tmp_path):
+    record(tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    names = "auc", "ne", "logloss", "calibration", "roc", "reliability"
+    for name in names:
+        lines = lines.replace(f'"{name}":', f'"click.{name}":')
+    written = [
+        json.loads(line.replace('"metric": "auc"', '"metric": "click.auc"'))
+        for line in lines.split("\n")
+        if line
+    ]
+    for line in written:
+        line["like.mae"] = 5.0
+        if curves := line.get("curves"):
+            curves |= {
+                name.replace("click", "like"): curve | {"metric": "like.x"} for name, curve in curves.items()
+            }
+    write_lines(tmp_path / "metrics.jsonl", written)
+    described = [figure.record() for figure in figures_of() if figure.key in (*names, "mae")]
+    for each in described:
+        task = "like" if each["key"] == "mae" else "click"
+        each |= {"key": f"{task}.{each['key']}", "label": f"{task}: {each['label']}"}
+    write_lines(
+        tmp_path / "events.jsonl", [{"event": "start", "total": 500, "step": 0, "metrics": described}]
+    )
+    history = History.read(tmp_path)
+    panels = {axes.get_ylabel() for axes in learning.curves(history).axes}
+    assert panels == {"click: NE", "click: log loss", "click: AUC", "like: MAE"}
+    assert [axes.get_ylabel() for axes in learning.ratios(history).axes] == ["click: calibration"]
+    figure = learning.roc(history)
+    assert {line.get_label() for line in figure.axes[0].lines} == {"chance", "click", "like"}
+    assert "click: AUC 0.8100" in figure.get_suptitle().replace("\n", " ")
+    above = learning.reliability(history).axes[0]
+    assert {line.get_label() for line in above.lines} == {"as predicted", "click", "like"}
 
 
 def test_maps_show_bytes_and_load_of_each_table_on_each_rank(history):
