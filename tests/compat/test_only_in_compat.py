@@ -1,0 +1,204 @@
+"""No private name of upstream outside raytrec/compat, and nothing of upstream that is changed there."""
+
+import ast
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UPSTREAM = {"ray", "torch", "torchrec", "fbgemm_gpu", "mlflow", "torchmetrics"}
+PUBLIC = ("torch.backends.", "torch.utils.")  # settings, which are there to be assigned
+FILES = sorted(
+    path
+    for folder in ("raytrec", "datasets", "jobs", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+    if ROOT / "raytrec" / "compat" not in path.parents
+)
+DEFINED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+# What upstream names in no interface: files, variables, texts of errors.
+LITERALS = (
+    "checkpoint_manager_snapshot",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR",
+    "RAY_TRAIN_",
+    "ray_current_cluster",
+    "node:__internal_head__",
+    "/ray.rpc.",
+    "Initialization failure from server",
+    "Starting Ray client server failed",
+    "No available agent",
+    "node has died",
+    "running low on memory",
+    "mlflow.parentRunId",
+    "mlflow.experimentKind",
+)
+
+
+class Names(ast.NodeVisitor):
+    """Collects what a file uses of upstream's private parts.
+
+    Attributes:
+        found: (line, what).
+    """
+
+    def __init__(self, tree):
+        self.found, self._imported = [], {}
+        self._own = _own(tree)
+        for node in ast.walk(tree):  # imports first, wherever they are
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self._note(node)
+        self.visit(tree)
+
+    def _note(self, node):
+        module = getattr(node, "module", None)
+        for alias in node.names:
+            path = f"{module}.{alias.name}" if module else alias.name
+            if path.partition(".")[0] in UPSTREAM:
+                name = alias.asname or (alias.name if module else alias.name.partition(".")[0])
+                self._imported[name] = path if module or alias.asname else path.partition(".")[0]
+                if any(map(_is_private, path.split("."))):
+                    self.found.append((node.lineno, f"import of {path}"))
+
+    def visit_Attribute(self, node):
+        path = self._path(node)
+        inherited = ast.unparse(node.value) == "self" and node.attr in _of_own_classes()
+        if _is_private(node.attr) and not (node.attr in self._own or inherited or _is_python(node)):
+            self.found.append((node.lineno, ast.unparse(node)))
+        elif path and any(map(_is_private, path.split("."))):
+            self.found.append((node.lineno, path))
+        elif path and _is_stored(node) and not path.startswith(PUBLIC):
+            self.found.append((node.lineno, f"assignment to {path}"))
+        self.generic_visit(node)
+
+    def visit_Call(self, node):
+        called = ast.unparse(node.func)
+        if called in ("setattr", "delattr") and self._path(node.args[0]):
+            self.found.append((node.lineno, f"{called} on {self._path(node.args[0])}"))
+        hides = called == "hasattr" or (called == "getattr" and len(node.args) == 3)
+        if hides and self._path(node.args[0]):
+            self.found.append((node.lineno, f"{called} on {self._path(node.args[0])} hides what has moved"))
+        if called in ("import_module", "importlib.import_module") and isinstance(node.args[0], ast.Constant):
+            path = node.args[0].value
+            if path.partition(".")[0] in UPSTREAM and any(map(_is_private, path.split("."))):
+                self.found.append((node.lineno, f"import of {path}"))
+        self.generic_visit(node)
+
+    def visit_keyword(self, node):
+        if node.arg and _is_private(node.arg):
+            self.found.append((node.value.lineno, f"argument {node.arg}"))
+        self.generic_visit(node)
+
+    def visit_ClassDef(self, node):
+        """A method with a private name in a class that inherits from upstream may be an override."""
+        bases = [path for base in node.bases if (path := self._path(base))]
+        for method in node.body:
+            named = isinstance(method, ast.FunctionDef) and _is_private(method.name)
+            if named and self._has(bases, method):
+                self.found.append((method.lineno, f"override of {bases[0]}.{method.name}"))
+        self.generic_visit(node)
+
+    def visit_Constant(self, node):
+        if isinstance(node.value, str) and (text := next((t for t in LITERALS if t in node.value), None)):
+            self.found.append((node.lineno, f"'{text}'"))
+
+    def _path(self, node):
+        """The upstream path of an expression such as `torch.nn.Module`; None where it is not upstream's."""
+        if isinstance(node, ast.Name):
+            return self._imported.get(node.id)
+        if isinstance(node, ast.Attribute) and (base := self._path(node.value)):
+            return f"{base}.{node.attr}"
+        return None
+
+    @staticmethod
+    def _has(bases, method):
+        for path in bases:
+            module, _, name = path.rpartition(".")
+            if hasattr(getattr(import_module(module), name), method.name):
+                return True
+        return False
+
+
+def _is_python(node):
+    """Python's own: os._exit, sys._current_frames, a namedtuple's _replace."""
+    module = node.value.id if _is_name(node.value) else ""
+    return module in ("os", "sys") or node.attr == "_replace"
+
+
+def _own(tree):
+    """The names that a file defines."""
+    names = {n.name for n in ast.walk(tree) if isinstance(n, DEFINED)}
+    names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_stored(n)}
+    return names | {
+        n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and _is_name(n.target)
+    }
+
+
+@cache
+def _of_own_classes():
+    """The names that any file of raytrec defines: what `self` may have inherited."""
+    return set().union(*(_own(ast.parse(path.read_text())) for path in FILES))
+
+
+def _is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _is_stored(node):
+    return isinstance(node.ctx, ast.Store)
+
+
+def _is_name(node):
+    return isinstance(node, ast.Name)
+
+
+def used(source):
+    return [what for _, what in sorted(Names(ast.parse(source)).found)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_names_of_upstream_are_used_in_compat_only(path):
+    own = "benchmarks" in path.parts  # which look into raytrec's own objects
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for line, what in sorted(Names(ast.parse(path.read_text())).found)
+        if not own or not what.partition("._")[0].isidentifier()
+    ]
+    assert not found, "\n".join([*found, "private names of upstream belong into raytrec/compat"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import ray\nray._private.worker.x()",
+        "from ray._private import services",
+        "from ray.train.v2._internal.execution import a",
+        "from torch.distributed.optim import _apply_optimizer_in_backward as apply",
+        "import torch\ntorch._foreach_mul_([], 2)",
+        "import torch.distributed as dist\ndist.Work.wait = None",
+        "import torch\nsetattr(torch.distributed, 'x', 1)",
+        "import torch\nhasattr(torch.cuda, 'x')",
+        "import torch\ngetattr(torch.cuda, 'x', None)",
+        "def f(module):\n    return module._lookups",
+        "import ray\nray.init(_temp_dir='/tmp')",
+        "from torch import nn\nclass A(nn.Module):\n    def _apply(self, fn):\n        pass",
+        "importlib.import_module('ray._raylet')",
+        "NAME = 'checkpoint_manager_snapshot.json'",
+    ],
+)
+def test_what_is_found(source):
+    assert used(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.backends.cuda.matmul.allow_tf32 = True",
+        "import os\nos._exit(1)",
+        "class A:\n    def __init__(self):\n        self._x = 1\n    def f(self):\n        return self._x",
+        "from torch import nn\nclass A(nn.Module):\n    def _own(self):\n        return self._own()",
+        "import torch\ngetattr(torch, 'float32')",
+    ],
+)
+def test_what_is_not(source):
+    assert not used(source)
