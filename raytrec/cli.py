@@ -265,6 +265,20 @@ def report(
 
 
 @app.command()
+def track(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
+    allow_code: AllowCode = False,
+):
+    """Write to MLflow what it lacks of a run, because its server was away when the run ended."""
+    from raytrec.common.redaction import hide
+    from raytrec.driver.run import short
+    from raytrec.driver.track import track
+
+    config = track(run, allow_code=allow_code)
+    print(f"MLflow       {hide(short(config.tracking.uri))} has all of {config.run.name}")
+
+
+@app.command()
 def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Run folders.")],
     out: Annotated[str, typer.Option(help="The HTML page to write.")] = "compare.html",

@@ -15,6 +15,7 @@ import numpy as np
 from raytrec.checkpoint.files import find
 from raytrec.checkpoint.rows import StoredTable, table_names
 from raytrec.common.errors import RunError, did_you_mean
+from raytrec.common.messages import EVENTS, METRICS
 from raytrec.common.reading import (
     MOST_YAML_BYTES,
     NotReadable,
@@ -28,7 +29,7 @@ from raytrec.common.storage import absolute
 from raytrec.driver.driver_state import LOG, ask_to_stop, driver_of, is_alive
 
 RUNS, RESULT, CONFIG = "runs", "result.json", "config.yaml"
-GROWING = {"metrics": "metrics.jsonl", "events": "events.jsonl", "log": LOG}
+GROWING = {"metrics": METRICS, "events": EVENTS, "log": LOG}
 FILES = (CONFIG, "schema.yaml", "plan.json", RESULT, "report.html", "error.txt", "skipped.jsonl")
 PICTURES = "pictures"
 MOST_BYTES = 16 << 20  # of one answer

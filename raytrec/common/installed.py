@@ -5,8 +5,10 @@ from __future__ import annotations
 import runpy
 from importlib.metadata import PackageNotFoundError, distribution
 
+from raytrec.common.versions import installed
+
 # What to do where it is the wrong one; see requirements/install.py.
-OTHER_DEVICE = 'make clean, then make install DEVICE={device} (docs/install.md)'
+OTHER_DEVICE = "make clean, then make install DEVICE={device} (docs/install.md)"
 
 
 def built_for() -> str | None:
@@ -20,12 +22,4 @@ def built_for() -> str | None:
         return None
     # Its few lines are constants; the version's suffix (+cpu, +cu130) is missing where PyPI is the source.
     version = runpy.run_path(str(torch.locate_file("torch/version.py")))
-    return "cuda" if version.get("cuda") and not _is_installed("fbgemm-gpu-cpu") else "cpu"
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        distribution(name)
-    except PackageNotFoundError:
-        return False
-    return True
+    return "cuda" if version.get("cuda") and not installed("fbgemm-gpu-cpu") else "cpu"

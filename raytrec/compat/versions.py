@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from raytrec.common.errors import RunError
+from raytrec.common.versions import installed
 
 # Package → version, or how it begins: those of pyproject.toml and requirements/ (a test compares).
 PINNED = {
@@ -39,14 +39,6 @@ def require_versions() -> None:
             expected=", ".join(f"{name} {PINNED[name]}" for name in wrong),
             do="pip install --no-deps -r requirements/cpu.txt (or cuda.txt, notebook.txt) of this raytrec",
         )
-
-
-def installed(package: str) -> str | None:
-    """The version of a package of this environment; None where it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _matches(found: str, pin: str) -> bool:

@@ -134,7 +134,7 @@ class Record:
         missing = self._journal.missing()
         lost = self._tracker.close(status)
         if lost and not missing:
-            lost += "; the run folder has everything"
+            lost += f"; the run folder has everything: raytrec track {self._folder}"
         return [*self._take_warnings(), *filter(None, (missing, lost))]
 
     def keep(self, message: Message) -> list[str]:

@@ -19,8 +19,9 @@ from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.compat.torch_ import multiply_
-from raytrec.compat.torchrec_ import sharded_kernels, tables_of
+from raytrec.compat.torchrec_ import sharded_kernels
 from raytrec.embeddings.bags import table_of
+from raytrec.embeddings.row_gradients import row_gradients_squared
 from raytrec.embeddings.tables import tables
 
 
@@ -95,44 +96,3 @@ def replicated_parameters(model: DistributedModelParallel) -> list[nn.Parameter]
     """Dense parameters and data-parallel tables: every rank holds a copy, with the same gradient."""
     copies = {name for name, table in tables(model).items() if table.weight.replicated}
     return [p for name, p in model.named_parameters() if table_of(name) in {None, *copies}]
-
-
-def row_gradients_squared(
-    kernel: nn.Module, features: KeyedJaggedTensor, grad_BD: torch.Tensor
-) -> torch.Tensor:
-    """Σ of the squared gradient of each table row that a lookup touched: float64 scalar.
-
-    A row's gradient is Σ over the bags that hold it of w × the bag's gradient (w: 1 without weights).
-
-    Args:
-        kernel: one of `sharded_kernels`.
-        features: the ids that it looked up, for the rows of this rank's shards.
-        grad_BD: [B, Σ over the features of their dims], the gradient of the embeddings that it gave.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=grad_BD.device)
-    grads = dict(zip(features.keys(), grad_BD.split(kernel.config.embedding_dims(), dim=1), strict=True))
-    for table in tables_of(kernel):
-        ids, per_id = [], []
-        for name in table.feature_names:
-            feature = features[name]
-            grad_ND = grads[name].repeat_interleave(
-                feature.lengths(), dim=0, output_size=len(feature.values())
-            )
-            weights = feature.weights_or_none()
-            per_id.append(grad_ND if weights is None else grad_ND * weights.unsqueeze(1))
-            ids.append(feature.values())
-        grads_ND = torch.cat(per_id)
-        sums_ND = torch.zeros_like(grads_ND).index_add_(0, places_of(torch.cat(ids)), grads_ND)
-        total += sums_ND.double().square().sum()
-    return total
-
-
-def places_of(ids_N: torch.Tensor) -> torch.Tensor:
-    """Of each id, how many smaller ones there are, each counted once: int64 [N].
-
-    The inverse of torch.unique, which makes the host wait for the device to learn how many there are.
-    """
-    ordered_N, order_N = ids_N.sort()
-    first_N = torch.ones_like(ordered_N)
-    first_N[1:] = ordered_N[1:] != ordered_N[:-1]
-    return torch.empty_like(order_N).scatter_(0, order_N, first_N.cumsum(0) - 1)

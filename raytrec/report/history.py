@@ -16,6 +16,7 @@ from typing import Any
 
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import is_step, number
+from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS
 from raytrec.common.reading import (
     MOST_JSON_BYTES,
     NotReadable,
@@ -29,7 +30,7 @@ from raytrec.metrics.results import EVAL
 from raytrec.metrics.selection import Figure, figures_of
 from raytrec.tracking.aggregate import begin, by_step, load_order, over_time, table_over_ranks, tables_of
 
-FILES = ("config.yaml", "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl", "result.json")
+FILES = ("config.yaml", METRICS, RANKS, CHECKS, EVENTS, "result.json")
 MOST_INTERVALS = 600  # of ranks.jsonl: of a longer run, neighbours are put together, again and again
 
 
@@ -62,10 +63,10 @@ class History:
     def read(cls, folder: str | Path) -> History:
         """Reads what there is; an empty folder is a history in which nothing has happened."""
         folder = Path(folder)
-        metrics, checks = (_lines(folder / name, steps=True) for name in ("metrics.jsonl", "checks.jsonl"))
+        metrics, checks = (_lines(folder / name, steps=True) for name in (METRICS, CHECKS))
         metrics, checks = list(metrics), list(checks)
         intervals = _Intervals()
-        for line in _lines(folder / "ranks.jsonl", steps=True):
+        for line in _lines(folder / RANKS, steps=True):
             intervals.add(_sound(line))
         plan, result = (_json(folder / name) for name in ("plan.json", "result.json"))
         return cls(
@@ -78,7 +79,7 @@ class History:
             ranks=intervals.lines(),
             checks=_newest(checks, "check"),
             failures=[line for line in checks if line.get("passed") is False],
-            events=list(_lines(folder / "events.jsonl")),
+            events=list(_lines(folder / EVENTS)),
             progress=[(when(m), m["step"]) for m in metrics if m.get("kind") == "train"],
         )
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checks.live.keys import Key, found, keys_of
 from raytrec.checks.live.readout import read
 from raytrec.compat.fbgemm import cache_hits
 from raytrec.config.schema import Schema
+from raytrec.embeddings.row_gradients import Key, add_row_gradients, keys_of
 from raytrec.embeddings.tables import Shard, Table
 from raytrec.embeddings.taps import Lookup, Taps
 
@@ -223,20 +223,13 @@ class Statistics:
 def row_gradients(probed: Probed, keys: list[Key]) -> torch.Tensor:
     """The gradients of a probed step's rows: float32 [n, columns].
 
-    A row's gradient is Σ over the bags that hold it of w × the bag's gradient (w: 1 without weights).
-
     Args:
         keys: of the lookup.
     """
-    out, gradients = (
-        torch.zeros_like(probed.before),
-        probed.lookup.gradient.split(probed.lookup.columns, dim=1),
-    )
-    for number in probed.keys if len(out) else ():
-        key = keys[number]
-        hits, at = found(probed.ids, key.ids)
-        of_bags = gradients[number][key.bag[hits]].float()
-        out.index_add_(0, at, of_bags * key.weights[hits].unsqueeze(1))
+    out = torch.zeros_like(probed.before)
+    of_bags = probed.lookup.gradient.split(probed.lookup.columns, dim=1)
+    for number in probed.keys:
+        add_row_gradients(out, probed.ids, keys[number], of_bags[number])
     return out
 
 

@@ -51,7 +51,7 @@ def test_the_norm_is_that_of_one_process(world, plan, max_norm):
 
 @pytest.mark.parametrize("count", [0, 1, 300])
 def test_rows_are_numbered_as_unique_numbers_them(count):
-    from raytrec.embeddings.clipping import places_of
+    from raytrec.embeddings.row_gradients import places_of
 
     for dtype in (torch.int32, torch.int64):
         ids = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(count), dtype=dtype)

@@ -14,7 +14,10 @@ import disks
 import pytest
 import recorded
 
+from raytrec.cli import main
 from raytrec.common import messages
+from raytrec.common.errors import RunError
+from raytrec.driver import track as track_module
 from raytrec.driver.recorder import Record
 from raytrec.tracking.feed import NOTE, Delivered, Feed
 from raytrec.tracking.journal import append_line
@@ -273,3 +276,30 @@ def test_lines_are_kept_while_nothing_is_tracked(tmp_path, uri):
             record.keep(message(kind, step))
     assert record.close("FINISHED") == []
     check(uri, folder, range(1, 3))
+
+
+def test_what_is_missing_at_the_end_is_written_later(uri, tmp_path, monkeypatch, capsys):
+    """`raytrec track`: of a run that has ended while the server was away."""
+    folder = tmp_path / "later"
+    folder.mkdir()
+    add_all(folder, 1, 4)
+    values = {"run": {"name": "later"}, "data": {"train": "d"}, "tracking": {"uri": "http://127.0.0.1:9"}}
+    (folder / "config.yaml").write_text(json.dumps(values))  # JSON is YAML
+    (folder / "result.json").write_text("{}")
+    monkeypatch.setattr(track_module, "PATIENCE_S", 2.0)
+    with pytest.raises(RunError, match=r"MLflow lacks 1[0-9] records and the end of the run"):
+        track_module.track(folder, allow_code=True)
+    values["tracking"]["uri"] = uri
+    (folder / "config.yaml").write_text(json.dumps(values))
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="0"):
+            main(["track", str(folder), "--allow-code"])
+        assert "has all of later" in capsys.readouterr().out
+        run_id = json.loads((folder / NOTE).read_text())["run_id"]
+        wanted = expected(range(1, 4))
+        assert stored(uri, run_id, wanted) == wanted
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert {file.path for file in client.list_artifacts(run_id)} == {"config.yaml", "result.json"}

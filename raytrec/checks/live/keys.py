@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.embeddings.row_gradients import Key
 
 LONGEST = 1024  # ids in a bag that is compared
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of a KeyedJaggedTensor.
-
-    Attributes:
-        ids: int64 [N]. bag: int64 [N], the bag of each. weights: float32 [N], 1 where there are none.
-        lengths: int64 [B].
-    """
-
-    ids: torch.Tensor
-    bag: torch.Tensor
-    weights: torch.Tensor
-    lengths: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -43,20 +28,6 @@ class Bags:
     bag: torch.Tensor
     factors: torch.Tensor
     doubt: torch.Tensor
-
-
-def keys_of(features: KeyedJaggedTensor, count: int) -> Iterator[Key]:
-    """Its `count` keys in order, even where a name comes twice."""
-    lengths_KB = features.lengths().view(count, -1).long()
-    sizes = lengths_KB.sum(1).tolist()
-    weights = features.weights_or_none()
-    if weights is None:
-        weights = torch.ones_like(features.values(), dtype=torch.float32)
-    bags = torch.arange(lengths_KB.shape[1], device=lengths_KB.device)
-    for lengths, ids, of_ids in zip(
-        lengths_KB, features.values().split(sizes), weights.split(sizes), strict=True
-    ):
-        yield Key(ids, bags.repeat_interleave(lengths, output_size=len(ids)), of_ids, lengths)
 
 
 def factors_of(
@@ -82,10 +53,3 @@ def some_bags(key: Key, first: torch.Tensor, mean: bool, device: torch.device) -
     places = torch.arange(len(bag)) + starts[bag]
     factors, doubt = factors_of(key.weights[places], bag, len(at), mean)
     return Bags(*(x.to(device) for x in (at, key.ids[places], bag, factors, doubt)))
-
-
-def found(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of ids that are among (sorted, not empty) rows, and where among them they are."""
-    at = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
-    hits = (rows[at] == ids).nonzero().squeeze(1)
-    return hits, at[hits]

@@ -15,11 +15,12 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from raytrec.checks.live.keys import Bags, factors_of, found, keys_of, some_bags
+from raytrec.checks.live.keys import Bags, factors_of, some_bags
 from raytrec.checks.live.outcome import STEP, Check, Outcome, Position, Watched
 from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import shard_origin, tables_of
 from raytrec.data.batch import Batch
+from raytrec.embeddings.row_gradients import add_row_gradients, found, keys_of
 from raytrec.embeddings.tables import Table
 
 BAGS = 4  # of each feature and rank, beside the longest one
@@ -195,11 +196,8 @@ class Parity(Check):
             for key, grad_BC, (table, (row, column)) in zip(
                 keys_of(lookup.ids, len(places)), columns, places, strict=True
             ):
-                if not len(rows[table]):
-                    continue
-                hits, at = found(rows[table], key.ids + row)
-                terms_NC = grad_BC[key.bag[hits]] * key.weights[hits].unsqueeze(1)
-                got[table][:, column : column + grad_BC.shape[1]].index_add_(0, at, terms_NC)
+                part = got[table][:, column : column + grad_BC.shape[1]]
+                add_row_gradients(part, rows[table] - row, key, grad_BC)
 
     def _averaged(self, table: Table, rows: torch.Tensor, of_kernels: torch.Tensor) -> torch.Tensor:
         """The gradient of a data-parallel table after DistributedDataParallel; where clipping has scaled it,

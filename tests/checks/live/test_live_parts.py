@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checks.live import finite
 from raytrec.checks.live.finite import ROWS, Finite, largest, sample
-from raytrec.checks.live.keys import LONGEST, keys_of, some_bags
+from raytrec.checks.live.keys import LONGEST, some_bags
 from raytrec.checks.live.numerics import GROWTH, Look, Numerics
 from raytrec.checks.live.outcome import Outcome, Position, Watched, odd_ones, ranks
 from raytrec.checks.live.probe import error_of
@@ -24,6 +24,7 @@ from raytrec.checks.live.registry import all_checks
 from raytrec.checks.live.replicas import CHUNK, Replicas, _multipliers, fingerprint
 from raytrec.checks.live.runner import verdict
 from raytrec.checks.live.shards import _gaps
+from raytrec.embeddings.row_gradients import keys_of
 from raytrec.embeddings.tables import Parts, Shard, Table
 from raytrec.embeddings.taps import Lookup
 

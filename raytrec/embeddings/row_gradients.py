@@ -1,0 +1,106 @@
+"""The gradients of the table rows that a lookup touched, from those of the bags that it gave.
+
+A row's gradient is Σ over the bags that hold it of w × the bag's gradient (w: 1 without weights). FBGEMM's
+kernels apply it in backward without ever showing it. Here it is computed in plain torch: for given rows
+(`add_row_gradients`), or for all, as one norm that no host waits for (`row_gradients_squared`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.compat.torchrec_ import tables_of
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a KeyedJaggedTensor.
+
+    Attributes:
+        ids: int64 [N]. bag: int64 [N], the bag of each. weights: float32 [N], 1 where there are none.
+        lengths: int64 [B].
+    """
+
+    ids: torch.Tensor
+    bag: torch.Tensor
+    weights: torch.Tensor
+    lengths: torch.Tensor
+
+
+def keys_of(features: KeyedJaggedTensor, count: int) -> Iterator[Key]:
+    """Its `count` keys in order, even where a name comes twice."""
+    lengths_KB = features.lengths().view(count, -1).long()
+    sizes = lengths_KB.sum(1).tolist()
+    weights = features.weights_or_none()
+    if weights is None:
+        weights = torch.ones_like(features.values(), dtype=torch.float32)
+    bags = torch.arange(lengths_KB.shape[1], device=lengths_KB.device)
+    for lengths, ids, of_ids in zip(
+        lengths_KB, features.values().split(sizes), weights.split(sizes), strict=True
+    ):
+        yield Key(ids, bags.repeat_interleave(lengths, output_size=len(ids)), of_ids, lengths)
+
+
+def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: Key, grad_BD: torch.Tensor) -> None:
+    """Adds to the gradients of rows what the bags of a key give to them.
+
+    Args:
+        out_RD: float32, changed in place.
+        rows_R: int64, sorted, each once.
+        key: what was looked up; its ids are rows.
+        grad_BD: of its bags.
+    """
+    if len(rows_R):
+        hits, at = found(rows_R, key.ids)
+        out_RD.index_add_(0, at, grad_BD[key.bag[hits]].float() * key.weights[hits].unsqueeze(1))
+
+
+def row_gradients_squared(
+    kernel: nn.Module, features: KeyedJaggedTensor, grad_BD: torch.Tensor
+) -> torch.Tensor:
+    """Σ of the squared gradient of each table row that a lookup touched: float64 scalar.
+
+    Args:
+        kernel: one of `sharded_kernels`.
+        features: the ids that it looked up, for the rows of this rank's shards.
+        grad_BD: [B, Σ over the features of their dims], the gradient of the embeddings that it gave.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=grad_BD.device)
+    grads = dict(zip(features.keys(), grad_BD.split(kernel.config.embedding_dims(), dim=1), strict=True))
+    for table in tables_of(kernel):
+        ids, per_id = [], []
+        for name in table.feature_names:
+            feature = features[name]
+            grad_ND = grads[name].repeat_interleave(
+                feature.lengths(), dim=0, output_size=len(feature.values())
+            )
+            weights = feature.weights_or_none()
+            per_id.append(grad_ND if weights is None else grad_ND * weights.unsqueeze(1))
+            ids.append(feature.values())
+        grads_ND = torch.cat(per_id)
+        sums_ND = torch.zeros_like(grads_ND).index_add_(0, places_of(torch.cat(ids)), grads_ND)
+        total += sums_ND.double().square().sum()
+    return total
+
+
+def places_of(ids_N: torch.Tensor) -> torch.Tensor:
+    """Of each id, how many smaller ones there are, each counted once: int64 [N].
+
+    The inverse of torch.unique, which makes the host wait for the device to learn how many there are.
+    """
+    ordered_N, order_N = ids_N.sort()
+    first_N = torch.ones_like(ordered_N)
+    first_N[1:] = ordered_N[1:] != ordered_N[:-1]
+    return torch.empty_like(order_N).scatter_(0, order_N, first_N.cumsum(0) - 1)
+
+
+def found(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of ids that are among (sorted, not empty) rows, and where among them they are."""
+    at = torch.searchsorted(rows, ids).clamp(max=len(rows) - 1)
+    hits = (rows[at] == ids).nonzero().squeeze(1)
+    return hits, at[hits]
