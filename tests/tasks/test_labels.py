@@ -49,6 +49,8 @@ def own_parts(monkeypatch, request):
 def test_any_finite_number_where_squared_error_is_learned(tmp_path):
     path = written(tmp_path, [0, 1], [4.5, -3.0])
     assert read(path, STARS) == ([[0, 4.5], [1, -3.0]], False)
+    assert read(written(tmp_path, [0, 1], [4.5, 3.0]), COUNT) == ([[0, 4.5], [1, 3.0]], False)
+    path = written(tmp_path, [0, 1], [4.5, -3.0])
     assert read(path, {"label": "clicked"}) == ([[0, 4.5], [1, -3.0]], False), "nobody learns stars"
 
 

@@ -20,7 +20,7 @@ def a_run(rank, world, plan):
     logits, locks = [], []
     for part in (local[:4], None, local[4:]):
         for outputs in step.evaluate(iter(local)) if part is None else step.train(iter(part), len(part)):
-            logits.append(outputs.logits.tolist())
+            logits.append(outputs["y"].logits.tolist())
             locks.append([kernel.lock_cache_line for kernel in getattr(pipeline, "_kernels", [])])
     names = {name for name, seconds in step.phases.take().items() if seconds > 0}
     return type(pipeline).__name__, logits, weights(step), locks, names
