@@ -1,7 +1,9 @@
 """What the documents say exists: links, headings, files, configuration keys, commands and their options."""
 
 import re
+import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -199,3 +201,59 @@ def test_files_are_there(page):
             rf"(?<![\w/.~])((?:{roots})/[\w./-]+\.(?:py|yaml|yml|md|txt|sh|ipynb))", snippet
         ):
             assert (REPO / path).exists(), f"{page}: {path}"
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The Python of docs/extending.md as a module."""
+    blocks = re.findall(r"(?ms)^```python\n(.*?)^```", text("docs/extending.md"))
+    (tmp_path / "mine.py").write_text("\n\n".join(blocks))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    yield import_module("mine")
+    del sys.modules["mine"]
+
+
+def test_examples_of_extending_work(mine, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import torch
+    from raytrec_datasets import find_recipe
+
+    from raytrec.checks.live.outcome import STEP
+    from raytrec.checks.live.registry import choose
+    from raytrec.config.run_config import load_config
+    from raytrec.config.schema import Schema
+    from raytrec.data.transform import transformed
+    from raytrec.metrics.selection import Selection
+    from raytrec.models import build_model
+    from raytrec.tasks.outputs import TaskOutputs
+    from raytrec.tasks.task import resolve_tasks
+
+    find_recipe("mine:shop")(tmp_path / "shop", rows=10)
+    schema = Schema.load(tmp_path / "shop" / "schema.yaml")
+    assert pq.read_table(tmp_path / "shop" / "train").num_rows == 10
+    values: dict = {"data": {"train": str(tmp_path / "shop" / "train")}}
+    for block in yaml_blocks("docs/extending.md"):
+        for section, value in block.items():
+            values[section] = {**values.get(section, {}), **value} if isinstance(value, dict) else value
+    assert set(values) == {"data", "model", "tasks", "checks", "checkpoint", "train"}
+    values["tasks"] = [{"loss": "mine:Huber", "metrics": ["mae", "mine:Accuracy"]}]
+    config = load_config(values)
+
+    logits_B = build_model(schema, config.model)(torch.zeros(3, 0), {"item": torch.ones(3, 16)})
+    assert logits_B.shape == (3,)
+    (task,) = resolve_tasks(config.tasks, schema)
+    labels_B = torch.tensor([0.0, 1.0, 1.0])
+    assert task.loss.of_rows(logits_B, labels_B).shape == (3,)
+    selection = Selection([task])
+    assert selection.best(config.checkpoint.best_metric).title == "accuracy at 0.5"
+    view = TaskOutputs(logits_B.detach(), torch.tensor([0.1, 0.9, 0.2]), labels_B, torch.ones(3))
+    assert float(mine.Accuracy.figure(mine.Accuracy.sums(view))) == pytest.approx(2 / 3)
+
+    bounded = choose(config)["bounded"]
+    judged = bounded.check(None).judge([{"item": 3.0}, {"item": 200.0}], 7)
+    assert bounded.reaction == "warn" and not judged.passed and "200" in judged.text
+    assert bounded.check(None).judge([{"item": 3.0}, {}], 7).passed and STEP in bounded.check.moments
+    table = transformed(pa.table({"clicks": [1], "views": [10]}), tuple(config.data.transforms), "here")
+    assert table["ratio"].to_pylist() == [pytest.approx(0.05)]
