@@ -53,7 +53,6 @@ class Metric:
         label: short, for lines and axes.
         better: which values are better; None: neither are.
         format: of its figures, as of str.format.
-        curve: rows of a whole evaluation → a curve to draw (metrics/curves.py), or None where there is none.
     """
 
     name: ClassVar[str] = ""
@@ -61,7 +60,11 @@ class Metric:
     label: ClassVar[str]
     better: ClassVar[Direction | None]
     format: ClassVar[str]
-    curve: ClassVar[Callable[[Rows], dict[str, list] | None] | None] = None
+
+    @staticmethod
+    def curve(rows: Rows) -> dict[str, list] | None:
+        """A curve of an evaluation's rows for the report (metrics/curves.py); None: there is none."""
+        return None
 
 
 class SumMetric(Metric):
@@ -140,7 +143,9 @@ def metric(
             raise ConfigError("it is no metric", where=where, expected="a subclass of SumMetric or RowMetric")
         cls.name, cls.better, cls.format = name, better, format
         cls.title, cls.label = title or name, label or name
-        return METRICS(name)(cls) if cls.__module__.startswith(f"{__package__}.") else cls
+        if cls.__module__.startswith(f"{__package__}."):
+            METRICS(name)(cls)
+        return cls
 
     return register
 

@@ -72,7 +72,7 @@ class Sums:
         self._before = {}
         if self._vector is not None:
             self._vector.zero_()
-        figures = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
+        figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
         for task, metrics in self.selection.of.items():
             for metric in metrics:
                 if issubclass(metric, SumMetric):

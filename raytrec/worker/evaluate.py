@@ -9,7 +9,7 @@ import torch
 
 from raytrec.common.errors import RunError
 from raytrec.data.stream import Stream
-from raytrec.metrics.registry import RowMetric
+from raytrec.metrics.registry import Metric, RowMetric
 from raytrec.metrics.rows import Rows
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import ROWS, Sums
@@ -57,9 +57,9 @@ def evaluate(
     return {**of_rows, **figures, "skipped_rows": skipped}, curves or None
 
 
-def needs_rows(metric: type) -> bool:
+def needs_rows(metric: type[Metric]) -> bool:
     """Whether a metric, or its curve, needs all rows at once."""
-    return issubclass(metric, RowMetric) or metric.curve is not None
+    return issubclass(metric, RowMetric) or metric.curve is not Metric.curve
 
 
 def _of_rows(
@@ -78,7 +78,7 @@ def _of_rows(
         if issubclass(metric, RowMetric):
             value = metric.figure(rows)
             figures[key] = None if value is None else float(value)
-        if metric.curve is not None and (points := metric.curve(rows)) is not None:
+        if (points := metric.curve(rows)) is not None:
             curves[selection.key(task, metric.curve.__name__)] = {**points, "metric": key}
     return figures, curves
 

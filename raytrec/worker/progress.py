@@ -89,7 +89,7 @@ class Progress:
     def report(self) -> dict[str, Any]:
         """Figures of the window, which then begins anew; a collective."""
         figures = self.reported = self.window.reduce()
-        self.trained += figures["rows"]
+        self.trained += int(figures["rows"])
         return figures | {
             "rows": self.rows,
             "rows_per_s": self.clock.rows_per_s,

@@ -124,8 +124,9 @@ def _draw(axes: Axes, history: History, name: str) -> None:
     ):
         steps, values = points(history, kind, name)
         if steps:
-            steps, values = thinned(steps, values)
-            axes.plot(steps, values, color=colour, marker=marker, markersize=size, label=LABELS[kind])
+            axes.plot(
+                *thinned(steps, values), color=colour, marker=marker, markersize=size, label=LABELS[kind]
+            )
     restart_lines(axes, history.restarts())
     axes.yaxis.set_major_formatter(PLAIN)
     few_ticks(axes.yaxis)

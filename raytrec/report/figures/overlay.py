@@ -42,8 +42,9 @@ def overlay(runs: list[History], names: list[str]) -> Figure | None:
     for axes, ((kind, name), label) in zip(panels, found.items(), strict=True):
         for index, (run, called) in enumerate(zip(runs, names, strict=True)):
             colour, dash = LINES[index % len(LINES)], DASHES[index // len(LINES) % len(DASHES)]
-            line = {"color": colour, "linestyle": dash, "marker": "." if kind == "eval" else None}
-            axes.plot(*thinned(*points(run, kind, name)), label=short(called, 28), **line)
+            steps, values = thinned(*points(run, kind, name))
+            marker = "." if kind == "eval" else None
+            axes.plot(steps, values, label=short(called, 28), color=colour, linestyle=dash, marker=marker)
             if kind == "eval":
                 axes.plot(
                     *points(run, "final", name), color=colour, linestyle="none", marker="D", markersize=5
