@@ -35,13 +35,15 @@ class Registry(Generic[T]):
         self._complete = False
 
     def __call__(self, name: str) -> Callable[[T], T]:
-        """Decorator: registers a part under a name.
+        """Decorator: registers a part of the package under a name; one of a user's has its module:name.
 
         Raises:
             ValueError: another one has it.
         """
 
         def register(part: T) -> T:
+            if not f"{part.__module__}.".startswith(f"{self._package}."):
+                return part
             known = self._parts.setdefault(name, part)
             if (known.__module__, known.__qualname__) != (part.__module__, part.__qualname__):
                 raise ValueError(f"two parts are called {self._kind} {name}: {known} and {part}")
@@ -56,9 +58,7 @@ class Registry(Generic[T]):
         if not self._complete:
             import_all(self._package)
             self._complete = True
-        return {
-            n: part for n, part in sorted(self._parts.items()) if part.__module__.startswith(self._package)
-        }
+        return dict(sorted(self._parts.items()))
 
     def find(self, name: str, where: str, folder: str | None = None) -> T:
         """The part of this name, or what `module:name` names; that is imported.

@@ -19,7 +19,9 @@ def parts(tmp_path, monkeypatch):
     for name in ("toffee", "fudge"):
         text = f"from sweets_of_mine import sweet\n\n@sweet('{name}')\nclass Sweet: ...\n"
         (package / f"{name}.py").write_text(text)
-    (tmp_path / "elsewhere_sweets.py").write_text("class Nougat: ...\n")
+    (tmp_path / "elsewhere_sweets.py").write_text(
+        "from sweets_of_mine import sweet\n\n@sweet('fudge')\nclass Nougat: ...\n"
+    )
     (tmp_path / "broken_sweets.py").write_text("import os\nos.there_is_no_such_name\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     import sweets_of_mine
@@ -60,7 +62,7 @@ def test_errors_of_a_module_are_its_own(parts):
 
 
 def test_a_name_belongs_to_one_part():
-    registry = Registry("sweet", "nowhere")
+    registry = Registry("sweet", __name__)
     one = type("One", (), {})
     assert registry("fudge")(one) is one and registry("fudge")(one) is one
     with pytest.raises(ValueError, match="two parts are called sweet fudge"):
