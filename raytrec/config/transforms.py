@@ -22,12 +22,14 @@ from __future__ import annotations
 
 from datetime import date
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from raytrec.common.python_path import PYTHON_PATH
 from raytrec.config.base import PositiveInt, Section
+
+OWN = "module:function"
 
 
 class OnColumns(Section):
@@ -223,47 +225,28 @@ class Python(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments.")
 
 
-BUILT_IN = {
-    "fill_null": FillNull,
-    "clip": Clip,
-    "log": Log,
-    "bucketize": Bucketize,
-    "hash": Hash,
-    "lookup_vocabulary": LookupVocabulary,
-    "binarize": Binarize,
-    "date_part": DatePart,
-    "age": Age,
-    "cast": Cast,
-    "drop_null": DropNull,
-}
+# A new one is a class above and its function in data/transform.py.
+BUILT_IN = {get_args(cls.model_fields["do"].annotation)[0]: cls for cls in OnColumns.__subclasses__()}
 
 
 def _kind(value: Any) -> str | None:
     do = value.get("do") if isinstance(value, dict) else getattr(value, "do", None)
     if isinstance(do, str) and do in BUILT_IN:
         return do
-    return "module:function" if PYTHON_PATH.fullmatch(str(do)) else None
+    return OWN if PYTHON_PATH.fullmatch(str(do)) else None
 
 
-Transform = Annotated[
-    Annotated[FillNull, Tag("fill_null")]
-    | Annotated[Clip, Tag("clip")]
-    | Annotated[Log, Tag("log")]
-    | Annotated[Bucketize, Tag("bucketize")]
-    | Annotated[Hash, Tag("hash")]
-    | Annotated[LookupVocabulary, Tag("lookup_vocabulary")]
-    | Annotated[Binarize, Tag("binarize")]
-    | Annotated[DatePart, Tag("date_part")]
-    | Annotated[Age, Tag("age")]
-    | Annotated[Cast, Tag("cast")]
-    | Annotated[DropNull, Tag("drop_null")]
-    | Annotated[Python, Tag("module:function")],
-    Discriminator(
-        _kind,
-        custom_error_type="transform",
-        custom_error_message=f"do is one of {', '.join(BUILT_IN)}, or module:function",
-    ),
-]
+if TYPE_CHECKING:
+    Transform = OnColumns | Python
+else:
+    Transform = Annotated[
+        Union[*(Annotated[cls, Tag(do)] for do, cls in BUILT_IN.items()), Annotated[Python, Tag(OWN)]],
+        Discriminator(
+            _kind,
+            custom_error_type="transform",
+            custom_error_message=f"do is one of {', '.join(BUILT_IN)}, or {OWN}",
+        ),
+    ]
 
 
 def columns_before(transforms: list[Transform] | tuple[Transform, ...], columns: list[str]) -> list[str]:

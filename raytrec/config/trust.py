@@ -55,6 +55,12 @@ def code_in(values: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def own_code(values: dict[str, Any]) -> list[str]:
+    """The user's code that a configuration names, as module:name."""
+    servers = ("scaling.address", "tracking.uri")
+    return list(dict.fromkeys(name for key, name in code_in(values).items() if key not in servers))
+
+
 def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> None:
     """Refuses what a configuration from elsewhere names; what overrides put in its place is the user's.
 

@@ -18,6 +18,7 @@ from raytrec.common.redaction import hide
 from raytrec.common.storage import absolute, relative
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.config.trust import own_code
 from raytrec.data.contents import Content, fingerprint, in_background, look_at_all
 from raytrec.data.fragments import Dataset, scan
 from raytrec.data.verify import check_accused
@@ -54,9 +55,11 @@ class Result:
     """What a run came to.
 
     Attributes:
-        metrics: the content of result.json: eval.auc, eval.ne, eval.logloss (nats), eval.calibration,
-            eval.rows, train.rows, train.steps, train.samples_per_s, train.checks_passed,
-            train.checks_failed, world_size, seconds, name, mlflow_run_id (None without MLflow).
+        metrics: the content of result.json: eval.NAME of each metric (eval.TASK.NAME where there are several
+            tasks), metrics (what they are called, and which values are better), eval.rows, train.rows,
+            train.steps, train.samples_per_s, train.checks_passed, train.checks_failed, world_size,
+            seconds, name, mlflow_run_id (None without MLflow), and code, the module:name of the user's that
+            the run was made of, if any.
         path: the run folder (of an evaluation: the checkpoint).
         next_steps: lines that say where to look.
     """
@@ -169,6 +172,8 @@ def _drive(
             "mlflow_run_id": tracker.run_id,
             "name": config.run.name,
         }
+        if code := own_code(config.model_dump(by_alias=True)):
+            metrics["code"] = code
         if missing := record.result(metrics, watch.unsaved):
             error = Unfinished(**missing.parts)
             error.result = Result(metrics, folder, [f"run folder   {relative(folder)}"])
@@ -203,6 +208,8 @@ def _describe_run(tracker: Tracker | NoTracker, config: RunConfig) -> None:
 def _next_steps(config: RunConfig, folder: Path, tracker: Tracker | NoTracker) -> list[str]:
     """Where to look at a run that has ended well."""
     lines = [f"run folder   {relative(folder)}"]
+    if code := own_code(config.model_dump(by_alias=True)):
+        lines.append(f"your code    {', '.join(code)}")
     if config.tracking.report:
         lines.append(f"pictures     {relative(folder / REPORT)}")
     if config.tracking.enabled:

@@ -1,0 +1,163 @@
+"""The same parts in a copy of the tree: each changes at most two files, and all of them train together."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OWN, REPOSITORY = Path(__file__).parent / "own", Path(__file__).parents[2]
+SECTION = '''\
+"""A linear model's configuration."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from raytrec.config.models.base import ModelSection, model
+
+
+@model("linear", "raytrec.models.linear:Linear")
+class LinearSection(ModelSection):
+    """One linear layer (models/linear.py)."""
+
+    name: Literal["linear"] = Field(description="The model.")
+'''
+TRANSFORM = '''\
+class Share(OnColumns):
+    """A number becomes its share of the most, at most 1."""
+
+    do: Literal["share"] = Field(description="share")
+    most: float = Field(description="What is 1.")
+
+
+'''
+FUNCTION = """\
+def _share(spec: t.Share, array: pa.Array) -> pa.Array:
+    return pc.min_element_wise(pc.divide(array, spec.most), 1.0)
+
+
+"""
+JOB = """\
+run: {dir: run}
+data:
+  train: data/train
+  test: data/test
+  global_batch_size: 64
+  lanes: 2
+  transforms: [{do: share, columns: [paid], into: [share], most: 50}]
+scaling: {num_workers: 1, device: cpu}
+model: {name: linear}
+tasks: [{loss: hinge, options: {margin: 0.5}, metrics: [auc, accuracy]}]
+optim: {embeddings: {lr: 0.1}, dense: {lr: 0.01}}
+train: {log_every_steps: 10}
+checks: {every_steps: 10, patience: warn}
+tracking: {enabled: false}
+"""
+
+
+def copied(tree, own, place):
+    """A file of the user's at its place in the tree."""
+    (tree / place).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(OWN / own, tree / place)
+
+
+def inserted(tree, place, before, text):
+    """Text put into a file, before the only line that begins so."""
+    whole = (tree / place).read_text()
+    assert len(re.findall(f"(?m)^{re.escape(before)}", whole)) == 1, f"{place}: {before}"
+    (tree / place).write_text(re.sub(f"(?m)^{re.escape(before)}", lambda _: text + before, whole))
+
+
+def add_model(tree):
+    copied(tree, "shop_model.py", "raytrec/models/linear.py")
+    (tree / "raytrec/config/models/linear.py").write_text(SECTION)
+
+
+def add_loss(tree):
+    copied(tree, "shop_loss.py", "raytrec/tasks/losses/hinge.py")
+
+
+def add_metric(tree):
+    copied(tree, "shop_metric.py", "raytrec/metrics/accuracy.py")
+
+
+def add_check(tree):
+    copied(tree, "shop_check.py", "raytrec/checks/live/patience.py")
+    setting = '    patience: Reaction = Field("stop", description="A run is over in time.")\n'
+    inserted(tree, "raytrec/config/sections.py", "    custom: dict[", setting)
+
+
+def add_transform(tree):
+    inserted(tree, "raytrec/config/transforms.py", "class Python(", TRANSFORM)
+    inserted(tree, "raytrec/data/transform.py", "BUILT_IN:", FUNCTION)
+    inserted(tree, "raytrec/data/transform.py", "    t.DropNull:", "    t.Share: _share,\n")
+
+
+def add_recipe(tree):
+    copied(tree, "shop_recipe.py", "datasets/shop/__init__.py")
+    inserted(tree, "pyproject.toml", '    "raytrec_datasets",', '    "raytrec_datasets.shop",\n')
+
+
+PARTS = [add_model, add_loss, add_metric, add_check, add_transform, add_recipe]
+
+
+def hashes(tree):
+    files = [path for path in tree.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def copy_of_the_tree(folder):
+    for name in ("raytrec", "datasets"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """The tree with all of them, as it would be installed."""
+    tree = copy_of_the_tree(tmp_path_factory.mktemp("tree"))
+    for add in PARTS:
+        add(tree)
+    (tree / "raytrec_datasets").symlink_to("datasets")
+    return tree
+
+
+@pytest.mark.parametrize("add", PARTS, ids=lambda add: add.__name__)
+def test_at_most_two_files_change(add, tmp_path):
+    tree = copy_of_the_tree(tmp_path)
+    before = hashes(tree)
+    add(tree)
+    after = hashes(tree)
+    changed = [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
+    assert 1 <= len(changed) <= 2, changed
+
+
+def test_a_run_with_all_of_them(tree, tmp_path):
+    def raytrec(*arguments):
+        done = subprocess.run(
+            [sys.executable, "-m", "raytrec", *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    (tmp_path / "job.yaml").write_text(JOB)
+    assert "Visits of a shop." in raytrec("prepare", "--help").stdout
+    raytrec("prepare", "shop", "--out", "data", "--rows", "2000")
+    done = raytrec("train", "job.yaml", "--json")
+    result = json.loads(done.stdout)
+    assert 0.7 < result["eval.accuracy"] <= 1 and result["eval.auc"] > 0.9
+    assert result["train.checks_failed"] == 1 and "code" not in result
+    assert "check patience failed at step 20: twenty steps" in done.stderr
+    page = (tmp_path / "run/report.html").read_text()
+    assert "accuracy (share of rows)" in page and "patience at step 20" in page
