@@ -233,7 +233,8 @@ def test_examples_of_extending_work(mine, tmp_path):
     find_recipe("mine:shop")(tmp_path / "shop", rows=10)
     schema = Schema.load(tmp_path / "shop" / "schema.yaml")
     assert pq.read_table(tmp_path / "shop" / "train").num_rows == 10
-    values: dict = {"data": {"train": str(tmp_path / "shop" / "train")}}
+    folders = {name: str(tmp_path / "shop" / name) for name in ("train", "valid")}
+    values: dict = {"data": folders}
     for block in yaml_blocks("docs/extending.md"):
         for section, value in block.items():
             values[section] = {**values.get(section, {}), **value} if isinstance(value, dict) else value

@@ -47,12 +47,12 @@ class RunSection(Section):
         "name and the time.",
     )
     dir: str | None = Field(
-        None, description="The run folder: result, checkpoint, config; default: runs/NAME."
+        None, description="The run folder: result, checkpoints, config; default: runs/NAME."
     )
     root: str | None = Field(
         None,
-        description="The folder that relative paths of data and runs begin at; default: RAYTREC_ROOT of "
-        "the environment, which the nodes of a cluster have, else the working directory.",
+        description="Folder that relative paths of data and runs start at; default: RAYTREC_ROOT of the "
+        "environment, which cluster nodes set, else the working directory.",
     )
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = Field(
         0, description="Seeds initial weights, epoch order and dropout."
@@ -60,20 +60,20 @@ class RunSection(Section):
 
 
 class WarmStartSection(Section):
-    """A new run that begins with an earlier run's weights."""
+    """A new run that starts from an earlier run's weights."""
 
     from_: str | None = Field(
-        None, alias="from", description="A run or checkpoint folder whose weights training begins with."
+        None, alias="from", description="A run or checkpoint folder whose weights training starts from."
     )
     optimizer: bool = Field(False, description="Also take over the optimizers' state.")
     tables: dict[str, Literal["exact", "resize", "new", "drop"]] = Field(
         default_factory=dict,
-        description="What becomes of changed tables (or patterns such as 'item*'). exact: an error. "
-        "resize: the rows that both have; further ones get initial values. new: all get initial values. "
-        "drop: the checkpoint's table is skipped.",
+        description="What happens to changed tables (or patterns such as 'item*'). exact: an error. resize: "
+        "keep the rows that both have, initialize further ones. new: initialize all. drop: "
+        "ignore the checkpoint's table.",
     )
     dense: Literal["exact", "matching"] = Field(
-        "exact", description="matching: dense parameters whose shape has changed get initial values."
+        "exact", description="matching: initialize dense parameters whose shape changed, instead of an error."
     )
 
 
@@ -109,8 +109,8 @@ class DataSection(Section):
     )
     transforms: list[Transform] = Field(
         default_factory=list,
-        description="What is done to columns before the schema sees them: fill_null, clip, log, bucketize, "
-        "hash, lookup_vocabulary, binarize, date_part, age, cast, drop_null, or module:function.",
+        description="What is applied to columns before the schema sees them: fill_null, clip, log, "
+        "bucketize, hash, lookup_vocabulary, binarize, date_part, age, cast, drop_null, or module:function.",
     )
     global_batch_size: Annotated[PositiveInt, Field(lt=2**31)] = Field(
         2048, description="Rows per step over all workers together."
@@ -122,23 +122,25 @@ class DataSection(Section):
     )
     window: Few = Field(
         2,
-        description="Row groups of each lane whose rows are mixed by shuffle=window; of large ones, pieces "
-        "of 20,000 rows for each.",
+        description="Row groups of each lane whose rows are mixed by shuffle=window; large ones are split "
+        "into pieces of 20,000 rows.",
     )
     lanes: Few = Field(
-        24, description="Parts that a global batch is read from at once; the most workers that can share it."
+        24,
+        description="Places of the data that each global batch is read from; also the maximum number of "
+        "workers.",
     )
     on_error: Literal["fail", "skip"] = Field(
         "fail",
-        description="Rows that cannot be read or are not as the schema says: stop, or leave them out. Those "
-        "have no loss; they are counted (train.skipped_rows) and listed in skipped.jsonl.",
+        description="Rows that cannot be read or violate the schema: fail, or skip them. Skipped rows have "
+        "no loss; they are counted (train.skipped_rows) and listed in skipped.jsonl.",
     )
-    drop_last: bool = Field(False, description="Leave out an epoch's last, smaller batch.")
-    readers: Few = Field(1, description="Ray Data tasks that read for one worker at the same time.")
+    drop_last: bool = Field(False, description="Skip an epoch's last, smaller batch.")
+    readers: Few = Field(1, description="Concurrent Ray Data read tasks for each worker.")
     buffer_gib: PositiveFloat = Field(
-        0.5, description="What Ray's object store may hold, in GiB, of rows read ahead for one worker."
+        0.5, description="GiB of rows read ahead for each worker, in Ray's object store."
     )
-    prefetch: Few = Field(4, description="Batches made ready ahead of the step, for each worker.")
+    prefetch: Few = Field(4, description="Batches prefetched for each worker.")
 
     @property
     def schema_uri(self) -> str:
@@ -147,20 +149,20 @@ class DataSection(Section):
 
 
 class WorkerRange(Section):
-    min: Few = Field(description="Workers without which the run waits.")
-    max: Few = Field(description="Workers that the run never exceeds.")
+    min: Few = Field(description="The run waits until there is room for this many workers.")
+    max: Few = Field(description="Maximum number of workers.")
 
 
 class ScalingSection(Section):
     num_workers: Few | WorkerRange = Field(
         2,
-        description="Worker processes; on GPUs one for each GPU. {min, max}: as many as the cluster has room "
-        "for; the run shrinks and grows with it, at the same global batch size.",
+        description="Worker processes; on GPUs one for each GPU. {min, max}: as many as the cluster has "
+        "room for; the run shrinks and grows with the cluster, at the same global batch size.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda where Ray has GPUs, and the packages there are those for CUDA."
     )
-    cpus_per_worker: Few = Field(1, description="CPUs that Ray sets aside for one worker.")
+    cpus_per_worker: Few = Field(1, description="CPUs that Ray reserves for each worker.")
     address: str | None = Field(
         None,
         description="Ray cluster to join ('auto' or HOST:PORT); default: the one of a Ray job, else a "
@@ -170,10 +172,11 @@ class ScalingSection(Section):
         300, description="Seconds that building, restoring, saving or one read of data may take on a rank."
     )
     hang_timeout_s: PositiveFloat = Field(
-        45, description="Seconds without any step, once training goes, after which the group is restarted."
+        45,
+        description="Seconds without a step, once training has started, after which the group is restarted.",
     )
     max_failures: NonNegativeInt = Field(
-        8, description="Failures of workers that a run survives. Nodes that are taken away do not count."
+        8, description="Worker failures that a run survives. Lost and preempted nodes do not count."
     )
     scale_up_interval_s: PositiveFloat = Field(
         30, description="Seconds between two attempts to add workers, while fewer than the maximum run."
@@ -204,13 +207,15 @@ class CheckpointSection(Section):
         description="Where checkpoints go: a folder that all nodes share, s3:// or gs://; default: "
         "checkpoints/ in the run folder.",
     )
-    every_steps: PositiveInt | None = Field(None, description="Save this often, in steps.")
+    every_steps: PositiveInt | None = Field(None, description="Save every this many steps.")
     every_s: PositiveFloat | None = Field(
-        300, description="Save when this many seconds have passed since the last; null: not by time."
+        300, description="Save when this many seconds have passed since the last save; null: not by time."
     )
-    keep_last: PositiveInt = Field(2, description="The newest so many checkpoints are kept.")
+    keep_last: PositiveInt = Field(2, description="Keep this many newest checkpoints.")
     keep_best: NonNegativeInt = Field(
-        0, description="Also the best so many, by the evaluations of train.eval_every_steps; saves at each."
+        0,
+        description="Also keep this many best ones, by the evaluations of train.eval_every_steps; saves at "
+        "each.",
     )
     best_metric: str | None = Field(
         None,
@@ -219,8 +224,8 @@ class CheckpointSection(Section):
     )
     async_save: bool = Field(
         True,
-        description="Write from a copy in host memory while training goes on. false: without the copy, "
-        "training waits.",
+        description="Write from a copy in host memory while training continues. false: no copy; training "
+        "waits.",
     )
 
 
@@ -290,9 +295,9 @@ def _trainable(dtype: object) -> object:
 
 
 class TablePlan(Section):
-    """What is settled by hand for a table; what is left out, the planner chooses."""
+    """Constraints of a table; the planner chooses what is not set."""
 
-    sharding_type: Sharding | None = Field(None, description="The way of sharding.")
+    sharding_type: Sharding | None = Field(None, description="Sharding type.")
     ranks: list[NonNegativeInt] | None = Field(
         None, min_length=1, description="The ranks that hold it. One rank alone means table_wise."
     )
@@ -310,16 +315,19 @@ class TablePlan(Section):
 
 class PlanSection(Section):
     sharding_types: list[Sharding] = Field(
-        ["table_wise", "row_wise"], min_length=1, description="Ways of sharding that the planner may choose."
+        ["table_wise", "row_wise"],
+        min_length=1,
+        description="Sharding types that the planner may choose from.",
     )
     tables: dict[str, TablePlan] = Field(
         default_factory=dict,
-        description="Table, or pattern such as 'item*', to sharding_type, ranks, compute_kernel, dtype. "
-        "Where several match, later lines overrule earlier ones.",
+        description="Constraints: table, or pattern such as 'item*', to sharding_type, ranks, "
+        "compute_kernel, dtype. Where several match, later lines override earlier ones.",
     )
     colocate: list[list[str]] = Field(
         default_factory=list,
-        description="Groups of tables (or patterns), each of which lies on one rank, table-wise.",
+        description="Groups of tables (or patterns); the tables of a group are placed on one rank, "
+        "table-wise.",
     )
     ranks_per_host: Few | None = Field(
         None, description="Ranks that share a host; default: as Ray placed them."
@@ -343,20 +351,21 @@ class TrainSection(Section):
     )
     log_every_steps: PositiveInt = Field(20, description="Report loss and speed this often.")
     loss_reduction: Literal["mean", "sum"] = Field(
-        "mean", description="Of the rows of a global batch: what the gradient is taken of."
+        "mean",
+        description="Reduction over the rows of the global batch, of the loss that gradients are taken of.",
     )
     micro_batches: Few = Field(
         1,
-        description="Pieces in which the dense layers see a batch, one after the other, to save memory. The "
-        "step is that of the whole batch, tables included.",
+        description="Pieces in which the dense layers process a batch, one after the other, to save memory. "
+        "The step is that of the whole batch, tables included.",
     )
     max_grad_norm: PositiveFloat | None = Field(
         None, description="Largest L2 norm of the whole gradient, tables included; default: no clipping."
     )
     on_nan: Literal["stop", "skip"] = Field(
         "stop",
-        description="A loss that is not finite: stop, with the batch in the run folder; or leave the step "
-        "out on all ranks, and count it.",
+        description="A loss that is not finite: stop, with the batch in the run folder; or skip the step on "
+        "all ranks, and count it.",
     )
     matmul: Literal["fp32", "tf32", "bf16"] = Field(
         "fp32",
@@ -366,14 +375,17 @@ class TrainSection(Section):
     )
     deterministic: bool = Field(
         False,
-        description="On GPUs, add up in the same order each time, so that the same run on the same machines "
-        "gives the same bits; slower where a batch has an id thousands of times. On CPU it is so anyway.",
+        description="On GPUs, add in one fixed order, so that the same run on the same machines gives the "
+        "same bits; slower where a batch has an id thousands of times. On CPU this is always "
+        "so.",
     )
 
 
 class TrackingSection(Section):
     enabled: bool = Field(
-        True, description="Record the run in MLflow. false: in the run folder alone, which has all figures."
+        True,
+        description="Record the run in MLflow. false: only in the run folder, which has everything in any "
+        "case.",
     )
     uri: str | None = Field(
         None,
@@ -393,10 +405,11 @@ class TrackingSection(Section):
     )
     max_rank_table_series: NonNegativeInt = Field(
         64,
-        description="MLflow gets a series for each table on each rank while ranks × tables is at most this; "
-        "above it, one for each table and one for each rank. The run folder always has all.",
+        description="Log a series for each table on each rank to MLflow while ranks × tables is at most "
+        "this; above it, one for each table and one for each rank. The run folder always has "
+        "everything.",
     )
-    report: bool = Field(True, description="Pictures and report.html at the end of the run.")
+    report: bool = Field(True, description="Write figures and report.html at the end of the run.")
 
 
 # YAML reads a plain `off` as false.
@@ -409,12 +422,12 @@ ModuleName = Annotated[str, Field(pattern=f"^{PYTHON_PATH.pattern}$")]
 
 
 class ChecksSection(Section):
-    """What is checked while training, and what a failure does."""
+    """Live checks while training, and what a failure does."""
 
     every_steps: PositiveInt | None = Field(
-        500, description="Check this often, in steps, beside the start; null: at the start alone."
+        500, description="Check every this many steps, in addition to the start; null: only at the start."
     )
-    at_checkpoints: bool = Field(True, description="Check before each checkpoint, too.")
+    at_checkpoints: bool = Field(True, description="Also check before each checkpoint.")
     same_environment: Reaction = Field(
         "stop", description="Configuration, schema, code and libraries are the same on all ranks."
     )
@@ -426,7 +439,7 @@ class ChecksSection(Section):
         "stop", description="Pooled embeddings and gradients of a live batch are those of one process."
     )
     conservation: Reaction = Field(
-        "stop", description="No id and no row is lost between ranks; all are at the same step."
+        "stop", description="No id and no row is lost between ranks; all ranks are at the same step."
     )
     finite: Reaction = Field(
         "stop",
