@@ -51,6 +51,25 @@ def test_before_ray_starts(schema, model, says, tmp_path, monkeypatch):
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("task", "checkpoint", "says"),
+    [
+        ({"metrics": ["auc", "nee"]}, {}, "there is no metric 'nee'; did you mean 'ne'?"),
+        ({"metrics": ["mine:Hits"]}, {}, "the module has no Hits"),
+        ({}, {"best_metric": "mse"}, "checkpoint.best_metric is mse, which is no metric of the tasks"),
+        ({"metrics": []}, {"keep_best": 1}, "a metric with a direction"),
+    ],
+)
+def test_metrics_before_ray_starts(task, checkpoint, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    values = {"data": {"train": "d/train", "valid": "d"}, "tasks": [{"label": "label", **task}]}
+    values |= {"train": {"eval_every_steps": 5}, "checkpoint": checkpoint, "scaling": {"device": "cpu"}}
+    with pytest.raises(ConfigError) as error:
+        fit.check_fit(load_config(values), Schema.parse(SCHEMA, "test"), here=True)
+    assert says in str(error.value)
+
+
 def test_what_fits_is_let_through(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("from torch.nn import Module as Model\n")
