@@ -25,7 +25,7 @@ SPLITS = ("train", "valid", "test")
 class Output:
     """The folder of one prepared dataset.
 
-    Used as a block: what is written lies in a hidden folder beside it, and becomes the folder when the block
+    Used as a block: what is written goes to a hidden folder beside it, and becomes the folder when the block
     ends without an error, so that an interrupted recipe never looks complete.
 
     Args:
@@ -41,7 +41,7 @@ class Output:
         self._force = force
 
     def is_ready(self) -> bool:
-        """True when the same command has been here before; says so.
+        """True when the same command has been here before; prints that.
 
         Raises:
             ConfigError: the folder holds something else, or the source, which replacing it would delete.

@@ -48,7 +48,7 @@ worker)
     secret "$RAY_AUTH_TOKEN_PATH"
     [ -n "${RAYTREC_HEAD:-}" ] || fail "RAYTREC_HEAD is not set" "the host name of the head"
     starts
-    # Told to stop, a worker's Ray says so first: the run saves itself and goes on without it (docs/fault_tolerance.md).
+    # Told to stop, a worker's Ray announces it first: the run checkpoints and continues without it (docs/fault_tolerance.md).
     export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="${RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S:-60}"
     # shellcheck disable=SC2046
     exec ray start --address "$RAYTREC_HEAD:6379" --block \

@@ -1,6 +1,6 @@
 """ray job submit --working-dir . -- python jobs/train.py jobs/movielens.yaml scaling.num_workers=2
 
-Submitted again, it goes on with the run, if that was interrupted.
+Submitted again, it resumes the run, if that was interrupted.
 """
 
 import sys

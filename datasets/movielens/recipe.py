@@ -117,7 +117,7 @@ class Ratings:
         liked = np.flatnonzero((self._rating >= LIKED) & (self._split == 0))
         order = np.lexsort((self._item[liked], self._time[liked], self._user[liked]))
         liked = liked[order]
-        # One sort key of user and time: users lie above the bits of the time.
+        # One sort key of user and time: users are above the bits of the time.
         self._like_keys = (self._user[liked] << TIME_BITS) + self._time[liked]
         self._like_items = self._item[liked]
 

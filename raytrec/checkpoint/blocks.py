@@ -14,7 +14,7 @@ from raytrec.checkpoint.index import CheckpointError
 
 @dataclass(frozen=True, eq=False)
 class StoredChunk:
-    """A tensor, or a shard of one, as it lies in a file.
+    """A tensor, or a shard of one, as it is stored in a file.
 
     Attributes:
         fqn: the tensor.
@@ -47,7 +47,7 @@ class Target:
 
     Attributes:
         tensor: of the box's shape.
-        begin, end: bytes of the chunk between which all of the box lies.
+        begin, end: bytes of the chunk between which all of the box is.
     """
 
     def __init__(self, chunk: StoredChunk, item: ReadItem, tensor: torch.Tensor):

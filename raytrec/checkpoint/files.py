@@ -1,4 +1,4 @@
-"""Where checkpoints lie: one folder a step; complete ones have an index. No torch."""
+"""Where checkpoints are: one folder a step; complete ones have an index. No torch."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def remove_others(folder: str, attempt: str) -> None:
 
 
 def free_bytes(root: str) -> int | None:
-    """What this user may still write where checkpoints lie; None where nobody can tell: an object store."""
+    """What this user may still write where checkpoints are; None where nobody can tell: an object store."""
     filesystem, path = open_filesystem(root)
     if not is_local(filesystem):
         return None

@@ -20,7 +20,7 @@ SHOWN = 3  # tensors
 def not_finite(tensors: State, apart: frozenset[str] = frozenset()) -> list[str]:
     """The names of the tensors that are NaN or infinite somewhere in this rank's part of them.
 
-    It reads every value once, where it lies, and keeps nothing.
+    It reads every value once, in place, and keeps nothing.
 
     Args:
         apart: names that are not looked at (LogicalState.unbounded).

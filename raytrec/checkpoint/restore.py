@@ -44,7 +44,7 @@ def restore(
     Incomplete ones are passed over, and so are those whose data turn out to be damaged, or not finite.
 
     Args:
-        why_not: of what an index says beside the tensors, why nothing can go on from it; None: it can.
+        why_not: of what an index says beside the tensors, why it cannot be resumed from; None: it can.
 
     Raises:
         CheckpointError: there are complete checkpoints, and none of them can be read.

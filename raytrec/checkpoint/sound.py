@@ -90,7 +90,7 @@ def why_no_run(about: dict[str, Any]) -> str | None:
 
 
 def why_no_progress(about: dict[str, Any]) -> str | None:
-    """The same of what a run that resumes goes on from."""
+    """The same of what a run resumes from."""
     return _misfit(_Progress, about.get("progress"))
 
 

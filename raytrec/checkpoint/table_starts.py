@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint's tables in a new run that begins with them. No torch."""
+"""What happens to a checkpoint's tables in a new run that starts from them. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def table_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str,
     """table → how it begins, under warm_start.tables, tables of the checkpoint that have gone included.
 
     Raises:
-        SchemaError: a table that has changed in a way that nothing is said about.
+        SchemaError: a table has changed, and warm_start.tables does not say what to do.
     """
     return {
         table: _start(table, before.tables.get(table), schema.tables.get(table), _policy(config, table))

@@ -40,7 +40,7 @@ class ByJob:
         return answer_in(self._run(command, f"look-{name}"))
 
     def begin(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Job:
-        """Submits a run; the same submission again goes on with it."""
+        """Submits a run; submitting the same again resumes it."""
         return Job(self, self.jobs.submit(source, overrides, include))
 
     def attach(self, news: dict[str, Any]) -> Job | Seen:

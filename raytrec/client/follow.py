@@ -1,4 +1,4 @@
-"""A job seen from a terminal: what it writes, until it ends or one looks away."""
+"""A job followed from a terminal: its log, until it ends or Ctrl-C detaches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytrec.driver.progress_log import for_people
 
 
 def follow(jobs: Jobs, job: str) -> int:
-    """Shows what a job writes, from its beginning. Ctrl-C looks away; the job goes on.
+    """Shows a job's log, from its beginning. Ctrl-C detaches; the job continues.
 
     Returns:
         The exit code of the job, 143 where it was stopped, 130 after Ctrl-C.

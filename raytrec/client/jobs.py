@@ -62,7 +62,7 @@ class Jobs:
     ) -> str:
         """Submits a run; the id of its job.
 
-        The same submission again goes on with the run, if that was interrupted.
+        Submitting the same again resumes the run, if it was interrupted.
 
         Args:
             source: a config file, its values, or a RunConfig; paths in it are those of the cluster.
@@ -144,7 +144,7 @@ class Jobs:
                     yield new
             if self.status(job) in ENDED:
                 return
-            time.sleep(1)  # the connection was lost, and the job goes on
+            time.sleep(1)  # the connection was lost, and the job continues
 
     def _tail(self, job: str) -> Iterator[str]:
         """Until the job or the connection ends. In a thread: a notebook runs an event loop in this one."""
@@ -157,7 +157,7 @@ class Jobs:
         def run() -> None:
             try:
                 asyncio.run(read())
-            except Exception:  # whatever a network can do; `logs` looks whether the job goes on
+            except Exception:  # whatever a network can do; `logs` looks whether the job is still running
                 pass
             finally:
                 pieces.put(None)

@@ -1,4 +1,4 @@
-"""A run that is known by its folder alone: all that can be said of it, the cluster is asked."""
+"""A handle to a run identified by its folder alone: the cluster answers every query."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Seen:
         return self._way.call("news", self._folder, since)
 
     def logs(self) -> Iterator[str]:
-        """What the run has said so far."""
+        """The run's log so far."""
         yield from for_people([self.news({})["log"]])
 
     def stop(self) -> None:

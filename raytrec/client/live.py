@@ -23,7 +23,7 @@ def display(name: str) -> InNotebook | OnTerminal:
 
 
 class InNotebook:
-    """Progress, figures and curves as outputs of a cell, which are replaced while the run goes on."""
+    """Progress, figures and curves as outputs of a cell, which are redrawn while the run is on."""
 
     def __init__(self, name: str):
         self._name, self._drawn_at, self._picture = name, 0.0, None

@@ -26,7 +26,7 @@ class Run:
     Args:
         way: ByClient or ByJob, how the cluster is reached.
         handle: of the run, which the way has given.
-        news: what `peek.news` has said of it.
+        news: the last answer of `queries.news`.
     """
 
     def __init__(self, way: Any, handle: Any, news: dict[str, Any] | None = None):
@@ -70,7 +70,7 @@ class Run:
         return points.curves()
 
     def watch(self) -> dict[str, Any]:
-        """Shows progress and curves until the run ends. Interrupting looks away; the run goes on.
+        """Shows progress and curves until the run ends. Interrupting detaches; the run continues.
 
         Returns:
             As `wait`; None when it was interrupted.
@@ -99,7 +99,7 @@ class Run:
             timeout: seconds; None: as long as it takes.
 
         Raises:
-            RunError: the run failed, with its own message; or it was stopped or interrupted, or goes on.
+            RunError: the run failed, with its own message; or it was stopped or interrupted, or is still on.
         """
         deadline = monotonic() + (timeout if timeout is not None else 1e18)
         while self.progress()["state"] not in ENDED:
@@ -110,7 +110,7 @@ class Run:
         return self._outcome()
 
     def stop(self) -> None:
-        """Asks the run to save and to end. The same `Cluster.train` again goes on with it."""
+        """Asks the run to checkpoint and to end. The same `Cluster.train` again resumes it."""
         self._handle.stop()
 
     def logs(self) -> Iterator[str]:

@@ -54,7 +54,7 @@ def check_ports(ports: dict[str, int]) -> None:
         ports: option → port.
 
     Raises:
-        RunError: it cannot; Ray itself says so in a traceback, or after a minute.
+        RunError: it cannot; Ray itself reports that in a traceback, or after a minute.
     """
     options: dict[int, str] = {}
     for option, port in ports.items():

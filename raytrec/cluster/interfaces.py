@@ -11,7 +11,7 @@ def socket_interfaces(interface: str) -> dict[str, str]:
     """The environment that keeps gloo, and NCCL unless its own files say something, to one interface.
 
     To NCCL a name is a prefix (eth1 is eth10, too), unless it begins with "=". NCCL takes from its files what
-    the environment does not have (NCCL 2.29.7: src/misc/param.cc), so what is set here would overrule what an
+    the environment does not have (NCCL 2.29.7: src/misc/param.cc), so what is set here would override what an
     administrator has written there.
     """
     gloo = {"GLOO_SOCKET_IFNAME": interface}

@@ -1,7 +1,7 @@
 """Whether the parts of Ray that a driver cannot do without are there: its node's raylet, and the GCS.
 
-Ray itself says so after 13 s (a raylet) or ends the process after 60 s (GCS), in many lines that do not say
-how to go on. Here it takes seconds, one sentence, and an error of ours.
+Ray itself reports it after 13 s (a raylet) or ends the process after 60 s (GCS), in many lines, none
+of which tells how to resume. Here it takes seconds, one sentence, and an error of ours.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ LINGER_S = 2.0  # that Ray's processes may take to end by themselves
 def private_folder() -> Iterator[Path]:
     """A folder for one Ray, which its user alone can enter; removed at the end of the block.
 
-    It lies in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own would. What owners who were killed have left there is
+    It is in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own would. What owners who were killed have left there is
     removed first.
     """
     folder, owner = make_folder()
@@ -70,7 +70,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 def _base() -> Path:
-    """Where private folders lie: short enough for the sockets below, whose addresses have little room."""
+    """Where private folders are: short enough for the sockets below, whose addresses have little room."""
     for name in (TMPDIR, "TMPDIR"):
         if given := os.environ.get(name):
             base = Path(given).absolute()

@@ -1,4 +1,4 @@
-"""Tells Ray that this node will go, so that a run saves and leaves it before (docs/fault_tolerance.md).
+"""Tells Ray that this node will be preempted: a run then checkpoints and leaves it (docs/fault_tolerance.md).
 
     python -m raytrec.cluster.preemption aws    on a spot machine: waits for EC2's notice, 2 minutes before
     python -m raytrec.cluster.preemption gcp    the same for GCP, 30 s before

@@ -95,7 +95,7 @@ def _ask(channel: Any, method: str, token: tuple[tuple[str, str], ...]) -> Any:
 
 
 def _target(address: str) -> str | None:
-    """HOST:PORT; None where Ray knows of no cluster, or what is said to it is encrypted."""
+    """HOST:PORT; None where Ray knows of no cluster, or its traffic is encrypted."""
     encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     return None if encrypted else _place(address)
 

@@ -212,7 +212,7 @@ def _is_on_loopback(address: str) -> bool:
         target = bootstrap_address(address)
         host, _, port = (target or "").rpartition(":")
         own = bool(host) and host == own_address()
-    except (ConnectionError, ValueError):  # ray://, or no cluster; whoever connects says so
+    except (ConnectionError, ValueError):  # ray://, or no cluster; whoever connects reports it
         return False
     return own and not _listens(host, int(port)) and _listens("127.0.0.1", int(port))
 

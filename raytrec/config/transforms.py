@@ -168,7 +168,7 @@ class DatePart(OnColumns):
 
 
 class Age(OnColumns):
-    """A time becomes how long it lies before another one, as float32; below 0 where it is later."""
+    """A time becomes the time from it until another one, as float32; below 0 where it is later."""
 
     do: Literal["age"] = Field(description="age")
     until: str | None = Field(
@@ -206,7 +206,7 @@ class Cast(OnColumns):
 
 
 class DropNull(OnColumns):
-    """Nulls inside of lists are left out; the lists get shorter. (Their weights do not: see fill_null.)"""
+    """Nulls inside lists are removed; the lists get shorter. (Their weights do not: see fill_null.)"""
 
     do: Literal["drop_null"] = Field(description="drop_null")
 

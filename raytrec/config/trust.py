@@ -4,7 +4,7 @@ A configuration can name code that its run imports (`module:name`), and a cluste
 talks to in pickles. In one that you wrote into a file of yours, this is your word. In one that comes out of a
 URI, or out of a run folder or checkpoint (which may be somebody else's), it is not, unless you say so.
 
-Which run folders are yours is known by a mark: a MAC of their config.yaml under a key that lies in your home,
+Which run folders are yours is known by a mark: a MAC of their config.yaml under a key in your home,
 for you alone to read. It travels with the folder, and is void when somebody changes the configuration.
 """
 
@@ -26,7 +26,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.common.reading import read_bytes, read_text
 
 MARK = "config.yaml.mark"
-OF_RUNS = ("driver.json", "events.jsonl", "plan.json", "checkpoints", MARK)  # what lies beside a run's config
+OF_RUNS = ("driver.json", "events.jsonl", "plan.json", "checkpoints", MARK)  # what is beside a run's config
 MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_AUTH")
 
 

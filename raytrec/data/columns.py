@@ -18,7 +18,7 @@ from raytrec.data.kinds import is_list, is_text
 
 @dataclass(frozen=True)
 class Place:
-    """Where the first row of a decoded table lies: file, row group, row in it."""
+    """Where the first row of a decoded table is: file, row group, row in it."""
 
     path: str
     group: int

@@ -237,7 +237,7 @@ def _samples(footer: bytes, size: int, form: Form, most: int, number: int) -> li
     """(place, bytes) of pieces to read: where the columns of a run begin in row groups, labels first; then
     all over the file.
 
-    Where a column chunk begins, its dictionary lies: of flipped labels, it may be all that has changed.
+    A column chunk begins with its dictionary: of flipped labels, it may be all that has changed.
 
     Args:
         size: of the file.

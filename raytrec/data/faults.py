@@ -1,4 +1,4 @@
-"""What becomes of rows that cannot be read: the run stops, or they are left out and counted (no torch)."""
+"""What happens to rows that cannot be read: the run stops, or they are skipped and counted (no torch)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytrec.common.errors import DataError
 T = TypeVar("T")
 # Seconds before the second, third and last try to read from a store that does not answer.
 WAITS_S = (0.2, 1.0, 3.0)
-SKIPPED = "skipped.jsonl"  # in the run folder: what has been left out
+SKIPPED = "skipped.jsonl"  # in the run folder: what has been skipped
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Faults:
     """data.on_error as the read tasks know it.
 
     Attributes:
-        skip: leave out what cannot be read, instead of stopping.
-        log: a file on storage that all nodes share, which gets one line of JSON for everything left out:
+        skip: skip what cannot be read, instead of stopping.
+        log: a file on storage that all nodes share, which gets one line of JSON for everything skipped:
             {what, where, rows}; None: no record.
     """
 
@@ -30,7 +30,7 @@ class Faults:
     log: str | None = None
 
     def leave_out(self, error: DataError, rows: int | None) -> None:
-        """Notes rows that are left out.
+        """Records rows that are skipped.
 
         Raises:
             DataError: the error itself, where the run is to stop.

@@ -5,7 +5,7 @@
     ids        fixed_size_list<int>[single features]       one id a row, or -1 for none (absent without)
     ids.NAME   list<int>                                   of each other feature
     weights.NAME  list<float32>                            of each feature that has weights
-    present    bool      false: a row left out (only under data.on_error: skip)
+    present    bool      false: a row that is skipped (only under data.on_error: skip)
     changed    list<int32>  in one row of many, for all of those: for each sparse feature, how many ids were
                          brought into range, then how many there are (only where a table takes such ids)
 
@@ -39,7 +39,7 @@ class Form:
         transforms: what is done to columns first.
         label_ranges: label → the least and greatest value that is learned from, None: any finite number;
             default: 0 to 1.
-        folder: where the transforms' modules may lie beside Python's own path.
+        folder: where the transforms' modules may be, beside Python's own path.
     """
 
     schema: Schema

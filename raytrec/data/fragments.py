@@ -41,12 +41,12 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Row groups in file order: files by path, groups by index, empty ones left out.
+    """Row groups in file order: files by path, groups by index, empty ones skipped.
 
     Attributes:
-        uri: where it lies, for messages.
+        uri: where it is, for messages.
         form: how its rows are read.
-        left_out: what was wrong with files that are left out (data.on_error: skip).
+        left_out: what was wrong with files that are skipped (data.on_error: skip).
         accused: row groups that a run will stop at, as far as footers say (statistics.py).
     """
 
@@ -75,12 +75,12 @@ def scan(
     """Reads the footers of folders (or files) of Parquet and checks every file's columns against the schema.
 
     Args:
-        places: folders (searched in depth; names that begin with `_` or `.` are left out) or files, in order.
+        places: folders (searched recursively; names that begin with `_` or `.` are skipped) or files.
         key: the config key that named them, for messages.
         transforms: what is done to columns before they are held to the schema.
         between: first and last partition to read.
         label_ranges: see Form.
-        skip: leave out files that are not whole, or whose columns are not the schema's.
+        skip: skip files that are not whole, or whose columns are not the schema's.
 
     Raises:
         DataError: nothing there, no rows, a file that is not whole, a column missing or of the wrong type.

@@ -35,7 +35,7 @@ def give_back() -> None:
     """Hands freed memory back: call it where many arrays have come to their end, as at the end of an epoch.
 
     glibc keeps freed memory for each of its arenas (8 for each core), and each epoch's threads use others. So
-    a process would grow by some MiB with every epoch, up to KEPT_BYTES for every arena. What lies at an
+    a process would grow by some MiB with every epoch, up to KEPT_BYTES for every arena. What is at an
     arena's top stays (but the heap's own), so a process still grows in its first epochs, and is flat then.
     """
     global _trimmed_s

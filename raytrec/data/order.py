@@ -72,7 +72,7 @@ class Order:
         window: row groups of a lane that are shuffled together. A large one is cut into pieces of
             window × 20,000 rows (at least 40,000), each shuffled by itself.
         seed: of the permutation and the shuffles.
-        drop_last: leave out the last, smaller batch.
+        drop_last: skip the last, smaller batch.
         permute: False keeps row groups in file order (evaluation).
     """
 
@@ -229,7 +229,7 @@ class _Layout:
 
 
 def offset(rows: int, lane: int, lanes: int) -> int:
-    """Rows of a batch that lie before a lane's share."""
+    """Rows of a batch before a lane's share."""
     return lane * rows // lanes
 
 

@@ -21,7 +21,7 @@ def _rank(part: str) -> tuple:
 
 
 def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]:
-    """The paths whose partition lies in a range.
+    """The paths whose partition is in a range.
 
     A bound names the first partition keys, or all: `date=2026-11-07` as the last takes in its every hour.
 

@@ -24,7 +24,7 @@ from raytrec.data.order import Item, Part
 from raytrec.data.transform import transformed
 
 AHEAD = 2  # items that are decoded before they are asked for
-MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, what is left is left out
+MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, the rest is skipped
 
 
 def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -> Iterator[pa.Table]:
@@ -147,7 +147,7 @@ def _present(table: pa.Table, form: Form, place: Place, faults: Faults, left: li
 
 
 def _absent(rows: int, form: Form) -> pa.Table:
-    """Rows that are left out."""
+    """Rows that are skipped."""
     return form.nothing(rows).append_column("present", pa.array(np.zeros(rows, bool)))
 
 
@@ -156,7 +156,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
 
     Args:
         table: any table with the schema's columns.
-        place: where its first row lies, for errors.
+        place: where its first row is, for errors.
     """
     schema, tally = form.schema, Tally()
 

@@ -65,7 +65,7 @@ def _list(data: bytes, at: int, depth: int) -> tuple[list, int]:
     if size == 15:
         size, at = _varint(data, at)
     values = []
-    for _ in range(size):  # each takes at least a byte, so a size that lies ends with the bytes
+    for _ in range(size):  # each takes at least a byte, so a wrong size ends with the bytes
         value, at = _value(data, at, head & 15, depth)
         values.append(value)
     return values, at

@@ -37,7 +37,7 @@ def date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
 
 
 def age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
-    """How long before another time each one lies, as float32; null where one of them is null.
+    """The time from each one until another, as float32; null where one of them is null.
 
     Args:
         until: the times that ages count to, one for each; None: spec.until, or none for durations.

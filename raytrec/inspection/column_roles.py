@@ -1,4 +1,4 @@
-"""What a column of Parquet is taken for, and which transforms make it that. (inspection.py says how.)"""
+"""The role of a column of Parquet, and the transforms that it needs for it. (propose.py has the rules.)"""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ LONGEST_NAME = 1000  # YAML's keys have at most 1,024 characters
 
 @dataclass
 class Finding:
-    """One column: what it is taken for, why, what to look out for, and what has to be done to it first."""
+    """One column: its role, why, what to look out for, and what has to be done to it first."""
 
     stats: ColumnStats
-    kind: str  # label, dense, sparse, weights or left out
+    kind: str  # label, dense, sparse, weights or skipped
     why: str
     notes: list[str] = field(default_factory=list)
     transforms: list[dict] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Finding:
 
 
 def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> Finding:
-    """What a column is taken for.
+    """The role of a column.
 
     Args:
         labels: columns that are to be predicted; default: by name.

@@ -4,7 +4,7 @@ How a column's kind is inferred, in this order (column_roles.py):
 
     label      named with --label, or called label, target, click, …; other values than 0 to 1 become 0 and 1
                by a transform (binarize)
-    left out   missing in a file, or of types that have nothing in common; constant or only nulls; integers
+    skipped    missing in a file, or of types that have nothing in common; constant or only nulls; integers
                that differ in each row; dates and times (also integers that look like seconds since 1970)
     sparse     lists of integers or text (mean pooling; sequences where they are called history, clicked, …);
                text; numbers called …id; integers that fill their range, from wherever it begins, and repeat;
@@ -15,7 +15,7 @@ How a column's kind is inferred, in this order (column_roles.py):
 Fields of structs are columns: user.age. Features share a table where their values do and their names say so,
 or where values are such (text, hashed ids) that it cannot be chance (shared_tables.py).
 
-A table has max + 1 rows where ids fill their range. Where no validation and test data lies beside the
+A table has max + 1 rows where ids fill their range. Where there is no validation and test data beside the
 training data, or only a sample was read, it has a tenth more, and `out_of_range: hash` for ids that were not
 seen. Text, hashed and negative ids are hashed, too, into ten times as many rows as there are values (of many:
 twice as many).
@@ -42,7 +42,7 @@ from raytrec.inspection.column_scan import Scan, scan_columns
 from raytrec.inspection.column_stats import ColumnStats
 from raytrec.inspection.shared_tables import SharedTable, find_tables, is_sequence
 
-# Of transforms: in lists, all but fill_null leave out nulls, whose weights would stay.
+# Of transforms: in lists, all but fill_null remove nulls, whose weights would stay.
 ORDER = ("fill_null", "cast", "drop_null", "binarize", "clip", "log")
 LONGEST_COMMAND = 2000  # with transforms in it
 
@@ -98,7 +98,7 @@ class Inspection:
         return "\n".join(out) + "\n"
 
     def _comments(self) -> dict[tuple[str, str], str]:
-        """(section, column) → what is said of it."""
+        """(section, column) → its comment."""
         shared = {
             name: f"shares {t.name}'s table: {why}" for t in self.tables for name, why in t.reasons.items()
         }
@@ -155,7 +155,7 @@ class Inspection:
         from raytrec.common.terminal import open_console, plain
 
         table = Table(title=plain(f"{self.uri}: {self.rows:,} rows"), title_justify="left")
-        for heading in ("column", "taken for", "because", "nulls", "distinct"):
+        for heading in ("column", "role", "because", "nulls", "distinct"):
             table.add_column(heading)
         for f in self.findings:
             why = "; ".join([f.why, *f.notes])

@@ -36,7 +36,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table: names of columns, and rows of cells. Columns in which no row says anything are left out."""
+    """A table: names of columns, and rows of cells. Columns in which all rows are empty are dropped."""
 
     columns: list[str]
     rows: list[list[Cell]]
