@@ -249,7 +249,7 @@ def _send(pid: int, number: int) -> float:
 # What happens: how, and by which of its own events the run shows that it has seen it.
 FAULTS: dict[str, tuple[Callable[[Run, random.Random], float], tuple[str, ...]]] = {
     "worker killed": (kill_worker, ("failed",)),
-    "worker stands still": (stop_worker, ("hang",)),
+    "worker hangs": (stop_worker, ("hang",)),
     "worker killed in a commit": (kill_in_commit, ("failed",)),
     "checkpoint damaged: data": (corrupt_data, ("failed",)),
     "checkpoint damaged: index": (corrupt_index, ("failed",)),

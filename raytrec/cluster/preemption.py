@@ -34,7 +34,7 @@ class Cloud(StrEnum):
 
 
 def aws_notice(base: str = "http://169.254.169.254") -> bool:
-    """Whether EC2 has said that this spot machine will be taken away."""
+    """Whether EC2 has said that this spot machine will be preempted."""
     ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
     token = _ask(f"{base}/latest/api/token", ttl, method="PUT")
     header = {"X-aws-ec2-metadata-token": token or ""}
@@ -42,7 +42,7 @@ def aws_notice(base: str = "http://169.254.169.254") -> bool:
 
 
 def gcp_notice(base: str = "http://metadata.google.internal") -> bool:
-    """Whether GCP has said that this machine will be taken away."""
+    """Whether GCP has said that this machine will be preempted."""
     return _ask(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}) == "TRUE"
 
 

@@ -82,7 +82,7 @@ class RunConsole:
     def event(self, event: str, cause: str = "", reason: str = "", again: bool = False, **_: Any) -> None:
         """Something that happened to the run: a failure, a restart that was asked for."""
         if event == "failed":
-            self.warn(f"{cause}; {'starting again' if again else 'giving up'}")
+            self.warn(f"{cause}; {'restarting' if again else 'giving up'}")
         elif event == "waiting":
             self.warn(cause)
         elif event == "asked":

@@ -1,7 +1,7 @@
 """Where a run's ranks and its driver meet: messages, heartbeats, commands. One small actor beside the driver.
 
 Every rank sends a heartbeat each half second: how many ticks of progress it has made, at which step it is,
-what it is doing. The answer is the command of the moment. A rank that sends none has died or stands still;
+what it is doing. The answer is the command of the moment. A rank that sends none has died or hangs;
 ranks that send them and make no progress wait for one another. Both are found here, and said in a sentence.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from raytrec.common.messages import Command
 
-SILENT_S = 3.0  # without a heartbeat for so long, a process stands still (or has ended)
+SILENT_S = 3.0  # without a heartbeat for so long, a process hangs (or has ended)
 PHASES = {
     "start": "starting",
     "plan": "building the model",
@@ -91,7 +91,8 @@ class Coordinator:
         self._messages: asyncio.Queue = asyncio.Queue()
         self._members: dict[int, Member] = {}
         self._attempt, self._attempts, self._command = "", 0, Command.GO
-        self._reason, self._cause, self._look = "", LOST if again() else "", None
+        self._reason, self._cause = "", LOST if again() else ""
+        self._look: asyncio.Task | None = None
         self._lost_at: float | None = None
 
     # Messages: ranks and policies put, the driver gets.
@@ -237,7 +238,7 @@ class Coordinator:
             return None
         others = [m for m in members if m is not culprit]
         if now - culprit.beat_at > SILENT_S:
-            what = f"{culprit} stands still: no sign of life for {now - culprit.beat_at:.0f} s"
+            what = f"{culprit} hangs: no heartbeat for {now - culprit.beat_at:.0f} s"
         elif culprit.unfinished:
             whose = "its GPU" if not others or len({m.unfinished for m in members}) > 1 else "all GPUs"
             what = f"{culprit} has made no progress for {idle:.0f} s: {_on_gpu(whose, *culprit.unfinished)},"

@@ -41,9 +41,10 @@ class FailuresWithReason(FailurePolicy):
 
     def __init__(self, config: Any, coordinator: Any, max_failures: int):
         super().__init__(config)
-        self._coordinator, self._left, self._last = coordinator, max_failures, None
+        self._coordinator, self._left = coordinator, max_failures
+        self._last: tuple[str, int] | None = None
 
-    def make_decision(self, training_failed_error: Exception) -> FailureDecision:
+    def make_decision(self, training_failed_error: Any) -> FailureDecision:
         if isinstance(training_failed_error, ControllerError):
             return self._not_started(training_failed_error)
         cause = find_cause(training_failed_error.worker_failures)
@@ -133,7 +134,7 @@ class RoomOnNodes(RequestingPolicy):
         going = draining_nodes() & set(nodes)
         if going:
             self._coordinator.ask.remote(
-                Command.RESTART, f"{len(going)} of {len(nodes)} nodes will be taken away"
+                Command.RESTART, f"{len(going)} of {len(nodes)} nodes will be preempted"
             )
         elif nodes.total() < self._most and monotonic() - self._looked > self._grow_every_s:
             self._looked = monotonic()

@@ -162,7 +162,7 @@ def test_a_worker_that_is_told_to_stop_lets_the_run_save_itself(cluster: Engine)
         job.send_signal(signal.SIGINT)  # follows no longer
         job.wait(60)
     print("".join(seen))
-    assert any("nodes will be taken away: saving" in line for line in seen)
+    assert any("nodes will be preempted: saving" in line for line in seen)
     assert "with 1 workers" in seen[-1]
 
 

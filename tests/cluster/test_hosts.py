@@ -135,7 +135,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
     auc, expected = run.result()["eval.auc"], calm.result()["eval.auc"]
     assert abs(auc - expected) < 1e-3
     hang = next(event for event in run.events(cut) if event["event"] == "hang")["cause"]
-    assert f"rank 0 (pid {pid} on 10.77.0.{number}) stands still: no sign of life" in hang
+    assert f"rank 0 (pid {pid} on 10.77.0.{number}) hangs: no heartbeat" in hang
     figures = {
         "noticed_s": run.happened("hang", cut),
         "again_s": again.began - cut,

@@ -196,7 +196,7 @@ def test_who_is_named():
     assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s at step 57, computing")
     assert "forward, mine/model.py:3" in found and "rank 0 waits at wait, distributed" in found
     found = ranks(waits, waits, None)
-    assert found.startswith("rank 2 (pid 102 on 10.0.0.1) stands still: no sign of life for 8 s")
+    assert found.startswith("rank 2 (pid 102 on 10.0.0.1) hangs: no heartbeat for 8 s")
     behind = (8, 56, "step", "wait, distributed/x.py:1", True)
     assert ranks(waits, behind).startswith("rank 1")
     assert ranks(waits, waits).startswith("all ranks wait for one another for 8 s; rank 0")

@@ -73,7 +73,7 @@ def test_a_run_outlives_the_coordinator_and_the_raylet(undisturbed, folder, tmp_
     assert process.returncode == 0, said
     failed = events(run, "failed")[-1]  # where a raylet ends, a worker's death may be seen first
     assert part in failed["cause"] and failed["again"] and "Traceback" not in said
-    assert f"{failed['cause']}; starting again" in " ".join(said.split()) and "state-dump" not in said
+    assert f"{failed['cause']}; restarting" in " ".join(said.split()) and "state-dump" not in said
     assert 0 < events(run, "start")[-1]["step"] < STEPS
     metrics = json.loads((run / "result.json").read_text())
     same(undisturbed, driver.Result(metrics, run))

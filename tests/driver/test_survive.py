@@ -103,7 +103,7 @@ def test_a_worker_that_stands_still_is_found_and_named(undisturbed, folder, tmp_
     disturbed = driver.train(settings(folder, tmp_path / "run", scaling__hang_timeout_s=6))
     stopper.join()
     (hang,) = events(tmp_path / "run", "hang")
-    assert "stands still: no sign of life" in hang["cause"] and "at step" in hang["cause"]
+    assert "hangs: no heartbeat" in hang["cause"] and "at step" in hang["cause"]
     assert "waits at" in hang["cause"]
     same(undisturbed, disturbed)
 
