@@ -1,0 +1,78 @@
+"""Messages between processes and as lines of a run folder: what is written is what is read back."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import recorded
+
+from raytrec.common import messages
+from raytrec.common.messages import CLASSES, Message, from_json, from_line
+
+FIGURES = {"logloss": 0.5, "ctr.ne": None, "rows": 128}
+EXAMPLES = [
+    messages.Phase(text="planning"),
+    messages.Warn(text="no checkpoint of step 3"),
+    messages.Start(unix_s=1.5, total=9, step=3, workers=2, plan=[{"table": "user"}], metrics=[{"key": "ne"}]),
+    messages.Saved(unix_s=1.5, step=3, folder="c/step-3", error=None, blocked_s=0.1, seconds=0.5),
+    messages.Stopped(unix_s=1.5, step=3),
+    messages.Event(event="failed", unix_s=1.5, details={"cause": "rank 1 died", "rank": 1, "again": True}),
+    messages.Train(step=3, unix_s=1.5, figures=FIGURES),
+    messages.Eval(step=3, unix_s=1.5, figures=FIGURES, curves={"roc": {"x": [0, 1]}}),
+    messages.Final(step=3, unix_s=1.5, figures=FIGURES),
+    messages.Result(step=9, unix_s=1.5, figures={"eval.ne": 0.9}),
+    messages.Compared(step=0, unix_s=1.5, figures={"check.forward.error": 1e-7}),
+    messages.Check(check="shards", step=3, unix_s=1.5, passed=True, figure=None, limit=None, text=""),
+    messages.RankLine(**recorded.interval(["user"], 0, 1, 100)),
+]
+
+
+def over_the_wire(message: Message) -> Message:
+    return from_json(json.loads(json.dumps(message.to_json())))
+
+
+def test_every_class_has_an_example():
+    assert {type(message) for message in EXAMPLES} == set(CLASSES.values())
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: message.KIND)
+def test_a_message_is_the_same_in_another_process(message):
+    there = over_the_wire(message)
+    assert type(there) is type(message)
+    kept = replace(there, unix_s=message.unix_s) if isinstance(message, messages.Result) else there
+    assert kept == message
+
+
+@pytest.mark.parametrize(
+    "message", [message for message in EXAMPLES if message.FILE], ids=lambda message: message.KIND
+)
+def test_a_line_is_read_as_what_it_was_written_from(message):
+    line = json.loads(json.dumps(message.line()))
+    assert not set(message.LEFT_OUT) & set(line)
+    there = from_line(message.FILE, line)
+    assert type(there) is type(message)
+    left_out = {name: getattr(message, name) for name in message.LEFT_OUT}
+    assert replace(there, **left_out) == message
+
+
+@pytest.mark.parametrize("event", recorded.EVENTS, ids=lambda event: f"{event['event']}-{event['unix_s']}")
+def test_events_of_older_run_folders_are_read(event):
+    message = from_line(messages.EVENTS, {**event, "folder": "c"} if event["event"] == "saved" else event)
+    kind = event["event"] if event["event"] in ("start", "saved") else "event"
+    assert kind == message.KIND and message.unix_s == event["unix_s"]
+    assert {**message.values(), "event": event["event"]}.items() >= event.items()
+
+
+def test_figures_of_any_name_are_kept():
+    line = {"kind": "train", "unix_s": 1.0, "step": 3, "my.metric": 0.25, "figures": 3}
+    assert from_line(messages.METRICS, line).figures == {"my.metric": 0.25, "figures": 3}
+    assert messages.Train(step=3, figures={"my.metric": 0.25}).line()["my.metric"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"kind": "nothing"}, {"kind": "check", "step": 3}],
+)
+def test_what_is_no_message_is_an_error(values):
+    with pytest.raises((KeyError, TypeError)):
+        from_json(values)
