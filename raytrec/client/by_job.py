@@ -107,7 +107,7 @@ class Job:
         return self._folder
 
     def news(self, since: dict[str, int]) -> dict[str, Any]:
-        """As `peek.news`, as far as the job's log tells: figures now and then."""
+        """As `queries.news`, as far as the job's log tells: figures now and then."""
         with self._changed:
             over, told, folder = self._over, self._told[since.get("log", 0) :], self._folder
             starts = self._starts[since.get("starts", 0) :]

@@ -26,7 +26,7 @@ class Seen:
         return self._folder
 
     def news(self, since: dict[str, int]) -> dict[str, Any]:
-        """As `peek.news`."""
+        """As `queries.news`."""
         return self._way.call("news", self._folder, since)
 
     def logs(self) -> Iterator[str]:

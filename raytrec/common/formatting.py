@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def short(name: object, most: int = 20) -> str:
-    """A name of at most so many characters, its middle left out; nothing in it that cannot be printed."""
+    """A name of at most so many characters, its middle cut out; nothing in it that cannot be printed."""
     text = "".join(c if c.isprintable() else "?" for c in str(name))
     if len(text) <= most:
         return text

@@ -19,7 +19,7 @@ FLAT = {"flat": True}  # of a field whose keys stand beside the other fields
 
 
 class Command(IntEnum):
-    """What ranks are told, in the order of what overrules what."""
+    """What ranks are told, in the order of what overrides what."""
 
     GO = 0
     SAVE = 1

@@ -94,7 +94,7 @@ class RunConsole:
             self.warn(f"check {check} failed at step {step}: {text}")
 
     def saved(self, step: int, error: str | None, **_: Any) -> None:
-        """A checkpoint has been written, or not (which is said by a warning of its own)."""
+        """A checkpoint has been written, or not (which has a warning of its own)."""
         if not error:
             self._plain(f"step {step}: saved", always=False)
 

@@ -182,7 +182,7 @@ class Coordinator:
         return max((m.step for m in self._members.values()), default=0)
 
     async def waiting(self, room: int, least: int) -> None:
-        """There are not enough nodes to go on."""
+        """There are not enough nodes to continue."""
         self._event("waiting", cause=f"there is room for {room} workers; waiting for {least}")
 
     # Failures.
@@ -229,7 +229,7 @@ class Coordinator:
                 self._kill_what_stands_still()
 
     def _hang(self) -> str | None:
-        """Who keeps the others waiting, when nothing has gone on for too long."""
+        """Who keeps the others waiting, when there has been no progress for too long."""
         now, members = monotonic(), list(self._members.values())
         idle = now - max(m.progress_at for m in members)
         culprit = self._silent(SILENT_S) or min(members, key=lambda m: m.behind)

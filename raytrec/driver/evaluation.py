@@ -45,7 +45,7 @@ def evaluation_config(
             raise ConfigError(
                 f"'{override}' has no part in an evaluation",
                 where="command line, --set",
-                expected=f"a key of {', '.join(SECTIONS)}, or tables.NAME.{RULE}: the model is settled",
+                expected=f"a key of {', '.join(SECTIONS)}, or tables.NAME.{RULE}: the model is fixed",
             )
     config = load_config(about["config"], others, elsewhere=folder, allow_code=allow_code)
     values = schema_of(about).model_dump()

@@ -1,4 +1,4 @@
-"""`raytrec plan`: where tables would lie on GPUs that are not here."""
+"""`raytrec plan`: the sharding plan for GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan(
         hosts: machines; default: as many as scaling.num_workers fill.
         gpus: GPUs of each; default: plan.ranks_per_host, else scaling.num_workers up to 8.
         memory_gib: of each GPU, where plan.memory_gib says nothing.
-        host_memory_gib: of each host's main memory, where tables with kernel fused_uvm(_caching) lie and
+        host_memory_gib: of each host's main memory, where tables with kernel fused_uvm(_caching) are and
             plan.host_memory_gib says nothing; default: twice that of its GPUs.
 
     Returns:

@@ -23,7 +23,7 @@ from raytrec.driver.recorder import RESULT, write_json
 
 DATA = "data.json"  # in the run folder: what the data held when the run began
 
-# What may change in mid-run: it does not change what is trained. (Where the data lie may change, because
+# What may change in mid-run: it does not change what is trained. (The place of the data may change, because
 # their content is compared, too.)
 FREE = (
     "scaling.",

@@ -93,7 +93,7 @@ def train(
         source: a config file, its values, or a RunConfig; None: that of `start_from` or `resume`.
         overrides: `section.key=value` strings.
         start_from: a run or checkpoint folder whose weights training begins with (warm_start.from).
-        resume: the folder of a run that was interrupted, to go on with.
+        resume: the folder of an interrupted run, to resume.
         resume_latest: resume the newest interrupted run of the same config and data, if there is one.
         allow_code: a config from a URI, or out of `start_from`, may name code (raytrec/config/trust.py).
 

@@ -24,7 +24,7 @@ def in_session(config: RunConfig, watch: Watch, work: Callable[[], T]) -> T:
     gone for a minute.
 
     Args:
-        work: goes on from the newest checkpoint when it is called again.
+        work: resumes from the newest checkpoint when it is called again.
 
     Raises:
         RayLost: it cannot be started again, or too often.

@@ -3,7 +3,7 @@
 Tables that FBGEMM updates in backward have no gradient to look at, and clipping them must come before that
 backward. So the graph is cut where a rank's lookup hands its embeddings on: backward ends there, with the
 gradients of the whole global batch for this rank's shards. From them and the ids follows the gradient of each
-touched row; its norm joins that of the dense layers; then the cut gradients, scaled, go on into the tables.
+touched row; its norm joins that of the dense layers; then the cut gradients, scaled, enter the tables.
 """
 
 from __future__ import annotations

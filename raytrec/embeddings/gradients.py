@@ -32,7 +32,7 @@ def require_gradient_division() -> None:
             "TorchRec's gradient division is switched off in this process",
             where="torchrec.distributed.comm_ops.set_gradient_division(False)",
             expected="True, as it comes: raytrec's loss is weighted for it",
-            do="leave out that call, or set it back to True",
+            do="remove that call, or set it back to True",
         )
 
 

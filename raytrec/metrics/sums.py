@@ -29,7 +29,7 @@ class Sums:
     def __init__(self, selection: Selection, device: torch.device):
         self._device, self.selection = device, selection
         self._names: list[str] = []  # of the vector; the functions say them when they are first called
-        self._before: dict[str, float] = {}  # what this rank goes on from
+        self._before: dict[str, float] = {}  # what this rank resumes from
         self._vector: torch.Tensor | None = None
         self._functions: dict[str, dict[Callable, str]] = {task: {} for task in selection.of}
         for task, metrics in selection.of.items():  # the first metric that has a function gives it its name
@@ -63,7 +63,7 @@ class Sums:
         self._before = dict(total) if dist.get_rank() == 0 else {}
 
     def reduce(self) -> dict[str, float]:
-        """Figures over all ranks since the last call, by key (Selection.key); a collective. Begins anew then.
+        """Figures over all ranks since the last call, by key (Selection.key); a collective. Starts over then.
 
         Returns:
             rows; each SumMetric of each task, NaN where it is not defined, and its counts.
@@ -89,7 +89,7 @@ class Sums:
         return sums
 
     def _tensor(self) -> torch.Tensor:
-        """What this rank goes on from, in the order of the names."""
+        """What this rank resumes from, in the order of the names."""
         import torch
 
         if not self._before:  # no copy to a GPU, for which the host would wait

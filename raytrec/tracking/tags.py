@@ -22,7 +22,7 @@ ACCELERATOR = "accelerator_type:"  # the resource by which Ray names a node's ki
 
 
 def run_tags() -> dict[str, str]:
-    """Tags of a run that is started here and now; what cannot be told is left out.
+    """Tags of a run that is started here and now; what is not known is skipped.
 
     Nothing of the environment or of the command's arguments is in them, so no secrets.
 

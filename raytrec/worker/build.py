@@ -67,7 +67,7 @@ def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> Sharding
 
 
 def _has_caches(plan: ShardingPlan, device: torch.device) -> bool:
-    """Whether a table lies in host memory with a cache on the GPUs. (On CPU it has none.)"""
+    """Whether a table is in host memory with a cache on the GPUs. (On CPU it has none.)"""
     kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
     return device.type == "cuda" and "fused_uvm_caching" in kernels
 

@@ -16,7 +16,7 @@ def gather_to_first(
 
     Args:
         values: [n] of one dtype; n may differ between ranks.
-        device: that they travel over, as NCCL reads no host memory; default: where they lie.
+        device: that they travel over, as NCCL reads no host memory; default: where they are.
         at_once: values of each rank that are on that device at a time.
     """
     device, world, first = device or values.device, dist.get_world_size(), dist.get_rank() == 0

@@ -1,4 +1,4 @@
-"""Losses that are not finite numbers: steps that have one are found, or left out; batches kept to look at."""
+"""Losses that are not finite numbers: steps that have one are found, or skipped; batches kept to look at."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Losses:
 
 
 class Verdict:
-    """Whether a step is left out, because the loss of any rank is not finite; making it is a collective.
+    """Whether a step is skipped, because the loss of any rank is not finite; making it is a collective.
 
     The device knows before the host does: gradients are gated by `mask`, so a GPU can be given the backward
     pass at once. When the host asks, it waits for the forward pass, behind which the backward pass is queued.
@@ -100,7 +100,7 @@ class Verdict:
 
 
 class Gate(torch.autograd.Function):
-    """The values themselves; their gradient, unless the step is left out, in which case zeros.
+    """The values themselves; their gradient, unless the step is skipped, in which case zeros.
 
     A zero loss would not do: 0 × NaN is NaN on the way back.
     """
@@ -116,7 +116,7 @@ class Gate(torch.autograd.Function):
 
 
 class SkipBad(OptimizerWrapper):
-    """An optimizer that does nothing at the end of a step that is left out.
+    """An optimizer that does nothing at the end of a step that is skipped.
 
     Tables that are updated in backward have got zero gradients, which change nothing under SGD and Adagrad;
     under fused Adam (on GPUs) their momentum moves on.
@@ -163,7 +163,7 @@ class Recent:
 def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int) -> str:
     """Writes a rank's part of a batch as Parquet, in the columns of the schema; its path.
 
-    Ids are those that the tables see, after hashing and clamping; padded rows are left out.
+    Ids are those that the tables see, after hashing and clamping; padded rows are skipped.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

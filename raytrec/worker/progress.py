@@ -19,7 +19,7 @@ class Progress:
         step: steps that have been trained. The cursor: with steps per epoch it says which rows are left.
         rows: rows of those steps, rows that could not be read included.
         trained: rows that had a loss, as far as they have been reported.
-        nan_steps: steps that were left out because their loss was not finite (train.on_nan: skip).
+        nan_steps: steps that were skipped because their loss was not finite (train.on_nan: skip).
         window: sums for the metrics since they were last reported.
         clock: seconds and rows of training.
         reported: the figures of the last window.
@@ -87,7 +87,7 @@ class Progress:
         self.evaluation = record["evaluation"] or {}
 
     def report(self) -> dict[str, Any]:
-        """Figures of the window, which then begins anew; a collective."""
+        """Figures of the window, which then starts over; a collective."""
         figures = self.reported = self.window.reduce()
         self.trained += int(figures["rows"])
         return figures | {

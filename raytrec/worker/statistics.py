@@ -1,4 +1,4 @@
-"""What a rank knows of its shards: load, use, norms. Computed where they lie, from samples.
+"""What a rank knows of its shards: load, use, norms. Computed in place, from samples.
 
 Counts are of every step. Norms of rows are of a strided sample of rows, another one each time. What is said
 of ids and updates is of one probed step.

@@ -120,7 +120,7 @@ class Step:
 
     Attributes:
         trained: steps that the model has been trained; dropout (with seed and rank) and learning rates depend
-            on it alone, so that a run that was restored goes on like the one that was saved.
+            on it alone, so that a restored run continues like the one that was saved.
         phases: where the time of training goes; counts only if it was given.
 
     Args:

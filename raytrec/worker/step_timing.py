@@ -46,7 +46,7 @@ class Phases:
         self._passed: deque[tuple[str, Any, Any]] = deque()  # phase, its first event, its last
 
     def resume(self) -> None:
-        """Training begins or goes on."""
+        """Training starts or continues."""
         self._mark, self._current, self._running = self._now(), "other", True
 
     def pause(self) -> None:

@@ -43,7 +43,7 @@ def factors_of(
 
 
 def some_bags(key: Key, first: torch.Tensor, mean: bool, device: torch.device) -> Bags:
-    """The `first` bags of a feature, and the longest; those of more than `LONGEST` ids left out."""
+    """The `first` bags of a feature, and the longest; without those of more than `LONGEST` ids."""
     short = key.lengths.masked_fill(key.lengths > LONGEST, 0)
     at = torch.cat([first, short.argmax().view(1)])
     at = at[key.lengths[at] <= LONGEST]

@@ -63,7 +63,7 @@ class Numerics(Check):
         ratios = {key: (figures.get(key), figures.get(counted)) for key, counted in position.ratios.items()}
         squares = self._squares() if probed else {}
         if self.run.config.train.on_nan == "skip" and not all(map(isfinite, squares.values())):
-            squares = {}  # of a step that is left out and counted: it has changed nothing
+            squares = {}  # of a step that is skipped and counted: it has changed nothing
         return Look(values, squares, ratios)
 
     def judge(self, looks: list[Look], step: int) -> Outcome:

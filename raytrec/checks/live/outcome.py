@@ -52,7 +52,7 @@ class Position:
         step: steps trained.
         batch_step: the step that this rank's last batch says it belongs to, from 0; None: not known.
         expected_rows: rows over all ranks of the batches trained since the taps were made; None where rows
-            may be left out.
+            may be skipped.
         figures: of the last window of training, the same on all ranks; may be empty.
         ratios: key of each of them that should be 1 → key of the positives that say how much it is worth.
         about: at the start: what must be alike on all ranks, as plain values.

@@ -3,7 +3,7 @@
 A few bags of the next batch are pooled in plain torch from rows that each rank gives out of its shards, by
 nothing but the map of the shards, and compared with what the dense layers were given. After the step, the
 gradient of those rows is summed from its definition over the batches of all ranks, and compared with what has
-reached the kernels that hold them. No weight is touched, and the pipeline goes on undisturbed.
+reached the kernels that hold them. No weight is touched, and the pipeline continues undisturbed.
 """
 
 from __future__ import annotations

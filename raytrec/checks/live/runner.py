@@ -67,7 +67,7 @@ class LiveChecks:
 
         Args:
             about: what must be alike on all ranks, name → plain value.
-            step: steps trained before, of a run that goes on.
+            step: steps trained before, of a run that is resumed.
         """
         return self._pass(START, Position(step, about=about))
 
@@ -100,7 +100,7 @@ class LiveChecks:
 
 
 def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
-    """The error that ends the run where a failed check is set to stop it; None to go on."""
+    """The error that ends the run where a failed check is set to stop it; None to continue."""
     bad = [outcome for outcome in outcomes if not outcome.passed]
     chosen = choose(config) if bad else {}
     bad = [outcome for outcome in bad if chosen[outcome.check].reaction == "stop"]

@@ -1,4 +1,4 @@
-"""shards: every value of every table, and of the state beside it, lies on one rank (or whole on each)."""
+"""shards: every value of every table, and of the state beside it, is on one rank (or whole on each)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a table takes, and where it lies. No torch here: the driver asks, too."""
+"""How much memory a table takes, and where. No torch here: the driver asks, too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def footprint(table: Table, dtype: str, optimizer: str, kernel: str | None = Non
     """What a table takes of a device and, with a UVM kernel on a GPU, of its host's memory.
 
     Args:
-        kernel: None where all lies on the device: unless it is fused_uvm(_caching), and on CPU always.
+        kernel: None where all is on the device: unless it is fused_uvm(_caching), and on CPU always.
     """
     values, width = table.rows * table.dim, DTYPE_BYTES[dtype]
     weights, row_state = values * width, table.rows * ROW_STATE_BYTES[optimizer]

@@ -95,11 +95,11 @@ def make_plan(
 
 
 def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:
-    """The same plan, in which shards lie on the devices that the ranks have.
+    """The same plan, in which shards are on the devices that the ranks have.
 
     The planner (torchrec 1.8.0, planner/utils.py) takes rank % ranks_per_host for the number of a rank's GPU,
     which is another one where hosts hold different numbers of ranks or share their GPUs in another order; and
-    shards whose tensors lie elsewhere than their plan says are an error.
+    shards whose tensors are elsewhere than their plan says are an error.
 
     Args:
         devices: each rank's, as its own process names it: cpu, or cuda:INDEX.
@@ -188,7 +188,7 @@ class Enumerator(EmbeddingEnumerator):
     """Counts optimizer state as FBGEMM holds it.
 
     TorchRec (1.8.0) takes state to be of the weights' dtype, which is half of what it is beside fp16 tables,
-    and to lie where the weights lie, although one value a row lies on the GPU even if the weights do not.
+    and to be where the weights are, although one value a row is on the GPU even if the weights are not.
 
     Args:
         optimizer: that updates sharded tables in backward; None: none does, and TorchRec counts no state.
@@ -223,7 +223,7 @@ class Enumerator(EmbeddingEnumerator):
 
 
 class PinnedPartitioner(GreedyPerfPartitioner):
-    """First tables whose ranks are settled and groups that must lie together, then the rest as TorchRec does.
+    """First tables whose ranks are given and groups that must be together, then the rest as TorchRec does.
 
     Args:
         settled: table → TableConstraint.
