@@ -273,20 +273,12 @@ OF_FILE = {CHECKS: Check, RANKS: RankLine}  # whose lines need not say their kin
 
 
 def from_json(values: Mapping[str, Any]) -> Message:
-    """The message that `to_json` made.
-
-    Raises:
-        KeyError, TypeError: it is none.
-    """
+    """The message that `to_json` made; a KeyError or TypeError where it is none."""
     return _make(CLASSES[values["kind"]], {k: v for k, v in values.items() if k != "kind"})
 
 
 def from_line(file: str, values: Mapping[str, Any]) -> Message:
-    """The message that a line of a run folder's file was written from, but for LEFT_OUT.
-
-    Raises:
-        KeyError, TypeError: it is none.
-    """
+    """The message that a line of a run folder was written from, but for LEFT_OUT; errors as `from_json`."""
     if file in OF_FILE:
         return _make(OF_FILE[file], values)
     tag = "event" if file == EVENTS else "kind"
