@@ -88,6 +88,8 @@ data/ingest/schema.yaml: | install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/mypy
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -115,4 +117,4 @@ lock:
 	cd requirements && uv pip compile notebook.in --python-version 3.11 -o notebook.txt
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

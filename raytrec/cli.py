@@ -136,7 +136,7 @@ def submit(
     from raytrec.common.redaction import hide
 
     jobs = Jobs(address)
-    job = jobs.submit(config, overrides or [], include or [], root)
+    job = jobs.submit(config, overrides, [*(include or [])], root)
     print(f"job          {job}")
     print(f"see it       raytrec follow {job} --address {hide(jobs.address)}")
     print(f"stop it      raytrec stop {job} --address {hide(jobs.address)}", flush=True)

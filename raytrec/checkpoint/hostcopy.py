@@ -1,4 +1,4 @@
-"""A copy of a run's state in host memory, so that training may go on while it is written."""
+"""A copy of a run's state in host memory, so that training continues while it is written."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class _Memory:
         if locked:
             pages.madvise(MADV_HUGEPAGE)  # locking goes page by page
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)[:size]
-        self.error, self._unlock = None, None
+        self.error: str | None = None
+        self._unlock: weakref.finalize | None = None
         if locked:
             self._lock(len(pages))
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from raytrec.checkpoint.index import is_local, reason, sync_folder, unreadable
 from raytrec.common.reading import open_regular
@@ -78,7 +79,7 @@ class Sink:
 
 
 def _send(descriptor: int, start: int, count: int) -> None:
-    """Lets Linux begin to write bytes of a file to the disk, beside what goes on here; it does not wait.
+    """Lets Linux begin to write bytes of a file to the disk, in the background; it does not wait.
 
     Without this, the disk has nothing to do until the sync at the end. It is only advice, so errors and
     systems without the call do not matter. (posix_fadvise would do it, too, but forgets part of the file.)
@@ -101,7 +102,8 @@ class Source:
         self._uri = f"{folder}/{name}"
         filesystem, path = open_filesystem(self._uri)
         if is_local(filesystem):
-            self.reads, self._file = READS, open_regular(path)
+            self.reads = READS
+            self._file: Any = open_regular(path)
             self._read = self._read_local
         else:
             self.reads = REMOTE_READS

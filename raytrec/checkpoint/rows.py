@@ -114,7 +114,7 @@ class StoredTable:
             best, rows = np.append(best, scores), np.append(rows, np.arange(first, first + len(band)))
             kept = np.lexsort((rows, -best))[:k]
             best, rows = best[kept], rows[kept]
-        found = best >= -1.5  # neither zeros nor what is left out
+        found = best >= -1.5  # neither zeros nor skipped rows
         return rows[found].tolist(), best[found].tolist()
 
     def _open(self, folder: str, name: str) -> Source:
@@ -141,7 +141,7 @@ class _Chunk:
         self._dtype, self._block_bytes, self._where = np.dtype(STORED[dtype]), block_bytes, where
         self._first, self._column = part["offsets"]
         self._rows, self._columns = part["sizes"]
-        self._number, self._block = -1, b""
+        self._number, self._block = -1, memoryview(b"")
 
     def into(self, band: np.ndarray, first: int) -> None:
         """Copies what a band of rows, which begins with row `first` of the table, has in this shard."""

@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy is taken at the step, a thread writes it."""
+"""Saving while training continues: a copy is taken at the step, a thread writes it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Saver:
 
     Args:
         root: the folder of all checkpoints, local or s3:// or gs://.
-        config: how many to keep, and whether training goes on while one is written.
+        config: how many to keep, and whether training continues while one is written.
         confirm: called on rank 0 before a checkpoint is committed and before old ones are removed; raises
             RunError where these ranks are no longer the run's.
         unbounded: of LogicalState.
@@ -166,12 +166,13 @@ class Saver:
                 self._tidy(folder, name, error, notes)
             if not isinstance(error, NoRoom):
                 return error
-            last = [None]
+            last: list[RunError | None] = [None]
             if dist.get_rank() == 0 and not self._remove_oldest(notes):
                 last = [self._explained(error, needed)]
             dist.broadcast_object_list(last, group=self._group)
             if last[0] is not None:
                 return last[0]
+        return None
 
     def _try(self, folder: str, attempt: str, tensors: State, about: dict) -> RunError | None:
         try:

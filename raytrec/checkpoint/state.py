@@ -12,7 +12,7 @@ row-wise one's), so that its state dicts go back only into the plan that they ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ class LogicalState:
             self.dense |= dict(_dense_state(plain))
             self.dense |= self._table_steps(model, plain)
 
-    def tensors(self, rows: dict[str, int] | None = None, leave_out: set[str] = frozenset()) -> State:
+    def tensors(self, rows: dict[str, int] | None = None, leave_out: Set[str] = frozenset()) -> State:
         """name → live tensor: ShardedTensor for what is sharded, a plain tensor for what every rank has.
 
         Args:

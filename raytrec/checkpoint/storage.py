@@ -18,6 +18,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -101,7 +102,7 @@ class ShardWriter(StorageWriter):
                 make_folder(Path(path))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuses what is not a tensor; leaves out shards without a value.
+        """Refuses what is not a tensor; skips shards without a value.
 
         An empty shard may begin where another rank's begins. To torch's planner, these are copies of one
         shard, of which it would write either.
@@ -170,7 +171,7 @@ class ShardWriter(StorageWriter):
                     file.write(block)
                     crc32.append(crc.result())
                 chunk = item.tensor_data.chunk
-                place = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+                place: dict[str, Any] = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
                 place |= {"file": plan.storage_data, "start": start, "crc32": crc32}
                 results.append(WriteResult(item.index, file.size - start, place))
             file.sync()

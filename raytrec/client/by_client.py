@@ -40,14 +40,14 @@ class ByClient:
 
     def __init__(self, address: str):
         self.address = address
-        self._connections = {(): _Connection(address, ())}
+        self._connections: dict[tuple[Path, ...], _Connection] = {(): _Connection(address, ())}
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What a function of `peek` gives."""
         return self._connections[()].call(name, *arguments)
 
     def begin(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Begun:
-        """Starts a run, or goes on with it, where it was interrupted."""
+        """Starts a run, or resumes it where it was interrupted."""
         config = load_config(source, overrides)
         places = tuple(path.absolute() for path in (*user_modules(config), *include))
         if places not in self._connections:  # whose processes have other code
@@ -89,7 +89,7 @@ class Begun(Seen):
         super().stop()
 
     def news(self, since: dict[str, int]) -> dict[str, Any]:
-        """As `peek.news`; "starting" until the driver has begun. It has ended when its last word has come."""
+        """As `queries.news`; "starting" until the driver has begun. Ends with the last message."""
         ended = self._connection.is_done(self._result)
         failure = self._failure() if ended else None
         try:

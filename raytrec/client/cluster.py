@@ -34,7 +34,7 @@ class Cluster:
         if address.startswith("ray://"):
             from raytrec.client.by_client import ByClient as Way
         elif address.startswith(("http://", "https://")):
-            from raytrec.client.by_job import ByJob as Way
+            from raytrec.client.by_job import ByJob as Way  # type: ignore[assignment]
         else:
             raise ConfigError(
                 f"'{address}' is not the address of a cluster",
@@ -50,7 +50,7 @@ class Cluster:
         overrides: list[str] | None = None,
         include: list[str | Path] | tuple = (),
     ) -> Run:
-        """Starts a run, or goes on with it, if the same was interrupted; returns at once.
+        """Starts a run, or resumes it if the same one was interrupted; returns at once.
 
         raytrec's code, as it is here, and modules that the config names go up with it.
 

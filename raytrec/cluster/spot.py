@@ -12,12 +12,18 @@ imported where `ray up` runs and by the autoscaler on the head node.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 logger = logging.getLogger(__name__)
 
 
-class SpotFirst:
+if TYPE_CHECKING:
+    from ray.autoscaler.node_provider import NodeProvider
+else:
+    NodeProvider = object
+
+
+class SpotFirst(NodeProvider):
     """What the providers of both clouds have in common: `create_node` in up to two requests.
 
     `create_node` of Ray's providers raises when nothing was launched, and may launch fewer than asked for.

@@ -122,8 +122,9 @@ def json_values(text: str | bytes) -> Any:
         raise NotReadable(f"it has more than {MOST_DEPTH} levels") from None
     except ValueError as error:
         raise NotReadable(_line(error)) from None
-    brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
-    if sum(map(text.count, brackets)) > MOST_DEPTH and _is_deep(values):
+    opened = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    count = sum(text.count(each) for each in opened)  # type: ignore[arg-type, misc]
+    if count > MOST_DEPTH and _is_deep(values):
         raise NotReadable(f"it has more than {MOST_DEPTH} levels")
     return values
 

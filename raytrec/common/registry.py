@@ -41,7 +41,7 @@ class Registry(Generic[T]):
             ValueError: another one has it.
         """
 
-        def register(part: T) -> T:
+        def register(part: Any) -> Any:
             if not f"{part.__module__}.".startswith(f"{self._package}."):
                 return part
             known = self._parts.setdefault(name, part)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from raytrec.compat.versions import private
+
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray sets in the environment of a job's driver
 CURRENT_CLUSTER = (
     "ray/ray_current_cluster"  # below RAY_TMPDIR: HOST:PORT of the cluster that was started last
@@ -52,9 +54,9 @@ def starts_nodes() -> bool:
 
 def gcs_client(address: str) -> Any:
     """A client of the GCS at HOST:PORT."""
-    from ray._raylet import GcsClient
+    import ray._raylet as raylet
 
-    return GcsClient(address=address)
+    return private(raylet, "GcsClient", "ray")(address=address)
 
 
 def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool, str]:
@@ -156,7 +158,7 @@ def popen_replaced(
 
     before = services.ConsolePopen
 
-    class Apart(before):
+    class Apart(before):  # type: ignore[valid-type, misc]
         def __init__(self, *args: Any, **given: Any):
             given["env"] = (given.get("env") or os.environ) | env
             super().__init__(*args, **given, **options)
@@ -188,9 +190,9 @@ def job_id() -> str | None:
 
 def read_token_again() -> None:
     """Lets Ray, which reads its settings when it is imported, read RAY_AUTH_* again."""
-    from ray._raylet import Config
+    import ray._raylet as raylet
 
-    Config.initialize("")
+    private(raylet, "Config", "ray").initialize("")
 
 
 def token_metadata() -> tuple[tuple[str, str], ...]:
@@ -206,7 +208,5 @@ def _replace(module: Any, name: str, value: Any) -> None:
     Raises:
         RunError: Ray reads no such name, so that setting it would change nothing.
     """
-    from raytrec.compat.versions import private
-
     private(module, name, "ray")
     setattr(module, name, value)

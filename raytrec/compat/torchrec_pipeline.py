@@ -18,7 +18,7 @@ from raytrec.compat.fbgemm import fbgemm_of
 from raytrec.compat.torchrec_ import sharded_kernels
 
 if TYPE_CHECKING:
-    Pipeline = TrainPipelineSparseDist
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist as Pipeline
 else:
     Pipeline = object
 

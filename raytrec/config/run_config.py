@@ -81,7 +81,7 @@ class RunConfig(Section):
 
     @property
     def checkpoint_root(self) -> str:
-        """The folder of all checkpoints of a run whose folder is settled."""
+        """The folder of all checkpoints of a run whose folder is resolved."""
         return (self.checkpoint.dir or f"{self.run.dir}/checkpoints").rstrip("/")
 
     def to_yaml(self) -> str:
@@ -123,7 +123,7 @@ def load_config(
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(
-            some_of([_explain(e) for e in error.errors()[:MOST_MISTAKES]], error.error_count()),
+            some_of([_explain(dict(e)) for e in error.errors()[:MOST_MISTAKES]], error.error_count()),
             where=where + (f" with {' '.join(overrides)}" if overrides else ""),
             do="`raytrec config --schema` lists every key",
         ) from None
@@ -184,7 +184,8 @@ def _apply(values: dict, override: str) -> None:
 def _explain(error: dict) -> str:
     # pydantic names the member of a union, too, which is no key of a file.
     place = ".".join(str(p) for p in error["loc"] if not str(p).startswith(("constrained-int", "tuple[")))
-    section, kind, *rest = *error["loc"], None, None
+    loc: tuple = error["loc"]
+    section, kind, *rest = (*loc, None, None)
     if section == "model" and kind in SECTIONS:  # pydantic names the kind of model, too
         place = place.replace(f".{kind}", "", 1)
         if error["type"] == "extra_forbidden" and rest[1:] == [None, None]:
@@ -211,8 +212,8 @@ def _nearest(place: str) -> str | None:
     if near := get_close_matches(place, keys, n=1, cutoff=0.85):
         return near[0]
     last = {key.rpartition(".")[2]: key for key in keys}
-    near = did_you_mean(place.rpartition(".")[2], list(last))
-    return last[near] if near else None
+    meant = did_you_mean(place.rpartition(".")[2], list(last))
+    return last[meant] if meant else None
 
 
 def _all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:

@@ -155,7 +155,7 @@ class Schema(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             raise SchemaError(
-                some_of([_explain(e) for e in error.errors()[:20]], error.error_count()),
+                some_of([_explain(dict(e)) for e in error.errors()[:20]], error.error_count()),
                 where=where,
                 expected="labels, dense, sparse: {feature: {table, pooling}}, tables: {table: {rows, dim}}",
                 do="correct the file; `raytrec inspect DIR` prints one that fits the data",
@@ -182,10 +182,10 @@ class Schema(BaseModel):
         return cls.parse(values, str(path))
 
     def to_yaml(self, comments: Mapping[tuple[str, str], str] | None = None) -> str:
-        """The text of a schema.yaml: one line for each feature and table; defaults left out.
+        """The text of a schema.yaml: one line for each feature and table, without defaults.
 
         Args:
-            comments: (section, name) → what is said of a label, dense column, feature or table; one line.
+            comments: (section, name) → comment on a label, dense column, feature or table; one line.
         """
         comments, lines = comments or {}, []
         for section in ("labels", "dense"):

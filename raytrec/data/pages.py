@@ -1,4 +1,4 @@
-"""Rows in the middle of a large row group, without decoding what lies before them. No torch here.
+"""Rows in the middle of a large row group, without decoding what precedes them. No torch here.
 
 pyarrow reads row groups from their beginning. But columns are written as pages of some ten thousand rows, and
 each can be decoded by itself, with its column's dictionary if it has one. So the pages that hold the rows are
@@ -324,8 +324,8 @@ def unpack_levels(data: bytes, width: int, count: int) -> np.ndarray:
         if head & 1:  # groups of eight levels
             size = (head >> 1) * width
             bits = np.unpackbits(np.frombuffer(data[at : at + size], np.uint8), bitorder="little")
-            bits = bits[: len(bits) // width * width].reshape(-1, width)
-            levels = np.packbits(bits, axis=1, bitorder="little")[:left, 0]
+            each = bits[: len(bits) // width * width].reshape(-1, width)
+            levels = np.packbits(each, axis=1, bitorder="little")[:left, 0]
         else:  # one level many times
             size = 1
             levels = np.repeat(np.frombuffer(data[at : at + 1], np.uint8), min(head >> 1, left))

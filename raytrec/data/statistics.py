@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -40,11 +41,15 @@ def _questions(form: Form) -> Iterator[tuple[str, Callable[[pq.ColumnChunkMetaDa
     schema, made = form.schema, {name for transform in form.transforms for name in transform.writes}
     for name in {*schema.labels, *schema.dense} - made:
         allowed = form.label_range(name) if name in schema.labels else None
-        yield name, lambda chunk, allowed=allowed: _has_null(chunk) or (allowed and _outside(chunk, *allowed))
+        yield name, partial(_is_wrong, allowed=allowed)
     for name, spec in schema.sparse.items():
         table, column = schema.tables[spec.table], schema.column_of(name)
         if column not in made and table.out_of_range == "error":
-            yield column, lambda chunk, last=table.rows - 1: _outside(chunk, 0, last)
+            yield column, partial(_outside, low=0, high=table.rows - 1)
+
+
+def _is_wrong(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None) -> bool:
+    return _has_null(chunk) or (allowed is not None and _outside(chunk, *allowed))
 
 
 def _has_null(chunk: pq.ColumnChunkMetaData) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +28,7 @@ def transformed(
 
     Args:
         where: file and row group, for errors.
-        folder: where modules of `module:function` may lie beside Python's own path.
+        folder: where modules of `module:function` may be, beside Python's own path.
 
     Raises:
         DataError: a transform failed; names it.
@@ -49,7 +50,7 @@ def transformed(
     return table
 
 
-def _failed(number: int, transform: t.Transform, where: str, why: str) -> DataError:
+def _failed(number: int, transform: Any, where: str, why: str) -> DataError:
     return DataError(
         f"data.transforms[{number}] ({transform.do}) failed: {why}",
         where=where,

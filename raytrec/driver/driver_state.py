@@ -19,7 +19,14 @@ from raytrec.compat.ray_core import job_id
 # What a signal becomes; while Ray is only starting, it has handlers of its own, which end the process.
 ASKED = (KeyboardInterrupt, SystemExit)
 NOTE, LOG = "driver.json", "run.log"
-KINDS = {"pid": int, "started": int, "host": str, "status": str, "job": str, "unix_s": (int, float)}
+KINDS: dict[str, Any] = {
+    "pid": int,
+    "started": int,
+    "host": str,
+    "status": str,
+    "job": str,
+    "unix_s": (int, float),
+}
 PARTS = ("what", "where", "expected", "do")  # of an error
 
 

@@ -258,8 +258,8 @@ def bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[st
         others_read: whether there are, or may come, nodes without GPUs, whose CPUs then serve for that.
     """
     scaling = config.scaling
-    cpus = scaling.cpus_per_worker + (0 if others_read else config.data.readers)
-    return {"CPU": cpus} | ({"GPU": 1} if device == "cuda" else {})
+    cpus: float = scaling.cpus_per_worker + (0 if others_read else config.data.readers)
+    return {"CPU": cpus} | ({"GPU": 1.0} if device == "cuda" else {})
 
 
 def group_timeout(config: RunConfig, device: str) -> int:

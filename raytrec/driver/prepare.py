@@ -1,4 +1,4 @@
-"""A run before it starts: its configuration settled, its data opened, its folder made."""
+"""A run before it starts: its configuration resolved, its data opened, its folder made."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def settle(
     resume_latest: bool = False,
     allow_code: bool = False,
 ) -> tuple[RunConfig, Path | None]:
-    """The resolved config, and the folder of the run to go on with, if it is not a new one."""
+    """The resolved config, and the folder of the run to resume, if it is not a new one."""
     if not resume:
         if source is None:
             config, named = config_from(start_from, overrides, allow_code=allow_code)
             return resolve(config, named), None
         overrides = [*overrides, f"warm_start.from={start_from}"] if start_from else overrides
         config = load_config(source, overrides, allow_code=allow_code)
-        named = bool(config.run.name or config.run.dir)
+        is_named = bool(config.run.name or config.run.dir)
         config = resolve(config, source)
-        resume = interrupted(config, named) if resume_latest else None
+        resume = interrupted(config, is_named) if resume_latest else None
         if not resume:
             return config, None
     config = resolve(resume_config(resume, source, overrides, allow_code), source)

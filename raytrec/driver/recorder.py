@@ -41,7 +41,9 @@ class Watch:
     """
 
     def __init__(self, console: Any, record: Record | None = None):
-        self.console, self.result, self.stopped_at = console, None, None
+        self.console = console
+        self.result: dict[str, Any] | None = None
+        self.stopped_at: int | None = None
         self.unsaved: RunError | None = None
         self._record, self._unrecorded = record, set()
 
@@ -140,7 +142,7 @@ class Record:
     def keep(self, message: Message) -> list[str]:
         """Writes one message down; what people should be told of it."""
         if message.FILE and message.values().get("unix_s") is None:
-            message = replace(message, unix_s=time())
+            message = replace(message, unix_s=time())  # type: ignore[call-arg]
         if message.FILE:
             self._append(message)
         advice: list[str] = []

@@ -35,7 +35,8 @@ class Stop:
     """
 
     def __init__(self, coordinator: Any, patience_s: float):
-        self._coordinator, self._patience_s, self.signal = coordinator, patience_s, None
+        self._coordinator, self._patience_s = coordinator, patience_s
+        self.signal: int | None = None
         self._before: dict[int, Any] = {}
         self._asked_at = 0.0
         self._timer: Timer | None = None

@@ -211,7 +211,7 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
             }
             found[name] = Table(
                 name,
-                weight.shape,
+                (weight.shape[0], weight.shape[1]),
                 weight.dtype,
                 spec.sharding_type,
                 spec.compute_kernel,
@@ -266,7 +266,7 @@ def _own_device() -> torch.device:
 
 
 def _beside(weight: Parts, per_row: bool, dtype: torch.dtype, live: list[torch.Tensor]) -> Parts:
-    """State as shards that lie where the weights' shards lie."""
+    """State as shards that are where the weights' shards are."""
     values = iter(live)
     shards = [
         Shard(s.rank, s.rows, s.columns, next(values) if s.values is not None and live else None)

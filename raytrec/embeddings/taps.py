@@ -74,7 +74,8 @@ class Taps:
 
     def __init__(self, model: DistributedModelParallel, head: nn.Module, features: list[str]):
         device = next(head.parameters()).device
-        self.features, self.probing, self.input = features, False, None
+        self.features, self.probing = features, False
+        self.input: Input | None = None
         self.sent = torch.zeros(len(features), dtype=torch.int64, device=device)
         self.rows = torch.zeros((), dtype=torch.int64, device=device)
         self.lookups = [self._tap(kernel, False, device) for kernel in sharded_kernels(model)]

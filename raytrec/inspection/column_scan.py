@@ -42,7 +42,8 @@ def scan_columns(
     Raises:
         DataError: nothing there, no rows, or a file that is not whole.
     """
-    footers, not_seen = {None: _footers(uri)}, {}
+    footers: dict[str | None, dict] = {None: _footers(uri)}
+    not_seen: dict[str, str] = {}
     labels = {name for name in _names(footers[None]) if is_label(name)}
     for part, place in (also or {}).items():
         try:

@@ -63,8 +63,7 @@ class History:
     def read(cls, folder: str | Path) -> History:
         """Reads what there is; an empty folder is a history in which nothing has happened."""
         folder = Path(folder)
-        metrics, checks = (_lines(folder / name, steps=True) for name in (METRICS, CHECKS))
-        metrics, checks = list(metrics), list(checks)
+        metrics, checks = (list(_lines(folder / name, steps=True)) for name in (METRICS, CHECKS))
         intervals = _Intervals()
         for line in _lines(folder / RANKS, steps=True):
             intervals.add(_sound(line))
@@ -113,7 +112,7 @@ class History:
         return [step for step in starts[1:] if is_step(step)]
 
     def table_size(self, table: str) -> tuple[int, int] | None:
-        """(rows, columns) of a whole table, where schema.yaml says so."""
+        """(rows, columns) of a whole table, from schema.yaml."""
         tables = self.schema.get("tables")
         spec = tables.get(table) if isinstance(tables, dict) else None
         if isinstance(spec, dict) and is_step(spec.get("rows")) and is_step(spec.get("dim")):
@@ -209,7 +208,7 @@ class _Intervals:
 
 
 def _sound(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of ranks.jsonl in which all that says something of a table is a mapping."""
+    """A line of ranks.jsonl in which every table's figures are a mapping."""
     tables = line.get("tables")
     tables = tables if isinstance(tables, dict) else {}
     return {**line, "tables": {name: entry for name, entry in tables.items() if isinstance(entry, dict)}}

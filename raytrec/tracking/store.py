@@ -51,7 +51,8 @@ class Store:
         parent: str | None = None,
         tags: Mapping[str, str] | None = None,
     ):
-        self.uri, self.run_id = uri, None
+        self.uri = uri
+        self.run_id: str | None = None
         self._experiment, self._name, self._artifacts = experiment, name, artifacts
         self._before, self._parent, self._tags = before, parent, dict(tags or {})
         self._key, self._asked = key, asked
@@ -189,7 +190,7 @@ class Store:
 
 @contextmanager
 def _sqlite_file(uri: str) -> Iterator[None]:
-    """Opens the file, so that what is wrong with it is said at once, and lets one process at a time go on.
+    """Opens the file, so that what is wrong with it is reported at once, and lets in one process at a time.
 
     MLflow 3.17 tries for 100 s to open what is no database, and processes that make the tables of a new
     database at the same time fail: its constructor (SqlAlchemyStore.__init__) takes no lock. Ours is on the

@@ -155,10 +155,10 @@ class CheckpointManager:
         self._context.enter_phase("saving the checkpoint", "save")
         self.save(again=again)
         saved = self._take()
-        error = saved and saved.error
+        error = saved.error if saved else None
         if error is None or again:
             self._saver.close()
-        return error and self._last_words(error)
+        return self._last_words(error) if error else None
 
     def _last_words(self, error: RunError) -> RunError:
         """The error of a run whose last checkpoint could not be written."""
@@ -192,7 +192,7 @@ class CheckpointManager:
             messages.Saved(
                 step=saved.step,
                 folder=saved.folder,
-                error=saved.error and str(saved.error),
+                error=str(saved.error) if saved.error else None,
                 blocked_s=saved.blocked_s,
                 seconds=saved.seconds,
             )

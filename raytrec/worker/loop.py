@@ -90,7 +90,8 @@ def train_worker(task: WorkerTask) -> None:
         result |= selection.result(figures)
     if unsaved:  # there may be room by now
         unsaved = checkpoints.finish(again=True)
-    context.report(messages.Result(step=progress.step, figures=result, unsaved=unsaved and unsaved.parts))
+    parts = unsaved.parts if unsaved else None
+    context.report(messages.Result(step=progress.step, figures=result, unsaved=parts))
     return context.close()
 
 

@@ -30,7 +30,7 @@ class Replicas(Check):
         """Name → hash."""
         names, tensors = zip(*sorted(self._copies(), key=lambda pair: pair[0]), strict=True)
         hashes = read([fingerprint(tensor) for tensor in tensors])
-        return {name: value for name, (value,) in zip(names, hashes, strict=True)}
+        return {name: int(value) for name, (value,) in zip(names, hashes, strict=True)}
 
     def judge(self, looks: list[dict[str, int]], step: int) -> Outcome:
         problems = []
@@ -58,7 +58,7 @@ class Replicas(Check):
 
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A hash of a tensor's bits and their order, computed where it lies: int64 scalar.
+    """A hash of a tensor's bits and their order, computed in place: int64 scalar.
 
     Σ bits × random odd multiplier of the place, mod 2⁶⁴ (vector multiply-shift hashing, Dietzfelbinger 1996).
     A single value that differs always shows, because an odd multiplier has an inverse; several do with a

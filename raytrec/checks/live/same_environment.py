@@ -37,7 +37,8 @@ def _apart(one: str, other: str) -> tuple[str, str]:
     """The parts of two texts from a little before where they part."""
     same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     start = max(0, (min(len(one), len(other)) if same is None else same) - SHOWN // 3)
-    return tuple(
+    cut = [
         ("…" if start else "") + text[start : start + SHOWN] + ("…" if len(text) > start + SHOWN else "")
         for text in (one, other)
-    )
+    ]
+    return cut[0], cut[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from math import inf, isfinite, isnan
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -147,7 +148,7 @@ def _steps(
     optimizers = _optimizers(run, one) if one else {}
     rates = [(group, group["lr"]) for each in optimizers.values() for group in each.param_groups]
     t = config.train
-    settings = {"max_grad_norm": t.max_grad_norm, "micro_batches": t.micro_batches}
+    settings: dict[str, Any] = {"max_grad_norm": t.max_grad_norm, "micro_batches": t.micro_batches}
     every_step = set(run.dtypes.values()) != {"fp32"}
     worst: dict[tuple[str, str], Finding] = {}
     ahead = []  # batches that the reference alone has trained

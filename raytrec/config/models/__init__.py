@@ -32,7 +32,7 @@ class PythonSection(ModelSection):
     )
 
     @property
-    def path(self) -> str:
+    def path(self) -> str:  # type: ignore[override]
         """The class."""
         return self.name
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
@@ -49,7 +49,7 @@ def model(name: str, path: str) -> Callable[[S], S]:
         path: module:Class of the model.
     """
 
-    def register(section: S) -> S:
+    def register(section: Any) -> Any:
         section.path = path
         return MODELS(name)(section)
 

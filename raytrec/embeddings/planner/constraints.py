@@ -1,4 +1,4 @@
-"""What the configuration settles by hand for each table, and whether that is possible.
+"""The constraints that the configuration sets for each table, and whether they can be met.
 
 No torch here: the driver asks before any worker starts.
 """
@@ -43,9 +43,9 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
         ConfigError: names that no table has, and settings that contradict each other.
     """
     settled: dict[str, dict] = {table: {} for table in schema.tables}
-    for pattern, values in config.plan.tables.items():
+    for pattern, given in config.plan.tables.items():
         for table in _matching(pattern, schema, f"plan.tables.{pattern}"):
-            settled[table] |= values.model_dump(exclude_none=True)
+            settled[table] |= given.model_dump(exclude_none=True)
     groups = _groups(config, schema)
     out = {}
     for table, values in settled.items():
@@ -174,7 +174,7 @@ def _groups(config: RunConfig, schema: Schema) -> dict[str, int]:
 
 
 def _with_group_ranks(settled: dict[str, TableConstraint]) -> dict[str, TableConstraint]:
-    """Where one table of a group has its rank settled, the others follow."""
+    """Where one table of a group has its rank given, the others follow."""
     ranks_of: dict[int, tuple[int, ...]] = {}
     for table, pin in settled.items():
         if pin.group is not None and pin.ranks and ranks_of.setdefault(pin.group, pin.ranks) != pin.ranks:
