@@ -95,7 +95,9 @@ def test_each_memory_is_reported_where_it_is(tmp_path, capsys):
 
     schema = tmp_path / "schema.yaml"
     schema.write_text(yaml.safe_dump(criteo([10_000_000] * 26).model_dump(exclude_none=True)))
-    pins = "plan.tables={C1: {compute_kernel: fused_uvm}, C2: {compute_kernel: fused_uvm_caching, ranks: [9]}}"
+    pins = (
+        "plan.tables={C1: {compute_kernel: fused_uvm}, C2: {compute_kernel: fused_uvm_caching, ranks: [9]}}"
+    )
     given = JOBS / "criteo_1tb_2x8xh100.yaml", [f"data.schema={schema}", pins]
     found = plan(*given, host_memory_gib=2048)
     size = 10_000_000 * 128 * 8 / 2**30
