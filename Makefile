@@ -9,7 +9,7 @@
 # make cluster-test  every way to run on a cluster, from a notebook and in an image, for real
 # make test-survive  the slower tests of whole runs, most of which disturb them
 # make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
-#              what the README's other figures come from
+#              what the figures of docs/benchmarks.md come from
 # make bench-memory  what each process of a run has over 30 minutes, and who grows
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
 PYTHON ?= python3.11
