@@ -59,19 +59,19 @@ def loop(
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.live.outcome import Position
     from raytrec.checks.live.runner import LiveChecks
-    from raytrec.config.sequences import looked_up, read_by_id
+    from raytrec.config.features import resolve_features
     from raytrec.embeddings.taps import Taps
     from raytrec.worker.build import build_step
 
     settings = config(world, plan, optimizer, lr, **train)
     settings.optim.dense.name = dense or settings.optim.dense.name
     settings.model = model or settings.model
-    by_id = read_by_id(schema, settings.model)
+    features = resolve_features(schema, settings.model)
     for name, reaction in (checks or {}).items():
         setattr(settings.checks, name, reaction)
     scene = Scene(rank, world, build_step(settings, schema, torch.device(device))[0])
-    whole, scene.local = batches(steps, rank, world, balance, schema, by_id)
-    schema = looked_up(schema, by_id)
+    whole, scene.local = batches(steps, rank, world, balance, schema, features)
+    schema = features.lookups
     for number, batch in enumerate(scene.local):
         batch.step = number
     undo = fault(scene) if fault and after == 0 else None

@@ -43,12 +43,12 @@ def build(config, schema=SCHEMA, device="cpu"):
     return build_step(config, schema, torch.device(device))[0]
 
 
-def batches(count, rank, world, balance="unequal", schema=SCHEMA, by_id=None):
+def batches(count, rank, world, balance="unequal", schema=SCHEMA, features=None):
     """(global batches, this rank's parts of them)."""
     from raytrec.checks.parity.batches import cuts, local_batch, random_batches
 
     whole = random_batches(schema, 12, count, seed=1)
-    return whole, [local_batch(b, schema, cuts(12, world, balance), rank, by_id) for b in whole]
+    return whole, [local_batch(b, schema, cuts(12, world, balance), rank, features) for b in whole]
 
 
 def train(step, local):

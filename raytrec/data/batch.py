@@ -16,7 +16,7 @@ class Batch(Pipelineable):
     Attributes:
         dense: float32 [B, number of dense columns].
         sparse: KeyedJaggedTensor of stride B; keys are the schema's sparse features in its order (for a
-            sequence that is read id by id, its positions: raytrec/config/sequences.py), values int64,
+            sequence that is read id by id, its positions: raytrec/config/features.py), values int64,
             lengths int32, weights float32 where the schema has any; it knows its length_per_key.
         labels: float32 [B, number of labels].
         weights: float32 [B]; 1 for a row, 0 for padding (whose bags are empty and other values 0).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,7 @@ import pyarrow as pa
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.config.sequences import looked_up
+from raytrec.config.features import Features, resolve_features
 from raytrec.data.batch import Batch
 from raytrec.data.form import Form
 
@@ -79,19 +78,20 @@ class Collator:
 
     Args:
         form: of the rows; its schema gives the keys of the KeyedJaggedTensor and their order.
-        by_id: sequences that are looked up id by id → the most ids; see raytrec/config/sequences.py.
-        pin_memory: put them together in page-locked memory, from which a GPU copies while the host goes on.
+        features: of the run; default: those of a model that reads no sequence id by id.
+        pin_memory: put them together in page-locked memory, from which a GPU copies asynchronously.
     """
 
-    def __init__(self, form: Form, by_id: Mapping[str, int] | None = None, pin_memory: bool = False):
+    def __init__(self, form: Form, features: Features | None = None, pin_memory: bool = False):
         schema, self._pin_memory = form.schema, pin_memory
-        self._form, self._weighted, self._by_id = form, schema.has_weights, by_id or {}
-        self._features, self._keys = list(schema.sparse), list(looked_up(schema, self._by_id).sparse)
+        features = features or resolve_features(schema)
+        self._form, self._weighted, self._sequences = form, schema.has_weights, features.sequences
+        self._features, self._keys = list(schema.sparse), features.keys
         self._column = {name: i for i, name in enumerate(form.singles)}
         self._widths = {"labels": len(schema.labels), "dense": len(schema.dense)}
 
     def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int, step: int = 0) -> Batch:
-        """A Batch of `padded_rows` rows; those after the pieces' rows, and rows left out, are padding."""
+        """A Batch of `padded_rows` rows; those after the pieces' rows, and skipped rows, are padding."""
         rows = sum(len(piece) for piece in pieces)
         matrices = {}
         for name, width in self._widths.items():
@@ -125,7 +125,7 @@ class Collator:
         return torch.from_numpy(flat.reshape(-1, 2, len(self._features)).sum(0))
 
     def _sparse(self, pieces: list[Rows], rows: int, padded_rows: int) -> KeyedJaggedTensor:
-        """The ids of feature after feature, which is how a KeyedJaggedTensor lies."""
+        """The ids of feature after feature, which is the layout of a KeyedJaggedTensor."""
         flat, lengths = self._memory(len(self._keys) * padded_rows, torch.int32)
         lengths = lengths.reshape(len(self._keys), padded_rows)
         lengths[:, rows:] = 0
@@ -149,12 +149,12 @@ class Collator:
                 weights += [p.values(f"weights.{name}") for p in pieces]
             elif self._weighted:
                 weights.append(np.ones(out.sum(), np.float32))
-            if name in self._by_id:
-                order, present = recent_first(out, self._by_id[name])
+            if name in self._sequences:
+                order, present = recent_first(out, self._sequences[name])
                 lengths[key : key + len(present), :rows] = present
                 for parts, first in (ids, first_ids), (weights, first_weights):
                     parts[first:] = [np.concatenate(part)[order] for part in [parts[first:]] if part]
-            key += self._by_id.get(name, 1)
+            key += self._sequences.get(name, 1)
         return KeyedJaggedTensor(
             self._keys,
             self._joined(ids, torch.int64),
@@ -173,10 +173,10 @@ class Collator:
 
 
 def recent_first(lengths: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the most recent ids of bags lie: the last one of every bag, then the last but one, and so on.
+    """Where the most recent ids of bags are: the last one of every bag, then the last but one, and so on.
 
     Args:
-        lengths: int [n], of bags that lie one after the other, the most recent id of each at its end.
+        lengths: int [n], of consecutive bags, the most recent id of each at its end.
         count: the most ids of a bag that are wanted.
 
     Returns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from queue import Full, Queue
 from threading import Event, Thread
@@ -14,6 +14,7 @@ import torch
 
 from raytrec.common.errors import root_cause
 from raytrec.compat.ray_data import keep_no_statistics, leave_room_to_ray
+from raytrec.config.features import Features
 from raytrec.data.batch import Batch
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.faults import Faults
@@ -40,7 +41,7 @@ class Stream:
         faults: what becomes of rows that cannot be read; default: a DataError.
         buffer_bytes: what Ray's object store may hold of rows that have been read and not yet taken over.
         pin_memory: batches in page-locked memory, from which a GPU copies while it computes.
-        by_id: sequences that are looked up id by id; see Collator.
+        features: of the run; see Collator.
     """
 
     def __init__(
@@ -55,16 +56,16 @@ class Stream:
         faults: Faults | None = None,
         buffer_bytes: int = 1 << 29,
         pin_memory: bool = False,
-        by_id: Mapping[str, int] | None = None,
+        features: Features | None = None,
     ):
-        self.dataset, self.order, self._by_id = dataset, order, by_id
+        self.dataset, self.order, self._features = dataset, order, features
         self._rank, self._world = rank, world
         self._readers, self._prefetch = readers, prefetch
         self._faults, self._buffer_bytes, self._pin_memory = faults, buffer_bytes, pin_memory
 
     @property
     def may_skip(self) -> bool:
-        """Whether rows that cannot be read are left out."""
+        """Whether rows that cannot be read are skipped."""
         return bool(self._faults and self._faults.skip)
 
     def batches(self, epoch: int = 0, start_step: int = 0) -> Reading:
@@ -82,7 +83,7 @@ class Stream:
         """The batches of epochs 0 to count - 1, one after the other; reading begins now.
 
         Args:
-            first_step: steps over all epochs that are left out, because they have been trained.
+            first_step: steps over all epochs that are skipped, because they have been trained.
         """
         epoch, start_step = divmod(first_step, self.order.steps(self.dataset.rows))
         return self._chain(self.batches(epoch, start_step) if epoch < count else None, epoch, count)
@@ -107,7 +108,7 @@ class Stream:
         rows = self.dataset.rows
         items = self.order.items(self.dataset, epoch, self._rank, self._world, start_step)
         supply = Supply(items, self._tables(items))
-        collate = Collator(self.dataset.form, self._by_id, self._pin_memory)
+        collate = Collator(self.dataset.form, self._features, self._pin_memory)
         for step in range(start_step, self.order.steps(rows)):
             pieces = [
                 piece

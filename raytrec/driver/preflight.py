@@ -11,10 +11,10 @@ from pathlib import Path
 from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.common.installed import built_for
 from raytrec.common.reading import MOST_YAML_BYTES, read_bytes
+from raytrec.config.features import resolve_features
 from raytrec.config.models import PythonSection, check_model
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.sequences import looked_up, read_by_id
 from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
 from raytrec.metrics.selection import Selection
@@ -29,10 +29,10 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
 
     Raises:
         ConfigError, SchemaError: tasks, metrics, dims, features or a module that the model cannot take;
-            tables, named by hand, that there are not; tables larger than the machine.
+            tables, named in plan.tables, that there are not; tables larger than the machine.
     """
     resolve_constraints(config, schema)
-    looked_up(schema, read_by_id(schema, config.model))
+    resolve_features(schema, config.model)
     tasks = resolve_tasks(config.tasks, schema)
     check_model(schema, config.model, len(tasks))
     selection, keeping = Selection(tasks), config.checkpoint

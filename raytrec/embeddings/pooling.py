@@ -19,7 +19,7 @@ class PooledEmbeddings(FixedDtype):
     """Looks every sparse feature up and pools its bag.
 
     Sequence features give the mean of their bag; those that a model reads id by id are looked up as features
-    of one id each (raytrec/config/sequences.py).
+    of one id each (raytrec/config/features.py).
 
     Args:
         schema: the features, their pooling and their tables.

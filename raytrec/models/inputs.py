@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,8 +9,8 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.config.features import Features, positions
 from raytrec.config.schema import Schema
-from raytrec.config.sequences import looked_up, positions
 
 
 class Sequence(NamedTuple):
@@ -28,17 +27,16 @@ class Sequence(NamedTuple):
 
 
 class Sequences:
-    """Makes a model's inputs of what was looked up, where sequences are looked up id by id (sequences.py).
+    """Makes a model's inputs of what was looked up, where sequences are read id by id (config/features.py).
 
     Args:
-        schema: the user's.
-        lengths: sequences that the model reads id by id → L.
+        features: of the run.
     """
 
-    def __init__(self, schema: Schema, lengths: Mapping[str, int]):
-        keys = list(looked_up(schema, lengths).sparse)
-        self._features, self._key_count = list(schema.sparse), len(keys)
-        self._keys_of = {feature: positions(feature, length) for feature, length in lengths.items()}
+    def __init__(self, features: Features):
+        keys = features.keys
+        self._features, self._key_count = list(features.schema.sparse), len(keys)
+        self._keys_of = {feature: positions(feature, n) for feature, n in features.sequences.items()}
         self._first = {feature: keys.index(names[0]) for feature, names in self._keys_of.items()}
 
     def __call__(

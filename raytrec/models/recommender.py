@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.sequences import looked_up, read_by_id
 from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models import build_model
@@ -16,7 +16,7 @@ from raytrec.models.inputs import Sequences
 
 
 class Recommender(nn.Module):
-    """Tables and a dense model; it needs no labels. What its logits mean is said by the tasks' losses.
+    """Tables and a dense model; it needs no labels. The tasks' losses define what its logits mean.
 
     Args:
         embeddings: the tables' lookup and pooling.
@@ -76,6 +76,6 @@ def build_recommender(config: RunConfig, schema: Schema, device: torch.device) -
     torch.manual_seed(config.run.seed)
     model = build_model(schema, config.model).to(device)
     dtypes = {table: c.dtype for table, c in resolve_constraints(config, schema).items()}
-    by_id = read_by_id(schema, config.model)
-    call = ModelCall(Sequences(schema, by_id) if by_id else None, config.train.matmul == "bf16")
-    return Recommender(PooledEmbeddings(looked_up(schema, by_id), dtypes), model, call)
+    features = resolve_features(schema, config.model)
+    call = ModelCall(Sequences(features) if features.sequences else None, config.train.matmul == "bf16")
+    return Recommender(PooledEmbeddings(features.lookups, dtypes), model, call)

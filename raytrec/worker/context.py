@@ -11,9 +11,9 @@ from typing import Any
 
 from raytrec.common.messages import Message, Phase
 from raytrec.compat.versions import require_versions
+from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.sequences import read_by_id
 from raytrec.data.faults import SKIPPED, Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Order
@@ -29,7 +29,7 @@ class WorkerTask:
         coordinator: the actor of driver.coordinator.start_coordinator.
         checkpoint: the folder of all checkpoints (training), or the one to read (evaluation).
         fingerprint: of the training data's row groups; "" where nothing is trained.
-        folder: where modules that the configuration names may lie beside Python's own path.
+        folder: where modules that the configuration names may be, beside Python's own path.
     """
 
     config: RunConfig
@@ -107,7 +107,7 @@ class WorkerContext:
             faults=Faults(data.on_error == "skip", self._skipped),
             buffer_bytes=int(data.buffer_gib * 2**30),
             pin_memory=self.device.type == "cuda",
-            by_id=read_by_id(self.task.schema, self.task.config.model),
+            features=resolve_features(self.task.schema, self.task.config.model),
         )
 
     @property

@@ -18,8 +18,8 @@ from raytrec.checks.live.registry import choose
 from raytrec.checks.live.runner import LiveChecks, Outcome, Position, verdict
 from raytrec.common import messages
 from raytrec.common.versions import installed_versions
+from raytrec.config.features import resolve_features
 from raytrec.config.schema import Schema
-from raytrec.config.sequences import looked_up, read_by_id
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.heartbeat import Heartbeat
@@ -224,7 +224,7 @@ def make_observers(
     if not (recorded or checked):
         return Observers(observers)
     head = next(module for module in step.model.modules() if isinstance(module, Head))
-    lookups = looked_up(schema, read_by_id(schema, config.model))
+    lookups = resolve_features(schema, config.model).lookups
     taps = Taps(step.model, head, list(lookups.sparse))
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:

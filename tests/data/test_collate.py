@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sequence_schema import schema
 from standin import cuda
 
+from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.form import Form
@@ -49,7 +50,7 @@ def rows(form, count, seed, longest=5, absent=False):
 def batch_of(form, counts, seed=0, by_id=None, pin_memory=False, **how):
     """A batch put together of the middles of so many rows."""
     pieces = [rows(form, n + 2, seed + i, **how)[1 : n + 1] for i, n in enumerate(counts)]
-    return Collator(form, by_id, pin_memory)(pieces, PADDED, sum(counts))
+    return Collator(form, Features.of(form.schema, by_id or {}), pin_memory)(pieces, PADDED, sum(counts))
 
 
 def sums(sparse):

@@ -9,11 +9,11 @@ from sequence_schema import schema
 from raytrec.checks.parity.batches import local_batch
 from raytrec.checks.parity.reference import GlobalBatch
 from raytrec.common.errors import SchemaError
+from raytrec.config.features import Features, positions, resolve_features
 from raytrec.config.models import PythonSection
 from raytrec.config.models.dlrm import DlrmSection
 from raytrec.config.models.sequence import SequenceSection
 from raytrec.config.schema import Schema
-from raytrec.config.sequences import looked_up, positions, read_by_id
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.form import Form
 from raytrec.models.inputs import Sequences
@@ -57,12 +57,12 @@ def pieces(form, weights):
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_batch_holds_the_most_recent_ids_one_by_one(weights):
     form = Form(schema(weights), lists=frozenset({"history", "tags"}))
-    lengths = read_by_id(form.schema, SEQUENCE)
-    assert lengths == {"history": LENGTH, "last": LENGTH}
+    features = resolve_features(form.schema, SEQUENCE)
+    assert features.sequences == {"history": LENGTH, "last": LENGTH}
     parts, expected = pieces(form, weights)
-    batch = Collator(form, lengths)(parts, 30, 30)
+    batch = Collator(form, features)(parts, 30, 30)
     keys = ["item", *positions("history", LENGTH), *positions("last", LENGTH), "tags"]
-    assert batch.sparse.keys() == keys == list(looked_up(form.schema, lengths).sparse)
+    assert batch.sparse.keys() == keys == features.keys
     ends = batch.sparse.lengths().view(len(keys), 30).cumsum(1)
     for place, key in enumerate(keys):
         ids = batch.sparse[key].values().tolist()
@@ -89,19 +89,19 @@ def test_a_batch_holds_the_most_recent_ids_one_by_one(weights):
 
 def test_what_the_model_is_given():
     made = Schema.parse(schema().model_dump(), "test")
-    lengths = {"history": LENGTH}
+    features = Features.of(made, {"history": LENGTH})
     rows = [[5, 6, 7, 8], [], [9]]
     ids = torch.tensor([i for row in rows for i in row])
     bag = torch.tensor([b for b, row in enumerate(rows) for _ in row])
     nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0)
     whole = {f: nothing for f in made.sparse} | {"history": (ids, bag, torch.ones(len(ids)))}
-    batch = local_batch(GlobalBatch(torch.zeros(3, 0), torch.zeros(3, 1), whole), made, [0, 3], 0, lengths)
+    batch = local_batch(GlobalBatch(torch.zeros(3, 0), torch.zeros(3, 1), whole), made, [0, 3], 0, features)
     found = {key: torch.full((3, 4), float(i)) for i, key in enumerate(batch.sparse.keys())}
-    inputs = Sequences(made, lengths)(found, batch.sparse)
+    inputs = Sequences(features)(found, batch.sparse)
     assert list(inputs) == list(made.sparse)
     assert inputs["history"].present.tolist() == [[True] * 3, [False] * 3, [True, False, False]]
     assert inputs["history"].vectors[:, :, 0].tolist() == [[1.0, 2.0, 3.0]] * 3
-    part = Sequences(made, lengths)({k: v[2:] for k, v in found.items()}, batch.sparse, slice(2, 3))
+    part = Sequences(features)({k: v[2:] for k, v in found.items()}, batch.sparse, slice(2, 3))
     assert part["history"].present.tolist() == [[True, False, False]]
     assert batch.sparse["history@0"].values().tolist() == [8, 9]
 
@@ -109,22 +109,23 @@ def test_what_the_model_is_given():
 def test_a_batch_is_written_down_as_the_files_have_it(tmp_path):
     form = Form(schema(), lists=frozenset({"history", "tags"}))
     parts, expected = pieces(form, False)
-    batch = Collator(form, read_by_id(form.schema, SEQUENCE))(parts, 30, 30)
+    batch = Collator(form, resolve_features(form.schema, SEQUENCE))(parts, 30, 30)
     rows = pq.read_table(dump(batch, form.schema, str(tmp_path), 3, 0)).to_pylist()
     assert [row["history"] for row in rows] == [history[-LENGTH:] for _, history, *_ in expected]
     assert [row["tags"] for row in rows] == [tags for *_, tags in expected]
 
 
 def test_only_models_that_read_sequences_have_them_one_by_one():
-    assert read_by_id(schema(), DlrmSection()) == {}
-    assert read_by_id(schema(), PythonSection(name="a:B")) == {}
-    assert read_by_id(schema(), PythonSection(name="a:B", max_length=7)) == {"history": 7, "last": 7}
-    assert looked_up(schema(), {}) == schema()
+    assert resolve_features(schema(), DlrmSection()).sequences == {}
+    assert resolve_features(schema(), PythonSection(name="a:B")).sequences == {}
+    own = PythonSection(name="a:B", max_length=7)
+    assert resolve_features(schema(), own).sequences == {"history": 7, "last": 7}
+    assert Features.of(schema(), {}).lookups == schema()
 
 
 def test_names_that_are_taken():
     values = schema().model_dump()
     values["sparse"]["history@1"] = {"table": "item"}
     with pytest.raises(SchemaError, match="history@1: the ids of sequence history"):
-        looked_up(Schema.parse(values, "test"), {"history": 2})
-    assert "history@0" in looked_up(Schema.parse(values, "test"), {"history": 1}).sparse
+        Features.of(Schema.parse(values, "test"), {"history": 2})
+    assert "history@0" in Features.of(Schema.parse(values, "test"), {"history": 1}).keys

@@ -57,9 +57,9 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
     """One rank: (hash of its batches, its loss at each step)."""
     import torch
 
+    from raytrec.config.features import resolve_features
     from raytrec.config.run_config import load_config
     from raytrec.config.schema import Schema
-    from raytrec.config.sequences import read_by_id
     from raytrec.data.fragments import scan
     from raytrec.data.rows import read_item
     from raytrec.data.stream import Stream
@@ -79,8 +79,9 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
     step, _ = build_step(config, schema, torch.device("cpu"))
     losses = []
     step.model.register_forward_hook(lambda model, inputs, outputs: losses.append(outputs[0].item()))
-    by_id = read_by_id(schema, config.model)
-    stream = Direct(scan(f"{folder}/train", schema), train_order(config), rank=rank, world=world, by_id=by_id)
+    features = resolve_features(schema, config.model)
+    dataset = scan(f"{folder}/train", schema)
+    stream = Direct(dataset, train_order(config), rank=rank, world=world, features=features)
     seen, digest = stream.epochs(config.train.epochs), hashlib.sha256()
     for _ in step.train(_hashed(islice(seen, STEPS), digest), STEPS):
         pass

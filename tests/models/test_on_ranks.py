@@ -17,8 +17,8 @@ def state_after(rank, world, name, plan, root, first, last):
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
+    from raytrec.config.features import resolve_features
     from raytrec.config.run_config import load_config
-    from raytrec.config.sequences import read_by_id
     from raytrec.embeddings.tables import tables
 
     schema = SCHEMA.model_copy(deep=True)
@@ -29,7 +29,9 @@ def state_after(rank, world, name, plan, root, first, last):
     step = build(settings, schema)
     state = LogicalState(step.model, step.optimizer)
     assert bool(restore(root, state).folder) == bool(first)
-    local = batches(last, rank, world, schema=schema, by_id=read_by_id(schema, settings.model))[1][first:]
+    local = batches(last, rank, world, schema=schema, features=resolve_features(schema, settings.model))[1][
+        first:
+    ]
     for _ in step.train(iter(local), len(local)):
         pass
     saver = Saver(root, settings.checkpoint)

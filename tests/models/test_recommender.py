@@ -4,8 +4,8 @@ import torch
 from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 
+from raytrec.config.features import resolve_features
 from raytrec.config.run_config import load_config
-from raytrec.config.sequences import read_by_id
 
 SEQUENCES = SCHEMA.model_copy(deep=True)
 SEQUENCES.sparse["friends"].pooling = "sequence"
@@ -20,9 +20,9 @@ def scored(rank, world, matmul):
 
     values = config(world, {"sharding_type": "row_wise"}, matmul=matmul).model_dump(by_alias=True)
     settings = load_config(values | {"model": SECTION})
-    by_id = read_by_id(SEQUENCES, settings.model)
+    features = resolve_features(SEQUENCES, settings.model)
     step = build(settings, SEQUENCES)
-    whole, local = batches(3, rank, world, schema=SEQUENCES, by_id=by_id)
+    whole, local = batches(3, rank, world, schema=SEQUENCES, features=features)
     train(step, local)
     (outputs,) = step.evaluate(iter(local[-1:]))
     weights = {name: table.weight.dense() for name, table in tables(step.model).items()}
@@ -32,7 +32,7 @@ def scored(rank, world, matmul):
     with torch.no_grad():
         for name, table in recommender.embeddings.bags.embedding_bags.items():
             table.weight.copy_(weights[name])
-        batch = local_batch(whole[-1], SEQUENCES, [0, 12], 0, by_id)
+        batch = local_batch(whole[-1], SEQUENCES, [0, 12], 0, features)
         logits = recommender.eval()(batch.dense, batch.sparse)
     return outputs["y"].logits[outputs.rows > 0], logits
 
@@ -43,4 +43,5 @@ def test_features_are_enough():
         evaluated = torch.cat([logits for logits, _ in ranks])
         for _, logits in ranks:
             torch.testing.assert_close(logits, evaluated, rtol=0, atol=tolerance)
+            assert torch.equal(logits, logits.bfloat16().float()) == (matmul == "bf16")
         assert evaluated.shape == (12,) and evaluated.std() > 1e-3

@@ -78,8 +78,8 @@ def bf16_models(rank, world):
     """How far each model's logits in bf16 are from those in fp32, as a share of the largest."""
     from test_on_ranks import SECTIONS
 
+    from raytrec.config.features import resolve_features
     from raytrec.config.run_config import load_config
-    from raytrec.config.sequences import read_by_id
 
     schema = SCHEMA.model_copy(deep=True)
     schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
@@ -89,9 +89,9 @@ def bf16_models(rank, world):
         for matmul in ("fp32", "bf16"):
             values = config(world, {}, matmul=matmul).model_dump(by_alias=True)
             settings = load_config(values | {"model": section})
-            by_id = read_by_id(schema, settings.model)
-            _, local = batches(3, rank, world, schema=schema, by_id=by_id)
-            of[matmul] = torch.cat([o.logits for o in train(build(settings, schema), local)])
+            features = resolve_features(schema, settings.model)
+            _, local = batches(3, rank, world, schema=schema, features=features)
+            of[matmul] = torch.cat([o["y"].logits for o in train(build(settings, schema), local)])
         errors[name] = float((of["bf16"] - of["fp32"]).abs().max() / of["fp32"].abs().max())
     return errors
 

@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checks.parity.reference import GlobalBatch, age
+from raytrec.config.features import Features, resolve_features
 from raytrec.config.schema import Schema
-from raytrec.config.sequences import looked_up
 from raytrec.data.batch import Batch
 
 
@@ -61,24 +61,24 @@ def cuts(rows: int, world: int, balance: str) -> list[int]:
 
 
 def local_batch(
-    batch: GlobalBatch, schema: Schema, bounds: list[int], rank: int, by_id: Mapping[str, int] | None = None
+    batch: GlobalBatch, schema: Schema, bounds: list[int], rank: int, features: Features | None = None
 ) -> Batch:
     """One rank's part as training reads it: padded with empty rows of weight 0 to the largest part.
 
     Args:
-        by_id: sequences that the model reads id by id; see raytrec/config/sequences.py.
+        features: of the run; default: those of a model that reads no sequence id by id.
     """
     longest = max(b - a for a, b in pairwise(bounds))
     part = batch[bounds[rank] : bounds[rank + 1]]
     padding = longest - len(part)
-    by_id = by_id or {}
-    bags = [bag for f in schema.sparse for bag in _looked_up(part.bags[f], by_id.get(f))]
+    features = features or resolve_features(schema)
+    bags = [bag for f in schema.sparse for bag in _bags_of_keys(part.bags[f], features.sequences.get(f))]
     lengths = [torch.bincount(bag, minlength=longest) for _, bag, _ in bags]
     weights = torch.cat([weights for _, _, weights in bags]) if schema.has_weights else None
     return Batch(
         pad(part.dense, (0, 0, 0, padding)),
         KeyedJaggedTensor(
-            list(looked_up(schema, by_id).sparse),
+            features.keys,
             torch.cat([ids for ids, _, _ in bags]),
             weights,
             lengths=torch.cat(lengths).int(),
@@ -90,7 +90,7 @@ def local_batch(
     )
 
 
-def _looked_up(bags: tuple[torch.Tensor, ...], count: int | None) -> list[tuple[torch.Tensor, ...]]:
+def _bags_of_keys(bags: tuple[torch.Tensor, ...], count: int | None) -> list[tuple[torch.Tensor, ...]]:
     """(ids, bag of each, weights) of each key that a feature is looked up by."""
     if count is None:
         return [bags]

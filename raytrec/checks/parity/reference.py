@@ -7,7 +7,7 @@ its definition), and accumulation and clipping are those of a plain training loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,7 @@ class Reference(nn.Module):
         schema: features, their pooling and their tables.
         tables: table → [rows, dim], copied.
         model: forward(dense, pooled) → logits; used as it is.
-        by_id: sequences that the model reads id by id → the most ids, the last of a bag being the first.
+        sequences: features that the model reads id by id → the most ids, the last of a bag being the first.
         objective: what is minimised, for a world of one; default: that of a configuration without `tasks`.
 
     A table given in fp16 is computed in fp32 and rounded to the nearest of its own dtype by
@@ -64,11 +64,11 @@ class Reference(nn.Module):
         schema: Schema,
         tables: dict[str, torch.Tensor],
         model: nn.Module,
-        by_id: Mapping[str, int] | None = None,
+        sequences: Mapping[str, int] | None = None,
         objective: Objective | None = None,
     ):
         super().__init__()
-        self.schema, self.by_id = schema, by_id or {}
+        self.schema, self.sequences = schema, sequences or {}
         self.objective = objective or Objective(resolve_tasks([TaskSection()], schema))
         self.weights = nn.ParameterList([nn.Parameter(w.float().clone()) for w in tables.values()])
         self.dtypes = {name: w.dtype for name, w in tables.items()}
@@ -82,8 +82,8 @@ class Reference(nn.Module):
         for feature, spec in self.schema.sparse.items():
             ids, bag, weights = batch.bags[feature]
             vectors = self.tables[spec.table][ids].float() * weights.unsqueeze(1)
-            if feature in self.by_id:
-                out[feature] = self._sequence(vectors, bag, len(batch), self.by_id[feature])
+            if feature in self.sequences:
+                out[feature] = self._sequence(vectors, bag, len(batch), self.sequences[feature])
                 continue
             sums = vectors.new_zeros(len(batch), vectors.shape[1]).index_add(0, bag, vectors)
             if spec.pooling != "sum":
@@ -174,7 +174,7 @@ def optimizer(name: str, params, lr: float, eps: float = 1e-8, weight_decay: flo
 
 def train(
     reference: Reference,
-    batches: Iterator[GlobalBatch],
+    batches: Iterable[GlobalBatch],
     optimizers: list[torch.optim.Optimizer],
     *,
     max_grad_norm: float | None = None,

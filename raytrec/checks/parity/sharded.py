@@ -11,9 +11,9 @@ import torch.distributed as dist
 from raytrec.checks.parity.batches import local_batch
 from raytrec.checks.parity.reference import GlobalBatch, Reference
 from raytrec.compat.torch_ import Dropout
+from raytrec.config.features import positions, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.sequences import positions, read_by_id
 from raytrec.data.batch import Batch
 from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.tables import tables
@@ -34,7 +34,7 @@ class Sharded:
     ):
         self.config, self.schema, self.device, self.bounds = config, schema, device, bounds
         self.dtypes = {table: pin.dtype for table, pin in resolve_constraints(config, schema).items()}
-        self.by_id = read_by_id(schema, config.model)
+        self.features = resolve_features(schema, config.model)
         self.step, _ = build(config, schema, device)
         _without_dropout(self.step.model)
         self.kernels = {name: table.kernel for name, table in tables(self.step.model).items()}
@@ -50,7 +50,7 @@ class Sharded:
         rank = dist.get_rank()
         local = self._local(batch).to(self.device)
         out = self.step.model.module.embeddings(local.sparse)
-        for feature, length in self.by_id.items():
+        for feature, length in self.features.sequences.items():
             out[feature] = torch.stack([out.pop(key) for key in positions(feature, length)], dim=1)
         mine = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
         parts: list | None = [None] * dist.get_world_size() if rank == 0 else None
@@ -58,7 +58,7 @@ class Sharded:
         return {f: torch.cat([part[f] for part in parts]) for f in mine} if parts else {}
 
     def _local(self, batch: GlobalBatch) -> Batch:
-        return local_batch(batch, self.schema, self.bounds, dist.get_rank(), self.by_id)
+        return local_batch(batch, self.schema, self.bounds, dist.get_rank(), self.features)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Every table and dense parameter, whole, on rank 0 (other ranks: only what they hold a copy of)."""
@@ -90,7 +90,7 @@ class Sharded:
         _without_dropout(model)
         tables = {t: self._read[t] for t in self.schema.tables}
         objective = Objective.of(self.config, self.schema)
-        one = Reference(self.schema, tables, model.train(), self.by_id, objective)
+        one = Reference(self.schema, tables, model.train(), self.features.sequences, objective)
         self.hand_over(one)
         return one
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torchrec.distributed.planner import Topology
 
 from raytrec.common.errors import ConfigError
+from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
-from raytrec.config.sequences import looked_up, read_by_id
 from raytrec.embeddings.optim import fuse
 from raytrec.embeddings.planner.constraints import host_room, validate_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
@@ -25,7 +25,7 @@ from raytrec.embeddings.pooling import PooledEmbeddings
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """Where a table would lie.
+    """The plan of one table.
 
     Attributes:
         ranks: that hold a part of it.
@@ -53,7 +53,7 @@ def dry_run(
 ) -> list[PlannedTable]:
     """The plan on `hosts` × `gpus` GPUs, as a run there would make it.
 
-    The dense layers, which are small beside the tables, are left out; as in a run, 15 % of each GPU are kept
+    The dense layers, small beside the tables, are not counted; as in a run, 15 % of each GPU are kept
     free for them and for activations.
 
     Args:
@@ -80,7 +80,7 @@ def dry_run(
     )
     room = host_room(config, schema, settled, world, share)
     dtypes = {table: pin.dtype for table, pin in settled.items()}
-    tables = PooledEmbeddings(looked_up(schema, read_by_id(schema, config.model)), dtypes)
+    tables = PooledEmbeddings(resolve_features(schema, config.model).lookups, dtypes)
     fuse(tables.bags, config.optim.embeddings)  # from which the planner knows of the optimizer's state
     with _ranks_per_host(gpus), _quiet():
         topology = Topology(
@@ -104,8 +104,8 @@ def dry_run(
             gib[rank] += size.device / GIB
             host_gib[rank] += size.host / GIB
         kind = entry["sharding"], entry["kernel"]
-        held = list(gib), list(gib.values()), list(host_gib.values())
-        out.append(PlannedTable(name, table.rows, table.dim, *kind, *held))
+        sizes = list(gib.values()), list(host_gib.values())
+        out.append(PlannedTable(name, table.rows, table.dim, *kind, list(gib), *sizes))
     return out
 
 
