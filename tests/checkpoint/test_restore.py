@@ -78,7 +78,13 @@ def passed_on(rank, world, name, optimizer, source, root):
     assert saver.taken().error is None
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(name, marks=[] if name in ("rowwise_adagrad", "adam") else [pytest.mark.survive])
+        for name in OPTIMIZERS
+    ],
+)
 def test_every_plan_hands_over_to_the_next(optimizer, tmp_path):
     """A chain through all plans, at 1 to 4 ranks: what the first saved is what the last one saves."""
     plans = OPTIMIZERS[optimizer]

@@ -284,6 +284,7 @@ def seen(folder):
     return {path: path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
 
 
+@pytest.mark.survive
 def test_bad_rows_in_test_lose_no_training(folder, tmp_path, monkeypatch, capsys):
     """They are found while training runs; then the model is there, and can be evaluated without them."""
     bad, run = parquet.dataset(tmp_path / "bad"), tmp_path / "run"

@@ -51,6 +51,7 @@ def results(values):
     return {block["name"]: block["result"] for block in values["blocks"]}
 
 
+@pytest.mark.survive
 def test_blocks_in_one_process(tmp_path):
     names = ["environment", "collectives", "parts", "parity", "adam", "phases", "speed"]
     status, values, said = command(tmp_path, "--device", "cpu", "--only", ",".join(names))

@@ -15,7 +15,11 @@ def test_pairs_and_corners(place):
     assert_parity([case for case in [*CORNERS, *pairwise()] if case.place == place], place)
 
 
-@pytest.mark.parametrize("place", [(1, 1), (2, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(p, marks=[pytest.mark.parity] if p != (2, 1) else []) for p in [(1, 1), (2, 1), (4, 2)]],
+    ids=str,
+)
 def test_fp16_tables(place):
     """Within LIMITS["fp16"] of a reference in fp32 that starts from the same fp16 values."""
     assert_parity([case for case in HALVES if case.place == place], place)
