@@ -188,6 +188,6 @@ def test_gpu_memory_is_known_without_taking_one(monkeypatch, visible, mig, memor
 
 def test_nccl_is_given_longer_than_the_hub():
     """It ends the process that waits; the coordinator names the rank that is waited for, and comes first."""
-    run = settings(timeout_s=300, hang_timeout_s=45)
+    run = settings(phase_timeout_s=300, hang_timeout_s=45)
     assert group.group_timeout(run, "cpu") == 300
     assert group.group_timeout(run, "cuda") > 300 + 45
