@@ -1,11 +1,11 @@
 """Configurations from elsewhere are data, never code.
 
-A configuration can name code that its run imports (`module:name`), and a cluster whose processes the driver
-talks to in pickles. In one that you wrote into a file of yours, this is your word. In one that comes out of a
-URI, or out of a run folder or checkpoint (which may be somebody else's), it is not, unless you say so.
+A configuration can name code that its run imports (`module:name`), and a cluster with whose processes the driver
+exchanges pickles. Both are honoured in a configuration that you wrote. In one from a URI, a run folder or a
+checkpoint, which may be somebody else's, they are refused without --allow-code.
 
-Which run folders are yours is known by a mark: a MAC of their config.yaml under a key in your home,
-for you alone to read. It travels with the folder, and is void when somebody changes the configuration.
+Your own run folders carry a mark: a MAC of their config.yaml under a key in your home that only you can read.
+It travels with the folder, and is void when somebody changes the configuration.
 """
 
 from __future__ import annotations
