@@ -53,12 +53,12 @@ def test_help_is_the_docstring_and_the_shared_options_say_what_they_are():
 
 
 def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch):
-    (tmp_path / "shop_recipe.py").write_text(
+    (tmp_path / "corner_recipe.py").write_text(
         "def prepare(out, rows: int = 1):\n    'Ours.'\n    print(out, rows)\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    done = CliRunner().invoke(app, ["shop_recipe:prepare", "--out", "x", "--rows", "2"])
+    done = CliRunner().invoke(app, ["corner_recipe:prepare", "--out", "x", "--rows", "2"])
     assert done.exit_code == 0 and done.output == "x 2\n"
 
 

@@ -3,6 +3,8 @@
 None is installed or lies in raytrec: they are in the folder that the commands are given in.
 """
 
+import contextlib
+import io
 import json
 import shutil
 import sys
@@ -47,7 +49,7 @@ def command(*arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Data, and a run that its own check has ended at step 20 and that was resumed with leniency."""
+    """Where the commands are given."""
     folder = tmp_path_factory.mktemp("shop")
     for file in OWN.glob("*.py"):
         shutil.copy(file, folder)
@@ -55,15 +57,14 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", [*sys.path])
+        for file in OWN.glob("*.py"):
+            patch.delitem(sys.modules, file.stem, raising=False)
         yield folder
 
 
 @pytest.fixture(scope="module")
 def printed(folder, _shared_ray):
-    """What the console said of the recipe, and of the run that was resumed."""
-    import contextlib
-    import io
-
+    """What the console said of the recipe, of a run that its own check ended, and of its resumption."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         command("prepare", "shop_recipe:prepare", "--out", "data", "--rows", "2000")

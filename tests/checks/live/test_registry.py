@@ -1,0 +1,83 @@
+"""Which checks a run has: raytrec's own by their settings, and those of checks.custom."""
+
+import pytest
+
+from raytrec.checks.live.outcome import Check, Outcome
+from raytrec.checks.live.registry import CHECKS, all_checks, check, choose
+from raytrec.checks.live.runner import verdict
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+from raytrec.config.sections import ChecksSection
+from raytrec.config.trust import code_in, own_code
+
+NOT_CHECKS = {"every_steps", "at_checkpoints", "custom"}
+
+
+@check("steady")
+class Steady(Check):
+    do = "look at RUN"
+
+
+@check("shards")
+class Shards(Check):
+    """Has the name of one of raytrec's."""
+
+
+class Nameless(Check):
+    pass
+
+
+def configured(**checks):
+    return load_config({"data": {"train": "unused"}, "checks": checks, "run": {"dir": "runs/a"}})
+
+
+def own(name, reaction="warn"):
+    return configured(custom={f"{__name__}:{name}": reaction})
+
+
+def test_each_setting_is_a_check_and_each_check_has_one():
+    names = [setting for setting in ChecksSection.model_fields if setting not in NOT_CHECKS]
+    assert [one.name for one in all_checks()] == names == list(choose(configured()))
+    assert CHECKS.parts.keys() == set(names), "nothing of these tests"
+
+
+def test_those_that_are_off_are_not_chosen():
+    assert "replicas" not in choose(configured(replicas="off")) and "replicas" in choose(configured())
+    assert list(choose(configured(custom={"no_such_module:Check": "off"}))) == list(choose(configured()))
+
+
+def test_one_of_the_users_comes_last_with_its_own_reaction():
+    chosen = choose(own("Steady"))
+    assert list(chosen)[-1] == "steady" and chosen["steady"].check is Steady
+    failed = [Outcome("steady", 7, False, None, None, "it sways")]
+    assert verdict(failed, own("Steady")) is None, "it only warns"
+    error = verdict(failed, own("Steady", "stop"))
+    assert error.what == "a check failed: it sways" and error.where == "step 7, steady"
+    assert error.do == f"look at runs/a. checks.custom: {{{__name__}:Steady: warn}} continues regardless"
+
+
+@pytest.mark.parametrize(
+    "name,says",
+    [
+        ("Nameless", "is no check"),
+        ("NOT_CHECKS", "is no check"),
+        ("Gone", "the module has no Gone"),
+        ("Shards", "two checks are called shards"),
+    ],
+)
+def test_what_cannot_be_a_check_is_refused(name, says):
+    with pytest.raises(ConfigError, match=says) as error:
+        choose(own(name))
+    assert error.value.where == "checks.custom"
+
+
+@pytest.mark.parametrize("custom", [{"Steady": "stop"}, {"a.b:": "stop"}, {"a:B": "maybe"}, ["a:B"]])
+def test_what_is_no_setting_is_refused(custom):
+    with pytest.raises(ConfigError, match=r"checks\.custom"):
+        configured(custom=custom)
+
+
+def test_it_is_code_of_the_users():
+    values = own("Steady").model_dump(by_alias=True)
+    assert own_code(values) == [f"{__name__}:Steady"] == list(code_in(values).values())
+    assert own_code(configured().model_dump(by_alias=True)) == []
