@@ -1,6 +1,6 @@
 """Configurations from elsewhere are data, never code.
 
-A configuration can name code that its run imports (`module:name`), and a cluster with whose processes the driver
+A configuration can name code that its run imports (`module:name`), and a cluster with whose processes it
 exchanges pickles. Both are honoured in a configuration that you wrote. In one from a URI, a run folder or a
 checkpoint, which may be somebody else's, they are refused without --allow-code.
 
