@@ -303,3 +303,12 @@ def test_what_is_missing_at_the_end_is_written_later(uri, tmp_path, monkeypatch,
     client = MlflowClient(uri)
     assert client.get_run(run_id).info.status == "FINISHED"
     assert {file.path for file in client.list_artifacts(run_id)} == {"config.yaml", "result.json"}
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path):
+    whole, feed = json.dumps(message("train", 1).line()) + "\n", Feed(tmp_path, 0)
+    for part in (whole[:20], whole[20:]):
+        assert records(feed) == []
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write(part)
+    assert [r.step for r in records(feed)] == [1]
