@@ -21,7 +21,7 @@ class TaskSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$", max_length=100)] | None = Field(
         None, description="What it is called in results and charts; default: its label."
     )
-    label: str | None = Field(None, description="A label of the schema; default: its only one.")
+    label: str | None = Field(None, description="A label of the schema; default: its first.")
     loss: str = Field(
         "bce",
         description="What is minimised: bce (binary cross-entropy), mse (mean squared error), or a class of "

@@ -36,7 +36,7 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
     """The tasks, in the order of the configuration; modules of the user's are imported.
 
     Raises:
-        ConfigError: no such label or loss, two tasks of one name, or no word on which label is meant.
+        ConfigError: no such label or loss, or two tasks of one name.
     """
     tasks = tuple(_resolve(section, schema, f"tasks[{i}]") for i, section in enumerate(sections))
     names = [task.name for task in tasks]
@@ -70,20 +70,12 @@ def _resolve(section: TaskSection, schema: Schema, where: str) -> Task:
 
 
 def _label(label: str | None, schema: Schema, where: str) -> str:
-    labels = ", ".join(schema.labels)
-    if label is None and len(schema.labels) > 1:
-        raise ConfigError(
-            f"the schema has {len(schema.labels)} labels ({labels})",
-            where=f"{where}.label",
-            expected="a word on which of them is learned",
-            do=f"set tasks: [{{label: {schema.labels[0]}}}], or leave the one to predict in labels",
-        )
     if label is not None and label not in schema.labels:
         near = did_you_mean(label, schema.labels)
         raise ConfigError(
             f"the schema has no label '{label}'" + (f"; did you mean '{near}'?" if near else ""),
             where=f"{where}.label",
-            expected=f"one of {labels}",
+            expected=f"one of {', '.join(schema.labels)}",
         )
     return label or schema.labels[0]
 

@@ -26,7 +26,6 @@ TWO = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
 @pytest.mark.parametrize(
     "schema,model,says",
     [
-        ({"labels": ["label", "like"]}, {}, "the schema has 2 labels"),
         ({"tables": {"user": {"rows": 4, "dim": 8}, "tag": {"rows": 4, "dim": 4}}}, {}, "dims 4, 8"),
         ({}, {"name": "sequence"}, "the schema has no sequence"),
         ({}, TWO, "in neither tower: price"),

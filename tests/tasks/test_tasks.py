@@ -39,6 +39,11 @@ def test_without_tasks_the_label_is_learned_by_cross_entropy():
     assert type(task.loss) is BinaryCrossEntropy and task.metrics == ("auc", "ne", "logloss", "calibration")
 
 
+def test_the_first_label_is_the_default():
+    (task,) = resolved([{}], TWO)
+    assert (task.name, task.label, task.column) == ("clicked", "clicked", 0)
+
+
 def test_tasks_keep_their_order_and_take_what_is_set():
     tasks = resolved(
         [
@@ -79,8 +84,7 @@ def test_a_label_must_suit_all_of_its_tasks(tasks, expected):
 @pytest.mark.parametrize(
     "tasks,schema,says",
     [
-        (None, TWO, "the schema has 2 labels (clicked, watched s)"),
-        ([{"loss": "mse"}], TWO, "set tasks: [{label: clicked}]"),
+        ([{}, {"loss": "mse"}], TWO, "two tasks are called clicked"),
         ([{"label": "cliked"}], TWO, "no label 'cliked'; did you mean 'clicked'?"),
         ([{"loss": "msee"}], SCHEMA, "there is no loss 'msee'; did you mean 'mse'?"),
         ([{"loss": "msee"}], SCHEMA, "tasks[0].loss"),
