@@ -1,6 +1,7 @@
 # make train   everything from nothing to a trained, evaluated model on 2 CPU workers
 # make test    installs what it needs and runs the tests
 # make test-fast  those that need neither Ray nor several processes: under 90 s
+# make test-all  every test that there is: those of make test, test-survive, mutations, parity, golden, cluster-test
 # make smoke   the smallest form of every target here, one after the other
 # make mutations  2,000 broken configurations, schemas, run folders and checkpoints: each ends in a message
 # make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
@@ -26,7 +27,7 @@ ROWS ?= 300000
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast smoke mutations cluster-test test-survive parity golden chaos overhead curves bench-ingest bench-checkpoint bench-watching bench-memory gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos overhead curves bench-ingest bench-checkpoint bench-watching bench-memory gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -35,7 +36,9 @@ test: install
 	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup
 
 test-fast: install
-	$(BIN)/pytest -m "not processes and not parity and not survive and not cluster and not mutations"
+	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup -m "not processes and not parity and not survive and not cluster and not mutations"
+
+test-all: test test-survive mutations parity golden cluster-test
 
 mutations: install
 	$(BIN)/pytest -n $(AT_ONCE) tests/mutations -m mutations

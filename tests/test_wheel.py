@@ -84,6 +84,7 @@ def run(wheel, tmp_path_factory):
     return run
 
 
+@pytest.mark.survive
 def test_it_is_the_wheels_code_that_runs(run):
     code = "import raytrec, raytrec_datasets; print(raytrec.__file__, raytrec_datasets.__file__)"
     printed, _, site = run("python", "-c", code)
@@ -92,6 +93,7 @@ def test_it_is_the_wheels_code_that_runs(run):
     ]  # fmt: skip
 
 
+@pytest.mark.survive
 def test_prepare_train_and_report_run_from_the_wheel(run):
     assert "synthetic" in run("raytrec", "prepare", "--help")[0]
     small = ["--rows", 640, "--dense", 2, "--sparse", 3, "--multi-hot", 1, "--table-rows", 100, "--dim", 4]

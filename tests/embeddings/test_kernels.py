@@ -53,8 +53,8 @@ def read(rank, world, plan):
 
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "column_wise"])
 def test_cached_rows_are_read_through_the_cache(sharding):
-    found = on_ranks(2, read, CACHED | {"sharding": sharding})
-    expected = on_ranks(2, plain, {"sharding": sharding})[0]
+    found = on_ranks(2, read, CACHED | {"sharding_type": sharding})
+    expected = on_ranks(2, plain, {"sharding_type": sharding})[0]
     for whole, loaded in found:
         for name in SCHEMA.tables:
             assert torch.equal(whole[name], expected[name])
@@ -79,7 +79,7 @@ def watched(rank, world, kernel, optimizer):
     from raytrec.worker.statistics import Statistics
     from raytrec.worker.step import Head
 
-    settings = config(world, {"sharding_type": "row_wise", "kernel": kernel}, optimizer)
+    settings = config(world, {"sharding_type": "row_wise", "compute_kernel": kernel}, optimizer)
     step = build(settings)
     caches = Caches(step.model if kernel == "fused_uvm_caching" else torch.nn.Module())
     with caches.holding():

@@ -34,7 +34,7 @@ def test_only_mean_features_are_divided():
 
 def looked_up(rank, world, sharding):
     """What a lookup does to the KeyedJaggedTensor that it is given, and what it gives."""
-    step = build(config(world, {"sharding": sharding}))
+    step = build(config(world, {"sharding_type": sharding}))
     sparse = batches(1, rank, world, "equal")[1][0].sparse
     if world == 1:
         sparse.values()[0] = 10**6  # FBGEMM brings it into range, in the tensor that it is handed

@@ -24,7 +24,7 @@ WAYS = [
 def read(rank, world, sharding, kernel, optimizer):
     from raytrec.embeddings.tables import tables
 
-    step = build(config(world, {"sharding": sharding, "kernel": kernel}, optimizer))
+    step = build(config(world, {"sharding_type": sharding, "compute_kernel": kernel}, optimizer))
     before = tables(step.model)
     out = {"start": {n: t.weight.dense() for n, t in before.items()}, "facts": {}, "leaf": []}
     for name, table in before.items():
@@ -150,7 +150,7 @@ def cast(rank, world, sharding):
     """What every cast says, and whether the table is untouched after it and still trains."""
     from raytrec.embeddings.tables import tables
 
-    step = build(config(world, {"sharding": sharding}))
+    step = build(config(world, {"sharding_type": sharding}))
     said = []
     for wrong in (
         lambda m: m.bfloat16(),

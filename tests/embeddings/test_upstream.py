@@ -58,12 +58,12 @@ def no_division(schema):
 @contextmanager
 def local_means(schema):
     """Each rank's loss is the mean over its own rows, as in a loop that knows nothing of the others."""
-    from raytrec.worker import step
+    from raytrec.tasks import objective
 
     def mean(losses, weights, *_):
         return (losses * weights).sum() / weights.sum().clamp(min=1)
 
-    with patch.object(step, "rank_loss", mean):
+    with patch.object(objective, "rank_loss", mean):
         yield
 
 
@@ -118,7 +118,7 @@ def test_mean_pooling_under_grid_shard():
 @pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
 def test_2251_gradients_are_divided_by_the_world_size(sharding):
     """Right for one definition of the loss alone; with unequal batches, wrong for the mean of local means."""
-    settings, tables = config(2, {"sharding": sharding}, "sgd"), schema(a="sum")
+    settings, tables = config(2, {"sharding_type": sharding}, "sgd"), schema(a="sum")
     assert right(parity(2, settings, tables))
     assert parity(2, settings, tables, local_means)["gradient"] > WRONG
 

@@ -139,6 +139,7 @@ def test_at_most_two_files_change(add, tmp_path):
     assert 1 <= len(changed) <= 2, changed
 
 
+@pytest.mark.survive
 def test_a_run_with_all_of_them(tree, tmp_path):
     def raytrec(*arguments):
         done = subprocess.run(

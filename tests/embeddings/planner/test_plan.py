@@ -43,7 +43,7 @@ def planned(rank, world, plan, rows=100, optimizer="adagrad"):
 
 @pytest.mark.parametrize("sharding", [["table_wise"], ["row_wise"], ["table_wise", "data_parallel"]])
 def test_only_allowed_types_and_fused_kernels(sharding):
-    one, two = on_ranks(2, planned, {"sharding": sharding})
+    one, two = on_ranks(2, planned, {"sharding_types": sharding})
     assert one == two
     assert [entry["table"] for entry in one] == ["t0", "t1", "t2", "t3"]
     for entry in one:
