@@ -106,7 +106,7 @@ def test_who_waits(tmp_path):
     def stack(*files):
         return traceback.StackSummary.from_list([(file, 7, "f", "") for file in files])
 
-    ours, theirs = f"{Path(raytrec.__file__).parent}/train/step.py", torchrec.__file__
+    ours, theirs = f"{Path(raytrec.__file__).parent}/worker/step.py", torchrec.__file__
     assert disturbed.who_waits(stack(ours, torch_file)) == ["raytrec", "raytrec/worker/step.py:7"]
     assert disturbed.who_waits(stack(ours, theirs, torch_file))[0] == "upstream"
     assert (
