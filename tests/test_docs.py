@@ -224,7 +224,7 @@ def test_examples_of_extending_work(mine, tmp_path):
     from raytrec.checks.live.registry import choose
     from raytrec.config.run_config import load_config
     from raytrec.config.schema import Schema
-    from raytrec.data.transform import transformed
+    from raytrec.data.transform import apply_transforms
     from raytrec.metrics.selection import Selection
     from raytrec.models import build_model
     from raytrec.tasks.outputs import TaskOutputs
@@ -256,5 +256,5 @@ def test_examples_of_extending_work(mine, tmp_path):
     judged = bounded.check(None).judge([{"item": 3.0}, {"item": 200.0}], 7)
     assert bounded.reaction == "warn" and not judged.passed and "200" in judged.text
     assert bounded.check(None).judge([{"item": 3.0}, {}], 7).passed and STEP in bounded.check.moments
-    table = transformed(pa.table({"clicks": [1], "views": [10]}), tuple(config.data.transforms), "here")
+    table = apply_transforms(pa.table({"clicks": [1], "views": [10]}), tuple(config.data.transforms), "here")
     assert table["ratio"].to_pylist() == [pytest.approx(0.05)]

@@ -17,7 +17,7 @@ from raytrec.checkpoint.sound import why_unsound
 from raytrec.common import reading
 from raytrec.common.errors import RunError, some
 from raytrec.common.storage import open_filesystem
-from raytrec.data.faults import answering, retried
+from raytrec.data.faults import retry_read, storage_hint
 
 INDEX = "checkpoint.json"
 FORMAT = 1
@@ -54,7 +54,7 @@ def read_index(folder: str) -> dict:
             return stream.read()
 
     try:
-        text = retried(where, read)
+        text = retry_read(where, read)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             "there is no whole checkpoint here",
@@ -98,7 +98,7 @@ def write_index(folder: str, content: dict) -> None:
         if is_local(filesystem):
             _replace(Path(path), content["attempt"], text)
         else:  # an object appears whole when its stream is closed
-            retried(folder, lambda: _put(filesystem, f"{path}/{INDEX}", text))
+            retry_read(folder, lambda: _put(filesystem, f"{path}/{INDEX}", text))
 
 
 def as_json(value: dict, where: str) -> dict:
@@ -122,7 +122,7 @@ def unreadable(what: str, where: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint cannot be read: {what}",
         where=where,
-        expected=answering(where) + "the file as it was written",
+        expected=storage_hint(where) + "the file as it was written",
         do="load another checkpoint, or restore this file from a copy",
     )
 

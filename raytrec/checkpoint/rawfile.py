@@ -15,7 +15,7 @@ from typing import Any
 from raytrec.checkpoint.index import is_local, reason, sync_folder, unreadable
 from raytrec.common.reading import open_regular
 from raytrec.common.storage import open_filesystem
-from raytrec.data.faults import retried
+from raytrec.data.faults import retry_read
 
 ALIGNMENT = 64  # bytes
 SEND_BYTES = 32 << 20  # after how many the disk is set to work
@@ -107,7 +107,7 @@ class Source:
             self._read = self._read_local
         else:
             self.reads = REMOTE_READS
-            self._file = retried(self._uri, partial(filesystem.open_input_file, path))
+            self._file = retry_read(self._uri, partial(filesystem.open_input_file, path))
             self._read = self._read_remote
 
     def __enter__(self) -> Source:
@@ -127,7 +127,7 @@ class Source:
         return got
 
     def _read_remote(self, start: int, into: memoryview) -> int:
-        data = retried(self._uri, lambda: self._file.read_at(len(into), start))
+        data = retry_read(self._uri, lambda: self._file.read_at(len(into), start))
         into[: len(data)] = data
         return len(data)
 

@@ -27,11 +27,11 @@ class Driver:
         Returns:
             The run's folder.
         """
-        from raytrec.driver.prepare import settle
+        from raytrec.driver.prepare import resolve_run
 
         path = Path(mkdtemp(prefix="raytrec-")) / name
         path.write_text(text)
-        self._config: RunConfig = _ours(settle, path, [], resume_latest=True)[0]
+        self._config: RunConfig = _ours(resolve_run, path, [], resume_latest=True)[0]
         return self._config.run.dir
 
     def train(self) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any
 from raytrec.client.points import Points
 from raytrec.driver import progress_log as lines
 from raytrec.driver.console import RunConsole
-from raytrec.metrics.results import shown
+from raytrec.metrics.results import format_result
 
 REDRAW_S = 3.0  # seconds between two drawings of the curves
 COLOURS = {"finished": "#009e73", "failed": "#d55e00", "interrupted": "#d55e00", "stopped": "#e69f00"}
@@ -97,7 +97,7 @@ def progress_html(name: str, points: Points) -> str:
     share = 100 * known["step"] / known["total"] if known["total"] else 0
     colour = COLOURS.get(points.state, "#0072b2")
     if points.result:
-        rows = [row for row in shown(points.result).values() if row.brief]
+        rows = [row for row in format_result(points.result).values() if row.brief]
         text = " · ".join(f"{escape(row.title)} <b>{escape(row.text)}</b>" for row in rows)
     elif points.error:
         text = f"<pre style='margin:0'>{escape(points.error['what'])}</pre>"

@@ -56,7 +56,7 @@ class Lifeline:
             self._check(part, place)
         self._looked = monotonic()
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """After an error that Ray raised: says whether one of them is behind it, which takes a moment.
 
         Raises:

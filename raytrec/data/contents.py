@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
 from raytrec.config.transforms import LookupVocabulary, columns_before
-from raytrec.data.faults import answering, retried
+from raytrec.data.faults import retry_read, storage_hint
 from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
 
@@ -214,12 +214,12 @@ def _look_at_vocabulary(number: int, path: str) -> Content:
 
 def _reading(path: str, read: Any) -> Content:
     try:
-        return retried(path, read)
+        return retry_read(path, read)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}",
             where=path,
-            expected=answering(path) + "a whole file that does not change while it is read",
+            expected=storage_hint(path) + "a whole file that does not change while it is read",
         ) from None
 
 

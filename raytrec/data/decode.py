@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
-from raytrec.data.faults import answering, retried
+from raytrec.data.faults import retry_read, storage_hint
 from raytrec.data.nested import pick, to_read
 from raytrec.data.pages import Version, read_rows
 
@@ -25,7 +25,7 @@ def decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> 
         DataError: what is wrong with the file; names it and the row group.
     """
     try:
-        table = retried(path, partial(_read, path, group, first, rows, columns))
+        table = retry_read(path, partial(_read, path, group, first, rows, columns))
         if table.num_rows < rows:
             raise IndexError(
                 f"its pages hold fewer than {first + rows:,} rows, and its footer says otherwise"
@@ -40,7 +40,7 @@ def undecodable(error: Exception, path: str, group: int) -> DataError:
     return DataError(
         f"cannot decode the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
         where=f"{path}, row group {group}",
-        expected=answering(path) + "a whole Parquet file that does not change while it is read",
+        expected=storage_hint(path) + "a whole Parquet file that does not change while it is read",
         do="write or copy the file again, or skip its rows: data.on_error=skip",
     )
 

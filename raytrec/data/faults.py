@@ -42,7 +42,7 @@ class Faults:
                 file.write(json.dumps({"what": error.what, "where": error.where, "rows": rows}) + "\n")
 
 
-def retried(uri: str, read: Callable[[], T]) -> T:
+def retry_read(uri: str, read: Callable[[], T]) -> T:
     """The result of reading a file, tried again with growing pauses where the storage fails.
 
     A file that is not there is so the next time, too; and pyarrow's OSErrors about local files that come
@@ -63,6 +63,6 @@ def retried(uri: str, read: Callable[[], T]) -> T:
     return read()
 
 
-def answering(uri: str) -> str:
+def storage_hint(uri: str) -> str:
     """What else is expected of a remote place: pyarrow has one error for no answer and for bad content."""
     return f"storage that answers (it was asked {len(WAITS_S) + 1} times), and " if "://" in uri else ""

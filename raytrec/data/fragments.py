@@ -18,13 +18,13 @@ from raytrec.common.storage import open_filesystem
 from raytrec.config.schema import Schema
 from raytrec.config.sections import folders
 from raytrec.config.transforms import Transform
-from raytrec.data.faults import answering, retried
+from raytrec.data.faults import retry_read, storage_hint
 from raytrec.data.form import Form, Range
 from raytrec.data.kinds import check_present, check_types, is_list
 from raytrec.data.nested import empty_table, select
 from raytrec.data.partitions import ALL, Between, in_order, within
 from raytrec.data.statistics import accused
-from raytrec.data.transform import transformed
+from raytrec.data.transform import apply_transforms
 
 MOST_ROWS = 2**31 - 1  # of a row group; no writer comes near
 CLOSELY_ROWS = 65_536  # row groups of more are looked at closely
@@ -217,13 +217,13 @@ def read_footer(uri: str) -> pq.FileMetaData:
             return metadata
 
     try:
-        metadata = retried(uri, read)
+        metadata = retry_read(uri, read)
         _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # may be no UTF-8
     except (pa.ArrowException, OSError, UnicodeDecodeError, Implausible) as error:
         raise DataError(
             f"not a whole Parquet file: {str(error).splitlines()[0]}",
             where=uri,
-            expected=answering(uri) + "a readable footer; the file may be cut off, or still being written",
+            expected=storage_hint(uri) + "a readable footer; the file may be cut off, or still being written",
             do="write or copy the file again, or remove it",
         ) from None
     return metadata
@@ -237,7 +237,7 @@ def _look(uri: str, form: Form) -> tuple[list[RowGroup], set[str], list[int]]:
     check_present(arrow, form.columns, uri)
     arrow = select(arrow, form.columns)
     if form.transforms:
-        arrow = transformed(empty_table(arrow), form.transforms, uri, form.folder).schema
+        arrow = apply_transforms(empty_table(arrow), form.transforms, uri, form.folder).schema
         check_present(arrow, schema.columns, f"{uri}, after data.transforms", fields=False)
     check_types(arrow, schema, uri)
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.column_of(name)).type)}

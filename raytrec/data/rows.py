@@ -21,7 +21,7 @@ from raytrec.data.faults import Faults
 from raytrec.data.form import Form, Range, shuffled
 from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Part
-from raytrec.data.transform import transformed
+from raytrec.data.transform import apply_transforms
 
 AHEAD = 2  # items that are decoded before they are asked for
 MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, the rest is skipped
@@ -113,7 +113,9 @@ def _finish_group(
     try:
         if isinstance(table, DataError):
             raise table
-        table = transformed(table, form.transforms, f"{place.path}, row group {place.group}", form.folder)
+        table = apply_transforms(
+            table, form.transforms, f"{place.path}, row group {place.group}", form.folder
+        )
     except DataError as error:
         rows = sum(part.rows for part in parts)
         faults.leave_out(error, rows)

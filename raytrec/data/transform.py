@@ -21,7 +21,7 @@ from raytrec.data.hashing import hash_integers, hash_text
 from raytrec.data.kinds import is_list, is_number, is_text, value_type
 
 
-def transformed(
+def apply_transforms(
     table: pa.Table, transforms: tuple[t.Transform, ...], where: str, folder: str | None = None
 ) -> pa.Table:
     """A table after all transforms, as many rows in the same order.

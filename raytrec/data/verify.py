@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 from raytrec.common.storage import open_filesystem
 from raytrec.data.columns import Place
 from raytrec.data.decode import undecodable
-from raytrec.data.faults import retried
+from raytrec.data.faults import retry_read
 from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
 from raytrec.data.nested import pick, to_read
 from raytrec.data.rows import canonical
-from raytrec.data.transform import transformed
+from raytrec.data.transform import apply_transforms
 
 ROWS = 1 << 16  # read at a time
 BUFFER_BYTES = 1 << 20  # of each column
@@ -41,7 +41,7 @@ def check_rows(path: str, group: int, form: Form) -> Iterator[int]:
     """
     first = 0
     for table in _tables(path, group, form.columns):
-        table = transformed(table, form.transforms, f"{path}, row group {group}", form.folder)
+        table = apply_transforms(table, form.transforms, f"{path}, row group {group}", form.folder)
         canonical(table, form, Place(path, group, first))
         first += table.num_rows
         yield table.num_rows
@@ -55,7 +55,7 @@ def _tables(path: str, group: int, columns: list[str]) -> Iterator[pa.Table]:
         return reader, to_read(reader.schema_arrow, columns)
 
     try:
-        reader, asked = retried(path, opened)
+        reader, asked = retry_read(path, opened)
         with reader:
             found = reader.iter_batches(ROWS, row_groups=[group], columns=asked, use_threads=False)
             for batch in found:

@@ -19,7 +19,7 @@ from rich.text import Text
 from raytrec.cluster.session import in_job
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.driver import progress_log as lines
-from raytrec.metrics.results import shown
+from raytrec.metrics.results import format_result
 from raytrec.metrics.selection import figures_of
 
 PLAIN_EVERY_S = 10.0  # seconds between progress lines where stderr is not a terminal
@@ -162,7 +162,7 @@ def print_result(result: Any) -> None:
     table = Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")
-    for row in shown(result.metrics).values():
+    for row in format_result(result.metrics).values():
         table.add_row(plain(row.title), plain(row.text))
     console.print(table)
     for line in result.next_steps:

@@ -31,7 +31,7 @@ PARTS = ("what", "where", "expected", "do")  # of an error
 
 
 @contextmanager
-def driving(folder: Path) -> Iterator[None]:
+def record_driver(folder: Path) -> Iterator[None]:
     """Notes in a run folder that this process drives the run, and, at the end of the block, how it ended.
 
     driver.json: {"pid", "started" (the process), "host", "job" (of Ray's Job API, or null), "unix_s",

@@ -88,7 +88,7 @@ def scratch_folder() -> Iterator[str]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def with_way_on(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecError:
+def with_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecError:
     """The error that ended a run, with what to do where the model is trained and saved all the same.
 
     Args:

@@ -224,7 +224,7 @@ def run_group(
             _tell(lost, config)
             raise
         except Exception as error:
-            lifeline.settle()
+            lifeline.confirm()
             if stop.signal is None:
                 raise _explain(error, config, _cause(coordinator)) from None
     if watch.result is None and stop.signal is not None:

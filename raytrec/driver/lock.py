@@ -15,7 +15,7 @@ LOCK = "driver.lock"
 
 
 @contextmanager
-def held(folder: Path, patience_s: float, say: Callable[[str], None]) -> Iterator[None]:
+def hold_run_lock(folder: Path, patience_s: float, say: Callable[[str], None]) -> Iterator[None]:
     """Holds a run folder while the block runs; the lock goes with the process, however it ends.
 
     On file systems without locks there is none.

@@ -119,9 +119,10 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
         return
     from raytrec.embeddings.planner.hosts import host_memory
 
-    settled, optimizer = resolve_constraints(config, schema), config.optim.embeddings.name
+    constraints, optimizer = resolve_constraints(config, schema), config.optim.embeddings.name
     sizes = {
-        name: footprint(table, settled[name].dtype, optimizer).total for name, table in schema.tables.items()
+        name: footprint(table, constraints[name].dtype, optimizer).total
+        for name, table in schema.tables.items()
     }
     have, need = host_memory(), sum(sizes.values())
     if need > have:

@@ -27,7 +27,7 @@ from raytrec.driver.warm_start import config_from, schema_at
 from raytrec.tasks.task import label_ranges, resolve_tasks
 
 
-def settle(
+def resolve_run(
     source: Any,
     overrides: list[str],
     start_from: Any = None,

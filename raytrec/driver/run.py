@@ -23,23 +23,23 @@ from raytrec.data.contents import Content, fingerprint, in_background, look_at_a
 from raytrec.data.fragments import Dataset, scan
 from raytrec.data.verify import check_accused
 from raytrec.driver.console import RunConsole
-from raytrec.driver.driver_state import driving
-from raytrec.driver.evaluation import evaluation_config, scratch_folder, with_way_on
+from raytrec.driver.driver_state import record_driver
+from raytrec.driver.evaluation import evaluation_config, scratch_folder, with_recovery_hint
 from raytrec.driver.evaluation_rows import reading_ahead
 from raytrec.driver.launch import local_cpus, run_group
-from raytrec.driver.lock import held
+from raytrec.driver.lock import hold_run_lock
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import (
     check_nothing_hidden,
     make_folder,
     note_left_out,
     open_data,
-    settle,
+    resolve_run,
     write_config,
 )
 from raytrec.driver.recorder import Record, Watch
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
-from raytrec.driver.session import how_to_resume, in_session
+from raytrec.driver.session import resume_command, run_in_session
 from raytrec.driver.warm_start import check_fits
 from raytrec.tasks.task import label_ranges, resolve_tasks
 from raytrec.tracking.mlflow import NoTracker, Tracker
@@ -107,7 +107,7 @@ def train(
             or the result could not be written.
     """
     began = perf_counter()
-    config, resume = settle(source, overrides or [], start_from, resume, resume_latest, allow_code)
+    config, resume = resolve_run(source, overrides or [], start_from, resume, resume_latest, allow_code)
     check_nothing_hidden(config)
     folder, root = Path(config.run.dir), config.checkpoint_root
     schema, datasets = open_data(config)
@@ -115,7 +115,7 @@ def train(
     check_fit(config, schema, here=stays_here(config.scaling.address))
     patience = PATIENCE_S + config.scaling.shutdown_grace_s if resume_latest else 0
     contents = in_background(look_at_all, datasets)
-    with RunConsole(config.run.name) as console, held(folder, patience, console.phase):
+    with RunConsole(config.run.name) as console, hold_run_lock(folder, patience, console.phase):
         if resume:
             check_unfinished(folder)
             lines += check_same_data(folder, root, schema, datasets, contents.result())
@@ -126,7 +126,7 @@ def train(
             console.folder(str(folder))
         for line in [*lines, *note_left_out(folder, datasets)]:
             console.warn(line)
-        with driving(folder):
+        with record_driver(folder):
             return _drive(config, schema, datasets, contents, console, began)
 
 
@@ -163,7 +163,7 @@ def _drive(
                     saves=True,
                 )
 
-        figures = in_session(config, watch, work)
+        figures = run_in_session(config, watch, work)
         metrics = {
             **figures,
             "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
@@ -182,10 +182,10 @@ def _drive(
     except Unfinished:  # it says so itself
         raise
     except RaytrecError as error:
-        raise with_way_on(error, config, total_steps(config, datasets["train"].rows)) from None
+        raise with_recovery_hint(error, config, total_steps(config, datasets["train"].rows)) from None
     except KeyboardInterrupt:
         status = "KILLED"
-        console.note(f"resume with: {how_to_resume(config)}")
+        console.note(f"resume with: {resume_command(config)}")
         raise
     finally:
         if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():

@@ -16,7 +16,7 @@ from raytrec.driver.recorder import Watch
 T = TypeVar("T")
 
 
-def in_session(config: RunConfig, watch: Watch, work: Callable[[], T]) -> T:
+def run_in_session(config: RunConfig, watch: Watch, work: Callable[[], T]) -> T:
     """Does a run's work in a Ray session; again in a new one where the local Ray's raylet has ended.
 
     That counts against scaling.max_failures. All processes of the Ray before have ended by then, so that none
@@ -45,11 +45,11 @@ def in_session(config: RunConfig, watch: Watch, work: Callable[[], T]) -> T:
 
 def with_resume(lost: RayLost, config: RunConfig) -> RayLost:
     """The error, with how to resume the run."""
-    do = f"resume from the last checkpoint: {how_to_resume(config)}"
+    do = f"resume from the last checkpoint: {resume_command(config)}"
     return RayLost(lost.what, where=lost.where, do=do)
 
 
-def how_to_resume(config: RunConfig) -> str:
+def resume_command(config: RunConfig) -> str:
     """The command that resumes a run; of a job, what its user does."""
     if in_job():
         return "submit the same again"

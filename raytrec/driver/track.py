@@ -8,7 +8,7 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import is_ours, not_ours
 from raytrec.driver.console import RunConsole
-from raytrec.driver.lock import held
+from raytrec.driver.lock import hold_run_lock
 from raytrec.driver.recorder import RESULT
 from raytrec.driver.run import REPORT, open_tracker
 from raytrec.report.history import run_folder
@@ -37,7 +37,7 @@ def track(run: str | Path, allow_code: bool = False) -> RunConfig:
     config.run.dir = str(folder)  # it may have been moved since
     if not config.tracking.enabled:
         raise ConfigError("this run is not tracked", where=str(folder), expected="tracking.enabled=true")
-    with RunConsole(config.run.name) as console, held(folder, 0, console.phase):
+    with RunConsole(config.run.name) as console, hold_run_lock(folder, 0, console.phase):
         tracker = open_tracker(config, console)
         tracker.ready()
         tracker.params(config)

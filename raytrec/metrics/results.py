@@ -55,7 +55,7 @@ class Row(NamedTuple):
         return form.format(value - other)
 
 
-def shown(result: Mapping[str, Any]) -> dict[str, Row]:
+def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
     """The figures worth a line, by their key."""
     rows = {}
     for figure in figures_of(result):

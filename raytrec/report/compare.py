@@ -11,7 +11,7 @@ from typing import Any
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import flatten, number
 from raytrec.common.redaction import hide
-from raytrec.metrics.results import AFTER, Row, as_text, shown
+from raytrec.metrics.results import AFTER, Row, as_text, format_result
 from raytrec.report.history import History, run_folder
 
 OF_THE_RUN = ("run.name", "run.dir", "tracking.", "checkpoint.dir")  # differs without meaning anything
@@ -48,7 +48,7 @@ def compare(places: Sequence[str | Path]) -> Comparison:
             do="raytrec compare RUN RUN …, or raytrec report RUN for one",
         )
     runs = [History.read(run_folder(place)) for place in places]
-    found = {key: row for run in runs for key, row in shown(run.result).items()}
+    found = {key: row for run in runs for key, row in format_result(run.result).items()}
     rows = dict(sorted(found.items(), key=lambda item: item[0] in AFTER and [*AFTER].index(item[0]) + 1))
     results = {key: [_result(key, row, run, runs[0]) for run in runs] for key, row in rows.items()}
     titles = {key: row.title for key, row in rows.items()}

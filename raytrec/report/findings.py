@@ -9,7 +9,7 @@ from raytrec.metrics.results import EVAL
 from raytrec.report.diagnostics import hot_rank, low_utilisation, straggler
 from raytrec.report.history import History
 from raytrec.report.run_timeline import story
-from raytrec.tracking.aggregate import by_step, load_order, over_time, settled
+from raytrec.tracking.aggregate import by_step, load_order, over_time, skip_warmup
 
 DEAD = 0.9  # share of a table's rows: more, and its size is worth a thought
 CHANGED = 0.01  # share of ids that were clamped or hashed
@@ -60,7 +60,7 @@ def _model(history: History) -> list[str]:
 
 
 def _ranks(history: History) -> list[str]:
-    lines = over_time(settled(history.ranks))
+    lines = over_time(skip_warmup(history.ranks))
     return [said for advise in (straggler, low_utilisation, hot_rank) if (said := advise(lines))]
 
 

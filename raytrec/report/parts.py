@@ -18,7 +18,7 @@ from raytrec.tracking.aggregate import (
     over_time,
     own_time,
     phases_of,
-    settled,
+    skip_warmup,
     table_bytes,
     tables_of,
 )
@@ -44,7 +44,7 @@ class Sheet:
 
 def ranks(history: History) -> Sheet | None:
     """One row for each rank of the last group of workers."""
-    lines = over_time(settled(history.ranks))
+    lines = over_time(skip_warmup(history.ranks))
     if not lines:
         return None
     total = sum(lookup_bytes(line) for line in lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrec.common.redaction import hide_yaml
-from raytrec.metrics.results import shown
+from raytrec.metrics.results import format_result
 from raytrec.report import parts
 from raytrec.report.findings import findings
 from raytrec.report.history import History, when
@@ -81,7 +81,7 @@ def _write(history: History, drawn: list[tuple[Any, Any]], folder: Path) -> Path
         name=history.name,
         folder=str(history.folder.absolute()),
         when=_began(history),
-        result=[(row.title, row.text) for row in shown(history.result).values()],
+        result=[(row.title, row.text) for row in format_result(history.result).values()],
         findings=findings(history),
         pictures=_sections(drawn),
         ranks=parts.ranks(history),

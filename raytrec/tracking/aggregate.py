@@ -91,7 +91,7 @@ def last_group(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept[::-1]
 
 
-def settled(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def skip_warmup(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of the last group, where there are others without its first interval: readers start in it."""
     group = last_group(lines)
     first = min((begin(line) for line in group), default=0)

@@ -15,7 +15,7 @@ from raytrec.client import queries as peek
 from raytrec.client.by_job import error_in
 from raytrec.client.points import Points
 from raytrec.common.errors import ConfigError, RunError
-from raytrec.driver.driver_state import driver_of, driving
+from raytrec.driver.driver_state import driver_of, record_driver
 
 CONFIG = "run: {name: mine, dir: somewhere}\ndata: {train: data/train}\n"
 
@@ -95,18 +95,18 @@ def test_news_since(root):
 def test_how_a_run_ended(root):
     folder = root / "runs" / "mine"
     assert peek.news("mine", {})["state"] == "interrupted"
-    with driving(folder):
+    with record_driver(folder):
         assert peek.news("mine", {})["state"] == "running"
         print("a line", file=sys.stderr)
     assert peek.news("mine", {})["state"] == "finished"
     assert peek.news("mine", {})["log"] == "a line\n"
-    with pytest.raises(RunError), driving(folder):
+    with pytest.raises(RunError), record_driver(folder):
         raise RunError("bad rows", where="a file", do="look")
     news = peek.news("mine", {})
     assert news["state"] == "failed"
     assert news["error"] == {"what": "bad rows", "where": "a file", "expected": None, "do": "look"}
     for asked in (KeyboardInterrupt, SystemExit):
-        with pytest.raises(asked), driving(folder):
+        with pytest.raises(asked), record_driver(folder):
             raise asked
         assert peek.news("mine", {})["state"] == "stopped"
     (folder / "result.json").write_text('{"eval.auc": 0.5}')
@@ -117,8 +117,8 @@ def test_how_a_run_ended(root):
 DRIVES = """
 import sys, time
 from pathlib import Path
-from raytrec.driver.driver_state import driving
-with driving(Path(sys.argv[1])):
+from raytrec.driver.driver_state import record_driver
+with record_driver(Path(sys.argv[1])):
     print("drives", flush=True)
     time.sleep(60)
 """
@@ -162,7 +162,7 @@ def test_the_note_names_the_job(root, monkeypatch):
     from raytrec.compat.ray_core import JOB_CONFIG as IN_JOB
 
     monkeypatch.setenv(IN_JOB, json.dumps({"metadata": {"job_submission_id": "mine-1"}}))
-    with driving(root / "runs" / "mine"):
+    with record_driver(root / "runs" / "mine"):
         note = driver_of(root / "runs" / "mine")
     assert note["job"] == "mine-1" and note["pid"] == os.getpid()
 

@@ -16,7 +16,7 @@ from raytrec.config.transforms import Transform, columns_before
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
-from raytrec.data.transform import transformed
+from raytrec.data.transform import apply_transforms
 
 parse = TypeAdapter(list[Transform]).validate_python
 
@@ -25,7 +25,7 @@ def run(column, **spec):
     """The column `x` after one transform."""
     table = pa.table({"x": column, "other": pa.nulls(len(column))})
     (transform,) = parse([{"columns": ["x"], **spec}])
-    after = transformed(table, (transform,), "test")
+    after = apply_transforms(table, (transform,), "test")
     assert after.column_names == ["x", "other"]
     return after["x"].to_pylist()
 
@@ -167,7 +167,7 @@ def test_ages():
     table = pa.table({"joined": WHEN, "now": [datetime(2026, 3, 1)] * 3 + [None]})
     (spec,) = parse([{"do": "age", "columns": ["joined"], "into": ["days"], "until_column": "now"}])
     assert columns_before([spec], ["days"]) == ["joined", "now"]
-    assert transformed(table, (spec,), "test")["days"].to_pylist() == expected
+    assert apply_transforms(table, (spec,), "test")["days"].to_pylist() == expected
     (read,) = parse([yaml.safe_load("{do: age, columns: [x], until: 2026-03-01}")])
     assert read.until == "2026-03-01", "YAML reads dates as dates"
 
@@ -350,4 +350,4 @@ def test_rows_that_get_lost_are_an_error(own, tmp_path):
 def test_columns_may_change_places():
     table = pa.table({"a": [1], "b": [5]})
     (swap,) = parse([{"do": "clip", "columns": ["a", "b"], "into": ["b", "a"], "high": 9}])
-    assert transformed(table, (swap,), "test").to_pylist() == [{"a": 5, "b": 1}]
+    assert apply_transforms(table, (swap,), "test").to_pylist() == [{"a": 5, "b": 1}]

@@ -16,7 +16,7 @@ from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import write_index
 from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError
 from raytrec.config.run_config import load_config
-from raytrec.driver.evaluation import evaluation_config, with_way_on
+from raytrec.driver.evaluation import evaluation_config, with_recovery_hint
 
 ROWS = 6 * 12
 
@@ -110,11 +110,11 @@ def test_what_to_do_when_a_trained_run_could_not_be_evaluated(tmp_path, monkeypa
     values = {"data": {"train": "d"}, "run": {"dir": str(tmp_path / "a run")}}
     config, root = load_config(values), tmp_path / "a run/checkpoints"
     bad = DataError("id 7", where="there", do="correct the data")
-    assert with_way_on(bad, config, 20) is bad, "nothing is saved"
+    assert with_recovery_hint(bad, config, 20) is bad, "nothing is saved"
     saved(root, 10)
-    assert with_way_on(bad, config, 20) is bad, "not all is trained"
+    assert with_recovery_hint(bad, config, 20) is bad, "not all is trained"
     last = saved(root, 20)
-    told = with_way_on(bad, config, 20)
+    told = with_recovery_hint(bad, config, 20)
     assert type(told) is DataError and (told.what, told.where) == ("id 7", "there")
     assert told.do == (
         f"correct the data; all 20 steps are trained and saved, in {last}: evaluate them with "
@@ -122,7 +122,7 @@ def test_what_to_do_when_a_trained_run_could_not_be_evaluated(tmp_path, monkeypa
         "`raytrec train --resume 'a run'`"
     )
     config = load_config(values | {"model": {"name": "mine:Model"}})
-    told = with_way_on(RunError("no answer"), config, 20)
+    told = with_recovery_hint(RunError("no answer"), config, 20)
     assert "`raytrec evaluate 'a run' --allow-code`" in told.do
 
 

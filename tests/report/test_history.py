@@ -10,7 +10,7 @@ from raytrec.common.errors import RunError
 from raytrec.report import history as history_module
 from raytrec.report.history import History, run_folder
 from raytrec.report.run_timeline import story
-from raytrec.tracking.aggregate import last_group, over_time, settled
+from raytrec.tracking.aggregate import last_group, over_time, skip_warmup
 
 NAMES = ["user", "item", "tag"]
 
@@ -93,7 +93,7 @@ def test_of_intervals_that_were_trained_again_the_later_count(tmp_path):
         (100, 0, 2), (100, 1, 2), (250, 0, 1), (350, 0, 1)
     ]  # fmt: skip
     assert [line["step"] for line in last_group(history.ranks)] == [250, 350]
-    assert [line["step"] for line in settled(history.ranks)] == [350]
+    assert [line["step"] for line in skip_warmup(history.ranks)] == [350]
 
 
 def test_a_new_rank_says_that_the_run_has_gone_back(tmp_path):

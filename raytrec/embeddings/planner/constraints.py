@@ -42,13 +42,13 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
     Raises:
         ConfigError: names that no table has, and settings that contradict each other.
     """
-    settled: dict[str, dict] = {table: {} for table in schema.tables}
+    constraints: dict[str, dict] = {table: {} for table in schema.tables}
     for pattern, given in config.plan.tables.items():
         for table in _matching(pattern, schema, f"plan.tables.{pattern}"):
-            settled[table] |= given.model_dump(exclude_none=True)
+            constraints[table] |= given.model_dump(exclude_none=True)
     groups = _groups(config, schema)
     out = {}
-    for table, values in settled.items():
+    for table, values in constraints.items():
         ranks = tuple(values["ranks"]) if "ranks" in values else None
         sharding = values.get("sharding_type")
         if table in groups or (sharding is None and ranks and len(ranks) == 1):
@@ -97,20 +97,20 @@ def validate_constraints(
             where="plan.ranks_per_host, scaling.num_workers",
             expected="workers = hosts × ranks_per_host",
         )
-    settled = resolve_constraints(config, schema)
-    for table, pin in settled.items():
+    constraints = resolve_constraints(config, schema)
+    for table, pin in constraints.items():
         for sharding in pin.sharding:
             _check_kernel(table, pin, sharding, config.optim.embeddings.name, device)
         _check_dtype(table, pin, config.optim.embeddings.name, device)
         if pin.ranks:
             _check_ranks(table, schema.tables[table], pin, world, ranks_per_host)
     if memory is not None:
-        _check_memory(config, schema, settled, device, memory, world, host_share)
-    return settled
+        _check_memory(config, schema, constraints, device, memory, world, host_share)
+    return constraints
 
 
 def host_room(
-    config: RunConfig, schema: Schema, settled: dict[str, TableConstraint], world: int, host_share: int
+    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], world: int, host_share: int
 ) -> int:
     """Bytes of host memory that each rank on a GPU may fill with tables (fused_uvm, fused_uvm_caching).
 
@@ -125,7 +125,7 @@ def host_room(
         return int(config.plan.host_memory_gib * GIB)
     room = (1 - HOST_RESERVE) * host_share - config.data.buffer_gib * GIB
     if config.checkpoint.async_save:
-        sizes = {table: _footprint(config, schema, table, pin, "cuda") for table, pin in settled.items()}
+        sizes = {table: _footprint(config, schema, table, pin, "cuda") for table, pin in constraints.items()}
         room = (room - sum(size.device for size in sizes.values() if not size.host) / world) / 2
     return max(0, int(room))
 
@@ -173,10 +173,10 @@ def _groups(config: RunConfig, schema: Schema) -> dict[str, int]:
     return groups
 
 
-def _with_group_ranks(settled: dict[str, TableConstraint]) -> dict[str, TableConstraint]:
+def _with_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, TableConstraint]:
     """Where one table of a group has its rank given, the others follow."""
     ranks_of: dict[int, tuple[int, ...]] = {}
-    for table, pin in settled.items():
+    for table, pin in constraints.items():
         if pin.group is not None and pin.ranks and ranks_of.setdefault(pin.group, pin.ranks) != pin.ranks:
             raise _refused(
                 table,
@@ -185,7 +185,7 @@ def _with_group_ranks(settled: dict[str, TableConstraint]) -> dict[str, TableCon
             )
     return {
         table: TableConstraint(p.sharding, p.ranks or ranks_of.get(p.group), p.kernel, p.dtype, p.group)
-        for table, p in settled.items()
+        for table, p in constraints.items()
     }
 
 
@@ -255,7 +255,7 @@ def _check_ranks(table: str, spec: Table, pin: TableConstraint, world: int, loca
 def _check_memory(
     config: RunConfig,
     schema: Schema,
-    settled: dict[str, TableConstraint],
+    constraints: dict[str, TableConstraint],
     device: str,
     memory: int,
     world: int,
@@ -263,15 +263,15 @@ def _check_memory(
 ) -> None:
     """Tables that must share a rank against what a rank has; the planner weighs the rest."""
     held: dict[tuple, list[str]] = {}
-    for table, pin in settled.items():
+    for table, pin in constraints.items():
         place = ("rank", pin.ranks[0]) if pin.ranks and len(pin.ranks) == 1 else None
         if place is None and pin.group is not None:
             place = ("group", pin.group)
         if place:
             held.setdefault(place, []).append(table)
-    room = None if host_share is None else host_room(config, schema, settled, world, host_share)
+    room = None if host_share is None else host_room(config, schema, constraints, world, host_share)
     for tables in held.values():
-        sizes = {table: _footprint(config, schema, table, settled[table], device) for table in tables}
+        sizes = {table: _footprint(config, schema, table, constraints[table], device) for table in tables}
         _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
         if room is not None:
             _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)

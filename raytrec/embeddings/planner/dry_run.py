@@ -75,18 +75,18 @@ def dry_run(
             expected=f"{gpus}, or nothing",
         )
     share = int(host_memory_gib * GIB) // gpus if host_memory_gib else 2 * memory
-    settled = validate_constraints(
+    constraints = validate_constraints(
         config, schema, "cuda", world=world, ranks_per_host=gpus, memory=memory, host_share=share
     )
-    room = host_room(config, schema, settled, world, share)
-    dtypes = {table: pin.dtype for table, pin in settled.items()}
+    room = host_room(config, schema, constraints, world, share)
+    dtypes = {table: pin.dtype for table, pin in constraints.items()}
     tables = PooledEmbeddings(resolve_features(schema, config.model).lookups, dtypes)
     fuse(tables.bags, config.optim.embeddings)  # from which the planner knows of the optimizer's state
     with _ranks_per_host(gpus), _quiet():
         topology = Topology(
             world_size=world, local_world_size=gpus, compute_device="cuda", **capacity("cuda", memory, room)
         )
-        plan = plan_for(topology, settled, schema, config, tables, BagSharder(), fused=True)
+        plan = plan_for(topology, constraints, schema, config, tables, BagSharder(), fused=True)
     if isinstance(plan, ConfigError):
         raise plan
     shards = {

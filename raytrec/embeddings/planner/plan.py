@@ -67,7 +67,7 @@ def make_plan(
             that fits a table.
     """
     world, hosts = dist.get_world_size(), settle_hosts(config.plan, device)
-    settled = validate_constraints(
+    constraints = validate_constraints(
         config,
         schema,
         device.type,
@@ -76,7 +76,7 @@ def make_plan(
         memory=hosts.memory,
         host_share=hosts.host_share,
     )
-    room = host_room(config, schema, settled, world, hosts.host_share)
+    room = host_room(config, schema, constraints, world, hosts.host_share)
     topology = Topology(
         world_size=world,
         local_world_size=hosts.ranks_per_host,
@@ -87,7 +87,7 @@ def make_plan(
     # a plan that there is not.
     outcome: list = [None]
     if dist.get_rank() == 0:
-        outcome[0] = plan_for(topology, settled, schema, config, model, sharder, fused=fused)
+        outcome[0] = plan_for(topology, constraints, schema, config, model, sharder, fused=fused)
     dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], ConfigError):
         raise outcome[0]
@@ -114,7 +114,7 @@ def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:
 
 def plan_for(
     topology: Topology,
-    settled: dict[str, TableConstraint],
+    constraints: dict[str, TableConstraint],
     schema: Schema,
     config: RunConfig,
     model: nn.Module,
@@ -125,14 +125,14 @@ def plan_for(
     """The plan on these devices, or why there is none.
 
     Args:
-        settled: table → TableConstraint, checked.
+        constraints: table → TableConstraint, checked.
         fused: see make_plan.
     """
     world, local = topology.world_size, topology.local_world_size
-    partitioner, batch = PinnedPartitioner(settled), -(-config.data.global_batch_size // world)
+    partitioner, batch = PinnedPartitioner(constraints), -(-config.data.global_batch_size // world)
     constraints = {
         table: _constraints(pin, schema.tables[table].dim, world, local, topology.compute_device)
-        for table, pin in settled.items()
+        for table, pin in constraints.items()
     }
     optimizer = config.optim.embeddings.name if fused else None
     planner = EmbeddingShardingPlanner(
@@ -153,24 +153,24 @@ def plan_for(
             f"{reason}",
             where="plan, scaling.num_workers",
             expected=f"tables that fit under {', '.join(config.plan.sharding_types)} and plan.tables"
-            + _room(topology, settled),
+            + _room(topology, constraints),
             do="add workers, allow row_wise, or make tables smaller",
         )
     # The planner (torchrec 1.8.0) refuses dense kernels for sharded tables, and UVM kernels on CPU, which run
     # all the same.
     for module in plan.plan.values():
         for table, spec in module.items():
-            spec.compute_kernel = settled[table].kernel or ("dense" if not fused else spec.compute_kernel)
+            spec.compute_kernel = constraints[table].kernel or ("dense" if not fused else spec.compute_kernel)
     return plan
 
 
-def _room(topology: Topology, settled: dict[str, TableConstraint]) -> str:
+def _room(topology: Topology, constraints: dict[str, TableConstraint]) -> str:
     """What a worker on a GPU has for tables, in words."""
     if topology.compute_device != "cuda":
         return ""
     has = topology.devices[0].storage
     words = f" in {has.hbm / GIB:.1f} GiB on each GPU, less 15 %"
-    if any(pin.kernel in UVM_KERNELS for pin in settled.values()):
+    if any(pin.kernel in UVM_KERNELS for pin in constraints.values()):
         words += f", and {has.ddr / GIB:.1f} GiB of host memory for each (plan.host_memory_gib)"
     return words
 
@@ -226,15 +226,15 @@ class PinnedPartitioner(GreedyPerfPartitioner):
     """First tables whose ranks are given and groups that must be together, then the rest as TorchRec does.
 
     Args:
-        settled: table → TableConstraint.
+        constraints: table → TableConstraint.
 
     Attributes:
         refusal: the last reason why a pin could not be kept; the planner drops it for one of its own.
     """
 
-    def __init__(self, settled: dict[str, TableConstraint]):
+    def __init__(self, constraints: dict[str, TableConstraint]):
         super().__init__()
-        self._settled, self.refusal = settled, ""
+        self._settled, self.refusal = constraints, ""
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology, hbm_per_device=None):
         topology = copy.deepcopy(storage_constraint)

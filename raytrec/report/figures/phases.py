@@ -29,7 +29,7 @@ from raytrec.report.figures.style import (
     thinned,
 )
 from raytrec.report.history import History
-from raytrec.tracking.aggregate import PHASES, begin, by_rank, over_time, own_time, phases_of, settled
+from raytrec.tracking.aggregate import PHASES, begin, by_rank, over_time, own_time, phases_of, skip_warmup
 
 COLOURS = dict(zip(PHASES, (ORANGE, YELLOW, PURPLE, SKY, BLUE, GREEN, VERMILION, GREY), strict=True))
 MOST_BARS = 16
@@ -58,7 +58,7 @@ def throughput(history: History) -> Figure | None:
 @styled
 def in_total(history: History) -> Figure | None:
     """Milliseconds a step in each phase, a bar for each rank of the last group of workers."""
-    ranks = [line for line in over_time(settled(history.ranks)) if _steps(line)]
+    ranks = [line for line in over_time(skip_warmup(history.ranks)) if _steps(line)]
     if not ranks:
         return None
     shown, which = _slowest(ranks, MOST_BARS)
