@@ -25,13 +25,19 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests that share the Ray cluster come last, as others must find none."""
+    """Tests that share the Ray cluster come last, as others must find none; a module's tests stay together."""
     for item in items:
         on_ray = "_shared_ray" in item.fixturenames
         if on_ray or STARTS & vars(item.module).keys():
             item.add_marker("processes")
-        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else item.module.__name__))
+        item.add_marker(pytest.mark.xdist_group(f"{item.module.__name__}{', on Ray' if on_ray else ''}"))
     items.sort(key=lambda item: "_shared_ray" in item.fixturenames)
+
+
+def pytest_collection_finish(session):
+    """pytest-xdist groups tests by a suffix of their names, which it could not set with pytest 9.2."""
+    if session.config.getoption("loadgroup", False) and session.items:
+        assert "@" in session.items[-1].nodeid, "pytest-xdist does not keep the tests of a module together"
 
 
 @pytest.fixture(scope="session")
