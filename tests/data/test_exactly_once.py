@@ -147,7 +147,7 @@ def rank_process(folder, log, order, rank, world, epoch, step):
                 for e in range(epoch, 3):
                     first = step if e == epoch else 0
                     for k, batch in enumerate(stream.batches(e, first), first):
-                        time.sleep(0.01)
+                        time.sleep(0.05)
                         file.write(f"{e} {k} {' '.join(map(str, ids_of(batch)))}\n")
                         file.flush()
 

@@ -130,7 +130,7 @@ def test_the_driver_is_ended_and_the_run_resumed(undisturbed, folder, tmp_path, 
     """Ctrl-C and SIGTERM save first; after SIGKILL the run goes on from its last checkpoint."""
     run, process = tmp_path / "run", command("train", run_file(folder, tmp_path))
     try:
-        wait_for(lambda: events(run, "saved"), "checkpoint")
+        wait_for(lambda: events(run, "saved"), "checkpoint", 240)
         time.sleep(0.3)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)

@@ -130,7 +130,7 @@ def plan_for(
     """
     world, local = topology.world_size, topology.local_world_size
     partitioner, batch = PinnedPartitioner(constraints), -(-config.data.global_batch_size // world)
-    constraints = {
+    of_torchrec = {
         table: _constraints(pin, schema.tables[table].dim, world, local, topology.compute_device)
         for table, pin in constraints.items()
     }
@@ -138,8 +138,8 @@ def plan_for(
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch,
-        enumerator=Enumerator(topology, batch, constraints, optimizer),
-        constraints=constraints,
+        enumerator=Enumerator(topology, batch, of_torchrec, optimizer),
+        constraints=of_torchrec,
         partitioner=partitioner,
         debug=False,
     )
