@@ -25,7 +25,7 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests that share the Ray cluster come last, as others must find none; a module's tests stay together."""
+    """Tests that share the Ray cluster come last, as others must find none; modules stay together."""
     for item in items:
         on_ray = "_shared_ray" in item.fixturenames
         if on_ray or STARTS & vars(item.module).keys():
