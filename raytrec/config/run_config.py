@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from raytrec.common.errors import LONGEST_WORD, ConfigError, did_you_mean, some, some_of
 from raytrec.common.reading import NotReadable, yaml_values
-from raytrec.common.redaction import hide_all
+from raytrec.common.redaction import hide, hide_all, hide_yaml
 from raytrec.common.storage import read_yaml
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.dlrm import DlrmSection
@@ -124,7 +124,7 @@ def load_config(
     except ValidationError as error:
         raise ConfigError(
             some_of([_explain(dict(e)) for e in error.errors()[:MOST_MISTAKES]], error.error_count()),
-            where=where + (f" with {' '.join(overrides)}" if overrides else ""),
+            where=where + (f" with {' '.join(map(_without_secrets, overrides))}" if overrides else ""),
             do="`raytrec config --schema` lists every key",
         ) from None
 
@@ -159,13 +159,17 @@ def _plain(values: dict) -> dict:
         ) from None
 
 
+def _without_secrets(override: str) -> str:
+    key, equals, text = override.partition("=")
+    return f"{key}{equals}{hide_yaml(text).strip().removesuffix(chr(10) + '...')}"
+
+
 def _apply(values: dict, override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts) or (len(parts) < 2 and parts != ["tasks"]):
-        raise ConfigError(
-            f"{some(override)} is not an override", where="command line", expected="section.key=value"
-        )
+        shown = some(key.strip()) if equals else some(hide(override))  # what is after = may be a secret
+        raise ConfigError(f"{shown} is not an override", where="command line", expected="section.key=value")
     try:
         value = yaml_values(text) if text else None
     except NotReadable as error:

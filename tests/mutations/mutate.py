@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import time
+from copy import deepcopy
 from pathlib import Path
 
 import parquet
@@ -186,23 +187,23 @@ def changed_values(draw, values):
     for _ in range(draw(st.integers(1, 3))):
         found = list(places(values))
         if not found:
-            return draw(VALUES)
+            return deepcopy(draw(VALUES))
         *path, last = draw(st.sampled_from(found))
         holder = values
         for key in path:
             holder = holder[key]
         what = draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename", "add"]))
         if what == "replace":
-            holder[last] = draw(VALUES)
+            holder[last] = deepcopy(draw(VALUES))
         elif what == "remove":
             holder.pop(last)
         elif isinstance(holder, dict):
             name = draw(
                 st.one_of(st.text(max_size=8), st.sampled_from([f"{last}s", str(last)[::-1], SECRET[:5]]))
             )
-            holder[name] = holder.pop(last) if what == "rename" else draw(VALUES)
+            holder[name] = holder.pop(last) if what == "rename" else deepcopy(draw(VALUES))
         else:
-            holder.append(draw(VALUES))
+            holder.append(deepcopy(draw(VALUES)))
     return values
 
 
