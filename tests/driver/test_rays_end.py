@@ -99,7 +99,7 @@ def test_nothing_stays_of_a_driver_that_was_killed(folder, tmp_path):  # noqa: F
     with training(run_file(folder, tmp_path)) as process:
         family, lines, ray = below(process)
         process.kill()
-        large = [each for each, line in zip(family, lines, strict=True) if "agent" not in line]
+        large = [each for each, line in zip(family, lines, strict=True) if "agent" not in line.lower()]
         wait_for(lambda: not any(map(lives, large)), "end of Ray's processes", 20)
         wait_for(lambda: not any(map(lives, family)), "end of Ray's agents", 60)
     assert ray.exists()
