@@ -52,8 +52,8 @@ TARGETS = {
     "bench-gpu": "-W ignore benchmarks/gpu.py --device cpu --only dense --rounds 1 --no-compiled",
     "lint": "-m ruff check benchmarks",
 }
-# These change the checkout or the environment, and have nothing smaller.
-NONE = ("format", "lock", "clean", "smoke")
+# These change the checkout or the environment, or run others, and have nothing smaller.
+NONE = ("format", "lock", "clean", "smoke", "test-all")
 
 
 def run(smallest: str, folder: Path) -> tuple[float, subprocess.CompletedProcess]:
