@@ -33,10 +33,10 @@ train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
 
 test: install
-	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup
+	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder
 
 test-fast: install
-	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup -m "not processes and not parity and not survive and not cluster and not mutations"
+	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder -m "not processes and not parity and not survive and not cluster and not mutations"
 
 test-all: test test-survive mutations parity golden cluster-test
 
