@@ -27,7 +27,7 @@ LIMIT_S = 300
 
 # What follows `python`; {folder} is one that is removed afterwards, in which there is data of a few rows.
 PYTEST = "-m pytest -q -p no:cacheprovider"
-DATA = "data.train={folder}/data/train data.test={folder}/data/test"
+DATA = "data.train={folder}/data/train data.valid={folder}/data/valid data.test={folder}/data/test"
 COMBINATIONS = "tests/parity/test_suite.py::test_every_combination"
 MUTATIONS = "tests/mutations/test_refusals.py::test_all_values_of_configurations"
 STORE = "tracking.uri=sqlite:///{folder}/mlflow.db"
