@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import isnan, nan
+from math import isfinite, isnan, nan
 from typing import Any
 
 LARGEST = 1e60  # of numbers that are believed
@@ -14,6 +14,11 @@ def number(value: Any) -> float:
     """A number of a file; NaN for anything else: null, what is not finite, what can only be a mistake."""
     usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
     return float(value) if usable else nan
+
+
+def null_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as JSON can hold them: None for NaN and infinity, which no JSON has."""
+    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
 
 def or_0(value: Any) -> float:

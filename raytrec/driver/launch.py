@@ -110,8 +110,8 @@ def _others_read(device: str) -> bool:
     return device == "cuda" and (starts_nodes() or bool(nodes_without_gpus()))
 
 
-def _check_pins(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode]) -> None:
-    """Whether pins can be kept with every number of workers, as far as hosts and memory are known.
+def _check_constraints(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode]) -> None:
+    """Whether constraints can be kept with every number of workers, as far as hosts and memory are known.
 
     Args:
         nodes: those with GPUs.
@@ -168,7 +168,7 @@ def run_group(
     scaling = config.scaling
     nodes = gpu_nodes() if scaling.device != "cpu" else []
     device = _device(config, nodes, watch.console)
-    _check_pins(config, schema, device, nodes)
+    _check_constraints(config, schema, device, nodes)
     watch.console.phase("starting the workers")
     for name, value in RAY_TRAIN.items():
         os.environ.setdefault(name, value)

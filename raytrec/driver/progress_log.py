@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from math import isfinite
 from typing import Any
 
-from raytrec.common.formatting import is_step
+from raytrec.common.formatting import is_step, null_nonfinite
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.metrics.selection import Figure
 
@@ -51,7 +50,7 @@ def named(figures: Iterable[Figure], values: Mapping[str, Any]) -> list[str]:
 
 def message(kind: str, values: Mapping[str, Any]) -> str:
     """A message as one line of JSON; what is not finite is null."""
-    finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+    finite = null_nonfinite(values)
     return json.dumps({"raytrec": kind, **finite})
 
 

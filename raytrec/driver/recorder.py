@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from threading import Event, Thread
 from time import time
@@ -16,6 +15,7 @@ from raytrec.checkpoint.index import reason
 from raytrec.cluster.lifeline import RayLost
 from raytrec.common import messages
 from raytrec.common.errors import RunError
+from raytrec.common.formatting import null_nonfinite
 from raytrec.common.messages import Message, from_json
 from raytrec.common.redaction import hide_all, hide_yaml
 from raytrec.report.diagnostics import hot_rank, low_utilisation, straggler
@@ -58,7 +58,7 @@ class Watch:
     def receive(self, message: Message) -> None:
         """Shows and keeps one message."""
         if isinstance(message, messages.Result):
-            self.result = finite(message.figures)
+            self.result = null_nonfinite(message.figures)
             self.unsaved = RunError(**message.unsaved) if message.unsaved else None
             return
         if isinstance(message, messages.Stopped):
@@ -176,7 +176,7 @@ class Record:
 
     def _append(self, message: Message) -> None:
         """A line of JSON, which has no NaN, in the run folder; where that takes none, to MLflow as well."""
-        line = hide_all(finite(message.line()))
+        line = hide_all(null_nonfinite(message.line()))
         self._journal.add(message.FILE, line)
         if self._journal.failing:
             self._tracker.line(message.FILE, line)
@@ -231,11 +231,6 @@ class _Reading:
         except ray.exceptions.RayError:  # it has ended, and Ray starts it again; or all of Ray has
             self._over.wait(WAIT_S)
         return []
-
-
-def finite(values: messages.Figures) -> dict[str, Any]:
-    """As JSON can hold it: a figure that is not defined (NE and AUC of labels that are all equal) is None."""
-    return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from raytrec.common.formatting import null_nonfinite
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
@@ -41,7 +41,7 @@ class Outcome:
     def record(self) -> dict[str, Any]:
         """As plain values that JSON can hold: a figure that is not finite is None."""
         values = asdict(self)
-        return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+        return null_nonfinite(values)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from math import inf, isfinite, isnan
+from math import inf, isnan
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from raytrec.checks.parity import reference
 from raytrec.checks.parity.batches import cuts, random_batches
 from raytrec.checks.parity.reference import GlobalBatch, Reference
 from raytrec.checks.parity.sharded import Sharded
+from raytrec.common.formatting import null_nonfinite
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import Schedule
@@ -57,7 +58,7 @@ class Finding:
     def record(self) -> dict:
         """As plain values that JSON can hold: what is not a finite number is None, and has not passed."""
         values = asdict(self) | {"passed": self.error <= self.limit}
-        return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+        return null_nonfinite(values)
 
 
 def compare(
