@@ -32,6 +32,19 @@ class Restart(Exception):
     """Raised by all ranks when the state is saved and the group is to be started again: no failure."""
 
 
+# Parts of a training step, into which a rank's time is divided.
+PHASES = (
+    "data",  # waiting for the next batch
+    "copy",  # bringing it to the device
+    "input_exchange",  # ids on their way to the ranks that hold their rows
+    "forward",
+    "backward",  # on CPU with the update of sharded tables, and waiting for the dense layers' all-reduce
+    "optimizer",  # of dense layers and data-parallel tables
+    "collectives",  # waiting for other ranks anywhere else: pooled embeddings, their gradients
+    "other",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Message:
     """What all have in common.
@@ -232,7 +245,7 @@ class RankLine(Message):
 
     Attributes:
         first_step: the step before the interval's first one; `steps` after it, at `step`, it ends.
-        seconds: that it took; phases_s: of these in each of step_timing.PHASES.
+        seconds: that it took; phases_s: of these in each of PHASES.
         system: a sample of worker.system.System.
         tables: table → figures of this rank's shards (worker.statistics).
     """

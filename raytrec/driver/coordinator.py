@@ -26,7 +26,7 @@ PHASES = {
     "evaluate": "evaluating",
     "save": "saving",
 }
-# Where a GPU is in a step (train.phases.PHASES), from its beginning to its end.
+# Where a GPU is in a step (common.messages.PHASES), from its beginning to its end.
 ON_GPU = {
     "data": "waiting for data",
     "copy": "waiting for its batch",

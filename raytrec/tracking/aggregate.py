@@ -7,8 +7,8 @@ from math import isnan, nan, sqrt
 from typing import Any
 
 from raytrec.common.formatting import is_step, number, or_0
+from raytrec.common.messages import PHASES
 
-PHASES = ("data", "copy", "input_exchange", "forward", "backward", "optimizer", "collectives", "other")
 WAITING = ("input_exchange", "collectives")  # phases in which a rank waits for the others, too
 
 SUMMED = ("weight_bytes", "state_bytes", "lookups", "lookup_bytes", "touched_rows")

@@ -11,16 +11,8 @@ from typing import Any
 
 import torch
 
-PHASES = (
-    "data",  # waiting for the next batch
-    "copy",  # bringing it to the device
-    "input_exchange",  # ids on their way to the ranks that hold their rows
-    "forward",
-    "backward",  # on CPU with the update of sharded tables, and waiting for the dense layers' all-reduce
-    "optimizer",  # of dense layers and data-parallel tables
-    "collectives",  # waiting for other ranks anywhere else: pooled embeddings, their gradients
-    "other",
-)
+from raytrec.common.messages import PHASES
+
 SETTLE = 500  # intervals between CUDA events that are kept before those that have passed are read
 
 
