@@ -54,8 +54,8 @@ def record(
     plan = [
         {
             "table": name,
-            "sharding": "table_wise" if i else "row_wise",
-            "kernel": "fused",
+            "sharding_type": "table_wise" if i else "row_wise",
+            "compute_kernel": "fused",
             "ranks": holders(i, ranks),
         }
         for i, name in enumerate(names)

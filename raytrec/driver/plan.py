@@ -77,15 +77,15 @@ def print_plan(found: dict[str, Any]) -> None:
     from raytrec.common.terminal import open_console, plain
 
     console, lines = open_console(), Table()
-    for column in ("table", "rows", "dim", "sharding", "kernel", "ranks", "GiB in all"):
+    for column in ("table", "rows", "dim", "sharding_type", "compute_kernel", "ranks", "GiB in all"):
         lines.add_column(column, justify="right" if column in ("rows", "dim", "GiB in all") else "left")
     for table in found["tables"]:
         lines.add_row(
             plain(table["table"]),
             f"{table['rows']:,}",
             str(table["dim"]),
-            table["sharding"],
-            table["kernel"],
+            table["sharding_type"],
+            table["compute_kernel"],
             ranges(table["ranks"]),
             f"{sum(table['gib'] + table['host_gib']):.2f}",
         )

@@ -54,8 +54,8 @@ def test_a_check_that_passes(folder, tmp_path, capsys):
     }
     assert compared >= {("weights", "user"), ("state", "user.sum"), ("state", "tag.sum")}
     of = {entry["table"]: entry for entry in result.plan}
-    assert of["user"]["sharding"] == "column_wise" and of["user"]["ranks"] == [1, 0]
-    assert of["tag"]["sharding"] == "row_wise" and of["tag"]["kernel"] == "fused"
+    assert of["user"]["sharding_type"] == "column_wise" and of["user"]["ranks"] == [1, 0]
+    assert of["tag"]["sharding_type"] == "row_wise" and of["tag"]["compute_kernel"] == "fused"
 
     kept = json.loads((result.path / "check.json").read_text())
     assert kept["passed"] is True and kept["failed"] == 0

@@ -115,8 +115,8 @@ def test_names_are_shown_as_they_are(name):
         "table": name,
         "rows": 1,
         "dim": 4,
-        "sharding": "row_wise",
-        "kernel": "fused",
+        "sharding_type": "row_wise",
+        "compute_kernel": "fused",
         "ranks": [0],
     }
     found = {"tables": [plan | {"gib": [1.0], "host_gib": [0.0]}], "gib": [1.0], "host_gib": [0.0]}

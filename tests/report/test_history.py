@@ -170,7 +170,7 @@ def test_shards_come_together(tmp_path):
     assert math.isnan(whole["state_norm"])
     counts = zip(*(line["tables"]["user"]["row_norm_counts"] for line in (one, two)), strict=True)
     assert whole["row_norm_counts"] == [a + b for a, b in counts]
-    (tmp_path / "plan.json").write_text('[{"table": "user", "sharding": "data_parallel"}]')
+    (tmp_path / "plan.json").write_text('[{"table": "user", "sharding_type": "data_parallel"}]')
     assert History.read(tmp_path).tables["user"][100]["gradient_norm"] == 4.0  # of replicas, not of shards
 
 

@@ -28,9 +28,9 @@ def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunCo
     config.plan.colocate = []
     config.plan.tables = {
         entry["table"]: TablePlan(
-            sharding_type=entry["sharding"],
-            ranks=None if entry["sharding"] in ("row_wise", "data_parallel") else entry["ranks"],
-            compute_kernel=entry["kernel"],
+            sharding_type=entry["sharding_type"],
+            ranks=None if entry["sharding_type"] in ("row_wise", "data_parallel") else entry["ranks"],
+            compute_kernel=entry["compute_kernel"],
             dtype=dtypes[entry["table"]],
         )
         for entry in describe(plan)

@@ -100,10 +100,10 @@ def dry_run(
         gib, host_gib = defaultdict(float), defaultdict(float)
         for rank, rows, dim in _parts(shards[name], table, world):
             part = Table.model_construct(rows=rows, dim=dim)
-            size = footprint(part, dtypes[name], config.optim.embeddings.name, entry["kernel"])
+            size = footprint(part, dtypes[name], config.optim.embeddings.name, entry["compute_kernel"])
             gib[rank] += size.device / GIB
             host_gib[rank] += size.host / GIB
-        kind = entry["sharding"], entry["kernel"]
+        kind = entry["sharding_type"], entry["compute_kernel"]
         sizes = list(gib.values()), list(host_gib.values())
         out.append(PlannedTable(name, table.rows, table.dim, *kind, list(gib), *sizes))
     return out

@@ -298,9 +298,14 @@ def _storage(group: list[ShardingOption]):
 
 
 def describe(plan: ShardingPlan) -> list[dict]:
-    """One entry for each table: {table, sharding, kernel, ranks}."""
+    """One entry for each table: {table, sharding_type, compute_kernel, ranks}."""
     return [
-        {"table": table, "sharding": spec.sharding_type, "kernel": spec.compute_kernel, "ranks": spec.ranks}
+        {
+            "table": table,
+            "sharding_type": spec.sharding_type,
+            "compute_kernel": spec.compute_kernel,
+            "ranks": spec.ranks,
+        }
         for module in plan.plan.values()
         for table, spec in sorted(module.items())
     ]

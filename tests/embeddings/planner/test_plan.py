@@ -47,8 +47,8 @@ def test_only_allowed_types_and_fused_kernels(sharding):
     assert one == two
     assert [entry["table"] for entry in one] == ["t0", "t1", "t2", "t3"]
     for entry in one:
-        assert entry["sharding"] in sharding
-        assert entry["kernel"] == ("dense" if entry["sharding"] == "data_parallel" else "fused")
+        assert entry["sharding_type"] in sharding
+        assert entry["compute_kernel"] == ("dense" if entry["sharding_type"] == "data_parallel" else "fused")
         assert set(entry["ranks"]) <= {0, 1}
 
 
@@ -67,10 +67,10 @@ def test_what_is_settled_by_hand_is_kept():
         }
     }
     t0, t1, t2, t3 = on_ranks(4, planned, plan, hosts=2)[0]
-    assert (t0["sharding"], t0["ranks"]) == ("table_wise", [3])
-    assert (t1["sharding"], t1["ranks"], t1["offsets"]) == ("column_wise", [2, 1], [[0, 0], [0, 4]])
-    assert (t2["sharding"], t2["ranks"], t2["offsets"]) == ("table_row_wise", [2, 3], [[0, 0], [50, 0]])
-    assert (t3["sharding"], t3["ranks"], t3["kernel"]) == ("row_wise", [0, 1, 2, 3], "fused_uvm")
+    assert (t0["sharding_type"], t0["ranks"]) == ("table_wise", [3])
+    assert (t1["sharding_type"], t1["ranks"], t1["offsets"]) == ("column_wise", [2, 1], [[0, 0], [0, 4]])
+    assert (t2["sharding_type"], t2["ranks"], t2["offsets"]) == ("table_row_wise", [2, 3], [[0, 0], [50, 0]])
+    assert (t3["sharding_type"], t3["ranks"], t3["compute_kernel"]) == ("row_wise", [0, 1, 2, 3], "fused_uvm")
 
 
 def test_groups_lie_on_one_rank_and_the_rest_is_balanced():
@@ -86,7 +86,7 @@ def test_groups_lie_on_one_rank_and_the_rest_is_balanced():
 @pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
 def test_column_shards_lie_on_different_ranks(sharding):
     for entry in on_ranks(4, planned, {"sharding_types": [sharding]}, hosts=2)[0]:
-        assert entry["sharding"] == sharding
+        assert entry["sharding_type"] == sharding
         ranks = entry["ranks"]
         assert len(set(ranks)) == len(ranks) == (4 if sharding == "grid_shard" else 2)
         if sharding == "table_column_wise":
