@@ -1,6 +1,7 @@
 """The sharded run against one plain torch process, over every factor that could tell them apart.
 
-`make test` runs a pairwise choice of cases and the corners that are known to be bad; `make parity` every one.
+In a pairwise choice of cases, every two values of two factors meet. `make test` runs those of its cases that
+are on 1 and 2 ranks, and the corners that are known to be bad; `make parity` every one.
 """
 
 import pytest
@@ -8,21 +9,44 @@ from design import CORNERS, FACTORS, HALVES, every_combination, pairwise
 from record import assert_parity
 
 CHUNK = 50
-
-
-@pytest.mark.parametrize("place", FACTORS["place"], ids=str)
-def test_pairs_and_corners(place):
-    assert_parity([case for case in [*CORNERS, *pairwise()] if case.place == place], place)
+FEW = [(1, 1), (2, 1)]  # the places of the pairs that `make test` runs
 
 
 @pytest.mark.parametrize(
     "place",
-    [pytest.param(p, marks=[pytest.mark.parity] if p != (2, 1) else []) for p in [(1, 1), (2, 1), (4, 2)]],
+    [pytest.param(p, marks=[pytest.mark.parity] if p not in FEW else []) for p in FACTORS["place"]],
     ids=str,
 )
-def test_fp16_tables(place):
+def test_pairs(place):
+    assert_parity([case for case in pairwise() if case.place == place], place)
+
+
+@pytest.mark.parametrize("place", sorted({case.place for case in CORNERS}), ids=str)
+def test_corners(place):
+    assert_parity([case for case in CORNERS if case.place == place], place)
+
+
+def few_halves():
+    """On 2 ranks, each way of sharding once, with every optimizer among them."""
+    of = {}
+    for case in HALVES:
+        if case.place == (2, 1):
+            of.setdefault(case.sharding, []).append(case)
+    few = [cases[-1 - number % len(cases)] for number, cases in enumerate(of.values())]
+    assert {case.optimizer for case in few} == {case.optimizer for case in HALVES}
+    return few
+
+
+def test_fp16_tables():
     """Within LIMITS["fp16"] of a reference in fp32 that starts from the same fp16 values."""
-    assert_parity([case for case in HALVES if case.place == place], place)
+    assert_parity(few_halves(), (2, 1))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("place", [(1, 1), (2, 1), (4, 2)], ids=str)
+def test_all_fp16_tables(place):
+    few = few_halves()
+    assert_parity([case for case in HALVES if case.place == place and case not in few], place)
 
 
 def chunks():
