@@ -12,10 +12,16 @@ from enum import IntEnum
 from typing import Any, ClassVar
 
 BEAT_S = 0.5  # between two heartbeats of a rank
+MOST_BEATS = 512  # a second, of all ranks together: one actor answers them
 METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl"
 
 Figures = Mapping[str, Any]
 FLAT = {"flat": True}  # of a field whose keys stand beside the other fields
+
+
+def beat_s(world: int) -> float:
+    """Seconds between two heartbeats of each of `world` ranks."""
+    return max(BEAT_S, world / MOST_BEATS)
 
 
 class Command(IntEnum):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -112,7 +114,7 @@ class Order:
 
     def padded_rows(self, rows: int, step: int, world: int) -> int:
         """Rows that every rank pads its part to: those of the largest, and at least 1."""
-        return max(1, *(self.local_rows(rows, step, rank, world) for rank in range(world)))
+        return _largest_part(self.global_rows(rows, step), self.lanes, world)
 
     def lanes_of(self, rank: int, world: int) -> tuple[int, int]:
         """The lanes [low, high) of a rank."""
@@ -226,6 +228,14 @@ class _Layout:
                 per_piece.setdefault(i, []).append(part)
                 first_step.setdefault(i, step)
         return [Item(0, first_step[i], tuple(parts), None) for i, parts in per_piece.items()]
+
+
+@lru_cache(maxsize=64)  # an epoch has two sizes of batches: it is asked for at every step
+def _largest_part(batch: int, lanes: int, world: int) -> int:
+    """Rows of the largest part of a batch, and at least 1."""
+    first_lanes = [rank * lanes // world for rank in range(world + 1)]
+    ends = [lane * batch // lanes for lane in first_lanes]
+    return max(1, *(stop - start for start, stop in pairwise(ends)))
 
 
 def offset(rows: int, lane: int, lanes: int) -> int:

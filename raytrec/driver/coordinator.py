@@ -1,7 +1,7 @@
 """Where a run's ranks and its driver meet: messages, heartbeats, commands. One small actor beside the driver.
 
-Every rank sends a heartbeat each half second: how many ticks of progress it has made, at which step it is,
-what it is doing. The answer is the command of the moment. A rank that sends none has died or hangs;
+Every rank sends a heartbeat each half second (less often where there are more than 256 ranks, so that one
+actor can answer all): how many ticks of progress it has made, at which step it is, what it is doing. The answer is the command of the moment. A rank that sends none has died or hangs;
 ranks that send them and make no progress wait for one another. Both are found here, and said in a sentence.
 """
 
@@ -14,9 +14,9 @@ from math import inf
 from time import monotonic, time
 from typing import Any
 
-from raytrec.common.messages import Command
+from raytrec.common.messages import BEAT_S, Command, beat_s
 
-SILENT_S = 3.0  # without a heartbeat for so long, a process hangs (or has ended)
+SILENT_S = 3.0  # without a heartbeat for so long (or for 3 of them), a process hangs, or has ended
 PHASES = {
     "start": "starting",
     "plan": "building the model",
@@ -93,6 +93,7 @@ class Coordinator:
         self._attempt, self._attempts, self._command = "", 0, Command.GO
         self._reason, self._cause = "", LOST if again() else ""
         self._look: asyncio.Task | None = None
+        self._beat_s = BEAT_S
         self._lost_at: float | None = None
 
     # Messages: ranks and policies put, the driver gets.
@@ -125,7 +126,7 @@ class Coordinator:
             if self._command != Command.STOP:
                 self._command = Command.GO
             self._event("started", attempt=self._attempts, workers=world)
-        self._members[rank] = Member(rank, pid, node)
+        self._members[rank], self._beat_s = Member(rank, pid, node), beat_s(world)
         if self._look is None:
             self._look = asyncio.get_running_loop().create_task(self._keep_looking())
         return self._attempts - 1
@@ -197,8 +198,8 @@ class Coordinator:
         """
         silent = None
         if not dead and not self._cause:
-            for _ in range(20):  # who was it? Whoever is silent while the others complain.
-                silent = self._silent(1.5)
+            for _ in range(round(40 * self._beat_s)):  # who was it? Whoever is silent while others complain.
+                silent = self._silent(3 * self._beat_s)
                 if silent:
                     break
                 await asyncio.sleep(0.1)
@@ -218,6 +219,10 @@ class Coordinator:
         quiet = [m for m in self._members.values() if now - m.beat_at > seconds]
         return min(quiet, key=lambda m: m.beat_at) if quiet else None
 
+    @property
+    def _silent_s(self) -> float:
+        return max(SILENT_S, 3 * self._beat_s)
+
     async def _keep_looking(self) -> None:
         while True:
             await asyncio.sleep(1)
@@ -232,12 +237,12 @@ class Coordinator:
         """Who keeps the others waiting, when there has been no progress for too long."""
         now, members = monotonic(), list(self._members.values())
         idle = now - max(m.progress_at for m in members)
-        culprit = self._silent(SILENT_S) or min(members, key=lambda m: m.behind)
-        patient = culprit.phase in PATIENT and now - culprit.beat_at < SILENT_S
+        culprit = self._silent(self._silent_s) or min(members, key=lambda m: m.behind)
+        patient = culprit.phase in PATIENT and now - culprit.beat_at < self._silent_s
         if idle < (self._patience_s if patient else self._hang_s):
             return None
         others = [m for m in members if m is not culprit]
-        if now - culprit.beat_at > SILENT_S:
+        if now - culprit.beat_at > self._silent_s:
             what = f"{culprit} hangs: no heartbeat for {now - culprit.beat_at:.0f} s"
         elif culprit.unfinished:
             whose = "its GPU" if not others or len({m.unfinished for m in members}) > 1 else "all GPUs"
@@ -258,7 +263,7 @@ class Coordinator:
         nodes = {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
         now = monotonic()
         for member in self._members.values():
-            if now - member.beat_at > SILENT_S and member.node in nodes:
+            if now - member.beat_at > self._silent_s and member.node in nodes:
                 place = On(nodes[member.node], soft=False)
                 ray.remote(_kill).options(num_cpus=0, scheduling_strategy=place).remote(member.pid)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from raytrec.common.messages import Message, Phase
+from raytrec.common.messages import Message, Phase, beat_s
 from raytrec.compat.versions import require_versions
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
@@ -87,7 +87,8 @@ class WorkerContext:
         attempt = ray.get(
             task.coordinator.enter.remote(group[0], index, world, os.getpid(), node), timeout=60
         )
-        heartbeat = Heartbeat(task.coordinator, group[0], index, task.config.scaling.hang_timeout_s)
+        lease_s = task.config.scaling.hang_timeout_s
+        heartbeat = Heartbeat(task.coordinator, group[0], index, lease_s, beat_s(world))
         return cls(index, world, device, task, heartbeat, attempt)
 
     def stream(self, name: str, order: Order):

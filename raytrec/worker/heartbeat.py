@@ -25,14 +25,16 @@ class Heartbeat:
     Args:
         lease_s: seconds without an answer after which this process ends itself. Who is cut off cannot be told
             that the group has been given up, and must not write to the run when the network is back.
+        every_s: seconds between two heartbeats (common.messages.beat_s).
 
     Attributes:
         command: what the coordinator wants.
         phase: what this rank is doing; see coordinator.PATIENT.
     """
 
-    def __init__(self, coordinator: Any, attempt: str, rank: int, lease_s: float):
+    def __init__(self, coordinator: Any, attempt: str, rank: int, lease_s: float, every_s: float = BEAT_S):
         self._coordinator, self._attempt, self._rank, self._lease_s = coordinator, attempt, rank, lease_s
+        self._every_s = every_s
         self.command, self.phase, self._ticks, self._step = Command.GO, "start", 0, 0
         self._going = False  # the first step sets everything up, and may take long
         self._unfinished: Callable[[], tuple[int, str] | None] = lambda: None
@@ -92,7 +94,7 @@ class Heartbeat:
         import ray
 
         last, heard = -1, monotonic()
-        while not self._over.wait(BEAT_S):
+        while not self._over.wait(self._every_s):
             ticks, where, waiting, unfinished = self._ticks, "", False, None
             if ticks == last:
                 (where, waiting), unfinished = _place(self._watched), self._unfinished()

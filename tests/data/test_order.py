@@ -2,6 +2,7 @@
 
 import hashlib
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import pairwise
 
 import pytest
@@ -191,3 +192,25 @@ def test_the_order_of_an_epoch_stays_what_it_was():
         [(i.lane, i.step, [(p.path, p.group, p.first, p.rows) for p in i.parts], i.seed) for i in items]
     )
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "153bbb4e6c0f878e"
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 500), batch=st.integers(1, 60), lanes=st.integers(9, 40), world=st.integers(1, 9))
+def test_the_padding_is_the_largest_part(rows, batch, lanes, world):
+    order = Order(batch, lanes)
+    for step in range(order.steps(rows)):
+        parts = [order.local_rows(rows, step, rank, world) for rank in range(world)]
+        assert order.padded_rows(rows, step, world) == max(1, *parts)
+
+
+def test_a_step_asks_for_no_other_rank(monkeypatch):
+    """What every rank's part comes to is computed for each size of batch, not for each step."""
+    asked = []
+    largest = order_module._largest_part.__wrapped__
+    counted = lru_cache(lambda *sizes: asked.append(sizes) or largest(*sizes))
+    monkeypatch.setattr(order_module, "_largest_part", counted)
+    order = Order(2048, 2048)
+    monkeypatch.setattr(Order, "local_rows", lambda *_: pytest.fail("of another rank"))
+    steps = order.steps(99 * 2048 + 7)
+    sizes = [order.padded_rows(99 * 2048 + 7, step, 1024) for step in range(steps)]
+    assert steps == 100 and sizes == [2] * 99 + [1] and len(asked) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,8 +103,8 @@ def agree(places: list[Place], config: PlanSection) -> Hosts:
     Args:
         places: of each rank, in order.
     """
-    names, counts = [place.host for place in places], {place.ranks_per_host for place in places}
-    share = min(place.host_memory // names.count(place.host) for place in places)
+    on_host, counts = Counter(place.host for place in places), {place.ranks_per_host for place in places}
+    share = min(place.host_memory // on_host[place.host] for place in places)
     local = counts.pop() if len(counts) == 1 else 1
     on_devices = [place.device_memory for place in places if place.device_memory is not None]
     memory = int(config.memory_gib * GIB) if config.memory_gib else min(on_devices, default=share)

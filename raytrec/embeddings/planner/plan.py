@@ -29,6 +29,7 @@ from raytrec.embeddings.planner.constraints import (
 )
 from raytrec.embeddings.planner.footprint import GIB, ROW_STATE_BYTES, STATE_BYTES, UVM_KERNELS
 from raytrec.embeddings.planner.hosts import capacity, settle_hosts
+from raytrec.embeddings.planner.search import estimate_once_per_size, narrow, proposers
 
 
 class BagSharder(EmbeddingBagCollectionSharder):
@@ -128,6 +129,25 @@ def plan_for(
         constraints: table → TableConstraint, checked.
         fused: see make_plan.
     """
+    storage = topology.devices[0].storage
+    memory = storage.hbm if topology.compute_device == "cuda" else storage.ddr
+    narrowed = narrow(constraints, schema, topology.world_size, memory)
+    plan = _search(topology, narrowed, schema, config, model, sharder, fused=fused)
+    if isinstance(plan, ConfigError) and narrowed != constraints:
+        return _search(topology, constraints, schema, config, model, sharder, fused=fused)
+    return plan
+
+
+def _search(
+    topology: Topology,
+    constraints: dict[str, TableConstraint],
+    schema: Schema,
+    config: RunConfig,
+    model: nn.Module,
+    sharder: BagSharder,
+    *,
+    fused: bool,
+) -> ShardingPlan | ConfigError:
     world, local = topology.world_size, topology.local_world_size
     partitioner, batch = PinnedPartitioner(constraints), -(-config.data.global_batch_size // world)
     of_torchrec = {
@@ -141,6 +161,7 @@ def plan_for(
         enumerator=Enumerator(topology, batch, of_torchrec, optimizer),
         constraints=of_torchrec,
         partitioner=partitioner,
+        proposer=proposers(),
         debug=False,
     )
     try:
@@ -205,7 +226,7 @@ class Enumerator(EmbeddingEnumerator):
         self._on_gpus, self._optimizer = topology.compute_device == "cuda", optimizer
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        super().populate_estimates(sharding_options)
+        estimate_once_per_size(sharding_options, super().populate_estimates)
         if self._optimizer is None:
             return
         for option in sharding_options:
@@ -237,19 +258,23 @@ class PinnedPartitioner(GreedyPerfPartitioner):
         self._settled, self.refusal = constraints, ""
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology, hbm_per_device=None):
-        topology = copy.deepcopy(storage_constraint)
         groups: dict[int, list[ShardingOption]] = {}
-        columns, rest = [], []
+        pinned, columns, rest = [], [], []
         for option in proposal:
             pin = self._settled[option.name]
             if pin.ranks and pin.sharding[0] not in ("row_wise", "data_parallel"):
-                self._place(option, pin.ranks, topology)
+                pinned.append((option, pin.ranks))
             elif pin.group is not None:
                 groups.setdefault(pin.group, []).append(option)
             elif option.sharding_type in ("column_wise", "table_column_wise"):
                 columns.append(option)
             else:
                 rest.append(option)
+        if len(rest) == len(proposal):
+            return super().partition(proposal, storage_constraint, hbm_per_device)
+        topology = copy.deepcopy(storage_constraint)
+        for option, ranks in pinned:
+            self._place(option, ranks, topology)
         for group in sorted(groups.values(), key=_storage, reverse=True):
             self._place_together(group, topology)
         for option in columns:
