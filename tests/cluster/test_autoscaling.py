@@ -15,7 +15,7 @@ from autoscaled import BENCHMARKS, Autoscaled
 sys.path.append(str(BENCHMARKS))
 
 from planted import EPOCHS, configure, prepare
-from recorder import PACE, Record, compare
+from recorder import PACE, RECORDS, Record, compare, records_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -53,9 +53,9 @@ class Run:
 
     def pace(self, seconds):
         """How much longer a step takes from now on."""
-        partial = self.path / (PACE + ".partial")
+        partial = records_of(self.path) / (PACE + ".partial")
         partial.write_text(str(seconds))
-        partial.replace(self.path / PACE)
+        partial.replace(partial.with_name(PACE))
 
     def wait(self, what, found, alive=True):
         deadline = time.monotonic() + LONGEST_S
@@ -98,7 +98,10 @@ def refuses_to_guess(cluster, folder):
     assert cluster.nodes() == {}
 
 
-def test_nodes_come_and_one_is_taken_away_and_all_go(tmp_path):
+def test_nodes_come_and_one_is_taken_away_and_all_go(tmp_path, monkeypatch):
+    monkeypatch.setenv(
+        RECORDS, str(tmp_path / "records")
+    )  # before the cluster: its nodes pass it to the ranks
     with Autoscaled(tmp_path / "cluster", idle_s=8) as cluster:
         assert cluster.nodes() == {}
         refuses_to_guess(cluster, tmp_path)

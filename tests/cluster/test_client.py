@@ -18,6 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from heads import Head
 
+from raytrec.driver.progress_log import for_people
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 WAYS = ["client", "url"]
 
@@ -149,7 +151,8 @@ def test_lines_of_a_log(whole):
     assert f"{folder.name}  step 48/48 (100%)" in said["stderr"]  # what watch() shows where no notebook is
     if way == "url":
         assert f"{folder.name}  run folder {folder}\n" in said["logs"]
-    assert set((folder / "run.log").read_text().splitlines()) <= set(said["logs"].splitlines())
+    written = "".join(for_people([(folder / "run.log").read_text()]))
+    assert set(written.splitlines()) <= set(said["logs"].splitlines())
 
 
 STOP = """
