@@ -99,9 +99,7 @@ def refuses_to_guess(cluster, folder):
 
 
 def test_nodes_come_and_one_is_taken_away_and_all_go(tmp_path, monkeypatch):
-    monkeypatch.setenv(
-        RECORDS, str(tmp_path / "records")
-    )  # before the cluster: its nodes pass it to the ranks
+    monkeypatch.setenv(RECORDS, str(tmp_path / "records"))  # its nodes pass it to the ranks
     with Autoscaled(tmp_path / "cluster", idle_s=8) as cluster:
         assert cluster.nodes() == {}
         refuses_to_guess(cluster, tmp_path)
