@@ -9,7 +9,8 @@
 # make chaos   a run on several nodes with at least 20 faults; writes benchmarks/results/chaos.json
 # make cluster-test  every way to run on a cluster, from a notebook and in an image, for real
 # make test-survive  the slower tests of whole runs, most of which disturb them
-# make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
+# make bench   how fast training is, against the loop you would write by hand
+# make bench-growth, make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
 #              what the figures of docs/benchmarks.md come from
 # make bench-memory  what each process of a run has over 30 minutes, and who grows
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
@@ -27,7 +28,7 @@ ROWS ?= 300000
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos overhead curves bench-ingest bench-checkpoint bench-watching bench-memory gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -75,6 +76,15 @@ parity: install
 
 golden: install
 	$(BIN)/pytest tests/golden -m "parity or not parity"
+
+bench: install data/step/schema.yaml
+	$(BIN)/python -W ignore benchmarks/step.py
+
+data/step/schema.yaml: | install
+	$(BIN)/raytrec prepare synthetic --out data/step --rows 1000000 --multi-hot 8
+
+bench-growth: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/growth.py
 
 overhead: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep, strftime
@@ -35,25 +36,12 @@ from rich.table import Table
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from processes import MARK, OURS, Marked, command_of, read, role
 
 HERE = Path(__file__).parent
 RESULTS, PICTURE = HERE / "results" / "memory.json", HERE.parent / "docs" / "images" / "memory.png"
 LIMIT = 1.0  # MiB a minute
-MARK = "RAYTREC_MEMORY_BENCHMARK"  # in the environment of all processes of the run, and of no others
 WARM_UP = 0.25  # of the time: imports, first batches, caches
-OURS = ("driver", "rank", "coordinator", "reader")
-ROLES = (  # the first that is found in a command line
-    (r"raylet/raylet ", "raylet"),  # which names what it starts, too
-    (r"gcs/gcs_server ", "gcs_server"),
-    (r"^ray::RayTrainWorker", "rank"),
-    (r"^ray::Coordinator", "coordinator"),
-    (r"^ray::(IDLE|MapBatches)|default_worker\.py", "reader"),
-    (r"^ray::(\w+)", r"\1"),
-    (r"raytrec train ", "driver"),
-    (r"dashboard/agent\.py", "dashboard agent"),
-    (r"runtime_env/agent/main\.py", "runtime_env agent"),
-    (r"/(\w+)\.py", r"\1"),
-)
 
 
 @dataclass(frozen=True)
@@ -99,7 +87,7 @@ class Watched:
 
     def __init__(self, folder: Path, data: Path, workers: int):
         self.folder, self._samples = folder, defaultdict(list)
-        self._mark = f"{MARK}={folder}".encode()
+        self._marked = Marked(f"{MARK}={folder}")
         self._commands: dict[int, str] = {}
         places = [f"data.{part}={data / part}" for part in ("train", "valid", "test")]
         settings = [f"run.dir={folder}/run", f"scaling.num_workers={workers}", "train.epochs=1000000"]
@@ -140,9 +128,9 @@ class Watched:
             try:
                 sizes = {
                     name: int(size) / 1024
-                    for name, size in re.findall(r"(\w+):\s+(\d+) kB", _read(pid, "smaps_rollup"))
+                    for name, size in re.findall(r"(\w+):\s+(\d+) kB", read(pid, "smaps_rollup"))
                 }
-                threads = int(re.search(r"Threads:\s+(\d+)", _read(pid, "status"))[1])
+                threads = int(re.search(r"Threads:\s+(\d+)", read(pid, "status"))[1])
             except (OSError, TypeError):
                 continue  # it has ended
             sample = Sample(minute, round(sizes["Pss_Anon"], 2), round(sizes["Pss_Shmem"], 2), threads)
@@ -151,12 +139,9 @@ class Watched:
                 self._commands[pid] = command  # Ray's workers are called after what they do, while they do it
 
     def _processes(self) -> Iterator[tuple[int, str]]:
-        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-            try:
-                if self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    yield pid, _read(pid, "cmdline").replace("\0", " ")
-            except OSError:
-                continue
+        for pid in self._marked.pids():
+            with suppress(OSError):
+                yield pid, command_of(pid)
 
     def by_name(self) -> dict[str, list[Sample]]:
         """Samples of each process under its role, numbered where several have it."""
@@ -176,10 +161,6 @@ class Watched:
         finally:
             self.process.kill()
             self._log.close()
-
-
-def _read(pid: int, name: str) -> str:
-    return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
 
 
 def main(
@@ -224,13 +205,6 @@ def main(
     draw(title, growth, run.by_name())
     if grew:
         sys.exit(f"more than {LIMIT} MiB a minute: {grew}")
-
-
-def role(command: str) -> str:
-    """What a process is, by its command line."""
-    found = ((re.search(pattern, command), name) for pattern, name in ROLES)
-    match, name = next(((m, n) for m, n in found if m), (None, "other"))
-    return match.expand(name) if match else name
 
 
 def is_ours(name: str) -> bool:

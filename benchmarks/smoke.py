@@ -42,6 +42,8 @@ TARGETS = {
     "golden": f"{PYTEST} tests/golden -k own",
     "parity": f"{PYTEST} '{COMBINATIONS}[1 ranks, from case 0]' -m parity",
     "chaos": "-W ignore benchmarks/chaos.py --faults 1",
+    "bench": "-W ignore benchmarks/step.py --smallest {folder}/data/train",
+    "bench-growth": "-W ignore benchmarks/growth.py --smallest",
     "overhead": "benchmarks/overhead.py --smallest",
     "curves": f"benchmarks/curves.py --smallest jobs/synthetic.yaml {DATA}",
     "bench-ingest": "-W ignore benchmarks/ingest.py --smallest {folder}/data/train",

@@ -1,0 +1,176 @@
+"""What `benchmarks/step.py` has measured, as figures, tables, a picture and parts of the documents."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+REPO = Path(__file__).parents[1]
+SIDES = {
+    "limit": "TorchRec, batches in memory",
+    "by_hand": "TorchRec and a DataLoader, by hand",
+    "ray_recipe": "TorchTrainer and iter_torch_batches",
+    "raytrec": "raytrec train",
+}
+NAMES = {"dlrm": "DLRM", "dcn": "DCN-V2"}
+FIGURES = ("samples_per_s", "cpu_us_per_row", "peak_mib", "first_step_s", "after_last_step_s")
+OTHERS = ("limit", "by_hand", "ray_recipe")
+
+
+def cases_of(models: list[str], workers: list[int]) -> dict[str, tuple[str, int]]:
+    """Name → (model, number of workers)."""
+    return {f"{model}_{ranks}": (model, ranks) for model in models for ranks in workers}
+
+
+def case_title(case: str) -> str:
+    """For people."""
+    model, _, ranks = case.rpartition("_")
+    return f"{NAMES.get(model, model)}, {ranks} worker{'s' * (ranks != '1')}"
+
+
+def summarize(title: str, found: dict[str, dict[str, list[Any]]]) -> dict[str, Any]:
+    """The content of step.json.
+
+    Args:
+        found: case → side → Measured of each round.
+
+    Returns:
+        Each figure as side → case → median over the rounds; `ratios` of rows/s as the lowest over all cases,
+        `cpu_ratio` as the highest, and all of them in `by_case`. Sides of one round are compared, then the
+        median over the rounds is taken.
+    """
+    sides = list(next(iter(found.values())))
+    results: dict[str, Any] = {"title": title}
+    for figure in FIGURES:
+        results[figure] = {
+            side: {
+                case: round(statistics.median(getattr(m, figure) for m in of[side]), 3)
+                for case, of in found.items()
+            }
+            for side in sides
+        }
+    results["cpu_us_by_role"] = {
+        case: {side: _roles([m.cpu_us_by_role for m in of[side]]) for side in sides}
+        for case, of in found.items()
+    }
+    by_case = {case: _compare(of) for case, of in found.items()}
+    results["ratios"] = {
+        name: min(of[name] for of in by_case.values())
+        for name in (f"raytrec_over_{other}" for other in OTHERS)
+        if all(name in of for of in by_case.values())
+    }
+    if all("cpu_ratio" in of for of in by_case.values()):
+        results["cpu_ratio"] = max(of["cpu_ratio"] for of in by_case.values())
+    results["by_case"] = by_case
+    return results
+
+
+def _roles(rounds: list[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for each in rounds for name in each})
+    return {name: round(statistics.fmean(each.get(name, 0.0) for each in rounds), 3) for name in names}
+
+
+def _compare(of: dict[str, list[Any]]) -> dict[str, float]:
+    """raytrec against the others, in one case."""
+    if "raytrec" not in of:
+        return {}
+    ratios = {}
+    for other in OTHERS:
+        if other in of:
+            pairs = zip(of["raytrec"], of[other], strict=True)
+            ratios[f"raytrec_over_{other}"] = [a.samples_per_s / b.samples_per_s for a, b in pairs]
+    if "limit" in of:
+        pairs = zip(of["raytrec"], of["limit"], strict=True)
+        ratios["cpu_ratio"] = [a.cpu_us_per_row / b.cpu_us_per_row for a, b in pairs]
+    return {name: round(statistics.median(values), 4) for name, values in ratios.items()}
+
+
+def rows_of(results: dict[str, Any], case: str) -> list[tuple[str, ...]]:
+    """Cells of a case's table, side by side of one another: side, then figures."""
+    rows = []
+    for side, speeds in results["samples_per_s"].items():
+        of = {figure: results[figure][side][case] for figure in FIGURES}
+        limit = results["cpu_us_per_row"].get("limit", {}).get(case)
+        rows.append(
+            (
+                SIDES[side],
+                f"{speeds[case]:,.0f}",
+                f"{of['cpu_us_per_row']:.1f}",
+                f"{of['cpu_us_per_row'] / limit:.2f}" if limit else "",
+                f"{of['peak_mib']:,.0f}",
+                f"{of['first_step_s']:.1f}",
+            )
+        )
+    return rows
+
+
+COLUMNS = ("", "rows/s", "CPU-µs a row", "× limit", "peak MiB", "first step after, s")
+
+
+def table_of(results: dict[str, Any], case: str) -> Table:
+    """For a terminal."""
+    table = Table(title=f"{case_title(case)}: {results['title']}")
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for row in rows_of(results, case):
+        table.add_row(*row)
+    return table
+
+
+def markdown(results: dict[str, Any], cases: list[str]) -> str:
+    """A table for a document, with a line for each case and side."""
+    lines = ["| model, workers | side | " + " | ".join(COLUMNS[1:]) + " |", "|---|---|" + "---:|" * 5]
+    for case in cases:
+        for number, row in enumerate(rows_of(results, case)):
+            name = case_title(case) if number == 0 else ""
+            lines.append(f"| {name} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def documents(results: dict[str, Any]) -> dict[str, str]:
+    """Document → its table."""
+    cases = list(results["by_case"])
+    return {
+        "README.md": markdown(results, [case for case in cases if case == "dlrm_2"]),
+        "docs/benchmarks.md": markdown(results, cases),
+    }
+
+
+BLOCK = re.compile(r"(?s)(<!-- benchmarks/results/step\.json -->\n).*?(\n<!-- end -->)")
+
+
+def write_tables(results: dict[str, Any]) -> None:
+    """Puts the tables where the documents have their place for them."""
+    for name, table in documents(results).items():
+        path = REPO / name
+        path.write_text(BLOCK.sub(lambda found, table=table: found[1] + table + found[2], path.read_text()))
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Rows/s and CPU time of each case and side, as bars."""
+    from raytrec.report.figures.style import BLUE, GREEN, GREY, ORANGE, WHOLE, new_figure, save_png, styled
+
+    colours = dict(zip(SIDES, (GREY, GREEN, ORANGE, BLUE), strict=True))
+
+    @styled
+    def made() -> Any:
+        figure, panels = new_figure(
+            f"Training against loops written by hand: {results['title']}", 4.6, rows=2
+        )
+        cases = list(results["by_case"])
+        for axes, name, label in zip(panels, FIGURES[:2], ("rows/s", "CPU-µs a row"), strict=False):
+            for place, (side, values) in enumerate(results[name].items()):
+                at = [number + 0.2 * (place - 1.5) for number in range(len(cases))]
+                axes.bar(at, [values[case] for case in cases], 0.19, color=colours[side], label=SIDES[side])
+            axes.set_ylabel(label)
+            axes.set_xticks(range(len(cases)), [case_title(case) for case in cases])
+            axes.grid(False, axis="x")
+            axes.yaxis.set_major_formatter(WHOLE)
+        panels[0].legend(loc="upper center", bbox_to_anchor=(0.45, -0.15), ncols=2)
+        return figure
+
+    save_png(made(), path)

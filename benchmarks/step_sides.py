@@ -1,0 +1,280 @@
+"""The trainers that `benchmarks/step.py` compares raytrec with, each as people write it by hand.
+
+    python benchmarks/step_sides.py limit|by_hand|ray_recipe SETTINGS.json
+
+All of them have raytrec's dense model and optimizers, TorchRec's planner, DistributedModelParallel and
+TrainPipelineSparseDist, one thread a rank, and the mean of the local losses:
+
+limit       batches in memory, read before the first step: what no trainer can beat
+by_hand     a torch DataLoader with one reading process a rank, over pyarrow's row groups
+ray_recipe  Ray's TorchTrainer with get_dataset_shard, iter_torch_batches and a collate over NumPy
+
+SETTINGS.json has the fields of Settings. Rank 0 appends a line to `steps` after the first step and every
+twentieth: its number, and the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import cycle, islice
+from pathlib import Path
+from time import time
+from typing import Any
+
+EVERY = 20  # steps between two lines; raytrec's own default of train.log_every_steps
+IN_MEMORY = 64  # batches of the side `limit`: 70 MB, more than any cache has
+
+
+@dataclass
+class Settings:
+    """What one run of a side does.
+
+    Attributes:
+        data: folder of Parquet, with schema.yaml in the folder above.
+        model: the section of a configuration.
+        batch: rows of a rank's batch.
+        total: steps.
+        steps: the file of lines.
+    """
+
+    data: str
+    model: dict[str, Any]
+    workers: int
+    batch: int
+    total: int
+    steps: str
+
+    @classmethod
+    def load(cls, path: str) -> Settings:
+        return cls(**json.loads(Path(path).read_text()))
+
+    @property
+    def schema(self) -> Any:
+        from raytrec.config.schema import Schema
+
+        return Schema.load(str(Path(self.data).parent / "schema.yaml"))
+
+
+def train(settings: Settings, batches: Iterator[Any], rank: int) -> None:
+    """The loop: what TorchRec's examples do, with the time noted now and then."""
+    from step_profile import Probe
+
+    pipeline, probe = build(settings), Probe(rank)
+    with open(settings.steps, "a") as file:
+        for step in range(1, settings.total + 1):
+            pipeline.progress(batches)
+            probe.step(step)
+            if rank == 0 and (step == 1 or step % EVERY == 0):
+                file.write(json.dumps({"step": step, "unix_s": time()}) + "\n")
+                file.flush()
+
+
+def build(settings: Settings) -> Any:
+    """A train pipeline, as TorchRec's examples have it; a collective."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    from torchrec.optim import RowWiseAdagrad
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+    from raytrec.compat.torch_ import apply_optimizer_in_backward
+    from raytrec.config.run_config import RunConfig
+    from raytrec.models import build_model
+
+    schema, device = settings.schema, torch.device("cpu")
+    config = RunConfig.model_validate({"data": {"train": "unused/train"}, "model": settings.model})
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            tables = [
+                EmbeddingBagConfig(
+                    name=spec.table,
+                    embedding_dim=schema.tables[spec.table].dim,
+                    num_embeddings=schema.tables[spec.table].rows,
+                    feature_names=[feature],
+                    pooling=PoolingType.MEAN if spec.pooling == "mean" else PoolingType.SUM,
+                )
+                for feature, spec in schema.sparse.items()
+            ]
+            self.bags = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+            self.dense = build_model(schema, config.model)
+
+        def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            logits_B = self.dense(batch.dense, self.bags(batch.sparse).to_dict())
+            loss = nn.functional.binary_cross_entropy_with_logits(logits_B, batch.labels)
+            return loss, logits_B.detach()
+
+    model, tables, dense = Model(), config.optim.embeddings, config.optim.dense
+    apply_optimizer_in_backward(RowWiseAdagrad, model.bags.parameters(), {"lr": tables.lr, "eps": tables.eps})
+    world = dist.get_world_size()
+    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
+    sharder = EmbeddingBagCollectionSharder()
+    # Else small tables become data-parallel, with a dense gradient and update: slower here.
+    fused = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in schema.tables}
+    planner = EmbeddingShardingPlanner(topology, settings.batch, constraints=fused)
+    plan = planner.collective_plan(model, [sharder], dist.GroupMember.WORLD)
+    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
+    rest = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(sharded.named_parameters())),
+        lambda params: torch.optim.Adam(params, lr=dense.lr, eps=dense.eps),
+    )
+    optimizer = CombinedOptimizer([sharded.fused_optimizer, rest])
+    sharded.train()
+    return TrainPipelineSparseDist(sharded, optimizer, device, execute_all_batches=True)
+
+
+def read_batches(settings: Settings, rank: int) -> Iterator[Any]:
+    """Batches of a rank's row groups, in a new order each epoch, for ever.
+
+    Columns become tensors without a copy, and one KeyedJaggedTensor by concatenation.
+    """
+    import numpy as np
+    import pyarrow.parquet as pq
+
+    schema = settings.schema
+    files = [pq.ParquetFile(path) for path in sorted(Path(settings.data).glob("*.parquet"))]
+    groups = [(file, index) for file in files for index in range(file.num_row_groups)]
+    rng = np.random.default_rng(0)
+    while True:
+        rng.shuffle(groups)
+        for file, index in groups[rank :: settings.workers]:
+            table = file.read_row_group(index, columns=schema.columns, use_threads=False).combine_chunks()
+            for start in range(0, len(table) - settings.batch + 1, settings.batch):
+                yield collate(table.slice(start, settings.batch), schema)
+
+
+def collate(table: Any, schema: Any) -> Any:
+    """Arrow → Batch."""
+    import numpy as np
+    import pyarrow as pa
+    import torch
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    def column(name: str) -> Any:
+        return table[name].chunk(0)
+
+    values, lengths = [], []
+    for feature in schema.sparse:
+        ids = column(schema.column_of(feature))
+        if pa.types.is_list(ids.type):
+            lengths.append(np.diff(ids.offsets.to_numpy()))
+            ids = ids.flatten()
+        else:
+            lengths.append(np.ones(len(ids), np.int32))
+        values.append(ids.to_numpy())
+    sparse = KeyedJaggedTensor(
+        list(schema.sparse),
+        torch.from_numpy(np.concatenate(values)),
+        lengths=torch.from_numpy(np.concatenate(lengths)),
+    )
+    dense = np.stack([column(name).to_numpy() for name in schema.dense], axis=1)
+    labels = column(schema.labels[0]).to_numpy().astype(np.float32)
+    return batch_of(torch.from_numpy(dense), sparse, torch.from_numpy(labels))
+
+
+def batch_of(dense: Any, sparse: Any, labels: Any) -> Any:
+    """A batch that TorchRec's pipeline takes."""
+    import step_batch
+
+    return step_batch.Batch(dense, sparse, labels)
+
+
+def limit(settings: Settings, rank: int) -> None:
+    train(settings, cycle(list(islice(read_batches(settings, rank), IN_MEMORY))), rank)
+
+
+def by_hand(settings: Settings, rank: int) -> None:
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Rows(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return read_batches(settings, rank)
+
+    train(settings, iter(DataLoader(Rows(), batch_size=None, num_workers=1)), rank)
+
+
+def ray_recipe(settings: Settings) -> None:
+    """The driver of Ray Train, as its documentation has it, on a local Ray."""
+    import ray.data
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from raytrec.cluster.session import ray_session
+
+    with ray_session(num_cpus=2 * settings.workers + 1):
+        TorchTrainer(
+            train_on_ray,
+            train_loop_config=settings,
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ray.train.ScalingConfig(num_workers=settings.workers),
+            run_config=ray.train.RunConfig(storage_path=str(Path(settings.steps).parent / "ray")),
+            datasets={"train": ray.data.read_parquet(settings.data, columns=settings.schema.columns)},
+        ).fit()
+
+
+def train_on_ray(settings: Settings) -> None:
+    import ray.train
+    import torch
+    from ingest import collate_numpy
+
+    schema, shard = settings.schema, ray.train.get_dataset_shard("train")
+    torch.set_num_threads(1)
+
+    def collate(batch: Any) -> Any:
+        return batch_of(*collate_numpy(schema, batch))
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from shard.iter_torch_batches(batch_size=settings.batch, collate_fn=collate, drop_last=True)
+
+    train(settings, batches(), ray.train.get_context().get_world_rank())
+
+
+def join(settings: Settings, rank: int) -> None:
+    """Makes this process a rank of a group on this machine."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(settings.workers)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{settings.steps}.store",
+        rank=rank,
+        world_size=settings.workers,
+        timeout=timedelta(seconds=120),
+    )
+
+
+def main(side: str, path: str, rank: str | None = None) -> None:
+    """A driver of Ray; else a rank, or what starts the ranks, as torchrun does."""
+    settings = Settings.load(path)
+    if side == "ray_recipe":
+        return ray_recipe(settings)
+    if rank is not None:
+        join(settings, int(rank))
+        return {"limit": limit, "by_hand": by_hand}[side](settings, int(rank))
+    command = [sys.executable, "-W", "ignore", __file__, side, path]
+    ranks = [subprocess.Popen([*command, str(number)]) for number in range(settings.workers)]
+    sys.exit(max(rank.wait() for rank in ranks))
+
+
+if __name__ == "__main__":
+    import step_sides
+
+    step_sides.main(*sys.argv[1:])  # Ray's workers know its classes by this name
