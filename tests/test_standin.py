@@ -90,7 +90,7 @@ def test_streams_have_clocks_of_their_own(gpu):
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     other = torch.cuda.Stream()
     begin.record()
-    gpu.work(0.05)
+    gpu.work(0.3)
     end.record()
     with torch.cuda.stream(other):
         assert torch.cuda.current_stream() is other and other.query()
@@ -99,8 +99,8 @@ def test_streams_have_clocks_of_their_own(gpu):
         begin.elapsed_time(end)
     started = perf_counter()
     torch.ones((), device="cuda").item()
-    assert perf_counter() - started > 0.03, "the host waits for the work before"
-    assert 45 < begin.elapsed_time(end) < 100
+    assert perf_counter() - started > 0.1, "the host waits for the work before"
+    assert 295 < begin.elapsed_time(end) < 3000
 
 
 def collectives(rank, world):
