@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from time import monotonic, sleep
 from typing import Any
 
 from raytrec.compat.versions import private
 
 STATISTICS = ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics")
+# Of OpRuntimeMetrics.
+PROGRESS = (
+    "num_tasks_submitted",
+    "num_task_outputs_generated",
+    "num_tasks_finished",
+    "num_external_outqueue_blocks",
+)
+LEAST_REST_S, MOST_REST_S = 0.01, 0.2
 
 
 def prefer_node(node: str) -> Any:
@@ -16,26 +25,69 @@ def prefer_node(node: str) -> Any:
     return NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
 
 
-def leave_room_to_ray() -> None:
-    """Lets Ray Data start read tasks where other parts of Ray have reserved all that there is.
+def ask_for_no_nodes() -> None:
+    """Lets Ray Data start read tasks whatever a cluster has left, and ask its autoscaler for nothing.
 
-    Where Ray Train's workers have reserved all CPUs of a cluster, Ray Data 2.60 starts no task, not even one
-    that asks for no CPU, and waits for ever without a word (`get_total_resources` is then zero). The stream
-    itself limits its tasks in number and memory; whether there is a CPU for them, Ray's scheduler says.
+    Read tasks ask for no CPU, so nothing is lost; the stream limits them in number and memory, and Ray's
+    scheduler says whether there is a CPU for them. But Ray Data's own autoscaler (2.60) starts no task at all
+    where Ray Train's workers have reserved all CPUs of a cluster, and waits for ever without a word; and it
+    goes through an actor, whose process takes seconds to start, before the first batch, and 1 % of a core.
     """
     from ray.data import ExecutionResources
-    from ray.data._internal.cluster_autoscaler import RateBasedClusterAutoscaler
+    from ray.data._internal.cluster_autoscaler import ClusterAutoscaler
+    from ray.data._internal.execution import streaming_executor
 
-    before = private(RateBasedClusterAutoscaler, "get_total_resources", "ray")
-    if before.__name__ == "at_least_something":
-        return
     enough = ExecutionResources.for_limits(cpu=10_000, object_store_memory=2**50, memory=2**50)
 
-    def at_least_something(self: RateBasedClusterAutoscaler) -> ExecutionResources:
-        total = before(self)
-        return total if total.cpu and total.object_store_memory else enough
+    class Enough(ClusterAutoscaler):
+        def try_trigger_scaling(self) -> None:
+            pass
 
-    RateBasedClusterAutoscaler.get_total_resources = at_least_something
+        def on_executor_shutdown(self) -> None:
+            pass
+
+        def get_total_resources(self) -> ExecutionResources:
+            return enough
+
+    def create_none(*_: Any, **__: Any) -> Enough:
+        return Enough()
+
+    private(streaming_executor, "create_cluster_autoscaler", "ray")
+    streaming_executor.create_cluster_autoscaler = create_none
+
+
+def pace_executors() -> None:
+    """Lets the threads that drive Ray Data's executions rest while there is nothing for them to do.
+
+    Ray 2.60's (execution/streaming_executor.py) goes round and round without a pause while it holds back the
+    output of its tasks, or has no more tasks: always when batches come faster than they are trained. Beside
+    the step it takes all that it is given of a core, and of Python's lock.
+    """
+    from ray.data._internal.execution.streaming_executor import StreamingExecutor
+
+    before = private(StreamingExecutor, "_scheduling_loop_step", "ray")
+    if before.__name__ == "step_and_rest":
+        return
+
+    def step_and_rest(self: StreamingExecutor, topology: Any) -> bool:
+        began = monotonic()
+        goes_on = before(self, topology)
+        counts = [_progress(op.metrics) for op in topology]
+        known, rest_s = getattr(self, "raytrec_rest", (None, 0.0))
+        # Where it waits for a task that has nothing ready, the step itself takes a tenth of a second.
+        idle = counts == known and monotonic() - began < LEAST_REST_S
+        rest_s = min(max(2 * rest_s, LEAST_REST_S), MOST_REST_S) if idle else 0.0
+        self.raytrec_rest = counts, rest_s
+        if rest_s and goes_on:
+            sleep(rest_s)
+        return goes_on
+
+    StreamingExecutor._scheduling_loop_step = step_and_rest
+
+
+def _progress(metrics: Any) -> tuple[int, ...]:
+    """What changes whenever tasks of an operator begin, bring something or end, or somebody takes it."""
+    return tuple(private(metrics, name, "ray") for name in PROGRESS)
 
 
 def start_statistics_here() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import fs
 
 from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
@@ -15,6 +18,7 @@ from raytrec.data.pages import Version, read_rows
 
 _footers: dict[Version, pq.FileMetaData] = {}  # of this process
 FOOTER_BYTES = 16 << 20
+OPEN_FILES = 8  # of a thread
 WHOLE_ROWS = 65_536  # row groups of up to so many rows are decoded whole, and cut then
 
 
@@ -48,12 +52,12 @@ def undecodable(error: Exception, path: str, group: int) -> DataError:
 def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:
     filesystem, inner = open_filesystem(path)
     info = filesystem.get_file_info(inner)
-    with filesystem.open_input_file(inner) as file:
-        version = path, info.size, info.mtime_ns
-        footer = _footers.get(version)
-        reader = pq.ParquetFile(file, metadata=footer, pre_buffer=True, page_checksum_verification=True)
-        if footer is None:
-            _remember(version, reader.metadata)
+    if info.type == fs.FileType.NotFound:
+        _open.files.pop(path, None)
+        raise FileNotFoundError(f"there is no such file any more: {path}")
+    version = path, info.size, info.mtime_ns
+    try:
+        file, reader = _opened(version, lambda: filesystem.open_input_file(inner))
         asked, there = to_read(reader.schema_arrow, columns), reader.metadata.row_group(group).num_rows
         if there < first + rows:
             raise IndexError(f"it has {there:,} rows, and had {first + rows:,} or more before")
@@ -62,6 +66,37 @@ def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> p
         else:
             table = read_rows(file, version, reader, group, first, first + rows, asked)
         return pick(table, columns)
+    except BaseException:
+        _open.files.pop(path, None)  # after an error of the storage, the next try opens it again
+        raise
+
+
+class _OpenFiles(threading.local):
+    """The files that a thread has open."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[Version, pa.NativeFile, pq.ParquetFile]] = {}
+
+
+_open = _OpenFiles()
+
+
+def _opened(version: Version, open_file: Callable[[], pa.NativeFile]) -> tuple[pa.NativeFile, pq.ParquetFile]:
+    """A file, and its reader, which stay open for its next row groups: each opening takes as long as decoding
+    a thousand rows."""
+    path, remote = version[0], "://" in version[0]
+    known = _open.files.pop(path, None)
+    if known is None or known[0] != version:
+        file, footer = open_file(), _footers.get(version)
+        # In a local file the next bytes are there at once, and other threads to fetch them cost time.
+        reader = pq.ParquetFile(file, metadata=footer, pre_buffer=remote, page_checksum_verification=True)
+        if footer is None:
+            _remember(version, reader.metadata)
+        known = version, file, reader
+    _open.files[path] = known  # the last to be closed
+    if len(_open.files) > OPEN_FILES:
+        del _open.files[next(iter(_open.files))]
+    return known[1:]
 
 
 def _remember(version: Version, footer: pq.FileMetaData) -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 
 from raytrec.common.errors import root_cause
-from raytrec.compat.ray_data import keep_no_statistics, leave_room_to_ray
+from raytrec.compat.ray_data import ask_for_no_nodes, keep_no_statistics, pace_executors
 from raytrec.config.features import Features
 from raytrec.data.batch import Batch
 from raytrec.data.collate import Collator, Rows
@@ -129,8 +129,9 @@ class Stream:
 
         if not items:
             return
-        leave_room_to_ray()
+        ask_for_no_nodes()
         keep_no_statistics()
+        pace_executors()
         read = partial(read_items, ray.put(items), self.dataset.form, self._faults)
         rows = sum(item.rows for item in items)
         # Tasks in turn: what the others bring must find room until the first has ended.
@@ -152,12 +153,19 @@ class Stream:
         )
         context, limits = dataset.context, ray.data.ExecutionResources.for_limits
         context.execution_options.preserve_order = True
-        context.execution_options.resource_limits = limits(object_store_memory=self._buffer_bytes)
+        context.execution_options.resource_limits = limits(object_store_memory=self._held_bytes())
         context.target_max_block_size = BLOCK_BYTES
         context.raise_original_map_exception = True  # else Ray wraps a DataError and loses it
         context.enable_progress_bars = False
         context.memory_usage_poll_interval_s = None  # a thread in each reader, for figures nobody reads
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
+
+    def _held_bytes(self) -> int:
+        """What the object store may hold for this rank: its buffer, or less where the store is small."""
+        import ray
+
+        store = ray.cluster_resources().get("object_store_memory", 0)
+        return min(self._buffer_bytes, int(store) // (2 * self._world) or self._buffer_bytes)
 
 
 class Reading:

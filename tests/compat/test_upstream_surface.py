@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from raytrec.compat.ray_data import PROGRESS
+
 # Lines `module:name(parameters)`, as upstream has them.
 SIGNATURES = (Path(__file__).parent / "signatures.txt").read_text().splitlines()
 # Names without a signature: constants, values, modules.
@@ -22,6 +24,9 @@ NAMES = [
     "ray._private.ray_constants:ENABLE_RAY_CLUSTER",
     "ray._private.ray_constants:ENABLE_RAY_CLUSTERS_ENV_VAR",
     "ray._private.services:ConsolePopen",
+    "ray._private.services:RAYLET_EXECUTABLE",
+    "ray._private.ray_constants:SETUP_WORKER_FILENAME",
+    "ray._raylet:ActorClassID.size",
     "ray._common.constants:HEAD_NODE_RESOURCE_NAME",
     "ray._common.utils:get_system_memory",
     "ray._raylet:GcsClient",
@@ -29,6 +34,7 @@ NAMES = [
     "ray._raylet:Config.initialize",
     "ray.train.v2.api.config:ScalingConfig._resources_per_worker_not_none",
     "ray.train.v2._internal.execution.failure_handling.default:RETRYABLE_CONTROLLER_ERRORS",
+    "torch.autograd:Variable._execution_engine.queue_callback",
     "torch.distributed.rendezvous:TCPStore",
     "torchrec.distributed.train_pipeline.runtime_forwards:BaseForward",
 ]
@@ -38,6 +44,9 @@ TRAINER = "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer."
 SCALING = "ray.train.v2._internal.execution.scaling_policy.scaling_policy:ScalingPolicy."
 CALLBACKS = "ray.train.v2._internal.callbacks.placement_group_callback:"
 FUSED = "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen."
+EXECUTOR = "ray.data._internal.execution.streaming_executor:StreamingExecutor."
+METRICS = "ray.data._internal.execution.interfaces.op_runtime_metrics:OpRuntimeMetrics."
+NAMES += [METRICS + name for name in PROGRESS]
 # (what we override, replace or set, who upstream uses it, how that reads there)
 CALLED = [
     # ray_train.py
@@ -93,17 +102,20 @@ CALLED = [
     ("enable_auto_connect", "ray._private.auto_init_hook:auto_init_ray", "enable_auto_connect"),
     ("print_to_stdstream", "ray._private.worker:listen_error_messages", "print_to_stdstream"),
     ("ConsolePopen", "ray._private.services:start_ray_process", "ConsolePopen("),
+    ("RAYLET_EXECUTABLE", "ray._private.services:start_raylet", "command = [\n        RAYLET_EXECUTABLE"),
+    ("SETUP_WORKER_FILENAME", "ray._private.node:Node.__init__", "ray_constants.SETUP_WORKER_FILENAME"),
+    ("ActorClassID", "ray.actor:_make_actor", "ActorClassID.from_random()"),
+    ("start_api_server", "ray._private.node:Node.start_head_processes", "self.start_api_server("),
+    ("start_monitor", "ray._private.node:Node.start_head_processes", "self.start_monitor()"),
+    ("start_log_monitor", "ray._private.node:Node.start_ray_processes", "self.start_log_monitor()"),
     # ray_data.py
     (
-        "RateBasedClusterAutoscaler",
-        "ray.data._internal.cluster_autoscaler:create_cluster_autoscaler",
-        "== ClusterAutoscalerVersion.RATE_BASED:\n        return RateBasedClusterAutoscaler.create(",
+        "create_cluster_autoscaler",
+        EXECUTOR + "execute",
+        "self._cluster_autoscaler = create_cluster_autoscaler(",
     ),
-    (
-        "get_total_resources",
-        "ray.data._internal.execution.streaming_executor:StreamingExecutor",
-        "self._cluster_autoscaler.get_total_resources()",
-    ),
+    ("get_total_resources", EXECUTOR + "execute", "self._cluster_autoscaler.get_total_resources()"),
+    ("_scheduling_loop_step", EXECUTOR + "run", "self._scheduling_loop_step(self._topology)"),
     # torch_.py
     ("TCPStore", "torch.distributed.rendezvous:_create_c10d_store", "TCPStore("),
     ("Work.wait", "torchrec.distributed.dist_data:KJTAllToAllTensorsAwaitable._wait_impl", ".wait()"),
@@ -192,6 +204,12 @@ TEXTS = [
     ("ray/core/generated/ray_client_pb2_grpc.py", "/ray.rpc.RayletDriver/ClusterInfo"),
     ("ray/core/src/ray/gcs/gcs_server", "node has died"),
     ("ray/core/src/ray/raylet/raylet", "running low on memory"),
+    ("ray/core/src/ray/raylet/raylet", "prestart_worker_first_driver"),
+    ("ray/core/src/ray/raylet/raylet", "RAY_JOB_ID"),
+    ("ray/_raylet.so", "RAY_RAYLET_PID"),
+    ("ray/_private/runtime_env/context.py", "self.override_worker_entrypoint"),
+    ("ray/_private/workers/setup_worker.py", "--serialized-runtime-env-context"),
+    ("ray/_private/workers/setup_worker.py", "--language"),
     ("mlflow/utils/mlflow_tags.py", '"mlflow.parentRunId"'),
     ("mlflow/demo/generators/traces.py", '"mlflow.experimentKind"'),
     ("mlflow/environment_variables.py", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"),
@@ -251,10 +269,11 @@ def test_upstream_still_says_it(file, text):
     assert text.encode() in place.read_bytes(), f"{file} has no {text}"
 
 
-def test_ray_data_chooses_the_autoscaler_that_is_patched():
-    from ray.data._internal import cluster_autoscaler as made
+def test_nothing_more_is_asked_of_an_autoscaler():
+    from ray.data._internal.cluster_autoscaler import ClusterAutoscaler
 
-    assert made.DEFAULT_CLUSTER_AUTOSCALER_VERSION == made.ClusterAutoscalerVersion.RATE_BASED
+    methods = {"try_trigger_scaling", "on_executor_shutdown", "get_total_resources"}
+    assert ClusterAutoscaler.__abstractmethods__ == methods
 
 
 def test_a_drain_still_has_its_reason():

@@ -93,6 +93,7 @@ def flaky(monkeypatch):
 
     def make(failures, error):
         handler = Flaky(failures, error)
+        decode._open.files.clear()
         for module in (decode, fragments):
             opened = lambda uri: (fs.PyFileSystem(handler), uri.removeprefix("store://"))  # noqa: E731
             monkeypatch.setattr(module, "open_filesystem", opened)

@@ -7,9 +7,11 @@ import parquet
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
+from raytrec.data import stream as stream_module
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
 from raytrec.data.stream import Stream
@@ -110,10 +112,23 @@ def test_leaving_early_leaves_nothing_running(folder):
     batches = stream.batches()
     next(batches)
     batches.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(t.name == "stream" for t in threading.enumerate()):
         assert time.monotonic() < deadline, "the stream's thread goes on"
         time.sleep(0.05)
+
+
+def test_a_stream_that_waits_for_the_step_rests(folder, monkeypatch):
+    monkeypatch.setattr(stream_module, "BLOCK_BYTES", 1000)
+    stream = Stream(scan(str(folder), SCHEMA), Order(8, 6), rank=0, world=1, prefetch=1, buffer_bytes=10_000)
+    batches, rounds = stream.batches(), []
+    next(batches)
+    time.sleep(1)  # until nothing more is read ahead
+    monkeypatch.setattr(StreamingExecutor, "update_metrics", lambda *_: rounds.append(time.monotonic()))
+    time.sleep(1)
+    assert 1 <= len(rounds) <= 12, "Ray Data's executor looks at its tasks without a pause"
+    rows = [row for batch in batches for row in batch.sparse["row"].values().tolist()]
+    assert len(set(rows)) == 1003 - 8
 
 
 def test_a_bad_value_is_a_data_error(folder):

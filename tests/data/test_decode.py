@@ -1,0 +1,57 @@
+"""Files that row groups are read from: opened once, and again when they change."""
+
+import os
+
+import parquet
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.common.errors import DataError
+from raytrec.data import decode as decoding
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The files that have been opened, in turn."""
+    places, real = [], decoding._opened
+
+    def counted(version, open_file):
+        return real(version, lambda: places.append(version[0]) or open_file())
+
+    monkeypatch.setattr(decoding, "_opened", counted)
+    decoding._open.files.clear()
+    return places
+
+
+def write(path, first, rows=200):
+    pq.write_table(parquet.table(1000, 0).slice(first, rows), path, row_group_size=50)
+    return str(path)
+
+
+def read(path, group, rows=50):
+    return decoding.decode(path, group, 0, rows, ["row"])["row"].to_pylist()
+
+
+def test_a_file_stays_open_for_its_next_row_groups(tmp_path, opened):
+    path = write(tmp_path / "a.parquet", 0)
+    assert [read(path, group)[0] for group in (0, 3, 1)] == [0, 150, 50]
+    assert opened == [path]
+
+
+def test_a_file_that_changes_is_opened_again(tmp_path, opened):
+    path = write(tmp_path / "a.parquet", 0)
+    assert read(path, 1)[0] == 50
+    os.utime(write(tmp_path / "a.parquet", 500), ns=(1, 1))
+    assert read(path, 1)[0] == 550
+    (tmp_path / "a.parquet").unlink()
+    with pytest.raises(DataError, match="no such file"):
+        read(path, 2)
+    assert opened == [path, path] and not decoding._open.files
+
+
+def test_not_all_files_stay_open(tmp_path, opened, monkeypatch):
+    monkeypatch.setattr(decoding, "OPEN_FILES", 2)
+    paths = [write(tmp_path / f"{name}.parquet", 0) for name in "abc"]
+    for path in paths + paths[1:] + paths[:1]:
+        read(path, 0)
+    assert opened == paths + paths[:1] and set(decoding._open.files) == {paths[0], paths[2]}
