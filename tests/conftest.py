@@ -9,7 +9,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 # Names in a test's module by which it is known to start processes.
-STARTS = {"on_ranks", "subprocess", "gpu_cluster", "ray_session", "multiprocessing", "heads", "hosts", "Head"}
+STARTS = {"on_ranks", "ranks", "assert_parity", "warm", "subprocess", "multiprocessing"}
+STARTS |= {"gpu_cluster", "ray_session", "heads", "hosts", "Head"}
+# Modules of tests on the shared Ray that take longest: first, so that two that run at once end together.
+LONGEST = ["test_driver", "test_survive", "test_out_of_tree", "test_cli", "test_warm_start", "test_check"]
 
 
 def pytest_sessionstart(session):
@@ -31,7 +34,13 @@ def pytest_collection_modifyitems(items):
         if on_ray or STARTS & vars(item.module).keys():
             item.add_marker("processes")
         item.add_marker(pytest.mark.xdist_group(f"{item.module.__name__}{', on Ray' if on_ray else ''}"))
-    items.sort(key=lambda item: "_shared_ray" in item.fixturenames)
+    items.sort(key=place_in_the_order)
+
+
+def place_in_the_order(item):
+    name = item.module.__name__
+    on_ray = "_shared_ray" in item.fixturenames
+    return on_ray, LONGEST.index(name) if on_ray and name in LONGEST else len(LONGEST)
 
 
 def pytest_collection_finish(session):

@@ -1,4 +1,7 @@
-"""The command line as a process: what it prints, its exit code, its speed, and what it needs."""
+"""The command line: what it prints, its exit code, its speed, and what it needs.
+
+Where a process of its own would show no more, it is called in this one.
+"""
 
 import json
 import signal
@@ -9,6 +12,8 @@ from pathlib import Path
 
 import parquet
 import pytest
+
+from raytrec.cli import main
 
 BLOCKER = """
 import sys
@@ -31,11 +36,23 @@ def run(*arguments, without_torch=False, cwd=None):
     )
 
 
+@pytest.fixture
+def here(capsys):
+    """Runs a command in this process."""
+
+    def command(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, arguments)])
+        return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capsys.readouterr())
+
+    return command
+
+
 def test_help_is_quick():
-    def once(*arguments):
+    def quick(*arguments):
         start = time.perf_counter()
         assert run(*arguments).returncode == 0
-        return time.perf_counter() - start
+        return time.perf_counter() - start < 1.0
 
     for arguments in (
         ["--help"],
@@ -43,7 +60,7 @@ def test_help_is_quick():
         ["prepare", "--help"],
         ["prepare", "criteo", "--help"],
     ):
-        assert min(once(*arguments) for _ in range(3)) < 1.0, arguments
+        assert any(quick(*arguments) for _ in range(6)), arguments  # others may use the processor
 
 
 def test_driver_side_works_without_torch(tmp_path):
@@ -75,10 +92,10 @@ def data(tmp_path_factory):
     return parquet.dataset(tmp_path_factory.mktemp("cli"))
 
 
-def train(data, tmp_path, *overrides):
+def train(here, data, tmp_path, *overrides):
     config = tmp_path / "run.yaml"
     config.write_text(f"data: {{train: {data}/train, test: {data}/test, global_batch_size: 128}}")
-    return run("train", config, f"run.dir={tmp_path}/run", "scaling.num_workers=1", *overrides)
+    return here("train", config, f"run.dir={tmp_path}/run", "scaling.num_workers=1", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -90,34 +107,37 @@ def train(data, tmp_path, *overrides):
         (["data.schema=/nowhere.yaml"], "there is no schema file"),
     ],
 )
-def test_wrong_input_is_one_message(data, tmp_path, overrides, says):
-    result = train(data, tmp_path, *overrides)
+def test_wrong_input_is_one_message(here, data, tmp_path, overrides, says):
+    result = train(here, data, tmp_path, *overrides)
     assert result.returncode == 1
     assert says in result.stderr and "error: " in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
 
 
-def test_bad_row_in_a_worker_is_one_message(data, tmp_path):
+@pytest.mark.usefixtures("ray_cluster")
+def test_bad_row_in_a_worker_is_one_message(here, data, tmp_path):
     schema = tmp_path / "schema.yaml"
     schema.write_text((data / "schema.yaml").read_text().replace("tag: {rows: 12", "tag: {rows: 11"))
-    result = train(data, tmp_path, f"data.schema={schema}")
+    result = train(here, data, tmp_path, f"data.schema={schema}")
     assert result.returncode == 1
     assert "id 11 of feature 'tags' is not in table 'tag'" in result.stderr
     assert ".parquet, row group" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_train_json_then_evaluate(data, tmp_path):
-    result = train(data, tmp_path, "--json")
+@pytest.mark.usefixtures("ray_cluster")
+def test_train_json_then_evaluate(here, data, tmp_path):
+    result = train(here, data, tmp_path, "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
     assert figures == json.loads((tmp_path / "run/result.json").read_text())
     assert figures["eval.rows"] == 1003
-    again = run("evaluate", tmp_path / "run", "--data", data / "test", "--json")
+    again = here("evaluate", tmp_path / "run", "--data", data / "test", "--workers", 3, "--json")
     assert json.loads(again.stdout)["eval.auc"] == pytest.approx(figures["eval.auc"], abs=1e-6)
 
 
+@pytest.mark.survive
 def test_ctrl_c_ends_the_run_and_says_so(data, tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(f"data: {{train: {data}/train, test: {data}/test, global_batch_size: 128}}")

@@ -177,7 +177,7 @@ def test_killed_again_and_again(tmp_path):
         world = (1, 3, 2)[phase % 3]
         ranks = [rank_process(data, log_of(phase, r), order, r, world, *position) for r in range(world)]
         tasks = [task for _, task in ranks]
-        stop_at = rng.randint(1, 25) if phase < 6 else 10**9
+        stop_at = rng.randint(1, 25) if phase < 4 else 10**9
         wait_until(lambda: ready(tasks, log_of, phase, world, stop_at))  # noqa: B023
         pids = [read_log(log_of(phase, r))[0] for r in range(world)]
         if len(ray.wait(tasks, num_returns=world, timeout=0)[0]) < world:

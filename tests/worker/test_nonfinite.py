@@ -67,6 +67,7 @@ def test_stops_and_keeps_the_batch(folder, tmp_path):
     assert {(r["user"][0], round(r["price"], 4), r["label"]) for r in table.to_pylist()} <= known
 
 
+@pytest.mark.survive
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_infinite_state_ends_the_run_and_is_no_checkpoint(folder, tmp_path, capfd):
     """A price whose square overflows: Adam's second moment is infinite, while the loss stays finite."""
