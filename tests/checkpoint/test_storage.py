@@ -19,6 +19,7 @@ import disks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import warm
 from pyarrow import fs
 from ranks import on_ranks
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
@@ -492,32 +493,26 @@ def test_workers_that_do_not_share_the_folder(tmp_path):
     assert not list(tmp_path.glob(f"*/{INDEX}"))
 
 
-KILLED = """
-import sys, torch, torch.distributed.checkpoint as dcp
-from raytrec.checkpoint import storage
-torch.set_num_threads(1)
-storage.BLOCK_BYTES = 1 << 16
-writer = storage.ShardWriter(sys.argv[1], "b", {})
-tensors = dict.fromkeys([f"t{i}" for i in range(500)], torch.ones(1 << 20))
-dcp.save(tensors, storage_writer=writer, no_dist=True)
-print("ended", flush=True)
-"""
+def write_much(connection, folder):
+    torch.set_num_threads(1)
+    storage.BLOCK_BYTES = 1 << 16
+    tensors = dict.fromkeys([f"t{i}" for i in range(500)], torch.ones(1 << 20))
+    dcp.save(tensors, storage_writer=ShardWriter(folder, "b", {}), no_dist=True)
+    connection.send("ended")
 
 
 def test_a_writer_that_is_killed(tmp_path):
     alone(tmp_path / "c", {"a": torch.ones(8)})
     for folder, survives in ((tmp_path / "c", True), (tmp_path / "d", False)):
-        command = [sys.executable, "-W", "ignore", "-c", KILLED, str(folder)]
-        writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        pid, connection = warm.fork(write_much, str(folder))
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while not (list(folder.glob("b-*.bin")) and next(folder.glob("b-*.bin")).stat().st_size):
-                assert time.monotonic() < deadline and writer.poll() is None
-                time.sleep(0.002)
+                assert time.monotonic() < deadline and not connection.poll(0.002)
         finally:
-            writer.kill()
-            out = writer.communicate()[0]
-        assert "ended" not in out
+            warm.end([pid])
+        with pytest.raises((EOFError, ConnectionResetError)):
+            connection.recv()  # that it has ended
         if survives:
             assert torch.equal(back(folder, {"a": torch.zeros(8)})["a"], torch.ones(8))
         else:

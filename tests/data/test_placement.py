@@ -5,6 +5,7 @@ from collections import Counter
 
 import parquet
 import pytest
+import warm
 import yaml
 from pydantic import TypeAdapter
 
@@ -33,14 +34,15 @@ def mixed():
 
     stay_on_loopback()
     gpu = {"num_cpus": 4, "num_gpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 200 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=gpu)
-    try:
-        plain = cluster.add_node(num_cpus=4, node_ip_address="127.0.0.1", object_store_memory=200 << 20)
-        ray.init(cluster.address, log_to_driver=False)
-        yield cluster, plain
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with warm.ray_workers():
+        cluster = Cluster(initialize_head=True, head_node_args=gpu)
+        try:
+            plain = cluster.add_node(num_cpus=4, node_ip_address="127.0.0.1", object_store_memory=200 << 20)
+            ray.init(cluster.address, log_to_driver=False)
+            yield cluster, plain
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 def test_reading_keeps_off_the_gpu_nodes(mixed, tmp_path, monkeypatch):

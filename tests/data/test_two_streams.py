@@ -6,6 +6,7 @@ not ended, and what they have asked Ray for stays theirs.
 
 import parquet
 import pytest
+import warm
 import yaml
 from small import config
 
@@ -27,11 +28,12 @@ def local_gpu():
     cpus = local_cpus(config(1, {}))
     use_token(create=True)
     stay_on_loopback()
-    ray.init(address="local", num_cpus=cpus, num_gpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        yield cpus
-    finally:
-        ray.shutdown()
+    with warm.ray_workers():
+        ray.init(address="local", num_cpus=cpus, num_gpus=1, include_dashboard=False, log_to_driver=False)
+        try:
+            yield cpus
+        finally:
+            ray.shutdown()
 
 
 def test_an_evaluation_reads_while_training_waits(local_gpu, tmp_path):

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import parquet
 import pynvml
 import pytest
+import warm
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
@@ -25,11 +26,12 @@ def counted():
 
     use_token(create=True)
     stay_on_loopback()
-    ray.init(address="local", num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with warm.ray_workers():
+        ray.init(address="local", num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 @pytest.fixture
@@ -136,7 +138,7 @@ def test_an_autoscaler_hears_of_the_cpus_that_read(counted):
     from raytrec.driver.policies import RoomOnNodes
 
     def wait_for(readers, workers):
-        deadline, asked = time.monotonic() + 30, None
+        deadline, asked = time.monotonic() + 120, None
         while asked != Counter({(1, 0): readers, (1, 1): workers}):
             bundles = json.loads(_internal_kv_get(CHANNEL) or "[]")
             asked = Counter((each.get("CPU", 0), each.get("GPU", 0)) for each in bundles)

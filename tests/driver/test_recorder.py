@@ -24,6 +24,6 @@ def test_no_thread_is_left_in_a_call_to_a_ray_that_was_lost(ray_cluster):
         time.sleep(1)
         began = time.monotonic()
         raise RayLost("Ray's raylet has ended")
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
     assert not [thread for thread in threads() if thread.name == "coordinator"]
     ray.kill(coordinator)

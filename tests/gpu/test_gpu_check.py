@@ -27,16 +27,16 @@ def test_no_block_stops_the_others(tmp_path, monkeypatch):
     for name, code in BROKEN.items():
         (tmp_path / "broken" / f"{name}.py").write_text(code + "\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    blocks = tuple(Block(f"broken.{name}", 8, "") for name in BROKEN)
+    blocks = tuple(Block(f"broken.{name}", 5 if name == "hang" else 120, "") for name in BROKEN)
     crash, hang, wrong, elsewhere, right = check("cpu", tmp_path / "shared", blocks)
     assert crash.result == FAILED and "SIGABRT" in crash.why
-    assert hang.result == FAILED and "not done after 8 s" in hang.why
+    assert hang.result == FAILED and "not done after 5 s" in hang.why
     assert (wrong.result, wrong.found) == (FAILED, {"seen": 3}) and wrong.why.startswith(
         "one is less than two"
     )
     assert (elsewhere.result, elsewhere.why) == (CANNOT, "needs another GPU")
     assert (right.result, right.found) == (PASSED, {"answer": 42})
-    assert right.about["torch"] and max(o.seconds for o in (crash, wrong, right)) < 8
+    assert right.about["torch"] and max(o.seconds for o in (crash, wrong, right)) < 120
 
 
 def command(tmp_path, *arguments):
@@ -60,11 +60,16 @@ def test_blocks_in_one_process(tmp_path):
     assert {block["name"]: block["found"] for block in values["blocks"]}["parity"]["cases"] == 3
 
 
-def test_blocks_on_the_stand_in(tmp_path):
+STAND_IN = {"parts": PASSED, "uvm": CANNOT}
+
+
+@pytest.mark.parametrize(
+    "expected", [STAND_IN, pytest.param({"phases": PASSED}, marks=pytest.mark.survive)], ids=",".join
+)
+def test_blocks_on_the_stand_in(tmp_path, expected):
     """The branches of CUDA."""
-    names = ["parts", "phases", "uvm"]
-    status, values, said = command(tmp_path, "--device", "cuda", "--stand-in", "--only", ",".join(names))
-    assert results(values) == {"parts": PASSED, "phases": PASSED, "uvm": CANNOT}, said
+    status, values, said = command(tmp_path, "--device", "cuda", "--stand-in", "--only", ",".join(expected))
+    assert results(values) == expected, said
     assert status == 0 and "stand-in" in values["about"]["device"]
 
 

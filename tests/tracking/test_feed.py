@@ -142,14 +142,14 @@ def test_a_driver_that_dies_between_the_store_and_its_note(uri, tmp_path, proces
 
 
 def test_drivers_that_are_killed_anywhere_and_a_store_that_is_away(uri, tmp_path, processes):
-    """The sqlite file is locked for 4 s, in which the driver is killed; then there is a driver of 1 s."""
+    """The sqlite file is locked for 2 s, in which the driver is killed; then there is a driver of 1 s."""
     folder, random = tmp_path / "anywhere", Random(0)
     folder.mkdir()
     process, run_id = begin(processes, uri, folder, 1, 400, 0)
     sleep(1 + random.random())
     with closing(sqlite3.connect(uri.removeprefix("sqlite:///"), isolation_level=None)) as database:
         database.execute("BEGIN EXCLUSIVE")
-        sleep(4)
+        sleep(2)
         process.kill()
         process.join(30)
     done = mend(folder)
@@ -251,7 +251,7 @@ def test_a_disk_that_is_full(uri, tmp_path):
             for kind in ("train", "check", *range(RANKS)):
                 record.keep(message(kind, step))
         last = ["train/loss", "watch/rank/1/step_ms"]
-        for _ in range(200):
+        for _ in range(900):
             if all(len(found) == 29 for found in stored(uri, run_id, last).values()):
                 break
             sleep(0.1)

@@ -285,7 +285,7 @@ def test_server_that_fails_is_asked_again_at_our_pace(answers, tmp_path):
     add(tmp_path, {"loss": 1.0}, 1)
     began = perf_counter()
     lost = tracker.close("FINISHED", patience_s=2.5)
-    assert 2 < perf_counter() - began < 10
+    assert 2 < perf_counter() - began < 40
     assert "lacks 1 record and the end of the run" in lost and "503" in lost
     assert len(said) == 1 and "does not answer" in said[0]
     assert 4 <= len(asked) <= 10, "at once and after about 1 s, 2 s, each time twice"

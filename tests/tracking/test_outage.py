@@ -16,7 +16,7 @@ import pytest
 
 from raytrec.common.messages import Compared
 from raytrec.tracking.journal import append_line
-from raytrec.tracking.mlflow import READY_S, Tracker
+from raytrec.tracking.mlflow import Tracker
 from raytrec.tracking.store import Store
 
 
@@ -30,6 +30,8 @@ class Server:
         self.folder, self.uri, self._process = folder, f"http://127.0.0.1:{self.port}", None
 
     def start(self):
+        if self._process:
+            return
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
         command += ["--artifacts-destination", str(self.folder / "artifacts")]
@@ -64,8 +66,9 @@ def server(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def try_again_soon(monkeypatch):
-    """After 1 s, 2 s, 2 s, …, to save the tests' time."""
+    """After 1 s, 2 s, 2 s, …, and a start waits for 2 s, to save the tests' time."""
     monkeypatch.setattr("raytrec.tracking.calls.LONGEST_S", 2.0)
+    monkeypatch.setattr("raytrec.tracking.mlflow.READY_S", 2.0)
 
 
 def client(uri):
@@ -79,7 +82,7 @@ def add(folder, figures, step):
     append_line(folder, Compared(step=step, unix_s=time(), figures=figures))
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=120):
     until = monotonic() + seconds
     while not condition():
         assert monotonic() < until, "in vain"
@@ -97,7 +100,7 @@ def test_server_that_comes_after_the_start(server, tmp_path):
     began = perf_counter()
     tracker = Tracker(server.uri, "late", "run", tmp_path, parent="grid", on_trouble=said.append)
     assert tracker.ready() is tracker.run_id is None
-    assert perf_counter() - began < READY_S + 3
+    assert perf_counter() - began < 30, "MLflow itself tries for 100 s"
     (tmp_path / "note.txt").write_text("early")
     tracker.file(tmp_path / "note.txt")
     for step in range(100):
@@ -114,7 +117,10 @@ def test_server_that_comes_after_the_start(server, tmp_path):
     assert client(server.uri).get_run(run.data.tags["mlflow.parentRunId"]).info.run_name == "grid"
 
 
+@pytest.mark.survive
 def test_server_killed_while_metrics_come_in(server, tmp_path):
+    server.start()
+    server.wait()
     said, took_s = [], {"up": [], "down": []}
     tracker = Tracker(server.uri, "killed", "run", tmp_path, on_trouble=said.append)
     run_id = tracker.ready()
@@ -161,7 +167,7 @@ def test_server_killed_while_metrics_come_in(server, tmp_path):
     add(tmp_path, {"after": 1.0}, sent)
     began = perf_counter()
     lost = again.close("FINISHED", patience_s=1.5)
-    assert perf_counter() - began < 6
+    assert perf_counter() - began < 30
     assert "lacks 1 record and the end of the run" in lost and "Connection refused" in lost
 
 
@@ -181,7 +187,7 @@ def test_ctrl_c_ends_the_waiting(server, tmp_path, ctrl_c):
     Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = perf_counter()
     assert "lacks 1 record" in tracker.close("KILLED", patience_s=60)
-    assert perf_counter() - began < 10
+    assert perf_counter() - began < 40
 
 
 WRITERS, STEPS, FIGURES = 8, 6, 100
