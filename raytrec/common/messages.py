@@ -43,10 +43,11 @@ PHASES = (
     "data",  # waiting for the next batch
     "copy",  # bringing it to the device
     "input_exchange",  # ids on their way to the ranks that hold their rows
-    "forward",
-    "backward",  # on CPU with the update of sharded tables, and waiting for the dense layers' all-reduce
+    "tables",  # lookups, and what backward does in them: fused kernels update their tables there
+    "forward",  # of the dense model
+    "backward",  # of the dense model
     "optimizer",  # of dense layers and data-parallel tables
-    "collectives",  # waiting for other ranks anywhere else: pooled embeddings, their gradients
+    "collectives",  # waiting for other ranks anywhere else: pooled embeddings, gradients
     "other",
 )
 
@@ -252,6 +253,7 @@ class RankLine(Message):
     Attributes:
         first_step: the step before the interval's first one; `steps` after it, at `step`, it ends.
         seconds: that it took; phases_s: of these in each of PHASES.
+        first_s: of phases_s, those of the group's first step, which sets everything up; in its first line.
         system: a sample of worker.system.System.
         tables: table → figures of this rank's shards (worker.statistics).
     """
@@ -268,6 +270,7 @@ class RankLine(Message):
     phases_s: dict[str, float]
     system: dict[str, float | None]
     tables: dict[str, dict[str, Any]]
+    first_s: dict[str, float] = field(default_factory=dict)
 
 
 CLASSES: dict[str, type[Message]] = {

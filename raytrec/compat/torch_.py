@@ -29,6 +29,7 @@ __all__ = [
     "accumulate_grad_of",
     "apply_optimizer_in_backward",
     "bind_store",
+    "call_after_nodes",
     "multiply_",
     "rank_place",
     "sharded_tensor",
@@ -96,6 +97,15 @@ def accumulate_grad_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
     if node is None:
         raise missing("torch::autograd::AccumulateGrad behind a parameter", "torch")
     return node
+
+
+def call_after_nodes(losses: torch.Tensor, call: Callable[[], object]) -> None:
+    """Has a function called in the next backward from `losses`, when all nodes of its graph have run.
+
+    DistributedDataParallel then waits for its all-reduces: in a callback like this one, which it queues
+    later, and they come in the order in which they were queued.
+    """
+    losses.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(call))
 
 
 class FixedDtype(nn.Module):

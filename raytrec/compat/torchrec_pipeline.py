@@ -15,6 +15,7 @@ from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist,
 from torchrec.distributed.train_pipeline.utils import _wait_for_batch
 
 from raytrec.compat.fbgemm import fbgemm_of
+from raytrec.compat.torch_ import call_after_nodes
 from raytrec.compat.torchrec_ import sharded_kernels
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Timed(Pipeline):
     Args:
         phase: a part's name (data, copy, input_exchange, forward, backward, optimizer) → a context in which
             it runs.
+        waits: called in backward when only the dense layers' all-reduce is left to be waited for.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class Timed(Pipeline):
         optimizer: Any,
         device: torch.device,
         phase: Callable[[str], AbstractContextManager],
+        waits: Callable[[], object],
     ):
-        self._phase = phase
+        self._phase, self._waits = phase, waits
         super().__init__(
             model, optimizer, device, execute_all_batches=True, custom_model_fwd=self._timed_forward
         )
@@ -65,6 +68,7 @@ class Timed(Pipeline):
 
     def _backward(self, losses: torch.Tensor) -> None:
         with self._phase("backward"):
+            call_after_nodes(losses, self._waits)
             super()._backward(losses)
 
     def _optimizer_step(self) -> None:

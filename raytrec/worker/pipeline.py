@@ -8,8 +8,9 @@ import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from raytrec.compat.torch_ import time_waits
+from raytrec.compat.torchrec_ import replicated_kernels, sharded_kernels
 from raytrec.compat.torchrec_pipeline import PrefetchPipeline, TimedPipeline, TimedPrefetchPipeline
-from raytrec.worker.step_timing import Phases
+from raytrec.worker.step_timing import Phases, time_tables
 
 
 def pipeline(
@@ -25,6 +26,8 @@ def pipeline(
     """
     if phases:
         time_waits(phases.waits)
-        return (TimedPrefetchPipeline if prefetch else TimedPipeline)(model, optimizer, device, phases.phase)
-    kind = PrefetchPipeline if prefetch else TrainPipelineSparseDist
-    return kind(model, optimizer, device, execute_all_batches=True)
+        time_tables([*sharded_kernels(model), *replicated_kernels(model)], phases)
+        kind = TimedPrefetchPipeline if prefetch else TimedPipeline
+        return kind(model, optimizer, device, phases.phase, lambda: phases.enter("collectives"))
+    untimed = PrefetchPipeline if prefetch else TrainPipelineSparseDist
+    return untimed(model, optimizer, device, execute_all_batches=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import nn
 
 from raytrec.common.messages import PHASES
 
@@ -58,14 +59,23 @@ class Phases:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A block that belongs to a phase."""
-        if not self._running:
-            yield
-            return
-        outer = self._current
-        self._switch(name)
+        outer = self.enter(name)
         try:
             yield
         finally:
+            self.leave(outer)
+
+    def enter(self, name: str) -> str | None:
+        """Begins a phase; what `leave` is to be given at its end."""
+        if not self._running:
+            return None
+        outer = self._current
+        self._switch(name)
+        return outer
+
+    def leave(self, outer: str | None) -> None:
+        """Goes back to the phase around one that has ended."""
+        if outer is not None:
             self._switch(outer)
 
     def waits(self, wait: Callable) -> Callable:
@@ -115,3 +125,37 @@ class Phases:
         while self._passed and self._passed[0][2].query():
             phase, first, last = self._passed.popleft()
             self._seconds[phase] += first.elapsed_time(last) / 1e3
+
+
+def time_tables(kernels: Iterable[nn.Module], phases: Phases) -> None:
+    """Has what kernels do belong to "tables": their lookups, and their part of backward.
+
+    Args:
+        kernels: features → pooled embeddings; see compat.torchrec_.sharded_kernels.
+    """
+    for kernel in kernels:
+        outer: list[str | None] = []
+
+        def begin(*_: Any, outer: list = outer) -> None:
+            outer.append(phases.enter("tables"))
+
+        def end(*_: Any, outer: list = outer) -> None:
+            phases.leave(outer.pop())
+
+        def after(_: nn.Module, __: Any, pooled: torch.Tensor, begin=begin, end=end) -> None:
+            end()
+            if pooled.grad_fn is not None:
+                pooled.grad_fn.register_prehook(begin)
+                _last(pooled.grad_fn).register_hook(end)
+
+        kernel.register_forward_pre_hook(begin)
+        kernel.register_forward_hook(after)
+
+
+def _last(node: torch.autograd.graph.Node) -> torch.autograd.graph.Node:
+    """The last node of a kernel's backward: the one before the tables' AccumulateGrad, if they have one."""
+    while len(following := [n for n, _ in node.next_functions if n is not None]) == 1:
+        if "AccumulateGrad" in following[0].name():
+            break
+        node = following[0]
+    return node

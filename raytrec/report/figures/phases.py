@@ -14,6 +14,7 @@ from raytrec.report.figures.style import (
     BLUE,
     GREEN,
     GREY,
+    INK,
     ORANGE,
     PURPLE,
     SKY,
@@ -31,7 +32,7 @@ from raytrec.report.figures.style import (
 from raytrec.report.history import History
 from raytrec.tracking.aggregate import PHASES, begin, by_rank, over_time, own_time, phases_of, skip_warmup
 
-COLOURS = dict(zip(PHASES, (ORANGE, YELLOW, PURPLE, SKY, BLUE, GREEN, VERMILION, GREY), strict=True))
+COLOURS = dict(zip(PHASES, (ORANGE, YELLOW, PURPLE, INK, SKY, BLUE, GREEN, VERMILION, GREY), strict=True))
 MOST_BARS = 16
 MOST_PANELS = 6
 
