@@ -4,8 +4,9 @@ Importing them takes a processor 6 s, more than most tests. What is forked is a 
 its own environment, folder and output. Two things come of it: ranks without Ray (ranks.py) and the workers of
 a local Ray (ray_workers).
 
-Ray is imported in the forked process only: it reads its part of the environment then, and seeds the generator
-of the ids of objects. Workers forked after that would all give out the same ids.
+Ray's workers import Ray in the forked process only: it reads its part of the environment then, and seeds the
+generator of the ids of objects. Workers forked after that would all give out the same ids. Other processes
+never join a Ray: they are forked from another process, itself forked, that has imported it.
 """
 
 import atexit
@@ -30,15 +31,21 @@ from time import sleep
 from unittest.mock import patch
 
 TORCH = ("torchrec", "tensordict", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
+WITH_RAY = ("ray", "torch.profiler", "pydantic")  # more than a second's worth of a processor for each rank
 SOCKET = "RAYTREC_TESTS_WARM"  # where warm_worker.py finds it
-_servers = []
+_servers = {}
 
 
 def fork(target, *args):
     """(pid, Connection) of a new process that runs target(connection, *args) and ends with it."""
-    connection = _ask(
-        {"target": f"{target.__module__}:{target.__qualname__}", "args": args, "path": sys.path}
-    )
+    if "with Ray" not in _servers:
+        _servers["with Ray"] = _Forked()
+    return _fork(_servers["with Ray"].address, target, *args)
+
+
+def _fork(address, target, *args):
+    name = f"{target.__module__}:{target.__qualname__}"
+    connection = _ask(address, {"target": name, "args": args, "path": sys.path})
     return connection.recv(), connection
 
 
@@ -63,9 +70,9 @@ def ray_workers():
         yield
 
 
-def _ask(request):
+def _ask(address, request):
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(_server().address)
+    connection.connect(address)
     message = json.dumps(request).encode()
     connection.sendall(struct.pack("!I", len(message)) + message)
     return Connection(connection.detach())
@@ -82,9 +89,9 @@ def _receive(connection):
 
 
 def _server():
-    if not _servers:
-        _servers.append(_Server())
-    return _servers[0]
+    if "first" not in _servers:
+        _servers["first"] = _Server()
+    return _servers["first"]
 
 
 class _Server:
@@ -93,7 +100,7 @@ class _Server:
         self.address = f"{self._folder.name}/socket"
         context = get_context("spawn")
         self._alive, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self.address), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, self.address, TORCH), daemon=True)
         self._process.start()
         theirs.close()
         self._alive.recv()
@@ -104,9 +111,21 @@ class _Server:
         self._folder.cleanup()
 
 
-def _serve(alive, address):
+class _Forked:
+    """A process as _Server's, forked from that one."""
+
+    def __init__(self):
+        self.address = f"{_server().address}-with-ray"
+        _, self._alive = _fork(_server().address, _serve, self.address, WITH_RAY)
+        self._alive.recv()
+
+    def close(self):
+        self._alive.close()
+
+
+def _serve(alive, address, modules):
     """Forks on request, until nobody holds the other end of `alive`."""
-    for module in TORCH:
+    for module in modules:
         import_module(module)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -224,4 +243,4 @@ def _end_with(connection):
 @atexit.register
 def _close():
     while _servers:
-        _servers.pop().close()
+        _servers.popitem()[1].close()  # the last one first

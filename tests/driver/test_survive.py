@@ -23,6 +23,7 @@ from raytrec.config.run_config import load_config
 from raytrec.driver import run as driver
 
 STEPS = 240  # 15 epochs of 16 steps
+BRIEF_STEPS = 160  # 2 epochs of 80 steps
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,8 @@ def folder(tmp_path_factory):
 
 def settings(folder, place, **changes):
     """Adam for the dense layers and dropout: state that a restart could lose."""
-    values = parquet.settings(folder, place, train__epochs=15, checkpoint__every_steps=20, **changes)
+    changes = {"train__epochs": 15, "checkpoint__every_steps": 20} | changes
+    values = parquet.settings(folder, place, **changes)
     values["model"] = {"dropout": 0.1} | values["model"] | {"top_mlp": [256, 256]}
     return values
 
@@ -40,6 +42,17 @@ def settings(folder, place, **changes):
 @pytest.fixture(scope="module")
 def undisturbed(ray_cluster, folder, tmp_path_factory):
     return driver.train(settings(folder, tmp_path_factory.mktemp("undisturbed") / "run"))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """For the runs of `make test`: an epoch has a beginning and an end that cost as much as many steps."""
+    return parquet.dataset(tmp_path_factory.mktemp("brief") / "d", train=10_200)
+
+
+@pytest.fixture(scope="module")
+def brief(ray_cluster, large, tmp_path_factory):
+    return driver.train(settings(large, tmp_path_factory.mktemp("whole") / "run", train__epochs=2))
 
 
 def events(run, kind=None):
@@ -79,14 +92,14 @@ def disturb(run, number, kinds=("saved",)):
     return thread
 
 
-def test_a_killed_worker_leaves_no_trace(undisturbed, folder, tmp_path):
+def test_a_killed_worker_leaves_no_trace(brief, large, tmp_path):
     killer = disturb(tmp_path / "run", signal.SIGKILL)
-    disturbed = driver.train(settings(folder, tmp_path / "run"))
+    disturbed = driver.train(settings(large, tmp_path / "run", train__epochs=2))
     killer.join()
     (failed,) = events(tmp_path / "run", "failed")
     assert "died" in failed["cause"] and failed["cause"].startswith("rank ") and failed["again"]
     assert [e["step"] for e in events(tmp_path / "run", "start")][1] >= 20
-    same(undisturbed, disturbed)
+    same(brief, disturbed)
 
 
 def same(one, other):
@@ -116,6 +129,13 @@ def command(*arguments):
     )
 
 
+def mlflow_run(run):
+    from mlflow import MlflowClient
+
+    run_id = json.loads((run / "mlflow.json").read_text())["run_id"]
+    return MlflowClient(f"sqlite:///{run.parent}/mlflow.db").get_run(run_id)
+
+
 def run_file(folder, tmp_path, **changes):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(settings(folder, tmp_path / "run", **changes)))
@@ -126,14 +146,14 @@ SLOWER = [pytest.param(s, marks=pytest.mark.survive) for s in (signal.SIGTERM, s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *SLOWER])
-def test_the_driver_is_ended_and_the_run_resumed(undisturbed, folder, tmp_path, number):
+def test_the_driver_is_ended_and_the_run_resumed(brief, large, tmp_path, number):
     """Ctrl-C and SIGTERM save first; after SIGKILL the run goes on from its last checkpoint."""
-    run, process = tmp_path / "run", command("train", run_file(folder, tmp_path))
+    run, process = tmp_path / "run", command("train", run_file(large, tmp_path, train__epochs=2))
     try:
         wait_for(lambda: events(run, "saved"), "checkpoint", 240)
         time.sleep(0.3)
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=150)
     finally:
         process.kill()
     assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
@@ -141,11 +161,13 @@ def test_the_driver_is_ended_and_the_run_resumed(undisturbed, folder, tmp_path, 
         assert f"resume with: raytrec train --resume {run}" in said and "Traceback" not in said
         (stopped,) = events(run, "stopped")
         assert checkpoints.about(checkpoints.newest(run))["progress"]["step"] == stopped["step"]
+    if number == signal.SIGINT:
+        assert mlflow_run(run).info.status == "KILLED"
     assert not (run / "result.json").exists()
     resumed = driver.train(None, resume=run)
     start = events(run, "start")[-1]
-    assert 0 < start["step"] < STEPS
-    same(undisturbed, resumed)
+    assert 0 < start["step"] < BRIEF_STEPS
+    same(brief, resumed)
     assert resumed.metrics["mlflow_run_id"] == json.loads((run / "mlflow.json").read_text())["run_id"]
 
 
@@ -218,8 +240,8 @@ def test_another_number_of_workers(no_dropout, tmp_path, workers):
     assert resumed.metrics["eval.auc"] == pytest.approx(no_dropout.metrics["eval.auc"], abs=1e-4)
 
 
-def test_what_cannot_be_resumed(undisturbed, folder, tmp_path):
-    interrupted = as_it_was(undisturbed, tmp_path / "run")
+def test_what_cannot_be_resumed(brief, large, tmp_path):
+    interrupted = as_it_was(brief, tmp_path / "run")
 
     def refused(kind, *says, resume=interrupted, source=None, overrides=()):
         with pytest.raises(kind) as error:
@@ -227,7 +249,7 @@ def test_what_cannot_be_resumed(undisturbed, folder, tmp_path):
         for text in says:
             assert text in str(error.value)
 
-    refused(RunError, "this run has finished", "--warm-start", resume=undisturbed.path)
+    refused(RunError, "this run has finished", "--warm-start", resume=brief.path)
     refused(RunError, "there is no run here", resume=tmp_path / "nowhere")
     refused(
         ConfigError,
@@ -235,13 +257,13 @@ def test_what_cannot_be_resumed(undisturbed, folder, tmp_path):
         "run.seed: 0 → 4",
         overrides=["optim.embeddings.lr=0.5", "run.seed=4", "train.log_every_steps=7"],
     )
-    refused(ConfigError, "train.epochs: 15 → 2", source=settings(folder, tmp_path) | {"train": {"epochs": 2}})
+    refused(ConfigError, "train.epochs: 2 → 3", source=settings(large, tmp_path) | {"train": {"epochs": 3}})
     other = parquet.dataset(tmp_path / "other", train=1999)
     refused(DataError, "data.train is not what it was", overrides=[f"data.train={other / 'train'}"])
     (other / "schema.yaml").write_text(parquet.SCHEMA_YAML.replace("rows: 40", "rows: 50"))
     refused(ConfigError, "schema has changed", overrides=[f"data.schema={other / 'schema.yaml'}"])
     with pytest.raises(RunError, match="--resume"):
-        driver.train(settings(folder, interrupted))
+        driver.train(settings(large, interrupted))
     assert not (interrupted / "result.json").exists()
 
 
