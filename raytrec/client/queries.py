@@ -83,9 +83,18 @@ def file(run: str, name: str) -> bytes:
 
 
 def pictures(run: str) -> dict[str, bytes]:
-    """The pictures of a run's report: name → PNG."""
-    found = sorted((run_folder(run) / PICTURES).glob("*.png"))
+    """The pictures of a run's report: name → PNG; drawn when they are asked for for the first time."""
+    folder = run_folder(run)
+    if not (found := _png_files(folder)) and (folder / "report.html").is_file():
+        from raytrec.report.report import pictures as draw
+
+        draw(folder)
+        found = _png_files(folder)
     return {path.stem: _content(path) for path in found}
+
+
+def _png_files(folder: Path) -> list[Path]:
+    return sorted((folder / PICTURES).glob("*.png"))
 
 
 def stop(run: str) -> None:

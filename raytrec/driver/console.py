@@ -165,6 +165,8 @@ def print_result(result: Any) -> None:
     for row in format_result(result.metrics).values():
         table.add_row(plain(row.title), plain(row.text))
     console.print(table)
+    if sentence := result.metrics.get("bound.sentence"):
+        console.print(plain(sentence), soft_wrap=True)
     for line in result.next_steps:
         console.print(plain(line), soft_wrap=True)
 

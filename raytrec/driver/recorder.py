@@ -18,6 +18,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import null_nonfinite
 from raytrec.common.messages import Message, from_json
 from raytrec.common.redaction import hide_all, hide_yaml
+from raytrec.report.bounds import Times, find_bound
 from raytrec.report.diagnostics import hot_rank, low_utilisation, straggler
 from raytrec.tracking.gauges import Gauges
 from raytrec.tracking.journal import Journal, write_whole
@@ -33,6 +34,7 @@ class Watch:
     Args:
         console: shows them.
         record: keeps them; None where nothing is trained.
+        ended: called when the result is there, while the workers are still to end.
 
     Attributes:
         result: the figures of rank 0, once the group has ended well.
@@ -40,8 +42,8 @@ class Watch:
         stopped_at: the step at which the run has been stopped.
     """
 
-    def __init__(self, console: Any, record: Record | None = None):
-        self.console = console
+    def __init__(self, console: Any, record: Record | None = None, ended: Callable[[], None] = lambda: None):
+        self.console, self._ended = console, ended
         self.result: dict[str, Any] | None = None
         self.stopped_at: int | None = None
         self.unsaved: RunError | None = None
@@ -60,6 +62,7 @@ class Watch:
         if isinstance(message, messages.Result):
             self.result = null_nonfinite(message.figures)
             self.unsaved = RunError(**message.unsaved) if message.unsaved else None
+            self._ended()
             return
         if isinstance(message, messages.Stopped):
             self.stopped_at = message.step
@@ -90,10 +93,12 @@ class Record:
 
     Attributes:
         checks: check → [passed, failed], counted.
+        times: of the steps so far.
     """
 
     def __init__(self, tracker: Any, folder: Path, name: str):
         self.checks: dict[str, list[int]] = {}
+        self.times = Times()
         self._tracker, self._folder = tracker, folder
         self._gauges, self._lines, self._advised = Gauges(name), RankLines(), set()
         self._warnings: list[str] = []  # about the run folder
@@ -104,6 +109,12 @@ class Record:
         """How many checks have passed and failed."""
         passed, failed = map(sum, zip(*self.checks.values(), strict=True)) if self.checks else (0, 0)
         return {"train.checks_passed": passed, "train.checks_failed": failed}
+
+    def bound(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The figures of a run, and what has bounded it, for which they have the ranks' limits."""
+        limits = metrics.get("limits", {})
+        found = find_bound(self.times, limits, metrics["seconds"], metrics["train.samples_per_s"])
+        return {key: value for key, value in metrics.items() if key != "limits"} | found
 
     def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:
         """Writes result.json, by which a run counts as finished, if the trained model has been saved.
@@ -151,7 +162,8 @@ class Record:
         elif isinstance(message, messages.Check):
             self.checks.setdefault(message.check, [0, 0])[not message.passed] += 1
         elif isinstance(message, messages.RankLine):
-            advice = self._advise(message.line())
+            self.times.add(line := message.line())
+            advice = self._advise(line)
         elif isinstance(message, messages.Start):
             text = json.dumps(message.plan, indent=2) + "\n"
             self._journal.put("plan.json", text, lambda: self._tracker.file(self._folder / "plan.json"))

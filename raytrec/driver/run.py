@@ -41,6 +41,7 @@ from raytrec.driver.recorder import Record, Watch
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
 from raytrec.driver.session import resume_command, run_in_session
 from raytrec.driver.warm_start import check_fits
+from raytrec.report.drawing import EarlyDrawing
 from raytrec.tasks.task import label_ranges, resolve_tasks
 from raytrec.tracking.mlflow import NoTracker, Tracker
 from raytrec.tracking.tags import run_tags
@@ -57,6 +58,7 @@ class Result:
     Attributes:
         metrics: the content of result.json: eval.NAME of each metric (eval.TASK.NAME where there are several
             tasks), metrics (what they are called, and which values are better), eval.rows, train.rows,
+            bound.by and more on what bounds the run (report.bounds),
             train.steps, train.samples_per_s, train.checks_passed, train.checks_failed, world_size,
             seconds, name, mlflow_run_id (None without MLflow), and code, the module:name of the user's that
             the run was made of, if any.
@@ -141,11 +143,11 @@ def _drive(
     """The run itself, in a folder that is ready: Ray, workers, result."""
     folder, status = Path(config.run.dir), "FAILED"
     tracker = open_tracker(config, console)
-    record = Record(tracker, folder, config.run.name)
+    record, drawing = Record(tracker, folder, config.run.name), EarlyDrawing(folder)
     try:
         console.phase("starting Ray")
         _import_early()
-        watch = Watch(console, record)
+        watch = Watch(console, record, drawing.begin if config.tracking.report else lambda: None)
 
         def work() -> dict[str, Any]:
             _describe_run(tracker, config)
@@ -164,6 +166,7 @@ def _drive(
                 )
 
         figures = run_in_session(config, watch, work)
+        drawing.confirm()
         metrics = {
             **figures,
             "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
@@ -172,6 +175,7 @@ def _drive(
             "mlflow_run_id": tracker.run_id,
             "name": config.run.name,
         }
+        metrics = record.bound(metrics)
         if code := own_code(config.model_dump(by_alias=True)):
             metrics["code"] = code
         if missing := record.result(metrics, watch.unsaved):
@@ -189,8 +193,8 @@ def _drive(
         raise
     finally:
         if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
-            console.phase("drawing the report")
-            _draw(folder, tracker, console)
+            console.phase("writing the report")
+            _write_report(drawing, tracker, console)
         for lost in record.close(status):
             console.warn(lost)
     return Result(metrics, folder, _next_steps(config, folder, tracker))
@@ -235,17 +239,16 @@ def open_tracker(config: RunConfig, console: RunConsole) -> Tracker | NoTracker:
     )
 
 
-def _draw(folder: Path, tracker: Tracker | NoTracker, console: RunConsole) -> None:
+def _write_report(drawing: EarlyDrawing, tracker: Tracker | NoTracker, console: RunConsole) -> None:
     """The report and its pictures, in the run folder and in MLflow. A run does not fail for them."""
     try:
-        from raytrec.report.report import build_with_pictures
-
-        page, pictures = build_with_pictures(folder)
+        page, pictures = drawing.write()
         tracker.file(page)
         for picture in pictures:
             tracker.file(picture, "pictures")
     except Exception as error:
-        console.warn(f"no report: {type(error).__name__}: {error}; try again with raytrec report {folder}")
+        why = f"{type(error).__name__}: {error}"
+        console.warn(f"no report: {why}; try again with raytrec report {drawing.folder}")
 
 
 def evaluate(

@@ -44,7 +44,7 @@ def track(run: str | Path, allow_code: bool = False) -> RunConfig:
         for path in map(folder.joinpath, FILES):
             if path.is_file():
                 tracker.file(path)
-        for picture in sorted(folder.glob("pictures/*.png")):
+        for picture in sorted(folder.glob("pictures/*.svg")):
             tracker.file(picture, "pictures")
         finished = (folder / RESULT).is_file()
         if lost := tracker.close("FINISHED" if finished else "FAILED", PATIENCE_S):

@@ -23,6 +23,9 @@ AFTER = {  # the metrics, in this order
     "train.checks_failed": ("checks failed", "{:,}"),
     "world_size": ("workers", "{}"),
     "seconds": ("seconds in all", "{:.1f}"),
+    "bound.by": ("bound by", "{}"),
+    "bound.share": ("share of the time", "{:.0%}"),
+    "bound.of_limit": ("share of that limit reached", "{:.0%}"),
 }
 WHEN_ANY = (  # 0 is not worth a line
     "eval.skipped_rows",
@@ -31,6 +34,7 @@ WHEN_ANY = (  # 0 is not worth a line
     "train.nan_steps",
     "train.checks_passed",
     "train.checks_failed",
+    "bound.of_limit",
 )
 BRIEF = ("train.samples_per_s", "seconds")  # with the metrics that have a direction: what matters most
 

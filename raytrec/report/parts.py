@@ -45,6 +45,29 @@ class Sheet:
 def ranks(history: History) -> Sheet | None:
     """One row for each rank of the last group of workers."""
     lines = over_time(skip_warmup(history.ranks))
+def bound_sentence(history: History) -> str:
+    """What has bounded the run; empty where its result does not say."""
+    said = history.result.get("bound.sentence")
+    return said if isinstance(said, str) else ""
+
+
+def bounds(history: History) -> Sheet:
+    """One row for each part of the run's time (report.bounds)."""
+    found = history.result.get("bound.parts")
+    rows = [(str(name), part) for name, part in _items(found) if isinstance(part, dict)]
+    columns: dict[str, Callable[[tuple[str, dict]], Cell]] = {
+        "part": lambda row: Cell(row[0]),
+        "seconds": lambda row: _number(number(row[1].get("seconds"))),
+        "share of the time": lambda row: _share(number(row[1].get("share"))),
+        "of its limit": lambda row: _share(number(row[1].get("of_limit"))),
+    }
+    return _sheet(columns, rows)
+
+
+def _items(values: Any) -> list[tuple[Any, Any]]:
+    return list(values.items()) if isinstance(values, dict) else []
+
+
     if not lines:
         return None
     total = sum(lookup_bytes(line) for line in lines)

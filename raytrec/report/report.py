@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raytrec.common.redaction import hide_yaml
 from raytrec.metrics.results import format_result
@@ -15,6 +15,13 @@ from raytrec.report.history import History, when
 from raytrec.report.versions import versions
 
 REPORT, PICTURES = "report.html", "pictures"
+
+
+class Drawn(NamedTuple):
+    """A picture of the gallery, and the <svg> element that it became; None where there is no data."""
+
+    picture: Any
+    svg: str | None
 
 
 def build(folder: str | Path) -> Path:
@@ -29,50 +36,64 @@ def build(folder: str | Path) -> Path:
         Path: of the page.
     """
     history = History.read(folder)
-    return _write(history, _draw(history), history.folder)
+    return _write(history, draw(history), history.folder)
 
 
 def pictures(folder: str | Path) -> list[Path]:
     """Writes the pictures that there is data for as PNG into FOLDER/pictures/; their paths."""
-    history = History.read(folder)
-    return _save(history, _draw(history), history.folder)
-
-
-def build_with_pictures(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[Path]]:
-    """`build` and `pictures`, in less time than one after the other.
-
-    Args:
-        folder: of the run.
-        out: where to write them; default: there.
-    """
-    from raytrec.report.html import writing
-
-    history, target = History.read(folder), Path(out or folder)
-    with writing(target):
-        target.mkdir(parents=True, exist_ok=True)
-        drawn = _draw(history)
-        return _write(history, drawn, target), _save(history, drawn, target)
-
-
-def _draw(history: History) -> list[tuple[Any, Any]]:
-    """(Picture, Figure or None) of the whole gallery."""
     from raytrec.report.figures.gallery import PICTURES as GALLERY
-
-    return [(picture, picture.draw(history)) for picture in GALLERY]
-
-
-def _save(history: History, drawn: list[tuple[Any, Any]], folder: Path) -> list[Path]:
     from raytrec.report.figures.style import save_png
 
-    target = folder / PICTURES
+    history, target = History.read(folder), Path(folder) / PICTURES
     target.mkdir(exist_ok=True)
-    made = {target / f"{picture.name}.png": figure for picture, figure in drawn if figure}
+    found = {target / f"{picture.name}.png": picture.draw(history) for picture in GALLERY}
+    made = {path: figure for path, figure in found.items() if figure}
     for path, figure in made.items():
         save_png(figure, path)
     return list(made)
 
 
-def _write(history: History, drawn: list[tuple[Any, Any]], folder: Path) -> Path:
+def build_with_pictures(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list[Path]]:
+    """`build`, and its pictures as SVG in pictures/; each is drawn once.
+
+    Args:
+        folder: of the run.
+        out: where to write them; default: there.
+    """
+    history = History.read(folder)
+    return write_report(history, draw(history), Path(out or folder))
+
+
+def draw(history: History) -> list[Drawn]:
+    """The whole gallery."""
+    from raytrec.report.figures.gallery import PICTURES as GALLERY
+    from raytrec.report.figures.style import to_svg
+
+    figures = ((picture, picture.draw(history)) for picture in GALLERY)
+    return [Drawn(picture, to_svg(figure, picture.label) if figure else None) for picture, figure in figures]
+
+
+def write_report(history: History, drawn: list[Drawn], target: Path) -> tuple[Path, list[Path]]:
+    """Writes report.html and pictures/ into a folder, which is made if need be."""
+    from raytrec.report.html import writing
+
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        return _write(history, drawn, target), _save(drawn, target)
+
+
+def _save(drawn: list[Drawn], folder: Path) -> list[Path]:
+    from raytrec.report.figures.style import alone
+
+    target = folder / PICTURES
+    target.mkdir(exist_ok=True)
+    made = {target / f"{picture.name}.svg": svg for picture, svg in drawn if svg}
+    for path, svg in made.items():
+        path.write_text(alone(svg), encoding="utf-8", errors="replace")
+    return list(made)
+
+
+def _write(history: History, drawn: list[Drawn], folder: Path) -> Path:
     from raytrec.report.html import write_page
 
     return write_page(
@@ -84,6 +105,8 @@ def _write(history: History, drawn: list[tuple[Any, Any]], folder: Path) -> Path
         result=[(row.title, row.text) for row in format_result(history.result).values()],
         findings=findings(history),
         pictures=_sections(drawn),
+        bound=parts.bound_sentence(history),
+        bounds=parts.bounds(history),
         ranks=parts.ranks(history),
         tables=parts.tables(history),
         checks=parts.checks(history),
@@ -95,17 +118,15 @@ def _write(history: History, drawn: list[tuple[Any, Any]], folder: Path) -> Path
     )
 
 
-def _sections(drawn: list[tuple[Any, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _sections(drawn: list[Drawn]) -> dict[str, list[dict[str, Any]]]:
     """Section → its pictures, drawn or, where there is no data, with the reason."""
     from markupsafe import Markup
 
-    from raytrec.report.figures.style import to_svg
-
     sections: dict[str, list[dict[str, Any]]] = {}
-    for picture, figure in drawn:
+    for picture, svg in drawn:
         # matplotlib has escaped what was written into it.
-        svg = Markup(to_svg(figure, picture.label)) if figure else None
-        entry = {"name": picture.name, "label": picture.label, "svg": svg, "missing": picture.missing}
+        shown = Markup(svg) if svg else None
+        entry = {"name": picture.name, "label": picture.label, "svg": shown, "missing": picture.missing}
         sections.setdefault(picture.section, []).append(entry)
     return sections
 

@@ -91,6 +91,7 @@ def train_worker(task: WorkerTask) -> None:
     if unsaved:  # there may be room by now
         unsaved = checkpoints.finish(again=True)
     parts = unsaved.parts if unsaved else None
+    result |= observers.result()
     context.report(messages.Result(step=progress.step, figures=result, unsaved=parts))
     return context.close()
 

@@ -23,6 +23,7 @@ from raytrec.config.schema import Schema
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.heartbeat import Heartbeat
+from raytrec.worker.limits import Limits, Probe, bytes_of_step
 from raytrec.worker.nonfinite import Recent
 from raytrec.worker.progress import Progress
 from raytrec.worker.statistics import Statistics
@@ -50,6 +51,10 @@ class Observer:
     def close(self) -> None:
         """At the end of training, however it ends."""
 
+    def result(self) -> dict[str, Any]:
+        """What the result has of it, when everything has been trained and evaluated; a collective."""
+        return {}
+
 
 class Observers(Observer):
     """Several observers as one, called in their order."""
@@ -73,6 +78,9 @@ class Observers(Observer):
         for observer in self._observers:
             observer.close()
 
+    def result(self) -> dict[str, Any]:
+        return {key: value for observer in self._observers for key, value in observer.result().items()}
+
 
 class StepHeartbeat(Observer):
     """Each step is a sign of progress."""
@@ -87,7 +95,8 @@ class StepHeartbeat(Observer):
 class RankRecorder(Observer):
     """Every tracking.every_steps steps and at the last one, reports this rank's line (docs/monitoring.md).
 
-    In it are the time in each phase of a step, the machine's load, and statistics of this rank's shards.
+    In it are the time in each phase of a step, the machine's load, and statistics of this rank's shards. The
+    result has the limits of the machine, for the work of the last step (limits.py).
     """
 
     def __init__(
@@ -98,28 +107,40 @@ class RankRecorder(Observer):
         progress: Progress,
         batches: Recent,
         last_step: int,
+        taps: Taps,
+        limits: Limits,
     ):
         self._context, self._every = context, context.task.config.tracking.every_steps
+        self._taps, self._limits = taps, limits
+        self._last: Probe | None = None  # of the run's last step
+        self._first: dict[str, float] = {}  # seconds of the phases of the first step
         self._statistics, self._phases, self._progress = statistics, phases, progress
         self._batches, self._last_step, self._first_step = batches, last_step, progress.step
+        self._begun = progress.step
         self._system = System(context.device)
 
     def after_step(self, rows: int) -> None:
         step = self._progress.step
         batch = self._batches.at(step - 1)  # batches are counted from 0
         self._statistics.add(batch.changed if batch else None)
+        if step == self._begun + 1:
+            self._first = self._phases.take()
         if self.wants_probe(step):
             self._record(step)
 
     def close(self) -> None:
         self._system.close()
 
+    def result(self) -> dict[str, Any]:
+        return {"limits": self._limits.measure(self._last)} if self._last else {}
+
     def wants_probe(self, step: int) -> bool:
         """Whether a step is the last of an interval: it is recorded, with what it looked up."""
         return step % self._every == 0 or step == self._last_step
 
     def _record(self, step: int) -> None:
-        context, phases = self._context, self._phases.take()
+        context, phases, first = self._context, self._phases.take(), self._first
+        phases = {name: seconds + first.get(name, 0.0) for name, seconds in phases.items()}
         line = messages.RankLine(
             step=step,
             first_step=self._first_step,
@@ -131,10 +152,16 @@ class RankRecorder(Observer):
             seconds=sum(phases.values()),
             phases_s=phases,
             system=self._system.sample(),
-            tables=self._statistics.collect(),
+            first_s=first,
+            tables=(figures := self._statistics.collect()),
         )
         context.report_from_all(line)
-        self._first_step = step
+        self._first_step, self._first = step, {}
+        if step == self._last_step and self._taps.input:
+            pooled = {name: values.shape for name, values in self._taps.input.pooled.items()}
+            dense_s = (phases["forward"] + phases["backward"]) / line.steps
+            moved = bytes_of_step(figures, line.steps)
+            self._last = Probe(pooled, self._taps.input.batch, dense_s, moved)
 
 
 class CheckRunner(Observer):
@@ -229,7 +256,9 @@ def make_observers(
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:
         statistics = Statistics(schema, state.tables, taps)
-        probing.append(RankRecorder(context, statistics, step.phases, progress, batches, last_step))
+        limits = Limits(config, lookups, head, state.tables, context.device)
+        watched = context, statistics, step.phases, progress, batches, last_step
+        probing.append(RankRecorder(*watched, taps, limits))
     if checked:
         checks = _live_checks(context, lookups, state, taps, head)
         probing.append(CheckRunner(context, checks, progress, batches))

@@ -81,11 +81,11 @@ class Head(nn.Module):
         if self.training and self._micro_batches > 1:
             loss, logits = self._in_pieces(pooled, batch)
         else:
-            loss, logits = self._of_rows(pooled, batch)
+            loss, logits = self.loss_of_rows(pooled, batch)
         self.verdict = Verdict(loss) if guarded else None
         return loss, self._objective.outputs(loss, logits, batch.labels, batch.weights, self.verdict)
 
-    def _of_rows(
+    def loss_of_rows(
         self, pooled: dict[str, torch.Tensor], batch: Batch, rows: slice = slice(None)
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and logits of some rows.
@@ -101,7 +101,7 @@ class Head(nn.Module):
         pieces_of_logits: list[torch.Tensor] = []
 
         def loss_of(rows: slice, inputs: list[torch.Tensor]) -> torch.Tensor:
-            loss, logits = self._of_rows(dict(zip(pooled, inputs, strict=True)), batch, rows)
+            loss, logits = self.loss_of_rows(dict(zip(pooled, inputs, strict=True)), batch, rows)
             pieces_of_logits.append(logits.detach())
             return loss
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -124,7 +125,8 @@ def to_svg(figure: Figure, label: str) -> str:
     with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": label}):
         warnings.filterwarnings("ignore", "Glyph .* missing")
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(text, format="svg", dpi=150, facecolor="none", metadata=no_metadata)
+        # Not savefig, which draws everything twice, the first time for nothing.
+        FigureCanvasSVG(figure).print_svg(text, metadata=no_metadata)
     figure.set_layout_engine("none")  # it is laid out now, also for another format
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -132,6 +134,13 @@ def to_svg(figure: Figure, label: str) -> str:
     for colour, variable in THEME.items():
         svg = svg.replace(colour, variable)
     return svg.replace("<svg", f'<svg role="img" aria-label="{_quoted(label)}"', 1)
+
+
+def alone(svg: str) -> str:
+    """The element of `to_svg` as a file of its own, on white."""
+    for colour, variable in THEME.items():
+        svg = svg.replace(variable, colour)
+    return svg.replace("<svg", '<svg style="background: white"', 1)
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -1,0 +1,64 @@
+"""Pictures are drawn once, while a run ends; again only where its files have changed since."""
+
+from unittest.mock import patch
+from xml.etree import ElementTree
+
+import pytest
+from recorded import record
+
+from raytrec.report import drawing
+from raytrec.report.drawing import EarlyDrawing
+
+
+@pytest.fixture
+def drawn():
+    """How often the gallery was drawn; a small one."""
+    from raytrec.report.figures import gallery
+
+    calls = []
+
+    def draw(history):
+        calls.append(history)
+        return original(history)
+
+    original, one_each = drawing.draw, {picture.section: picture for picture in reversed(gallery.PICTURES)}
+    with patch.object(drawing, "draw", draw), patch.object(gallery, "PICTURES", one_each.values()):
+        yield calls
+
+
+def test_drawn_once_and_written_with_the_result(tmp_path, drawn):
+    record(tmp_path)
+    early = EarlyDrawing(tmp_path)
+    early.begin()
+    early.begin()  # of a second result, after a restart
+    early.confirm()
+    (tmp_path / "result.json").write_text('{"name": "written since"}')
+    page, pictures = early.write()
+    assert len(drawn) == 1 and page.read_text().count("<svg") == 5 and "written since" in page.read_text()
+    assert {path.name for path in pictures} >= {"curves.svg", "timeline.svg"}
+    for path in pictures:
+        assert ElementTree.parse(path).getroot().tag.endswith("svg") and "var(" not in path.read_text()
+
+
+@pytest.mark.parametrize("begun, confirmed", [(False, False), (True, False), (True, True)])
+def test_what_was_not_drawn_or_has_changed_is_drawn_at_the_end(tmp_path, drawn, begun, confirmed):
+    record(tmp_path)
+    early = EarlyDrawing(tmp_path)
+    if begun:
+        early.begin()
+        with (tmp_path / "events.jsonl").open("a") as events:
+            events.write('{"event": "failed", "unix_s": 1800000050, "cause": "later"}\n')
+    if confirmed:
+        early.confirm()
+    page, _ = early.write()
+    assert len(drawn) == 1 + begun and ("later" in page.read_text()) == begun
+
+
+def test_what_cannot_be_drawn_early_says_so_at_the_end(tmp_path):
+    record(tmp_path)
+    early = EarlyDrawing(tmp_path)
+    with patch.object(drawing, "draw", side_effect=RuntimeError("no room")):
+        early.begin()
+        early.confirm()
+        with pytest.raises(RuntimeError, match="no room"):
+            early.write()
