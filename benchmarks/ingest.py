@@ -14,7 +14,8 @@ window          raytrec, shuffle: window
 numpy collate   ray.data iter_torch_batches(collate_fn) over NumPy, as in Ray's own recommender benchmark
 DataLoader      torch DataLoader with pyarrow in its worker processes, and a collate to a KeyedJaggedTensor
 
-Then the stream reads the folder once and eight times over, and the most memory that it took is compared.
+Then the stream reads the folder once and eight times over, and the most memory that it took is compared; it
+waits, read ahead, for a step that does not come; and it starts on the same rows in row groups of other sizes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import pyarrow.parquet as pq
 import ray  # before psutil, which it brings along
 import torch
 import typer
+from ingest_waits import GROUP_ROWS, first_batches, tell, waiting
 
 import psutil  # isort: skip
 from rich.console import Console
@@ -244,12 +246,22 @@ def main(
                     measured = measure(variant, dataset, schema, readers, pool)
                     if turn:  # the first starts processes
                         turns[name].append(measured)
-    show(dataset.rows, readers, turns, memory, write=set(chosen) == set(VARIANTS) and not smallest)
+        waits = waiting(repeated(once, 4 * times), readers, cpu_seconds)
+        starts = first_batches(once, schema, readers, rounds, (1000,) if smallest else GROUP_ROWS)
+    tell(waits, starts)
+    others = {"waiting_cpu_ms_per_s": waits, "first_batch_s": starts}
+    write = set(chosen) == set(VARIANTS) and not smallest
+    show(dataset.rows, readers, turns, memory, others if write else None)
 
 
 def show(
-    rows: int, readers: int, turns: dict[str, list[Measured]], memory: dict[int, float], write: bool
+    rows: int,
+    readers: int,
+    turns: dict[str, list[Measured]],
+    memory: dict[int, float],
+    others: dict | None,
 ) -> None:
+    """Prints the table; with `others` (further figures), writes the results."""
     table = Table(title=f"{rows:,} rows, batch {BATCH}, {readers} reading process(es)")
     for column in ("variant", "rows/s", "of decode", "CPU-µs/row", "consumer CPU"):
         table.add_column(column, justify="left" if column == "variant" else "right", no_wrap=True)
@@ -270,7 +282,7 @@ def show(
         f"most memory of the stream, all processes and object store: {small[1]:,.0f} MiB for {small[0]:,} "
         f"rows, {large[1]:,.0f} MiB for {large[0]:,}"
     )
-    if write:
+    if others is not None:
         values = {
             "rows": rows,
             "readers": readers,
@@ -278,6 +290,7 @@ def show(
             "cpu_us_per_row": {name: m.cpu_us for name, m in middle.items()},
             "consumer_cpu": {name: m.consumer for name, m in middle.items()},
             "stream_memory_mib": memory,
+            **others,
             "ratios": {
                 "stream_over_decode": rate["stream"] / rate["decode"],
                 "stream_over_numpy_collate": rate["stream"] / rate["numpy_collate"],

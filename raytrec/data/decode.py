@@ -16,7 +16,8 @@ from raytrec.data.faults import retry_read, storage_hint
 from raytrec.data.nested import pick, to_read
 from raytrec.data.pages import Version, read_rows
 
-_footers: dict[Version, pq.FileMetaData] = {}  # of this process
+_footers: dict[Version, pq.FileMetaData] = {}  # of this process, whose threads share it
+_lock = threading.Lock()
 FOOTER_BYTES = 16 << 20
 OPEN_FILES = 8  # of a thread
 WHOLE_ROWS = 65_536  # row groups of up to so many rows are decoded whole, and cut then
@@ -102,6 +103,7 @@ def _opened(version: Version, open_file: Callable[[], pa.NativeFile]) -> tuple[p
 def _remember(version: Version, footer: pq.FileMetaData) -> None:
     """Keeps a footer for the file's other row groups; the oldest go when they take too much memory. (Parsed
     for each row group, a footer costs a good part of what decoding does.)"""
-    _footers[version] = footer
-    while sum(known.serialized_size for known in _footers.values()) > FOOTER_BYTES and len(_footers) > 1:
-        del _footers[next(iter(_footers))]
+    with _lock:
+        _footers[version] = footer
+        while sum(known.serialized_size for known in _footers.values()) > FOOTER_BYTES and len(_footers) > 1:
+            del _footers[next(iter(_footers))]

@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ BATCH_ROWS = 65_536  # that are decoded at a time where rows before the wanted o
 KNOWN_BYTES = 16 << 20  # that a process keeps of where pages are
 
 _known: dict[tuple[Version, int, int], Pages] = {}  # (file, row group, leaf column) → its pages
+_lock = Lock()
 
 
 def read_rows(
@@ -169,18 +171,20 @@ def _fetch(
 
 def _pages(version: Version, footer: pq.FileMetaData, group: int, leaf: int) -> Pages:
     key = version, group, leaf
-    if key not in _known:
-        _known[key] = Pages(footer.row_group(group).column(leaf), footer.schema.column(leaf))
-    return _known[key]
+    with _lock:
+        if key not in _known:
+            _known[key] = Pages(footer.row_group(group).column(leaf), footer.schema.column(leaf))
+        return _known[key]
 
 
 def _forget() -> None:
     """Lets the oldest go where they take too much memory."""
-    taken = sum(pages.nbytes for pages in _known.values())
-    for key in list(_known):
-        if taken <= KNOWN_BYTES:
-            break
-        taken -= _known.pop(key).nbytes
+    with _lock:
+        taken = sum(pages.nbytes for pages in _known.values())
+        for key in list(_known):
+            if taken <= KNOWN_BYTES:
+                break
+            taken -= _known.pop(key).nbytes
 
 
 def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: list[str]) -> pa.Table:
@@ -197,7 +201,10 @@ def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: l
 
 
 class Pages:
-    """The data pages of one column chunk at which a row begins, looked up as far as they are asked for."""
+    """The data pages of one column chunk at which a row begins, looked up as far as they are asked for.
+
+    Several threads may read.
+    """
 
     def __init__(self, chunk: pq.ColumnChunkMetaData, column: pq.ColumnSchema):
         self.begin = chunk.data_page_offset
@@ -210,6 +217,7 @@ class Pages:
         self._rows: list[int] = []  # that each page begins with
         self._coded: list[bool] = []  # whether the dictionary is needed from there to the next
         self._at, self._row, self._first = self.begin, 0, self.begin
+        self._lock = Lock()
 
     @property
     def nbytes(self) -> int:
@@ -226,18 +234,20 @@ class Pages:
             ValueError, pa.ArrowException: bytes that are no pages, or none that hold these rows.
         """
         look = Ahead(read_at, ahead) if ahead else read_at
-        while self._left > 0 and self._at < self._end and not (self._rows and self._rows[-1] >= last):
-            self._walk(look)
-        if self._left and self._at == self._end:
-            raise ValueError("the pages end before the column")
-        start, stop = bisect_right(self._rows, first) - 1, bisect_left(self._rows, last)
-        if start < 0:
-            raise ValueError(f"no page holds row {first:,}")
-        begin, end = self._offsets[start], self._offsets[stop] if stop < len(self._rows) else self._end
+        with self._lock:
+            while self._left > 0 and self._at < self._end and not (self._rows and self._rows[-1] >= last):
+                self._walk(look)
+            if self._left and self._at == self._end:
+                raise ValueError("the pages end before the column")
+            start, stop = bisect_right(self._rows, first) - 1, bisect_left(self._rows, last)
+            if start < 0:
+                raise ValueError(f"no page holds row {first:,}")
+            begin, end = self._offsets[start], self._offsets[stop] if stop < len(self._rows) else self._end
+            coded, row = any(self._coded[start:stop]), self._rows[start]
         data = read_at(begin, end - begin)
-        if any(self._coded[start:stop]):
+        if coded:
             data = read_at(self.begin, self._first - self.begin) + data
-        return data, self._rows[start]
+        return data, row
 
     def _walk(self, read_at: ReadAt) -> None:
         """Takes one more page."""

@@ -25,22 +25,22 @@ from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Part
 from raytrec.data.transform import apply_transforms
 
-AHEAD = 2  # items that are decoded before they are asked for
-NICE = 10  # of the thread that decodes
+AHEAD = 2  # items that are decoded before they are asked for, each in a thread
+NICE = 10  # of the threads that decode
 MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, the rest is skipped
 
 
 def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -> Iterator[pa.Table]:
     """One Ray Data task: the items whose places in the list stand in the column `id` of `index`.
 
-    The next items are decoded in a thread while this one is checked and handed over.
+    The next items are decoded in threads while this one is checked and handed over.
 
     Args:
         items: ray.ObjectRef of the whole list.
     """
     whole = _fetched(items)
     mine = [whole[i] for i in index["id"].to_pylist()]
-    with ThreadPoolExecutor(1, initializer=_give_way) as thread:
+    with ThreadPoolExecutor(AHEAD, initializer=_give_way) as thread:
         coming = deque(thread.submit(decode_item, item, form.columns) for item in mine[:AHEAD])
         for item, following in zip_longest(mine, mine[AHEAD:]):
             decoded = coming.popleft().result()
@@ -51,9 +51,8 @@ def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -
 
 
 def _give_way() -> None:
-    """Lets this thread decode when nobody trains: on a machine with as many ranks as cores it would delay one
-    of them, for which the others wait. (The process may be another's later; on Linux, threads have priorities
-    of their own.)"""
+    """Lets this thread decode where a core has nothing else to do: a rank that it held up would hold up all.
+    (The process may be another's later; on Linux, threads have priorities of their own.)"""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
 
