@@ -108,7 +108,6 @@ def bag_totals(sparse: KeyedJaggedTensor) -> torch.Tensor:
     lengths = sparse.lengths()
     weights = sparse.weights_or_none()
     if weights is None:
-        totals = lengths.float()
-    else:
-        totals = torch.segment_reduce(weights, "sum", lengths=lengths.long(), unsafe=True)
+        return lengths.clamp(min=1).float().view(len(sparse.keys()), -1)
+    totals = torch.segment_reduce(weights, "sum", lengths=lengths.long(), unsafe=True)
     return torch.where(totals == 0, 1.0, totals).view(len(sparse.keys()), -1)

@@ -101,7 +101,8 @@ class Taps:
         def after(_: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
             if not (kernel.training and torch.is_grad_enabled()):
                 return
-            lookup.received += inputs[0].lengths().view(len(keys), -1).sum(1)
+            offsets = inputs[0].offsets()  # which the lookup has computed
+            lookup.received += offsets[:: (len(offsets) - 1) // len(keys)].diff()
             if self.probing:
                 lookup.ids, lookup.gradient = inputs[0], None
                 output.register_hook(lambda gradient: setattr(lookup, "gradient", gradient))
@@ -113,8 +114,9 @@ class Taps:
         pooled, batch = inputs
         if not head.training:
             return
-        self.sent += batch.sparse.lengths().view(len(self.features), -1).sum(1)
-        self.rows += (batch.weights > 0).sum()
+        # A batch has fewer than 2³¹ ids, as TorchRec's offsets say; sums in int64 take four times as long.
+        self.sent += batch.sparse.lengths().view(len(self.features), -1).sum(1, dtype=torch.int32)
+        self.rows += torch.count_nonzero(batch.weights)
         if self.probing:
             self.input = Input({name: values.detach() for name, values in pooled.items()}, {}, batch)
             for name, values in pooled.items():

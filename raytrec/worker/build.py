@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from raytrec.compat.fbgemm import CACHED, pad_empty_shards
 from raytrec.config.run_config import RunConfig
@@ -39,7 +39,13 @@ def build_step(
     if is_fused(config.optim.embeddings, device):
         fuse(model.embeddings.bags, config.optim.embeddings)
     plan = _plan(model, config, schema, device)
-    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=[_sharder(plan, device)])
+    sharded = DistributedModelParallel(
+        model,
+        device=device,
+        plan=plan,
+        sharders=[_sharder(plan, device)],
+        data_parallel_wrapper=_Alone() if dist.get_world_size() == 1 else None,
+    )
     pad_empty_shards(sharded)
     if fill:
         fill_tables(sharded, schema, config.run.seed)
@@ -59,6 +65,13 @@ def build_step(
         prefetch=_has_caches(plan, device),
     )
     return step, plan
+
+
+class _Alone(DataParallelWrapper):
+    """Leaves the dense layers of a single rank as they are: nobody else's gradients are to be averaged."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Does nothing."""
 
 
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:

@@ -39,7 +39,8 @@ class StepConsensus:
     def __init__(self) -> None:
         import torch.distributed as dist
 
-        self._group = dist.new_group(backend="gloo")
+        # One rank agrees with itself; a group of gloo's has threads that look around 100 times a second.
+        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._begun: deque = deque()
 
     def exchange(self, command: Command, known: Known, busy: bool) -> Decision | None:
@@ -67,11 +68,14 @@ class StepConsensus:
 
         first = NEVER if known.bad is None else known.bad
         values = torch.tensor([command, -known.through, -first, busy])  # the least of what has a minus
-        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._begun.append((work, values))
 
     def _finish(self) -> Decision:
         work, values = self._begun.popleft()
-        work.wait()
+        if work is not None:
+            work.wait()
         command, through, first, busy = values.tolist()
         return Decision(Command(command), -through, None if first == -NEVER else -first, bool(busy))

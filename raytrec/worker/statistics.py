@@ -176,15 +176,20 @@ class Statistics:
 
     def _before_update(self, lookup: Lookup) -> Any:
         """A hook that keeps what a probed step's update will change."""
+        keys_of_table = {
+            name: [i for i, owner in enumerate(lookup.tables) if owner == name] for name in lookup.tables
+        }
+        without_state = [
+            name for name in keys_of_table if not any(k in self._tables[name].state for k in SECOND_MOMENTS)
+        ]
 
         def after(kernel: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
             if not (kernel.training and torch.is_grad_enabled()):
                 return
-            for name in dict.fromkeys(lookup.tables):
-                keys = [i for i, owner in enumerate(lookup.tables) if owner == name]
-                if not any(kind in self._tables[name].state for kind in SECOND_MOMENTS):
-                    self._mark(name, inputs[0], keys)
-                if self._taps.probing:
+            for name in without_state:
+                self._mark(name, inputs[0], keys_of_table[name])
+            if self._taps.probing:
+                for name, keys in keys_of_table.items():
                     self._probe(name, lookup, inputs[0], keys)
 
         return after
@@ -202,7 +207,7 @@ class Statistics:
         shard = _shard(self._tables[name])
         ids = torch.cat([_ids(features, key) for key in keys])
         rows = ids.unique()
-        some = rows[:: max(1, len(rows) // SAMPLE)]
+        some = rows[:: max(1, len(rows) // SAMPLE)].contiguous()  # rows are searched for in it
         before = shard.read(some).detach().float()
         self._probed[name] = Probed(lookup, some, len(rows), len(ids), before, keys)
 

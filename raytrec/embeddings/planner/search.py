@@ -32,7 +32,8 @@ def narrow(
 
     Where there are too many tables × ranks, only the tables with most bytes or most lookups may be cut into a
     part for every rank, and only the smallest may be copied to every rank; the others keep what else they
-    were allowed. Tables that are allowed nothing else, and large ones, stay as they are.
+    were allowed. Tables that are allowed nothing else, and large ones, stay as they are. On one rank, where a
+    part for every rank is the whole table, no table is cut: the same values without sorting ids by rank.
 
     Args:
         memory: bytes for tables on each rank's device.
@@ -48,7 +49,7 @@ def narrow(
         return max(bytes_of[table] / all_bytes, load_of[table] / all_load), bytes_of[table]
 
     spared = {table for table in constraints if bytes_of[table] > LARGE * memory}
-    narrowed = dict(constraints)
+    narrowed = {table: _whole(pin) for table, pin in constraints.items()} if world == 1 else dict(constraints)
     for kinds, largest_first in ((SPREAD, True), (("data_parallel",), False)):
         asking = [
             table
@@ -60,6 +61,11 @@ def narrow(
             pin = narrowed[table]
             narrowed[table] = replace(pin, sharding=tuple(kind for kind in pin.sharding if kind not in kinds))
     return narrowed
+
+
+def _whole(pin: TableConstraint) -> TableConstraint:
+    """The constraint of a table on one rank."""
+    return replace(pin, sharding=("table_wise",)) if {"table_wise", "row_wise"} <= {*pin.sharding} else pin
 
 
 def estimate_once_per_size(

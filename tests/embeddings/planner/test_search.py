@@ -132,3 +132,10 @@ def test_only_tables_that_need_it_are_cut_for_every_rank_where_there_are_many():
     copied = {t for t, pin in narrowed.items() if "data_parallel" in pin.sharding}
     assert "t1" in copied and "t900" not in copied and len(copied) * 1024 <= MOST_SHARDS + 3 * 1024
     assert all("table_wise" in pin.sharding for t, pin in narrowed.items() if t != "t7")
+
+
+def test_on_one_rank_no_table_is_cut_that_need_not_be():
+    both, cut = TableConstraint(("row_wise", "table_wise")), TableConstraint(("row_wise",))
+    narrowed = narrow({"a": both, "b": cut}, schema({"a": 5, "b": 10**9}), 1, 10**8)
+    assert (narrowed["a"].sharding, narrowed["b"].sharding) == (("table_wise",), ("row_wise",))
+    assert narrow({"a": both}, schema({"a": 5}), 2, 10**8) == {"a": both}
