@@ -42,9 +42,6 @@ class Sheet:
     rows: list[list[Cell]]
 
 
-def ranks(history: History) -> Sheet | None:
-    """One row for each rank of the last group of workers."""
-    lines = over_time(skip_warmup(history.ranks))
 def bound_sentence(history: History) -> str:
     """What has bounded the run; empty where its result does not say."""
     said = history.result.get("bound.sentence")
@@ -68,6 +65,9 @@ def _items(values: Any) -> list[tuple[Any, Any]]:
     return list(values.items()) if isinstance(values, dict) else []
 
 
+def ranks(history: History) -> Sheet | None:
+    """One row for each rank of the last group of workers."""
+    lines = over_time(skip_warmup(history.ranks))
     if not lines:
         return None
     total = sum(lookup_bytes(line) for line in lines)

@@ -22,7 +22,6 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.worker.evaluate import evaluate
     from raytrec.worker.garbage import spare_what_stays
     from raytrec.worker.initial_state import begin
-    from raytrec.worker.memory import keep_freed_memory
     from raytrec.worker.nonfinite import Recent
     from raytrec.worker.observers import make_observers
     from raytrec.worker.progress import Progress
@@ -40,8 +39,6 @@ def train_worker(task: WorkerTask) -> None:
     if not restore_run(context, step, state, progress):
         begin(step, config, task.schema)
     spare_what_stays()
-    if context.device.type == "cpu":
-        keep_freed_memory()
     reading = train.epochs(config.train.epochs, progress.step)
     batches = Recent(context.heartbeat.count_batches(reading), progress.step)
     observers = make_observers(context, step, state, progress, batches, total)
@@ -91,10 +88,10 @@ def train_worker(task: WorkerTask) -> None:
         figures, curves = evaluate(step, context.evaluation_batches(test), context.device, selection)
         context.report(messages.Final(step=progress.step, figures=figures, curves=curves))
         result |= selection.result(figures)
+    result |= observers.result()
     if unsaved:  # there may be room by now
         unsaved = checkpoints.finish(again=True)
     parts = unsaved.parts if unsaved else None
-    result |= observers.result()
     context.report(messages.Result(step=progress.step, figures=result, unsaved=parts))
     return context.close()
 
