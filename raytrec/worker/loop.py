@@ -22,6 +22,7 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.worker.evaluate import evaluate
     from raytrec.worker.garbage import spare_what_stays
     from raytrec.worker.initial_state import begin
+    from raytrec.worker.memory import keep_freed_memory
     from raytrec.worker.nonfinite import Recent
     from raytrec.worker.observers import make_observers
     from raytrec.worker.progress import Progress
@@ -39,6 +40,8 @@ def train_worker(task: WorkerTask) -> None:
     if not restore_run(context, step, state, progress):
         begin(step, config, task.schema)
     spare_what_stays()
+    if context.device.type == "cpu":
+        keep_freed_memory()
     reading = train.epochs(config.train.epochs, progress.step)
     batches = Recent(context.heartbeat.count_batches(reading), progress.step)
     observers = make_observers(context, step, state, progress, batches, total)
