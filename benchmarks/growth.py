@@ -7,8 +7,8 @@ Each point is raytrec's own Step with the observers, the agreement and the metri
 Ray and with random batches in memory (benchmarks/growth_point.py). What is measured is CPU time of all ranks,
 the least of several blocks of steps: it hardly depends on what else the machine does. The points of a curve
 differ in one size; the others are those of BASE. Beside each curve stands the law that the work follows:
-constant, or a constant and a part in proportion. It is fitted to the curve's ends, and a point that is off by
-more than a quarter is marked as a kink; docs/benchmarks.md says where each comes from.
+constant, as at the first point; or a constant and a part in proportion, with the least relative errors. A
+point that is off by more than a quarter is marked as a kink; docs/benchmarks.md says where each comes from.
 
 Prints a table and writes benchmarks/results/growth.json and docs/images/growth.png.
 """
@@ -23,8 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch.multiprocessing as mp
 import typer
+from documents import fill
 from growth_point import Point, measure
 from rich.console import Console
 from rich.table import Table
@@ -43,14 +45,12 @@ class Curve:
         label: of x; unit: of y.
         linear: whether a part of the cost grows in proportion to x; else none does.
         points: x → what is measured.
-        smallest: how many of the points the smallest form has.
     """
 
     label: str
     unit: str
     linear: bool
     points: dict[float, Point]
-    smallest: int = 2
 
 
 def _vary(values: list[int], change: Callable[[int], Point]) -> dict[float, Point]:
@@ -109,20 +109,26 @@ CURVES = {
 }
 
 
-def run(point: Point, steps: int) -> dict[str, Any]:
-    """What the ranks of one point have measured, summed over them."""
-    with tempfile.TemporaryDirectory(prefix="growth-") as folder:
-        mp.spawn(measure, (point, steps, folder), nprocs=point.workers)
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(point.workers)]
-    return {key: sum(rank[key] for rank in ranks) for key in ranks[0]}
+def run(points: list[Point], steps: int) -> dict[Point, dict[str, Any]]:
+    """What the ranks of each point have measured, summed over them; the ranks of some points are the same."""
+    found = {}
+    for workers in sorted({point.workers for point in points}):
+        chosen = [point for point in dict.fromkeys(points) if point.workers == workers]
+        with tempfile.TemporaryDirectory(prefix="growth-") as folder:
+            mp.spawn(measure, (workers, chosen, steps, folder), nprocs=workers)
+            ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(workers)]
+        for point, *of in zip(chosen, *ranks, strict=True):
+            found[point] = {key: sum(each[key] for each in of) for key in of[0]}
+    return found
 
 
 def law_of(xs: list[float], ys: list[float], linear: bool) -> list[float]:
-    """What the law says at each x: through the first and the last point; constant, as at the first."""
-    if not linear or len(xs) < 2:
+    """What the law says at each x: constant, as at the first; else a + b·x with the least relative errors."""
+    if not linear:
         return [ys[0]] * len(xs)
-    slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0])
-    return [ys[0] + slope * (x - xs[0]) for x in xs]
+    weighted = np.array([[1 / y, x / y] for x, y in zip(xs, ys, strict=True)])
+    a, b = np.linalg.lstsq(weighted / (scale := [1, max(xs)]), np.ones(len(xs)), rcond=None)[0] / scale
+    return [float(a + b * x) for x in xs]
 
 
 def describe(curve: Curve, measured: list[dict[str, Any]]) -> dict[str, Any]:
@@ -154,6 +160,25 @@ def show(name: str, curve: dict[str, Any]) -> Table:
         mark = "  kink" if x in curve["kinks"] else ""
         table.add_row(f"{x:,.0f}", f"{y:.2f}", f"{said:.2f}", f"{y / said:.2f}{mark}")
     return table
+
+
+def document(curves: dict[str, Any]) -> str:
+    """What docs/benchmarks.md has of the results."""
+    lines = ["| size | from | to | CPU | at the first | at the last | law | of the law there | kinks at |"]
+    lines.append("|---|---:|---:|---|---:|---:|---|---:|---|")
+    for curve in curves.values():
+        first, last = curve["cpu_ms"][0], curve["cpu_ms"][-1]
+        cells = [curve["label"], f"{curve['x'][0]:,.0f}", f"{curve['x'][-1]:,.0f}", curve["unit"]]
+        cells += [f"{first:,.1f}", f"{last:,.1f}", curve["law"], f"{last / curve['law_ms'][-1]:.2f}"]
+        lines.append("| " + " | ".join([*cells, ", ".join(f"{x:,.0f}" for x in curve["kinks"])]) + " |")
+    saved = curves["checkpoint"]
+    each = ", ".join(f"{size / x:.3f}" for x, size in zip(saved["x"], saved["bytes"], strict=True))
+    lines += [
+        "",
+        f"Bytes of a checkpoint's files, of a byte of tables and state, from small to large: {each}.",
+    ]
+    picture = "![measured points, the law beside each curve, and kinks](images/growth.png)"
+    return "\n".join([*lines, "", picture])
 
 
 def draw(curves: dict[str, Any], path: Path) -> None:
@@ -193,15 +218,18 @@ def main(
     chosen = {name: CURVES[name] for name in only.split(",")}
     if smallest:
         chosen, steps = {name: chosen[name] for name in ("features", "checkpoint") if name in chosen}, 2
-    found = {}
-    for name, curve in chosen.items():
-        points = [point for x, point in curve.points.items() if x <= largest]
-        measured = [run(point, steps) for point in points[: curve.smallest if smallest else None]]
-        found[name] = describe(curve, measured)
-        Console(width=110).print(show(name, found[name]))
+    points = {
+        name: [point for x, point in curve.points.items() if x <= largest][: 2 if smallest else None]
+        for name, curve in chosen.items()
+    }
+    measured = run([point for of in points.values() for point in of], steps)
+    found = {name: describe(chosen[name], [measured[point] for point in of]) for name, of in points.items()}
+    for name, curve in found.items():
+        Console(width=110).print(show(name, curve))
     if set(chosen) == set(CURVES) and largest >= 1e9 and not smallest:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         draw(found, PICTURE)
+        fill("docs/benchmarks.md", "growth", document(found))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""One rank of one point of `benchmarks/growth.py`: a run's loop, without Ray, on batches in memory."""
+"""A rank of the points of `benchmarks/growth.py`: a run's loop, without Ray, on batches in memory."""
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -146,24 +147,30 @@ class Loop:
         return (process_time() - began) * 1e3
 
 
-def measure(rank: int, point: Point, steps: int, folder: str) -> None:
-    """Leaves RANK.json in the folder: cpu_ms, and of a checkpoint its bytes (on rank 0)."""
+def measure(rank: int, workers: int, points: list[Point], steps: int, folder: str) -> None:
+    """Leaves RANK.json in the folder: of each point cpu_ms, and of a checkpoint its bytes (on rank 0)."""
     import torch
     import torch.distributed as dist
 
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    os.environ |= {"LOCAL_WORLD_SIZE": str(point.workers), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(workers), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=point.workers,
+        world_size=workers,
         timeout=timedelta(seconds=300),
     )
     torch.manual_seed(rank)
-    Path(folder, f"{rank}.json").write_text(json.dumps(MEASURES[point.what](point, rank, steps, folder)))
+    found = []
+    for number, point in enumerate(points):
+        found.append(MEASURES[point.what](point, rank, steps, f"{folder}/{number}"))
+        gc.collect()  # models are cycles
+        if rank == 0:
+            print(point, found[-1], flush=True)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 

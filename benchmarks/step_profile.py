@@ -60,11 +60,11 @@ def profile_side(
     side: str, cases: dict[str, tuple[str, int]], settings_of: Callable, run: Callable, steps: int
 ) -> None:
     """Runs a side once for each case and prints what took longest, by own time and with what was called."""
-    from step_sides import EVERY
+    from step_sides import WARM_UP
 
     for case, of in cases.items():
         with tempfile.TemporaryDirectory(prefix="profile-", ignore_cleanup_errors=True) as place:
-            os.environ[PROFILE] = f"{place}:{EVERY}:{EVERY + steps}"
+            os.environ[PROFILE] = f"{place}:{WARM_UP}:{WARM_UP + steps}"
             folder = Path(place) / side
             measured = run(side, settings_of(*of, folder), folder, steps)
             print(f"\n{case}, {side}: {measured.cpu_us_per_row:.1f} CPU-µs a row under the profiler")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from pathlib import Path
 from typing import Any
 
+from documents import fill
 from rich.table import Table
 
-REPO = Path(__file__).parents[1]
 SIDES = {
     "limit": "TorchRec, batches in memory",
     "by_hand": "TorchRec and a DataLoader, by hand",
@@ -132,22 +131,18 @@ def markdown(results: dict[str, Any], cases: list[str]) -> str:
 
 
 def documents(results: dict[str, Any]) -> dict[str, str]:
-    """Document → its table."""
-    cases = list(results["by_case"])
+    """Document → what it has of the results."""
+    picture = f"![rows/s and CPU time of each side: {results['title']}](images/step.png)"
     return {
-        "README.md": markdown(results, [case for case in cases if case == "dlrm_2"]),
-        "docs/benchmarks.md": markdown(results, cases),
+        "README.md": markdown(results, ["dlrm_2"]),
+        "docs/benchmarks.md": f"{markdown(results, list(results['by_case']))}\n\n{picture}",
     }
-
-
-BLOCK = re.compile(r"(?s)(<!-- benchmarks/results/step\.json -->\n).*?(\n<!-- end -->)")
 
 
 def write_tables(results: dict[str, Any]) -> None:
     """Puts the tables where the documents have their place for them."""
-    for name, table in documents(results).items():
-        path = REPO / name
-        path.write_text(BLOCK.sub(lambda found, table=table: found[1] + table + found[2], path.read_text()))
+    for page, text in documents(results).items():
+        fill(page, "step", text)
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

@@ -28,6 +28,7 @@ from time import time
 from typing import Any
 
 EVERY = 20  # steps between two lines; raytrec's own default of train.log_every_steps
+WARM_UP = 3 * EVERY  # steps before those that are measured
 IN_MEMORY = 64  # batches of the side `limit`: 70 MB, more than any cache has
 
 

@@ -1,0 +1,109 @@
+"""`make bench` in parts: processes seen from outside, figures of rounds, the tables in the documents."""
+
+import json
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+SPIN = "import time\nwhile time.process_time() < {}: pass\n"
+# One burns 0.3 s of CPU and ends; the other, in a session of its own, 0.2 s, and stays.
+BOTH = f"""
+import subprocess, sys, time
+subprocess.run([sys.executable, "-S", "-c", {SPIN.format(0.3)!r}])
+subprocess.Popen([sys.executable, "-S", "-c", {SPIN.format(0.2)!r} + "time.sleep(9)"], start_new_session=True)
+time.sleep(1.5)
+"""
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(REPO / "benchmarks")
+
+
+@pytest.fixture
+def results(bench):
+    from step import Measured
+    from step_results import summarize
+
+    def measured(speed, cpu):
+        return Measured(speed, cpu, 100.0, 2.0, 1.0, {"rank": cpu})
+
+    rounds = {
+        "limit": [measured(100.0, 10.0), measured(50.0, 12.0)],
+        "by_hand": [measured(90.0, 11.0), measured(45.0, 13.0)],
+        "ray_recipe": [measured(50.0, 20.0), measured(25.0, 24.0)],
+        "raytrec": [measured(95.0, 10.5), measured(40.0, 12.6)],
+    }
+    slower = {
+        side: [measured(m.samples_per_s / 2, m.cpu_us_per_row) for m in of] for side, of in rounds.items()
+    }
+    slower["raytrec"] = [measured(30.0, 12.0), measured(15.0, 14.4)]
+    return summarize("some rows", {"dlrm_1": rounds, "dlrm_2": slower})
+
+
+def test_cpu_time_of_all_processes_is_counted_also_of_those_that_have_left(bench, tmp_path):
+    from processes import Command
+
+    command = Command([sys.executable, "-S", "-c", BOTH], tmp_path / "one")
+    other = Command([sys.executable, "-S", "-c", SPIN.format(0.1)], tmp_path / "two")
+    deadline = monotonic() + 60
+    while command.running and monotonic() < deadline:
+        command.look(0.1)
+        sleep(0.02)
+    assert other.end() in (0, -9)
+    moment, spent = command.samples[-1]
+    assert 0.4 <= sum(spent.values()) <= 1.5, "both of its processes, and those alone"
+    assert command.peak_mib > 1
+    assert len(command._marked.pids()) == 1, "the one in another session"
+    halves = command.cpu_s((command.samples[-2][0] + moment) / 2)
+    assert sum(command.samples[-2][1].values()) <= sum(halves.values()) <= sum(spent.values())
+    command.end()
+    while command._marked.pids() and monotonic() < deadline:
+        sleep(0.02)
+    assert not command._marked.pids()
+
+
+def test_roles_of_processes(bench):
+    from processes import role
+
+    assert role("ray::RayTrainWo ray::RayTrainWorker.execute") == "rank"
+    assert (
+        role("ray::IDLE ray::IDLE")
+        == role("pt_data_worker python step_sides.py by_hand s.json 0")
+        == "reader"
+    )
+    assert role("python python -W ignore benchmarks/step_sides.py limit s.json 1") == "rank"
+    assert role("python python benchmarks/step_sides.py ray_recipe s.json") == "driver"
+    assert role("python python -m raytrec train config.yaml") == "driver"
+    assert role("raylet /ray/raylet/raylet --python=default_worker.py") == "raylet"
+
+
+def test_ratios_compare_sides_of_one_round_and_the_worst_case_counts(results):
+    assert results["by_case"]["dlrm_1"]["raytrec_over_limit"] == pytest.approx((0.95 + 0.8) / 2)
+    assert results["ratios"]["raytrec_over_limit"] == pytest.approx(0.6), "of two workers"
+    assert results["ratios"]["raytrec_over_by_hand"] == pytest.approx((30 / 45 + 15 / 22.5) / 2, abs=1e-4)
+    assert results["cpu_ratio"] == pytest.approx(1.2)
+    assert results["samples_per_s"]["raytrec"] == {"dlrm_1": 67.5, "dlrm_2": 22.5}
+    assert results["cpu_us_by_role"]["dlrm_1"]["raytrec"] == {"rank": 11.55}
+
+
+def test_a_table_has_a_line_for_each_side(results):
+    from step_results import markdown, rows_of
+
+    lines = markdown(results, ["dlrm_2"]).splitlines()
+    assert len(lines) == 2 + 4 and lines[2].startswith("| DLRM, 2 workers | ")
+    assert "| raytrec train | 22 | 13.2 | 1.20 | 100 | 2.0 |" in lines[-1]
+    assert len(rows_of(results, "dlrm_1")) == 4
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
+def test_documents_have_the_tables_of_the_last_measurement(bench, page):
+    from documents import filled
+    from step import RESULTS
+    from step_results import documents
+
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else None
+    assert filled(page, "step") == [documents(results)[page] if results else ""]

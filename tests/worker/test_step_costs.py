@@ -1,0 +1,90 @@
+"""What an ordinary step may cost, counted and not timed: one without a report, record, check or checkpoint.
+
+Two ranks train tests/small.py's model: two row-wise tables, three features, one of them weighted. Bounds are
+what is there, and a little for what differs between steps. Whoever needs more says why beside the bound.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from loop import make
+from ranks import on_ranks
+
+import raytrec
+
+WARM, COUNTED = 6, 8
+OWN = str(Path(raytrec.__file__).parent)
+MOST = {
+    # Of the next batch: lengths, ids and weights of ids. Of this batch: pooled embeddings (reduce-scatter),
+    # their gradients (all-gather), dense gradients, and the ranks' agreement.
+    "collectives": 8,
+    # Of raytrec alone. TorchRec's pipeline, torch's modules and autograd call the others.
+    "own calls": 230,
+    "calls": 2150,
+    "operators": 740,
+    "copies": 42,
+    "allocations": 74,
+}
+
+
+def counts(rank, world, folder):
+    """Of one step, on average over COUNTED."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    changes = ["tracking.every_steps=1000", "train.log_every_steps=1000", "checkpoint.every_s=null"]
+    loop = make(rank, world, WARM + 2 * COUNTED + 4, changes, folder)
+    torch.set_num_threads(1)
+    calls, profiler = Counter(), profile(activities=[ProfilerActivity.CPU])
+
+    def note(frame, event, _):
+        if event == "call":
+            calls["calls"] += 1
+            calls["own calls"] += frame.f_code.co_filename.startswith(OWN)
+
+    loop.observers.begin()
+    for number, outputs in enumerate(loop.step.train(loop.batches, WARM + 2 * COUNTED), start=1):
+        loop.progress.count(12, outputs)
+        loop.observers.after_step(12)
+        loop.checkpoints.after_step(outputs)
+        if number == WARM:
+            sys.setprofile(note)
+        elif number == WARM + COUNTED:
+            sys.setprofile(None)
+            profiler.start()
+    profiler.stop()
+    operators = {event.key: event.count for event in profiler.key_averages()}
+    found = {
+        **calls,
+        "collectives": sum(n for name, n in operators.items() if name.startswith("c10d::")),
+        "operators": sum(n for name, n in operators.items() if name.startswith("aten::")),
+        "copies": operators["aten::copy_"],
+        "allocations": operators["aten::empty"] + operators["aten::empty_strided"],
+    }
+    return {name: n / COUNTED for name, n in found.items()}
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    return on_ranks(2, counts, str(tmp_path_factory.mktemp("run")))[0]
+
+
+@pytest.mark.parametrize("what", MOST)
+def test_a_step_costs_no_more_than_that(step, what):
+    assert MOST[what] * 0.7 <= step[what] <= MOST[what], "far below: lower the bound"
+
+
+def saved_bytes(rank, world, folder):
+    """Bytes of a checkpoint of a table of 1,000 rows, and of one of 3,000."""
+    from growth_point import Point, _save
+
+    points = [Point(1, rows, dim=8, bag=1, batch=4, workers=1, what="save") for rows in (1000, 3000)]
+    return [_save(point, rank, 1, f"{folder}/{point.rows}")["bytes"] for point in points]
+
+
+def test_a_row_of_a_checkpoint_is_its_weights_and_its_state(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    ((small, large),) = on_ranks(1, saved_bytes, str(tmp_path))
+    assert (large - small) / 2000 == pytest.approx(8 * 4 + 4, abs=0.5)  # row-wise Adagrad: one float a row
