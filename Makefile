@@ -6,13 +6,14 @@
 # make mutations  2,000 broken configurations, schemas, run folders and checkpoints: each ends in a message
 # make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
 # make golden  the first 50 losses of every example configuration against the committed ones, bit for bit
-# make chaos   a run on several nodes with at least 20 faults; writes benchmarks/results/chaos.json
+# make chaos   a run on several nodes with at least 20 faults, and what faults cost; writes benchmarks/results/
 # make cluster-test  every way to run on a cluster, from a notebook and in an image, for real
 # make test-survive  the slower tests of whole runs, most of which disturb them
 # make bench   how fast training is, against the loop you would write by hand
 # make bench-growth, make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
 #              what the figures of docs/benchmarks.md come from
 # make bench-memory  what each process of a run has over 30 minutes, and who grows
+# make bench-start  how long a run takes to start, and to train again when a worker has been killed
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
 PYTHON ?= python3.11
 BIN := .venv/bin
@@ -28,7 +29,7 @@ ROWS ?= 300000
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-start gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -55,6 +56,7 @@ test-survive: install
 
 chaos: install
 	$(BIN)/python -W ignore benchmarks/chaos.py
+	$(BIN)/python -W ignore benchmarks/share.py
 
 bench-checkpoint: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/checkpoint.py
@@ -64,6 +66,9 @@ bench-watching: install
 
 bench-memory: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/memory.py
+
+bench-start: install
+	$(BIN)/python -W ignore benchmarks/start.py
 
 gpu-check: install
 	$(BIN)/python -W ignore tests/gpu/check.py

@@ -50,6 +50,7 @@ TARGETS = {
     "bench-checkpoint": "-W ignore benchmarks/checkpoint.py --smallest --folder {folder}/saved",
     "bench-watching": "-W ignore benchmarks/watching.py --smallest",
     "bench-memory": "-W ignore benchmarks/memory.py --smallest",
+    "bench-start": "-W ignore benchmarks/start.py --smallest",
     "gpu-check": "-W ignore tests/gpu/check.py --smallest --only environment --out {folder}/gpu-check.json",
     "bench-gpu": "-W ignore benchmarks/gpu.py --device cpu --only dense --rounds 1 --no-compiled",
     "lint": "-m ruff check benchmarks",

@@ -87,6 +87,9 @@ def train(
     json: Json = False,
 ):
     """Train, evaluate and save a run: raytrec train jobs/synthetic.yaml scaling.num_workers=2"""
+    from raytrec.driver.warm_workers import begin_early
+
+    begin_early()  # while the rest is imported
     from raytrec.common.errors import ConfigError
     from raytrec.driver.run import Unfinished
     from raytrec.driver.run import train as run
@@ -202,6 +205,9 @@ def evaluate(
     json: Json = False,
 ):
     """Evaluate a run or checkpoint, on any Parquet and with any number of workers."""
+    from raytrec.driver.warm_workers import begin_early
+
+    begin_early()
     from raytrec.driver.run import evaluate as again
 
     result = again(
@@ -215,6 +221,9 @@ def check(
     config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False
 ):
     """Compare a config, its plan and cluster with one plain torch process; exit code 1 on a difference."""
+    from raytrec.driver.warm_workers import begin_early
+
+    begin_early()
     from raytrec.driver.check import check as run
     from raytrec.driver.console import print_check
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any
 
@@ -105,14 +106,18 @@ def _places() -> dict[str, tuple[str, int]]:
     return {RAYLET: raylet, GCS: (host.strip("[]"), int(port))}
 
 
-def wait_for(ref: Any, lifeline: Lifeline) -> Any:
+def wait_for(ref: Any, lifeline: Lifeline, look: Callable[[], None] = lambda: None) -> Any:
     """What a task or an actor's method returns, while all is well with Ray.
 
+    Args:
+        look: called every half second.
+
     Raises:
-        RayLost: it is not.
+        RayLost: it is not. Whatever `look` raises.
     """
     import ray
 
     while not ray.wait([ref], timeout=LOOK_EVERY_S, fetch_local=False)[0]:
         lifeline.check()
+        look()
     return ray.get(ref)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep, time
 
@@ -136,17 +137,40 @@ def _remove(folder: Path) -> None:
         sleep(0.2)
 
 
+@dataclass(frozen=True)
+class LocalRay:
+    """What a local Ray is started with.
+
+    Attributes:
+        environment: variables of its processes, beside this process's.
+        on_raylet: called with the raylet's process id when it has been started.
+    """
+
+    environment: dict[str, str] = field(default_factory=dict)
+    on_raylet: Callable[[int], None] = lambda pid: None
+
+
 @contextmanager
-def own_sessions(folder: Path) -> Iterator[Callable[[], None]]:
+def own_sessions(folder: Path, ray: LocalRay | None = None) -> Iterator[Callable[[], None]]:
     """Lets the Ray that the block starts have its files in a folder, and its processes in their own sessions.
 
     They still end with this process, which the kernel sees to (Ray's PR_SET_PDEATHSIG).
+
+    Args:
+        ray: what else it is started with.
 
     Yields:
         Ends what is left of them, after ray.shutdown().
     """
     started: list[int] = []
-    with popen_replaced({"start_new_session": True}, {TMPDIR: str(folder)}, started.append):
+    ray = ray or LocalRay()
+
+    def began(pid: int, is_raylet: bool) -> None:
+        started.append(pid)
+        if is_raylet:
+            ray.on_raylet(pid)
+
+    with popen_replaced({"start_new_session": True}, ray.environment | {TMPDIR: str(folder)}, began):
         yield lambda: end_sessions(started)
 
 

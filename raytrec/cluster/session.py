@@ -18,6 +18,7 @@ from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import heads, own_sessions, private_folder
 from raytrec.cluster.refused import START_ONE, check_answers, check_token
 from raytrec.cluster.token import use_token
+from raytrec.cluster.warm import forked_workers
 from raytrec.common.errors import RunError
 from raytrec.compat.ray_core import (
     JOB_CONFIG,
@@ -27,6 +28,7 @@ from raytrec.compat.ray_core import (
     keep_loopback,
     logs_folder,
     loopback_setting,
+    only_what_is_needed,
     own_address,
     silence_workers,
 )
@@ -113,9 +115,14 @@ def _started(num_cpus: int | None) -> Iterator[None]:
 
     stay_on_loopback()
     options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
-    with private_folder() as folder, own_sessions(folder) as end_rest:
+    with (
+        private_folder() as folder,
+        forked_workers(folder) as ray_of_ours,
+        own_sessions(folder, ray_of_ours) as end_rest,
+    ):
         try:
-            _init("a new local cluster", **in_folder(folder / "ray"), **options)
+            with only_what_is_needed():
+                _init("a new local cluster", **in_folder(folder / "ray"), **options)
             _state.ours = True
             yield
         except RayLost as lost:

@@ -17,6 +17,14 @@ CURRENT_CLUSTER = (
 )
 # What Ray appends to RAY_TMPDIR; the address of a Unix socket must not be too long.
 SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+# Variables of the environment that Python, C libraries or Ray read when they are loaded, but for those that
+# are read later, or again; and those that no later process can read again.
+READ_AT_ONCE = ("LD_", "MALLOC_", "PYTHON", "RAY_")
+READ_LATER = ("RAY_AUTH_", "RAY_TRAIN_", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC")
+READ_FOR_EVER = ("RAY_JOB_ID", "RAY_RAYLET_PID")
+# Lets ray.init come back without waiting for workers that are started before anybody needs them.
+ON_DEMAND = {"RAY_prestart_worker_first_driver": "0"}
+UNNEEDED = ("start_api_server", "start_monitor", "start_log_monitor")  # methods of Ray's Node
 # Calls that exist on the two kinds of servers and change nothing; what matters is whether they are refused.
 GCS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 CLIENT_CALL = "/ray.rpc.RayletDriver/ClusterInfo"
@@ -146,13 +154,13 @@ def logs_folder() -> Path:
 
 @contextmanager
 def popen_replaced(
-    options: dict[str, Any], env: dict[str, str], began: Callable[[int], None]
+    options: dict[str, Any], env: dict[str, str], began: Callable[[int, bool], None]
 ) -> Iterator[None]:
     """A block in which Ray starts its processes with further options of subprocess.Popen.
 
     Args:
         env: added to their environment.
-        began: called with the id of each.
+        began: called with the id of each, and whether it is the raylet.
     """
     from ray._private import services
 
@@ -162,13 +170,78 @@ def popen_replaced(
         def __init__(self, *args: Any, **given: Any):
             given["env"] = (given.get("env") or os.environ) | env
             super().__init__(*args, **given, **options)
-            began(self.pid)
+            began(self.pid, args[0][0] == services.RAYLET_EXECUTABLE)
 
     services.ConsolePopen = Apart
     try:
         yield
     finally:
         services.ConsolePopen = before
+
+
+@contextmanager
+def only_what_is_needed() -> Iterator[None]:
+    """A block in which a local Ray is started without the processes that serve nobody there.
+
+    These are three, of which each imports Ray for a second, one of them while ray.init waits: the API server
+    (of the dashboard, which is left out), the autoscaler's monitor (of a cluster that does not grow), and
+    the log monitor (of logs that are not passed on to the driver).
+    """
+    from ray._private.node import Node
+
+    before = {name: private(Node, name, "ray") for name in UNNEEDED}
+    for name in UNNEEDED:
+        setattr(Node, name, lambda self, **_: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
+
+
+@contextmanager
+def workers_started_by(script: Path) -> Iterator[None]:
+    """A block in which a Ray that is started has this script in the place of its setup_worker.py."""
+    from ray._private import ray_constants
+
+    before = private(ray_constants, "SETUP_WORKER_FILENAME", "ray")
+    ray_constants.SETUP_WORKER_FILENAME = str(script)
+    try:
+        yield
+    finally:
+        ray_constants.SETUP_WORKER_FILENAME = before
+
+
+def first_job(raylet: int) -> dict[str, str]:
+    """What the raylet adds to the environment of workers of a new cluster's first job.
+
+    Args:
+        raylet: process id.
+    """
+    return dict(zip(READ_FOR_EVER, ("01000000", str(raylet)), strict=True))
+
+
+@contextmanager
+def actor_class_ids_from(random: Callable[[int], bytes]) -> Iterator[None]:
+    """A block in which the ids of actor classes are not drawn from Ray's generator, which stays unseeded.
+
+    Args:
+        random: number of bytes → bytes.
+    """
+    import ray.actor
+
+    before = private(ray.actor, "ActorClassID", "ray")
+
+    class FromOutside:
+        @staticmethod
+        def from_random() -> Any:
+            return before(random(before.size()))
+
+    ray.actor.ActorClassID = FromOutside
+    try:
+        yield
+    finally:
+        ray.actor.ActorClassID = before
 
 
 def is_ray_process(pid: int) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
     DefaultAutoscalingCoordinator,
 )
-from ray.train.torch import TorchTrainer
-from ray.train.torch.config import _TorchBackend
+from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
@@ -18,7 +18,9 @@ from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_cli
     AUTOSCALING_REQUESTS_EXPIRE_TIME_S,
     AUTOSCALING_REQUESTS_INTERVAL_S,
 )
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from raytrec.common.python_path import load
 from raytrec.compat.ray_cleaner import with_own_cleaner
 
 __all__ = [
@@ -26,16 +28,51 @@ __all__ = [
     "ControlledTrainer",
     "FailureDecision",
     "FailurePolicy",
+    "LateTorchConfig",
     "NoopDecision",
     "RequestingPolicy",
     "ResizeDecision",
-    "TorchBackend",
 ]
-TorchBackend = _TorchBackend
 
 
-class ControlledTrainer(TorchTrainer):
-    """A TorchTrainer whose controller is given policies, and is waited for by a function of ours.
+class LateBackend(Backend):
+    """The backend of a LateTorchConfig."""
+
+    share_cuda_visible_devices = True  # as torch's
+
+    def on_start(self, worker_group: Any, backend_config: LateTorchConfig) -> None:
+        backend_config.made.backend_cls().on_start(worker_group, backend_config.made)
+
+    def on_training_start(self, worker_group: Any, backend_config: LateTorchConfig) -> None:
+        backend_config.made.backend_cls().on_training_start(worker_group, backend_config.made)
+
+    def on_shutdown(self, worker_group: Any, backend_config: LateTorchConfig) -> None:
+        backend_config.made.backend_cls().on_shutdown(worker_group, backend_config.made)
+
+
+@dataclass
+class LateTorchConfig(BackendConfig):
+    """A TorchConfig that is made in the controller, because torch takes the driver a second to import.
+
+    Attributes:
+        place: module:name of the TorchConfig's class.
+        options: its arguments.
+    """
+
+    place: str
+    options: dict[str, Any]
+
+    @property
+    def made(self) -> Any:
+        return load(self.place)(**self.options)
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return LateBackend
+
+
+class ControlledTrainer(DataParallelTrainer):
+    """Ray Train's trainer, whose controller is given policies, and is waited for by a function of ours.
 
     Args:
         policies: scaling_policy and failure_policy.

@@ -7,17 +7,17 @@ from pathlib import Path
 from time import perf_counter, time
 from typing import Any
 
-from raytrec.cluster.session import ray_session
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Compared
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.console import RunConsole
-from raytrec.driver.launch import local_cpus, run_group
+from raytrec.driver.launch import run_group
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import resolve
 from raytrec.driver.recorder import Watch, write_json
 from raytrec.driver.run import open_tracker, short
+from raytrec.driver.session import session_of
 from raytrec.tracking.journal import append_line
 
 RESULT = "check.json"
@@ -96,7 +96,7 @@ def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
         tracker = open_tracker(config, console)
         try:
             console.phase("starting Ray")
-            with ray_session(config.scaling.address, local_cpus(config)):
+            with session_of(config):
                 tracker.ready()
                 tracker.params(config)
                 if config.train.matmul != "fp32":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,7 @@ def run_group(
     *,
     fingerprint: str = "",
     saves: bool = False,
+    look: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Runs a function of `train.worker` on a Ray Train worker group; the figures that rank 0 reports.
 
@@ -159,6 +161,7 @@ def run_group(
         checkpoint: the folder of all checkpoints, or the one to read.
         fingerprint: of the training data (data.contents), which checkpoints hold.
         saves: whether the function saves, so that it can be started again and asked to stop.
+        look: called every half second while the group runs; a ConfigError that it raises ends the group.
 
     Raises:
         Interrupted: Ctrl-C or SIGTERM. RaytrecError: why the group failed, after all attempts.
@@ -175,11 +178,10 @@ def run_group(
     import ray.train
 
     from raytrec.cluster.lifeline import Lifeline, RayLost, wait_for
-    from raytrec.compat.ray_train import ControlledTrainer
+    from raytrec.compat.ray_train import ControlledTrainer, LateTorchConfig
     from raytrec.driver.coordinator import start_coordinator
     from raytrec.driver.policies import FailuresWithReason, RoomOnNodes
     from raytrec.worker import loop as workers
-    from raytrec.worker.rendezvous import OwnAddressTorchConfig
 
     start_statistics_here()
     coordinator = start_coordinator(scaling.hang_timeout_s, scaling.phase_timeout_s)
@@ -208,20 +210,26 @@ def run_group(
     trainer = ControlledTrainer(
         getattr(workers, worker),
         train_loop_config=task,
-        torch_config=OwnAddressTorchConfig(
-            backend="nccl" if device == "cuda" else "gloo", timeout_s=group_timeout(config, device)
+        backend_config=LateTorchConfig(
+            TORCH_CONFIG,
+            {"backend": "nccl" if device == "cuda" else "gloo", "timeout_s": group_timeout(config, device)},
         ),
         scaling_config=ray_scaling,
         run_config=_ray_run(checkpoint if saves else f"{config.run.dir}/ray"),
         policies={"scaling_policy": room, "failure_policy": failures},
         on_start=stop.install,
-        wait=lambda ref: wait_for(ref, lifeline),
+        wait=lambda ref: wait_for(ref, lifeline, look),
     )
     with stop, watch.reading(coordinator):
         try:
             trainer.fit()
         except RayLost as lost:
             _tell(lost, config)
+            raise
+        except ConfigError as error:
+            if isinstance(error, ray.exceptions.RayError):  # a rank's
+                raise _explain(error, config, _cause(coordinator)) from None
+            stop.abort()
             raise
         except Exception as error:
             lifeline.confirm()
@@ -272,6 +280,7 @@ def group_timeout(config: RunConfig, device: str) -> int:
     return scaling.phase_timeout_s + (int(scaling.hang_timeout_s) + 1 if device == "cuda" else 0)
 
 
+TORCH_CONFIG = "raytrec.worker.rendezvous:OwnAddressTorchConfig"
 # How soon the end, or an error, is seen; how long Ray waits for places that are not there after all; and no
 # watcher for nodes that will go, because policies.RoomOnNodes looks for them sooner and needs no barrier.
 RAY_TRAIN = {

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
-from time import time
+from time import monotonic, time
 from typing import Any
 
 from raytrec.checkpoint.index import reason
@@ -25,6 +25,7 @@ from raytrec.tracking.journal import Journal, write_whole
 from raytrec.tracking.translate import RankLines
 
 RESULT = "result.json"
+FIRST_STEPS_S = 3.0  # from a group's start of training until it certainly trains
 WAIT_S = 0.5  # for messages of the coordinator
 
 
@@ -48,6 +49,11 @@ class Watch:
         self.stopped_at: int | None = None
         self.unsaved: RunError | None = None
         self._record, self._unrecorded = record, set()
+        self._started_at: float | None = None
+
+    def first_steps(self) -> bool:
+        """Whether the ranks have been ready to train for a moment."""
+        return self._started_at is not None and monotonic() - self._started_at > FIRST_STEPS_S
 
     def reading(self, coordinator: Any) -> _Reading:
         """A block in which a thread reads the coordinator's messages; at its end none is left there."""
@@ -66,6 +72,8 @@ class Watch:
             return
         if isinstance(message, messages.Stopped):
             self.stopped_at = message.step
+        if isinstance(message, messages.Start) and self._started_at is None:
+            self._started_at = monotonic()
         if self._record:
             for warning in self._keep(message):
                 self.console.warn(warning)

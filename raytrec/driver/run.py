@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 from raytrec.checkpoint.files import find
-from raytrec.cluster.session import in_job, ray_session, stays_here
+from raytrec.cluster.session import in_job, stays_here
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.messages import METRICS
 from raytrec.common.redaction import hide
@@ -26,7 +27,7 @@ from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import record_driver
 from raytrec.driver.evaluation import evaluation_config, scratch_folder, with_recovery_hint
 from raytrec.driver.evaluation_rows import reading_ahead
-from raytrec.driver.launch import local_cpus, run_group
+from raytrec.driver.launch import run_group
 from raytrec.driver.lock import hold_run_lock
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import (
@@ -39,7 +40,7 @@ from raytrec.driver.prepare import (
 )
 from raytrec.driver.recorder import Record, Watch
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
-from raytrec.driver.session import resume_command, run_in_session
+from raytrec.driver.session import resume_command, run_in_session, session_of
 from raytrec.driver.warm_start import check_fits
 from raytrec.report.drawing import EarlyDrawing
 from raytrec.tasks.task import label_ranges, resolve_tasks
@@ -48,6 +49,7 @@ from raytrec.tracking.tags import run_tags
 from raytrec.worker.loop import total_steps
 
 REPORT = "report.html"
+LATEST_S = 20.0  # after the workers were asked for, MLflow is told of the run
 PATIENCE_S = 60.0  # beyond scaling.shutdown_grace_s, for the driver of before to end
 
 
@@ -142,7 +144,7 @@ def _drive(
 ) -> Result:
     """The run itself, in a folder that is ready: Ray, workers, result."""
     folder, status = Path(config.run.dir), "FAILED"
-    tracker = open_tracker(config, console)
+    tracker = open_tracker(config, console, at_once=False)
     record, drawing = Record(tracker, folder, config.run.name), EarlyDrawing(folder)
     try:
         console.phase("starting Ray")
@@ -154,7 +156,7 @@ def _drive(
             root, data = config.checkpoint_root, contents.result()
             note_data(folder, data)
             with reading_ahead(config, datasets, console.warn):
-                return run_group(
+                figures = run_group(
                     "train_worker",
                     config,
                     schema,
@@ -163,7 +165,10 @@ def _drive(
                     watch,
                     fingerprint=fingerprint(data["train"]),
                     saves=True,
+                    look=opens_late(tracker, watch),
                 )
+            tracker.ready()
+            return figures
 
         figures = run_in_session(config, watch, work)
         drawing.confirm()
@@ -201,12 +206,28 @@ def _drive(
 
 
 def _describe_run(tracker: Tracker | NoTracker, config: RunConfig) -> None:
-    """What the MLflow run begins with; waits until the store has it, if it can be reached."""
-    tracker.ready()
+    """What the MLflow run begins with."""
     tracker.tags(run_tags() | config.tracking.tags)
     tracker.params(config)
     for name in ("config.yaml", "schema.yaml"):
         tracker.file(Path(config.run.dir) / name)
+
+
+def opens_late(tracker: Tracker | NoTracker, watch: Watch) -> Callable[[], None]:
+    """A function to call while workers run. It lets the tracker begin, which takes a processor 3 s (importing
+    MLflow, making the store), when the workers have come so far that it is not in their way.
+
+    Raises:
+        ConfigError: (that function) the store cannot be opened.
+    """
+    began = monotonic()
+
+    def look() -> None:
+        if watch.first_steps() or monotonic() - began > LATEST_S:
+            tracker.begin()
+        tracker.check()
+
+    return look
 
 
 def _next_steps(config: RunConfig, folder: Path, tracker: Tracker | NoTracker) -> list[str]:
@@ -223,7 +244,7 @@ def _next_steps(config: RunConfig, folder: Path, tracker: Tracker | NoTracker) -
     return [*lines, f"again        raytrec evaluate {relative(folder)} --data PARQUET"]
 
 
-def open_tracker(config: RunConfig, console: RunConsole) -> Tracker | NoTracker:
+def open_tracker(config: RunConfig, console: RunConsole, at_once: bool = True) -> Tracker | NoTracker:
     """Begins the MLflow run, or continues that of before, where a run is resumed."""
     tracking = config.tracking
     if not tracking.enabled:
@@ -236,6 +257,7 @@ def open_tracker(config: RunConfig, console: RunConsole) -> Tracker | NoTracker:
         parent=tracking.parent_run,
         max_series=tracking.max_rank_table_series,
         on_trouble=console.warn,
+        at_once=at_once,
     )
 
 
@@ -299,7 +321,7 @@ def evaluate(
     with (
         scratch_folder() as config.run.dir,
         RunConsole(config.run.name) as console,
-        ray_session(config.scaling.address, local_cpus(config)),
+        session_of(config),
     ):
         for error in dataset.left_out:
             console.warn(f"skipped {error.where}: {error.what}")
@@ -319,7 +341,7 @@ def short(uri: str) -> str:
 
 
 def _import_early() -> None:
-    """Imports Ray, and in a thread, while Ray starts, what takes 2 s and is needed only then."""
+    """Imports Ray, and in a thread, while Ray starts, what takes a second and is needed only then."""
     import ray  # noqa: F401
 
-    Thread(target=import_module, args=("ray.train.torch",), daemon=True).start()
+    Thread(target=import_module, args=("raytrec.driver.policies",), daemon=True).start()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,8 +13,16 @@ from raytrec.common.storage import relative
 from raytrec.config.run_config import RunConfig
 from raytrec.driver.launch import local_cpus
 from raytrec.driver.recorder import Watch
+from raytrec.driver.warm_workers import warm_workers
 
 T = TypeVar("T")
+
+
+@contextmanager
+def session_of(config: RunConfig) -> Iterator[None]:
+    """The Ray of a command that starts workers (cluster.session.ray_session), forked from a warm process."""
+    with warm_workers(config.scaling.address), ray_session(config.scaling.address, local_cpus(config)):
+        yield
 
 
 def run_in_session(config: RunConfig, watch: Watch, work: Callable[[], T]) -> T:
@@ -32,7 +41,7 @@ def run_in_session(config: RunConfig, watch: Watch, work: Callable[[], T]) -> T:
     left = config.scaling.max_failures
     while True:
         try:
-            with ray_session(config.scaling.address, local_cpus(config)):
+            with session_of(config):
                 ours = started_here()
                 return work()
         except RayLost as lost:

@@ -53,13 +53,14 @@ class Stop:
             return None
         self.signal, self._asked_at = number, monotonic()
         if again or not self._patience_s:
-            return self._abort()
+            return self.abort()
         self._coordinator.ask.remote(Command.STOP, signal.Signals(number).name)
-        self._timer = Timer(self._patience_s, self._abort)
+        self._timer = Timer(self._patience_s, self.abort)
         self._timer.daemon = True
         self._timer.start()
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
+        """Ends the group at once."""
         self._controller.abort.remote()
 
     def __enter__(self) -> None:

@@ -34,6 +34,8 @@ class NoTracker:
     uri: str | None = None
     run_id: str | None = None
 
+    def begin(self) -> None: ...
+    def check(self) -> None: ...
     def ready(self) -> None: ...
     def params(self, config: RunConfig) -> None: ...
     def tags(self, tags: Mapping[str, str]) -> None: ...
@@ -64,6 +66,7 @@ class Tracker:
         tags: of a new run.
         on_trouble: called from the thread with a sentence when the store stops answering and with another
             when it is back.
+        at_once: else the thread, whose first act is to import MLflow, waits for `begin`.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Tracker:
         max_series: int = 0,
         tags: Mapping[str, str] | None = None,
         on_trouble: Callable[[str], None] | None = None,
+        at_once: bool = True,
     ):
         self.uri, self._folder = uri, folder
         noted = (folder / NOTE).is_file()
@@ -107,7 +111,9 @@ class Tracker:
         self._closing, self._over = Event(), Event()
         # A daemon, unlike the threads of an executor: the end of the process does not wait for a dead server.
         self._thread = Thread(target=self._work, name="mlflow", daemon=True)
-        self._thread.start()
+        self._begun = False
+        if at_once:
+            self.begin()
 
     @property
     def run_id(self) -> str | None:
@@ -119,6 +125,12 @@ class Tracker:
         """Lines that have not been written yet."""
         return self._feed.waiting
 
+    def begin(self) -> None:
+        """Starts the thread, unless that has been done."""
+        if not self._begun:
+            self._begun = True
+            self._thread.start()
+
     def ready(self) -> str | None:
         """Waits until the store has the run.
 
@@ -129,10 +141,21 @@ class Tracker:
             ConfigError: when the store cannot be opened: a wrong address, a file that is no database, a
                 server that wants another user.
         """
+        self.begin()
         self._loaded.wait()
         tried = self._tried.wait(None if self._store.local else READY_S)
         with self._lock:
             self._started = True
+        self.check()
+        if not tried:
+            self._calls.failed(RECORDS, TimeoutError(f"no answer within {READY_S:.0f} s"))
+        return self.run_id
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: the store cannot be opened (`ready`), as far as is known now.
+        """
         if self._refusal:
             raise ConfigError(
                 f"cannot open the MLflow store: {reason(self._refusal)}",
@@ -140,9 +163,6 @@ class Tracker:
                 expected="sqlite:///FILE or the address of an MLflow server",
                 do=LOG_IN if closed_to_us(self._refusal) else CORRECT,
             ) from None
-        if not tried:
-            self._calls.failed(RECORDS, TimeoutError(f"no answer within {READY_S:.0f} s"))
-        return self.run_id
 
     def params(self, config: RunConfig) -> None:
         """Every knob of the configuration as section.key, unless the MLflow run has them already."""
@@ -171,6 +191,7 @@ class Tracker:
             None, or what is missing in MLflow (an error that `ready` has raised is not said again).
         """
         self._status = status
+        self.begin()
         self._calls.hurry()
         self._closing.set()
         try:

@@ -79,8 +79,7 @@ class WorkerContext:
         device = ray.train.torch.get_device()
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        else:
-            torch.set_num_threads(task.config.scaling.cpus_per_worker)
+        torch.set_num_threads(_threads(device, task))
         index, world, group = context.get_world_rank(), context.get_world_size(), [uuid.uuid4().hex]
         dist.broadcast_object_list(group)
         node = ray.util.get_node_ip_address()
@@ -142,6 +141,13 @@ class WorkerContext:
         """What this rank does from now on, for people and for the coordinator (coordinator.PATIENT)."""
         self.heartbeat.tick(kind)
         self.report(Phase(text=text))
+
+
+def _threads(device: Any, task: WorkerTask) -> int:
+    """Beside a GPU, as many as Ray says, which it could not before torch was imported if a rank is forked."""
+    if device.type == "cuda":
+        return int(os.environ.get("OMP_NUM_THREADS", 1))
+    return task.config.scaling.cpus_per_worker
 
 
 @dataclass

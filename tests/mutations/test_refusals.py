@@ -54,7 +54,7 @@ def place(tmp_path_factory):
         warnings.simplefilter("ignore")
         made = Place(tmp_path_factory.mktemp("mutations"))
         patch.setattr(driver, "_drive", reached)
-        patch.setattr(driver, "ray_session", reached)
+        patch.setattr(driver, "session_of", reached)
         patch.setattr(peek, "_hosts", dict)
         patch.setattr("raytrec.data.faults.WAITS_S", (0.0, 0.0, 0.0))  # what cannot be read is tried again
         patch.setenv("HOME", str(made.kept.parent))

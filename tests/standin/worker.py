@@ -53,7 +53,7 @@ def gpu_cluster(cpus: int = 6, gpus: int = 2) -> Iterator[None]:
     use_token(create=True)
     with (
         patch.dict(os.environ, {"PYTHONPATH": path}),
-        patch("raytrec.worker.rendezvous.OwnAddressTorchConfig", StandInTorchConfig),
+        patch("raytrec.driver.launch.TORCH_CONFIG", f"{__name__}:StandInTorchConfig"),
         patch("raytrec.driver.nodes.built_for", lambda: "cuda"),
     ):
         stay_on_loopback()

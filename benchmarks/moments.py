@@ -1,0 +1,116 @@
+"""The `raytrec` command, with a note of when it and its ranks have come how far.
+
+    START_MOMENTS=FILE python benchmarks/moments.py train CONFIG
+
+Each line of FILE is a Moment. For benchmarks/start.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FILE = "START_MOMENTS"
+RANK, FIRST = "rank began", "first step"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When something had been done.
+
+    Attributes:
+        name: what.
+        unix_s: when.
+        pid: the process.
+    """
+
+    name: str
+    unix_s: float
+    pid: int
+
+
+def note(name: str) -> None:
+    line = json.dumps(asdict(Moment(name, time.time(), os.getpid()))) + "\n"
+    with open(os.environ[FILE], "a") as file:
+        file.write(line)
+
+
+def after(owner: Any, name: str, moment: str, once: bool = False) -> None:
+    """Notes a moment when a function has returned."""
+    function, seen = getattr(owner, name), []
+
+    def noting(*args: Any, **options: Any) -> Any:
+        value = function(*args, **options)
+        if not (once and seen):
+            note(moment)
+        seen.append(moment)
+        return value
+
+    setattr(owner, name, noting)
+
+
+def timed_train_worker(task: Any) -> None:
+    """`train_worker` with moments; runs in the ranks."""
+    note(RANK)
+    from raytrec.data.stream import Reading
+    from raytrec.worker import build, checkpointing, loop, observers
+    from raytrec.worker.context import WorkerContext
+
+    entered = WorkerContext.enter
+
+    def enter(task: Any) -> WorkerContext:
+        context = entered(task)
+        note("entered")
+        return context
+
+    WorkerContext.enter = enter  # type: ignore[method-assign]
+    after(build, "build_step", "built")
+    after(checkpointing.CheckpointManager, "__init__", "restored", once=True)
+    after(observers.Observers, "begin", "checked")
+    after(Reading, "__next__", "first batch", once=True)
+    after(checkpointing.CheckpointManager, "after_step", FIRST, once=True)
+    loop.train_worker(task)
+
+
+def main() -> None:
+    """The command; workers find the function by its name in this module."""
+    from raytrec.driver.warm_workers import begin_early
+
+    begin_early()  # as the command does, before its other imports
+    import moments
+
+    from raytrec import cli
+    from raytrec.driver import run
+    from raytrec.worker import loop
+
+    note("driver imported")
+    after(run, "open_tracker", "data read")
+    after(run, "_import_early", "Ray imported")
+    run_in_session: Callable[..., Any] = run.run_in_session
+
+    def in_session(config: Any, watch: Any, work: Callable[[], Any]) -> Any:
+        def noted() -> Any:
+            note("Ray started")
+            return work()
+
+        return run_in_session(config, watch, noted)
+
+    run.run_in_session = in_session
+    begin = run.Watch.reading
+
+    def reading(self: Any, coordinator: Any) -> Any:
+        note("controller asked")
+        return begin(self, coordinator)
+
+    run.Watch.reading = reading  # type: ignore[method-assign]
+    loop.train_worker = moments.timed_train_worker
+    cli.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

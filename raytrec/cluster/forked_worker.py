@@ -1,0 +1,53 @@
+"""In the place of Ray's setup_worker.py: asks the warm process for a worker, and is there as long as that is.
+
+    python forked_worker.py default_worker.py ... --serialized-runtime-env-context=JSON --language=PYTHON
+
+Not imported by anything, and imports as little as it can. Where the warm process does not answer, or refuses,
+and for workers with an interpreter of their own, it does what Ray's own does.
+"""
+
+import json
+import os
+import socket
+import struct
+import sys
+
+CONTEXT, LANGUAGE, PLACE = "--serialized-runtime-env-context=", "--language=", "RAYTREC_WARM"
+
+
+def main() -> None:
+    context = next((a[len(CONTEXT) :] for a in sys.argv if a.startswith(CONTEXT)), "") or "{}"
+    mine = json.loads(context)
+    plain = not mine.get("command_prefix") and not mine.get("override_worker_entrypoint")
+    command = [a for a in sys.argv[1:] if not a.startswith((CONTEXT, LANGUAGE))]
+    plain = plain and mine.get("py_executable") in (None, sys.executable) and command[0].endswith(".py")
+    if not (plain and _forked(command, mine.get("env_vars") or {})):
+        script = os.path.join(os.path.dirname(command[0]), "setup_worker.py")
+        os.execv(sys.executable, [sys.executable, script, *sys.argv[1:]])
+
+
+def _forked(command: list, set_for_it: dict) -> bool:
+    """Waits for the worker's end; False at once where there is none.
+
+    Args:
+        set_for_it: variables that its runtime environment sets.
+    """
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    worker = {"command": command, "env": dict(os.environ), "set": set_for_it}
+    worker |= {"folder": os.getcwd(), "nice": nice}
+    message = json.dumps(worker).encode()
+    connection = socket.socket(socket.AF_UNIX)
+    forked = False
+    try:
+        connection.connect(os.environ[PLACE])
+        socket.send_fds(connection, [struct.pack("!I", len(message))], [0, 1, 2])
+        connection.sendall(message)
+        forked = connection.recv(1) == b"!"
+        connection.recv(1)  # nothing comes, until the worker has ended
+    except OSError:
+        return forked
+    return forked
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""The program of the warm process (warm.py): imports what workers import, then forks them on request.
+
+Not imported by anything: it is run as a file, with one end of a socket pair as its standard input. Two lines
+of JSON come through it: where Python looks for modules, and which to import; then, when the raylet has been
+started, variables of the environment that Ray's workers will have, the modules that import Ray, and the
+socket to listen on. When the other end is closed, this process and all that it has forked end.
+
+Ray may be imported before the fork, under two conditions. It reads the ids of its job and its raylet once and
+for ever, so these have to be known; other settings are read again in what is forked. And the generator of the
+ids of tasks and objects must not have been seeded: workers would give out the same ids and mistake each
+other's data. Importing Ray's libraries draws ids of actor classes from it; here they come from the system.
+Before anything is served, two processes are forked that compare what they would draw.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import traceback
+from contextlib import suppress
+from importlib import import_module
+from threading import Thread
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    about, _ = _message(control)
+    own_path, sys.path[:] = list(sys.path), about["path"]
+    _import(about["modules"])
+    about, (listener,) = _message(control)
+    os.environ.update(about["env"])
+    _import_ray(about["modules"])
+    sys.path[:] = own_path
+    gc.collect()
+    gc.freeze()  # what is here stays: collections in those who are forked leave its pages shared
+    _serve(control, socket.socket(fileno=listener), ready=_touched_no_device() and _draw_apart())
+
+
+def _import(modules: list[str]) -> None:
+    """One that is missing, or fails, is left to the worker, which says so."""
+    for module in modules:
+        with suppress(Exception):
+            import_module(module)
+
+
+def _import_ray(modules: list[str]) -> None:
+    from raytrec.compat.ray_core import actor_class_ids_from, keep_loopback, loopback_setting
+
+    os.environ.update(loopback_setting())
+    keep_loopback()
+    with actor_class_ids_from(os.urandom):
+        _import(modules)
+
+
+def _touched_no_device() -> bool:
+    """A context of CUDA's does not survive a fork."""
+    places = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    for place in places:
+        with suppress(OSError):
+            if os.readlink(place).startswith("/dev/nvidia"):
+                return False
+    return True
+
+
+def _draw_apart() -> bool:
+    """Whether two forked processes would give out different ids."""
+    return _drawn() != _drawn()
+
+
+def _drawn() -> bytes:
+    reads, writes = os.pipe()
+    if not (pid := os.fork()):
+        with suppress(BaseException):
+            from ray import ObjectRef
+
+            os.write(writes, ObjectRef.from_random().binary())
+        os._exit(0)
+    os.close(writes)
+    with open(reads, "rb") as file:
+        drawn = file.read()
+    os.waitpid(pid, 0)
+    return drawn
+
+
+def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None:
+    """Forks on request, until the other end of `control` is closed.
+
+    Args:
+        ready: else every request is refused, and the worker starts from the beginning.
+    """
+    ended, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    selector, pids = selectors.DefaultSelector(), set()
+    for place in (control, listener, ended):
+        selector.register(place, selectors.EVENT_READ)
+    while True:
+        places = [key.fileobj for key, _ in selector.select()]
+        if control in places:
+            return _end(pids)
+        if ended in places:
+            ended.recv(4096)
+            _reap(pids)
+        if listener in places:
+            with suppress(EOFError, OSError, ValueError):
+                _answer(listener, ready, pids, [selector, control, listener, ended, wake])
+
+
+def _answer(listener: socket.socket, ready: bool, pids: set[int], mine: list) -> None:
+    connection = listener.accept()[0]
+    with connection:
+        request, fds = _receive(connection)
+        if ready and _is_like_here(request["env"], request["set"]):
+            if not (pid := os.fork()):
+                _leave(mine)
+                _begin(connection, request, fds)
+            pids.add(pid)
+            connection.sendall(b"!")
+        for fd in fds:
+            os.close(fd)
+
+
+def _is_like_here(env: dict[str, str], set_for_it: dict[str, str]) -> bool:
+    """Whether what is loaded here would be the same in a process that had begun with these variables.
+
+    Args:
+        env: what Ray starts its workers with.
+        set_for_it: what the worker's runtime environment sets beside.
+    """
+    from raytrec.compat.ray_core import READ_AT_ONCE, READ_FOR_EVER, READ_LATER
+
+    early = {
+        name: value
+        for name, value in set_for_it.items()
+        if name.startswith(READ_AT_ONCE) and not name.startswith(READ_LATER)
+    }
+    early |= {name: env.get(name) for name in READ_FOR_EVER}
+    return all(os.environ.get(name) == value for name, value in early.items())
+
+
+def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
+    head, fds, _, _ = socket.recv_fds(connection, 4, 3)
+    size, message = struct.unpack("!I", head)[0], b""
+    while len(message) < size:
+        if not (part := connection.recv(size - len(message))):
+            raise EOFError
+        message += part
+    return json.loads(message), fds
+
+
+def _message(control: socket.socket) -> tuple[dict, list[int]]:
+    """A line of JSON, and the file descriptors that came with it; where none comes, this process ends."""
+    line, fds = b"", []
+    while not line.endswith(b"\n"):
+        part, more, _, _ = socket.recv_fds(control, 1, 1)  # nothing of the next one
+        line, fds = line + part, fds + more
+        if not part:
+            os._exit(0)
+    return json.loads(line), fds
+
+
+def _leave(mine: list) -> None:
+    """What is forked gives up what belongs to this process."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for place in mine:
+        place.close()
+
+
+def _reap(pids: set[int]) -> None:
+    while pids:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        pids.discard(pid)
+
+
+def _end(pids: set[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def _begin(connection: socket.socket, request: dict, fds: list[int]) -> None:
+    """All that a forked process does; leaves nothing of this process's to be cleaned up by it."""
+    code = 1
+    try:
+        _become_worker(connection, request, fds)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _become_worker(connection: socket.socket, request: dict, fds: list[int]) -> None:
+    """What `python default_worker.py ...` would be."""
+    os.setsid()  # the raylet ends whole process groups
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.nice(max(0, request["nice"] - os.getpriority(os.PRIO_PROCESS, 0)))
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["env"] | request["set"])
+    if "numpy.random" in sys.modules:  # Python's own generator is seeded again by itself
+        sys.modules["numpy"].random.seed()
+    sys.modules["raytrec.compat.ray_core"].read_token_again()
+    Thread(target=_end_with, args=(connection,), daemon=True).start()
+    sys.argv[:] = request["command"]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _end_with(connection: socket.socket) -> None:
+    """The worker ends with the process that the raylet has started in its place (forked_worker.py)."""
+    connection.recv(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A process that has imported what workers import, and forks the workers of a local Ray.
+
+Importing torch, TorchRec, FBGEMM and Ray takes a processor 5 s, and a run starts some ten processes that do;
+after a failure again. The warm process does it once, while the driver reads its configuration, and is kept as
+long as the driver lives. It talks over a Unix socket in the private folder of the local Ray (local_ray.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from raytrec.cluster.local_ray import LocalRay
+from raytrec.compat.ray_core import ON_DEMAND, first_job, workers_started_by
+
+HERE = Path(__file__).parent
+SERVER, STAND_IN, PLACE = HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM"
+END_S = 0.5  # that its end takes, unless it is importing
+# glibc reads it when a process begins. It keeps freed memory in up to eight arenas a core, and each becomes
+# as large as any thread's largest need: a rank grew by 8 MiB an epoch until all were in use.
+MEMORY = {"MALLOC_ARENA_MAX": "2"}
+
+
+class _Warm:
+    """The warm process; it ends when `close` is called, or this process ends.
+
+    Args:
+        modules: to import at once.
+        on_ray: modules to import when the raylet has been started, because they import Ray.
+
+    Attributes:
+        listens: whether it has an address.
+    """
+
+    def __init__(self, modules: Sequence[str], on_ray: Sequence[str]):
+        self._on_ray, self._listener = list(on_ray), socket.socket(socket.AF_UNIX)
+        self.listens = False
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(SERVER)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | MEMORY,
+                start_new_session=True,  # signals to the driver's group are for the driver
+            )
+        self._send({"path": [os.path.abspath(path) for path in sys.path], "modules": list(modules)})
+
+    def listen(self, place: Path) -> None:
+        """From now on, requests wait at this address; once, as it is for one Ray alone."""
+        self.listens = True
+        self._listener.bind(str(place))
+        self._listener.listen(64)
+
+    def serve(self, raylet: int) -> None:
+        """Serves them, as soon as all is imported.
+
+        Args:
+            raylet: process id.
+        """
+        with suppress(OSError), self._listener:  # it has ended: workers begin from the beginning
+            message = {"env": first_job(raylet), "modules": self._on_ray}
+            self._send(message, [self._listener.fileno()])
+
+    def close(self) -> None:
+        """Ends it, and what it has forked."""
+        self._control.close()
+        self._listener.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:  # it still imports
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, message: dict, fds: Sequence[int] = ()) -> None:
+        socket.send_fds(self._control, [json.dumps(message).encode() + b"\n"], fds)
+
+
+_running: dict[str, _Warm] = {}
+WARM = "warm"
+
+
+def warm_up(modules: Sequence[str], on_ray: Sequence[str]) -> None:
+    """Starts the warm process of this process, unless there is one: what follows need not wait for it."""
+    if WARM not in _running:
+        _running[WARM] = _Warm(modules, on_ray)
+        atexit.register(cool_down)
+
+
+def cool_down() -> None:
+    """Ends it."""
+    if process := _running.pop(WARM, None):
+        process.close()
+
+
+@contextmanager
+def forked_workers(folder: Path) -> Iterator[LocalRay]:
+    """A block in which a local Ray that is started has its workers forked, if there is a warm process.
+
+    Args:
+        folder: a private one.
+    """
+    process, place = _running.get(WARM), folder / WARM
+    if process is None or process.listens:
+        yield LocalRay(MEMORY)
+        return
+    process.listen(place)
+    with workers_started_by(STAND_IN):
+        yield LocalRay(MEMORY | ON_DEMAND | {PLACE: str(place)}, process.serve)
