@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from recorded import record, write_lines
 
+from raytrec.cli import main
 from raytrec.report.report import build, build_with_pictures, pictures
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -175,32 +176,31 @@ def test_it_is_quick(tmp_path):
     assert time.process_time() - began < 15
 
 
-def run(*arguments, cwd):
-    code = "from raytrec.cli import main; main()"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
 
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments])
+        return ended.value.code or 0, *capsys.readouterr()
 
-def test_the_command(tmp_path):
     record(tmp_path / "run")
-    made = run("report", "run", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
-    assert "report       run/report.html" in made.stdout and "run/pictures" in made.stdout
+    status, out, err = run("report", "run")
+    assert status == 0, err
+    assert "report       run/report.html" in out and "run/pictures" in out
     Page(tmp_path / "run" / "report.html")
     (tmp_path / "empty").mkdir()
     for folder, what in (("nowhere", "no such run folder"), ("empty", "nothing of a run")):
-        refused = run("report", folder, cwd=tmp_path)
-        assert refused.returncode == 1 and what in refused.stderr and "Traceback" not in refused.stderr
+        status, _, err = run("report", folder)
+        assert status == 1 and what in err and "Traceback" not in err
 
 
 def test_neither_torch_nor_pyplot_is_loaded(tmp_path):
     record(tmp_path)
     code = (
-        f"import sys; from raytrec.report.report import build_with_pictures as b; b({str(tmp_path)!r}); "
+        "import sys; from raytrec.report.report import build_with_pictures as b; "
+        f"print({{'matplotlib', 'jinja2'}} & set(sys.modules)); b({str(tmp_path)!r}); "
         "print({'torch', 'mlflow', 'matplotlib.pyplot'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "set()", done.stderr
-    code = "import sys, raytrec.report.report; print({'matplotlib', 'jinja2'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "set()", done.stderr
+    assert done.stdout.split() == ["set()", "set()"], done.stderr
