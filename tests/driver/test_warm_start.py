@@ -31,7 +31,8 @@ def first(folder, tmp_path_factory):
     return driver.train(parquet.settings(folder, place / "run", train__epochs=2))
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.survive), 2])
+@pytest.mark.survive
+@pytest.mark.parametrize("workers", [1, 2])
 def test_goes_on_with_the_weights(first, folder, tmp_path, workers):
     """A warm start that learns nothing ends with the first run's figures; on other data, by another plan."""
     new = parquet.write(tmp_path / "new", 1500, seed=77)
@@ -123,6 +124,8 @@ def test_tables_that_have_grown_or_begin_anew(first, folder, tmp_path, capfd):
         "warm_start.tables": "{'us*': resize, tag: new}",
         "warm_start.optimizer": "true",
         "scaling.num_workers": 3,
+        "data.valid": "null",
+        "data.test": "null",
     }
     overrides = [f"run.dir={tmp_path / 'run'}", f"data.schema={schema}", *STILL, "train.max_steps=1"]
     second = driver.train(None, overrides + [f"{k}={v}" for k, v in changes.items()], start_from=first.path)
@@ -136,6 +139,9 @@ def test_tables_that_have_grown_or_begin_anew(first, folder, tmp_path, capfd):
     torch.testing.assert_close(new["tables/tag/weight"], initial_rows(initial, "tag", 0, 0, 12))
     assert (new["tables/user/sum"][:40] >= old["tables/user/sum"]).all()
     assert (new["tables/user/sum"][40:] == 0).all() and old["tables/user/sum"].min() > 0
+    assert second.metrics["train.steps"] == 1 and second.metrics["train.rows"] == 128
+    assert not any(name.startswith("eval.") for name in second.metrics)
+    assert str(first.path) in (second.path / "config.yaml").read_text(), "says where it comes from"
     steps = {name: value for name, value in new.items() if name.endswith("/step")}
     assert steps and all(value == old[name] + 1 for name, value in steps.items())
 
