@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch.multiprocessing as mp
 import typer
 from documents import fill
 from growth_point import Point, measure
@@ -111,6 +110,8 @@ CURVES = {
 
 def run(points: list[Point], steps: int) -> dict[Point, dict[str, Any]]:
     """What the ranks of each point have measured, summed over them; the ranks of some points are the same."""
+    import torch.multiprocessing as mp
+
     found = {}
     for workers in sorted({point.workers for point in points}):
         chosen = [point for point in dict.fromkeys(points) if point.workers == workers]

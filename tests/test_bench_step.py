@@ -99,6 +99,27 @@ def test_a_table_has_a_line_for_each_side(results):
     assert len(rows_of(results, "dlrm_1")) == 4
 
 
+def test_points_off_their_law_are_kinks(bench):
+    from growth import Curve, describe
+
+    def of(linear, *ys):
+        curve = Curve("x", "ms", linear, dict.fromkeys((1.0, 10.0, 100.0, 1000.0)))
+        return describe(curve, [{"cpu_ms": y} for y in ys])
+
+    straight = of(True, 7.0, 25.0, 205.0, 2005.0)
+    assert straight["kinks"] == [] and straight["law_ms"] == pytest.approx(straight["cpu_ms"], rel=1e-6)
+    assert of(True, 7.0, 25.0, 205.0, 20050.0)["kinks"]
+    assert of(False, 7.0, 7.5, 8.0, 14.0)["kinks"] == [1000.0]
+
+
+def test_the_page_has_the_curves_of_the_last_measurement(bench):
+    from documents import filled
+    from growth import RESULTS, document
+
+    expected = document(json.loads(RESULTS.read_text())) if RESULTS.exists() else ""
+    assert filled("docs/benchmarks.md", "growth") == [expected]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
 def test_documents_have_the_tables_of_the_last_measurement(bench, page):
     from documents import filled

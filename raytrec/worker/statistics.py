@@ -60,6 +60,9 @@ class Statistics:
         self._tables = {name: table for name, table in tables.items() if _shard(table) is not None}
         self._counted = {id(lookup): lookup.received.clone() for lookup in taps.lookups}
         self._changed = torch.zeros(2, len(schema.sparse), dtype=torch.int64)
+        self._features: dict[str, list[int]] = {name: [] for name in schema.tables}
+        for number, spec in enumerate(schema.sparse.values()):
+            self._features[spec.table].append(number)
         self._seen: dict[str, torch.Tensor] = {}
         self._probed: dict[str, Probed] = {}
         self._keys: dict[int, list[Key]] = {}  # of each lookup of the probed step
@@ -213,8 +216,7 @@ class Statistics:
 
     def _read(self, table: str) -> tuple[int, int]:
         """Ids of a table that this rank has read since the last call of `collect`: changed ones, and all."""
-        mine = [i for i, spec in enumerate(self._schema.sparse.values()) if spec.table == table]
-        changed, ids = self._changed[:, mine].sum(1).tolist()
+        changed, ids = self._changed[:, self._features[table]].sum(1).tolist()
         return changed, ids
 
     def _changed_share(self, table: str) -> float | None:
@@ -232,9 +234,10 @@ def row_gradients(probed: Probed, keys: list[Key]) -> torch.Tensor:
         keys: of the lookup.
     """
     out = torch.zeros_like(probed.before)
-    of_bags = probed.lookup.gradient.split(probed.lookup.columns, dim=1)
-    for number in probed.keys:
-        add_row_gradients(out, probed.ids, keys[number], of_bags[number])
+    columns = probed.lookup.columns
+    for number in probed.keys:  # not a split into all keys, again for each table: hundreds times hundreds
+        of_bags = probed.lookup.gradient.narrow(1, sum(columns[:number]), columns[number])
+        add_row_gradients(out, probed.ids, keys[number], of_bags)
     return out
 
 
