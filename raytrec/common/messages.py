@@ -256,6 +256,9 @@ class RankLine(Message):
         first_s: of phases_s, those of the group's first step, which sets everything up; in its first line.
         system: a sample of worker.system.System.
         tables: table → figures of this rank's shards (worker.statistics).
+        sums: where some tables have a part on very many ranks: what all tables of this rank come to
+            (aggregate.ADDED, and how many there are). `tables` is then without those.
+        spread: of rank 0, then: table → figures of the shards of all ranks.
     """
 
     KIND, FILE = "rank", RANKS
@@ -271,6 +274,13 @@ class RankLine(Message):
     system: dict[str, float | None]
     tables: dict[str, dict[str, Any]]
     first_s: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] | None = None
+    spread: dict[str, dict[str, Any]] | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Without what only runs of very many ranks have."""
+        found = super().values()
+        return {k: v for k, v in found.items() if v is not None or k not in ("sums", "spread")}
 
 
 CLASSES: dict[str, type[Message]] = {

@@ -1,8 +1,9 @@
 """Where a run's ranks and its driver meet: messages, heartbeats, commands. One small actor beside the driver.
 
-Every rank sends a heartbeat each half second (less often where there are more than 256 ranks, so that one
-actor can answer all): how many ticks of progress it has made, at which step it is, what it is doing. The answer is the command of the moment. A rank that sends none has died or hangs;
-ranks that send them and make no progress wait for one another. Both are found here, and said in a sentence.
+Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can answer all):
+how many ticks of progress it has made, at which step it is, what it is doing. The answer is the command of
+the moment. A rank that sends none has died or hangs; ranks that send them and make no progress wait for one
+another. Both are found here, and said in a sentence.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from raytrec.common.reading import (
 )
 from raytrec.metrics.results import EVAL
 from raytrec.metrics.selection import Figure, figures_of
-from raytrec.tracking.aggregate import begin, by_step, load_order, over_time, table_over_ranks, tables_of
+from raytrec.tracking.aggregate import begin, by_step, entries_of, load_order, over_time, table_over_ranks
 
 FILES = ("config.yaml", METRICS, RANKS, CHECKS, EVENTS, "result.json")
 MOST_INTERVALS = 600  # of ranks.jsonl: of a longer run, neighbours are put together, again and again
@@ -128,7 +128,7 @@ class History:
         """Table → step → `over_ranks`; the table with the most bytes looked up first."""
         series: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in load_order(self.ranks)}
         for step, lines in by_step(self.ranks).items():
-            for name in {name for line in lines for name in tables_of(line)}:
+            for name in {name for line in lines for name in entries_of(line)}:
                 series[name][step] = self.over_ranks(lines, name)
         return series
 

@@ -11,7 +11,10 @@ from raytrec.common.formatting import bytes_text, count, duration, figure, numbe
 from raytrec.report.history import History
 from raytrec.report.run_timeline import story
 from raytrec.tracking.aggregate import (
+    added,
     by_step,
+    count_tables,
+    entry_of,
     last_group,
     load_order,
     lookup_bytes,
@@ -77,8 +80,8 @@ def ranks(history: History) -> Sheet | None:
         "of its own": lambda line: _a_step(line, own_time(line)),
         "data wait": lambda line: _share(phases_of(line)["data"] / max(1e-12, or_0(line.get("seconds")))),
         "lookups": lambda line: _share(lookup_bytes(line) / total if total else float("nan")),
-        "tables": lambda line: Cell(str(len(tables_of(line))), len(tables_of(line))),
-        "memory of tables": lambda line: _bytes(sum(map(table_bytes, tables_of(line).values()))),
+        "tables": lambda line: Cell(str(count_tables(line)), count_tables(line)),
+        "memory of tables": lambda line: _bytes(added(line, "weight_bytes") + added(line, "state_bytes")),
         "process": lambda line: _bytes(_system(line, "rss_bytes")),
         "CPU": lambda line: _share(_system(line, "cpu_percent") / 100),
         "host memory": lambda line: _share(_system(line, "host_memory_percent") / 100),
@@ -168,7 +171,7 @@ def _about(
     history: History, name: str, group: list[dict], latest: list[dict], looked: float
 ) -> dict[str, Any]:
     """All that a row of `tables` says."""
-    held = [tables_of(line)[name] for line in group if name in tables_of(line)]
+    held = [entry for line in group if (entry := entry_of(line, name)) is not None]
     plan, nan = history.planned(name), float("nan")
     on = plan.get("ranks") or [line["rank"] for line in group if name in tables_of(line)]
     figures = history.over_ranks(latest, name)

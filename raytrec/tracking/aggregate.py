@@ -9,8 +9,10 @@ from typing import Any
 from raytrec.common.formatting import is_step, number, or_0
 from raytrec.common.messages import PHASES
 
+ADDED = ("lookups", "lookup_bytes", "weight_bytes", "state_bytes")  # over the tables of a rank
 WAITING = ("input_exchange", "collectives")  # phases in which a rank waits for the others, too
 
+LOADS = ("lookups", "lookup_bytes")
 SUMMED = ("weight_bytes", "state_bytes", "lookups", "lookup_bytes", "touched_rows")
 LARGEST = ("max_abs", "row_norm_max")
 NORMS = ("weight_norm", "gradient_norm", "update_norm", "state_norm")
@@ -48,9 +50,45 @@ def tables_of(line: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return line.get("tables") or {}
 
 
+def entries_of(line: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Table → what a rank says of its shards, or rank 0 of all ranks' (RankLine.spread)."""
+    spread = line.get("spread")
+    return {**tables_of(line), **spread} if isinstance(spread, dict) else tables_of(line)
+
+
+def entry_of(line: dict[str, Any], table: str) -> dict[str, Any] | None:
+    """The entry of one table; None where the line has none."""
+    entry = tables_of(line).get(table)
+    if entry is None and isinstance(spread := line.get("spread"), dict):
+        return spread.get(table)
+    return entry
+
+
+def added(line: dict[str, Any], key: str) -> float:
+    """One of ADDED over all tables of a rank."""
+    sums = line.get("sums")
+    if isinstance(sums, dict):
+        return or_0(sums.get(key))
+    return sum(or_0(entry.get(key)) for entry in tables_of(line).values())
+
+
+def spread_part(line: dict[str, Any]) -> dict[str, Any]:
+    """What a rank's parts of spread tables come to, as an entry; empty where there are none."""
+    if not isinstance(line.get("sums"), dict):
+        return {}
+    own = tables_of(line).values()
+    return {key: added(line, key) - sum(or_0(entry.get(key)) for entry in own) for key in ADDED}
+
+
+def count_tables(line: dict[str, Any]) -> int:
+    """Tables that a rank has a part of."""
+    sums = line.get("sums")
+    return int(or_0(sums.get("tables"))) if isinstance(sums, dict) else len(tables_of(line))
+
+
 def lookup_bytes(line: dict[str, Any]) -> float:
     """Bytes that a rank looked up in an interval, over all tables."""
-    return sum(or_0(entry.get("lookup_bytes")) for entry in tables_of(line).values())
+    return added(line, "lookup_bytes")
 
 
 def table_bytes(entry: dict[str, Any]) -> float:
@@ -106,24 +144,33 @@ def over_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     out = []
     for mine in by_rank(lines).values():
-        looked: dict[str, dict[str, float]] = {}
-        for line in mine:
-            for name, entry in tables_of(line).items():
-                sums = looked.setdefault(name, {"lookups": 0.0, "lookup_bytes": 0.0})
-                for key in sums:
-                    sums[key] += or_0(entry.get(key))
-        tables = {name: {**tables_of(mine[-1]).get(name, {}), **sums} for name, sums in looked.items()}
+        of_tables: dict[str, Any] = {"tables": _summed(mine, "tables")}
+        if isinstance(mine[-1].get("sums"), dict):
+            of_tables["sums"] = _with_loads([line.get("sums") or {} for line in mine])
+        if isinstance(mine[-1].get("spread"), dict):
+            of_tables["spread"] = _summed(mine, "spread")
         phases = {phase: sum(phases_of(line)[phase] for line in mine) for phase in PHASES}
         sums = {key: sum(or_0(line.get(key)) for line in mine) for key in ("steps", "seconds")}
-        out.append({**mine[-1], **sums, "first_step": begin(mine[0]), "phases_s": phases, "tables": tables})
+        out.append({**mine[-1], **sums, "first_step": begin(mine[0]), "phases_s": phases, **of_tables})
     return out
+
+
+def _summed(lines: list[dict[str, Any]], field: str) -> dict[str, dict[str, Any]]:
+    """Table → its last entry, with the loads of all."""
+    of_lines = [line.get(field) or {} for line in lines]
+    names = dict.fromkeys(name for entries in of_lines for name in entries)
+    return {name: _with_loads([entries.get(name, {}) for entries in of_lines]) for name in names}
+
+
+def _with_loads(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**entries[-1], **{key: sum((or_0(e.get(key)) for e in entries), 0.0) for key in LOADS}}
 
 
 def load_order(lines: list[dict[str, Any]]) -> list[str]:
     """All tables, the one with the most bytes looked up first."""
     load: dict[str, float] = {}
     for line in lines:
-        for name, entry in tables_of(line).items():
+        for name, entry in entries_of(line).items():
             load[name] = load.get(name, 0.0) + or_0(entry.get("lookup_bytes"))
     return sorted(load, key=lambda name: (-load[name], name))
 
@@ -140,13 +187,13 @@ def table_over_ranks(lines: list[dict[str, Any]], table: str, replicated: bool =
         FIGURES: sums, the largest, norms over all shards, or averages by WEIGHTS; NaN where no rank has a
         figure. And `row_norm_counts`, a list of 30 floats, or None.
     """
-    entries = [tables_of(line)[table] for line in lines if table in tables_of(line)]
+    entries = [entry for line in lines if (entry := entry_of(line, table)) is not None]
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)
     out: dict[str, Any] = {key: _known(entries, key, sum) for key in SUMMED}
     out |= {key: _known(entries, key, max) for key in LARGEST}
     out |= {key: _known(entries, key, max if replicated else _root_of_squares) for key in NORMS}
     out |= {key: _mean(entries, key, weight) for key, weight in WEIGHTS.items()}
-    counts = [c for entry in entries if (c := _counts(entry.get("row_norm_counts")))]
+    counts = [c for entry in entries if (c := counts_of(entry.get("row_norm_counts")))]
     out["row_norm_counts"] = [sum(column) for column in zip(*counts, strict=True)] if counts else None
     return out
 
@@ -176,5 +223,6 @@ def _mean(entries: list[dict], key: str, weight: Callable[[dict], float]) -> flo
     return sum(value for value, _ in pairs) / len(pairs) if pairs else nan
 
 
-def _counts(value: Any) -> list[float] | None:
+def counts_of(value: Any) -> list[float] | None:
+    """The bins of a histogram; None where it is none."""
     return [or_0(count) for count in value] if isinstance(value, list) and len(value) == BINS else None

@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import isfinite
+from statistics import median
 from typing import Any, NamedTuple
 
 from raytrec.common.messages import RANKS, Check, Final, Measured, Message, Result, from_line
-from raytrec.tracking.aggregate import FIGURES, begin, table_over_ranks
-
-ADDED = ("lookups", "lookup_bytes", "weight_bytes", "state_bytes")  # over the tables of a rank
+from raytrec.tracking.aggregate import (
+    ADDED,
+    FIGURES,
+    added,
+    begin,
+    entries_of,
+    table_bytes,
+    table_over_ranks,
+)
 
 # MLflow 3.17 shows metrics whose names begin with system/ on its page "System metrics", under these names and
 # in these units where its own monitor (mlflow/system_metrics) has them.
@@ -28,6 +35,10 @@ MLFLOW_NAMES = {
 SECTIONS = {"train": "train/", "eval": "eval/", "compared": ""}  # kind → what its names begin with
 NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)  # MLflow takes letters, digits and these in names
 NAME_LENGTH = 250
+# Up to so many ranks and tables have series of their own: a store takes about 1,000 metrics in a call, and a
+# picture of more lines shows nobody anything. The run folder has them all.
+MOST_RANKS, MOST_TABLES = 64, 200
+RANK_IN_NAME = re.compile(r"^(watch/|system/)rank[/_]\d+/")
 
 
 class Record(NamedTuple):
@@ -138,17 +149,40 @@ def rank_metrics(lines: list[dict[str, Any]], max_series: int) -> dict[str, floa
         `aggregate.table_over_ranks` makes of all ranks; watch/rank/R/table/NAME/…; system/rank_R/….
     """
     out: dict[str, float | None] = {}
-    names = sorted({name for line in lines for name in line["tables"]})
+    held: dict[str, float] = {}
     for line in lines:
-        out |= _of_rank(line)
+        for name, entry in entries_of(line).items():
+            held[name] = held.get(name, 0.0) + table_bytes(entry)
+    names = sorted(held)
+    of_ranks = [_of_rank(line) for line in lines]
+    out |= over_ranks(of_ranks)
+    for line, figures in zip(lines, of_ranks, strict=True) if len(lines) <= MOST_RANKS else ():
+        out |= figures
         if len(lines) * len(names) <= max_series:
             for name, figures in line["tables"].items():
                 place = f"watch/rank/{line['rank']}/table/{name}"
                 out |= {f"{place}/{key}": figures.get(key) for key in FIGURES}
-    for name in names:
+    for name in sorted(names, key=lambda name: (-held[name], name))[:MOST_TABLES]:
         figures = table_over_ranks(lines, name)
         out |= {f"watch/table/{name}/{key}": figures[key] for key in FIGURES}
     return out
+
+
+def over_ranks(of_ranks: list[dict[str, float | None]]) -> dict[str, float | None]:
+    """The least, the median and the largest of each figure that ranks have, where there are more than
+    MOST_RANKS: watch/ranks/NAME/min and so on, system/ranks/NAME/min."""
+    if len(of_ranks) <= MOST_RANKS:
+        return {}
+    values: dict[str, list[float]] = {}
+    for figures in of_ranks:
+        for name, value in figures.items():
+            if isinstance(value, (int, float)) and isfinite(value):
+                values.setdefault(RANK_IN_NAME.sub(r"\1ranks/", name), []).append(value)
+    return {
+        f"{name}/{kind}": combine(of_all)
+        for name, of_all in values.items()
+        for kind, combine in (("min", min), ("median", median), ("max", max))
+    }
 
 
 def _of_rank(line: dict[str, Any]) -> dict[str, float | None]:
@@ -156,7 +190,7 @@ def _of_rank(line: dict[str, Any]) -> dict[str, float | None]:
     out = {f"{place}/{phase}_ms": 1e3 * s / steps for phase, s in line["phases_s"].items()}
     out[f"{place}/step_ms"] = 1e3 * line["seconds"] / steps
     for key in ADDED:
-        out[f"{place}/{key}"] = sum(figures[key] for figures in line["tables"].values())
+        out[f"{place}/{key}"] = added(line, key)
     return out | system_metrics(line["rank"], line["system"])
 
 

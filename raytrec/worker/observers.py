@@ -26,6 +26,7 @@ from raytrec.worker.heartbeat import Heartbeat
 from raytrec.worker.limits import Limits, Probe, bytes_of_step
 from raytrec.worker.nonfinite import Recent
 from raytrec.worker.progress import Progress
+from raytrec.worker.spread_tables import SpreadTables
 from raytrec.worker.statistics import Statistics
 from raytrec.worker.step import Head, Step
 from raytrec.worker.step_timing import Phases
@@ -107,6 +108,7 @@ class RankRecorder(Observer):
         progress: Progress,
         batches: Recent,
         last_step: int,
+        spread: SpreadTables,
         taps: Taps,
         limits: Limits,
     ):
@@ -117,7 +119,7 @@ class RankRecorder(Observer):
         self._statistics, self._phases, self._progress = statistics, phases, progress
         self._batches, self._last_step, self._first_step = batches, last_step, progress.step
         self._begun = progress.step
-        self._system = System(context.device)
+        self._system, self._spread = System(context.device), spread
 
     def after_step(self, rows: int) -> None:
         step = self._progress.step
@@ -153,7 +155,7 @@ class RankRecorder(Observer):
             phases_s=phases,
             system=self._system.sample(),
             first_s=first,
-            tables=(figures := self._statistics.collect()),
+            **self._spread.reduce(figures := self._statistics.collect()),
         )
         context.report_from_all(line)
         self._first_step, self._first = step, {}
@@ -256,9 +258,10 @@ def make_observers(
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:
         statistics = Statistics(schema, state.tables, taps)
+        spread = SpreadTables(state.tables.values())
         limits = Limits(config, lookups, head, state.tables, context.device)
         watched = context, statistics, step.phases, progress, batches, last_step
-        probing.append(RankRecorder(*watched, taps, limits))
+        probing.append(RankRecorder(*watched, spread, taps, limits))
     if checked:
         checks = _live_checks(context, lookups, state, taps, head)
         probing.append(CheckRunner(context, checks, progress, batches))

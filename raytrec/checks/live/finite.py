@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 
 import torch
+import torch.distributed as dist
 
 from raytrec.checks.live.outcome import Check, Outcome, Position, ranks
 from raytrec.checks.live.readout import read
@@ -23,10 +25,20 @@ class Look:
 
     Attributes:
         weights: of tables and dense layers. state: of their optimizers.
+        rank: whose it is; None: that of its place among the looks.
     """
 
     weights: dict[str, float]
     state: dict[str, float]
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What several ranks see that is not finite: name → on which of them."""
+
+    weights: dict[str, list[int]]
+    state: dict[str, list[int]]
 
 
 @check("finite")
@@ -57,10 +69,15 @@ class Finite(Check):
         ]
         state += [(name, value) for name, value in self.run.dense.items() if not name.endswith("/value")]
         self._looks += 1
-        return Look(largest(weights), largest(state))
+        return Look(largest(weights), largest(state), dist.get_rank() if dist.is_initialized() else None)
 
-    def judge(self, looks: list[Look], step: int) -> Outcome:
-        found = [*_not_finite([look.weights for look in looks]), *_not_finite([look.state for look in looks])]
+    def fold(self, looks: list[Look | Folded]) -> list[Folded]:
+        parts = [look if isinstance(look, Folded) else _bad(look, place) for place, look in enumerate(looks)]
+        return [Folded(_joined(p.weights for p in parts), _joined(p.state for p in parts))]
+
+    def judge(self, looks: list[Look | Folded], step: int) -> Outcome:
+        (seen,) = self.fold(looks)
+        found = [*_not_finite(seen.weights), *_not_finite(seen.state)]
         problems = [text for _, text in sorted(found, key=lambda pair: pair[0])]
         return self.outcome(step, problems, "all weights and optimizer state are finite", len(found), 0)
 
@@ -110,11 +127,22 @@ def _touched(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
     return rows
 
 
-def _not_finite(of_rank: list[dict[str, float]]) -> list[tuple[int, str]]:
+def _bad(look: Look, place: int) -> Folded:
+    rank = place if look.rank is None else look.rank
+    parts = look.weights, look.state
+    return Folded(*({name: [rank] for name, size in part.items() if not isfinite(size)} for part in parts))
+
+
+def _joined(parts: Iterable[dict[str, list[int]]]) -> dict[str, list[int]]:
+    joined: dict[str, list[int]] = defaultdict(list)
+    for part in parts:
+        for name, bad in part.items():
+            joined[name] += bad
+    return dict(joined)
+
+
+def _not_finite(bad_ranks: dict[str, list[int]]) -> list[tuple[int, str]]:
     """(on how many ranks, sentence): what has begun on one rank is soon on all."""
-    found = []
-    for name in dict.fromkeys(name for values in of_rank for name in values):
-        bad = [rank for rank, values in enumerate(of_rank) if not isfinite(values.get(name, 0.0))]
-        if bad:
-            found.append((len(bad), f"{name}: a value is NaN or infinite on {ranks(bad)}"))
-    return found
+    return [
+        (len(bad), f"{name}: a value is NaN or infinite on {ranks(bad)}") for name, bad in bad_ranks.items()
+    ]

@@ -42,10 +42,10 @@ def factors_of(
     return weights_N / totals_B[bag_N], (sizes_B / totals_B.abs()).clamp(min=1)
 
 
-def some_bags(key: Key, first: torch.Tensor, mean: bool, device: torch.device) -> Bags:
+def some_bags(key: Key, first: torch.Tensor, mean: bool, device: torch.device, longest: bool = True) -> Bags:
     """The `first` bags of a feature, and the longest; without those of more than `LONGEST` ids."""
     short = key.lengths.masked_fill(key.lengths > LONGEST, 0)
-    at = torch.cat([first, short.argmax().view(1)])
+    at = torch.cat([first, short.argmax().view(1)]) if longest else first
     at = at[key.lengths[at] <= LONGEST]
     lengths = key.lengths[at]
     starts = (key.lengths.cumsum(0) - key.lengths)[at] - (lengths.cumsum(0) - lengths)

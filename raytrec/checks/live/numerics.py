@@ -9,6 +9,7 @@ from math import isfinite, sqrt
 from statistics import median
 
 import torch
+import torch.distributed as dist
 
 from raytrec.checks.live.finite import largest, weights_of
 from raytrec.checks.live.outcome import Check, Outcome, Position, ranks
@@ -34,10 +35,29 @@ class Look:
         values: name → max |value| of weights.
         squares: after a probed step, name → Σ of the squared gradient.
         ratios: metric → what should be 1 and the positives that it is of; None, where they are not known.
+        rank: whose it is; None: that of its place among the looks.
     """
 
     values: dict[str, float]
     squares: dict[str, float]
+    ratios: dict[str, tuple[float | None, float | None]]
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What several ranks see.
+
+    Attributes:
+        values: name → the largest of its values, and its rank.
+        squares: name → of dense layers (which all ranks have) the largest, of tables the sum.
+        bad: name → ranks whose square is not finite.
+        ratios: of the first rank.
+    """
+
+    values: dict[str, tuple[float, int]]
+    squares: dict[str, float]
+    bad: dict[str, list[int]]
     ratios: dict[str, tuple[float | None, float | None]]
 
 
@@ -64,24 +84,40 @@ class Numerics(Check):
         squares = self._squares() if probed else {}
         if self.run.config.train.on_nan == "skip" and not all(map(isfinite, squares.values())):
             squares = {}  # of a step that is skipped and counted: it has changed nothing
-        return Look(values, squares, ratios)
+        return Look(values, squares, ratios, dist.get_rank() if dist.is_initialized() else None)
 
-    def judge(self, looks: list[Look], step: int) -> Outcome:
-        problems = _not_finite(looks)
-        norm, most = _norm(looks)
+    def fold(self, looks: list[Look | Folded]) -> list[Folded]:
+        parts = [_as_folded(look, place) for place, look in enumerate(looks)]
+        if len(parts) == 1:
+            return parts
+        folded = Folded({}, {}, {}, parts[0].ratios)
+        for part in parts:
+            for name, value in part.values.items():
+                folded.values[name] = max(folded.values.get(name, value), value)
+            for name, square in part.squares.items():
+                before = folded.squares.get(name, 0.0)
+                both = max(before, square) if name.startswith(DENSE) else before + square
+                folded.squares[name] = both
+            for name, bad in part.bad.items():
+                folded.bad.setdefault(name, []).extend(bad)
+        return [folded]
+
+    def judge(self, looks: list[Look | Folded], step: int) -> Outcome:
+        (seen,) = self.fold(looks)
+        problems = _not_finite(seen.bad)
+        norm, most = _norm(seen.squares)
         growths = [self._growth("the gradient", norm, 0.0)]
         if growths[0] > GROWTH:
             times = f"{growths[0]:,.0f} × what is usual"
             problems.append(
                 f"the norm of the whole gradient is {norm:.3g}, {times}; most of it is that of {most}"
             )
-        for name in dict.fromkeys(name for look in looks for name in look.values):
-            size, rank = max((look.values.get(name, 0.0), rank) for rank, look in enumerate(looks))
+        for name, (size, rank) in seen.values.items():
             growths.append(self._growth(name, size, FLOOR))
             if growths[-1] > GROWTH:
                 times = f"{growths[-1]:,.0f} × what is usual"
                 problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {times}")
-        problems += _drift(looks[0].ratios) if step >= SETTLED else ()
+        problems += _drift(seen.ratios) if step >= SETTLED else ()
         good = "all gradients are finite, and all numbers of usual size"
         return self.outcome(step, problems, good, max(growths), GROWTH)
 
@@ -112,27 +148,31 @@ class Numerics(Check):
         return dict(out)
 
 
-def _not_finite(looks: list[Look]) -> list[str]:
+def _as_folded(look: Look | Folded, place: int) -> Folded:
+    if isinstance(look, Folded):
+        return look
+    rank = place if look.rank is None else look.rank
+    bad = {name: [rank] for name, square in look.squares.items() if not isfinite(square)}
+    return Folded(
+        {name: (value, rank) for name, value in look.values.items()}, look.squares, bad, look.ratios
+    )
+
+
+def _not_finite(bad_ranks: dict[str, list[int]]) -> list[str]:
     """What is on the fewest ranks comes first: what has begun on one is soon on all."""
-    found = []
-    for name in dict.fromkeys(name for look in looks for name in look.squares):
-        bad = [rank for rank, look in enumerate(looks) if not isfinite(look.squares.get(name, 0.0))]
-        if bad:
-            found.append((len(bad), f"{name}: the gradient is NaN or infinite on {ranks(bad)}"))
+    found = [
+        (len(bad), f"{name}: the gradient is NaN or infinite on {ranks(bad)}")
+        for name, bad in bad_ranks.items()
+    ]
     return [text for _, text in sorted(found, key=lambda pair: pair[0])]
 
 
-def _norm(looks: list[Look]) -> tuple[float, str]:
+def _norm(squares: dict[str, float]) -> tuple[float, str]:
     """The norm of the gradient of dense layers (which all ranks have) and of all tables together (of which
     each has parts), and what most of it is of. 0 where no step was probed.
 
     Parts alone may grow a thousandfold where training leaves a plateau.
     """
-    squares: dict[str, float] = {}
-    for look in looks:
-        for name, value in look.squares.items():
-            before = squares.get(name, 0.0)
-            squares[name] = max(before, value) if name.startswith(DENSE) else before + value
     if not squares:
         return 0.0, ""
     return sqrt(sum(squares.values())), max(squares, key=squares.get)

@@ -119,11 +119,18 @@ class Check:
         """
         raise NotImplementedError
 
+    def fold(self, looks: list[Any]) -> list[Any]:
+        """Looks of neighbouring ranks as fewer, of which `judge` makes the same; they may be folded already.
+
+        For runs of many ranks, where looks differ from rank to rank. What is not folded is sent as it is.
+        """
+        return looks
+
     def judge(self, looks: list[Any], step: int) -> Outcome:
         """The outcome.
 
         Args:
-            looks: of all ranks.
+            looks: of all ranks in their order, or what `fold` makes of them.
         """
         raise NotImplementedError
 
@@ -150,10 +157,26 @@ def ranks(numbers: list[int]) -> str:
     return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
+def alike(values: list[Any]) -> bool:
+    """Whether all are the same; cheap where they are one object, as `exchange` leaves them."""
+    return all(value is values[0] or value == values[0] for value in values)
+
+
+def different(values: list[Any]) -> list[Any]:
+    """Without values that are the one before them."""
+    return [value for i, value in enumerate(values) if i == 0 or value is not values[i - 1]]
+
+
 def odd_ones(values: list[Any]) -> list[int]:
     """The ranks whose value is not the commonest one; of several, that of the lowest rank."""
-    if all(value == values[0] for value in values):
+    if alike(values):
         return []
-    counts = [sum(other == value for other in values) for value in values]
-    usual = values[counts.index(max(counts))]
+    counts: list[list[Any]] = []  # [value, how often]; values may not be hashable
+    for value in values:
+        known = next((pair for pair in counts if pair[0] == value), None)
+        if known:
+            known[1] += 1
+        else:
+            counts.append([value, 1])
+    usual = max(counts, key=lambda pair: pair[1])[0]
     return [rank for rank, value in enumerate(values) if value != usual]

@@ -24,6 +24,7 @@ from raytrec.embeddings.row_gradients import add_row_gradients, found, keys_of
 from raytrec.embeddings.tables import Table
 
 BAGS = 4  # of each feature and rank, beside the longest one
+LOOKING = 8  # ranks whose bags are compared at a time: all ranks exchange the ids in them
 ROWS = 256  # of each table whose gradient is compared
 LIMIT = 1e-5  # see Parity
 TINY = 1e-30  # below this, numbers lose digits
@@ -34,11 +35,11 @@ class Look:
     """Errors on one rank.
 
     Attributes:
-        forward: feature → error of its pooled embeddings.
+        forward: feature → (error of its pooled embeddings, rank).
         gradient: table → (error, rank that holds where it is largest).
     """
 
-    forward: dict[str, float]
+    forward: dict[str, tuple[float, int]]
     gradient: dict[str, tuple[float, int]]
 
 
@@ -60,6 +61,7 @@ class Parity(Check):
 
     def __init__(self, run: Watched):
         super().__init__(run)
+        self._turn = 0
         self._rows: dict[str, torch.Tensor] = {}
         self._expected: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
@@ -82,15 +84,19 @@ class Parity(Check):
     def look(self, position: Position, probed: bool) -> Look:
         pooled = self.run.taps.input.pooled
         forward = {
-            feature: error_of(pooled[feature][at], expected, sizes)[0]
+            feature: (error_of(pooled[feature][at], expected, sizes)[0], dist.get_rank())
             for feature, (at, expected, sizes) in self._expected.items()
         }
         return Look(forward, dict(self._gradients()))
 
+    def fold(self, looks: list[Look]) -> list[Look]:
+        parts = [look.forward for look in looks], [look.gradient for look in looks]
+        return [Look(*({name: max(part[name] for part in of) for name in of[0]} for of in parts))]
+
     def judge(self, looks: list[Look], step: int) -> Outcome:
-        problems, worst = [], 0.0
+        (seen,), problems, worst = self.fold(looks), [], 0.0
         for feature, spec in self.run.schema.sparse.items():
-            error, rank = max((look.forward[feature], rank) for rank, look in enumerate(looks))
+            error, rank = seen.forward[feature]
             worst = max(worst, error)
             if error > LIMIT:
                 problems.append(
@@ -98,7 +104,7 @@ class Parity(Check):
                     f"of one process, by {error:.2g} of their size"
                 )
         for table in self.run.tables:
-            error, holder = max(look.gradient[table] for look in looks)
+            error, holder = seen.gradient[table]
             worst = max(worst, error)
             if error > LIMIT:
                 problems.append(
@@ -109,11 +115,14 @@ class Parity(Check):
         return self.outcome(step, problems, good, worst, LIMIT)
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
-        """A few bags of each feature: of the first rows, and the longest that is not too long."""
-        first = (batch.weights > 0).nonzero().squeeze(1)[:BAGS]
+        """A few bags of each feature: of the first rows, and the longest that is not too long. None on ranks
+        whose turn it is not."""
+        looking = is_looking(dist.get_rank(), dist.get_world_size(), self._turn)
+        self._turn += 1
+        first = (batch.weights > 0).nonzero().squeeze(1)[: BAGS if looking else 0]
         features = self.run.schema.sparse
         return {
-            feature: some_bags(key, first, features[feature].pooling != "sum", self.run.device)
+            feature: some_bags(key, first, features[feature].pooling != "sum", self.run.device, looking)
             for feature, key in zip(features, keys_of(batch.sparse, len(features)), strict=True)
         }
 
@@ -212,6 +221,12 @@ class Parity(Check):
         return next((s.rank for s in shards if row in s.rows and column in s.columns), dist.get_rank())
 
 
+def is_looking(rank: int, world: int, turn: int) -> bool:
+    """Whether a rank's bags are compared at this turn: at most LOOKING ranks are at a time, in turn."""
+    turns = -(-world // LOOKING)
+    return rank % turns == turn % turns
+
+
 def error_of(got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor) -> tuple[float, int, int]:
     """The largest error, and its row and column.
 
@@ -233,12 +248,14 @@ def error_of(got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor) -> 
 def _union(keys: torch.Tensor) -> torch.Tensor:
     """The keys of all ranks: int64, sorted, each once; a collective."""
     mine, world = keys.unique(), dist.get_world_size()
-    counts = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(world)]
-    dist.all_gather(counts, torch.tensor([len(mine)], device=mine.device))
-    sizes = torch.cat(counts).tolist()
-    everyone = [mine.new_empty(max(sizes)) for _ in range(world)]
-    dist.all_gather(everyone, torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))))
-    return torch.cat([part[:n] for part, n in zip(everyone, sizes, strict=True)]).unique()
+    sizes = torch.zeros(world, dtype=torch.int64, device=mine.device)
+    sizes[dist.get_rank()] = len(mine)
+    dist.all_reduce(sizes)
+    ends = sizes.cumsum(0).tolist()
+    everyone = mine.new_zeros(ends[-1])  # a place for each id: nothing is padded for ranks that have few
+    everyone[ends[dist.get_rank()] - len(mine) : ends[dist.get_rank()]] = mine
+    dist.all_reduce(everyone)
+    return everyone.unique()
 
 
 def _blocks(

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, odd_ones, ranks
+from raytrec.checks.live.outcome import Check, Outcome, Position, alike, different, odd_ones, ranks
 from raytrec.checks.live.readout import read
 from raytrec.checks.live.registry import check
 
@@ -34,8 +34,8 @@ class Replicas(Check):
 
     def judge(self, looks: list[dict[str, int]], step: int) -> Outcome:
         problems = []
-        names = dict.fromkeys(name for look in looks for name in look)
-        for name in names:
+        names = dict.fromkeys(name for look in different(looks) for name in look)
+        for name in () if alike(looks) else names:
             if odd := odd_ones([look.get(name) for look in looks]):
                 others = "the others" if len(looks) > 2 else f"rank {1 - odd[0]}"
                 problems.append(f"{name} on {ranks(odd)} is not what it is on {others}")

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raytrec.checks.live.exchange import exchange
 from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, Outcome, Position, Watched
 from raytrec.checks.live.registry import choose
 from raytrec.common.errors import RunError
@@ -92,11 +93,9 @@ class LiveChecks:
         checks = [check for check in self._checks if moment in check.moments]
         if not checks:
             return []
-        mine = position.step, [check.look(position, moment == STEP) for check in checks]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine, group=self._group)
-        step = everyone[0][0]
-        return [check.judge([looks[i] for _, looks in everyone], step) for i, check in enumerate(checks)]
+        mine = [check.look(position, moment == STEP) for check in checks]
+        step, looks = exchange(checks, position.step, mine, self._group)
+        return [check.judge(seen, step) for check, seen in zip(checks, looks, strict=True)]
 
 
 def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:

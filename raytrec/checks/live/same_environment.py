@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytrec.checks.live.outcome import START, Check, Outcome, Position, odd_ones, ranks
+from raytrec.checks.live.outcome import START, Check, Outcome, Position, alike, different, odd_ones, ranks
 from raytrec.checks.live.registry import check
 
 SHOWN = 60  # characters of a value
@@ -22,8 +22,8 @@ class SameEnvironment(Check):
 
     def judge(self, looks: list[dict[str, Any]], step: int) -> Outcome:
         problems = []
-        keys = dict.fromkeys(key for look in looks for key in look)
-        for key in keys:
+        keys = dict.fromkeys(key for look in different(looks) for key in look)
+        for key in () if alike(looks) else keys:
             values = [look.get(key) for look in looks]
             if odd := odd_ones(values):
                 usual = next(value for rank, value in enumerate(values) if rank not in odd)

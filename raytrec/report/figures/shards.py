@@ -22,12 +22,13 @@ from raytrec.report.figures.style import (
     styled,
 )
 from raytrec.report.history import History
-from raytrec.tracking.aggregate import last_group, over_time, table_bytes, tables_of
+from raytrec.tracking.aggregate import last_group, over_time, spread_part, table_bytes, tables_of
 
 MOST_TABLES = 40  # that have a row of their own; the rest is one row
 UNEVEN = 1.2  # times the mean: the bar of such a rank stands out
 WRITTEN_RANKS = 4  # up to so many, cells say their value
 MAP = "cividis"
+ON_MANY = "tables on many ranks"
 
 
 @styled
@@ -67,7 +68,8 @@ def _matrix(ranks: list[dict], value: Callable[[dict], float]) -> tuple[np.ndarr
     """A row for each table, the largest first (those beyond MOST_TABLES together), a column for each rank."""
     cells: dict[str, np.ndarray] = {}
     for column, line in enumerate(ranks):
-        for name, entry in tables_of(line).items():
+        rest = {ON_MANY: part} if (part := spread_part(line)) else {}
+        for name, entry in {**tables_of(line), **rest}.items():
             row = cells.setdefault(name, np.zeros(len(ranks)))
             row[column] += max(0.0, np.nan_to_num(value(entry)))
     if not cells:
