@@ -53,15 +53,21 @@ def pytest_collection_finish(session):
 def _shared_ray():
     import ranks
     import ray
-    import warm
     from stores import made_once
 
+    from raytrec.cluster import warm
     from raytrec.cluster.session import ray_session
+    from raytrec.driver.warm_workers import MODULES, ON_RAY
 
     ranks.close_all()  # they would take a part of each core
     assert not ray.is_initialized(), "an earlier test left Ray running"
-    with warm.ray_workers(), made_once(), ray_session(num_cpus=6):
-        yield
+    warm.warm_up(MODULES, ON_RAY)
+    with made_once(), ray_session(num_cpus=6):
+        process = warm._running.pop(warm.WARM)  # else the first run would end it, as if it were its own
+        try:
+            yield
+        finally:
+            process.close()
 
 
 @pytest.fixture(scope="module")
