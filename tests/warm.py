@@ -31,7 +31,8 @@ from time import sleep
 from unittest.mock import patch
 
 TORCH = ("torchrec", "tensordict", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
-WITH_RAY = ("ray", "torch.profiler", "pydantic")  # more than a second's worth of a processor for each rank
+# A second of a processor for each rank. Processes that are to find another raytrec are not forked from here.
+WITH_RAY = ("ray", "raytrec.worker.build", "raytrec.worker.observers", "raytrec.checks.parity.compare")
 SOCKET = "RAYTREC_TESTS_WARM"  # where warm_worker.py finds it
 _servers = {}
 
