@@ -12,6 +12,7 @@
 # make bench   how fast training is, against the loop you would write by hand
 # make bench-growth, make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
 #              what the figures of docs/benchmarks.md come from
+# make bench-scale  the control plane with up to 1,024 simulated ranks and 1,000 tables (docs/scaling.md)
 # make bench-memory  what each process of a run has over 30 minutes, and who grows
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
@@ -29,7 +30,7 @@ ROWS ?= 300000
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-start gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -69,6 +70,10 @@ bench-memory: install
 
 bench-start: install
 	$(BIN)/python -W ignore benchmarks/start.py
+
+bench-scale: install
+	$(BIN)/python -W ignore benchmarks/scale.py
+	$(BIN)/python benchmarks/step_model.py
 
 gpu-check: install
 	$(BIN)/python -W ignore tests/gpu/check.py

@@ -51,6 +51,7 @@ TARGETS = {
     "bench-watching": "-W ignore benchmarks/watching.py --smallest",
     "bench-memory": "-W ignore benchmarks/memory.py --smallest",
     "bench-start": "-W ignore benchmarks/start.py --smallest",
+    "bench-scale": "-W ignore benchmarks/scale.py --smallest",
     "gpu-check": "-W ignore tests/gpu/check.py --smallest --only environment --out {folder}/gpu-check.json",
     "bench-gpu": "-W ignore benchmarks/gpu.py --device cpu --only dense --rounds 1 --no-compiled",
     "lint": "-m ruff check benchmarks",

@@ -1,0 +1,455 @@
+"""The parts of benchmarks/scale.py, each in a process of its own: PART RANKS TABLES FOLDER → figures as JSON.
+
+`plan` comes first: it leaves the plan in the folder, from which the others know what each rank holds.
+`records` leaves a run folder, which `mlflow` and `report` read.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from raytrec.common.messages import PHASES, RankLine, beat_s
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+
+DIM, IDS = 64, 20
+RECORDS = 3  # in the run folder
+WEIGHT, STATE = 4 * DIM, 4  # bytes of a row; row-wise Adagrad
+PARTS: dict[str, Callable[..., dict]] = {}
+
+
+def part(function: Callable[..., dict]) -> Callable[..., dict]:
+    PARTS[function.__name__] = function
+    return function
+
+
+def schema_of(world: int, tables: int) -> Schema:
+    """Tables of 100 to 5e8 rows, as many bytes of them as a quarter of the GPUs' memory."""
+    rows = np.exp(np.random.default_rng(0).uniform(np.log(1e3), np.log(5e8), tables))
+    rows = np.maximum(100, rows * min(1.0, 20e9 * world / WEIGHT / rows.sum())).astype(int)
+    values = {
+        "labels": ["label"],
+        "dense": ["dense"],
+        "sparse": {f"f{i}": {"table": f"t{i}"} for i in range(tables)},
+        "tables": {f"t{i}": {"rows": int(rows[i]), "dim": DIM} for i in range(tables)},
+    }
+    return Schema.parse(values, "scale")
+
+
+def config_of(world: int) -> RunConfig:
+    """The defaults, and a batch of 1,024 rows a GPU."""
+    return RunConfig.model_validate({"data": {"train": "x", "global_batch_size": 1024 * world}})
+
+
+def planned(folder: Path) -> dict[str, list[int]]:
+    """Table → ranks that hold a part of it."""
+    return json.loads((folder / "ranks.json").read_text())
+
+
+class Cpu:
+    """Seconds of CPU of this process in a block."""
+
+    def __enter__(self) -> Cpu:
+        self._began = time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = round(time.process_time() - self._began, 4)
+
+
+def peak_mib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+@part
+def plan(world: int, tables: int, folder: Path) -> dict:
+    from raytrec.embeddings.planner.dry_run import dry_run
+
+    before = peak_mib()
+    with Cpu() as took:
+        found = dry_run(config_of(world), schema_of(world, tables), max(1, world // 8), min(8, world))
+    (folder / "ranks.json").write_text(json.dumps({table.table: table.ranks for table in found}))
+    shards = sum(len(table.ranks) for table in found)
+    cut = sum(len(table.ranks) > 1 for table in found)
+    return {"seconds": took.seconds, "memory_mib": peak_mib() - before, "shards": shards, "tables_cut": cut}
+
+
+@part
+def cursor(world: int, tables: int, folder: Path) -> dict:
+    """A rank's work for an epoch of a billion rows, and the arithmetic of one of its steps."""
+    from raytrec.data.fragments import Dataset, RowGroup
+    from raytrec.data.order import Order
+
+    data = Dataset("d", tuple(RowGroup(f"f{i}", 0, 1_000_000) for i in range(1000)), form=None)
+    order, steps = Order(1024 * world, max(64, 2 * world)), 1000
+    with Cpu() as opening:
+        items = order.items(data, 0, world // 2, world, 10)
+    with Cpu() as stepping:
+        for step in range(steps):
+            order.shares(data.rows, step, world // 2, world)
+            order.padded_rows(data.rows, step, world)
+    return {"epoch_s": opening.seconds, "items": len(items), "us_a_step": 1e6 * stepping.seconds / steps}
+
+
+@part
+def beats(world: int, tables: int, folder: Path) -> dict:
+    """The coordinator's actor, with heartbeats of all ranks as fast as it answers them."""
+    import ray
+
+    from raytrec.driver.coordinator import start_coordinator
+
+    rounds = max(4, 2048 // world)
+    with _local_ray():
+        actor = start_coordinator(60, 600)
+        began = time.monotonic()
+        ray.get([actor.enter.remote("a", rank, world, rank, "127.0.0.1") for rank in range(world)])
+        entered = time.monotonic() - began
+        process = _process_of(actor)
+        before, began = sum(process.cpu_times()[:2]), time.monotonic()
+        for tick in range(rounds):
+            ray.get([actor.beat.remote("a", r, tick, tick, "step", "", False) for r in range(world)])
+        wall, cpu = time.monotonic() - began, sum(process.cpu_times()[:2]) - before
+        memory = process.memory_info().rss >> 20
+    each = cpu / (rounds * world)
+    return {
+        "wall_s_until_all_have_entered": round(entered, 3),
+        "us_a_heartbeat": 1e6 * each,
+        "answered_a_second": rounds * world / wall,
+        "sent_a_second": world / beat_s(world),
+        "share_of_a_core": each * world / beat_s(world),
+        "actor_mib": memory,
+    }
+
+
+@contextmanager
+def _local_ray() -> Iterator[None]:
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _process_of(actor: Any) -> Any:
+    """The actor's process, once it answers: the only worker of this Ray that has its class's name."""
+    import psutil
+    import ray
+
+    ray.get(actor.asked.remote())
+    tree = psutil.Process().children(recursive=True)
+    return next(p for p in tree if "Coordinator" in " ".join(p.cmdline()))
+
+
+def entry(draw: random.Random, rows: int) -> dict[str, Any]:
+    """What a rank says of a shard (worker.statistics)."""
+    shares = ("dead_share", "collision_rate", "unique_ratio", "changed_share")
+    norms = ("weight_norm", "gradient_norm", "update_norm", "state_norm", "max_abs", "row_norm_max")
+    some = {name: draw.random() for name in (*shares, *norms, "row_norm_p05", "row_norm_p50", "row_norm_p95")}
+    counts = {"rows": rows, "columns": DIM, "lookups": 10**6, "lookup_bytes": 10**8, "touched_rows": 9999}
+    sizes = {"weight_bytes": rows * WEIGHT, "state_bytes": rows * STATE, "read_ids": 10**6}
+    bins = {"row_norm_counts": [draw.randint(0, 99) for _ in range(30)]}
+    return {**counts, **sizes, **some, **bins, "replicated": False, "device": "cuda:0"}
+
+
+def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[dict[str, Any]]:
+    """What all ranks send at a step, tables on very many ranks added up as the ranks do it."""
+    from raytrec.tracking.aggregate import ADDED
+    from raytrec.tracking.reduced import pack, unpack
+    from raytrec.worker.spread_tables import MOST_HOLDERS
+
+    draw, mine = random.Random(step), defaultdict(dict)
+    spread, sums, counted = {}, defaultdict(lambda: dict.fromkeys(ADDED, 0.0)), defaultdict(int)
+    for table, on in ranks.items():
+        entries = {rank: entry(draw, 1000) for rank in on}
+        for rank, each in entries.items():
+            counted[rank] += 1
+            for key in ADDED:
+                sums[rank][key] += each[key]
+            if len(on) <= MOST_HOLDERS:
+                mine[rank][table] = each
+        if len(on) > MOST_HOLDERS:
+            of_sums, of_maxima = zip(*map(pack, entries.values()), strict=True)
+            spread[table] = unpack(np.sum(of_sums, 0).tolist(), np.max(of_maxima, 0).tolist())
+    out = []
+    for rank in range(world):
+        of_tables: dict[str, Any] = {"tables": mine[rank]}
+        if spread:
+            of_tables["sums"] = {**sums[rank], "tables": counted[rank]}
+            of_tables |= {} if rank else {"spread": spread}
+        line = RankLine(
+            step=step,
+            first_step=step - 100,
+            unix_s=1e9 + step,
+            rank=rank,
+            world=world,
+            attempt=1,
+            steps=100,
+            seconds=5.0,
+            phases_s=dict.fromkeys(PHASES, 0.5),
+            system={
+                "cpu_percent": 90.0,
+                "rss_bytes": 10**10,
+                "gpu_percent": 80.0,
+                "gpu_memory_bytes": 10**10,
+            },
+            **of_tables,
+        )
+        out.append(line.to_json())
+    return out
+
+
+@part
+def records(world: int, tables: int, folder: Path) -> dict:
+    """From the actor's queue to the run folder."""
+
+    from raytrec.driver.coordinator import start_coordinator
+    from raytrec.driver.recorder import Record, Watch
+    from raytrec.tracking.mlflow import NoTracker
+
+    ranks, run = planned(folder), folder / "run"
+    run.mkdir()
+    with _local_ray():
+        actor = start_coordinator(60, 600)
+        watch = Watch(SimpleNamespace(warn=lambda text: None), Record(NoTracker(), run, "scale"))
+        process = _process_of(actor)
+        before, began, took, most = process.memory_info().rss, time.monotonic(), 0.0, 0
+        with watch.reading(actor):
+            for record in range(1, RECORDS + 1):
+                lines = lines_of(world, ranks, 100 * record)
+                sent, before_cpu = time.monotonic(), time.process_time()
+                for line in lines:
+                    actor.put.remote(line)
+                while (run / "ranks.jsonl").exists() is False or _lines(run) < record * world:
+                    most = max(most, process.memory_info().rss - before)
+                    time.sleep(0.02)
+                took += time.process_time() - before_cpu
+                began = time.monotonic() - sent
+    size = (run / "ranks.jsonl").stat().st_size
+    (run / "config.yaml").write_text(config_of(world).to_yaml())
+    return {
+        "messages_a_record": world,
+        "kb_a_record": size / RECORDS / 1e3,
+        "kb_of_largest_line": max(map(len, (run / "ranks.jsonl").read_bytes().splitlines())) / 1e3,
+        "driver_s_a_record": took / RECORDS,
+        "wall_s_of_last_record": began,
+        "actor_grows_mib": most >> 20,
+    }
+
+
+def _lines(run: Path) -> int:
+    with open(run / "ranks.jsonl", "rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+@part
+def mlflow(world: int, tables: int, folder: Path) -> dict:
+    """From the run folder to an sqlite store."""
+    from raytrec.tracking.feed import Feed
+    from raytrec.tracking.store import Store
+
+    feed = Feed(folder / "run", config_of(world).tracking.max_rank_table_series)
+    store = Store(f"sqlite:///{folder}/mlflow.db", "scale", "scale", folder / "artifacts", "key")
+    store.load()
+    store.open()
+    metrics = calls = 0
+    with Cpu() as took:
+        while batch := feed.next_batch():
+            store.write_metrics(batch.records)
+            count = sum(len(record.figures) for record in batch.records)
+            metrics, calls = metrics + count, calls + -(-count // 1000)
+            feed.written()
+    return {
+        "metrics_a_record": metrics // RECORDS,
+        "calls_a_record": calls / RECORDS,
+        "seconds_a_record": took.seconds / RECORDS,
+    }
+
+
+@part
+def report(world: int, tables: int, folder: Path) -> dict:
+    """The whole page."""
+    from raytrec.report.history import History
+    from raytrec.report.report import build
+
+    with Cpu() as reading:
+        History.read(folder / "run")
+    with Cpu() as drawing:
+        page = build(folder / "run")
+    size = page.stat().st_size / 1e6
+    return {
+        "read_s": reading.seconds,
+        "whole_s": drawing.seconds,
+        "page_mb": size,
+        "memory_mib": peak_mib(),
+    }
+
+
+@part
+def checks(world: int, tables: int, folder: Path) -> dict:
+    """Looks of all ranks on their way up the tree, and what it takes to judge them."""
+    from raytrec.checks.live import conservation, finite, numerics, probe, replicas, shards
+    from raytrec.checks.live.exchange import FEW, Run, join
+    from raytrec.checks.live.outcome import Position
+
+    held, draw = defaultdict(list), random.Random(0)
+    for table, on in planned(folder).items():
+        for rank in on:
+            held[rank].append(table)
+    names = [f"t{i}" for i in range(tables)]
+    cut = SimpleNamespace(replicated=False, shards=[SimpleNamespace(columns=range(DIM), rows=range(9))])
+    run = SimpleNamespace(
+        tables={name: SimpleNamespace(weight=cut) for name in names},
+        schema=SimpleNamespace(sparse={f"f{i}": SimpleNamespace(table=f"t{i}") for i in range(tables)}),
+    )
+
+    def looks(rank: int) -> list[Any]:
+        sent = {f"f{i}": IDS for i in range(tables)}
+        values = {f"table {name}": draw.random() for name in held[rank]} | {
+            f"dense/{i}": 1.0 for i in range(20)
+        }
+        return [
+            {f"{n}'s {kind}": ("a" * 16, []) for n in names for kind in ("weight", "sum")},
+            {f"dense/{i}/value": 2**60 + i for i in range(40)},
+            probe.Look({f: (1e-8, rank) for f in sent}, {name: (1e-8, rank) for name in names}),
+            conservation.Look(Position(500, 499, None), sent, sent, {}, 1024, rank),
+            finite.Look(values, values, rank),
+            numerics.Look(values, values, {}, rank),
+        ]
+
+    kinds = (
+        shards.Shards,
+        replicas.Replicas,
+        probe.Parity,
+        conservation.Conservation,
+        finite.Finite,
+        numerics.Numerics,
+    )
+    each = [kind(run) for kind in kinds]
+    mine = [looks(rank) for rank in range(min(world, 64))]  # the others send the same
+    one = len(pickle.dumps(mine[0]))
+    seen = [[[Run(look)] for look in mine[rank % len(mine)]] for rank in range(world)]
+    most = folding = 0.0
+    while len(seen) > 1:
+        if len(seen) <= 2 or not most:
+            most = max(most, *(len(pickle.dumps(runs)) for runs in seen[1::2][:4]))
+        with Cpu() as took:
+            first = (
+                [join(check, *two) for check, *two in zip(each, *seen[:2], strict=True)]
+                if len(seen) > 1
+                else seen[0]
+            )
+        folding += took.seconds  # of rank 0, which folds once a round
+        rest = [
+            [join(check, *two) for check, *two in zip(each, *seen[i : i + 2], strict=True)]
+            if len(seen) > i + 1
+            else seen[i]
+            for i in range(2, len(seen), 2)
+        ]
+        seen = [first, *rest]
+    arrived = [[look for run in runs for look in [run.look] * run.count] for runs in seen[0]]
+    with Cpu() as judging:
+        for check, all_looks in zip(each, arrived, strict=True):
+            check.judge(all_looks, 500)
+    received = one * world if world <= FEW else most * (world - 1).bit_length() + len(pickle.dumps(seen[0]))
+    return {
+        "kb_of_a_look": one / 1e3,
+        "kb_largest_message": most / 1e3,
+        "kb_to_rank_0": received / 1e3,
+        "kb_to_rank_0_if_all_sent_all": one * world / 1e3,
+        "folding_s_of_rank_0": folding,
+        "judging_s": judging.seconds,
+    }
+
+
+@part
+def checkpoint(world: int, tables: int, folder: Path) -> dict:
+    """The plans of all ranks at rank 0, the commit, and reading the index again."""
+    import torch
+    from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from raytrec.checkpoint import files
+    from raytrec.checkpoint.index import INDEX, read_index
+    from raytrec.checkpoint.storage import ShardWriter
+
+    rows, properties = 1000, TensorProperties(dtype=torch.float32)
+    items: dict[int, list[WriteItem]] = defaultdict(list)
+    for table, on in planned(folder).items():
+        for kind, columns in (("weight", (DIM,)), ("sum", ())):
+            whole = torch.Size([rows * len(on), *columns])
+            for number, rank in enumerate(on):
+                offsets = torch.Size([rows * number, *(0 for _ in columns)])
+                chunk = ChunkStorageMetadata(offsets, torch.Size([rows, *columns]))
+                index, data = (
+                    MetadataIndex(f"tables/{table}/{kind}", offsets),
+                    TensorWriteData(chunk, properties, whole),
+                )
+                items[rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+    plans = [SavePlan(items[rank]) for rank in range(world)]
+    sent = [len(pickle.dumps(plan)) for plan in plans]
+    root = folder / "checkpoints"
+    target = root / "step-0000000100"
+    about = {"data": "x" * 64, "schema": schema_of(world, tables).to_yaml(), "config": {}}
+    writer, planner = ShardWriter(str(target), "scale", about), DefaultSavePlanner(flatten_state_dict=False)
+    writer.set_up_storage_writer(True)
+    planner.set_up_planner({}, None, True)
+    with Cpu() as planning:
+        plans, metadata = planner.create_global_plan(plans)
+        plans = writer.prepare_global_plan(plans)
+    results = []
+    for plan in plans:
+        end, of_rank = 0, []
+        for item in plan.items:
+            chunk = item.tensor_data.chunk
+            size = 4 * chunk.sizes.numel()
+            place = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": plan.storage_data}
+            of_rank.append(WriteResult(item.index, size, {**place, "start": end, "crc32": [0]}))
+            end += -(-size // 64) * 64
+        results.append(of_rank)
+        if of_rank:
+            with open(target / plan.storage_data, "wb") as file:
+                file.truncate(of_rank[-1].storage_data["start"] + of_rank[-1].size_in_bytes)
+    with Cpu() as committing:
+        writer.finish(metadata, results)
+    with Cpu() as reading:
+        read_index(str(target))
+    for step in (200, 300):
+        other = root / f"step-{step:010d}"
+        other.mkdir()
+        (other / INDEX).write_bytes((target / INDEX).read_bytes())
+    files.keep(str(root), 3, 0, None)
+    with Cpu() as keeping:
+        files.keep(str(root), 3, 0, None)
+    return {
+        "chunks": sum(map(len, items.values())),
+        "kb_a_rank_sends": sum(sent) / world / 1e3,
+        "mb_at_rank_0": sum(sent) / 1e6,
+        "plan_s": planning.seconds,
+        "commit_s": committing.seconds,
+        "index_mb": (target / INDEX).stat().st_size / 1e6,
+        "read_index_s": reading.seconds,
+        "keep_last_s": keeping.seconds,
+        "memory_mib": peak_mib(),
+    }
+
+
+if __name__ == "__main__":
+    name, world, tables, place = sys.argv[1:]
+    print(json.dumps(PARTS[name](int(world), int(tables), Path(place))))
