@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from raytrec.checkpoint.files import (
@@ -177,7 +178,9 @@ class Saver:
     def _try(self, folder: str, attempt: str, tensors: State, about: dict) -> RunError | None:
         try:
             writer = ShardWriter(folder, attempt, about, self._confirm)
-            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            # Names are flat. Of nested ones the planner would note all, and every rank would send them.
+            planner = DefaultSavePlanner(flatten_state_dict=False)
+            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         except (Exception, CheckpointException) as failure:  # torch's is a BaseException
             cause = root_cause(failure)
             return cause if isinstance(cause, RunError) else RunError(str(cause), where=folder)

@@ -217,3 +217,25 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path):
         assert errors == [None, None] and folder.endswith("step-0000000001") and bad == []
         assert "NaN or infinite: table user's sum on rank 1" in passed_over[0]
         assert "step-0000000002" in passed_over[0]
+
+
+def planned(rank, world, root):
+    """What this rank sends to rank 0 before a save: its plan."""
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.checkpoint.storage import ShardWriter
+
+    step = build(config(world, {"sharding_type": "table_wise"}))
+    state, sent, prepare = LogicalState(step.model, step.optimizer), [], ShardWriter.prepare_local_plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardWriter, "prepare_local_plan", lambda self, p: sent.append(p) or prepare(self, p))
+        assert outcome(saver(state, root), 1, state.tensors()).error is None
+    (plan,) = sent
+    return len(state.tensors()), [item.index.fqn for item in plan.items], plan.planner_data
+
+
+def test_a_rank_sends_no_word_of_what_others_write(tmp_path):
+    """Names of all tensors, from every rank, would be ranks × tables at rank 0."""
+    first, other = on_ranks(2, planned, str(tmp_path))
+    both = set(first[1]) & set(other[1])
+    assert len({*first[1], *other[1]}) == first[0] and not any(name.startswith("tables/") for name in both)
+    assert first[2] is None and other[2] is None
