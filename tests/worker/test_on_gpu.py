@@ -8,6 +8,7 @@ import checkpoints
 import parquet
 import pytest
 import torch
+import warm
 from standin.worker import gpu_cluster
 
 from raytrec.driver import run as driver
@@ -20,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster():
-    with gpu_cluster(cpus=6, gpus=2):
+    with warm.ray_workers(), gpu_cluster(cpus=6, gpus=2):
         yield
 
 
