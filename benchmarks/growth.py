@@ -182,15 +182,23 @@ def document(curves: dict[str, Any]) -> str:
     return "\n".join([*lines, "", picture])
 
 
+def _short(x: float) -> str:
+    """10 M for 10,000,000."""
+    for size, unit in ((1e6, " M"), (1e3, " k")):
+        if x >= size:
+            return f"{x / size:g}{unit}"
+    return f"{x:g}"
+
+
 def draw(curves: dict[str, Any], path: Path) -> None:
     """A panel for each curve: points, the law, kinks ringed."""
+    from matplotlib.ticker import NullFormatter
+
     from raytrec.report.figures.style import BLUE, MUTED, PLAIN, VERMILION, new_figure, save_png, styled
 
     @styled
     def made() -> Any:
-        figure, panels = new_figure(
-            "What a step, a record and a save cost as sizes grow", 8.4, rows=4, columns=2
-        )
+        figure, panels = new_figure("What a step, a record and a save cost as sizes grow", 12.6, rows=7)
         for axes, curve in zip(panels, curves.values(), strict=False):
             axes.loglog(curve["x"], curve["law_ms"], color=MUTED, linestyle=(0, (3, 2)), label=curve["law"])
             axes.loglog(curve["x"], curve["cpu_ms"], "o-", color=BLUE, markersize=3)
@@ -199,7 +207,10 @@ def draw(curves: dict[str, Any], path: Path) -> None:
                 axes.plot(*zip(*at, strict=True), "o", color=VERMILION, fillstyle="none", markersize=8)
             axes.set_xlabel(curve["label"])
             axes.set_ylabel(f"CPU {curve['unit']}")
+            axes.set_xticks(curve["x"], [_short(x) for x in curve["x"]], minor=False)
+            axes.set_xticks([], minor=True)
             axes.yaxis.set_major_formatter(PLAIN)
+            axes.yaxis.set_minor_formatter(NullFormatter())
             axes.legend()
         for axes in panels[len(curves) :]:
             axes.set_axis_off()
