@@ -162,10 +162,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 at = [number + 0.2 * (place - 1.5) for number in range(len(cases))]
                 axes.bar(at, [values[case] for case in cases], 0.19, color=colours[side], label=SIDES[side])
             axes.set_ylabel(label)
-            axes.set_xticks(range(len(cases)), [case_title(case) for case in cases])
+            axes.set_xticks(range(len(cases)), [case_title(case).replace(", ", "\n") for case in cases])
             axes.grid(False, axis="x")
             axes.yaxis.set_major_formatter(WHOLE)
-        panels[0].legend(loc="upper center", bbox_to_anchor=(0.45, -0.15), ncols=2)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=1)
         return figure
 
     save_png(made(), path)
