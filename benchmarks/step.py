@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -147,6 +148,7 @@ def main(
     if smallest:
         rows, steps, rounds, models, workers = min(rows, 256), EVERY, 1, "dlrm", "1"
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what has been started ends, too
     cases = cases_of(models.split(","), [int(number) for number in workers.split(",")])
     chosen = sides.split(",")
     if profile:
