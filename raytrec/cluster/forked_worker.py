@@ -33,9 +33,8 @@ def _forked(command: list, set_for_it: dict) -> bool:
         set_for_it: variables that its runtime environment sets.
     """
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    worker = {"command": command, "env": dict(os.environ), "set": set_for_it}
-    worker |= {"folder": os.getcwd(), "nice": nice}
-    message = json.dumps(worker).encode()
+    worker = {"command": command, "env": dict(os.environ), "set": set_for_it, "folder": os.getcwd()}
+    message = json.dumps({**worker, "nice": nice}).encode()
     connection = socket.socket(socket.AF_UNIX)
     forked = False
     try:

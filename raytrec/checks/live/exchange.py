@@ -48,9 +48,9 @@ def exchange(
             dist.recv_object_list(theirs, rank + distance, group=group)
             seen = [join(check, *two) for check, *two in zip(checks, seen, theirs[0], strict=True)]
         distance *= 2
-    found = [step, seen]
+    found = [(step, seen)]
     dist.broadcast_object_list(found, 0, group=group)
-    step, seen = found
+    ((step, seen),) = found
     return step, [[look for run in runs for look in [run.look] * run.count] for runs in seen]
 
 

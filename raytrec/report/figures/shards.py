@@ -75,11 +75,11 @@ def _matrix(ranks: list[dict], value: Callable[[dict], float]) -> tuple[np.ndarr
     if not cells:
         return np.zeros((0, len(ranks))), []
     names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
-    own, rest = names[:MOST_TABLES], names[MOST_TABLES:]
+    own, others = names[:MOST_TABLES], names[MOST_TABLES:]
     rows, labels = [cells[name] for name in own], [short(name) for name in own]
-    if rest:
-        rows.append(np.sum([cells[name] for name in rest], axis=0))
-        labels.append(f"{len(rest)} other tables")
+    if others:
+        rows.append(np.sum([cells[name] for name in others], axis=0))
+        labels.append(f"{len(others)} other tables")
     return np.array(rows), labels
 
 
