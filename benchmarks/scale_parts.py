@@ -13,14 +13,14 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from raytrec.cluster.session import ray_session
 from raytrec.common.messages import PHASES, RankLine, beat_s
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -112,7 +112,7 @@ def beats(world: int, tables: int, folder: Path) -> dict:
     from raytrec.driver.coordinator import start_coordinator
 
     rounds = max(4, 2048 // world)
-    with _local_ray():
+    with ray_session(num_cpus=1):
         actor = start_coordinator(60, 600)
         began = time.monotonic()
         ray.get([actor.enter.remote("a", rank, world, rank, "127.0.0.1") for rank in range(world)])
@@ -132,17 +132,6 @@ def beats(world: int, tables: int, folder: Path) -> dict:
         "share_of_a_core": each * world / beat_s(world),
         "actor_mib": memory,
     }
-
-
-@contextmanager
-def _local_ray() -> Iterator[None]:
-    import ray
-
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _process_of(actor: Any) -> Any:
@@ -223,7 +212,7 @@ def records(world: int, tables: int, folder: Path) -> dict:
 
     ranks, run = planned(folder), folder / "run"
     run.mkdir()
-    with _local_ray():
+    with ray_session(num_cpus=1):
         actor = start_coordinator(60, 600)
         watch = Watch(SimpleNamespace(warn=lambda text: None), Record(NoTracker(), run, "scale"))
         process = _process_of(actor)

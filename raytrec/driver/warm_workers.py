@@ -24,8 +24,7 @@ ON_RAY = (
     "raytrec.worker.observers",
     "raytrec.data.stream",
     "raytrec.data.rows",
-    "torchrec.metrics.ne",  # and with it torchmetrics and PIL, for the first step
-    "torchrec.metrics.calibration",
+    "torchrec.metrics.rec_metric",  # and with it torchmetrics and PIL, for the first step
 )
 
 

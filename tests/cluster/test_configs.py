@@ -85,8 +85,8 @@ def test_plans_for_gpus_that_are_not_here(name, hosts, sizes):
     weights = sum(sizes) * 128 * 4 / 2**30
     assert sum(held) == pytest.approx(2 * weights, rel=1e-3), "weights, and as much of Adagrad's state"
     for entry in plan:
-        assert entry.kernel == "fused" and set(entry.ranks) <= set(range(world))
-        if entry.sharding == "table_row_wise":
+        assert entry.compute_kernel == "fused" and set(entry.ranks) <= set(range(world))
+        if entry.sharding_type == "table_row_wise":
             assert len({rank // 8 for rank in entry.ranks}) == 1, "within a machine"
 
 
@@ -133,9 +133,10 @@ def test_a_dry_run_keeps_to_pins_and_leaves_the_environment_alone(monkeypatch):
     half = ["plan.tables.C3.dtype=fp16", "plan.tables.C3.ranks=[5]"]
     config = load_config(JOBS / "criteo_1tb_8xa100.yaml", [*pins, *half])
     plan = {entry.table: entry for entry in dry_run(config, criteo((800,) * 26), hosts=2, gpus=4)}
-    assert plan["C1"].sharding == "row_wise" and plan["C1"].ranks == list(range(8))
+    assert plan["C1"].sharding_type == "row_wise" and plan["C1"].ranks == list(range(8))
     assert plan["C1"].gib == pytest.approx([100 * 128 * 8 / 2**30] * 8)
-    assert plan["C2"].kernel == "dense" and plan["C2"].gib == pytest.approx([800 * 128 * 8 / 2**30] * 8)
+    assert plan["C2"].compute_kernel == "dense"
+    assert plan["C2"].gib == pytest.approx([800 * 128 * 8 / 2**30] * 8)
     assert plan["C3"].ranks == [5] and plan["C3"].gib == pytest.approx([800 * 128 * 6 / 2**30])
     assert os.environ["LOCAL_WORLD_SIZE"] == "3"
 

@@ -36,8 +36,8 @@ class PlannedTable:
     table: str
     rows: int
     dim: int
-    sharding: str
-    kernel: str
+    sharding_type: str
+    compute_kernel: str
     ranks: list[int]
     gib: list[float]
     host_gib: list[float]
