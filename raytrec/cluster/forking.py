@@ -3,7 +3,7 @@
 Not imported by anything: it is run as a file, with one end of a socket pair as its standard input. Two lines
 of JSON come through it: where Python looks for modules, and which to import; then, when the raylet has been
 started, variables of the environment that Ray's workers will have, the modules that import Ray, and the
-socket to listen on. When the other end is closed, this process and all that it has forked end.
+socket to listen on. When the other end is closed, all that is left of this Ray ends, and this process.
 
 Ray may be imported before the fork, under two conditions. It reads the ids of its job and its raylet once and
 for ever, so these have to be known; other settings are read again in what is forked. And the generator of the
@@ -187,10 +187,21 @@ def _reap(pids: set[int]) -> None:
 
 
 def _end(pids: set[int]) -> None:
-    for pid in pids:
+    """Ends all workers and, where the driver was killed, Ray's agents, which would stay for a minute."""
+    for pid in [*pids, *_agents(int(os.environ["RAY_RAYLET_PID"]))]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os._exit(0)
+
+
+def _agents(raylet: int) -> list[int]:
+    """Processes of a raylet's session that have a title of Ray's."""
+    found = []
+    for name in os.listdir("/proc"):
+        with suppress(OSError, ValueError), open(f"/proc/{int(name)}/cmdline", "rb") as file:
+            if os.getsid(int(name)) == raylet and file.read().startswith(b"ray::"):
+                found.append(int(name))
+    return found
 
 
 def _begin(connection: socket.socket, request: dict, fds: list[int]) -> None:

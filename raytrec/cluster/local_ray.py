@@ -188,7 +188,7 @@ def last_words(logs: Path) -> str:
 def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
     """Ends all processes of some sessions: after `linger_s`, by force.
 
-    The raylet's children outlive it for up to 30 s otherwise. No process can take the number of a session
+    The raylet's agents outlive it for up to a minute otherwise. No process can take the number of a session
     that has processes.
 
     Args:

@@ -103,8 +103,8 @@ SABOTAGE = {
     ),
     "gradients are divided by the number of workers": (
         "embeddings/gradients.py",
-        "(world / (",
-        "(1 / (",
+        "(weight * world / (",
+        "(weight / (",
         [
             "FAIL  gradient of user",
             "FAIL  gradient of logit.bias",
