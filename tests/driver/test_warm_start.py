@@ -87,7 +87,7 @@ def test_partitions_and_transforms_in_a_run(folder, tmp_path):
     settings["run"]["dir"] = str(tmp_path / "b")
     settings["data"] |= {
         "train": str(tmp_path / "raw"),
-        "between": [None, "date=2026-11-02"],
+        "partitions": {"to": "date=2026-11-02"},
         "schema": str(folder / "schema.yaml"),
         "transforms": [
             {
