@@ -74,7 +74,8 @@ class Result:
 
 
 class Unfinished(RunError):
-    """A run has been trained to its end, but its model or its result could not be kept; it can be resumed.
+    """A run has been trained to its end, but its model or its result could not be kept, and it can be
+    resumed; or its MLflow store could not be opened.
 
     Attributes:
         result: its figures.
@@ -156,7 +157,7 @@ def _drive(
             root, data = config.checkpoint_root, contents.result()
             note_data(folder, data)
             with reading_ahead(config, datasets, console.warn):
-                figures = run_group(
+                return run_group(
                     "train_worker",
                     config,
                     schema,
@@ -167,11 +168,10 @@ def _drive(
                     saves=True,
                     look=opens_late(tracker, watch),
                 )
-            tracker.ready()
-            return figures
 
         figures = run_in_session(config, watch, work)
         drawing.confirm()
+        unopened = _store_error(tracker, folder)
         metrics = {
             **figures,
             "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
@@ -183,11 +183,12 @@ def _drive(
         metrics = record.bound(metrics)
         if code := own_code(config.model_dump(by_alias=True)):
             metrics["code"] = code
-        if missing := record.result(metrics, watch.unsaved):
-            error = Unfinished(**missing.parts)
+        missing = record.result(metrics, watch.unsaved)
+        status = "FAILED" if missing else "FINISHED"
+        if wrong := missing or unopened:
+            error = Unfinished(**wrong.parts)
             error.result = Result(metrics, folder, [f"run folder   {relative(folder)}"])
             raise error
-        status = "FINISHED"
     except Unfinished:  # it says so itself
         raise
     except RaytrecError as error:
@@ -211,6 +212,17 @@ def _describe_run(tracker: Tracker | NoTracker, config: RunConfig) -> None:
     tracker.params(config)
     for name in ("config.yaml", "schema.yaml"):
         tracker.file(Path(config.run.dir) / name)
+
+
+def _store_error(tracker: Tracker | NoTracker, folder: Path) -> RaytrecError | None:
+    """Why the store cannot be opened, of a run that has been trained: it is not lost for that."""
+    try:
+        tracker.ready()
+    except ConfigError as error:
+        run = relative(folder)
+        do = f"the run is complete; correct tracking.uri in {run}/config.yaml, then: raytrec track {run}"
+        return RunError(**error.parts | {"do": do})
+    return None
 
 
 def opens_late(tracker: Tracker | NoTracker, watch: Watch) -> Callable[[], None]:

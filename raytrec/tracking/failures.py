@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 
 from raytrec.common.redaction import hide
 
+SQLITE_PASSES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 WAITING_HELPS = (401, 403, 408, 409, 429, 499)  # of the 4xx: those that are not about what was sent
 
 
@@ -43,12 +45,19 @@ def reason(error: BaseException) -> str:
 
 
 def _no_answer(error: BaseException) -> bool:
-    """No connection, no answer in time, answers of 5xx only, or a database that is locked or down."""
+    """No connection, no answer in time, answers of 5xx only, or a database that is locked, down or without
+    room on its disk."""
     from requests.exceptions import ConnectionError, RetryError, Timeout
     from sqlalchemy.exc import OperationalError
 
     kinds = (ConnectionError, RetryError, Timeout, OperationalError)
-    return any(isinstance(cause, kinds) for cause in _chain(error))
+    return any(isinstance(cause, kinds) or _sqlite_code(cause) in SQLITE_PASSES for cause in _chain(error))
+
+
+def _sqlite_code(error: BaseException) -> int | None:
+    """SQLite's primary result code."""
+    code = getattr(error, "sqlite_errorcode", None) if isinstance(error, sqlite3.Error) else None
+    return None if code is None else code & 0xFF
 
 
 def _status(error: BaseException) -> int | None:
