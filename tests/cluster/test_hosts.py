@@ -28,7 +28,10 @@ def hosts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
     if why := impossible(folder):
         pytest.skip(why)
-    with Hosts(folder, WORKERS, environment={"PYTHONPATH": str(BENCHMARKS)}) as cluster:
+    records = str(folder / "records")
+    environment = {"PYTHONPATH": str(BENCHMARKS), recorder.RECORDS: records}
+    with pytest.MonkeyPatch.context() as patch, Hosts(folder, WORKERS, environment=environment) as cluster:
+        patch.setenv(recorder.RECORDS, records)
         (cluster.root / "data").mkdir()
         cluster.rows = planted.prepare(cluster.root / "data", STEPS)
         yield cluster
@@ -55,6 +58,7 @@ class HostRun(Run):
     def start(self, *arguments: str) -> None:
         command = [sys.executable, str(BENCHMARKS / "recorder.py"), "train", *arguments]
         environment = self.nodes.env | {"RAY_ADDRESS": self.nodes.address}
+        environment[recorder.RECORDS] = os.environ[recorder.RECORDS]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.nodes.all[0].command(*command), stdout=log, stderr=log, env=environment
