@@ -3,7 +3,8 @@
 Not imported by anything: it is run as a file, with one end of a socket pair as its standard input. Two lines
 of JSON come through it: where Python looks for modules, and which to import; then, when the raylet has been
 started, variables of the environment that Ray's workers will have, the modules that import Ray, and the
-socket to listen on. When the other end is closed, all that is left of this Ray ends, and this process.
+socket to listen on. When a byte comes, or the other end is closed, this process and all that it has forked
+end; without that byte the driver was killed, and the raylet's agents end, too.
 
 Ray may be imported before the fork, under two conditions. It reads the ids of its job and its raylet once and
 for ever, so these have to be known; other settings are read again in what is forked. And the generator of the
@@ -107,7 +108,7 @@ def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None
     while True:
         places = [key.fileobj for key, _ in selector.select()]
         if control in places:
-            return _end(pids)
+            return _end(pids, driver_killed=not control.recv(1))
         if ended in places:
             ended.recv(4096)
             _reap(pids)
@@ -186,9 +187,13 @@ def _reap(pids: set[int]) -> None:
         pids.discard(pid)
 
 
-def _end(pids: set[int]) -> None:
-    """Ends all workers and, where the driver was killed, Ray's agents, which would stay for a minute."""
-    for pid in [*pids, *_agents(int(os.environ["RAY_RAYLET_PID"]))]:
+def _end(pids: set[int], driver_killed: bool) -> None:
+    """Ends all workers and, where the driver was killed, Ray's agents, which would stay for a minute.
+
+    Not otherwise: a raylet ends with its agents, and a process with the raylet that it has joined.
+    """
+    agents = _agents(int(os.environ["RAY_RAYLET_PID"])) if driver_killed else []
+    for pid in [*pids, *agents]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os._exit(0)

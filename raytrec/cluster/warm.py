@@ -72,6 +72,8 @@ class _Warm:
 
     def close(self) -> None:
         """Ends it, and what it has forked."""
+        with suppress(OSError):  # it has ended
+            self._control.sendall(b"!")
         self._control.close()
         self._listener.close()
         try:
