@@ -136,7 +136,7 @@ def _with_finite_numbers(f: Finding) -> Finding:
 def fill_weights(f: Finding) -> None:
     """Weights of what is no number are 0."""
     s = f.stats
-    if s.mixed:
+    if s.mixed or s.base == "decimal":
         f.needs("cast", to="float32")
     if s.count("nulls_inside") or s.count("nan"):
         f.needs("fill_null", value=0)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from any_parquet import NAMES, TYPES, accepted, random_array, read_all
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
 
@@ -214,6 +214,7 @@ QUICK = settings(
 
 
 @QUICK
+@example([[("x", pa.map_(pa.string(), pa.decimal128(20, 0)))]], 0)  # weights that are decimals
 @given(st.lists(COLUMNS, min_size=1, max_size=2), st.integers(0, 99))
 def test_of_any_files_inspect_writes_what_is_read(tmp_path_factory, files, seed):
     folder = tmp_path_factory.mktemp("any")
