@@ -18,14 +18,11 @@ from the disk, after the system has been told to forget them. (A virtual disk ma
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
@@ -35,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import typer
+from rank_group import join_group
 from rich.console import Console
 from rich.table import Table
 
@@ -157,18 +155,7 @@ def copied(saver: Saver, step: int, state: State) -> float:
 
 def work(rank: int, world: int, folder: Path, rows: int, rounds: int, end) -> None:
     """One rank: all turns; rank 0 sends [{variant: {phase: seconds}}]."""
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store-{world}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=300),
-    )
-    torch.manual_seed(rank)
+    join_group(rank, world, f"{folder}/store-{world}")
     state, into = tables(rank, world, rows, fill=True), tables(rank, world, rows, fill=False)
     saver = Saver(str(folder / f"saver-{world}"), CheckpointSection(keep_last=1, every_s=None))
     turns = []

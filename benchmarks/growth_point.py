@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
-import os
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from time import process_time
 from typing import Any
+
+from rank_group import join_group
 
 BLOCKS, BATCHES = 5, 4  # of which the cheapest counts; different batches
 NEVER = 10**9
@@ -149,21 +147,9 @@ class Loop:
 
 def measure(rank: int, workers: int, points: list[Point], steps: int, folder: str) -> None:
     """Leaves RANK.json in the folder: of each point cpu_ms, and of a checkpoint its bytes (on rank 0)."""
-    import torch
     import torch.distributed as dist
 
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    os.environ |= {"LOCAL_WORLD_SIZE": str(workers), "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=workers,
-        timeout=timedelta(seconds=300),
-    )
-    torch.manual_seed(rank)
+    join_group(rank, workers, f"{folder}/store")
     found = []
     for number, point in enumerate(points):
         found.append(MEASURES[point.what](point, rank, steps, f"{folder}/{number}"))

@@ -292,7 +292,7 @@ def report(world: int, tables: int, folder: Path) -> dict:
 def checks(world: int, tables: int, folder: Path) -> dict:
     """Looks of all ranks on their way up the tree, and what it takes to judge them."""
     from raytrec.checks.live import conservation, finite, numerics, probe, replicas, shards
-    from raytrec.checks.live.exchange import FEW, Run, join
+    from raytrec.checks.live.exchange import FEW, Repeated, join
     from raytrec.checks.live.outcome import Position
 
     held, draw = defaultdict(list), random.Random(0)
@@ -331,7 +331,7 @@ def checks(world: int, tables: int, folder: Path) -> dict:
     each = [kind(run) for kind in kinds]
     mine = [looks(rank) for rank in range(min(world, 64))]  # the others send the same
     one = len(pickle.dumps(mine[0]))
-    seen = [[[Run(look)] for look in mine[rank % len(mine)]] for rank in range(world)]
+    seen = [[[Repeated(look)] for look in mine[rank % len(mine)]] for rank in range(world)]
     most = folding = 0.0
     while len(seen) > 1:
         if len(seen) <= 2 or not most:

@@ -62,12 +62,11 @@ def _shared_ray():
     ranks.close_all()  # they would take a part of each core
     assert not ray.is_initialized(), "an earlier test left Ray running"
     warm.warm_up(MODULES, ON_RAY)
-    with made_once(), ray_session(num_cpus=6):
-        process = warm._running.pop(warm.WARM)  # else the first run would end it, as if it were its own
-        try:
+    try:
+        with made_once(), ray_session(num_cpus=6):
             yield
-        finally:
-            process.close()
+    finally:
+        warm.cool_down()
 
 
 @pytest.fixture(scope="module")

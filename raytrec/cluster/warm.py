@@ -21,7 +21,7 @@ from raytrec.cluster.local_ray import LocalRay
 from raytrec.compat.ray_core import ON_DEMAND, first_job, workers_started_by
 
 HERE = Path(__file__).parent
-SERVER, STAND_IN, PLACE = HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM"
+SERVER, FORKED_WORKER, PLACE = HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM"
 END_S = 0.5  # that its end takes, unless it is importing
 # glibc reads it when a process begins. It keeps freed memory in up to eight arenas a core, and each becomes
 # as large as any thread's largest need: a rank grew by 8 MiB an epoch until all were in use.
@@ -115,5 +115,5 @@ def forked_workers(folder: Path) -> Iterator[LocalRay]:
         yield LocalRay(MEMORY)
         return
     process.listen(place)
-    with workers_started_by(STAND_IN):
+    with workers_started_by(FORKED_WORKER):
         yield LocalRay(MEMORY | ON_DEMAND | {PLACE: str(place)}, process.serve)

@@ -72,15 +72,15 @@ def pace_executors() -> None:
 
     def step_and_rest(self: StreamingExecutor, topology: Any) -> bool:
         began = monotonic()
-        goes_on = before(self, topology)
+        has_more = before(self, topology)
         counts = [_progress(op.metrics) for op in topology]
         known, rest_s = getattr(self, "raytrec_rest", (None, 0.0))
         idle = counts == known and monotonic() - began < QUICK_S  # else it has waited for a task
         rest_s = min(max(2 * rest_s, LEAST_REST_S), MOST_REST_S) if idle else 0.0
         self.raytrec_rest = counts, rest_s
-        if rest_s and goes_on:
+        if rest_s and has_more:
             sleep(rest_s)
-        return goes_on
+        return has_more
 
     StreamingExecutor._scheduling_loop_step = step_and_rest
 

@@ -233,8 +233,7 @@ class _Layout:
 @lru_cache(maxsize=64)  # an epoch has two sizes of batches: it is asked for at every step
 def _largest_part(batch: int, lanes: int, world: int) -> int:
     """Rows of the largest part of a batch, and at least 1."""
-    first_lanes = [rank * lanes // world for rank in range(world + 1)]
-    ends = [lane * batch // lanes for lane in first_lanes]
+    ends = [offset(batch, rank * lanes // world, lanes) for rank in range(world + 1)]
     return max(1, *(stop - start for start, stop in pairwise(ends)))
 
 

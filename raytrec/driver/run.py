@@ -166,7 +166,7 @@ def _drive(
                     watch,
                     fingerprint=fingerprint(data["train"]),
                     saves=True,
-                    look=opens_late(tracker, watch),
+                    look=begin_late(tracker, watch),
                 )
 
         figures = run_in_session(config, watch, work)
@@ -225,7 +225,7 @@ def _store_error(tracker: Tracker | NoTracker, folder: Path) -> RaytrecError | N
     return None
 
 
-def opens_late(tracker: Tracker | NoTracker, watch: Watch) -> Callable[[], None]:
+def begin_late(tracker: Tracker | NoTracker, watch: Watch) -> Callable[[], None]:
     """A function to call while workers run. It lets the tracker begin, which takes a processor 3 s (importing
     MLflow, making the store), when the workers have come so far that it is not in their way.
 

@@ -48,7 +48,10 @@ def warm_workers(address: str | None) -> Iterator[None]:
     """
     import ray
 
-    if stays_here(address) and not ray.is_initialized():
+    if ray.is_initialized():  # somebody else's, and so is a warm process that it may have
+        yield
+        return
+    if stays_here(address):
         warm_up(MODULES, ON_RAY)
     try:
         yield

@@ -120,7 +120,7 @@ class History:
         return None
 
     def over_ranks(self, lines: list[dict[str, Any]], table: str) -> dict[str, Any]:
-        """What a table's shards come to together, at one step (`totals.table_over_ranks`)."""
+        """What a table's shards come to together, at one step (`aggregate.table_over_ranks`)."""
         return table_over_ranks(lines, table, self.planned(table).get("sharding_type") == "data_parallel")
 
     @cached_property

@@ -111,7 +111,6 @@ class Tracker:
         self._closing, self._over = Event(), Event()
         # A daemon, unlike the threads of an executor: the end of the process does not wait for a dead server.
         self._thread = Thread(target=self._work, name="mlflow", daemon=True)
-        self._begun = False
         if at_once:
             self.begin()
 
@@ -127,8 +126,7 @@ class Tracker:
 
     def begin(self) -> None:
         """Starts the thread, unless that has been done."""
-        if not self._begun:
-            self._begun = True
+        if self._thread.ident is None:
             self._thread.start()
 
     def ready(self) -> str | None:

@@ -155,13 +155,15 @@ def rank_metrics(lines: list[dict[str, Any]], max_series: int) -> dict[str, floa
             held[name] = held.get(name, 0.0) + table_bytes(entry)
     names = sorted(held)
     of_ranks = [_of_rank(line) for line in lines]
-    out |= over_ranks(of_ranks)
-    for line, figures in zip(lines, of_ranks, strict=True) if len(lines) <= MOST_RANKS else ():
-        out |= figures
-        if len(lines) * len(names) <= max_series:
-            for name, figures in line["tables"].items():
-                place = f"watch/rank/{line['rank']}/table/{name}"
-                out |= {f"{place}/{key}": figures.get(key) for key in FIGURES}
+    if len(lines) > MOST_RANKS:
+        out |= over_ranks(of_ranks)
+    else:
+        for line, of_rank in zip(lines, of_ranks, strict=True):
+            out |= of_rank
+            if len(lines) * len(names) <= max_series:
+                for name, figures in line["tables"].items():
+                    place = f"watch/rank/{line['rank']}/table/{name}"
+                    out |= {f"{place}/{key}": figures.get(key) for key in FIGURES}
     for name in sorted(names, key=lambda name: (-held[name], name))[:MOST_TABLES]:
         figures = table_over_ranks(lines, name)
         out |= {f"watch/table/{name}/{key}": figures[key] for key in FIGURES}
@@ -169,10 +171,8 @@ def rank_metrics(lines: list[dict[str, Any]], max_series: int) -> dict[str, floa
 
 
 def over_ranks(of_ranks: list[dict[str, float | None]]) -> dict[str, float | None]:
-    """The least, the median and the largest of each figure that ranks have, where there are more than
-    MOST_RANKS: watch/ranks/NAME/min and so on, system/ranks/NAME/min."""
-    if len(of_ranks) <= MOST_RANKS:
-        return {}
+    """The least, the median and the largest of each figure that ranks have: watch/ranks/NAME/min and so on,
+    system/ranks/NAME/min."""
     values: dict[str, list[float]] = {}
     for figures in of_ranks:
         for name, value in figures.items():

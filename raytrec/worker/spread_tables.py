@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raytrec.common.formatting import or_0
 from raytrec.embeddings.tables import Table
-from raytrec.tracking.aggregate import ADDED
+from raytrec.tracking.aggregate import ADDED, added
 from raytrec.tracking.reduced import MAXIMA, SUMS, pack, unpack
 
 MOST_HOLDERS = 64  # ranks with a part of a table, up to which each of them has an entry of its own
@@ -42,9 +41,9 @@ class SpreadTables:
         assert sums.shape[1] == SUMS and maxima.shape[1] == MAXIMA
         dist.reduce(sums, 0, dist.ReduceOp.SUM, group=self._group)
         dist.reduce(maxima, 0, dist.ReduceOp.MAX, group=self._group)
-        added = {key: sum(or_0(entry.get(key)) for entry in mine.values()) for key in ADDED}
         own = {name: entry for name, entry in mine.items() if name not in self.names}
-        line: dict[str, Any] = {"tables": own, "sums": {**added, "tables": len(mine)}}
+        line: dict[str, Any] = {"tables": own, "sums": {"tables": len(mine)}}
+        line["sums"] |= {key: added({"tables": mine}, key) for key in ADDED}
         if dist.get_rank() == 0:
             of_table = zip(self.names, sums.tolist(), maxima.tolist(), strict=True)
             line["spread"] = {name: unpack(*parts) for name, *parts in of_table}

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from raytrec.cluster.warm import PLACE, STAND_IN, _Warm
+from raytrec.cluster.warm import FORKED_WORKER, PLACE, _Warm
 
 RAYLET = 4711
 WORKER = """
@@ -62,7 +62,7 @@ class warm:
 def start(folder, place, script="worker.py", job="01000000", **set_for_it):
     """What the raylet does for a worker."""
     context = json.dumps({"env_vars": set_for_it})
-    command = [sys.executable, "-S", STAND_IN, str(folder / script), "--node-id=1"]
+    command = [sys.executable, "-S", FORKED_WORKER, str(folder / script), "--node-id=1"]
     environment = os.environ | {PLACE: str(place), "RAY_JOB_ID": job, "RAY_RAYLET_PID": str(RAYLET)}
     return subprocess.Popen(
         [*command, f"--serialized-runtime-env-context={context}", "--language=PYTHON"],
@@ -97,7 +97,7 @@ def test_ids_that_would_come_twice_are_noticed(folder):
         assert not outcome(folder, place)["warm"]
 
 
-def test_a_worker_and_its_stand_in_end_together_and_all_with_the_driver(folder):
+def test_a_worker_and_who_asked_for_it_end_together_and_all_with_the_driver(folder):
     with warm(folder, "early") as place:
         processes = [start(folder, place, "waits.py") for _ in range(3)]
         first, second, third = (int(process.stdout.readline()) for process in processes)

@@ -18,8 +18,8 @@ FEW = 8  # ranks up to which each simply sends its looks to all
 
 
 @dataclass
-class Run:
-    """Looks of `count` neighbouring ranks, which are alike."""
+class Repeated:
+    """The look of `count` neighbouring ranks, which is the same."""
 
     look: Any
     count: int = 1
@@ -38,7 +38,7 @@ def exchange(
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, (step, mine), group=group)
         return everyone[0][0], [list(looks) for looks in zip(*(looks for _, looks in everyone), strict=True)]
-    seen, distance = [[Run(look)] for look in mine], 1
+    seen, distance = [[Repeated(look)] for look in mine], 1
     while distance < world:
         if rank & distance:
             dist.send_object_list([seen], rank - distance, group=group)
@@ -51,19 +51,24 @@ def exchange(
     found = [(step, seen)]
     dist.broadcast_object_list(found, 0, group=group)
     ((step, seen),) = found
-    return step, [[look for run in runs for look in [run.look] * run.count] for runs in seen]
+    return step, [_expand(looks) for looks in seen]
 
 
-def join(check: Check, one: list[Run], other: list[Run]) -> list[Run]:
+def join(check: Check, one: list[Repeated], other: list[Repeated]) -> list[Repeated]:
     """The looks of two groups of neighbours, in the order of their ranks."""
-    runs = list(one)
-    for run in other:
-        if runs[-1].look == run.look:
-            runs[-1] = Run(run.look, runs[-1].count + run.count)
+    joined = list(one)
+    for each in other:
+        if joined[-1].look == each.look:
+            joined[-1] = Repeated(each.look, joined[-1].count + each.count)
         else:
-            runs.append(run)
-    if len(runs) == 1:
-        return runs
-    looks = [look for run in runs for look in [run.look] * run.count]
+            joined.append(each)
+    if len(joined) == 1:
+        return joined
+    looks = _expand(joined)
     folded = check.fold(looks)
-    return runs if folded is looks else [Run(look) for look in folded]
+    return joined if folded is looks else [Repeated(look) for look in folded]
+
+
+def _expand(repeated: list[Repeated]) -> list[Any]:
+    """A look for each rank."""
+    return [look for each in repeated for look in [each.look] * each.count]

@@ -9,7 +9,7 @@ from loops import COPIES, run
 from ranks import on_ranks
 
 from raytrec.checks.live import conservation, exchange, finite, numerics, probe
-from raytrec.checks.live.exchange import Run, join
+from raytrec.checks.live.exchange import Repeated, join
 from raytrec.checks.live.outcome import Position, odd_ones
 from raytrec.checks.live.replicas import Replicas
 from raytrec.checks.live.same_environment import SameEnvironment
@@ -21,7 +21,7 @@ NAMES = [f"t{i}" for i in range(TABLES)]
 
 def up_the_tree(check, looks):
     """What arrives at rank 0, and the most bytes that a rank sends."""
-    seen, most = [[Run(look)] for look in looks], 0
+    seen, most = [[Repeated(look)] for look in looks], 0
     while len(seen) > 1:
         most = max(most, *(len(pickle.dumps(runs)) for runs in seen[1::2]))
         seen = [join(check, *pair) if len(pair) == 2 else pair[0] for pair in zip_pairs(seen)]
@@ -120,7 +120,7 @@ def test_looks_that_are_alike_are_sent_once(kind, odd):
     looks = [pickle.loads(pickle.dumps(other if odd and rank == 37 else look)) for rank in range(WORLD)]
     check = kind(watched())
     seen, most = up_the_tree(check, looks)
-    assert seen == looks and most < 4 * len(pickle.dumps([Run(look)])) + 100
+    assert seen == looks and most < 4 * len(pickle.dumps([Repeated(look)])) + 100
     found = check.judge(seen, 1)
     assert found == check.judge(looks, 1) and found.passed != odd
     assert not odd or "rank 37" in found.text
