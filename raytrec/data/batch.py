@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import pyarrow as pa
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
@@ -13,17 +15,26 @@ from torchrec.streamable import Pipelineable
 class Batch(Pipelineable):
     """One rank's part of a global batch, B rows of which some may be padding.
 
+    The last three are None where nothing that is configured needs them.
+
     Attributes:
         dense: float32 [B, number of dense columns].
         sparse: KeyedJaggedTensor of stride B; keys are the schema's sparse features in its order (for a
             sequence that is read id by id, its positions: raytrec/config/features.py), values int64,
             lengths int32, weights float32 where the schema has any; it knows its length_per_key.
-        labels: float32 [B, number of labels].
+        labels: float32 [B, number of labels]; a number that the task's loss takes also where there is no label.
         weights: float32 [B]; 1 for a row, 0 for padding (whose bags are empty and other values 0).
         global_rows: rows of the global batch over all ranks, padding not counted.
         step: the step of the run that the rows belong to, from 0 (of an evaluation: the step in it).
         changed: int64 [2, sparse features]: ids that were brought into range (clamped or hashed), and all
             ids, of row groups that were read on the way; None where no table takes ids out of range.
+        task_weights: float32 [B, T], each row's factor in each task, in the order of the configuration: its
+            sample weight, and 0 for padding, without a label of the task, and where the task's mask excludes
+            it (raytrec/data/row_weights.py). None: `weights` is that of every task.
+        keys: int64 [B, K], of each column in Form.key_columns: integers as they are, other values by a hash
+            (raytrec/data/keys.py); 0 for padding.
+        carried: the columns in Form.carry, of the rows whose `weights` are 1, in their order; always on the
+            host.
     """
 
     dense: torch.Tensor
@@ -33,32 +44,32 @@ class Batch(Pipelineable):
     global_rows: int
     step: int = 0
     changed: torch.Tensor | None = None
+    task_weights: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
+    carried: pa.Table | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The batch on another device."""
-        return Batch(
-            self.dense.to(device, non_blocking=non_blocking),
-            self.sparse.to(device, non_blocking=non_blocking),
-            self.labels.to(device, non_blocking=non_blocking),
-            self.weights.to(device, non_blocking=non_blocking),
-            self.global_rows,
-            self.step,
-            self.changed,
-        )
+        return self._with(lambda part: part.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory until a CUDA stream has read it."""
-        for part in (self.dense, self.sparse, self.labels, self.weights):
-            part.record_stream(stream)
+        for part in (self.dense, self.sparse, self.labels, self.weights, self.task_weights, self.keys):
+            if part is not None:
+                part.record_stream(stream)
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory, for asynchronous copies to a GPU."""
-        return Batch(
-            self.dense.pin_memory(),
-            self.sparse.pin_memory(),
-            self.labels.pin_memory(),
-            self.weights.pin_memory(),
-            self.global_rows,
-            self.step,
-            self.changed,
+        return self._with(lambda part: part.pin_memory())
+
+    def _with(self, moved: Callable) -> Batch:
+        """A copy of which everything that a device reads went through a function."""
+        return replace(
+            self,
+            dense=moved(self.dense),
+            sparse=moved(self.sparse),
+            labels=moved(self.labels),
+            weights=moved(self.weights),
+            task_weights=None if self.task_weights is None else moved(self.task_weights),
+            keys=None if self.keys is None else moved(self.keys),
         )

@@ -5,6 +5,9 @@
     ids        fixed_size_list<int>[single features]       one id a row, or -1 for none (absent without)
     ids.NAME   list<int>                                   of each other feature
     weights.NAME  list<float32>                            of each feature that has weights
+    task_weights  fixed_size_list<float32>[tasks]   each row's factor in each task (absent: 1 in all)
+    keys       fixed_size_list<int64>[key columns]  (absent without)
+    carried.NAME  any     of each carried column, as it is (absent without)
     present    bool      false: a row that is skipped (only under data.on_error: skip)
     changed    list<int32>  in one row of many, for all of those: for each sparse feature, how many ids were
                          brought into range, then how many there are (only where a table takes such ids)
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +34,26 @@ Range = tuple[float, float]
 
 
 @dataclass(frozen=True)
+class TaskRows:
+    """Which rows count in a task, and how much: 0 for a row without a label and one that the mask excludes,
+    else its sample weight.
+
+    Attributes:
+        label: of the task, among the schema's labels.
+        nulls: a row without a label is an error, or has no part in this task.
+        where: a column of 0 and 1: rows where it is 1 count; None: all do.
+        where_label: a label of the schema: rows where it is 1 count.
+        sample_weight: a column of finite numbers ≥ 0; None: 1.
+    """
+
+    label: str
+    nulls: Literal["error", "skip"] = "error"
+    where: str | None = None
+    where_label: str | None = None
+    sample_weight: str | None = None
+
+
+@dataclass(frozen=True)
 class Form:
     """How the rows of a dataset are to be read.
 
@@ -40,6 +64,9 @@ class Form:
         label_ranges: label → the least and greatest value that is learned from, None: any finite number;
             default: 0 to 1.
         folder: where the transforms' modules may be, beside Python's own path.
+        tasks: which rows count in each task, in the order of the configuration; none: every row in all.
+        key_columns: columns that rows are grouped by (groups, items, slices): Batch.keys, in this order.
+        carry: columns that go along with their own types: Batch.carried.
     """
 
     schema: Schema
@@ -47,6 +74,9 @@ class Form:
     transforms: tuple[Transform, ...] = ()
     label_ranges: Mapping[str, Range | None] = field(default_factory=dict)
     folder: str | None = None
+    tasks: tuple[TaskRows, ...] = ()
+    key_columns: tuple[str, ...] = ()
+    carry: tuple[str, ...] = ()
 
     def label_range(self, label: str) -> Range | None:
         """The least and greatest value of a label; None: any finite number."""
