@@ -22,7 +22,7 @@ class Batch(Pipelineable):
         sparse: KeyedJaggedTensor of stride B; keys are the schema's sparse features in its order (for a
             sequence that is read id by id, its positions: raytrec/config/features.py), values int64,
             lengths int32, weights float32 where the schema has any; it knows its length_per_key.
-        labels: float32 [B, number of labels]; a number that the task's loss takes also where there is no label.
+        labels: float32 [B, number of labels]; where a row has no label, some number that the loss takes.
         weights: float32 [B]; 1 for a row, 0 for padding (whose bags are empty and other values 0).
         global_rows: rows of the global batch over all ranks, padding not counted.
         step: the step of the run that the rows belong to, from 0 (of an evaluation: the step in it).
