@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -29,14 +29,17 @@ class TaskOutputs:
 
     Attributes:
         logits: what the model gave. predictions: what they mean in the label's units (of bce, probabilities).
-        labels: of the task.
-        weights: of each row in the task's loss and metrics; 0 for padding.
+            Both are [B, C] for a task of C classes.
+        labels: of the task; finite also where a row has none.
+        weights: of each row in the task's loss and metrics; 0 for padding and rows that do not count.
+        keys: column → int64 [B], for the columns that groups, items and slices need (Batch.keys).
     """
 
     logits: torch.Tensor
     predictions: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
+    keys: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,15 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.tasks.losses import Loss, loss
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,14 @@ class Task:
         column: the label's place among the schema's labels.
         weight: of its loss in the sum of all.
         metrics: names of its metrics.
+        where: a task, or a column: only rows where it is 1 count. None: all rows.
+        nulls: error: a null label is an error; skip: its row has no label of this task.
+        sample_weight: the column with each row's factor in loss and metrics; None: 1.
+        positive_weight: factor of a row's loss where its label is 1.
+        negatives_kept: the share of negatives that down-sampling has kept, in (0, 1].
+        divisor: what the mean of the loss divides by: rows of the global batch, or the sum of their weights.
+        group, item: carried columns that say which rows belong together, and which item a row is about.
+        outputs: logits of a row: the number of classes, or 1.
     """
 
     name: str
@@ -30,6 +42,30 @@ class Task:
     loss: Loss
     weight: float
     metrics: tuple[str, ...]
+    where: str | None = None
+    nulls: Literal["error", "skip"] = "error"
+    sample_weight: str | None = None
+    positive_weight: float = 1.0
+    negatives_kept: float = 1.0
+    divisor: Literal["rows", "weights"] = "rows"
+    group: str | None = None
+    item: str | None = None
+    outputs: int = 1
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether rows may count differently in this task than padding says (Batch.task_weights)."""
+        return self.where is not None or self.sample_weight is not None or self.nulls == "skip"
+
+    def predict(self, logits: torch.Tensor) -> torch.Tensor:
+        """What logits mean in the label's units, as metrics and predictions have it; same shape."""
+        return self.loss.predict(logits)
+
+
+def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str, ...]:
+    """The columns that Batch.keys has, in its order: groups and items of tasks, then slices, each once."""
+    names = [name for task in tasks for name in (task.group, task.item) if name is not None]
+    return tuple(dict.fromkeys([*names, *slices]))
 
 
 def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task, ...]:

@@ -83,7 +83,10 @@ class Head(nn.Module):
         else:
             loss, logits = self.loss_of_rows(pooled, batch)
         self.verdict = Verdict(loss) if guarded else None
-        return loss, self._objective.outputs(loss, logits, batch.labels, batch.weights, self.verdict)
+        outputs = self._objective.outputs(
+            loss, logits, batch.labels, batch.weights, self.verdict, batch.task_weights, batch.keys
+        )
+        return loss, outputs
 
     def loss_of_rows(
         self, pooled: dict[str, torch.Tensor], batch: Batch, rows: slice = slice(None)
@@ -95,7 +98,8 @@ class Head(nn.Module):
         """
         logits = self._call(self.model, batch.dense[rows], pooled, batch.sparse, rows)
         labels, weights = batch.labels[rows], batch.weights[rows]
-        return self._objective.loss(logits, labels, weights, batch.global_rows), logits
+        task_weights, keys = (None if x is None else x[rows] for x in (batch.task_weights, batch.keys))
+        return self._objective.loss(logits, labels, weights, batch.global_rows, task_weights, keys), logits
 
     def _in_pieces(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         pieces_of_logits: list[torch.Tensor] = []

@@ -16,12 +16,15 @@ imports torch in its methods.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from raytrec.common.registry import Registry
 
 if TYPE_CHECKING:
     import torch
+
+# What a prediction is: of the label 1, in the label's units, one for each class, or an order alone.
+Kind = Literal["probability", "number", "classes", "score"]
 
 
 class Loss(ABC):
@@ -30,10 +33,13 @@ class Loss(ABC):
     Attributes:
         label_range: the least and the greatest label that it takes; None: any finite number.
         metrics: names of the metrics that its tasks have by default.
+        predicts: what its predictions are, which metrics have to take (Metric.takes); None: any metric may be
+            asked for.
     """
 
     label_range: tuple[float, float] | None = None
     metrics: tuple[str, ...] = ()
+    predicts: Kind | None = None
 
     def predict(self, logits_B: torch.Tensor) -> torch.Tensor:
         """What logits mean in the label's units: float32 [B] → float32 [B]; by default, themselves."""
