@@ -24,7 +24,7 @@ ROLES = (  # the first that is found in a process's name and command line
     (r"^pt_data_worker", "reader"),  # of a DataLoader, forked from its rank
     (r" ray::RayTrainWorker", "rank"),
     (r" ray::Coordinator", "coordinator"),
-    (r" ray::(IDLE|MapBatches|ReadParquet|Split)|default_worker\.py", "reader"),
+    (r" ray::(IDLE|MapBatches|ReadParquet|Split)|(default_worker|forking)\.py", "reader"),
     (r" ray::(\w+)", r"\1"),
     (r"raytrec train |step_sides\.py ray_recipe", "driver"),
     (r"step_sides\.py \w+ \S+ \d+", "rank"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -38,25 +37,22 @@ def summarize(title: str, found: dict[str, dict[str, list[Any]]]) -> dict[str, A
         found: case → side → Measured of each round.
 
     Returns:
-        Each figure as side → case → median over the rounds; `ratios` of rows/s as the lowest over all cases,
-        `cpu_ratio` as the highest, and all of them in `by_case`. Sides of one round are compared, then the
-        median over the rounds is taken.
+        Each figure as side → case → the best of the rounds: whatever else a machine does only slows a side.
+        `ratios` of rows/s as the lowest over all cases, `cpu_ratio` as the highest, all of them in `by_case`.
     """
     sides = list(next(iter(found.values())))
     results: dict[str, Any] = {"title": title}
     for figure in FIGURES:
+        best = max if figure == "samples_per_s" else min
         results[figure] = {
-            side: {
-                case: round(statistics.median(getattr(m, figure) for m in of[side]), 3)
-                for case, of in found.items()
-            }
+            side: {case: round(best(getattr(m, figure) for m in of[side]), 3) for case, of in found.items()}
             for side in sides
         }
     results["cpu_us_by_role"] = {
-        case: {side: _roles([m.cpu_us_by_role for m in of[side]]) for side in sides}
+        case: {side: min(of[side], key=lambda m: m.cpu_us_per_row).cpu_us_by_role for side in sides}
         for case, of in found.items()
     }
-    by_case = {case: _compare(of) for case, of in found.items()}
+    by_case = {case: _compare(results, case) for case in found}
     results["ratios"] = {
         name: min(of[name] for of in by_case.values())
         for name in (f"raytrec_over_{other}" for other in OTHERS)
@@ -68,24 +64,20 @@ def summarize(title: str, found: dict[str, dict[str, list[Any]]]) -> dict[str, A
     return results
 
 
-def _roles(rounds: list[dict[str, float]]) -> dict[str, float]:
-    names = sorted({name for each in rounds for name in each})
-    return {name: round(statistics.fmean(each.get(name, 0.0) for each in rounds), 3) for name in names}
-
-
-def _compare(of: dict[str, list[Any]]) -> dict[str, float]:
+def _compare(results: dict[str, Any], case: str) -> dict[str, float]:
     """raytrec against the others, in one case."""
-    if "raytrec" not in of:
+    speeds, cpu_us = (
+        {side: of[case] for side, of in results[figure].items()}
+        for figure in ("samples_per_s", "cpu_us_per_row")
+    )
+    if "raytrec" not in speeds:
         return {}
-    ratios = {}
-    for other in OTHERS:
-        if other in of:
-            pairs = zip(of["raytrec"], of[other], strict=True)
-            ratios[f"raytrec_over_{other}"] = [a.samples_per_s / b.samples_per_s for a, b in pairs]
-    if "limit" in of:
-        pairs = zip(of["raytrec"], of["limit"], strict=True)
-        ratios["cpu_ratio"] = [a.cpu_us_per_row / b.cpu_us_per_row for a, b in pairs]
-    return {name: round(statistics.median(values), 4) for name, values in ratios.items()}
+    ratios = {
+        f"raytrec_over_{other}": speeds["raytrec"] / speeds[other] for other in OTHERS if other in speeds
+    }
+    if "limit" in cpu_us:
+        ratios["cpu_ratio"] = cpu_us["raytrec"] / cpu_us["limit"]
+    return {name: round(value, 4) for name, value in ratios.items()}
 
 
 def rows_of(results: dict[str, Any], case: str) -> list[tuple[str, ...]]:

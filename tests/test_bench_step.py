@@ -78,16 +78,17 @@ def test_roles_of_processes(bench):
     assert role("python python -W ignore benchmarks/step_sides.py limit s.json 1") == "rank"
     assert role("python python benchmarks/step_sides.py ray_recipe s.json") == "driver"
     assert role("python python -m raytrec train config.yaml") == "driver"
+    assert role("python python raytrec/cluster/forking.py 3") == "reader", "until it has a title"
     assert role("raylet /ray/raylet/raylet --python=default_worker.py") == "raylet"
 
 
-def test_ratios_compare_sides_of_one_round_and_the_worst_case_counts(results):
-    assert results["by_case"]["dlrm_1"]["raytrec_over_limit"] == pytest.approx((0.95 + 0.8) / 2)
+def test_the_best_round_of_each_side_and_the_worst_case_count(results):
+    assert results["by_case"]["dlrm_1"]["raytrec_over_limit"] == pytest.approx(0.95)
     assert results["ratios"]["raytrec_over_limit"] == pytest.approx(0.6), "of two workers"
-    assert results["ratios"]["raytrec_over_by_hand"] == pytest.approx((30 / 45 + 15 / 22.5) / 2, abs=1e-4)
+    assert results["ratios"]["raytrec_over_by_hand"] == pytest.approx(30 / 45, abs=1e-4)
     assert results["cpu_ratio"] == pytest.approx(1.2)
-    assert results["samples_per_s"]["raytrec"] == {"dlrm_1": 67.5, "dlrm_2": 22.5}
-    assert results["cpu_us_by_role"]["dlrm_1"]["raytrec"] == {"rank": 11.55}
+    assert results["samples_per_s"]["raytrec"] == {"dlrm_1": 95.0, "dlrm_2": 30.0}
+    assert results["cpu_us_by_role"]["dlrm_1"]["raytrec"] == {"rank": 10.5}
 
 
 def test_a_table_has_a_line_for_each_side(results):
@@ -95,7 +96,7 @@ def test_a_table_has_a_line_for_each_side(results):
 
     lines = markdown(results, ["dlrm_2"]).splitlines()
     assert len(lines) == 2 + 4 and lines[2].startswith("| DLRM, 2 workers | ")
-    assert "| raytrec train | 22 | 13.2 | 1.20 | 100 | 2.0 |" in lines[-1]
+    assert "| raytrec train | 30 | 12.0 | 1.20 | 100 | 2.0 |" in lines[-1]
     assert len(rows_of(results, "dlrm_1")) == 4
 
 
