@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.config.features import Features, resolve_features
 from raytrec.data.batch import Batch
-from raytrec.data.form import Form
+from raytrec.data.form import CARRIED, Form
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,12 @@ class Chunk:
     """n rows in canonical form (see form.py) as NumPy views of Arrow's buffers, before they are cut.
 
     Attributes:
-        matrices: labels, dense, ids: [n, columns]; lengths: int32 [n, list columns].
+        matrices: labels, dense, ids, task_weights, keys: [n, columns]; lengths: int32 [n, list columns].
         lists: ids.NAME, weights.NAME, changed → place among the list columns.
         values: of each list column.
         offsets: int32 [n + 1, list columns]; all of a row at once, because pieces of rows are small and many.
         present: bool [n]; None: all.
+        carried: the carried columns under their own names; None: there are none.
     """
 
     matrices: dict[str, np.ndarray]
@@ -31,13 +32,16 @@ class Chunk:
     values: list[np.ndarray]
     offsets: np.ndarray
     present: np.ndarray | None
+    carried: pa.RecordBatch | None = None
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Chunk:
-        matrices, arrays, present = {}, {}, None
+        matrices, arrays, present, carried = {}, {}, None, {}
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             if name == "present":
                 present = array.to_numpy(zero_copy_only=False)
+            elif name.startswith(CARRIED):
+                carried[name.removeprefix(CARRIED)] = array
             elif pa.types.is_fixed_size_list(array.type):
                 matrices[name] = array.flatten().to_numpy().reshape(-1, array.type.list_size)
             else:
@@ -47,7 +51,9 @@ class Chunk:
             offsets[:, i] = array.offsets.to_numpy()
         matrices["lengths"] = offsets[1:] - offsets[:-1]
         lists = {name: i for i, name in enumerate(arrays)}
-        return cls(matrices, lists, [array.values.to_numpy() for array in arrays.values()], offsets, present)
+        values = [array.values.to_numpy() for array in arrays.values()]
+        whole = pa.RecordBatch.from_pydict(carried) if carried else None
+        return cls(matrices, lists, values, offsets, present, whole)
 
 
 @dataclass(slots=True)
@@ -77,6 +83,10 @@ class Rows:
         """Which of its rows there are; None: all."""
         return None if self.chunk.present is None else self.chunk.present[self.first : self.last]
 
+    def carried(self) -> pa.RecordBatch:
+        """Its rows of the carried columns."""
+        return self.chunk.carried.slice(self.first, self.last - self.first)
+
     def values(self) -> list[np.ndarray]:
         """The values of its rows, for each list column of the chunk."""
         chunk = self.chunk
@@ -99,25 +109,57 @@ class Collator:
         self._form, self._weighted, self._sequences = form, schema.has_weights, features.sequences
         self._features, self._keys = list(schema.sparse), features.keys
         self._column = {name: i for i, name in enumerate(form.singles)}
-        self._widths = {"labels": len(schema.labels), "dense": len(schema.dense)}
+        # Of each matrix of a Batch, how many columns and which type; None: it has no such matrix.
+        self._matrices = {
+            "labels": (len(schema.labels), torch.float32),
+            "dense": (len(schema.dense), torch.float32),
+            "task_weights": (len(form.tasks), torch.float32) if form.weighs_tasks else None,
+            "keys": (len(form.key_columns), torch.int64) if form.key_columns else None,
+        }
 
     def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int, step: int = 0) -> Batch:
         """A Batch of `padded_rows` rows; those after the pieces' rows, and skipped rows, are padding."""
         rows = sum(len(piece) for piece in pieces)
-        matrices = {}
-        for name, width in self._widths.items():
-            matrices[name], values = self._memory((padded_rows, width), torch.float32)
-            values[rows:] = 0
-            if rows and width:
-                np.concatenate([piece.matrix(name) for piece in pieces], out=values[:rows])
+        matrices = {name: self._matrix(name, pieces, rows, padded_rows) for name in self._matrices}
         weights, values = self._memory(padded_rows, torch.float32)
         values[:rows], values[rows:] = 1, 0
+        present = None
         if rows and pieces[0].present() is not None:
-            np.concatenate([piece.present() for piece in pieces], out=values[:rows])
+            present = np.concatenate([piece.present() for piece in pieces])
+            values[:rows] = present
         lists = _Lists(pieces)
-        sparse = self._sparse(pieces, lists, rows, padded_rows)
-        changed = self._changed(lists)
-        return Batch(matrices["dense"], sparse, matrices["labels"], weights, global_rows, step, changed)
+        return Batch(
+            matrices["dense"],
+            self._sparse(pieces, lists, rows, padded_rows),
+            matrices["labels"],
+            weights,
+            global_rows,
+            step,
+            self._changed(lists),
+            matrices["task_weights"],
+            matrices["keys"],
+            self._carried(pieces, present) if self._form.carry else None,
+        )
+
+    def _matrix(self, name: str, pieces: list[Rows], rows: int, padded_rows: int) -> torch.Tensor | None:
+        """The rows of a matrix one after the other, then 0; all 0 where the rows have none."""
+        if self._matrices[name] is None:
+            return None
+        width, dtype = self._matrices[name]
+        tensor, values = self._memory((padded_rows, width), dtype)
+        filled = rows if rows and width and name in pieces[0].chunk.matrices else 0
+        values[filled:] = 0
+        if filled:
+            np.concatenate([piece.matrix(name) for piece in pieces], out=values[:filled])
+        return tensor
+
+    def _carried(self, pieces: list[Rows], present: np.ndarray | None) -> pa.Table:
+        """The carried columns of the rows that are there, as one piece of memory of their own."""
+        if not pieces:
+            types = self._form.types
+            return pa.schema([(n, types.get(n, pa.null())) for n in self._form.carry]).empty_table()
+        table = pa.Table.from_batches([piece.carried() for piece in pieces])
+        return table.combine_chunks() if present is None else table.filter(present).combine_chunks()
 
     def _memory(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
         """A tensor with nothing in it yet, and the same memory for NumPy.

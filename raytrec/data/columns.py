@@ -38,15 +38,30 @@ def numbers(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
         raise DataError(
             f"column '{name}' has a null",
             where=place.of(name, row),
-            expected="a number in every row of a dense column or label",
+            expected="a number in every row of a dense column, label or sample weight",
             do=f"data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or skip such rows: "
             "data.on_error=skip",
         )
-    if pa.types.is_decimal(array.type):  # straight to float32 is off by more than its rounding
-        array = array.cast(pa.float64())
-    values = array.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    values = _as_float32(array)
     _finite(values, name, place)
     return values
+
+
+def numbers_or_none(column: pa.ChunkedArray, name: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    """A column of numbers, some of which may be missing (null, or NaN): (float32 [n], with 0 for those; which
+    are there, bool [n]); no infinity."""
+    values = _as_float32(one_array(column))
+    there = ~np.isnan(values)
+    values = np.where(there, values, np.float32(0))
+    _finite(values, name, place)
+    return values, there
+
+
+def _as_float32(array: pa.Array) -> np.ndarray:
+    """Numbers as float32 [n]; NaN for a null."""
+    if pa.types.is_decimal(array.type):  # straight to float32 is off by more than its rounding
+        array = array.cast(pa.float64())
+    return array.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
 
 
 def _finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], int] = int) -> None:

@@ -246,7 +246,7 @@ def _samples(footer: bytes, size: int, form: Form, most: int, number: int) -> li
     """
     metadata = pq.read_metadata(pa.BufferReader(footer))
     labels = columns_before(form.transforms, form.schema.labels)
-    others = [name for name in form.columns if name not in labels]
+    others = [name for name in form.trained_columns if name not in labels]
     of_labels, rest = (_chunks(metadata, names) for names in (labels, others))
     half = _spread(of_labels, max(1, most // 2), number)
     found = half + _spread(rest, most - len(half), number)

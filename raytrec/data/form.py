@@ -1,6 +1,6 @@
 """The form that read tasks bring rows into: a table of few columns, so that slicing it later costs little.
 
-    labels     fixed_size_list<float32>[labels]
+    labels     fixed_size_list<float32>[labels]            (absent where none are read)
     dense      fixed_size_list<float32>[dense columns]     (absent without dense columns)
     ids        fixed_size_list<int>[single features]       one id a row, or -1 for none (absent without)
     ids.NAME   list<int>                                   of each other feature
@@ -17,10 +17,9 @@ int is int32 where every table has at most 2³¹ rows, else int64. No torch here
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -29,28 +28,10 @@ import pyarrow.compute as pc
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform, columns_before
 from raytrec.data.kinds import is_list, plain_array
+from raytrec.data.task_rows import TaskColumn, TaskRows
 
 Range = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class TaskRows:
-    """Which rows count in a task, and how much: 0 for a row without a label and one that the mask excludes,
-    else its sample weight.
-
-    Attributes:
-        label: of the task, among the schema's labels.
-        nulls: a row without a label is an error, or has no part in this task.
-        where: a column of 0 and 1: rows where it is 1 count; None: all do.
-        where_label: a label of the schema: rows where it is 1 count.
-        sample_weight: a column of finite numbers ≥ 0; None: 1.
-    """
-
-    label: str
-    nulls: Literal["error", "skip"] = "error"
-    where: str | None = None
-    where_label: str | None = None
-    sample_weight: str | None = None
+CARRIED = "carried."  # begins the names of carried columns
 
 
 @dataclass(frozen=True)
@@ -63,10 +44,15 @@ class Form:
         transforms: what is done to columns first.
         label_ranges: label → the least and greatest value that is learned from, None: any finite number;
             default: 0 to 1.
+        whole_labels: labels that are whole numbers.
         folder: where the transforms' modules may be, beside Python's own path.
         tasks: which rows count in each task, in the order of the configuration; none: every row in all.
         key_columns: columns that rows are grouped by (groups, items, slices): Batch.keys, in this order.
+        groups: those of them whose rows are compared with each other, or counted: no floats.
         carry: columns that go along with their own types: Batch.carried.
+        types: of key columns and carried ones in all files together; default: of each file, its own.
+        from_folders: those that no column holds, but the folders that files are in: date=2026-11-07.
+        read_labels: whether there are labels; without, they are 0.
     """
 
     schema: Schema
@@ -76,16 +62,70 @@ class Form:
     folder: str | None = None
     tasks: tuple[TaskRows, ...] = ()
     key_columns: tuple[str, ...] = ()
+    groups: frozenset[str] = frozenset()
     carry: tuple[str, ...] = ()
+    types: Mapping[str, pa.DataType] = field(default_factory=dict)
+    from_folders: frozenset[str] = frozenset()
+    read_labels: bool = True
+    whole_labels: frozenset[str] = frozenset()
 
     def label_range(self, label: str) -> Range | None:
         """The least and greatest value of a label; None: any finite number."""
         return self.label_ranges.get(label, (0.0, 1.0))
 
+    @property
+    def labels(self) -> list[str]:
+        """The labels that are read, in the schema's order."""
+        return self.schema.labels if self.read_labels else []
+
+    @cached_property
+    def weighs_tasks(self) -> bool:
+        """Whether rows may count differently in some task than padding says: Batch.task_weights."""
+        return self.read_labels and any(task.is_weighted for task in self.tasks)
+
+    @cached_property
+    def carried(self) -> list[str]:
+        """Key columns and carried ones, each once."""
+        return list(dict.fromkeys([*self.key_columns, *self.carry]))
+
+    @cached_property
+    def wanted(self) -> list[str]:
+        """The columns that there are to be after the transforms, each once."""
+        of_schema = [
+            name for name in self.schema.columns if self.read_labels or name not in self.schema.labels
+        ]
+        of_tasks = [c.column for c in self.columns_of_tasks]
+        carried = [name for name in self.carried if name not in self.from_folders]
+        return list(dict.fromkeys(of_schema + of_tasks + carried))
+
     @cached_property
     def columns(self) -> list[str]:
         """The columns to read from files."""
-        return columns_before(self.transforms, self.schema.columns)
+        return columns_before(self.transforms, self.wanted)
+
+    @cached_property
+    def trained_columns(self) -> list[str]:
+        """Those of them that decide what is learned."""
+        of_tasks = (c.column for c in self.columns_of_tasks)
+        aside = set(self.carried) - self.groups - {*self.schema.columns, *of_tasks}
+        return columns_before(self.transforms, [name for name in self.wanted if name not in aside])
+
+    @cached_property
+    def columns_of_tasks(self) -> list[TaskColumn]:
+        """What tasks read beside labels."""
+        return [column for task in self.tasks for column in task.columns] if self.read_labels else []
+
+    def named_by(self, column: str) -> str | None:
+        """What names a column that the schema does not, in words; None: nothing does."""
+        if column in self.schema.columns:
+            return None
+        found = [c.named_by for c in self.columns_of_tasks if c.column == column]
+        return found[0] if found else "data.carry" if column in self.carried else None
+
+    def skips_nulls(self, label: str) -> bool:
+        """Whether a row may be without this label: every task that learns it takes such a row."""
+        rules = [task.nulls for task in self.tasks if task.label == label]
+        return bool(rules) and set(rules) == {"skip"}
 
     @cached_property
     def singles(self) -> list[str]:
@@ -113,8 +153,13 @@ class Form:
     @cached_property
     def row_bytes(self) -> int:
         """About how many bytes a row takes, if bags have 8 ids."""
-        numbers = len(self.schema.labels) + len(self.schema.dense)
-        return 4 * numbers + np.dtype(self.id_dtype).itemsize * (len(self.singles) + 8 * len(self.bags))
+        numbers = len(self.schema.labels) + len(self.schema.dense) + len(self.tasks) * self.weighs_tasks
+        carried = 8 * len(self.key_columns) + 16 * len(self.carry)
+        return (
+            carried
+            + 4 * numbers
+            + np.dtype(self.id_dtype).itemsize * (len(self.singles) + 8 * len(self.bags))
+        )
 
     def table(
         self,
@@ -124,6 +169,9 @@ class Form:
         bags: list[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
         rows: int,
         tally: dict[str, list[int]] | None = None,
+        task_weights: Sequence[np.ndarray] = (),
+        keys: Sequence[np.ndarray] = (),
+        carried: Sequence[pa.Array] = (),
     ) -> pa.Table:
         """A table of this form.
 
@@ -132,8 +180,12 @@ class Form:
             bags: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights or None) for each.
             rows: n.
             tally: of ids that were brought into range; see columns.Tally.
+            task_weights, keys, carried: n values for each task (none where no task weighs rows), key column
+                and carried column.
         """
-        columns = {"labels": _matrix(labels, rows, np.float32)}
+        columns = {}
+        if labels:
+            columns["labels"] = _matrix(labels, rows, np.float32)
         if dense:
             columns["dense"] = _matrix(dense, rows, np.float32)
         if singles:
@@ -142,6 +194,11 @@ class Form:
             columns[f"ids.{name}"] = pa.ListArray.from_arrays(offsets, ids.astype(self.id_dtype, copy=False))
             if weights is not None:
                 columns[f"weights.{name}"] = pa.ListArray.from_arrays(offsets, weights)
+        if task_weights:
+            columns["task_weights"] = _matrix(task_weights, rows, np.float32)
+        if keys:
+            columns["keys"] = _matrix(keys, rows, np.int64)
+        columns |= {f"{CARRIED}{name}": array for name, array in zip(self.carry, carried, strict=True)}
         if self.counts_changes:
             columns["changed"] = self._changes(tally, rows)
         return pa.table(columns)
@@ -160,9 +217,15 @@ class Form:
         for name in self.bags:
             weights = np.empty(0, np.float32) if self.schema.sparse[name].weights else None
             bags.append((np.zeros(rows + 1, np.int32), np.empty(0, self.id_dtype), weights))
-        schema = self.schema
         return self.table(
-            [zeros] * len(schema.labels), [zeros] * len(schema.dense), [none] * len(self.singles), bags, rows
+            [zeros] * len(self.labels),
+            [zeros] * len(self.schema.dense),
+            [none] * len(self.singles),
+            bags,
+            rows,
+            task_weights=[zeros] * (len(self.tasks) if self.weighs_tasks else 0),
+            keys=[np.zeros(rows, np.int64)] * len(self.key_columns),
+            carried=[pa.nulls(rows, self.types.get(name, pa.null())) for name in self.carry],
         )
 
 
@@ -180,7 +243,7 @@ def shuffled(table: pa.Table, rng: np.random.Generator) -> pa.Table:
     return pa.table(columns)
 
 
-def _matrix(columns: list[np.ndarray], rows: int, dtype: type) -> pa.FixedSizeListArray:
+def _matrix(columns: Sequence[np.ndarray], rows: int, dtype: type) -> pa.FixedSizeListArray:
     """Columns of n values as n lists."""
     packed = np.empty((rows, len(columns)), dtype)
     for i, column in enumerate(columns):

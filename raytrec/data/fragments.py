@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import fs
 
 from raytrec.common.errors import DataError
@@ -18,16 +16,15 @@ from raytrec.common.storage import open_filesystem
 from raytrec.config.schema import Schema
 from raytrec.config.sections import folders
 from raytrec.config.transforms import Transform
-from raytrec.data.faults import retry_read, storage_hint
+from raytrec.data.carried import CarriedInFile, agree, find_in_folders
+from raytrec.data.footers import read_footer
 from raytrec.data.form import Form, Range
-from raytrec.data.kinds import check_present, check_types, is_list
+from raytrec.data.kinds import check_present, check_types, is_list, plain
 from raytrec.data.nested import empty_table, select
 from raytrec.data.partitions import ALL, Between, in_order, within
-from raytrec.data.statistics import accused
+from raytrec.data.statistics import Footer, why_empty
+from raytrec.data.task_rows import TaskRows
 from raytrec.data.transform import apply_transforms
-
-MOST_ROWS = 2**31 - 1  # of a row group; no writer comes near
-CLOSELY_ROWS = 65_536  # row groups of more are looked at closely
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,7 @@ class Dataset:
         form: how its rows are read.
         left_out: what was wrong with files that are skipped (data.on_error: skip).
         accused: row groups that a run will stop at, as far as footers say (statistics.py).
+        empty_tasks: tasks in which no row counts, as far as footers say → why.
     """
 
     uri: str
@@ -55,6 +53,7 @@ class Dataset:
     form: Form
     left_out: tuple[DataError, ...] = ()
     accused: tuple[RowGroup, ...] = ()
+    empty_tasks: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> int:
@@ -70,6 +69,13 @@ def scan(
     transforms: tuple[Transform, ...] = (),
     between: Between = ALL,
     label_ranges: Mapping[str, Range | None] | None = None,
+    whole_labels: Iterable[str] = (),
+    tasks: tuple[TaskRows, ...] = (),
+    key_columns: tuple[str, ...] = (),
+    groups: Iterable[str] = (),
+    carry: tuple[str, ...] = (),
+    declared: Iterable[str] = (),
+    read_labels: bool = True,
     skip: bool = False,
 ) -> Dataset:
     """Reads the footers of folders (or files) of Parquet and checks every file's columns against the schema.
@@ -79,37 +85,58 @@ def scan(
         key: the config key that named them, for messages.
         transforms: what is done to columns before they are held to the schema.
         between: first and last partition to read.
-        label_ranges: see Form.
+        label_ranges, whole_labels, tasks, key_columns, groups, carry, read_labels: see Form.
+        declared: further columns that are to be there and could be carried.
         skip: skip files that are not whole, or whose columns are not the schema's.
 
     Raises:
         DataError: nothing there, no rows, a file that is not whole, a column missing or of the wrong type.
     """
     files, left_out = list_files(places, key, between), []
-    form = Form(schema, transforms=transforms, label_ranges=label_ranges or {}, folder=os.getcwd())
+    form = Form(
+        schema,
+        transforms=transforms,
+        label_ranges=label_ranges or {},
+        folder=os.getcwd(),
+        tasks=tasks,
+        key_columns=key_columns,
+        groups=frozenset(groups),
+        carry=carry,
+        read_labels=read_labels,
+        whole_labels=frozenset(whole_labels),
+    )
+    looking = replace(form, carry=tuple(dict.fromkeys([*carry, *declared])))
 
-    def look(file: str) -> tuple[list[RowGroup], set[str], list[int]]:
+    def look(file: str) -> _Seen | None:
         try:
-            return _look(file, form)
+            return _look(file, looking)
         except DataError as error:
             if not skip:
                 raise
             left_out.append(error)
-            return [], set(), []
+            return None
 
     with ThreadPoolExecutor(16) as pool:
-        seen = list(pool.map(look, files))
-    groups = tuple(group for per_file, *_ in seen for group in per_file)
-    if not groups:
+        seen = [found for found in pool.map(look, files) if found is not None]
+    if form.carried:
+        types, from_folders, odd = agree([found.carried for found in seen], form.carried)
+        if odd and not skip:
+            raise next(iter(odd.values()))
+        left_out += odd.values()
+        seen = [found for found in seen if found.carried.uri not in odd]
+        form = replace(form, types=types, from_folders=from_folders)
+    found_groups = tuple(group for found in seen for group in found.groups)
+    if not found_groups:
         raise DataError(
             "there are no rows",
             where=f"{key}={name_of(places)}",
             expected=f"rows in its {len(files)} Parquet files"
             + (f", of which {len(left_out)} are skipped: {left_out[0].what}" if left_out else ""),
         )
-    lists = frozenset().union(*(lists for _, lists, _ in seen))
-    bad = tuple(g for per_file, _, bad in seen for g in per_file if not skip and g.index in bad)
-    return Dataset(name_of(places), groups, replace(form, lists=lists), tuple(left_out), bad)
+    lists = frozenset().union(*(found.lists for found in seen))
+    bad = tuple(g for found in seen for g in found.groups if not skip and g.index in found.accused)
+    empty = why_empty(found.excluded for found in seen)
+    return Dataset(name_of(places), found_groups, replace(form, lists=lists), tuple(left_out), bad, empty)
 
 
 def name_of(places: str | list[str]) -> str:
@@ -174,72 +201,39 @@ def _hidden(path: str) -> bool:
     return any(part[0] in "_." for part in path.split("/") if part)
 
 
-class Implausible(Exception):
-    """A footer that claims what the file cannot hold."""
+@dataclass(frozen=True)
+class _Seen:
+    """What a file's footer says.
 
-
-def _check_claims(footer: pq.FileMetaData, size: int) -> None:
-    """Looks whether a file of `size` bytes can hold what its footer claims, before anything counts on it.
-
-    Raises:
-        Implausible: what it claims.
-    """
-    for g in range(footer.num_row_groups):
-        group = footer.row_group(g)
-        if not 0 <= group.num_rows <= MOST_ROWS:
-            raise Implausible(f"its footer claims {group.num_rows:,} rows in row group {g}")
-        # Of ordinary row groups, one column: there may be millions.
-        for c in range(group.num_columns if group.num_rows > CLOSELY_ROWS else min(1, group.num_columns)):
-            chunk, column = group.column(c), footer.schema.column(c)
-            begin = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-            held = chunk.total_compressed_size
-            what = f"its footer claims {group.num_rows:,} rows in row group {g}, and of column {column.path}"
-            if begin < 0 or held < 0 or begin + held > size:
-                raise Implausible(
-                    f"{what} {held:,} bytes from byte {begin:,} on, in a file of {size:,} bytes"
-                )
-            if column.max_repetition_level == 0 and chunk.num_values != group.num_rows:
-                raise Implausible(f"{what} {chunk.num_values:,} values")
-
-
-def read_footer(uri: str) -> pq.FileMetaData:
-    """The metadata of a Parquet file.
-
-    Raises:
-        DataError: when the file is cut off, empty or no Parquet.
+    Attributes:
+        groups: with rows.
+        lists: sparse features that are lists in it, after the transforms.
+        accused: indexes of row groups. excluded: see statistics.Footer.
+        carried: its key columns and carried ones.
     """
 
-    def read() -> pq.FileMetaData:
-        filesystem, path = open_filesystem(uri)
-        with filesystem.open_input_file(path) as file:
-            metadata = pq.read_metadata(file)
-            _check_claims(metadata, file.size())
-            return metadata
-
-    try:
-        metadata = retry_read(uri, read)
-        _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # may be no UTF-8
-    except (pa.ArrowException, OSError, UnicodeDecodeError, Implausible) as error:
-        raise DataError(
-            f"not a whole Parquet file: {str(error).splitlines()[0]}",
-            where=uri,
-            expected=storage_hint(uri) + "a readable footer; the file may be cut off, or still being written",
-            do="write or copy the file again, or remove it",
-        ) from None
-    return metadata
+    groups: list[RowGroup]
+    lists: set[str]
+    accused: list[int]
+    excluded: dict[str, list[set[str]]]
+    carried: CarriedInFile
 
 
-def _look(uri: str, form: Form) -> tuple[list[RowGroup], set[str], list[int]]:
-    """A file's row groups; the sparse features that are lists in it (after the transforms); the groups that
-    its footer accuses."""
+def _look(uri: str, form: Form) -> _Seen:
     metadata, schema = read_footer(uri), form.schema
     arrow = metadata.schema.to_arrow_schema()
-    check_present(arrow, form.columns, uri)
+    if form.carried:
+        form = replace(form, from_folders=find_in_folders(arrow, form, uri))
+    check_present(arrow, form.columns, uri, form=form)
     arrow = select(arrow, form.columns)
     if form.transforms:
         arrow = apply_transforms(empty_table(arrow), form.transforms, uri, form.folder).schema
-        check_present(arrow, schema.columns, f"{uri}, after data.transforms", fields=False)
-    check_types(arrow, schema, uri)
+        check_present(arrow, form.wanted, f"{uri}, after data.transforms", fields=False, form=form)
+    check_types(arrow, form, uri)
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.column_of(name)).type)}
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-    return [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows], lists, accused(metadata, form)
+    groups = [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
+    types = {name: plain(arrow.field(name).type) for name in form.carried if name not in form.from_folders}
+    footer = Footer(metadata, form)
+    carried = CarriedInFile(uri, types, form.from_folders)
+    return _Seen(groups, lists, footer.accused(), footer.excluded(), carried)

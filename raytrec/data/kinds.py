@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
 from raytrec.common.errors import DataError, did_you_mean
-from raytrec.config.schema import Schema, scalar
+from raytrec.config.schema import scalar
 from raytrec.data import nested
+
+if TYPE_CHECKING:
+    from raytrec.data.form import Form
 
 SHOWN = 30  # column names in a message
 
 
-def check_present(arrow: pa.Schema, columns: list[str], where: str, *, fields: bool = True) -> None:
+def check_present(
+    arrow: pa.Schema, columns: list[str], where: str, *, fields: bool = True, form: Form | None = None
+) -> None:
     """Looks whether columns are there, each once.
 
     Args:
         fields: fields of structs are columns, too.
+        form: which says what they are for.
 
     Raises:
         DataError: one is missing (names the nearest there is), or its name stands for several.
@@ -35,12 +43,14 @@ def check_present(arrow: pa.Schema, columns: list[str], where: str, *, fields: b
             ) from None
         if found is None:
             known = list(dict.fromkeys([*arrow.names, *nested.leaves(arrow)]))
-            near = did_you_mean(column, known)
+            near, named = did_you_mean(column, known), form and form.named_by(column)
+            readers = f"{named} reads" if named else "the schema and data.transforms read"
+            place = named or "the schema"
             raise DataError(
                 f"column '{column}' is missing",
                 where=where,
-                expected=f"what the schema and data.transforms read; there are {_some(known)}",
-                do=f"did you mean '{near}'? Correct the schema" if near else "correct the schema or the data",
+                expected=f"what {readers}; there are {_some(known)}",
+                do=f"did you mean '{near}'? Correct {place}" if near else f"correct {place} or the data",
             )
 
 
@@ -49,14 +59,24 @@ def _some(names: list[str]) -> str:
     return ", ".join(name if len(name) < 80 else f"{name[:80]}…" for name in names[:SHOWN]) + more
 
 
-def check_types(arrow: pa.Schema, schema: Schema, uri: str) -> None:
-    """Looks at the types of the columns that the schema names.
+def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
+    """Looks at the types of the columns that the schema, the tasks and data.carry name.
 
     Raises:
         DataError: a column of the wrong type; says by which transform, or name, it becomes a right one.
     """
-    for column in schema.labels:
-        _check_number(arrow.field(column).type, column, "label", uri)
+    schema = form.schema
+    for column in form.labels:
+        if not (types.is_null(plain(arrow.field(column).type)) and form.skips_nulls(column)):
+            _check_number(arrow.field(column).type, column, "label", uri)
+    for read in form.columns_of_tasks:
+        if read.role != "mask" or not types.is_null(plain(arrow.field(read.column).type)):
+            _check_number(arrow.field(read.column).type, read.column, read.role, uri)
+    for column in form.carried:
+        if column not in form.from_folders:
+            _check_carried(arrow.field(column).type, column, column in form.key_columns, uri)
+            if column in form.groups:
+                _check_group(plain(arrow.field(column).type), column, uri)
     for column in schema.dense:
         _check_number(arrow.field(column).type, column, "dense column", uri)
     for feature, spec in schema.sparse.items():
@@ -120,6 +140,32 @@ def _as_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
             return f"for whole numbers: {ids}"
         return f"for whole numbers: {ids}; or list it under dense"
     return _field_of(kind, column) or _of_time(value, column) or _by_hand()
+
+
+def _check_carried(kind: pa.DataType, column: str, is_key: bool, uri: str) -> None:
+    flat = plain(kind)
+    if not (is_list(flat) or types.is_nested(flat) or (is_key and types.is_interval(flat))):
+        return
+    raise DataError(
+        f"carried column '{column}' is {'a list' if is_list(flat) else 'of type'} {_short(kind)}",
+        where=f"{uri}, column {column}",
+        expected="one value a row",
+        do=_field_of(flat, column) or _by_hand(),
+    )
+
+
+def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
+    allowed = types.is_integer(kind) or types.is_boolean(kind) or types.is_date(kind) or types.is_null(kind)
+    if allowed or is_text(kind):
+        return
+    raise DataError(
+        f"'{column}', whose values say which rows belong together, is of type {_short(kind)}",
+        where=f"{uri}, column {column}",
+        expected="integers, text, bools or dates in a column that a task names as group or item",
+        do=_transform("cast", column, "to: int64") + "; or name another column"
+        if is_number(kind)
+        else _of_time(kind, column) or "name another column",
+    )
 
 
 def _check_weights(kind: pa.DataType, column: str, uri: str) -> None:

@@ -16,13 +16,16 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import Sparse, Table, scalar
+from raytrec.config.schema import Sparse, Table
+from raytrec.data.carried import carried_array
 from raytrec.data.columns import Place, Tally, bags, numbers, single
 from raytrec.data.decode import decode
 from raytrec.data.faults import Faults
-from raytrec.data.form import Form, Range, shuffled
+from raytrec.data.form import Form, shuffled
+from raytrec.data.keys import keys_of
 from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Part
+from raytrec.data.row_weights import label_of, task_weights
 from raytrec.data.transform import apply_transforms
 
 AHEAD = 2  # items that are decoded before they are asked for, each in a thread
@@ -167,7 +170,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
     """A decoded table in canonical form.
 
     Args:
-        table: any table with the schema's columns.
+        table: any table with the columns of the schema, masks, weights and carried ones.
         place: where its first row is, for errors.
     """
     schema, tally = form.schema, Tally()
@@ -179,27 +182,16 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
         column = schema.sparse[name].weights
         return table[column] if column else None
 
+    labels = {name: label_of(table[name], name, form, place) for name in form.labels}
+    carried = {name: carried_array(table, name, form, place) for name in form.carried}
     return form.table(
-        [_label(table, name, form.label_range(name), place) for name in schema.labels],
+        [values for values, _ in labels.values()],
         [numbers(table[name], name, place) for name in schema.dense],
         [single(table[schema.column_of(name)], *spec(name)) for name in form.singles],
         [bags(table[schema.column_of(name)], weights(name), *spec(name)) for name in form.bags],
         table.num_rows,
         tally,
+        task_weights(table, labels, form, place) if form.weighs_tasks else (),
+        [keys_of(carried[name]) for name in form.key_columns],
+        [carried[name] for name in form.carry],
     )
-
-
-def _label(table: pa.Table, name: str, allowed: Range | None, place: Place) -> np.ndarray:
-    values = numbers(table[name], name, place)
-    low, high = allowed or (-np.inf, np.inf)
-    wrong = (values < low) | (values > high)
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise DataError(
-            f"label '{name}' is {values[row]:g}",
-            where=place.of(name, row),
-            expected=f"a number in [{low:g}, {high:g}], which its task's loss takes",
-            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}; or learn "
-            f"the number itself: tasks: [{{label: {scalar(name)}, loss: mse}}]",
-        )
-    return values

@@ -11,7 +11,7 @@ from pyarrow import fs
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
-from raytrec.data import decode, faults, fragments, rows
+from raytrec.data import decode, faults, footers, fragments, rows
 from raytrec.data.faults import Faults
 from raytrec.data.form import Form
 from raytrec.data.order import Item, Part
@@ -94,7 +94,7 @@ def flaky(monkeypatch):
     def make(failures, error):
         handler = Flaky(failures, error)
         decode._open.files.clear()
-        for module in (decode, fragments):
+        for module in (decode, footers):
             opened = lambda uri: (fs.PyFileSystem(handler), uri.removeprefix("store://"))  # noqa: E731
             monkeypatch.setattr(module, "open_filesystem", opened)
         return handler

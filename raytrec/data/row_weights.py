@@ -1,0 +1,106 @@
+"""Which rows count in a task, and how much: labels that are missing, masks, sample weights. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pyarrow as pa
+
+from raytrec.common.errors import DataError
+from raytrec.config.schema import scalar
+from raytrec.data.columns import Place, numbers, numbers_or_none
+from raytrec.data.form import Form
+
+# A label's values float32 [n], and in which rows there is one, bool [n]; None: in all.
+Label = tuple[np.ndarray, np.ndarray | None]
+
+
+def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> Label:
+    """A label as its tasks' losses take it; where there is none, the number nearest to 0 that they take.
+
+    Raises:
+        DataError: a number that they do not take, or no number where one must be.
+    """
+    allowed = form.label_range(name)
+    if form.skips_nulls(name):
+        values, there = numbers_or_none(column, name, place)
+        if allowed:
+            values[~there] = np.clip(np.float32(0), *allowed)
+    else:
+        values, there = numbers(column, name, place), None
+    low, high = allowed or (-np.inf, np.inf)
+    wrong, kind = (values < low) | (values > high), "number"
+    if name in form.whole_labels:
+        wrong, kind = wrong | (values != np.floor(values)), "whole number"
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise DataError(
+            f"label '{name}' is {values[row]:g}",
+            where=place.of(name, row),
+            expected=f"a {kind} in [{low:g}, {high:g}], which its task's loss takes",
+            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}; or learn "
+            f"the number itself: tasks: [{{label: {scalar(name)}, loss: mse}}]",
+        )
+    return values, there
+
+
+def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: Place) -> list[np.ndarray]:
+    """Each row's factor in each task, float32 [n] ≥ 0: its sample weight; 0 where it has no label of the task
+    and where the mask excludes it.
+
+    Args:
+        table: with the columns of masks and weights.
+        labels: of the same rows.
+
+    Raises:
+        DataError: a mask that is neither 0 nor 1, or a weight that is no finite number ≥ 0.
+    """
+    ones = np.ones(table.num_rows, np.float32)
+
+    def reads(read: Callable) -> Callable:  # a column that several tasks name is read once
+        return cache(lambda name: read(table[name], name, place))
+
+    factor_of, mask_of, out = reads(_factors), reads(_mask), []
+    for task in form.tasks:
+        weights = factor_of(task.sample_weight) if task.sample_weight else ones
+        counts = [labels[task.label][1] if task.nulls == "skip" else None]
+        if task.where:
+            counts.append(mask_of(task.where))
+        if task.where_label:
+            values, there = labels[task.where_label]
+            counts += [values == 1, there]
+        for mask in counts:
+            weights = weights if mask is None else weights * mask
+        out.append(weights)
+    return out
+
+
+def _factors(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
+    values = numbers(column, name, place)
+    if (values < 0).any():
+        row = int((values < 0).argmax())
+        raise DataError(
+            f"sample weight '{name}' is {values[row]:g}",
+            where=place.of(name, row),
+            expected="a finite number ≥ 0",
+            do=f"data.transforms: {{do: clip, columns: [{scalar(name)}], low: 0}}; or skip such rows: "
+            "data.on_error=skip",
+        )
+    return values
+
+
+def _mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
+    """Where a column is 1; a null is not."""
+    values, _ = numbers_or_none(column, name, place)
+    wrong = (values != 0) & (values != 1)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise DataError(
+            f"mask '{name}' is {values[row]:g}",
+            where=place.of(name, row),
+            expected="0 or 1 (false or true) in a column that a task's `where` names",
+            do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}",
+        )
+    return values == 1

@@ -1,0 +1,220 @@
+"""Which rows count in a task, and how much: held to a plain definition, row by row."""
+
+import math
+from decimal import Decimal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_carried import batches
+
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import FillNull
+from raytrec.data.collate import Collator, Rows
+from raytrec.data.faults import Faults
+from raytrec.data.fragments import scan
+from raytrec.data.order import Order
+from raytrec.data.rows import read_item
+from raytrec.data.task_rows import TaskRows
+from raytrec.data.verify import check_accused
+
+SCHEMA = Schema.parse(
+    {"labels": ["click", "buy"], "sparse": {"u": {"table": "u"}}, "tables": {"u": {"rows": 99, "dim": 4}}},
+    "test",
+)
+RANGES = {"click": (0.0, 1.0), "buy": (1.0, 5.0)}
+CLICK, BUY = TaskRows("click", "click", "skip"), TaskRows("buy", "buy", "skip")
+
+
+def write(path, group=1000, **columns):
+    rows = len(next(iter(columns.values())))
+    whole = {"click": [0, 1] * (rows // 2) + [0] * (rows % 2), "buy": [1] * rows, "u": range(rows)} | columns
+    pq.write_table(pa.table({n: pa.array(v) for n, v in whole.items()}), path, row_group_size=group)
+    return str(path)
+
+
+def read(path, tasks, faults=None, transforms=()):
+    """All rows of a file as one batch, with three of padding."""
+    data = scan(path, SCHEMA, tasks=tuple(tasks), label_ranges=RANGES, transforms=transforms)
+    items = Order(data.rows, 1, "none").items(data, 0, 0, 1)
+    pieces = [Rows.of(b) for item in items for b in read_item(item, data.form, faults).to_batches()]
+    return Collator(data.form)(pieces, data.rows + 3, data.rows)
+
+
+def counts(task, row):
+    """The factor of a row, as docs/configuration.md has it."""
+
+    def missing(value):
+        return value is None or (isinstance(value, float) and math.isnan(value))
+
+    masked = task.where or task.where_label
+    if (task.nulls == "skip" and missing(row[task.label])) or (masked and row[masked] != 1):
+        return 0
+    return row[task.sample_weight] if task.sample_weight else 1
+
+
+ROW = st.fixed_dictionaries(
+    {
+        "click": st.sampled_from([0.0, 1.0, 0.5, None, math.nan]),
+        "buy": st.sampled_from([1, 3, 5, None]),
+        "mask": st.sampled_from([0, 1, None]),
+        "flag": st.sampled_from([True, False, None]),
+        "w": st.sampled_from([0.0, 0.25, 1.0, 7.0]),
+    }
+)
+TASK = st.builds(
+    TaskRows,
+    label=st.sampled_from(["click", "buy"]),
+    nulls=st.just("skip"),
+    where=st.sampled_from([None, "mask", "flag"]),
+    where_label=st.sampled_from([None, None, "click", "buy"]),
+    sample_weight=st.sampled_from([None, "w"]),
+).filter(lambda task: not (task.where and task.where_label))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(ROW, min_size=1, max_size=12), TASK, TASK)
+def test_every_row_has_the_factor_of_the_definition(tmp_path_factory, rows, first, second):
+    path = tmp_path_factory.mktemp("rows") / "a.parquet"
+    tasks = [first, second, *(task for task in (CLICK, BUY) if task.label not in (first.label, second.label))]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    kinds = {"click": pa.float64(), "buy": pa.int8(), "mask": pa.int32(), "flag": pa.bool_()}
+    arrays = {name: pa.array(values, kinds.get(name)) for name, values in columns.items()}
+    batch = read(write(path, **arrays), tasks)
+    padding = [[0.0] * len(tasks)] * 3
+    assert batch.task_weights.tolist() == [[counts(task, row) for task in tasks] for row in rows] + padding
+    clicks = [0 if row["click"] is None or math.isnan(row["click"]) else row["click"] for row in rows]
+    assert batch.labels[: len(rows), 0].tolist() == clicks
+    assert batch.labels[: len(rows), 1].tolist() == [row["buy"] or 1 for row in rows], "the nearest to 0"
+
+
+def test_one_row_may_count_in_one_task_alone(tmp_path):
+    path = write(
+        tmp_path / "a.parquet",
+        click=[0, None, 1],
+        buy=[None, 2, 3],
+        w=[Decimal(n) for n in ("1.0", "2.0", "0.5")],
+    )
+    weighted = TaskRows("buy", "buy", "skip", sample_weight="w")
+    assert read(path, [CLICK, weighted]).task_weights[:3].tolist() == [[1, 0], [0, 2], [1, 0.5]]
+    with pytest.raises(DataError, match=r"column 'click' has a null") as error:
+        read(path, [TaskRows("click"), weighted])
+    assert "row group 0, column click, row 1" in error.value.where
+    strict = TaskRows("click", "strict", "error")
+    with pytest.raises(DataError, match="column 'click' has a null"):
+        read(path, [CLICK, strict, weighted])
+
+
+def test_labels_that_are_null_only_after_or_before_a_transform(tmp_path):
+    path = write(tmp_path / "a.parquet", click=[0, None, 1], buy=pa.nulls(3, pa.int8()))
+    fill = FillNull(do="fill_null", columns=["click"], value=1)
+    batch = read(path, [CLICK, BUY], transforms=(fill,))
+    assert batch.task_weights[:3].tolist() == [[1, 0]] * 3 and batch.labels[1, 0] == 1
+    path = write(tmp_path / "b.parquet", click=[0, 1], buy=pa.nulls(2))
+    assert read(path, [CLICK, BUY]).task_weights[:2].tolist() == [[1, 0]] * 2
+    with pytest.raises(DataError, match="label 'buy' is of type null"):
+        read(path, [CLICK, TaskRows("buy")])
+
+
+def test_rows_that_are_skipped_count_nowhere(tmp_path):
+    path = write(tmp_path / "a.parquet", w=[1.0, -1.0, 2.0, 3.0], mask=[1, 1, 2, 1])
+    tasks = [TaskRows("click", sample_weight="w"), TaskRows("buy", where="mask")]
+    batch = read(path, tasks, Faults(skip=True))
+    assert batch.weights.tolist() == [1, 0, 0, 1, 0, 0, 0]
+    assert batch.task_weights[:4].tolist() == [[1, 1], [0, 0], [0, 0], [3, 1]]
+
+
+@pytest.mark.parametrize(
+    "columns,task,says,in_footer",
+    [
+        ({"w": [1.0, 2.0, math.nan]}, {"sample_weight": "w"}, "column 'w' has NaN", False),
+        ({"w": [1.0, 2.0, None]}, {"sample_weight": "w"}, "column 'w' has a null", True),
+        ({"w": [1.0, 2.0, math.inf]}, {"sample_weight": "w"}, "column 'w' has inf", True),
+        ({"w": [1.0, 2.0, -0.5]}, {"sample_weight": "w"}, "sample weight 'w' is -0.5", True),
+        ({"m": [1.0, None, 0.5]}, {"where": "m"}, "mask 'm' is 0.5", False),
+        ({"m": [0, 1, 2]}, {"where": "m"}, "mask 'm' is 2", True),
+        ({"click": [0.5, None, math.inf]}, {}, "column 'click' has inf", True),
+        ({"click": [0.5, None, -1]}, {}, "label 'click' is -1", True),
+    ],
+)
+def test_values_that_are_none(tmp_path, columns, task, says, in_footer):
+    """The message has the row; where footers show it, before anything starts."""
+    path = write(tmp_path / "a.parquet", group=2, **columns)
+    tasks = (TaskRows("click", "click", "skip", **task),)
+    with pytest.raises(DataError, match=says) as error:
+        read(path, tasks)
+    assert f"a.parquet, row group 1, column {next(iter(columns))}, row 0" in error.value.where
+    data = scan(path, SCHEMA, tasks=tasks, label_ranges=RANGES)
+    assert [group.index for group in data.accused] == [1] * in_footer
+    if in_footer:
+        with pytest.raises(DataError, match=says):
+            check_accused(data)
+
+
+def test_a_label_of_classes_is_a_whole_number(tmp_path):
+    path = write(tmp_path / "a.parquet", buy=[1.0, 2.0, 2.5])
+    with pytest.raises(DataError, match=r"label 'buy' is 2.5") as error:
+        scanned = scan(path, SCHEMA, label_ranges=RANGES, whole_labels=("buy",))
+        list(batches(scanned, Order(3, 1, "none")))
+    assert "a whole number in [1, 5]" in error.value.expected
+
+
+@pytest.mark.parametrize(
+    "columns,task,why",
+    [
+        ({"click": [None] * 4}, {}, "its label 'click' is null in every row"),
+        ({"m": [0, 0, None, 0]}, {"where": "m"}, "its mask 'm' is nowhere 1"),
+        ({"m": [False] * 4}, {"where": "m"}, "its mask 'm' is nowhere 1"),
+        ({"buy": [0.5] * 4}, {"where_label": "buy"}, "its mask 'buy' is nowhere 1"),
+        ({"w": [0.0] * 4}, {"sample_weight": "w"}, "its sample weight 'w' is 0 in every row"),
+        ({"click": [None, None, 1, 1], "m": [1, 1, 0, 0]}, {"where": "m"}, "exclude every row together"),
+        ({"click": [None, 1, 1, 1], "m": [1, 0, 0, 1]}, {"where": "m"}, None),
+        ({"w": [0, 0, 0, 1]}, {"sample_weight": "w"}, None),
+    ],
+)
+def test_a_task_in_which_no_row_counts_is_known_from_footers(tmp_path, columns, task, why):
+    columns = {n: pa.array(v, pa.int8()) if set(v) == {None} else v for n, v in columns.items()}
+    for part in range(2):
+        write(tmp_path / f"{part}.parquet", group=2, **columns)
+    write(tmp_path / "empty.parquet", **{n: pa.array(v).slice(0, 0) for n, v in columns.items()})
+    tasks = (TaskRows("click", "it", "skip", **task), TaskRows("buy", "other", "skip"))
+    empty = scan(str(tmp_path), SCHEMA, tasks=tasks).empty_tasks
+    assert list(empty) == ["it"] * bool(why) and (not why or why in empty["it"])
+    if why:
+        write(tmp_path / "more.parquet", **{"click": [1], "buy": [1.0], "m": [True], "w": [1]})
+        some = {n: v for n, v in columns.items() if n not in ("click", "buy")}
+        assert not some or not scan(str(tmp_path / "more.parquet"), SCHEMA, tasks=tasks).empty_tasks
+
+
+@pytest.mark.parametrize(
+    "columns,task,says",
+    [
+        ({"m": ["a", "b"]}, {"where": "m"}, "mask 'm' is of type string"),
+        ({"m": [[1], [0]]}, {"where": "m"}, "mask 'm' is a list"),
+        ({"w": ["a", "b"]}, {"sample_weight": "w"}, "sample weight 'w' is of type string"),
+        ({"w": pa.nulls(2)}, {"sample_weight": "w"}, "sample weight 'w' is of type null"),
+        ({"x": [1, 2]}, {"where": "mask"}, "column 'mask' is missing"),
+        ({"weigth": [1, 2]}, {"sample_weight": "weight"}, "column 'weight' is missing"),
+    ],
+)
+def test_columns_that_are_none(tmp_path, columns, task, says):
+    path = write(tmp_path / "a.parquet", **columns)
+    with pytest.raises(DataError, match=says) as error:
+        scan(path, SCHEMA, tasks=(TaskRows("click", "click", **task),))
+    assert "a.parquet" in error.value.where and error.value.do
+    if "missing" in says:
+        assert f"{next(iter(task))} of task click" in error.value.expected
+
+
+def test_tasks_that_weigh_no_row_cost_nothing(tmp_path):
+    path = write(tmp_path / "a.parquet", click=[0, 1])
+    assert read(path, [TaskRows("click"), TaskRows("buy")]).task_weights is None
+    data = scan(path, SCHEMA, read_labels=False, tasks=(CLICK, TaskRows("buy", where="nowhere")))
+    assert data.form.columns == ["u"]
+    (batch,) = batches(data, Order(2, 1, "none"))
+    assert batch.task_weights is None and not batch.labels.any() and batch.labels.shape == (2, 2)
+    assert np.array_equal(batch.weights, [1, 1])
