@@ -3,6 +3,8 @@
 100k        u.data (tabs), u.item, u.user (pipes, latin-1, 19 genre flags)
 1m          ratings.dat, movies.dat, users.dat (double colons, latin-1)
 20m 25m 32m ratings.csv, movies.csv (no users' attributes)
+
+Leave-one-out with given candidates is in candidates.py.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ def read(folder: Path) -> MovieLens:
     raise DataError(
         "no MovieLens files here",
         where=str(folder),
-        expected="u.data, u.item, u.user (100K), ratings.dat, movies.dat, users.dat (1M) or ratings.csv, "
-        "movies.csv (20M, 25M, 32M)",
+        expected="u.data, u.item, u.user (100K), ratings.dat, movies.dat, users.dat (1M), ratings.csv, "
+        "movies.csv (20M, 25M, 32M), or NAME.test.negative (leave-one-out with candidates)",
         do="give the extracted folder with --source, or fetch a set with --download",
     )
 
@@ -89,11 +91,15 @@ def _genres(folder: Path) -> list[str]:
 
 
 def _read_1m(folder: Path) -> MovieLens:
-    movies = _lines(folder / "movies.dat", "::", 3)
     users = _lines(folder / "users.dat", "::", 5)[[0, 2, 1, 3, 4]]
     users.columns = ["user", "age", "gender", "occupation", "zip"]
     users = users.astype({"user": int, "age": int})
-    return MovieLens(_ratings(folder / "ratings.dat", "::"), _movies(*movies.values.T), users)
+    return MovieLens(_ratings(folder / "ratings.dat", "::"), movie_table(folder / "movies.dat"), users)
+
+
+def movie_table(path: Path) -> pd.DataFrame:
+    """movies.dat: item, title, year (0: unknown), genres."""
+    return _movies(*_lines(path, "::", 3).values.T)
 
 
 def _read_csv(folder: Path) -> MovieLens:
@@ -111,6 +117,11 @@ LAYOUTS: list[tuple[str, list[str], Callable[[Path], MovieLens]]] = [
     ("ratings.dat", ["movies.dat", "users.dat"], _read_1m),
     ("ratings.csv", ["movies.csv"], _read_csv),
 ]
+
+
+def has_ratings(folder: Path) -> bool:
+    """Whether a folder holds one of these layouts."""
+    return any((folder / marker).is_file() for marker, *_ in LAYOUTS)
 
 
 def _movies(ids, titles, genres) -> pd.DataFrame:

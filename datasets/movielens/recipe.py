@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from raytrec_datasets.movielens.candidates import has_candidates, write_candidates
 from raytrec_datasets.movielens.download import fetch
-from raytrec_datasets.movielens.layouts import TIME_BITS, MovieLens, read
+from raytrec_datasets.movielens.layouts import TIME_BITS, MovieLens, has_ratings, read
 from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
 from raytrec.common.errors import ConfigError
@@ -27,6 +28,7 @@ def write(
     dim: int,
     download: str | None,
     force: bool,
+    negatives: int = 4,
 ) -> None:
     """Writes the dataset; its arguments are those of `raytrec prepare movielens`."""
     if source is None and download is None:
@@ -36,6 +38,18 @@ def write(
     if download:
         source = fetch(download, (source or out.absolute().parent / "movielens-original").expanduser())
     source = source.expanduser().absolute()
+    if has_candidates(source) and not has_ratings(source):
+        options = {
+            "source": str(source),
+            "layout": "candidates",
+            "negatives": negatives,
+            "seed": seed,
+            "dim": dim,
+        }
+        output = Output(out, "movielens", options, force)
+        if not output.is_ready():
+            write_candidates(output, source, negatives, seed, dim)
+        return output.summary("own")
     options = {"source": str(source), "split": split, "seed": seed, "history": history, "dim": dim}
     output = Output(out, "movielens", options, force)
     if not output.is_ready():
@@ -44,7 +58,7 @@ def write(
             rows = {name: ratings.write(output.partial / name, i, advance) for i, name in enumerate(SPLITS)}
             ratings.items().to_parquet(output.partial / "items.parquet", index=False)
             output.finish(ratings.schema(dim), rows)
-    output.summary("movielens")
+    return output.summary("movielens")
 
 
 def split_of(ratings: pd.DataFrame, split: str, rng: np.random.Generator) -> np.ndarray:

@@ -1,0 +1,249 @@
+"""Leave-one-out with given candidates, as He et al. (Neural Collaborative Filtering, 2017) published it.
+
+    NAME.test.rating       user, item, rating, time (tabs): the pair of each user left out for the test
+    NAME.test.negative     (user,item), then 99 items that the user has not seen (tabs)
+    NAME.train.rating      all other pairs, as test.rating; or in its place
+    pairs.parquet          userID, movieID as text, in the order of MovieLens's ratings.dat; there, user is
+                           userID - 1, and item the order in which movieID first appears
+    movies.dat             titles (only with pairs.parquet)
+
+Users and items are numbers from 0. A test file has each user's candidates: the pair that was left out, with
+label 1, then the items of test.negative, with label 0. What is given twice is there once, with label 1 if any
+(156 users of ML-1M have their own pair among their negatives).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from raytrec_datasets.movielens.layouts import movie_table
+from raytrec_datasets.writing import Output, SplitWriter, progress
+
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
+
+NEGATIVE = ".test.negative"
+VALID_CANDIDATES = 99  # beside the pair that is left out for validation
+CHUNK_ROWS = 500_000
+PAIR = re.compile(r"\((\d+),(\d+)\)")
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Pairs of users and items that were seen, and what is ranked for each user.
+
+    Attributes:
+        train: int64 [n, 2]: user and item; without the test's.
+        test: user → its candidates; the first is the one that was left out.
+        movies: movieID of each item; None where nobody knows.
+    """
+
+    train: np.ndarray
+    test: dict[int, list[int]]
+    movies: np.ndarray | None
+    users: int
+    items: int
+
+
+def has_candidates(folder: Path) -> bool:
+    """Whether a folder holds this layout."""
+    return any(folder.glob(f"*{NEGATIVE}"))
+
+
+def read_candidates(folder: Path) -> Candidates:
+    """Reads the layout.
+
+    Raises:
+        DataError: a file is missing, or a line is not what it should be; names file and line.
+    """
+    negative = sorted(folder.glob(f"*{NEGATIVE}"))[0]
+    name = negative.name.removesuffix(NEGATIVE)
+    test = _test(negative)
+    left_out = {user: items[0] for user, items in test.items()}
+    _check_same(folder / f"{name}.test.rating", left_out)
+    train, movies = folder / f"{name}.train.rating", None
+    if train.is_file():
+        pairs = _pairs(train)
+    elif (folder / "pairs.parquet").is_file():
+        pairs, movies = _numbered(folder / "pairs.parquet")
+        pairs = _without(pairs, left_out, folder / "pairs.parquet")
+    else:
+        raise DataError(
+            "there are no pairs to train on",
+            where=str(folder),
+            expected=f"{train.name}, or pairs.parquet (userID, movieID in the order of ratings.dat)",
+        )
+    highest = max(int(pairs[:, 1].max()), *(max(items) for items in test.values()))
+    users = max(int(pairs[:, 0].max()), *test) + 1
+    return Candidates(pairs, test, movies, users, max(highest + 1, 0 if movies is None else len(movies)))
+
+
+def _test(path: Path) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        first, *others = line.split("\t")
+        pair = PAIR.fullmatch(first.strip())
+        if not pair or not others or not all(item.strip().isdecimal() for item in others):
+            raise DataError(
+                f"line {number} is no user with candidates",
+                where=str(path),
+                expected="(user,item) and items, with tabs between them",
+            )
+        found[int(pair[1])] = list(dict.fromkeys([int(pair[2]), *map(int, others)]))
+    if not found:
+        raise DataError("there are no users", where=str(path), expected="a line for each user")
+    return found
+
+
+def _check_same(path: Path, left_out: dict[int, int]) -> None:
+    """Whether test.rating, if it is there, leaves out the same pairs."""
+    if not path.is_file():
+        return
+    other = dict(_pairs(path).tolist())
+    if odd := sorted(
+        user for user in other.keys() | left_out.keys() if other.get(user) != left_out.get(user)
+    ):
+        raise DataError(
+            f"user {odd[0]} has item {other.get(odd[0])} here, and {left_out.get(odd[0])} in {NEGATIVE}",
+            where=str(path),
+            expected="the same pairs in both files",
+        )
+
+
+def _pairs(path: Path) -> np.ndarray:
+    """User and item of each line: int64 [n, 2]."""
+    try:
+        frame = pd.read_csv(path, sep="\t", header=None, usecols=[0, 1], dtype=np.int64)
+    except (ValueError, pd.errors.ParserError) as error:
+        raise DataError(
+            f"the file does not parse: {error}", where=str(path), expected="user and item, with tabs between"
+        ) from None
+    return frame.to_numpy()
+
+
+def _numbered(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(user and item of each pair, movieID of each item)."""
+    table = pq.read_table(path, columns=["userID", "movieID"])
+    users = table["userID"].to_numpy(zero_copy_only=False).astype(np.int64) - 1
+    movies = table["movieID"].to_numpy(zero_copy_only=False).astype(np.int64)
+    items, known = pd.factorize(movies)  # in the order in which they appear
+    return np.stack([users, items], axis=1), known
+
+
+def _without(pairs: np.ndarray, left_out: dict[int, int], path: Path) -> np.ndarray:
+    test = np.array(sorted(left_out.items()))
+    of_test = np.isin(_key(pairs[:, 0], pairs[:, 1]), _key(test[:, 0], test[:, 1]))
+    if of_test.sum() != len(test):
+        raise DataError(
+            f"{of_test.sum():,} of its pairs are those of {len(test):,} users in {NEGATIVE}",
+            where=str(path),
+            expected="each pair that is left out, once",
+        )
+    return pairs[~of_test]
+
+
+def _key(users: np.ndarray, items: np.ndarray) -> np.ndarray:
+    return (users.astype(np.int64) << 32) | items
+
+
+def write_candidates(output: Output, source: Path, negatives: int, seed: int, dim: int) -> None:
+    """Writes the dataset: in train each pair with `negatives` items drawn from those that its user has no
+    pair with in train, in random order; in valid a pair of each user that is taken out of train, with 99
+    candidates drawn from what the user has never seen; in test the given candidates."""
+    data, rng = read_candidates(source), np.random.default_rng(seed)
+    order = rng.permutation(len(data.train))
+    pairs = data.train[order]
+    _, first = np.unique(pairs[:, 0], return_index=True)
+    alone = np.bincount(pairs[:, 0], minlength=data.users)[pairs[first, 0]] < 2
+    held = np.zeros(len(pairs), bool)
+    held[first[~alone]] = True
+    train, valid = pairs[~held], pairs[held]
+    seen = np.unique(_key(train[:, 0], train[:, 1]))
+    test = np.array([(user, item) for user, items in data.test.items() for item in items])
+    labels = np.array([number == 0 for items in data.test.values() for number in range(len(items))])
+    ever = np.unique(np.concatenate([_key(pairs[:, 0], pairs[:, 1]), _key(*test[labels].T)]))
+    with output, progress("rows", len(train) * (1 + negatives)) as advance:
+        rows = {
+            "train": _write_train(output.partial / "train", train, seen, negatives, data.items, rng, advance)
+        }
+        wide = _with_negatives(valid, ever, VALID_CANDIDATES, data.items, rng)
+        rows["valid"] = _write(output.partial / "valid", *wide)
+        rows["test"] = _write(output.partial / "test", test, labels)
+        if data.movies is not None and (source / "movies.dat").is_file():
+            _titles(source, data.movies).to_parquet(output.partial / "items.parquet", index=False)
+        output.finish(_schema(data, dim), rows)
+
+
+def _write_train(folder, pairs, seen, negatives, items, rng, advance) -> int:
+    writer = SplitWriter(folder, _table(pairs[:0], np.empty(0, bool)).schema)
+    step = max(1, CHUNK_ROWS // (1 + negatives))
+    for start in range(0, len(pairs), step):
+        rows, labels = _with_negatives(pairs[start : start + step], seen, negatives, items, rng)
+        mixed = rng.permutation(len(rows))
+        writer.write(_table(rows[mixed], labels[mixed]))
+        advance(len(rows))
+    writer.close()
+    return writer.rows
+
+
+def _with_negatives(
+    pairs: np.ndarray, seen: np.ndarray, count: int, items: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """(pairs, each with `count` others of its user behind it: int64 [n · (1 + count), 2]; labels bool).
+
+    Args:
+        seen: sorted keys of pairs that are not to be drawn.
+    """
+    users = np.repeat(pairs[:, 0], count)
+    drawn = rng.integers(0, items, len(users))
+    wrong = np.arange(len(users))
+    while len(wrong := wrong[_among(_key(users[wrong], drawn[wrong]), seen)]):
+        drawn[wrong] = rng.integers(0, items, len(wrong))
+    rows = np.empty((len(pairs), 1 + count, 2), np.int64)
+    rows[:, :, 0], rows[:, 0, 1] = pairs[:, :1], pairs[:, 1]
+    rows[:, 1:, 1] = drawn.reshape(len(pairs), count)
+    labels = np.zeros(rows.shape[:2], bool)
+    labels[:, 0] = True
+    return rows.reshape(-1, 2), labels.reshape(-1)
+
+
+def _among(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Which keys are among sorted ones."""
+    if not len(known):
+        return np.zeros(len(keys), bool)
+    return known[np.minimum(np.searchsorted(known, keys), len(known) - 1)] == keys
+
+
+def _table(pairs: np.ndarray, labels: np.ndarray) -> pa.Table:
+    columns = {"label": labels.astype(np.int8), "user_id": pairs[:, 0].astype(np.int32)}
+    return pa.table(columns | {"item_id": pairs[:, 1].astype(np.int32)})
+
+
+def _write(folder: Path, pairs: np.ndarray, labels: np.ndarray) -> int:
+    writer = SplitWriter(folder, _table(pairs[:0], labels[:0]).schema)
+    for start in range(0, len(pairs), CHUNK_ROWS):
+        writer.write(_table(pairs[start : start + CHUNK_ROWS], labels[start : start + CHUNK_ROWS]))
+    writer.close()
+    return len(pairs)
+
+
+def _titles(source: Path, movies: np.ndarray) -> pd.DataFrame:
+    """item_id (in the table), movie_id (original), title, year, genres."""
+    known = movie_table(source / "movies.dat").set_index("item").reindex(movies).reset_index()
+    known = known.rename(columns={"item": "movie_id"})
+    known["genres"] = known["genres"].map(lambda names: names if isinstance(names, list) else [])
+    known["year"] = known["year"].fillna(0).astype(int)
+    known.insert(0, "item_id", np.arange(len(known)))
+    return known
+
+
+def _schema(data: Candidates, dim: int) -> Schema:
+    tables = {"user": {"rows": data.users, "dim": dim}, "item": {"rows": data.items, "dim": dim}}
+    sparse = {"user_id": {"table": "user"}, "item_id": {"table": "item"}}
+    return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "movielens")
