@@ -40,6 +40,7 @@ from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.embeddings.bags import embedding_bags
 from raytrec.embeddings.optim import combine, fuse
+from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.plan import BagSharder
 from raytrec.models import build_model
 from raytrec.worker.build import build_step
@@ -116,10 +117,13 @@ class Uncorrected(nn.Module):
 def torchrec_pipeline(config: RunConfig, schema: Schema, device: torch.device, plan: ShardingPlan):
     """TorchRec's train pipeline over Uncorrected, with raytrec's plan and optimizers."""
     model = Uncorrected(config, schema, device)
-    fuse(model.bags, config.optim.embeddings)
+    optimizers = table_optimizers(config, schema)
+    fuse(model.bags, optimizers, device.type)
     plan = ShardingPlan({"bags": plan.plan["embeddings.bags"]})
     model = DistributedModelParallel(model, device=device, plan=plan, sharders=[BagSharder()])
-    return TrainPipelineSparseDist(model, combine(model, config.optim), device, execute_all_batches=True)
+    return TrainPipelineSparseDist(
+        model, combine(model, optimizers, config.optim.dense), device, execute_all_batches=True
+    )
 
 
 def join(rank: int, workers: int, device: str, folder: str) -> torch.device:

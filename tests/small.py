@@ -18,8 +18,9 @@ SCHEMA = Schema.parse(
 )
 
 
-def config(world, plan, optimizer="adagrad", lr=0.1, **train):
-    """A RunConfig; `plan` is plan.tables['*'] or, with a list, plan.sharding_types."""
+def config(world, plan, optimizer="adagrad", lr=0.1, tables=None, **train):
+    """A RunConfig; `plan` is plan.tables['*'] or, with a list, plan.sharding_types; `tables` are
+    optim.tables."""
     plan = {"sharding_types": plan} if isinstance(plan, list) else {"tables": {"*": plan}}
     return RunConfig.model_validate(
         {
@@ -27,7 +28,11 @@ def config(world, plan, optimizer="adagrad", lr=0.1, **train):
             "data": {"train": "unused/train", "global_batch_size": 12},
             "scaling": {"num_workers": world},
             "model": {"bottom_mlp": [6], "top_mlp": [6]},
-            "optim": {"embeddings": {"name": optimizer, "lr": lr}, "dense": {"name": "sgd", "lr": 0.1}},
+            "optim": {
+                "embeddings": {"name": optimizer, "lr": lr},
+                "tables": tables or {},
+                "dense": {"name": "sgd", "lr": 0.1},
+            },
             "plan": plan,
             "train": train,
         }

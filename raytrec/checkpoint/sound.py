@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -56,6 +56,12 @@ class _Index(TypedDict):
     about: dict[Text, Any]
 
 
+class _EarlyStopping(TypedDict, total=False):
+    best: Annotated[float, Strict()]
+    step: Count
+    since: Count
+
+
 class _Progress(TypedDict):
     step: Count
     rows: Count
@@ -65,6 +71,7 @@ class _Progress(TypedDict):
     seconds: Annotated[float, Strict(), Field(ge=0)]
     timed_rows: Count
     evaluation: dict[Text, Any] | None
+    early_stopping: NotRequired[_EarlyStopping]
 
 
 class _About(TypedDict):

@@ -5,6 +5,8 @@
     tables/NAME/step       updates that Adam has made (0-dim)
     dense/FQN/value        a parameter or buffer of the dense layers
     dense/FQN/KIND         its optimizer state
+    dense/FQN/ema          its average over steps (train.ema)
+    dense/ema/count        steps that these averages are over (0-dim)
 
 TorchRec's own keys are of the plan (its issue #2394: a data-parallel table's state has another key than a
 row-wise one's), so that its state dicts go back only into the plan that they came from.
@@ -23,10 +25,12 @@ from raytrec.checkpoint.finite import not_finite
 from raytrec.compat.fbgemm import fbgemm_of, set_updates_made, updates_made
 from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of, torch_optimizers, unwrapped
+from raytrec.embeddings.averages import average_of
 from raytrec.embeddings.bags import table_of
 from raytrec.embeddings.tables import Parts, Table, tables
 
 State = dict[str, torch.Tensor | ShardedTensor]
+EMA_COUNT = "dense/ema/count"
 
 
 class LogicalState:
@@ -36,7 +40,7 @@ class LogicalState:
 
     Args:
         model, optimizer: of `train.build.build_step`.
-        with_optimizer: also the optimizers' state.
+        with_optimizer: also the optimizers' state. (Averages of dense weights are no such state.)
 
     Attributes:
         unbounded: names of buffers of the dense layers that are infinite by design, as masks are: the model
@@ -51,7 +55,7 @@ class LogicalState:
             _make_lazy_state(plain)
         self._kernels = list(sharded_kernels(model))
         self.tables: dict[str, Table] = tables(model, plain if with_optimizer else None)
-        self.dense = dict(_dense_values(model))
+        self.dense = dict(_dense_values(model)) | dict(_averages(optimizer))
         buffers = {name: self.dense.get(f"dense/{name}/value") for name, _ in model.named_buffers()}
         built = {f"dense/{name}/value": value for name, value in buffers.items() if value is not None}
         self.unbounded = frozenset(not_finite(built))
@@ -130,6 +134,11 @@ def sharded(parts: Parts, rows: int | None = None) -> torch.Tensor | ShardedTens
     return sharded_tensor(local, everywhere, (rows, *parts.shape[1:]), parts.dtype)
 
 
+def is_average(name: str) -> bool:
+    """Whether a name is of the averages over steps (train.ema)."""
+    return name.startswith("dense/") and (name.endswith("/ema") or name == EMA_COUNT)
+
+
 def _owner(name: str) -> str | None:
     """The table that a name belongs to."""
     return name.split("/")[1] if name.startswith("tables/") else None
@@ -153,6 +162,12 @@ def _dense_values(model: DistributedModelParallel) -> Iterator[tuple[str, torch.
     for fqn, value in model.state_dict().items():
         if table_of(fqn) is None:
             yield f"dense/{fqn}/value", value.detach()
+
+
+def _averages(optimizer: KeyedOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    if average := average_of(optimizer):
+        yield from ((f"dense/{fqn}/ema", value) for fqn, value in average.values.items())
+        yield EMA_COUNT, average.count
 
 
 def _dense_state(optimizer: KeyedOptimizer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -57,11 +57,18 @@ def is_pipelined(bags: nn.Module, sparse: Any) -> bool:
     return isinstance(sparse, Proxy) or isinstance(bags.forward, BaseForward)
 
 
-def unwrapped(optimizer: KeyedOptimizer) -> KeyedOptimizer:
-    """The optimizer inside wrappers such as GlobalNormClip."""
+def layers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:
+    """Wrappers such as GlobalNormClip, from the outside in, and the optimizer inside them."""
+    yield optimizer
     while isinstance(optimizer, OptimizerWrapper):
         optimizer = private(optimizer, "_optimizer", "torchrec")
-    return optimizer
+        yield optimizer
+
+
+def unwrapped(optimizer: KeyedOptimizer) -> KeyedOptimizer:
+    """The optimizer inside all wrappers."""
+    *_, innermost = layers(optimizer)
+    return innermost
 
 
 def torch_optimizers(optimizer: KeyedOptimizer) -> Iterator[torch.optim.Optimizer]:

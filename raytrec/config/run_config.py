@@ -75,6 +75,8 @@ class RunConfig(Section):
             )
         if self.checkpoint.keep_best and not self.train.eval_every_steps:
             raise ValueError("checkpoint.keep_best is set, but train.eval_every_steps is not")
+        if self.train.early_stopping and not self.train.eval_every_steps:
+            raise ValueError("train.early_stopping is set, but train.eval_every_steps is not")
         if self.train.eval_every_steps and not (self.data.valid or self.data.test):
             raise ValueError("train.eval_every_steps is set, but neither data.valid nor data.test is")
         return self

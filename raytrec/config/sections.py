@@ -229,12 +229,29 @@ class CheckpointSection(Section):
     )
 
 
+Optimizer = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
+
+
 class EmbeddingOptim(Section):
-    name: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = Field(
+    name: Optimizer = Field(
         "rowwise_adagrad", description="Updates tables in backward (fused); adam on CPU: a dense update."
     )
     lr: PositiveFloat = Field(0.02, description="Learning rate.")
     eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment (not sgd).")
+    weight_decay: NonNegativeFloat = Field(
+        0.0,
+        description="L2 penalty of whole tables: only where the update is dense (compute_kernel: dense, "
+        "data_parallel, adam on CPU). FBGEMM's fused kernels do not keep it.",
+    )
+
+
+class TableOptim(Section):
+    """What is different for a table from optim.embeddings."""
+
+    name: Optimizer | None = Field(None, description="Optimizer.")
+    lr: PositiveFloat | None = Field(None, description="Learning rate.")
+    eps: PositiveFloat | None = Field(None, description="See optim.embeddings.eps.")
+    weight_decay: NonNegativeFloat | None = Field(None, description="See optim.embeddings.weight_decay.")
 
 
 class DenseOptim(Section):
@@ -245,7 +262,7 @@ class DenseOptim(Section):
 
 
 class Schedule(Section):
-    """Factor on both learning rates as a function of the step alone, so that nothing of it needs saving."""
+    """Factor on all learning rates as a function of the step alone, so that nothing of it needs saving."""
 
     warmup_steps: NonNegativeInt = Field(0, description="Steps in which the factor grows to 1, in a line.")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows.")
@@ -273,6 +290,12 @@ class Schedule(Section):
 
 class OptimSection(Section):
     embeddings: EmbeddingOptim = Field(default_factory=EmbeddingOptim)
+    tables: dict[str, TableOptim] = Field(
+        default_factory=dict,
+        description="Optimizers of single tables: table, or pattern such as 'item*', to name, lr, eps, "
+        "weight_decay, where they are not those of optim.embeddings. Where several match, later lines "
+        "override earlier ones.",
+    )
     dense: DenseOptim = Field(default_factory=DenseOptim)
     schedule: Schedule = Field(default_factory=Schedule)
 
@@ -343,11 +366,28 @@ class PlanSection(Section):
     )
 
 
+class EarlyStoppingSection(Section):
+    """When training ends before its last step, by the evaluations of train.eval_every_steps."""
+
+    metric: str | None = Field(
+        None, description="What decides: as checkpoint.best_metric, with the same default."
+    )
+    patience: PositiveInt = Field(
+        3, description="Evaluations in a row that do not improve on the best one, after which training ends."
+    )
+    min_delta: NonNegativeFloat = Field(0.0, description="By how much more than this one has to be better.")
+
+
 class TrainSection(Section):
     epochs: PositiveInt = Field(1, description="Passes over data.train.")
     max_steps: PositiveInt | None = Field(None, description="Stop after this many steps.")
     eval_every_steps: PositiveInt | None = Field(
         None, description="Evaluate on data.valid (else data.test) this often; the end is always evaluated."
+    )
+    early_stopping: EarlyStoppingSection | None = Field(
+        None,
+        description="End when a metric of the evaluations has not improved for a while: metric, patience, "
+        "min_delta; null: never.",
     )
     log_every_steps: PositiveInt = Field(20, description="Report loss and speed this often.")
     loss_reduction: Literal["mean", "sum"] = Field(
@@ -361,6 +401,13 @@ class TrainSection(Section):
     )
     max_grad_norm: PositiveFloat | None = Field(
         None, description="Largest L2 norm of the whole gradient, tables included; default: no clipping."
+    )
+    ema: Number | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Decay of an exponential moving average of the dense weights over steps, such as 0.999: "
+        "evaluations use it, and checkpoints have it beside the weights. Tables have none. null: no average.",
     )
     on_nan: Literal["stop", "skip"] = Field(
         "stop",

@@ -87,6 +87,8 @@ class RunConsole:
             self.warn(cause)
         elif event == "asked":
             self.note(f"{reason}: saving")
+        elif event == "ended early":
+            self.note(f"training ends early: {reason}")
 
     def check(self, check: str, step: int, passed: bool, text: str, **_: Any) -> None:
         """A consistency check; only failures are worth a line."""

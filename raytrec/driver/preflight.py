@@ -15,7 +15,8 @@ from raytrec.config.features import resolve_features
 from raytrec.config.models import PythonSection, check_model
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.planner.constraints import resolve_constraints
+from raytrec.embeddings.per_table import table_optimizers
+from raytrec.embeddings.planner.constraints import check_decay, resolve_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.task import resolve_tasks
@@ -29,15 +30,20 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
 
     Raises:
         ConfigError, SchemaError: tasks, metrics, dims, features or a module that the model cannot take;
-            tables, named in plan.tables, that there are not; tables larger than the machine.
+            tables, named in plan.tables or optim.tables, that there are not; weight decay that kernels do
+            not keep; tables larger than the machine.
     """
-    resolve_constraints(config, schema)
+    # With `auto` on GPUs there is also adam to refuse, by the workers: only they know.
+    device = "cuda" if config.scaling.device == "cuda" else "cpu"
+    check_decay(resolve_constraints(config, schema), table_optimizers(config, schema), device)
     resolve_features(schema, config.model)
     tasks = resolve_tasks(config.tasks, schema)
     check_model(schema, config.model, len(tasks))
     selection, keeping = Selection(tasks), config.checkpoint
     if keeping.keep_best or keeping.best_metric:
         selection.best(keeping.best_metric)
+    if stopping := config.train.early_stopping:
+        selection.best(stopping.metric, "train.early_stopping.metric")
     if here:
         if isinstance(config.model, PythonSection):
             check_class(config.model.name)
@@ -119,17 +125,18 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
         return
     from raytrec.embeddings.planner.hosts import host_memory
 
-    constraints, optimizer = resolve_constraints(config, schema), config.optim.embeddings.name
+    constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
     sizes = {
-        name: footprint(table, constraints[name].dtype, optimizer).total
+        name: footprint(table, constraints[name].dtype, optimizers[name].name).total
         for name, table in schema.tables.items()
     }
     have, need = host_memory(), sum(sizes.values())
     if need > have:
+        names = " and ".join(dict.fromkeys(optimizer.name for optimizer in optimizers.values()))
         largest = max(sizes, key=sizes.get)
         table = schema.tables[largest]
         raise ConfigError(
-            f"the tables take {need / GIB:,.1f} GiB with the state of {optimizer}, and this machine has "
+            f"the tables take {need / GIB:,.1f} GiB with the state of {names}, and this machine has "
             f"{have / GIB:,.1f} GiB",
             where=f"schema.yaml, tables; the largest is {largest}: {table.rows:,} rows × {table.dim}",
             expected="tables that fit into memory",

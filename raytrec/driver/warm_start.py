@@ -11,6 +11,7 @@ from raytrec.checkpoint.table_starts import schema_of, table_starts
 from raytrec.common.errors import ConfigError, SchemaError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
+from raytrec.embeddings.per_table import table_optimizers
 
 
 def config_from(
@@ -49,16 +50,28 @@ def check_fits(config: RunConfig, schema: Schema) -> list[str]:
     lines = [start.told for start in table_starts(config, old_schema, schema).values() if start.told]
     if config.warm_start.dense == "exact":
         _check_dense(config, before, old_schema, schema)
-    old, new = before["optim"]["embeddings"]["name"], config.optim.embeddings.name
-    dense_old, dense_new = before["optim"]["dense"]["name"], config.optim.dense.name
-    if config.warm_start.optimizer and (old, dense_old) != (new, dense_new):
-        raise ConfigError(
-            f"the optimizers are {new} and {dense_new}, the checkpoint has state of {old} and {dense_old}",
-            where=f"warm_start.from={config.warm_start.from_}",
-            expected="the checkpoint's optimizers",
-            do="set warm_start.optimizer=false, or the checkpoint's optimizers",
-        )
+    if config.warm_start.optimizer:
+        _check_optimizers(config, load_config(before, allow_code=True), old_schema, schema)
     return lines
+
+
+def _check_optimizers(config: RunConfig, before: RunConfig, old_schema: Schema, schema: Schema) -> None:
+    old, new = _optimizer_names(before, old_schema), _optimizer_names(config, schema)
+    for part, name in new.items():
+        if old.get(part, name) != name:
+            raise ConfigError(
+                f"the optimizer of {part} is {name}, the checkpoint has state of {old[part]}",
+                where=f"warm_start.from={config.warm_start.from_}",
+                expected="the checkpoint's optimizers",
+                do="set warm_start.optimizer=false, or the checkpoint's optimizers",
+            )
+
+
+def _optimizer_names(config: RunConfig, schema: Schema) -> dict[str, str]:
+    of_tables = table_optimizers(config, schema).items()
+    return {"the dense layers": config.optim.dense.name} | {
+        f"table {table}": optimizer.name for table, optimizer in of_tables
+    }
 
 
 def schema_at(uri: str) -> Schema:

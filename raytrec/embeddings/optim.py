@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -10,8 +12,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from raytrec.compat.torch_ import apply_optimizer_in_backward
-from raytrec.config.sections import DenseOptim, EmbeddingOptim, OptimSection
+from raytrec.config.sections import DenseOptim, EmbeddingOptim
 from raytrec.embeddings.bags import table_of
+from raytrec.embeddings.per_table import has_fused
 
 CLASSES = {
     "rowwise_adagrad": RowWiseAdagrad,
@@ -21,42 +24,53 @@ CLASSES = {
 }
 
 
-def is_fused(config: EmbeddingOptim, device: torch.device) -> bool:
-    """Whether sharded tables are updated in backward: always, but for Adam on CPU (FBGEMM has none)."""
-    return not (config.name == "adam" and device.type == "cpu")
-
-
 def _settings(config: EmbeddingOptim | DenseOptim) -> dict:
-    settings = {"lr": config.lr} | ({} if config.name == "sgd" else {"eps": config.eps})
-    # No weight decay for tables: FBGEMM's fused optimizers on CPU take it and ignore it.
-    return settings | ({"weight_decay": config.weight_decay} if isinstance(config, DenseOptim) else {})
+    return {"lr": config.lr} | ({} if config.name == "sgd" else {"eps": config.eps})
 
 
-def fuse(bags: EmbeddingBagCollection, config: EmbeddingOptim) -> None:
-    """Marks the tables, before sharding, to be updated in backward."""
-    apply_optimizer_in_backward(CLASSES[config.name], bags.parameters(), _settings(config))
+def fuse(bags: EmbeddingBagCollection, optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
+    """Marks the tables, before sharding, to be updated in backward, where there is a kernel for that.
+
+    TorchRec (1.8.0, group_tables) then puts tables of one optimizer and learning rate into one kernel.
+
+    Args:
+        optimizers: of every table (per_table.table_optimizers).
+        device: cpu or cuda.
+    """
+    for table, bag in bags.embedding_bags.items():
+        optimizer = optimizers[table]
+        if has_fused(optimizer.name, device):
+            # No weight decay: constraints.validate_constraints has refused it for these kernels.
+            apply_optimizer_in_backward(CLASSES[optimizer.name], bag.parameters(), _settings(optimizer))
 
 
-def combine(model: nn.Module, config: OptimSection) -> CombinedOptimizer:
+def combine(
+    model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense: DenseOptim
+) -> CombinedOptimizer:
     """One optimizer over everything, after sharding.
 
-    It holds the fused one, one of the embeddings' kind for tables that are not updated in backward
-    (data-parallel ones, and all under Adam on CPU), and the dense layers' one. A dense update of a table by
-    Adam also moves rows that the batch did not touch; the fused one does not.
+    It holds the fused ones, one for each optimizer and learning rate of tables that are not updated in
+    backward (data-parallel ones, those with a dense kernel, those of Adam on CPU), and the dense layers' one.
+    A dense update of a table by Adam also moves rows that the batch did not touch; the fused one does not.
 
     Args:
         model: the DistributedModelParallel.
+        optimizers: of every table (per_table.table_optimizers).
+        of_dense: of the dense layers.
     """
     # A row-wise table with fewer rows than ranks leaves some ranks an empty shard, with nothing to train.
     rest = {n: p for n, p in in_backward_optimizer_filter(model.named_parameters()) if p.numel()}
-    tables = {name: p for name, p in rest.items() if table_of(name)}
-    dense = {name: p for name, p in rest.items() if not table_of(name)}
     parts = [("fused", model.fused_optimizer)]
-    for name, parameters, part in (("tables", tables, config.embeddings), ("dense", dense, config.dense)):
-        if parameters:
-            parts.append((name, _wrap(parameters, part)))
+    every = list(optimizers.values())
+    for optimizer in [each for i, each in enumerate(every) if each not in every[:i]]:
+        tables = {n: p for n, p in rest.items() if (table := table_of(n)) and optimizers[table] == optimizer}
+        if tables:
+            parts.append(("tables", _wrap(tables, optimizer)))
+    if dense := {name: p for name, p in rest.items() if not table_of(name)}:
+        parts.append(("dense", _wrap(dense, of_dense)))
     return CombinedOptimizer(parts)
 
 
 def _wrap(parameters: dict[str, nn.Parameter], config: EmbeddingOptim | DenseOptim) -> KeyedOptimizerWrapper:
-    return KeyedOptimizerWrapper(parameters, lambda params: CLASSES[config.name](params, **_settings(config)))
+    settings = _settings(config) | {"weight_decay": config.weight_decay}
+    return KeyedOptimizerWrapper(parameters, lambda params: CLASSES[config.name](params, **settings))

@@ -18,6 +18,7 @@ AFTER = {  # the metrics, in this order
     "skipped_files": ("files skipped", "{:,}"),
     "train.nan_steps": ("steps skipped for their loss", "{:,}"),
     "train.steps": ("steps", "{:,}"),
+    "train.ended": ("training ended", "{}"),
     "train.samples_per_s": ("rows/s in training", "{:,.0f}"),
     "train.checks_passed": ("checks passed", "{:,}"),
     "train.checks_failed": ("checks failed", "{:,}"),

@@ -130,12 +130,13 @@ class Selection:
             if metric.better == "closer to 1"
         }
 
-    def best(self, key: str | None) -> Figure:
-        """By which figure the best checkpoints are kept.
+    def best(self, key: str | None, where: str = "checkpoint.best_metric") -> Figure:
+        """The figure that says which of several evaluations is the best.
 
         Args:
-            key: checkpoint.best_metric; None: the first that should be low or high, those that training has
+            key: METRIC or TASK.METRIC; None: the first that should be low or high, those that training has
                 before those that it has not.
+            where: the key of the configuration that it comes from.
 
         Raises:
             ConfigError: the tasks have no such metric, or none of its values are better than others.
@@ -143,13 +144,15 @@ class Selection:
         able = {figure.key: figure for figure in self.figures if figure.better}
         if key is None and able:
             return min(able.values(), key=lambda figure: (not figure.directed, not figure.sums))
+        if key not in able and len(self.of) == 1:  # which may be named all the same
+            key = str(key).removeprefix(f"{next(iter(self.of))}.")
         if key in able:
             return able[key]
         near = did_you_mean(str(key), list(able))
         raise ConfigError(
-            f"checkpoint.best_metric is {key}, which is no metric of the tasks that has a direction"
+            f"{where} is {key}, which is no metric of the tasks that has a direction"
             + (f"; did you mean {near}?" if near else ""),
-            where="checkpoint.best_metric",
+            where=where,
             expected=f"one of {', '.join(able)}" if able else "a metric with a direction among tasks.metrics",
         )
 

@@ -10,10 +10,12 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from raytrec.compat.fbgemm import CACHED, pad_empty_shards
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.embeddings.averages import DenseAverage
 from raytrec.embeddings.clipping import GlobalNormClip
 from raytrec.embeddings.gradients import require_gradient_division
 from raytrec.embeddings.initial import fill_tables
-from raytrec.embeddings.optim import combine, fuse, is_fused
+from raytrec.embeddings.optim import combine, fuse
+from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.plan import BagSharder, make_plan
 from raytrec.models.recommender import build_recommender
 from raytrec.tasks.objective import Objective
@@ -35,10 +37,9 @@ def build_step(
     """
     require_gradient_division()
     prepare_process(config.train)
-    model = _unsharded(config, schema, device)
-    if is_fused(config.optim.embeddings, device):
-        fuse(model.embeddings.bags, config.optim.embeddings)
-    plan = _plan(model, config, schema, device)
+    model, optimizers = _unsharded(config, schema, device), table_optimizers(config, schema)
+    fuse(model.embeddings.bags, optimizers, device.type)
+    plan = make_plan(model, BagSharder(), schema, config, device)
     sharded = DistributedModelParallel(
         model,
         device=device,
@@ -49,9 +50,11 @@ def build_step(
     pad_empty_shards(sharded)
     if fill:
         fill_tables(sharded, schema, config.run.seed)
-    optimizer = combine(sharded, config.optim)
+    optimizer = combine(sharded, optimizers, config.optim.dense)
     if config.train.max_grad_norm:
         optimizer = GlobalNormClip(optimizer, sharded, config.train.max_grad_norm)
+    if config.train.ema:
+        optimizer = DenseAverage(optimizer, sharded, config.train.ema)
     if config.train.on_nan == "skip":
         optimizer = SkipBad(optimizer, model.head)
     step = Step(
@@ -76,7 +79,7 @@ class _Alone(DataParallelWrapper):
 
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
     """The plan that `build_step` would use, without making any table; a collective."""
-    return _plan(_unsharded(config, schema, device), config, schema, device)
+    return make_plan(_unsharded(config, schema, device), BagSharder(), schema, config, device)
 
 
 def _has_caches(plan: ShardingPlan, device: torch.device) -> bool:
@@ -94,9 +97,3 @@ def _unsharded(config: RunConfig, schema: Schema, device: torch.device) -> LossM
     objective = Objective.of(config, schema, dist.get_world_size())
     recommender = build_recommender(config, schema, device)
     return LossModel(recommender, objective, config.train.micro_batches, config.train.on_nan == "skip")
-
-
-def _plan(model: LossModel, config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
-    return make_plan(
-        model, BagSharder(), schema, config, device, fused=is_fused(config.optim.embeddings, device)
-    )

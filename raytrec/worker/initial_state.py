@@ -5,7 +5,7 @@ from __future__ import annotations
 from raytrec.checkpoint.finite import not_finite, on_any_rank
 from raytrec.checkpoint.index import read_index
 from raytrec.checkpoint.restore import load
-from raytrec.checkpoint.state import LogicalState, State
+from raytrec.checkpoint.state import LogicalState, State, is_average
 from raytrec.checkpoint.table_starts import schema_of, table_starts
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
@@ -24,7 +24,8 @@ def begin(step: Step, config: RunConfig, schema: Schema) -> None:
     rows = {table: start.rows for table, start in starts.items() if start.policy == "resize"}
     anew = {table for table, start in starts.items() if start.policy == "new"}
     state = LogicalState(step.model, step.optimizer, with_optimizer=config.warm_start.optimizer)
-    tensors = state.tensors(rows, anew)
+    # An average is of this run's steps alone, and begins with the first of them.
+    tensors = {name: v for name, v in state.tensors(rows, anew).items() if not is_average(name)}
     if config.warm_start.dense == "matching":
         tensors = _matching(tensors, index["tensors"])
     load(config.warm_start.from_, tensors, rows)

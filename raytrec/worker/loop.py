@@ -19,6 +19,7 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.metrics.sums import Sums
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import CheckpointManager, Stopped, restore_run
+    from raytrec.worker.early_stopping import EarlyStopping
     from raytrec.worker.evaluate import evaluate
     from raytrec.worker.garbage import spare_what_stays
     from raytrec.worker.initial_state import begin
@@ -42,6 +43,7 @@ def train_worker(task: WorkerTask) -> None:
     spare_what_stays()
     if context.device.type == "cpu":
         keep_freed_memory()
+    stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
     reading = train.epochs(config.train.epochs, progress.step)
     batches = Recent(context.heartbeat.count_batches(reading), progress.step)
     observers = make_observers(context, step, state, progress, batches, total)
@@ -60,6 +62,8 @@ def train_worker(task: WorkerTask) -> None:
     try:
         observers.begin()
         for pause in pauses(total, config.train.eval_every_steps, progress.step):
+            if stopping.over:
+                break
             progress.clock.resume()
             for outputs in step.train(batches, pause - progress.step):
                 rows = order.global_rows(train.dataset.rows, progress.step % epoch_steps)
@@ -72,9 +76,11 @@ def train_worker(task: WorkerTask) -> None:
             if progress.step < total and not progress.evaluated:
                 figures, curves = evaluate(step, context.evaluation_batches(valid), context.device, selection)
                 progress.evaluation = {"step": progress.step, **figures}
+                stopping.after_evaluation()
                 context.report(messages.Eval(step=progress.step, figures=figures, curves=curves))
                 checkpoints.after_evaluation()
         unsaved = checkpoints.finish()
+        stopping.report(context)
     except Stopped:
         context.report(messages.Stopped(step=progress.step))
         return context.close()
@@ -85,7 +91,7 @@ def train_worker(task: WorkerTask) -> None:
         reading.close()
         observers.close()
 
-    result = progress.result() | {"world_size": context.world}
+    result = progress.result() | stopping.result() | {"world_size": context.world}
     if test:
         context.enter_phase("evaluating", "evaluate")
         figures, curves = evaluate(step, context.evaluation_batches(test), context.device, selection)

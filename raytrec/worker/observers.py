@@ -120,6 +120,8 @@ class RankRecorder(Observer):
         self._batches, self._last_step, self._first_step = batches, last_step, progress.step
         self._begun = progress.step
         self._system, self._spread = System(context.device), spread
+        train = context.task.config.train
+        self._may_end_every = train.eval_every_steps if train.early_stopping else None
 
     def after_step(self, rows: int) -> None:
         step = self._progress.step
@@ -138,7 +140,12 @@ class RankRecorder(Observer):
 
     def wants_probe(self, step: int) -> bool:
         """Whether a step is the last of an interval: it is recorded, with what it looked up."""
-        return step % self._every == 0 or step == self._last_step
+        return step % self._every == 0 or self._may_end(step)
+
+    def _may_end(self, step: int) -> bool:
+        """Whether the run ends at this step, or may do so early."""
+        every = self._may_end_every
+        return step == self._last_step or (every is not None and step % every == 0)
 
     def _record(self, step: int) -> None:
         context, phases, first = self._context, self._phases.take(), self._first
@@ -159,7 +166,7 @@ class RankRecorder(Observer):
         )
         context.report_from_all(line)
         self._first_step, self._first = step, {}
-        if step == self._last_step and self._taps.input:
+        if self._may_end(step) and self._taps.input:
             pooled = {name: values.shape for name, values in self._taps.input.pooled.items()}
             dense_s = (phases["forward"] + phases["backward"]) / line.steps
             moved = bytes_of_step(figures, line.steps)

@@ -24,6 +24,7 @@ class Progress:
         clock: seconds and rows of training.
         reported: the figures of the last window.
         evaluation: figures of the last evaluation of train.eval_every_steps, and its step.
+        early_stopping: of the evaluations so far the best figure, its step, and how many came since it.
     """
 
     window: Sums
@@ -34,6 +35,7 @@ class Progress:
     clock: Clock = field(default_factory=Clock)
     reported: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
+    early_stopping: dict[str, Any] = field(default_factory=dict)
 
     @property
     def evaluated(self) -> bool:
@@ -76,6 +78,7 @@ class Progress:
             "seconds": self.clock.seconds,
             "timed_rows": self.clock.rows,
             "evaluation": self.last_evaluation,
+            "early_stopping": self.early_stopping,
         }
 
     def resume(self, record: dict[str, Any]) -> None:
@@ -85,6 +88,7 @@ class Progress:
         self.window.resume(record["window"])
         self.clock.seconds, self.clock.rows = record["seconds"], record["timed_rows"]
         self.evaluation = record["evaluation"] or {}
+        self.early_stopping = dict(record.get("early_stopping", {}))  # earlier raytrecs had none
 
     def report(self) -> dict[str, Any]:
         """Figures of the window, which then starts over; a collective."""

@@ -16,6 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from raytrec.compat.fbgemm import updates_uncounted
 from raytrec.config.sections import Schedule
 from raytrec.data.batch import Batch
+from raytrec.embeddings.averages import average_of
 from raytrec.embeddings.gradients import PieceByPiece
 from raytrec.models.recommender import ModelCall, Recommender
 from raytrec.tasks.objective import Objective
@@ -147,6 +148,8 @@ class Step:
         self.optimizer, self._device = optimizer, device
         self.trained, self._seed, self._schedule = 0, seed, schedule or Schedule()
         self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
+        average = average_of(optimizer)
+        self._averaged = average.applied if average else nullcontext
         self.phases = phases or Phases(device)
         self._numerics = numerics or nullcontext
         self._pipeline = pipeline(model, optimizer, device, phases, prefetch=prefetch)
@@ -181,9 +184,9 @@ class Step:
             torch.cuda.manual_seed(seed)
 
     def evaluate(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
-        """Forward only, over all batches."""
+        """Forward only, over all batches; with train.ema, of the averages of the dense weights."""
         self.model.eval()
-        with torch.no_grad(), updates_uncounted(self.model):
+        with torch.no_grad(), updates_uncounted(self.model), self._averaged():
             while (outputs := self._progress(batches)) is not None:
                 yield outputs
 

@@ -32,18 +32,24 @@ OPTIMIZERS = {
     "adagrad": list(PLANS),
     "rowwise_adagrad": [p for p in PLANS if p not in COLUMNS],
     "adam": [p for p in PLANS if p != "uvm@2"],  # on CPU, Adam is a dense update
+    "mixed": [p for p in PLANS if p != "uvm@2"],
 }
+MIXED = {"user": {"name": "adam"}, "tag": {"name": "adagrad", "lr": 0.3}}  # and averages of dense weights
 
 FEW = {
     "rowwise_adagrad": ["table-wise@2", "uvm@2", "row-wise@4", "data-parallel@1"],
     "adam": ["column-wise@2", "dense kernel@3", "grid@3", "table-row-wise@4"],
+    "mixed": ["table-wise@2", "row-wise@4", "data-parallel@1", "column-wise@2"],
 }
 
 
 def settings(name, optimizer):
     world, _, plan = PLANS[name]
-    out = config(world, plan, optimizer)
-    out.optim.dense.name = "adam" if optimizer == "adam" else "adagrad"
+    if optimizer == "mixed":
+        out = config(world, plan, "sgd", tables=MIXED, ema=0.7)
+    else:
+        out = config(world, plan, optimizer)
+    out.optim.dense.name = "adam" if optimizer in ("adam", "mixed") else "adagrad"
     return out
 
 
@@ -100,8 +106,10 @@ def test_plans_hand_over_to_the_next(optimizer, tmp_path):
 def hand_over(plans, optimizer, tmp_path):
     first = on_ranks(PLANS[plans[0]][0], saved, plans[0], optimizer, str(tmp_path / "0"))[0]
     values = checkpoints.whole(first)
-    kinds = {"sgd": 1, "adagrad": 2, "rowwise_adagrad": 2, "adam": 4}[optimizer]
+    kinds = {"sgd": 1, "adagrad": 2, "rowwise_adagrad": 2, "adam": 4, "mixed": 3}[optimizer]
     assert sum(name.startswith("tables/") for name in values) == kinds * len(SCHEMA.tables)
+    named = [{n.rpartition("/")[0] for n in values if n.endswith(kind)} for kind in ("/value", "/ema")]
+    assert named[1] == (named[0] if optimizer == "mixed" else set())
     assert all(value.abs().sum() > 0 for value in values.values())
     ends = {}
     for number, name in enumerate(plans[1:] + plans[:1]):

@@ -18,6 +18,7 @@ from raytrec.common.formatting import null_nonfinite
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import Schedule
+from raytrec.embeddings.per_table import table_optimizers
 from raytrec.models.inputs import Sequence
 from raytrec.tasks.task import label_ranges, resolve_tasks
 
@@ -110,6 +111,7 @@ def _gradient(
     config = config.model_copy(deep=True)
     config.optim.embeddings.name = config.optim.dense.name = "sgd"
     config.optim.embeddings.lr, config.optim.dense.lr = GRADIENT_LR, DENSE_GRADIENT_LR
+    config.optim.tables, config.optim.embeddings.weight_decay = {}, 0.0
     config.optim.dense.weight_decay, config.train.max_grad_norm = 0.0, None
     config.optim.schedule = Schedule()
     run = Sharded(build, config, schema, device, bounds)
@@ -178,12 +180,13 @@ def _size(finding: Finding) -> float:
 
 def _optimizers(run: Sharded, one: Reference) -> dict[str, torch.optim.Optimizer]:
     """The reference's optimizer of each table, and of the dense parameters under ''."""
-    e, d = run.config.optim.embeddings, run.config.optim.dense
-    of_table = {
-        name: reference.optimizer(_update_of(e.name, kernel), [one.tables[name]], e.lr, e.eps)
-        for name, kernel in run.kernels.items()
-    }
-    return of_table | {"": reference.optimizer(d.name, one.model.parameters(), d.lr, d.eps, d.weight_decay)}
+    of_table, d = table_optimizers(run.config, run.schema), run.config.optim.dense
+    out = {"": reference.optimizer(d.name, one.model.parameters(), d.lr, d.eps, d.weight_decay)}
+    for name, kernel in run.kernels.items():
+        e = of_table[name]
+        update = _update_of(e.name, kernel)
+        out[name] = reference.optimizer(update, [one.tables[name]], e.lr, e.eps, e.weight_decay)
+    return out
 
 
 def _compared(run: Sharded, one: Reference, optimizers, start, weights, state) -> Iterator[Finding]:

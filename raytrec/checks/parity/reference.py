@@ -123,18 +123,19 @@ def age(bag: torch.Tensor) -> torch.Tensor:
 
 class RowWiseAdagrad(torch.optim.Optimizer):
     """Adagrad with one second moment a row: the mean of the row's squared gradients, added up over steps
-    (FBGEMM's EXACT_ROWWISE_ADAGRAD)."""
+    (FBGEMM's EXACT_ROWWISE_ADAGRAD). Weight decay adds to the gradient, as in torch.optim.Adagrad."""
 
-    def __init__(self, params, lr: float, eps: float):
-        super().__init__(params, {"lr": lr, "eps": eps})
+    def __init__(self, params, lr: float, eps: float, weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 total = self.state[p].setdefault("sum", torch.zeros(len(p), device=p.device))
-                total += p.grad.float().square().mean(1)
-                p -= group["lr"] * p.grad / (total.sqrt() + group["eps"]).unsqueeze(1)
+                gradient = p.grad.float() + group["weight_decay"] * p
+                total += gradient.square().mean(1)
+                p -= group["lr"] * gradient / (total.sqrt() + group["eps"]).unsqueeze(1)
 
 
 class TouchedRowsAdam(torch.optim.Optimizer):
@@ -164,10 +165,10 @@ def optimizer(name: str, params, lr: float, eps: float = 1e-8, weight_decay: flo
     """sgd, adagrad, adam, rowwise_adagrad or touched_rows_adam over these parameters."""
     if name == "sgd":
         return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
-    if name in ("rowwise_adagrad", "touched_rows_adam"):
-        return {"rowwise_adagrad": RowWiseAdagrad, "touched_rows_adam": TouchedRowsAdam}[name](
-            params, lr, eps
-        )
+    if name == "touched_rows_adam":
+        return TouchedRowsAdam(params, lr, eps)  # weight decay of these is refused (planner.constraints)
+    if name == "rowwise_adagrad":
+        return RowWiseAdagrad(params, lr, eps, weight_decay)
     classes = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
     return classes[name](params, lr=lr, eps=eps, weight_decay=weight_decay)
 

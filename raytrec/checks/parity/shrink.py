@@ -23,8 +23,8 @@ def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunCo
     dtypes = {table: pin.dtype for table, pin in resolve_constraints(config, schema).items()}
     for table in schema.tables.values():
         table.rows = min(table.rows, ROWS)
-    for optim in (config.optim.embeddings, config.optim.dense):
-        optim.eps = max(optim.eps, EPS)
+    for optim in (config.optim.embeddings, config.optim.dense, *config.optim.tables.values()):
+        optim.eps = optim.eps and max(optim.eps, EPS)
     config.plan.colocate = []
     config.plan.tables = {
         entry["table"]: TablePlan(

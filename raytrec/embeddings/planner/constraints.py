@@ -6,11 +6,12 @@ No torch here: the driver asks before any worker starts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
-from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
+from raytrec.config.sections import EmbeddingOptim
+from raytrec.embeddings.per_table import has_fused, matching_tables, table_optimizers
 from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint
 
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
@@ -44,7 +45,7 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
     """
     constraints: dict[str, dict] = {table: {} for table in schema.tables}
     for pattern, given in config.plan.tables.items():
-        for table in _matching(pattern, schema, f"plan.tables.{pattern}"):
+        for table in matching_tables(pattern, schema, f"plan.tables.{pattern}"):
             constraints[table] |= given.model_dump(exclude_none=True)
     groups = _groups(config, schema)
     out = {}
@@ -97,11 +98,12 @@ def validate_constraints(
             where="plan.ranks_per_host, scaling.num_workers",
             expected="workers = hosts × ranks_per_host",
         )
-    constraints = resolve_constraints(config, schema)
+    constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
+    check_decay(constraints, optimizers, device)
     for table, pin in constraints.items():
         for sharding in pin.sharding:
-            _check_kernel(table, pin, sharding, config.optim.embeddings.name, device)
-        _check_dtype(table, pin, config.optim.embeddings.name, device)
+            _check_kernel(table, pin, sharding, optimizers[table].name, device)
+        _check_dtype(table, pin, optimizers[table].name, device)
         if pin.ranks:
             _check_ranks(table, schema.tables[table], pin, world, ranks_per_host)
     if memory is not None:
@@ -125,14 +127,22 @@ def host_room(
         return int(config.plan.host_memory_gib * GIB)
     room = (1 - HOST_RESERVE) * host_share - config.data.buffer_gib * GIB
     if config.checkpoint.async_save:
-        sizes = {table: _footprint(config, schema, table, pin, "cuda") for table, pin in constraints.items()}
+        sizes = _footprints(config, schema, constraints, "cuda")
         room = (room - sum(size.device for size in sizes.values() if not size.host) / world) / 2
     return max(0, int(room))
 
 
-def _footprint(config: RunConfig, schema: Schema, table: str, pin: TableConstraint, device: str) -> Footprint:
-    kernel = pin.kernel if device == "cuda" else None
-    return footprint(schema.tables[table], pin.dtype, config.optim.embeddings.name, kernel)
+def _footprints(
+    config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], device: str
+) -> dict[str, Footprint]:
+    """Of the tables that these constraints are of."""
+    optimizers, on_gpu = table_optimizers(config, schema), device == "cuda"
+    return {
+        table: footprint(
+            schema.tables[table], pin.dtype, optimizers[table].name, pin.kernel if on_gpu else None
+        )
+        for table, pin in constraints.items()
+    }
 
 
 def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | None, world: int, local: int):
@@ -151,23 +161,11 @@ def column_parts(dim: int, sharding: tuple[str, ...], ranks: tuple[int, ...] | N
     return next(parts for parts in range(most, 0, -1) if (dim // 4) % parts == 0)
 
 
-def _matching(pattern: str, schema: Schema, where: str) -> list[str]:
-    tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
-    if not tables:
-        near = did_you_mean(pattern, list(schema.tables))
-        raise ConfigError(
-            f"no table is named, or matches, '{pattern}'" + (f"; did you mean '{near}'?" if near else ""),
-            where=where,
-            expected=f"one of {', '.join(schema.tables)}",
-        )
-    return tables
-
-
 def _groups(config: RunConfig, schema: Schema) -> dict[str, int]:
     groups: dict[str, int] = {}
     for index, names in enumerate(config.plan.colocate):
         for name in names:
-            for table in _matching(name, schema, f"plan.colocate, group {index + 1}"):
+            for table in matching_tables(name, schema, f"plan.colocate, group {index + 1}"):
                 if groups.setdefault(table, index) != index:
                     raise _refused(table, "in two groups of plan.colocate", "join the groups")
     return groups
@@ -193,25 +191,54 @@ def _check_kernel(table: str, pin: TableConstraint, sharding: str, optimizer: st
     if sharding in COLUMN_TYPES and optimizer == "rowwise_adagrad":
         raise _refused(
             table,
-            f"{sharding} with optim.embeddings.name=rowwise_adagrad, whose state is one value a row: column "
-            "shards would each keep their own",
+            f"{sharding} with optimizer rowwise_adagrad, whose state is one value a row: column shards would "
+            "each keep their own",
             "another optimizer, such as adagrad, or whole tables or rows on a rank",
         )
     if sharding == "data_parallel" and pin.kernel not in (None, "dense"):
         raise _refused(table, f"data_parallel with kernel {pin.kernel}", "the dense kernel, or none said")
-    if optimizer == "adam" and device == "cpu" and pin.kernel not in (None, "dense"):
+    if not has_fused(optimizer, device) and pin.kernel not in (None, "dense"):
         raise _refused(
             table, f"kernel {pin.kernel} with adam on CPU, where FBGEMM has none", "compute_kernel: dense"
         )
 
 
+def check_decay(
+    constraints: dict[str, TableConstraint], optimizers: dict[str, EmbeddingOptim], device: str
+) -> None:
+    """Refuses weight decay of tables that may be updated in backward.
+
+    It is that of torch.optim, of every row at every step. FBGEMM's fused kernels (1.8.0) know no rows but
+    those of the batch: on GPUs row-wise Adagrad and Adam would decay these alone. Those of SGD and Adagrad
+    have no decay, and on CPU row-wise Adagrad ignores it in all its modes.
+
+    Args:
+        device: cpu or cuda.
+
+    Raises:
+        ConfigError: names the first such table.
+    """
+    for table, pin in constraints.items():
+        fused = [s for s in pin.sharding if not _is_dense(pin, s, optimizers[table].name, device)]
+        if optimizers[table].weight_decay and fused:
+            raise ConfigError(
+                f"weight_decay of table {table}, which may be {fused[0]} with a fused kernel: it would not "
+                "decay rows that a batch does not touch",
+                where="optim.embeddings, optim.tables",
+                expected="weight_decay 0, or a dense update, which decays every row at every step",
+                do=f"set plan.tables.{table}.compute_kernel=dense, or .sharding_type=data_parallel",
+            )
+
+
+def _is_dense(pin: TableConstraint, sharding: str, optimizer: str, device: str) -> bool:
+    """Whether the table has ordinary gradients and a dense update under this way of sharding."""
+    return pin.kernel == "dense" or sharding == "data_parallel" or not has_fused(optimizer, device)
+
+
 def _check_dtype(table: str, pin: TableConstraint, optimizer: str, device: str) -> None:
     if pin.dtype == "fp32":
         return
-    dense = (
-        pin.kernel == "dense" or "data_parallel" in pin.sharding or (optimizer == "adam" and device == "cpu")
-    )
-    if dense:
+    if any(_is_dense(pin, sharding, optimizer, device) for sharding in pin.sharding):
         raise _refused(
             table,
             f"dtype {pin.dtype} with a dense kernel, whose optimizer state would be as coarse",
@@ -271,7 +298,7 @@ def _check_memory(
             held.setdefault(place, []).append(table)
     room = None if host_share is None else host_room(config, schema, constraints, world, host_share)
     for tables in held.values():
-        sizes = {table: _footprint(config, schema, table, constraints[table], device) for table in tables}
+        sizes = _footprints(config, schema, {table: constraints[table] for table in tables}, device)
         _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
         if room is not None:
             _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)

@@ -16,6 +16,7 @@ from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.embeddings.optim import fuse
+from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.constraints import host_room, validate_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
 from raytrec.embeddings.planner.hosts import capacity
@@ -81,12 +82,13 @@ def dry_run(
     room = host_room(config, schema, constraints, world, share)
     dtypes = {table: pin.dtype for table, pin in constraints.items()}
     tables = PooledEmbeddings(resolve_features(schema, config.model).lookups, dtypes)
-    fuse(tables.bags, config.optim.embeddings)  # from which the planner knows of the optimizer's state
+    optimizers = table_optimizers(config, schema)
+    fuse(tables.bags, optimizers, "cuda")  # from which the planner knows of the optimizers' state
     with _ranks_per_host(gpus), _quiet():
         topology = Topology(
             world_size=world, local_world_size=gpus, compute_device="cuda", **capacity("cuda", memory, room)
         )
-        plan = plan_for(topology, constraints, schema, config, tables, BagSharder(), fused=True)
+        plan = plan_for(topology, constraints, schema, config, tables, BagSharder())
     if isinstance(plan, ConfigError):
         raise plan
     shards = {
@@ -100,7 +102,7 @@ def dry_run(
         gib, host_gib = defaultdict(float), defaultdict(float)
         for rank, rows, dim in _parts(shards[name], table, world):
             part = Table.model_construct(rows=rows, dim=dim)
-            size = footprint(part, dtypes[name], config.optim.embeddings.name, entry["compute_kernel"])
+            size = footprint(part, dtypes[name], optimizers[name].name, entry["compute_kernel"])
             gib[rank] += size.device / GIB
             host_gib[rank] += size.host / GIB
         kind = entry["sharding_type"], entry["compute_kernel"]

@@ -21,6 +21,7 @@ from raytrec.compat.torch_ import rank_place
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import Sharding
+from raytrec.embeddings.per_table import has_fused, table_optimizers
 from raytrec.embeddings.planner.constraints import (
     TableConstraint,
     column_parts,
@@ -55,13 +56,8 @@ def make_plan(
     schema: Schema,
     config: RunConfig,
     device: torch.device,
-    *,
-    fused: bool,
 ) -> ShardingPlan:
     """Rank 0 plans, every rank receives the plan; a collective.
-
-    Args:
-        fused: whether sharded tables are updated in backward (data-parallel tables never are).
 
     Raises:
         ConfigError: a constraint that cannot be kept, tables that do not fit, or no allowed sharding type
@@ -88,7 +84,7 @@ def make_plan(
     # a plan that there is not.
     outcome: list = [None]
     if dist.get_rank() == 0:
-        outcome[0] = plan_for(topology, constraints, schema, config, model, sharder, fused=fused)
+        outcome[0] = plan_for(topology, constraints, schema, config, model, sharder)
     dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], ConfigError):
         raise outcome[0]
@@ -120,21 +116,18 @@ def plan_for(
     config: RunConfig,
     model: nn.Module,
     sharder: BagSharder,
-    *,
-    fused: bool,
 ) -> ShardingPlan | ConfigError:
     """The plan on these devices, or why there is none.
 
     Args:
         constraints: table → TableConstraint, checked.
-        fused: see make_plan.
     """
     storage = topology.devices[0].storage
     memory = storage.hbm if topology.compute_device == "cuda" else storage.ddr
     narrowed = narrow(constraints, schema, topology.world_size, memory)
-    plan = _search(topology, narrowed, schema, config, model, sharder, fused=fused)
+    plan = _search(topology, narrowed, schema, config, model, sharder)
     if isinstance(plan, ConfigError) and narrowed != constraints:
-        return _search(topology, constraints, schema, config, model, sharder, fused=fused)
+        return _search(topology, constraints, schema, config, model, sharder)
     return plan
 
 
@@ -145,8 +138,6 @@ def _search(
     config: RunConfig,
     model: nn.Module,
     sharder: BagSharder,
-    *,
-    fused: bool,
 ) -> ShardingPlan | ConfigError:
     world, local = topology.world_size, topology.local_world_size
     partitioner, batch = PinnedPartitioner(constraints), -(-config.data.global_batch_size // world)
@@ -154,11 +145,15 @@ def _search(
         table: _constraints(pin, schema.tables[table].dim, world, local, topology.compute_device)
         for table, pin in constraints.items()
     }
-    optimizer = config.optim.embeddings.name if fused else None
+    fused = {
+        table: optimizer.name
+        for table, optimizer in table_optimizers(config, schema).items()
+        if has_fused(optimizer.name, topology.compute_device)
+    }
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch,
-        enumerator=Enumerator(topology, batch, of_torchrec, optimizer),
+        enumerator=Enumerator(topology, batch, of_torchrec, fused),
         constraints=of_torchrec,
         partitioner=partitioner,
         proposer=proposers(),
@@ -181,7 +176,8 @@ def _search(
     # all the same.
     for module in plan.plan.values():
         for table, spec in module.items():
-            spec.compute_kernel = constraints[table].kernel or ("dense" if not fused else spec.compute_kernel)
+            planned = spec.compute_kernel if table in fused else "dense"
+            spec.compute_kernel = constraints[table].kernel or planned
     return plan
 
 
@@ -212,7 +208,7 @@ class Enumerator(EmbeddingEnumerator):
     and to be where the weights are, although one value a row is on the GPU even if the weights are not.
 
     Args:
-        optimizer: that updates sharded tables in backward; None: none does, and TorchRec counts no state.
+        fused: table → the optimizer that updates it in backward; of the others TorchRec counts no state.
     """
 
     def __init__(
@@ -220,22 +216,22 @@ class Enumerator(EmbeddingEnumerator):
         topology: Topology,
         batch_size: int,
         constraints: dict[str, ParameterConstraints],
-        optimizer: str | None,
+        fused: dict[str, str],
     ):
         super().__init__(topology, batch_size, constraints)
-        self._on_gpus, self._optimizer = topology.compute_device == "cuda", optimizer
+        self._on_gpus, self._fused = topology.compute_device == "cuda", fused
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         estimate_once_per_size(sharding_options, super().populate_estimates)
-        if self._optimizer is None:
-            return
         for option in sharding_options:
-            for shard in option.shards:
-                shard.storage += self._uncounted_state(option, *shard.size)
+            if option.name in self._fused:
+                for shard in option.shards:
+                    shard.storage += self._uncounted_state(option, *shard.size)
 
     def _uncounted_state(self, option: ShardingOption, rows: int, dim: int) -> Storage:
-        per_row = rows * ROW_STATE_BYTES[self._optimizer]
-        per_value = rows * dim * STATE_BYTES[self._optimizer]
+        optimizer = self._fused[option.name]
+        per_row = rows * ROW_STATE_BYTES[optimizer]
+        per_value = rows * dim * STATE_BYTES[optimizer]
         counted = (per_row + per_value) * option.tensor.element_size() // 4
         if self._on_gpus and option.compute_kernel in UVM_KERNELS:
             return Storage(hbm=per_row, ddr=per_value - counted)

@@ -155,9 +155,7 @@ def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
     assert hosts.ranks_per_host == local
     topology = Topology(len(ranks), "cuda", hbm_cap=hosts.memory, local_world_size=hosts.ranks_per_host)
     given = schema(), settings, PooledEmbeddings(schema()), BagSharder()
-    plan = name_devices(
-        plan_for(topology, resolve_constraints(settings, schema()), *given, fused=True), hosts.devices
-    )
+    plan = name_devices(plan_for(topology, resolve_constraints(settings, schema()), *given), hosts.devices)
     named = [
         str(shard.placement)
         for module in plan.plan.values()

@@ -1,0 +1,86 @@
+"""A whole run that ends early, and the same run interrupted before and after it has decided that."""
+
+import json
+import shutil
+
+import checkpoints
+import parquet
+import pytest
+import torch
+
+from raytrec.common.errors import ConfigError
+from raytrec.driver import run as driver
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+STEP = 30  # an evaluation every 10 steps; none is better than the first by 1, and two may be worse
+EARLY = {"metric": "auc", "patience": 2, "min_delta": 1.0}
+
+
+def settings(folder, place, **changes):
+    changes = {
+        "train__epochs": 15,
+        "train__eval_every_steps": 10,
+        "train__log_every_steps": 7,
+        "train__early_stopping": EARLY,
+        "train__ema": 0.9,
+        "checkpoint__every_steps": 5,
+        "checkpoint__keep_last": 99,
+        "checkpoint__keep_best": 1,
+        "checkpoint__best_metric": "auc",
+        "tracking__every_steps": 20,
+    } | changes
+    values = parquet.settings(folder, place, **changes)
+    values["optim"]["tables"] = {"*": {"name": "adagrad"}}
+    return values
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("early") / "d")
+
+
+@pytest.fixture(scope="module")
+def ended(folder, tmp_path_factory):
+    return driver.train(settings(folder, tmp_path_factory.mktemp("ended") / "run"))
+
+
+def test_it_ends_and_says_why(ended):
+    result = json.loads((ended.path / "result.json").read_text())
+    assert result["train.steps"] == STEP
+    assert result["train.rows"] == 2000 + 14 * 128, "rows since the last report are counted"
+    assert result["train.ended"].startswith(
+        "auc has not improved by more than 1 in 2 evaluations; it was best at step 10, 0."
+    )
+    assert result["eval.rows"] == 1003 and "bound.by" in result
+    events = [json.loads(line) for line in (ended.path / "events.jsonl").read_text().splitlines()]
+    assert [e["reason"] for e in events if e["event"] == "ended early"] == [result["train.ended"]]
+    newest = checkpoints.newest(ended.path)
+    assert newest.name == f"step-{STEP:010d}"
+    seen = checkpoints.about(newest)["progress"]["early_stopping"]
+    assert (seen["step"], seen["since"]) == (10, 2)
+
+
+@pytest.mark.parametrize("last", [25, STEP])
+def test_a_resumed_run_ends_where_the_undisturbed_one_does(ended, tmp_path, last):
+    """Interrupted between two evaluations, and after the last one."""
+    run = tmp_path / "run"
+    shutil.copytree(ended.path, run)
+    (run / "result.json").unlink()
+    for place in (run / "checkpoints").glob("step-*"):
+        if int(place.name.removeprefix("step-")) > last:
+            shutil.rmtree(place)
+    again = driver.train(None, resume=run).metrics
+    for key in ("train.steps", "train.rows", "train.ended", "eval.auc", "eval.ne"):
+        assert again[key] == ended.metrics[key], key
+    one, other = (checkpoints.whole(checkpoints.newest(each)) for each in (ended.path, run))
+    assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+
+
+def test_what_cannot_be_is_told_at_once(folder, tmp_path):
+    def fails(says, **changes):
+        with pytest.raises(ConfigError, match=says):
+            driver.train(settings(folder, tmp_path / "run", **changes))
+
+    fails("train.early_stopping.metric is gini", train__early_stopping={"metric": "gini"})
+    fails("weight_decay of table", optim__tables={"*": {"weight_decay": 0.1}})
+    fails("no table is named, or matches, 'itm'", optim__tables={"itm": {"lr": 0.1}})

@@ -1,0 +1,136 @@
+"""Each table by its own optimizer and learning rate: as in one process, whatever the plan."""
+
+import pytest
+import torch
+from loops import failed, loop
+from ranks import on_ranks
+from small import SCHEMA, batches, build, config, train
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+from raytrec.embeddings.per_table import table_optimizers
+from raytrec.embeddings.planner.constraints import check_decay, resolve_constraints
+
+PLANS = {
+    "row-wise": {"sharding_type": "row_wise"},
+    "table-wise": {"sharding_type": "table_wise"},
+    "copies": {"sharding_type": "data_parallel"},
+    "dense": {"sharding_type": "row_wise", "compute_kernel": "dense"},
+}
+OTHER = {"rowwise_adagrad": "sgd", "sgd": "adagrad", "adagrad": "adam", "adam": "rowwise_adagrad"}
+
+
+def test_later_lines_override_earlier_ones():
+    lines = {"*": {"lr": 0.5}, "us*": {"name": "adam", "lr": 0.001}, "user": {"eps": 1e-4}}
+    found = table_optimizers(config(1, PLANS["row-wise"], "sgd", 0.1, lines), SCHEMA)
+    assert found["user"].model_dump() == {"name": "adam", "lr": 0.001, "eps": 1e-4, "weight_decay": 0.0}
+    assert (found["tag"].name, found["tag"].lr) == ("sgd", 0.5)
+
+
+def test_a_table_that_there_is_not():
+    settings = config(1, PLANS["row-wise"], tables={"uzer": {"lr": 0.5}})
+    with pytest.raises(ConfigError, match="no table is named, or matches, 'uzer'; did you mean 'user'"):
+        table_optimizers(settings, SCHEMA)
+    with pytest.raises(ConfigError, match="unknown key; did you mean optim"):
+        load_config(settings, ["optim.tables.user.lrr=3"])
+
+
+def compared(rank, world, plan, tables, changes=()):
+    """(findings that fail, how many tables have state) after some steps beside one process."""
+    from raytrec.checks.parity.compare import compare
+    from raytrec.worker.build import build_step
+
+    settings = load_config(config(world, plan, "sgd", 0.1, tables), list(changes))
+    found = compare(build_step, settings, SCHEMA, torch.device("cpu"), rows=12, steps=4)
+    wrong = [(f.check, f.name, f.error) for f in found if not f.error <= f.limit]
+    return wrong, len({f.name.partition(".")[0] for f in found if f.check == "state"})
+
+
+@pytest.mark.parametrize("world,plan", [(1, "row-wise"), (2, "row-wise"), (2, "table-wise"), (2, "copies")])
+@pytest.mark.parametrize("optimizer", OTHER)
+def test_two_tables_of_two_optimizers(optimizer, world, plan):
+    tables = {"user": {"name": optimizer, "lr": 0.02}, "tag": {"name": OTHER[optimizer], "lr": 0.3}}
+    wrong, with_state = on_ranks(world, compared, PLANS[plan], tables, ["train.max_grad_norm=0.05"])[0]
+    assert wrong == []
+    assert with_state == 2 - ("sgd" in (optimizer, OTHER[optimizer]))
+
+
+@pytest.mark.parametrize("plan", ["copies", "dense"])
+@pytest.mark.parametrize("optimizer", OTHER)
+def test_weight_decay_reaches_every_row(optimizer, plan):
+    changes = [f"optim.embeddings.name={optimizer}", "optim.embeddings.weight_decay=0.3"]
+    assert on_ranks(2, compared, PLANS[plan], {"tag": {"weight_decay": 0.1}}, changes)[0][0] == []
+
+
+def moved(rank, world, plan, decay):
+    """How far a row that no batch has is moved."""
+    from raytrec.embeddings.tables import tables
+
+    step = build(config(world, plan, "sgd", 0.1, {"user": {"weight_decay": decay}}))
+    before = tables(step.model)["user"].weight.dense().clone()
+    local = batches(1, rank, world)[1]
+    for batch in local:
+        batch.sparse.values().clamp_(max=4)  # rows 5 … 22 are not looked up
+    train(step, local)
+    after = tables(step.model)["user"].weight.dense()
+    return (after[7:] / before[7:]).tolist()
+
+
+def test_rows_that_no_batch_has_decay_too():
+    ratio = torch.tensor(on_ranks(2, moved, PLANS["dense"], 0.3)[0])
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 1 - 0.1 * 0.3))
+
+
+@pytest.mark.parametrize("optimizer,device", [("sgd", "cpu"), ("rowwise_adagrad", "cuda"), ("adam", "cuda")])
+def test_fused_kernels_do_not_keep_it(optimizer, device):
+    settings = config(2, ["row_wise", "data_parallel"], optimizer, tables={"tag": {"weight_decay": 0.1}})
+    constraints, optimizers = resolve_constraints(settings, SCHEMA), table_optimizers(settings, SCHEMA)
+    with pytest.raises(ConfigError, match="weight_decay of table tag, which may be row_wise with a fused"):
+        check_decay(constraints, optimizers, device)
+    if optimizer == "adam":  # on CPU its update is dense
+        check_decay(constraints, optimizers, "cpu")
+
+
+def kernels(rank, world, tables):
+    """The tables of each lookup, with its optimizer."""
+    from raytrec.compat.fbgemm import fbgemm_of
+    from raytrec.compat.torchrec_ import sharded_kernels, tables_of
+
+    step = build(config(world, PLANS["row-wise"], "adagrad", 0.1, tables))
+    found = [
+        (fbgemm_of(kernel), {t.name for t in tables_of(kernel)}) for kernel in sharded_kernels(step.model)
+    ]
+    return [(str(lookup.optimizer) if lookup else "dense", tables) for lookup, tables in found]
+
+
+def test_tables_of_one_optimizer_share_a_lookup():
+    assert on_ranks(1, kernels, {})[0] == [("exact_adagrad", {"user", "tag"})]
+    other = on_ranks(1, kernels, {"tag": {"lr": 0.5}})[0]
+    assert sorted(map(str, other)) == ["('exact_adagrad', {'tag'})", "('exact_adagrad', {'user'})"]
+    mixed = on_ranks(1, kernels, {"tag": {"name": "adam"}})[0]
+    assert sorted(map(str, mixed)) == ["('dense', {'tag'})", "('exact_adagrad', {'user'})"]
+
+
+@pytest.mark.parametrize("tag", ["adam", "sgd"])
+def test_live_checks_watch_several_optimizers(tag):
+    tables = {"tag": {"name": tag}, "user": {"name": "rowwise_adagrad"}}
+    assert failed(on_ranks(2, watched, tables)) == []
+
+
+def watched(rank, world, tables):
+    return loop(rank, world, PLANS["row-wise"], optimizer="adagrad", tables=tables)
+
+
+def rates(rank, world):
+    """Learning rates of all parameters before the third step of a warm-up, 3/4 of the whole."""
+    settings = config(
+        world, PLANS["row-wise"], "adagrad", 0.1, {"tag": {"lr": 0.4}, "user": {"name": "adam"}}
+    )
+    settings.optim.schedule.warmup_steps = 3
+    step = build(settings)
+    train(step, batches(2, rank, world)[1])
+    return sorted({group["lr"] for group in step.optimizer.param_groups})
+
+
+def test_the_schedule_is_a_factor_of_every_rate():
+    assert on_ranks(1, rates)[0] == pytest.approx([0.075, 0.3])

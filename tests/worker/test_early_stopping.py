@@ -1,0 +1,116 @@
+"""Training ends at the step that a plain definition of early stopping gives, on all ranks alike."""
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import on_ranks
+from small import SCHEMA, config
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+
+
+def expected(values, patience, min_delta, better):
+    """How many of these evaluations there are until training ends; None: it does not end early."""
+    best, since = None, 0
+    for number, value in enumerate(values, start=1):
+        cost = {"lower": value, "higher": -value, "closer to 1": abs(value - 1)}[better]
+        if not math.isnan(cost) and (best is None or cost < best - min_delta):
+            best, since = cost, 0
+        else:
+            since += 1
+        if since == patience:
+            return number
+    return None
+
+
+def ended(rank, world, values, section, resumed_after=None):
+    """After how many evaluations a run ends, of whose figures only rank 0 knows; and what it says."""
+    from raytrec.config.sections import EarlyStoppingSection
+    from raytrec.metrics.selection import Selection
+    from raytrec.worker.early_stopping import EarlyStopping
+    from raytrec.worker.progress import Progress
+
+    selection = Selection.of_config(config(1, {"sharding_type": "row_wise"}), SCHEMA)
+
+    class Window(SimpleNamespace):
+        def resume(self, total):
+            pass
+
+        def total(self):
+            return {}
+
+    def begin():
+        progress = Progress(Window(selection=selection))
+        return progress, EarlyStopping(EarlyStoppingSection(**section), progress, torch.device("cpu"))
+
+    progress, stopping = begin()
+    for number, value in enumerate(values, start=1):
+        progress.step = 10 * number
+        known = None if math.isnan(value) else value
+        progress.evaluation = {"step": progress.step, section["metric"]: known if rank == 0 else None}
+        stopping.after_evaluation()
+        if number == resumed_after:
+            record = progress.record()
+            progress, stopping = begin()
+            progress.resume(record)
+        if stopping.over:
+            return number, stopping.result()["train.ended"]
+    return None, stopping.result()["train.ended"]
+
+
+BETTER = {"ne": "lower", "auc": "higher", "calibration": "closer to 1"}
+
+
+@pytest.mark.parametrize("metric", BETTER)
+def test_it_ends_where_the_definition_does(metric):
+    draw, seen = random.Random(metric), set()
+    for _ in range(20):
+        values = [
+            draw.choice([math.nan, *(round(draw.gauss(1, 0.1), 2) for _ in range(4))]) for _ in range(9)
+        ]
+        patience, min_delta = draw.randint(1, 4), draw.choice([0.0, 0.05])
+        at = expected(values, patience, min_delta, BETTER[metric])
+        section = {"metric": metric, "patience": patience, "min_delta": min_delta}
+        for found in on_ranks(2, ended, values, section, draw.randint(1, 9)):
+            assert found[0] == at, (values, section)
+        seen.add(at)
+    assert len(seen) > 3
+    improving = {"ne": [0.9, 0.8, 0.7], "auc": [0.7, 0.8, 0.9], "calibration": [0.5, 1.3, 1.0]}[metric]
+    assert on_ranks(2, ended, improving, {"metric": metric, "patience": 1})[1] == (None, "after all steps")
+
+
+def test_what_it_says():
+    section = {"metric": "auc", "patience": 2, "min_delta": 0.01}
+    answers = on_ranks(2, ended, [0.7, 0.8, 0.805, 0.6, 0.9], section)
+    assert (
+        answers
+        == [(4, "auc has not improved by more than 0.01 in 2 evaluations; it was best at step 20, 0.8000")]
+        * 2
+    )
+    assert on_ranks(1, ended, [0.7], section) == [(None, "after all steps")]
+    nan = on_ranks(1, ended, [math.nan] * 2, section)
+    assert nan == [(2, "auc was defined in none of 2 evaluations")]
+
+
+def test_what_cannot_be():
+    from raytrec.metrics.selection import Selection
+
+    base = config(1, {"sharding_type": "row_wise"})
+    with pytest.raises(ConfigError, match="early_stopping is set, but"):
+        load_config(base, ["train.early_stopping={patience: 2}"])
+    with pytest.raises(ConfigError, match="greater than 0"):
+        load_config(base, ["train.early_stopping={patience: 0}"])
+    selection = Selection.of_config(base, SCHEMA)
+    with pytest.raises(ConfigError, match=r"train\.early_stopping\.metric is aux.* did you mean auc"):
+        selection.best("aux", "train.early_stopping.metric")
+
+
+def test_a_task_may_be_named_where_there_is_one():
+    from raytrec.metrics.selection import Selection
+
+    selection = Selection.of_config(config(1, {"sharding_type": "row_wise"}), SCHEMA)
+    assert selection.best("y.auc").key == "auc" == selection.best("auc").key
