@@ -16,6 +16,7 @@ _HOMES = {
     "train": "raytrec.driver.run",
     "check": "raytrec.driver.check",
     "evaluate": "raytrec.driver.run",
+    "predict": "raytrec.driver.predict",
     "Result": "raytrec.driver.run",
     "RunConfig": "raytrec.config.run_config",
     "Schema": "raytrec.config.schema",

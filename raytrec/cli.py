@@ -217,6 +217,55 @@ def evaluate(
 
 
 @app.command()
+def predict(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
+    data: Annotated[str, typer.Option(help="Folder or file of Parquet; it needs no labels.")],
+    out: Annotated[
+        str, typer.Option(help="Folder to write to: for each file of the data one of the same name.")
+    ],
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B,...", help="Columns to carry (repeatable); default: data.carry; '' for none."
+        ),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers; default: as in training.")] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="STEP|best", help="Which checkpoint of a run; default: the newest."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="For example data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
+        ),
+    ] = None,
+    allow_code: AllowCode = False,
+    json: Json = False,
+):
+    """Predict every row of a folder of Parquet with a run or checkpoint. Interrupted, give it again."""
+    from raytrec.driver.warm_workers import begin_early
+
+    begin_early()
+    from raytrec.driver.console import print_predictions
+    from raytrec.driver.predict import predict as run_predict
+
+    result = run_predict(
+        run,
+        data,
+        out,
+        columns=columns,
+        workers=workers,
+        checkpoint=checkpoint,
+        overrides=overrides,
+        allow_code=allow_code,
+    )
+    _dump(result.metrics) if json else print_predictions(result)
+
+
+@app.command()
 def check(
     config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False
 ):

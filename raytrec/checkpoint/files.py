@@ -73,6 +73,43 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     )
 
 
+def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
+    """The checkpoint of one step of a run, and what its index says.
+
+    Raises:
+        RunError: there is none; CheckpointError: it is damaged.
+    """
+    place = absolute(str(place))
+    there: set[int] = set()
+    for root in _roots(place):
+        if step in (found := steps(root)):
+            folder = folder_of(root, step)
+            return folder, _of_a_run(folder, read_index(folder))
+        there.update(found)
+    raise RunError(
+        f"there is no checkpoint of step {step}",
+        where=place,
+        expected=f"one of the steps {', '.join(map(str, sorted(there)))}" if there else "a run folder",
+    )
+
+
+def find_best(place: str | Path, by: Figure) -> tuple[str, dict[str, Any]]:
+    """The checkpoint of a run whose evaluation was the best by a metric, and what its index says.
+
+    Raises:
+        RunError: none has been evaluated.
+    """
+    for root in _roots(absolute(str(place))):
+        if best := _best(_found(root), 1, by):
+            return find_step(place, best.pop())
+    raise RunError(
+        f"no checkpoint here has an evaluation with {by.key}",
+        where=absolute(str(place)),
+        expected="a run that was evaluated while it trained (train.eval_every_steps)",
+        do="name a step, or leave --checkpoint out: the newest one",
+    )
+
+
 def keep(root: str, last: int, best: int, by: Figure | None) -> list[str]:
     """Removes all complete checkpoints but the newest `last` and the `best` ones by a metric, and incomplete
     ones that are older than the newest complete one. What cannot be read is left alone: perhaps it can later.

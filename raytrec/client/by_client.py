@@ -67,6 +67,12 @@ class ByClient:
         driver = connection.actor(Driver)
         return connection.ask(driver.evaluate, run, data, options, timeout=None)
 
+    def predict(self, run: str, data: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Predicts with a checkpoint of a run."""
+        connection = self._connections[()]
+        driver = connection.actor(Driver)
+        return connection.ask(driver.predict, run, data, out, options, timeout=None)
+
     def close(self) -> None:
         """Ends the connections, and with them the runs that were started here."""
         for connection in self._connections.values():

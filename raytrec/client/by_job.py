@@ -51,17 +51,27 @@ class ByJob:
 
     def evaluate(self, run: str, data: str, options: dict[str, Any]) -> dict[str, Any]:
         """Evaluates a run's newest checkpoint."""
-        words = ["evaluate", self.call("news", run, {})["folder"], "--data", data, "--json"]
-        options = dict(options)
+        return self._figures("evaluate", run, ["--data", data], options)
+
+    def predict(self, run: str, data: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Predicts with a checkpoint of a run."""
+        return self._figures("predict", run, ["--data", data, "--out", out], options)
+
+    def _figures(self, command: str, run: str, words: list[str], options: dict[str, Any]) -> dict[str, Any]:
+        """What a command prints as JSON, run as a job."""
+        words = [command, self.call("news", run, {})["folder"], *words, "--json"]
+        options = {key: value for key, value in options.items() if value is not None}
         words += [word for override in options.pop("overrides", ()) for word in ("--set", override)]
+        if (columns := options.pop("columns", None)) is not None:
+            words += ["--columns", ",".join(columns)]
         words += [
             word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))
         ]
-        log = self._run("python -m raytrec " + shlex.join(words), "evaluate")
+        log = self._run("python -m raytrec " + shlex.join(words), command)
         try:
             return json.loads(log.rstrip().rpartition("\n")[2])
         except ValueError:
-            raise error_in(log, "evaluate") from None
+            raise error_in(log, command) from None
 
     def close(self) -> None:
         """Nothing of this stays open."""

@@ -50,6 +50,13 @@ class Driver:
 
         return _ours(evaluate, run_folder(run), data, **options).metrics
 
+    def predict(self, run: str, data: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Predicts with a checkpoint of a run; the figures."""
+        from raytrec.client.queries import run_folder
+        from raytrec.driver.predict import predict
+
+        return _ours(predict, run_folder(run), data, out, **options).metrics
+
 
 def _ours(call: Any, *arguments: Any, **options: Any) -> Any:
     """What a call gives; whatever it raises becomes an error of ours, which can be read anywhere."""

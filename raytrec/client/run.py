@@ -141,6 +141,21 @@ class Run:
         """
         return self._way.evaluate(self.folder, data, options)
 
+    def predict(self, data: str, out: str, **options: Any) -> dict[str, Any]:
+        """Predicts every row of some Parquet on the cluster, with the newest checkpoint: for each file one of
+        the same name. Interrupted, it continues when it is called again.
+
+        Args:
+            data: folder or file of Parquet, as the cluster sees it.
+            out: the folder to write to, likewise.
+            options: columns, a list of those to carry (default: data.carry); workers; checkpoint, a step or
+                "best"; overrides: such as data.on_error=skip.
+
+        Returns:
+            predict.rows, predict.files and more (raytrec.driver.predict.Predictions).
+        """
+        return self._way.predict(self.folder, data, out, options)
+
     def tables(self) -> dict[str, list[int]]:
         """Embedding tables of the newest checkpoint: name → [rows, dim]."""
         return self._ask("tables")["tables"]

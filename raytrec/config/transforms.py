@@ -257,3 +257,27 @@ def columns_before(transforms: list[Transform] | tuple[Transform, ...], columns:
             needed.pop(name, None)
         needed |= dict.fromkeys(transform.reads)
     return list(needed)
+
+
+def needed_transforms(transforms: tuple[Transform, ...], columns: list[str]) -> tuple[Transform, ...]:
+    """Those transforms, and those of their columns, that `columns` are made by; all else can be left undone.
+
+    Of a function of yours nobody knows which column it reads for what: it stays if it makes any of them, or
+    does not say what it makes.
+    """
+    needed, kept = set(columns), []
+    for transform in reversed(transforms):
+        if isinstance(transform, OnColumns):
+            pairs = [
+                pair for pair in zip(transform.columns, transform.writes, strict=True) if pair[1] in needed
+            ]
+            if not pairs:
+                continue
+            if len(pairs) < len(transform.columns):
+                read, made = map(list, zip(*pairs, strict=True))
+                transform = transform.model_copy(update={"columns": read, "into": made})
+        elif transform.writes and not needed & set(transform.writes):
+            continue
+        needed = (needed - set(transform.writes)) | set(transform.reads)
+        kept.append(transform)
+    return tuple(reversed(kept))

@@ -23,6 +23,7 @@ from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Order
 from raytrec.data.placement import place
 from raytrec.data.rows import read_items
+from raytrec.data.spans import SpanOrder
 
 LEAST_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows
 BLOCK_BYTES = 16 << 20  # of what a task hands over at a time
@@ -47,7 +48,7 @@ class Stream:
     def __init__(
         self,
         dataset: Dataset,
-        order: Order,
+        order: Order | SpanOrder,
         *,
         rank: int,
         world: int,

@@ -173,6 +173,36 @@ def print_result(result: Any) -> None:
         console.print(plain(line), soft_wrap=True)
 
 
+def print_predictions(result: Any) -> None:
+    """What has been predicted as a table on stdout, and where it is.
+
+    Args:
+        result: predict.Predictions.
+    """
+    metrics, console = result.metrics, open_console()
+    console.print(bold(metrics["name"]), soft_wrap=True)
+    table = Table(show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    speed = metrics["predict.rows_per_s"]
+    lines = {
+        "rows": f"{metrics['predict.rows']:,}",
+        "files": f"{metrics['predict.files']:,}",
+        "rows per second": f"{speed:,.0f}" if speed else "nothing was left to do",
+        "seconds": f"{metrics['seconds']:,.1f}",
+    }
+    if ids := metrics["predict.ids"]:
+        lines["ids out of range"] = f"{metrics['predict.changed_ids']:,} of {ids:,}"
+    for key in ("skipped_rows", "skipped_files"):
+        if count := metrics[f"predict.{key}"]:
+            lines[key.replace("_", " ")] = f"{count:,}"
+    for name, value in lines.items():
+        table.add_row(name, value)
+    console.print(table)
+    console.print(plain(f"predictions  {result.path}"), soft_wrap=True)
+    console.print(plain(f"columns      {', '.join(result.columns)}"), soft_wrap=True)
+
+
 CHECKS = {
     "forward": "pooled embeddings",
     "gradient": "gradient",

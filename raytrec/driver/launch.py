@@ -34,6 +34,7 @@ from raytrec.embeddings.planner.constraints import validate_constraints
 from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.hosts import host_memory
 from raytrec.worker.context import WorkerTask
+from raytrec.worker.prediction_files import PredictionTask
 
 
 def local_cpus(config: RunConfig) -> int:
@@ -144,7 +145,7 @@ def _host_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
 
 
 def run_group(
-    worker: str,
+    worker: str | Callable[[WorkerTask], None],
     config: RunConfig,
     schema: Schema,
     datasets: dict[str, Dataset],
@@ -153,14 +154,19 @@ def run_group(
     *,
     fingerprint: str = "",
     saves: bool = False,
+    restarts: bool = False,
+    predictions: PredictionTask | None = None,
     look: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Runs a function of `train.worker` on a Ray Train worker group; the figures that rank 0 reports.
+    """Runs a function on a Ray Train worker group; the figures that rank 0 reports.
 
     Args:
+        worker: the function, or its name in `worker.loop`.
         checkpoint: the folder of all checkpoints, or the one to read.
         fingerprint: of the training data (data.contents), which checkpoints hold.
         saves: whether the function saves, so that it can be started again and asked to stop.
+        restarts: whether it can be started again although it does not save.
+        predictions: see WorkerTask.
         look: called every half second while the group runs; a ConfigError that it raises ends the group.
 
     Raises:
@@ -202,13 +208,13 @@ def run_group(
         cpus_beside=scaling.max_workers * config.data.readers if others_read else 0,
     )
     failures = FailuresWithReason(
-        ray.train.FailureConfig(), coordinator, scaling.max_failures if saves else 0
+        ray.train.FailureConfig(), coordinator, scaling.max_failures if saves or restarts else 0
     )
     stop = Stop(coordinator, scaling.shutdown_grace_s if saves else 0)
     lifeline = Lifeline(scaling.hang_timeout_s, own=started_here())
-    task = WorkerTask(config, schema, datasets, coordinator, checkpoint, fingerprint)
+    task = WorkerTask(config, schema, datasets, coordinator, checkpoint, fingerprint, predictions=predictions)
     trainer = ControlledTrainer(
-        getattr(workers, worker),
+        worker if callable(worker) else getattr(workers, worker),
         train_loop_config=task,
         backend_config=LateTorchConfig(
             TORCH_CONFIG,

@@ -26,7 +26,12 @@ from raytrec.worker.step_timing import Phases
 
 
 def build_step(
-    config: RunConfig, schema: Schema, device: torch.device, *, fill: bool = True
+    config: RunConfig,
+    schema: Schema,
+    device: torch.device,
+    *,
+    fill: bool = True,
+    objective: type[Objective] = Objective,
 ) -> tuple[Step, ShardingPlan]:
     """Model, plan, optimizers and pipeline of this rank; a collective.
 
@@ -34,10 +39,12 @@ def build_step(
 
     Args:
         fill: whether tables get their initial values; a checkpoint that is read next brings others.
+        objective: what becomes of the model's logits.
     """
     require_gradient_division()
     prepare_process(config.train)
-    model, optimizers = _unsharded(config, schema, device), table_optimizers(config, schema)
+    model = _unsharded(config, schema, device, objective)
+    optimizers = table_optimizers(config, schema)
     fuse(model.embeddings.bags, optimizers, device.type)
     plan = make_plan(model, BagSharder(), schema, config, device)
     sharded = DistributedModelParallel(
@@ -93,7 +100,9 @@ def _sharder(plan: ShardingPlan, device: torch.device) -> BagSharder:
     return BagSharder(fused_params=CACHED if _has_caches(plan, device) else None)
 
 
-def _unsharded(config: RunConfig, schema: Schema, device: torch.device) -> LossModel:
-    objective = Objective.of(config, schema, dist.get_world_size())
+def _unsharded(
+    config: RunConfig, schema: Schema, device: torch.device, objective: type[Objective] = Objective
+) -> LossModel:
+    made = objective.of(config, schema, dist.get_world_size())
     recommender = build_recommender(config, schema, device)
-    return LossModel(recommender, objective, config.train.micro_batches, config.train.on_nan == "skip")
+    return LossModel(recommender, made, config.train.micro_batches, config.train.on_nan == "skip")

@@ -17,7 +17,9 @@ from raytrec.config.schema import Schema
 from raytrec.data.faults import SKIPPED, Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Order
+from raytrec.data.spans import SpanOrder
 from raytrec.worker.heartbeat import Heartbeat
+from raytrec.worker.prediction_files import PredictionTask
 
 
 @dataclass(repr=False)  # Ray's dashboard shows what is written of it: nothing
@@ -30,6 +32,7 @@ class WorkerTask:
         checkpoint: the folder of all checkpoints (training), or the one to read (evaluation).
         fingerprint: of the training data's row groups; "" where nothing is trained.
         folder: where modules that the configuration names may be, beside Python's own path.
+        predictions: what is to be predicted, and where it goes; None where nothing is.
     """
 
     config: RunConfig
@@ -39,6 +42,7 @@ class WorkerTask:
     checkpoint: str
     fingerprint: str = ""
     folder: str = field(default_factory=os.getcwd)
+    predictions: PredictionTask | None = None
 
 
 @dataclass
@@ -90,7 +94,7 @@ class WorkerContext:
         heartbeat = Heartbeat(task.coordinator, group[0], index, lease_s, beat_s(world))
         return cls(index, world, device, task, heartbeat, attempt)
 
-    def stream(self, name: str, order: Order):
+    def stream(self, name: str, order: Order | SpanOrder):
         """This rank's Stream of one of the task's datasets, or None when the task has none of that name."""
         from raytrec.data.stream import Stream
 

@@ -107,22 +107,12 @@ def train_worker(task: WorkerTask) -> None:
 
 def evaluate_worker(task: WorkerTask) -> None:
     """Loads a checkpoint and evaluates it as one rank of a Ray Train worker group."""
-    from raytrec.checkpoint.finite import not_finite, on_any_rank
-    from raytrec.checkpoint.restore import load
-    from raytrec.checkpoint.state import LogicalState
     from raytrec.metrics.selection import Selection
-    from raytrec.worker.build import build_step
     from raytrec.worker.evaluate import evaluate
+    from raytrec.worker.load import load_step
 
     context = WorkerContext.enter(task)
-    context.enter_phase("loading the checkpoint", "restore")
-    step, _ = build_step(task.config, task.schema, context.device, fill=False)
-    state = LogicalState(step.model, step.optimizer, with_optimizer=False)
-    load(task.checkpoint, state.tensors())
-    if found := on_any_rank(not_finite(state.tensors(), state.unbounded)):
-        context.report(
-            messages.Warn(text=f"the checkpoint is NaN or infinite, its figures mean nothing: {found}")
-        )
+    step = load_step(context)
     context.enter_phase("evaluating", "evaluate")
     selection = Selection.of_config(task.config, task.schema)
     stream = context.stream("test", evaluation_order(task.config))

@@ -1,0 +1,114 @@
+"""Columns that go from input files to predictions, as the files have them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from raytrec.common.errors import DataError, did_you_mean
+from raytrec.config.transforms import Transform, columns_before, needed_transforms
+from raytrec.data import nested
+from raytrec.data.carried import in_folders
+from raytrec.data.decode import decode
+from raytrec.data.fragments import read_footer
+from raytrec.data.order import Part
+from raytrec.data.transform import apply_transforms
+
+KEPT = 8  # schemas of files
+
+
+@dataclass(frozen=True)
+class CarriedColumns:
+    """Which columns; each as the files have it, else as data.transforms make it, else from folders key=value.
+
+    Attributes:
+        names: in their order; fields of structs as in a schema, `user.id`.
+        transforms: the run's.
+        folders: key of folders → the type of what all their names say.
+        code: where the transforms' modules may be, beside Python's own path.
+    """
+
+    names: tuple[str, ...]
+    transforms: tuple[Transform, ...] = ()
+    folders: Mapping[str, pa.DataType] = field(default_factory=dict)
+    code: str | None = None
+    _schemas: dict[str, pa.Schema] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def schema(self, uri: str) -> pa.Schema:
+        """The columns of a file, with plain types.
+
+        Raises:
+            DataError: it has no such column, or has it twice.
+        """
+        if not self.names:
+            return pa.schema([])
+        arrow = self._arrow(uri)
+        raw, made = self._divided(arrow)
+        kinds = {name: nested.type_at(arrow, nested.find(arrow, name)) for name in raw}
+        if made:
+            transforms = needed_transforms(self.transforms, made)
+            there = nested.select(arrow, columns_before(transforms, made))
+            done = apply_transforms(nested.empty_table(there), transforms, uri, self.code)
+            kinds |= {name: done.schema.field(name).type for name in made}
+        kinds |= {
+            name: self.folders[name] for name in self.names if name not in kinds and name in self.folders
+        }
+        if missing := [name for name in self.names if name not in kinds]:
+            known = [*nested.leaves(arrow), *self.folders]
+            near = did_you_mean(missing[0], known)
+            raise DataError(
+                f"there is no column '{missing[0]}' to carry" + (f"; did you mean '{near}'?" if near else ""),
+                where=uri,
+                expected=f"one of {', '.join(known)}",
+                do="correct --columns (default: data.carry of the run)",
+            )
+        return pa.schema([(name, _plain(kinds[name])) for name in self.names])
+
+    def read(self, part: Part) -> pa.Table:
+        """The columns of some rows of a row group; `schema`'s types.
+
+        Raises:
+            DataError: they cannot be decoded.
+        """
+        schema, arrow = self.schema(part.path), self._arrow(part.path)
+        raw, made = self._divided(arrow)
+        transforms = needed_transforms(self.transforms, made)
+        before = columns_before(transforms, made)
+        columns = {}
+        if raw or before:
+            table = decode(part.path, part.group, part.first, part.rows, list(dict.fromkeys([*raw, *before])))
+            columns = {name: table[name] for name in raw}
+            if made:
+                where = f"{part.path}, row group {part.group}"
+                done = apply_transforms(table.select(before), transforms, where, self.code)
+                columns |= {name: done[name] for name in made}
+        folders = in_folders(part.path)
+        for name in schema.names:
+            if name not in columns:
+                columns[name] = pa.repeat(_scalar(folders[name], schema.field(name).type), part.rows)
+        return pa.table([columns[name].cast(schema.field(name).type) for name in schema.names], schema)
+
+    def _arrow(self, uri: str) -> pa.Schema:
+        """What a file's footer says, kept for its other parts."""
+        if uri not in self._schemas:
+            if len(self._schemas) >= KEPT:
+                self._schemas.clear()
+            self._schemas[uri] = read_footer(uri).schema.to_arrow_schema()
+        return self._schemas[uri]
+
+    def _divided(self, arrow: pa.Schema) -> tuple[list[str], list[str]]:
+        """(columns that a file has, those that transforms make)."""
+        written = {name for transform in self.transforms for name in transform.writes}
+        raw = [name for name in self.names if nested.find(arrow, name) is not None]
+        return raw, [name for name in self.names if name not in raw and name in written]
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """A type that parts of a file can share: of a dictionary, that of its values."""
+    return _plain(kind.value_type) if pa.types.is_dictionary(kind) else kind
+
+
+def _scalar(text: str | None, kind: pa.DataType) -> pa.Scalar:
+    return pa.scalar(int(text) if text is not None and pa.types.is_integer(kind) else text, kind)

@@ -1,0 +1,287 @@
+"""`raytrec predict`: the scores of every row of a folder of Parquet, as Parquet."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pyarrow as pa
+
+from raytrec.checkpoint.files import find, find_best, find_step
+from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.common.storage import absolute
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import needed_transforms
+from raytrec.data.carried import in_folders, type_of_folders
+from raytrec.data.contents import fingerprint, look
+from raytrec.data.fragments import Dataset, list_files, read_footer, scan
+from raytrec.data.prediction_columns import CarriedColumns
+from raytrec.data.spans import SPAN_ROWS
+from raytrec.data.verify import check_accused
+from raytrec.driver.console import RunConsole
+from raytrec.driver.evaluation import evaluation_config, scratch_folder
+from raytrec.driver.launch import run_group
+from raytrec.driver.predictions import Manifest, check_place, choose_columns, claim, clean, hold_folder
+from raytrec.driver.recorder import Watch
+from raytrec.driver.session import session_of
+from raytrec.metrics.selection import Selection
+from raytrec.tasks.task import Task, resolve_tasks
+from raytrec.worker.predict import predict_worker
+from raytrec.worker.prediction_files import Counts, PredictionFolder, PredictionTask
+from raytrec.worker.write_predictions import write_empty
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What `predict` came to.
+
+    Attributes:
+        metrics: predict.rows, predict.files, predict.skipped_rows, predict.skipped_files, predict.ids and
+            predict.changed_ids (ids that were brought into range, of those of tables that take such), of the
+            whole folder; predict.rows_per_s (None where nothing was left to do), world_size and seconds of
+            this call; changed: feature → ids that were brought into range; name, checkpoint.
+        path: the folder of predictions.
+        columns: of the files, in order.
+    """
+
+    metrics: dict[str, Any]
+    path: str
+    columns: list[str] = field(default_factory=list)
+
+
+def predict(
+    place: str | Path,
+    data: str,
+    out: str,
+    *,
+    columns: Sequence[str] | None = None,
+    workers: int | None = None,
+    checkpoint: str | int | None = None,
+    overrides: list[str] | None = None,
+    allow_code: bool = False,
+) -> Predictions:
+    """Predicts every row of a folder of Parquet: for each input file one of the same name, with its rows in
+    their order. Interrupted, it continues when it is called again: complete files stay.
+
+    Args:
+        place: run folder or checkpoint folder. Nothing is written there.
+        data: folder or file of Parquet, local or s3:// or gs://. It needs no labels.
+        out: the folder to write to, likewise; all nodes must reach it.
+        columns: columns of the input to carry; default: the run's data.carry.
+        workers: number of workers; default: as the run was trained.
+        checkpoint: of a run, a step, or "best" (by checkpoint.best_metric); default: the newest.
+        overrides: `section.key=value` of data, scaling, plan and train, such as data.on_error=skip; and
+            tables.NAME.out_of_range=RULE.
+        allow_code: the configuration in there may name code (raytrec/config/trust.py).
+
+    Raises:
+        RunError: no checkpoint there, or workers failed more often than scaling.max_failures. ConfigError:
+            `out` holds something else, or a setting is wrong. DataError: what is wrong with the input.
+    """
+    began, out, data = perf_counter(), absolute(str(out)), absolute(str(data))
+    changes = [f"scaling.num_workers={workers}"] if workers else []
+    changes += overrides or []
+    config, schema, folder, index = _resolve(place, checkpoint, changes, allow_code)
+    tasks = resolve_tasks(config.tasks, schema)
+    scores, below = score_names(tasks), check_place(out, data)
+    chosen = choose_columns(list(columns) if columns is not None else None, _carry(config), scores)
+    dataset, files = _open(data, config, schema)
+    carried = _carried(chosen, config, files)
+    manifest = Manifest(
+        run=config.run.name,
+        checkpoint=folder,
+        checkpoint_id=index["sha256"],
+        scores=scores,
+        columns=chosen,
+        data=data,
+        input=_input(dataset, files, below, config),
+        rules={name: table.out_of_range for name, table in schema.tables.items()},
+    )
+    batch_rows = _batch_rows(config, files)
+    wanted = PredictionTask(
+        out,
+        below,
+        files,
+        tuple(scores),
+        carried,
+        manifest.binding,
+        batch_rows,
+        SPAN_ROWS,
+        manifest.plan(batch_rows, SPAN_ROWS),
+    )
+    target = PredictionFolder(out)
+    with hold_folder(target):
+        names = claim(target, manifest)
+        figures = _fill(target, names, wanted, config, schema, dataset, folder, tasks)
+        metrics = _figures(target, wanted, dataset) | figures
+        clean(target)
+    metrics |= {
+        "seconds": round(perf_counter() - began, 3),
+        "name": f"{config.run.name} on {data}",
+        "checkpoint": folder,
+    }
+    return Predictions(metrics, out, [*chosen, *scores])
+
+
+def _resolve(
+    place: str | Path, checkpoint: str | int | None, changes: list[str], allow_code: bool
+) -> tuple[RunConfig, Schema, str, dict[str, Any]]:
+    """(configuration, schema, folder of the checkpoint, its index)."""
+    if checkpoint is None or checkpoint == "newest":
+        folder, index = find(place)
+    elif checkpoint == "best":
+        folder, index = find(place)
+        config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
+        by = Selection.of_config(config, schema).best(config.checkpoint.best_metric)
+        folder, index = find_best(place, by)
+    elif str(checkpoint).isdecimal():
+        folder, index = find_step(place, int(checkpoint))
+    else:
+        raise ConfigError(
+            f"--checkpoint is '{checkpoint}'",
+            where="--checkpoint",
+            expected="a step such as 1200, best, or newest",
+            do="or give the folder of a checkpoint in place of the run's",
+        )
+    config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
+    return config, schema, folder, index
+
+
+def score_names(tasks: Sequence[Task]) -> list[str]:
+    """The columns of scores: `score`, or `score_TASK` of each of several tasks."""
+    return ["score"] if len(tasks) == 1 else [f"score_{task.name}" for task in tasks]
+
+
+def _carry(config: RunConfig) -> list[str]:
+    return list(getattr(config.data, "carry", []))
+
+
+def _open(data: str, config: RunConfig, schema: Schema) -> tuple[Dataset, dict[str, int]]:
+    """(the dataset, each file that can be read → its rows); labels are not looked at."""
+    inputs = [name for name in schema.columns if name not in schema.labels]
+    skip = config.data.on_error == "skip"
+    dataset = scan(
+        data,
+        schema,
+        "--data",
+        transforms=needed_transforms(tuple(config.data.transforms), inputs),
+        read_labels=False,
+        skip=skip,
+    )
+    check_accused(dataset)
+    rows: dict[str, int] = {}
+    for group in dataset.groups:
+        rows[group.path] = rows.get(group.path, 0) + group.rows
+    broken = {error.where for error in dataset.left_out}
+    files = [path for path in list_files(data, "--data") if path in rows or not _is_broken(path, broken)]
+    return dataset, {path: rows.get(path, 0) for path in files}
+
+
+def _is_broken(path: str, wheres: set[str]) -> bool:
+    """Whether a file without rows is one that is skipped, and not an empty one."""
+    if any(where.startswith(path) for where in wheres):
+        return True
+    try:
+        return read_footer(path).num_rows > 0
+    except DataError:
+        return True
+
+
+def _carried(names: list[str], config: RunConfig, files: dict[str, int]) -> CarriedColumns:
+    """The columns to carry, which every file has.
+
+    Raises:
+        DataError: one has not.
+    """
+    of_paths = [in_folders(path) for path in files]
+    keys = set.intersection(*map(set, of_paths)) if of_paths else set()
+    folders = {key: type_of_folders(values[key] for values in of_paths) for key in keys & set(names)}
+    carried = CarriedColumns(tuple(names), tuple(config.data.transforms), folders, os.getcwd())
+    with ThreadPoolExecutor(16) as pool:
+        for _ in pool.map(carried.schema, files):
+            pass
+    return carried
+
+
+def _input(dataset: Dataset, files: dict[str, int], below: str, config: RunConfig) -> str:
+    """Stands for what the input's files are called and hold, and what is made of it."""
+    names = sorted(f"{path.removeprefix(below)} {rows}" for path, rows in files.items())
+    made = [str(transform.model_dump(mode="json")) for transform in config.data.transforms]
+    return hashlib.sha256("\n".join([fingerprint(look(dataset)), *made, *names]).encode()).hexdigest()
+
+
+def _batch_rows(config: RunConfig, files: dict[str, int]) -> int:
+    """Rows of one rank's batch, whatever number of ranks there is for it: that of the most."""
+    share = -(-config.data.global_batch_size // config.scaling.max_workers)
+    return max(1, min(share, max(files.values())))
+
+
+def _fill(
+    target: PredictionFolder,
+    names: set[str],
+    wanted: PredictionTask,
+    config: RunConfig,
+    schema: Schema,
+    dataset: Dataset,
+    checkpoint: str,
+    tasks: Sequence[Task],
+) -> dict[str, Any]:
+    """Predicts what is not complete yet; figures of this call."""
+    complete = target.finished(wanted, names)
+    kinds = [pa.float32() if task.outputs == 1 else pa.list_(pa.float32()) for task in tasks]
+    for path, rows in wanted.files.items():
+        if not rows and path not in complete:
+            write_empty(wanted, path, kinds)
+    if all(path in complete or not rows for path, rows in wanted.files.items()):
+        return {"predict.rows_per_s": None, "world_size": 0}
+    with scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, session_of(config):
+        for error in dataset.left_out:
+            console.warn(f"skipped {error.where}: {error.what}")
+        if complete:
+            console.note(f"{len(complete)} of {len(wanted.files)} files are complete already")
+        found = run_group(
+            predict_worker,
+            config,
+            schema,
+            {"predict": dataset},
+            checkpoint,
+            Watch(console),
+            restarts=True,
+            predictions=wanted,
+        )
+    speed = found["predicted"] / found["predict_s"] if found["predict_s"] else None
+    return {"predict.rows_per_s": speed and round(speed, 1), "world_size": found["world_size"]}
+
+
+def _figures(target: PredictionFolder, wanted: PredictionTask, dataset: Dataset) -> dict[str, Any]:
+    """What the complete folder says of itself.
+
+    Raises:
+        RunError: a file is not there, although all workers have ended well.
+    """
+    complete, counts = target.finished(wanted, target.names()), Counts()
+    if missing := [path for path in wanted.files if path not in complete]:
+        raise RunError(
+            f"the predictions of {len(missing)} files are not there, such as those of {missing[0]}",
+            where=target.uri,
+            expected="a folder that all nodes share, and nobody else writes to",
+            do="give the same command again: complete files stay",
+        )
+    for each in complete.values():
+        counts += each
+    return {
+        "predict.rows": counts.rows,
+        "predict.files": len(complete),
+        "predict.skipped_rows": counts.skipped,
+        "predict.skipped_files": len(dataset.left_out),
+        "predict.ids": sum(ids for _, ids in counts.changed.values()),
+        "predict.changed_ids": sum(changed for changed, _ in counts.changed.values()),
+        "changed": {feature: changed for feature, (changed, _) in counts.changed.items() if changed},
+    }

@@ -1,0 +1,227 @@
+"""A folder of predictions before anything is written into it: whose it is. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.storage import open_filesystem
+from raytrec.worker.prediction_files import MANIFEST, PARTS, PredictionFolder
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder holds predictions of; `_predictions.json`.
+
+    Attributes:
+        run: its name. checkpoint: its folder. checkpoint_id: hash of its index.
+        scores: names of the columns of scores. columns: of those that are carried.
+        data: where the input is. input: stands for what its files hold.
+        rules: table → out_of_range.
+    """
+
+    run: str
+    checkpoint: str
+    checkpoint_id: str
+    scores: list[str]
+    columns: list[str]
+    data: str
+    input: str
+    rules: dict[str, str]
+
+    @property
+    def binding(self) -> str:
+        """Stands for all that a file's content depends on."""
+        return _hash([self.checkpoint_id, self.scores, self.columns, self.input])
+
+    def plan(self, batch_rows: int, span_rows: int) -> str:
+        """Stands for all that a part's content depends on."""
+        return _hash([self.binding, self.rules, batch_rows, span_rows])[:16]
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps({"format": FORMAT, **self.__dict__}, indent=2) + "\n"
+
+    def difference(self, before: dict[str, Any]) -> tuple[str, str] | None:
+        """(how a folder that another manifest stands in differs, what to do); None: it is of the same.
+
+        A table's rule may have been `error`: what is complete held no id that it would have changed.
+        """
+        if before.get("checkpoint_id") != self.checkpoint_id:
+            of = f"of {before.get('checkpoint')}"
+            return f"this folder holds predictions {of}", f"predict with that checkpoint, or {OTHER}"
+        for key, what in {"columns": "--columns", "scores": "tasks"}.items():
+            if before.get(key) != getattr(self, key):
+                told = ", ".join(before.get(key) or ["none"])
+                return (
+                    f"this folder holds predictions with other {what}: {told}",
+                    f"give the same, or {OTHER}",
+                )
+        if before.get("input") != self.input:
+            where = before.get("data")
+            what = f"this folder holds predictions of other rows, from {where}"
+            if where == self.data:
+                what = "the input's files have changed since predictions were written here"
+            return what, f"predict all of it again, into a new folder: {OTHER}"
+        rules = before.get("rules") or {}
+        changed = [name for name, rule in self.rules.items() if rules.get(name, rule) not in (rule, "error")]
+        if changed:
+            rule = f"tables.{changed[0]}.out_of_range={rules[changed[0]]}"
+            return f"this folder holds predictions with {rule}", f"give the same, or {OTHER}"
+        return None
+
+
+OTHER = "choose another --out, or remove the folder yourself"
+
+
+def check_place(out: str, data: str) -> str:
+    """Whether predictions can go where they shall; gives the folder that names of input files are taken from.
+
+    Raises:
+        ConfigError: what is written would be, or become, input.
+    """
+    filesystem, source = open_filesystem(data)
+    is_file = filesystem.get_file_info(source).is_file
+    below = source.rpartition("/")[0] if is_file else source
+    prefix = data.partition("://")[0] + "://" if "://" in data else ""
+    _, target = open_filesystem(out)
+    if ("://" in out) != ("://" in data):
+        return prefix + below
+    if filesystem.type_name == "local":
+        inside = Path(os.path.realpath(target)).is_relative_to(os.path.realpath(below))
+        inside &= not is_file or os.path.realpath(target) == os.path.realpath(below)
+    else:
+        inside = f"{target}/".startswith(f"{below}/") and (not is_file or target == below)
+    if inside:
+        raise ConfigError(
+            "the predictions would be written among their input",
+            where=f"--out {out}, --data {data}",
+            expected="a folder outside of the data",
+            do="choose another --out",
+        )
+    return prefix + below
+
+
+def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
+    """Makes a folder that of these predictions, or finds that it is; the names of its files.
+
+    Raises:
+        ConfigError: it holds something else. RunError: it cannot be read or written.
+    """
+    try:
+        names, text = folder.names(), folder.read_text(MANIFEST)
+        if text is None and (others := sorted(n for n in names if not n.startswith(MANIFEST))):
+            raise ConfigError(
+                f"this folder holds other files, such as {others[0]}",
+                where=f"--out {folder.uri}",
+                expected="a new folder, or one that `raytrec predict` has begun to fill",
+                do="choose another --out",
+            )
+        before = None if text is None else _read(text, folder)
+        if before is not None and (found := manifest.difference(before)):
+            what, do = found
+            raise ConfigError(what, where=f"--out {folder.uri}", expected="the same predictions", do=do)
+        if before is None or before != json.loads(manifest.to_json()):
+            folder.write_text(MANIFEST, manifest.to_json())
+    except OSError as error:
+        raise RunError(
+            f"the folder cannot be read or written: {error.strerror or error}",
+            where=f"--out {folder.uri}",
+            expected="a folder that all nodes can write to",
+        ) from None
+    return names
+
+
+def _read(text: str, folder: PredictionFolder) -> dict[str, Any]:
+    try:
+        values = json_values(text)
+        if isinstance(values, dict) and values.get("format") == FORMAT:
+            return values
+        why = "of another format"
+    except NotReadable as error:
+        why = str(error)
+    raise ConfigError(
+        f"{MANIFEST} cannot be read: {why}", where=f"--out {folder.uri}", do="choose another --out"
+    )
+
+
+@contextmanager
+def hold_folder(folder: PredictionFolder) -> Iterator[None]:
+    """Keeps others from predicting into the same folder, where it is on a disk; goes with the process.
+
+    Raises:
+        RunError: somebody does.
+    """
+    if not folder.is_local:
+        yield
+        return
+    try:
+        os.makedirs(folder.uri, exist_ok=True)
+        held = os.open(folder.uri, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise RunError(
+            f"the folder cannot be written: {error.strerror}", where=f"--out {folder.uri}"
+        ) from None
+    try:
+        _lock(held, folder)
+        yield
+    finally:
+        os.close(held)
+
+
+def _lock(held: int, folder: PredictionFolder) -> None:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunError(
+            "somebody is predicting into this folder already",
+            where=f"--out {folder.uri}",
+            do="wait until that has ended, or choose another --out",
+        ) from None
+    except OSError:  # a file system without locks
+        return
+
+
+def clean(folder: PredictionFolder) -> None:
+    """Removes what is needed no more when all files are complete."""
+    folder.remove(PARTS)
+
+
+def choose_columns(asked: list[str] | None, carry: list[str], scores: list[str]) -> list[str]:
+    """The columns that are carried.
+
+    Args:
+        asked: --columns, each one name or several with commas; None: those of data.carry.
+
+    Raises:
+        ConfigError: one is named twice, or like a column of scores.
+    """
+    if asked is None:
+        names = list(carry)
+    else:
+        names = [name.strip() for each in asked for name in each.split(",") if name.strip()]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"column '{min(twice)}' is named twice", where="--columns", expected="each once")
+    if taken := set(names) & set(scores):
+        raise ConfigError(
+            f"the column '{min(taken)}' would have the name of a column of scores",
+            where="--columns",
+            expected=f"other names than {', '.join(scores)}",
+            do="rename the column in the input, or the task",
+        )
+    return names
+
+
+def _hash(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,143 @@
+"""Scores of every row of a dataset, as files: what one rank does."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raytrec.common import messages
+from raytrec.data.spans import Span, SpanOrder, cut_spans, deal, still_to_do
+from raytrec.worker.context import WorkerContext, WorkerTask
+from raytrec.worker.prediction_files import Changed, Counts, PredictionFolder, PredictionTask
+from raytrec.worker.write_predictions import SpanWriter, assemble, of_files
+
+if TYPE_CHECKING:
+    from raytrec.data.batch import Batch
+    from raytrec.tasks.outputs import Outputs
+
+LATE = 2  # batches after which scores have come from a GPU for certain
+PROGRESS_S = 2.0  # between two messages of how far it is
+
+
+def predict_worker(task: WorkerTask) -> None:
+    """Predicts this rank's spans and writes them, then puts files of several together."""
+    import torch.distributed as dist
+
+    context = WorkerContext.enter(task)
+    wanted, folder = task.predictions, PredictionFolder(task.predictions.out)
+    context.enter_phase("looking at what there is", "restore")
+    spans = cut_spans(task.datasets["predict"], wanted.batch_rows, wanted.span_rows)
+    names = [_names(folder, spans, wanted) if context.index == 0 else None]
+    dist.broadcast_object_list(names)
+    done, complete = names[0]
+    dealt = still_to_do(deal(spans, context.world, wanted.batch_rows), done)
+    order = SpanOrder(dealt, wanted.batch_rows)
+    rows, seconds = _predict(context, order) if order.steps() else (0, 0.0)
+    dist.barrier()
+    context.enter_phase("putting files together", "evaluate")
+    split = sorted(of_files(span for span in spans if span.path not in complete).items())
+    for path, parts in split[context.index :: context.world]:
+        assemble(wanted, parts, context.heartbeat.tick)
+        folder.remove(wanted.parts_of(path))
+    figures = {"world_size": context.world, "predicted": rows, "predict_s": seconds}
+    context.report(messages.Result(step=order.steps(), figures=figures))
+    context.close()
+
+
+def _names(folder: PredictionFolder, spans: list[Span], wanted: PredictionTask) -> tuple[set[Span], set[str]]:
+    """(spans that are done, input files that are complete)."""
+    names = folder.names()
+    complete = set(folder.finished(wanted, names))
+    done = {s for s in spans if s.path in complete or (not s.is_whole and wanted.part_of(s) in names)}
+    return done, complete
+
+
+def _predict(context: WorkerContext, order: SpanOrder) -> tuple[int, float]:
+    """Predicts and writes this rank's spans; (rows of all ranks, seconds that it took)."""
+    from raytrec.tasks.scoring import Scoring
+    from raytrec.worker.load import load_step
+
+    step = load_step(context, objective=Scoring)
+    stream, total = context.stream("predict", order), order.steps()
+    context.enter_phase("predicting", "evaluate")
+    context.report(messages.Start(total=total, step=0, workers=context.world))
+    writer = SpanWriter(context.task.predictions, context.task.config.data.on_error == "skip")
+    spans = _Spans(order.dealt[context.index], writer, list(context.task.schema.sparse))
+    rows, began, told = 0, monotonic(), monotonic()
+    try:
+        batches = spans.watch(context.evaluation_batches(stream).batches())
+        for number, outputs in enumerate(step.evaluate(batches), 1):
+            spans.take(outputs, order.local_rows(context.index, number - 1))
+            rows += order.global_rows(None, number - 1)
+            if monotonic() - told > PROGRESS_S or number == total:
+                told = monotonic()
+                speed = {"rows_per_s": rows / max(1e-9, told - began)}
+                context.report(messages.Train(step=number, figures=speed))
+        spans.finish()
+    finally:
+        writer.close()
+    return rows, monotonic() - began
+
+
+class _Spans:
+    """Batches in, and their outputs as they come back, put together as spans.
+
+    Args:
+        spans: of this rank, in the order in which they are read.
+        features: names of the sparse features.
+    """
+
+    def __init__(self, spans: list[Span], writer: SpanWriter, features: list[str]):
+        self._todo, self._writer, self._features = deque(spans), writer, features
+        self._changed: deque[np.ndarray | None] = deque()  # of batches that are on their way
+        self._coming: deque[tuple[Any, int, np.ndarray | None]] = deque()
+        self._parts: list[tuple[list[np.ndarray], np.ndarray]] = []  # of the span that is being put together
+        self._rows, self._counts = 0, Counts()
+
+    def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches."""
+        for batch in batches:
+            self._changed.append(None if batch.changed is None else batch.changed.numpy())
+            yield batch
+
+    def take(self, outputs: Outputs, rows: int) -> None:
+        """The outputs of the next batch, whose first `rows` rows are rows of a span."""
+        from raytrec.worker.fetch import Fetch
+
+        changed = self._changed.popleft()
+        if rows:
+            scores = [Fetch(each.predictions[:rows]) for each in outputs.tasks.values()]
+            self._coming.append(((scores, Fetch(outputs.rows[:rows])), rows, changed))
+        if len(self._coming) > LATE:
+            self._read()
+
+    def finish(self) -> None:
+        """Reads what is still on its way."""
+        while self._coming:
+            self._read()
+
+    def _read(self) -> None:
+        (coming, there), rows, changed = self._coming.popleft()
+        scores = [each.wait().float().numpy().copy() for each in coming]
+        present = there.wait().numpy() > 0
+        self._parts.append((scores, present))
+        self._rows += rows
+        self._counts += Counts(rows, int((~present).sum()), self._of_features(changed))
+        if self._rows == self._todo[0].rows:
+            self._hand_over()
+
+    def _of_features(self, changed: np.ndarray | None) -> Changed:
+        if changed is None:
+            return {}
+        return {name: counts for name, counts in zip(self._features, changed.T.tolist(), strict=True)}
+
+    def _hand_over(self) -> None:
+        """The span is complete."""
+        scores, present = zip(*self._parts, strict=True)
+        whole = [np.concatenate(of_task) for of_task in zip(*scores, strict=True)]
+        self._writer.put(self._todo.popleft(), whole, np.concatenate(present), self._counts)
+        self._parts, self._rows, self._counts = [], 0, Counts()

@@ -1,0 +1,88 @@
+"""Columns that go from input files to predictions: as files have them, transforms make them, folders say."""
+
+import datetime
+import decimal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.common.errors import DataError
+from raytrec.config.run_config import load_config
+from raytrec.config.transforms import columns_before, needed_transforms
+from raytrec.data.order import Part
+from raytrec.data.prediction_columns import CarriedColumns
+
+ROWS = 5
+TABLE = pa.table(
+    {
+        "id": pa.array(range(ROWS), pa.int64()),
+        "text": pa.array(["a", None, "c", "d", "e"]),
+        "city": pa.array(["x", "y", "x", "x", "y"]).dictionary_encode(),
+        "when": pa.array([datetime.datetime(2026, 11, 7, h) for h in range(ROWS)], pa.timestamp("us", "UTC")),
+        "price": pa.array([decimal.Decimal(f"{i}.25") for i in range(ROWS)], pa.decimal128(9, 2)),
+        "list": pa.array([[1, 2], [], None, [3], [4]]),
+        "user": pa.array([{"id": i, "age": 20 + i} for i in range(ROWS)]),
+    }
+)
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "day=7").mkdir()
+    path = tmp_path / "day=7" / "a.parquet"
+    pq.write_table(TABLE, path, row_group_size=3)
+    return str(path)
+
+
+def transforms(*settings):
+    return tuple(load_config({"data": {"train": "x", "transforms": list(settings)}}).data.transforms)
+
+
+def test_values_and_types_are_those_of_the_file(file):
+    names = ("price", "list", "text", "when", "user.age", "city")
+    carried = CarriedColumns(names)
+    read = [carried.read(part) for part in (Part(file, 0, 1, 2), Part(file, 1, 0, 2))]
+    found = pa.concat_tables(read)
+    assert found.schema == carried.schema(file) and found.column_names == list(names)
+    assert found["price"].equals(TABLE["price"].slice(1)) and found["when"].equals(TABLE["when"].slice(1))
+    assert found["list"].to_pylist() == [[], None, [3], [4]] and found["text"].null_count == 1
+    assert found["user.age"].to_pylist() == [21, 22, 23, 24]
+    assert found["city"].to_pylist() == ["y", "x", "x", "y"] and found["city"].type == pa.string()
+    assert CarriedColumns(()).schema(file) == pa.schema([])
+
+
+def test_a_column_of_the_file_stays_as_it_is_and_others_are_made(file):
+    made = transforms(
+        {"do": "hash", "columns": ["text"], "rows": 9},
+        {"do": "date_part", "columns": ["when"], "part": "hour", "into": ["hour"]},
+    )
+    carried = CarriedColumns(("text", "hour", "day"), made, {"day": pa.int64()})
+    found = carried.read(Part(file, 0, 0, 3))
+    assert found.to_pydict() == {"text": ["a", None, "c"], "hour": [0, 1, 2], "day": [7, 7, 7]}
+    assert carried.schema(file).types == [pa.string(), pa.int64(), pa.int64()]
+
+
+def test_a_column_that_is_not_there(file):
+    with pytest.raises(DataError, match="no column 'txet' to carry; did you mean 'text'"):
+        CarriedColumns(("id", "txet")).schema(file)
+
+
+def test_transforms_of_labels_alone_are_left_undone():
+    given = transforms(
+        {"do": "fill_null", "columns": ["rating", "price"], "value": 0},
+        {"do": "binarize", "columns": ["rating"], "at_least": 4, "into": ["label"]},
+        {"do": "log", "columns": ["price"]},
+        {"do": "age", "columns": ["joined"], "until_column": "seen_at", "into": ["days"]},
+    )
+    needed = needed_transforms(given, ["price", "days", "user"])
+    assert [(t.do, t.columns, t.writes) for t in needed] == [
+        ("fill_null", ["price"], ["price"]),
+        ("log", ["price"], ["price"]),
+        ("age", ["joined"], ["days"]),
+    ]
+    assert sorted(columns_before(needed, ["price", "days", "user"])) == ["joined", "price", "seen_at", "user"]
+    assert needed[1] is given[2] and given[0].columns == ["rating", "price"]
+    assert needed_transforms(given, ["label", "price"])[:2] == given[:2]
+    mine = transforms({"do": "os:getcwd", "reads": ["rating"], "writes": ["label"]})
+    assert needed_transforms(mine, ["price"]) == () and needed_transforms(mine, ["label"]) == mine

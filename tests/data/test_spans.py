@@ -1,0 +1,84 @@
+"""Spans of files: each row once, in order, no batch of two files, the same whatever is done already."""
+
+import random
+
+import pytest
+
+from raytrec.data.fragments import Dataset, RowGroup
+from raytrec.data.spans import SpanOrder, cut_spans, deal, still_to_do
+
+
+def dataset(sizes):
+    """Files of row groups of these sizes."""
+    groups = [RowGroup(f"f{f:03}", g, rows) for f, file in enumerate(sizes) for g, rows in enumerate(file)]
+    return Dataset("here", tuple(groups), None)
+
+
+def rows_of(part):
+    return [(part.path, part.group, row) for row in range(part.first, part.first + part.rows)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_is_read_once_and_in_order(seed, world):
+    chance = random.Random(seed)
+    sizes = [[chance.randint(1, 400) for _ in range(chance.randint(1, 9))] for _ in range(6)]
+    whole, batch = dataset(sizes), chance.choice([1, 7, 64])
+    spans = cut_spans(whole, batch, span_rows=300)
+    assert [p for s in spans for p in s.parts] == [p for s in sorted(spans, key=place) for p in s.parts]
+    assert [(s.first, s.rows) for s in spans] == [
+        (first, s.rows) for s, first in zip(spans, firsts(spans), strict=True)
+    ]
+    everything = [(g.path, g.index, row) for g in whole.groups for row in range(g.rows)]
+    assert [row for span in spans for part in span.parts for row in rows_of(part)] == everything
+    assert all(s.rows >= min(s.of_file, max(300, 8 * batch)) for s in spans if s.first + s.rows < s.of_file)
+
+    order = SpanOrder(deal(spans, world, batch), batch)
+    read = []
+    for rank in range(world):
+        mine = [row for item in order.items(whole, 0, rank, world) for p in item.parts for row in rows_of(p)]
+        taken = 0
+        for step in range(order.steps()):
+            ((_, count),) = order.shares(None, step, rank, world)
+            assert count <= order.padded_rows(None, step, world) == batch
+            assert len({path for path, *_ in mine[taken : taken + count]}) <= 1, "a batch of two files"
+            taken += count
+        assert taken == len(mine)
+        read += mine
+    assert sorted(read) == everything
+    assert sum(order.global_rows(None, step) for step in range(order.steps())) == len(everything)
+
+
+def place(span):
+    return span.path, span.first
+
+
+def firsts(spans):
+    """Where each span must begin: after the one before of its file."""
+    before = {}
+    for span in spans:
+        yield before.get(span.path, 0)
+        before[span.path] = before.get(span.path, 0) + span.rows
+
+
+def test_large_row_groups_are_cut_and_whole_files_know_that_they_are():
+    spans = cut_spans(dataset([[250_000], [10]]), 100)
+    assert [span.is_whole for span in spans] == [False] * 3 + [True]
+    assert [span.rows for span in spans] == [80_000, 80_000, 90_000, 10]
+
+
+def test_what_is_done_moves_no_other_span():
+    spans = cut_spans(dataset([[500] * 20]), 10, span_rows=500)
+    dealt = deal(spans, 3, 10)
+    assert {len(mine) for mine in dealt} <= {6, 7}
+    left = still_to_do(dealt, set(spans[:11]))
+    assert all(set(some) <= set(mine) for some, mine in zip(left, dealt, strict=True))
+    assert sorted(s.first for some in left for s in some) == [s.first for s in spans[11:]]
+    assert SpanOrder([[], []], 10).steps() == 0
+
+
+def test_ranks_have_about_as_much_to_do():
+    chance = random.Random(3)
+    spans = cut_spans(dataset([[chance.randint(1, 3000)] for _ in range(200)]), 50, span_rows=1)
+    loads = [sum(-(-span.rows // 50) for span in mine) for mine in deal(spans, 8, 50)]
+    assert max(loads) - min(loads) <= 60

@@ -1,0 +1,168 @@
+"""Predictions of real ranks, without Ray: every row once, in order, the same bits whatever came before."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from loop import Heartbeat, Said
+from ranks import on_ranks
+
+BATCH = 40  # rows of a rank's batch
+
+
+def read_here(stream, items):
+    """Stream._tables without Ray."""
+    from raytrec.data.rows import read_item
+
+    yield from (read_item(item, stream.dataset.form, stream._faults) for item in items)
+
+
+def settings(folder, **changes):
+    from raytrec.config.run_config import load_config
+
+    return load_config(parquet.settings(folder, folder / "run", **changes))
+
+
+def wanted(folder, dataset, out, columns=("row",), files=None):
+    """What the driver would ask for."""
+    from raytrec.data.prediction_columns import CarriedColumns
+    from raytrec.worker.prediction_files import PredictionTask
+
+    rows = dict.fromkeys(files or [], 0)
+    for group in dataset.groups:
+        rows[group.path] = rows.get(group.path, 0) + group.rows
+    carried = CarriedColumns(tuple(columns))
+    return PredictionTask(str(out), str(folder), rows, ("score",), carried, "binding", BATCH, 200, "plan")
+
+
+def predict(rank, world, folder, out, changes, fail_after=None):
+    """One rank of predict_worker, with the weights that a new run begins with; rank 0's messages.
+
+    Args:
+        fail_after: spans that all ranks together write before they fail.
+    """
+    import torch
+
+    from raytrec.config.schema import Schema
+    from raytrec.data.fragments import scan
+    from raytrec.data.stream import Stream
+    from raytrec.worker import load, predict, write_predictions
+    from raytrec.worker.build import build_step
+    from raytrec.worker.context import WorkerContext, WorkerTask
+
+    config = settings(folder, **changes)
+    schema = Schema.load(folder / "schema.yaml")
+    if rule := changes.get("rule"):
+        schema.tables["user"].out_of_range = rule
+    skip = config.data.on_error == "skip"
+    dataset = scan(str(folder / "test"), schema, read_labels=False, skip=skip)
+    said = Said()
+    task = WorkerTask(
+        config, schema, {"predict": dataset}, said, "", predictions=wanted(folder / "test", dataset, out)
+    )
+    context = WorkerContext(rank, world, torch.device("cpu"), task, Heartbeat(), 0)
+    context.heartbeat.close = lambda: None
+    context.heartbeat.count_batches = lambda batches, after="step": batches
+
+    def fresh(context, objective):
+        return build_step(config, schema, context.device, objective=objective)[0]
+
+    write = write_predictions.SpanWriter._write_span
+
+    def failing(writer, span, *rest):
+        if len(list(Path(out).rglob("*.parquet"))) >= fail_after:
+            raise OSError(28, "no space")
+        write(writer, span, *rest)
+
+    patches = [
+        patch.object(WorkerContext, "enter", lambda task: context),
+        patch.object(Stream, "_tables", read_here),
+        patch.object(load, "load_step", fresh),
+    ]
+    if fail_after is not None:
+        patches.append(patch.object(write_predictions.SpanWriter, "_write_span", failing))
+    try:
+        for each in patches:
+            each.start()
+        predict.predict_worker(task)
+    finally:
+        patch.stopall()
+    return list(said)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Files of one span, of several, with one row, and with large row groups."""
+    base = tmp_path_factory.mktemp("predict")
+    (base / "test" / "day=1").mkdir(parents=True)
+    (base / "schema.yaml").write_text(parquet.SCHEMA_YAML)
+    whole = parquet.table(1300, 5)
+    for name, first, rows, group in (
+        ("a.parquet", 0, 120, 120),
+        ("b.parquet", 120, 700, 90),
+        ("day=1/c.parquet", 820, 1, 1),
+        ("day=1/d.parquet", 821, 479, 300),
+    ):
+        pq.write_table(whole.slice(first, rows).drop(["label"]), base / "test" / name, row_group_size=group)
+    return base
+
+
+def outputs(out):
+    """name → bytes of each file, but for those of other kinds."""
+    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(Path(out).rglob("*.parquet"))}
+
+
+def expected_scores(rank, world, folder):
+    """Scores of one process with everything in one batch, by plain calls of the model."""
+    import torch
+
+    from raytrec.config.schema import Schema
+    from raytrec.data.collate import Collator, Rows
+    from raytrec.data.fragments import scan
+    from raytrec.data.order import Order
+    from raytrec.data.rows import read_item
+    from raytrec.tasks.scoring import Scoring
+    from raytrec.worker.build import build_step
+
+    config, schema = settings(folder), Schema.load(folder / "schema.yaml")
+    dataset = scan(str(folder / "test"), schema, read_labels=False)
+    step, _ = build_step(config, schema, torch.device("cpu"), objective=Scoring)
+    items = Order.evaluation(10_000, 1).items(dataset, 0, 0, 1)
+    tables = [read_item(item, dataset.form) for item in items]
+    pieces = [Rows.of(chunk) for table in tables for chunk in table.to_batches()]
+    (found,) = step.evaluate(iter([Collator(dataset.form)(pieces, 1300, 1300)]))
+    return found["label"].predictions.numpy()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_row_once_and_in_order(folder, tmp_path, world):
+    said = on_ranks(world, predict, folder, tmp_path, {})[0]
+    names = ["a.parquet", "b.parquet", "day=1/c.parquet", "day=1/d.parquet"]
+    assert sorted(outputs(tmp_path)) == names
+    rows = pa.concat_tables([pq.ParquetFile(tmp_path / name).read() for name in names])
+    assert rows.column_names == ["row", "score"]
+    assert rows["row"].to_pylist() == list(range(1300))
+    np.testing.assert_allclose(rows["score"], on_ranks(1, expected_scores, folder)[0], rtol=1e-5)
+    (result,) = [m for m in said if m["kind"] == "result"]
+    assert result["figures"]["predicted"] == 1300 and result["figures"]["world_size"] == world
+
+
+@pytest.mark.parametrize("fail_after", [0, 2, 4])
+def test_what_is_written_stays_and_the_rest_is_the_same_to_the_last_bit(folder, tmp_path, fail_after):
+    on_ranks(2, predict, folder, tmp_path / "whole", {})
+    with pytest.raises(RuntimeError, match="predictions cannot be written"):
+        on_ranks(2, predict, folder, tmp_path / "again", {}, fail_after)
+    before = {name: p.stat().st_mtime_ns for name, p in files(tmp_path / "again")}
+    assert len(before) >= fail_after and not list((tmp_path / "again").rglob("*.tmp"))
+    on_ranks(2, predict, folder, tmp_path / "again", {})
+    assert outputs(tmp_path / "again") == outputs(tmp_path / "whole")
+    complete = {name for name in before if not name.startswith("_")}
+    assert all(dict(files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete)
+
+
+def files(out):
+    return [(str(path.relative_to(out)), path) for path in Path(out).rglob("*.parquet")]
