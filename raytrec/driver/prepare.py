@@ -169,7 +169,7 @@ def make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_config(folder, config)
         write_text(folder / "schema.yaml", schema.to_yaml())
+        write_config(folder, config)  # last: a run that has a configuration can be resumed
     except OSError as error:
         raise RunError(f"cannot write the run folder: {error.strerror}", where=str(folder)) from None

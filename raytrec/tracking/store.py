@@ -69,6 +69,16 @@ class Store:
 
     def open(self) -> None:
         """Finds or makes the experiment and the run; after a failure it may be called again."""
+        self._connect()
+        self.run_id = self._continue() or self._answer_lost() or self._make()
+
+    def open_parent(self) -> None:
+        """Finds or makes the run's parent, and is that run from now on."""
+        self._connect()
+        parents = self._parents()
+        self.run_id = parents[0].info.run_id if parents else self._make_parent()
+
+    def _connect(self) -> None:
         from mlflow import MlflowClient
 
         if self.local:
@@ -77,7 +87,6 @@ class Store:
         else:
             self._client = MlflowClient(tracking_uri=self.uri)
         self._experiment_id = self._find_experiment()
-        self.run_id = self._continue() or self._answer_lost() or self._make()
 
     def write_metrics(self, records: list[Record]) -> None:
         """In as few calls as possible. What the store has already stays as it is there."""

@@ -1,0 +1,119 @@
+"""The space of a search: what is drawn, and what is said of a file that is wrong."""
+
+from math import log
+
+import pytest
+
+from raytrec.common.errors import ConfigError
+from raytrec.tuning.space import Space, put
+
+TEXT = """\
+# learning rates
+optim.embeddings.lr: {log_uniform: [1e-3, 0.1]}
+optim.dense.lr: {uniform: [0, 0.5]}
+
+model.cross_layers: {integer: [1, 4]}
+data.global_batch_size: {choice: [512, 1024]}
+"""
+
+
+def parse(text):
+    return Space.parse(text, "space.yaml")
+
+
+def test_values_are_in_their_ranges_and_spread_over_them():
+    drawn = parse(TEXT).configurations(400, seed=0)
+    rates = [each["optim.embeddings.lr"] for each in drawn]
+    assert all(1e-3 <= rate <= 0.1 for rate in rates)
+    shares = [sum(rate < bound for rate in rates) / 400 for bound in (10**-2.5, 1e-2, 10**-1.5)]
+    assert shares == pytest.approx([0.25, 0.5, 0.75], abs=0.07)  # as many in each half decade
+    assert abs(sum(map(log, rates)) / 400 - log(1e-2)) < 0.15
+    plain = [each["optim.dense.lr"] for each in drawn]
+    assert 0 <= min(plain) < 0.01 and 0.49 < max(plain) <= 0.5 and len(set(plain)) > 350
+    assert {each["model.cross_layers"] for each in drawn} == {1, 2, 3, 4}
+    assert {each["data.global_batch_size"] for each in drawn} == {512, 1024}
+    assert all(float(f"{rate:.4g}") == rate for rate in rates)
+
+
+def test_one_seed_draws_the_same_whatever_the_number_of_trials_and_the_other_keys():
+    few, many = parse(TEXT).configurations(5, seed=3), parse(TEXT).configurations(50, seed=3)
+    assert few == many[:5] and few != parse(TEXT).configurations(5, seed=4)
+    without = parse(TEXT.replace("model.cross_layers: {integer: [1, 4]}", "")).configurations(5, seed=3)
+    assert [each.items() >= other.items() for each, other in zip(few, without, strict=True)] == [True] * 5
+
+
+def test_a_small_space_is_tried_once_in_an_order_of_the_seed():
+    text = "a.b: {choice: [x, y]}\nc.d: {integer: [1, 3]}"
+    drawn = parse(text).configurations(10, seed=0)
+    assert sorted((each["a.b"], each["c.d"]) for each in drawn) == [(a, c) for a in "xy" for c in (1, 2, 3)]
+    assert parse(text).configurations(4, seed=0) == drawn[:4]
+    assert any(parse(text).configurations(10, seed=seed) != drawn for seed in range(1, 5))
+
+
+def test_what_is_drawn_may_be_changed():
+    space = parse("model.top_mlp: {choice: [[64, 32], [8]]}")
+    for each in space.configurations(2, seed=0):
+        each["model.top_mlp"].append(1)
+    assert [len(each["model.top_mlp"]) for each in space.configurations(2, seed=0)] != [3, 2]
+    assert sorted(map(len, (each["model.top_mlp"] for each in space.configurations(2, seed=0)))) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "text, line, says",
+    [
+        ("optim.dense.lr: 0.1", 1, "does not say how it is drawn"),
+        ("\noptim.dense.lr: {uniform: [0, 1], choice: [1]}", 2, "does not say how"),
+        ("x.y: {choice: [1]}\noptim.dense.lr: {loguniform: [1, 2]}", 2, "did you mean log_uniform?"),
+        ("optim.dense.lr: {uniform: [1, 0]}", 1, "not the lower one"),
+        ("optim.dense.lr: {uniform: [1]}", 1, "uniform has [1]"),
+        ("optim.dense.lr: {uniform: [a, 2]}", 1, "uniform has ['a', 2]"),
+        ("optim.dense.lr: {uniform: [0, .inf]}", 1, "uniform has"),
+        ("optim.dense.lr: {uniform: [false, true]}", 1, "uniform has"),
+        ("optim.dense.lr: {log_uniform: [0, 1]}", 1, "no power"),
+        ("train.epochs: {integer: [1, 2.5]}", 1, "integer has"),
+        ("train.epochs: {choice: []}", 1, "choice has []"),
+        ("train.epochs: {choice: [1, 2, 1]}", 1, "has 1 twice"),
+        ("# a\n\nrun.name: {choice: [a]}", 3, "run.name cannot be searched"),
+        ("tracking.uri: {choice: [a]}", 1, "tracking.uri cannot be searched"),
+        ("data.valid: {choice: [a]}", 1, "data.valid cannot be searched"),
+        (
+            "optim.dense.lr: {choice: [1]}\noptim: {choice: [{}]}",
+            1,
+            "a part of optim, which is drawn in line 2",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_key_and_line(text, line, says):
+    with pytest.raises(ConfigError) as error:
+        parse(text)
+    assert says in error.value.what and error.value.where == f"space.yaml, line {line}"
+    assert error.value.expected
+
+
+@pytest.mark.parametrize("text", ["", "[]", "a: b: c", "a: 1\na: 2"])
+def test_no_space(text):
+    with pytest.raises(ConfigError, match=r"no keys|not YAML"):
+        parse(text)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        Space.read(str(tmp_path / "space.yaml"))
+    (tmp_path / "space.yaml").write_text(TEXT)
+    assert len(Space.read(str(tmp_path / "space.yaml")).draws) == 4
+
+
+def test_values_get_their_places():
+    values = {"tasks": [{"label": "clicked"}, {"name": "buy", "label": "bought"}], "data": {"train": "d"}}
+    put(values, "optim.dense.lr", 0.5)
+    put(values, "tasks.buy.weight", 0.1)
+    put(values, "tasks.clicked.weight", 0.2)
+    assert values["optim"] == {"dense": {"lr": 0.5}}
+    assert [task["weight"] for task in values["tasks"]] == [0.2, 0.1]
+    for key, says in (
+        ("tasks.by.weight", "did you mean buy"),
+        ("data.train.x", "a value"),
+        ("tasks.x", "no keys"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            put(values, key, 1)
