@@ -1,0 +1,131 @@
+"""Spans of scores as files: columns and nulls, parts put together, what cannot be read or written."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.common.errors import DataError, RunError
+from raytrec.data.fragments import Dataset, RowGroup
+from raytrec.data.prediction_columns import CarriedColumns
+from raytrec.data.spans import cut_spans
+from raytrec.worker.prediction_files import Counts, PredictionFolder, PredictionTask
+from raytrec.worker.write_predictions import SpanWriter, assemble, of_files, score_column, write_empty
+
+
+@pytest.fixture
+def task(tmp_path):
+    """Two files, one of 2 spans, one of 1."""
+    (tmp_path / "in" / "b").mkdir(parents=True)
+    for name, rows, group in (("a", 60, 20), ("b/c", 7, 7)):
+        table = pa.table({"id": range(rows), "city": [f"city {i % 3}" for i in range(rows)]})
+        pq.write_table(table, tmp_path / "in" / f"{name}.parquet", row_group_size=group)
+    files = {str(tmp_path / "in" / f"{name}.parquet"): rows for name, rows in (("a", 60), ("b/c", 7))}
+    return PredictionTask(
+        str(tmp_path / "out"),
+        str(tmp_path / "in"),
+        files,
+        ("score_buys", "score_kind"),
+        CarriedColumns(("city", "id")),
+        "these",
+        4,
+        40,
+        "plan",
+    )
+
+
+def spans_of(task):
+    sizes = {path: 20 if rows == 60 else 7 for path, rows in task.files.items()}
+    groups = [
+        RowGroup(path, g, sizes[path])
+        for path, rows in task.files.items()
+        for g in range(-(-rows // sizes[path]))
+    ]
+    return cut_spans(Dataset("in", tuple(groups), None), task.batch_rows, task.span_rows)
+
+
+def written(task, spans, skip=False, absent=()):
+    writer = SpanWriter(task, skip)
+    for span in spans:
+        rows = np.arange(span.first, span.first + span.rows, dtype=np.float32)
+        present = ~np.isin(rows, absent)
+        kinds = np.stack([rows, -rows, 0 * rows], 1)
+        counts = Counts(span.rows, int((~present).sum()), {"user": [1, span.rows]})
+        writer.put(span, [rows / 100, kinds], present, counts)
+    writer.close()
+
+
+def test_files_have_all_rows_in_order_with_the_scores_of_every_task(task):
+    spans = spans_of(task)
+    assert [(span.first, span.rows, span.is_whole) for span in spans] == [
+        (0, 40, False),
+        (40, 20, False),
+        (0, 7, True),
+    ]
+    written(task, reversed(spans), absent=(5, 41))
+    folder = PredictionFolder(task.out)
+    assert sorted(folder.names()) == [*sorted(map(task.part_of, spans[:2])), "b/c.parquet"]
+    (mine,) = of_files(spans).values()
+    assemble(task, mine)
+    found = pq.ParquetFile(f"{task.out}/a.parquet")
+    table = found.read()
+    assert [found.metadata.row_group(i).num_rows for i in range(2)] == [40, 20]
+    assert table.column_names == ["city", "id", "score_buys", "score_kind"]
+    assert table["id"].to_pylist() == list(range(60)) and table["city"][4].as_py() == "city 1"
+    absent = {i for i, score in enumerate(table["score_buys"].to_pylist()) if score is None}
+    assert (
+        absent == {i for i, score in enumerate(table["score_kind"].to_pylist()) if score is None} == {5, 41}
+    )
+    assert table["score_kind"].type == pa.list_(pa.float32()) and table["score_kind"][42].as_py() == [
+        42,
+        -42,
+        0,
+    ]
+    complete = folder.finished(task, folder.names())
+    first, second = task.files
+    assert complete[first] == Counts(60, 2, {"user": [2, 60]}) and complete[second].skipped == 1
+    again = f"{task.out}/again.parquet"
+    pq.write_table(table.slice(1), again)
+    assert Counts.of(pq.read_metadata(again), "these") is None and Counts.of(found.metadata, "others") is None
+
+
+def test_columns_that_cannot_be_read_are_null_where_rows_are_skipped(task):
+    whole = spans_of(task)[2:]
+    changed = pa.table({"id": range(3), "city": ["x"] * 3})
+    for path in list(task.files)[1:]:
+        pq.write_table(changed, path)
+    with pytest.raises(DataError, match="had 7 or more before"):
+        written(task, whole)
+    written(task, whole, skip=True)
+    table = pq.read_table(f"{task.out}/b/c.parquet")
+    assert table["id"].null_count == 7 and table["score_buys"].null_count == 0
+
+
+def test_what_cannot_be_written_is_an_error_for_people(task, tmp_path):
+    (tmp_path / "out").write_text("a file in the way")
+    with pytest.raises(RunError, match="the predictions cannot be written"):
+        written(task, spans_of(task) * 3)
+
+
+def test_parts_that_are_not_as_they_were_written_are_not_used(task):
+    spans = spans_of(task)[:2]
+    written(task, spans)
+    pq.write_table(pa.table({"id": range(20)}), f"{task.out}/{task.part_of(spans[1])}")
+    with pytest.raises(RunError, match="not as it was written"):
+        assemble(task, spans)
+    assert not (PredictionFolder(task.out).names() & {"a.parquet"})
+
+
+def test_an_input_file_without_rows(task):
+    path = next(iter(task.files))
+    task.files[path] = 0
+    write_empty(task, path, [pa.float32(), pa.list_(pa.float32())])
+    table = pq.read_table(f"{task.out}/a.parquet")
+    assert table.num_rows == 0 and table.schema.types[-1] == pa.list_(pa.float32())
+    assert PredictionFolder(task.out).finished(task, {"a.parquet"})[path] == Counts()
+
+
+def test_scores_as_columns():
+    scores = np.array([0.5, np.nan], np.float32)
+    assert score_column(scores, np.array([True, True])).null_count == 0, "a NaN of the model stays"
+    assert score_column(scores, np.array([True, False])).to_pylist() == [0.5, None]
