@@ -72,6 +72,7 @@ answer(
     rows=run.rows("user", [39, 0, 7]).tolist(),
     nearest=nearest.to_dict("list"),
     evaluated=run.evaluate("data/tiny/valid", batch_size=256),
+    predicted=run.predict("data/tiny/valid", f"predictions/{run.name}", columns=["row"]),
     logs="".join(run.logs()),
     runs=cluster.runs(),
     same=[same.wait(), same.folder, same.progress()["state"]],
@@ -116,6 +117,8 @@ def test_what_is_said_is_what_the_run_wrote(whole):
     assert said["report"] == sha(folder / "report.html")
     assert said["config"] == (folder / "config.yaml").read_text()
     assert said["evaluated"]["eval.rows"] == 501
+    scores = [path.name for path in (folder.parents[1] / "predictions" / folder.name).glob("*.parquet")]
+    assert said["predicted"]["predict.rows"] == 501 and len(scores) == said["predicted"]["predict.files"]
     assert {"name": folder.name, "state": "finished"}.items() <= said["runs"][0].items()
 
 

@@ -135,6 +135,7 @@ def test_by_ray_alone(head, tmp_path):
         (["check.py", "jobs/synthetic.yaml", "data.train=data/made/train"], "pass"),
         (["train.py", "jobs/synthetic.yaml", "data.train=data/made/train", "run.name=made"], "AUC"),
         (["evaluate.py", "runs/made", "--data", "data/made/test"], "AUC"),
+        (["predict.py", "runs/made", "--data", "data/made/test", "--out", "scores/made"], "rows per second"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
