@@ -356,13 +356,16 @@ def inspect(
     out: Annotated[str | None, typer.Option(help="Write the schema here instead of to stdout.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     label: Annotated[list[str] | None, typer.Option(help="Column to predict (repeatable).")] = None,
+    carry: Annotated[
+        list[str] | None, typer.Option(help="Column to carry along, no feature (repeatable).")
+    ] = None,
     dim: Annotated[int, typer.Option(help="Width of the embeddings; a multiple of 4.")] = 16,
     rows: Annotated[int | None, typer.Option(help="Read only about this many rows.")] = None,
 ):
     """Inspect Parquet and print a ready schema.yaml (and a table of its columns on stderr)."""
     from raytrec.inspection.propose import inspect as look
 
-    look(path, dim=dim, labels=label, max_rows=rows).show(out, overwrite=force)
+    look(path, dim=dim, labels=label, carry=carry, max_rows=rows).show(out, overwrite=force)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from raytrec.common.errors import some
 from raytrec.common.python_path import PYTHON_PATH
 from raytrec.common.storage import sibling
 from raytrec.config.base import (
@@ -85,6 +86,12 @@ def folders(value: Folders) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
+def _each_once(names: list[str]) -> list[str]:
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"data.carry: column {some(min(twice))} is named twice")
+    return names
+
+
 class PartitionRange(Section):
     from_: str | None = Field(
         None, alias="from", description="First partition, such as date=2026-11-01; null: no bound."
@@ -111,6 +118,11 @@ class DataSection(Section):
         default_factory=list,
         description="What is applied to columns before the schema sees them: fill_null, clip, log, "
         "bucketize, hash, lookup_vocabulary, binarize, date_part, age, cast, drop_null, or module:function.",
+    )
+    carry: Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(_each_once)] = Field(
+        default_factory=list,
+        description="Columns that go along with rows untouched: groups and items of tasks, slices of "
+        "evaluations, keys of predictions. Any type with one value a row; also those of folders key=value.",
     )
     global_batch_size: Annotated[PositiveInt, Field(lt=2**31)] = Field(
         2048, description="Rows per step over all workers together."

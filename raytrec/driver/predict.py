@@ -160,7 +160,7 @@ def score_names(tasks: Sequence[Task]) -> list[str]:
 
 
 def _carry(config: RunConfig) -> list[str]:
-    return list(getattr(config.data, "carry", []))
+    return list(config.data.carry)
 
 
 def _open(data: str, config: RunConfig, schema: Schema) -> tuple[Dataset, dict[str, int]]:

@@ -110,6 +110,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
             transforms=tuple(data.transforms),
             between=(data.partitions.from_, data.partitions.to) if name == "train" else (None, None),
             label_ranges=ranges,
+            declared=data.carry,
             skip=data.on_error == "skip",
         )
         for name in ("train", "valid", "test")

@@ -327,6 +327,7 @@ def evaluate(
         "--data",
         transforms=tuple(config.data.transforms),
         label_ranges=label_ranges(resolve_tasks(config.tasks, schema), schema),
+        declared=config.data.carry,
         skip=config.data.on_error == "skip",
     )
     check_accused(dataset)

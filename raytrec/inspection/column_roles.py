@@ -40,7 +40,7 @@ class Finding:
     """One column: its role, why, what to look out for, and what has to be done to it first."""
 
     stats: ColumnStats
-    kind: str  # label, dense, sparse, weights or skipped
+    kind: str  # label, dense, sparse, weights, carried or skipped
     why: str
     notes: list[str] = field(default_factory=list)
     transforms: list[dict] = field(default_factory=list)
@@ -68,6 +68,22 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
     if s.trouble or len(scalar(s.name)) > LONGEST_NAME:
         return Finding(s, "skipped", s.trouble or "its name is too long for YAML")
     return _with_hints(_feature(s))
+
+
+def find_carried(s: ColumnStats) -> Finding:
+    """A column that goes along with rows, and is no feature.
+
+    Raises:
+        SchemaError: it cannot.
+    """
+    if trouble := s.trouble or (f"it is of type {s.type}" if s.is_list else None):
+        raise SchemaError(
+            f"column '{s.name}' cannot be carried: {trouble}",
+            where=s.name,
+            expected="one value a row, of one type in all files",
+            do="name another column with --carry COLUMN",
+        )
+    return Finding(s, "carried", "named with --carry: no feature")
 
 
 def is_called_label(name: str) -> bool:
@@ -158,7 +174,8 @@ def _label(s: ColumnStats, why: str) -> Finding:
         )
     if missing := s.count("nulls") + s.count("nan") + s.count("infinite"):
         f.notes.append(
-            f"{missing:,} nulls, NaN or infinite: training refuses them; data.on_error=skip skips such rows"
+            f"{missing:,} nulls, NaN or infinite: training refuses them; `nulls: skip` in its task takes "
+            "null and NaN for no label, data.on_error=skip skips such rows"
         )
     if s.base == "text":
         return _label_of_text(f)

@@ -18,6 +18,7 @@ class Scan:
         rows: of the training data that were looked at; whole: whether these, and the others', are all.
         also: name → place of validation and test data that was looked at.
         not_seen: name → why it was not.
+        folders: keys of the folders key=value that all files of the training data are in.
     """
 
     columns: list[ColumnStats]
@@ -25,6 +26,7 @@ class Scan:
     whole: bool
     also: dict[str, str]
     not_seen: dict[str, str]
+    folders: list[str]
 
 
 def scan_columns(
@@ -67,7 +69,7 @@ def scan_columns(
     for part, path, index in _tracked(chosen):
         _add_group([c if part is None else c.elsewhere[part] for c in columns], columns, path, index)
     rows = sum(rows for *_, rows in chosen[None])
-    return Scan(columns, rows, chosen == groups, seen, not_seen)
+    return Scan(columns, rows, chosen == groups, seen, not_seen, _folders(footers[None]))
 
 
 def _footers(place: str) -> dict:
@@ -75,6 +77,12 @@ def _footers(place: str) -> dict:
     from raytrec.data.fragments import list_files, read_footer
 
     return {path: read_footer(path) for path in list_files(place, "inspect")}
+
+
+def _folders(footers: dict) -> list[str]:
+    from raytrec.data.carried import in_folders
+
+    return sorted(set.intersection(*(set(in_folders(path)) for path in footers)))
 
 
 def _names(footers: dict) -> set[str]:

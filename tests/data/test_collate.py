@@ -1,9 +1,11 @@
 """Batches as they are put together: what they say about themselves, and the memory that they lie in."""
 
+import pickle
 import threading
 
 import numpy as np
 import parquet
+import pyarrow as pa
 import pytest
 import torch
 import yaml
@@ -17,16 +19,23 @@ from raytrec.config.schema import Schema
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.form import Form
 from raytrec.data.fragments import scan
+from raytrec.data.keys import keys_of
 from raytrec.data.order import Order
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
+from raytrec.data.task_rows import TaskRows
 from raytrec.embeddings.pooling import own_copy
 
 PADDED = 40
 
 
-def form(weights=False):
-    return Form(schema(weights, dense=["x"]), lists=frozenset({"history", "tags"}))
+def form(weights=False, beside=False):
+    """With `beside`, there are weights of two tasks, a key and a carried column, too."""
+    more = {}
+    if beside:
+        tasks = (TaskRows("y", sample_weight="x"), TaskRows("y", nulls="skip"))
+        more = {"tasks": tasks, "key_columns": ("text",), "carry": ("text",)}
+    return Form(schema(weights, dense=["x"]), lists=frozenset({"history", "tags"}), **more)
 
 
 def rows(form, count, seed, longest=5, absent=False):
@@ -41,7 +50,11 @@ def rows(form, count, seed, longest=5, absent=False):
     singles = [rng.integers(-(i % 2), 1000, count) for i in range(len(form.singles))]
     bags = [bag(form.schema.sparse[name].weights) for name in form.bags]
     numbers = rng.random(count, np.float32)
-    table = form.table([numbers], [numbers], singles, bags, count)
+    beside = ([], [], [])
+    if form.carry:
+        texts = pa.array([f"row {seed}-{i}" for i in range(count)])
+        beside = ([numbers, numbers + 1], [keys_of(texts)], [texts])
+    table = form.table([numbers], [numbers], singles, bags, count, None, *beside)
     if absent:
         table = table.append_column("present", [rng.random(count) < 0.8])
     return Rows.of(table.combine_chunks().to_batches()[0])
@@ -104,25 +117,46 @@ def test_no_step_waits_for_the_lengths_of_keys():
 
 @pytest.mark.parametrize("counts", [[7, 9], []], ids=["rows", "padding alone"])
 @pytest.mark.parametrize("weights", [False, True])
-def test_batches_for_a_gpu_are_put_together_in_pinned_memory(counts, weights, monkeypatch):
+@pytest.mark.parametrize("beside", [False, True])
+def test_batches_for_a_gpu_are_put_together_in_pinned_memory(counts, weights, beside, monkeypatch):
     how = {"by_id": {"history": 2}, "absent": True}
-    usual = batch_of(form(weights), counts, **how)
+    usual = batch_of(form(weights, beside), counts, **how)
+    assert len(parts(usual)) == 5 + weights + 2 * beside
     assert not any(tensor.is_pinned() for tensor in parts(usual))
     with cuda() as gpu:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("a second copy"))
-        batch = batch_of(form(weights), counts, pin_memory=True, **how)
+        batch = batch_of(form(weights, beside), counts, pin_memory=True, **how)
         assert all(tensor.is_pinned() for tensor in parts(batch))
         sent = batch.to(gpu.device, non_blocking=True)
         assert all(tensor.is_cuda for tensor in parts(sent)) and not gpu.waits
         for found in (batch, sent.to(torch.device("cpu"))):
             assert all(map(torch.equal, parts(found), parts(usual)))
+            assert found.carried == usual.carried
             assert all(a.dtype == b.dtype for a, b in zip(parts(found), parts(usual), strict=True))
 
 
 def parts(batch):
     sparse = batch.sparse
     weights = [] if sparse.weights_or_none() is None else [sparse.weights()]
-    return [batch.dense, batch.labels, batch.weights, sparse.values(), sparse.lengths(), *weights]
+    beside = [part for part in (batch.task_weights, batch.keys) if part is not None]
+    return [batch.dense, batch.labels, batch.weights, sparse.values(), sparse.lengths(), *weights, *beside]
+
+
+def test_what_goes_along_with_rows_is_put_together_like_them():
+    made = form(beside=True)
+    pieces = [rows(made, 9, seed, absent=True)[2:8] for seed in (1, 2)]
+    batch = Collator(made)(pieces, PADDED, 12)
+    here = batch.weights == 1
+    labels = batch.labels[:12]
+    assert 0 < here.sum() < 12
+    assert torch.equal(batch.task_weights[:12], torch.cat([labels, labels + 1], 1))
+    assert not batch.task_weights[12:].any() and not batch.keys[12:].any()
+    names = [f"row {seed}-{i}" for seed in (1, 2) for i in range(2, 8)]
+    assert batch.keys[:12, 0].tolist() == keys_of(pa.array(names)).tolist()
+    assert batch.carried["text"].to_pylist() == [
+        n for n, is_here in zip(names, here, strict=False) if is_here
+    ]
+    assert len(pickle.dumps(batch.carried)) < 2000, "no more memory than the batch's own rows"
 
 
 def test_the_thread_of_a_stream_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):

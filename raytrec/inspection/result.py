@@ -1,0 +1,165 @@
+"""What `raytrec inspect` has found: as a schema.yaml, as a table, as the command that trains with it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.schema import Schema, scalar
+from raytrec.inspection.column_roles import Finding
+from raytrec.inspection.column_scan import Scan
+from raytrec.inspection.shared_tables import SharedTable, is_sequence
+
+LONGEST_COMMAND = 2000  # with transforms in it
+
+
+@dataclass
+class Inspection:
+    """What was found in a folder.
+
+    Attributes:
+        uri: the place that was looked at.
+        findings: one for each column, in the files' order.
+        schema: the schema that fits what comes out of the transforms.
+        transforms: data.transforms, without which training refuses columns of the schema.
+        tables: why features share tables.
+        scan: what was looked at.
+        carry: data.carry, columns that are no features.
+    """
+
+    uri: str
+    findings: list[Finding]
+    schema: Schema
+    transforms: list[dict]
+    tables: list[SharedTable]
+    scan: Scan
+    carry: list[str]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the training data that were looked at."""
+        return self.scan.rows
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows were looked at."""
+        return self.scan.whole
+
+    def schema_yaml(self) -> str:
+        """schema.yaml, with the transforms and a comment for every column."""
+        sampled = "" if self.whole else ", a sample: cardinalities and ranges are lower bounds"
+        beside = f", ids also from {' and '.join(self.scan.also)}" if self.scan.also else ""
+        lines = [
+            f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{beside}). Look it over before you train."
+        ]
+        lines += [f"{part} was not looked at: {why}" for part, why in self.scan.not_seen.items()]
+        if self.transforms or self.carry:
+            lines += ["Training needs these in its configuration, too:", "data:"]
+        if self.carry:
+            lines.append(f"  carry: {as_flow(self.carry)}")
+        if self.transforms:
+            lines.append("  transforms:")
+            lines += [f"    - {as_flow(transform)}" for transform in self.transforms]
+        out = [f"# {_printable(line)}" for line in lines]
+        out.append(
+            self.schema.to_yaml({key: _printable(text) for key, text in self._comments().items()}).rstrip()
+        )
+        for f in self.findings:
+            if f.kind == "skipped":
+                out.append(_printable(f"# skipped: {scalar(f.stats.name)} ({f.stats.type}): {f.why}"))
+        return "\n".join(out) + "\n"
+
+    def _comments(self) -> dict[tuple[str, str], str]:
+        """(section, column) → its comment."""
+        shared = {
+            name: f"shares {t.name}'s table: {why}" for t in self.tables for name, why in t.reasons.items()
+        }
+        found = {}
+        for f in self.findings:
+            section = {"label": "labels", "dense": "dense", "sparse": "sparse"}.get(f.kind)
+            if section:
+                more = [shared[f.stats.name]] if section == "sparse" and f.stats.name in shared else []
+                if section == "sparse" and is_sequence(f):
+                    more.append("its name says sequence: the most recent id has to be the last")
+                found[section, f.stats.name] = "; ".join([_describe(f), *more])
+        return found
+
+    def show(self, out: str | None = None, overwrite: bool = False) -> None:
+        """A table of the columns on stderr; the schema on stdout or in a file.
+
+        Raises:
+            ConfigError: the file exists, or cannot be written.
+        """
+        self._print_table()
+        if out is None:
+            if hasattr(sys.stdout, "reconfigure"):
+                sys.stdout.reconfigure(encoding="utf-8")  # as a schema is read, whatever the terminal's is
+            sys.stdout.write(self.schema_yaml())
+            return
+        path = Path(out)
+        if path.exists() and not overwrite:
+            raise ConfigError(
+                "the file exists", where=out, do="choose another --out, or replace it with --force"
+            )
+        try:
+            path.write_text(self.schema_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write the schema: {error.strerror}", where=out) from None
+        print(f"wrote {out}; look it over, then:", file=sys.stderr)
+        print(f"  {self._command(out)}", file=sys.stderr)
+
+    def _command(self, schema: str) -> str:
+        """The command that trains with a schema file."""
+        parts = {"test" if name == "test" else "valid": place for name, place in self.scan.also.items()}
+        settings = [f"data.train={self.uri}", *(f"data.{name}={place}" for name, place in parts.items())]
+        settings.append(f"data.schema={schema}")
+        if len(self.schema.labels) > 1:  # else only the first is learned
+            settings.append(f"tasks={as_flow([{'label': label} for label in self.schema.labels])}")
+        if self.carry:
+            settings.append(f"data.carry={as_flow(self.carry)}")
+        transforms = f"data.transforms=[{', '.join(map(as_flow, self.transforms))}]"
+        if self.transforms and len(transforms) <= LONGEST_COMMAND:
+            settings.append(transforms)
+        command = shlex.join(["raytrec", "train", "jobs/own.yaml", *settings])
+        if self.transforms and len(transforms) > LONGEST_COMMAND:
+            command += f"  # with the data.transforms that {schema} names in jobs/own.yaml"
+        return command
+
+    def _print_table(self) -> None:
+        from rich.table import Table
+
+        from raytrec.common.terminal import open_console, plain
+
+        table = Table(title=plain(f"{self.uri}: {self.rows:,} rows"), title_justify="left")
+        for heading in ("column", "role", "because", "nulls", "distinct"):
+            table.add_column(heading)
+        for f in self.findings:
+            why = "; ".join([f.why, *f.notes])
+            table.add_row(plain(f.stats.name), f.kind, plain(why), f.stats.nulls_text, f.stats.distinct_text)
+        open_console(stderr=True).print(table)
+
+
+def as_flow(value: object) -> str:
+    """YAML on one line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {as_flow(inner)}' for key, inner in value.items())}}}"
+    return f"[{', '.join(map(as_flow, value))}]" if isinstance(value, list) else scalar(value)
+
+
+def _printable(text: str) -> str:
+    """Text that can stand in a comment."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _describe(finding: Finding) -> str:
+    s = finding.stats
+    parts = [s.type, f"{s.distinct_text} distinct", s.range_text, f"{s.nulls_text} null"]
+    if s.is_list:
+        parts.append(f"bags {s.bag_text}")
+    beyond = [part for part, other in s.elsewhere.items() if other.high > s.high or other.low < s.low]
+    if finding.kind == "sparse" and beyond and s.base != "text":
+        parts.append(f"{s.lowest:.10g} to {s.highest:.10g} with {' and '.join(beyond)}")
+    return ", ".join(p for p in [*parts, *finding.notes] if p)
