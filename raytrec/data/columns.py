@@ -30,8 +30,12 @@ class Place:
         return where if row is None else f"{where}, row {self.first + row}"
 
 
-def numbers(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
-    """A column of numbers as float32 [n]; no null, NaN or infinity."""
+def numbers(column: pa.ChunkedArray, name: str, place: Place, also: str = "") -> np.ndarray:
+    """A column of numbers as float32 [n]; no null, NaN or infinity.
+
+    Args:
+        also: what else can be done about a null.
+    """
     array = one_array(column)
     if array.null_count:
         row = pc.index(array.is_null(), True).as_py()
@@ -40,7 +44,7 @@ def numbers(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
             where=place.of(name, row),
             expected="a number in every row of a dense column, label or sample weight",
             do=f"data.transforms: {{do: fill_null, columns: [{scalar(name)}], value: 0}}; or skip such rows: "
-            "data.on_error=skip",
+            f"data.on_error=skip{also}",
         )
     values = _as_float32(array)
     _finite(values, name, place)

@@ -18,6 +18,7 @@ from raytrec.data.batch import Batch
 from raytrec.worker.fetch import Fetch
 
 FOLDER = "nan"
+TASK_WEIGHTS = "task_weights"  # the column of each row's factors
 LATE = 2  # steps that the host may be ahead of a GPU: enough to keep it busy, and few batches are in flight
 # Batches. A bad loss is known at most LATE steps later, and acted on one step after that; by then a pipeline
 # has read up to three batches more.
@@ -163,7 +164,8 @@ class Recent:
 def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int) -> str:
     """Writes a rank's part of a batch as Parquet, in the columns of the schema; its path.
 
-    Ids are those that the tables see, after hashing and clamping; padded rows are skipped.
+    Ids are those that the tables see, after hashing and clamping; padded rows are skipped. Where tasks weigh
+    rows, `task_weights` holds each row's factor in each task.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -172,6 +174,8 @@ def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int) -> str
     real = batch.weights > 0
     columns: dict[str, Any] = {n: batch.labels[real, i].numpy() for i, n in enumerate(schema.labels)}
     columns |= {name: batch.dense[real, i].numpy() for i, name in enumerate(schema.dense)}
+    if batch.task_weights is not None:  # a label of factor 0 may be none
+        columns[TASK_WEIGHTS] = list(batch.task_weights[real].numpy())
     for name in schema.sparse:
         rows = [ids for ids, good in zip(_ids(batch.sparse, name), real.tolist(), strict=True) if good]
         columns[name] = pa.array(rows, pa.list_(pa.int64()))

@@ -21,6 +21,7 @@ from raytrec.data.order import Order
 from raytrec.data.rows import read_item
 from raytrec.data.task_rows import TaskRows
 from raytrec.data.verify import check_accused
+from raytrec.worker.nonfinite import dump
 
 SCHEMA = Schema.parse(
     {"labels": ["click", "buy"], "sparse": {"u": {"table": "u"}}, "tables": {"u": {"rows": 99, "dim": 4}}},
@@ -104,6 +105,7 @@ def test_one_row_may_count_in_one_task_alone(tmp_path):
     with pytest.raises(DataError, match=r"column 'click' has a null") as error:
         read(path, [TaskRows("click"), weighted])
     assert "row group 0, column click, row 1" in error.value.where
+    assert "tasks: [{label: click, nulls: skip}]" in error.value.do
     strict = TaskRows("click", "strict", "error")
     with pytest.raises(DataError, match="column 'click' has a null"):
         read(path, [CLICK, strict, weighted])
@@ -218,3 +220,11 @@ def test_tasks_that_weigh_no_row_cost_nothing(tmp_path):
     (batch,) = batches(data, Order(2, 1, "none"))
     assert batch.task_weights is None and not batch.labels.any() and batch.labels.shape == (2, 2)
     assert np.array_equal(batch.weights, [1, 1])
+
+
+def test_a_batch_that_is_kept_has_the_factors_of_its_rows(tmp_path):
+    path = write(tmp_path / "a.parquet", click=[0, None, 1], buy=[None, 2, 3])
+    kept = dump(read(path, [CLICK, BUY]), SCHEMA, str(tmp_path), 5, 0)
+    assert pq.read_table(kept)["task_weights"].to_pylist() == [[1, 0], [0, 1], [1, 1]]
+    kept = dump(read(write(tmp_path / "b.parquet", click=[0, 1]), []), SCHEMA, str(tmp_path), 6, 0)
+    assert "task_weights" not in pq.read_table(kept).column_names

@@ -4,6 +4,7 @@ import threading
 import time
 
 import parquet
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -11,10 +12,13 @@ from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
+from raytrec.config.transforms import Cast
 from raytrec.data import stream as stream_module
 from raytrec.data.fragments import scan
+from raytrec.data.keys import keys_of
 from raytrec.data.order import Order
 from raytrec.data.stream import Stream
+from raytrec.data.task_rows import TaskRows
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 # The row's own number is looked up, too: it tells which rows a batch holds.
@@ -61,6 +65,29 @@ def global_batches(folder, order, world, epoch=0, start_step=0, readers=1):
         assert len({b.global_rows for b in batches}) == 1
         assert sum(int(b.weights.sum()) for b in batches) == batches[0].global_rows
     return [[row for b in batches for row in real_rows(b)] for batches in zip(*ranks, strict=True)]
+
+
+def test_weights_keys_and_carried_columns_come_with_their_rows(folder, plain):
+    """Through Ray's object store, for two ranks; texts made of numbers that the files hold."""
+    made = Cast(do="cast", columns=["row"], to="string", into=["name"])
+    tasks = (TaskRows("label", "a", where="label"), TaskRows("label", "b", sample_weight="user"))
+    data = scan(
+        str(folder), SCHEMA, transforms=(made,), tasks=tasks, key_columns=("row", "name"), carry=("name",)
+    )
+    order, seen = Order(128, 6, "window", 2, seed=3), []
+    for rank in range(2):
+        for batch in Stream(data, order, rank=rank, world=2).batches():
+            here = batch.weights == 1
+            rows = batch.keys[here, 0].tolist()
+            assert rows == [number for number, _ in real_rows(batch)]
+            assert batch.carried.to_pydict() == {"name": [str(number) for number in rows]}
+            texts = pa.array([str(number) for number in rows])
+            assert batch.keys[here, 1].tolist() == keys_of(texts).tolist()
+            expected = [[plain[number][0], plain[number][2]] for number in rows]
+            assert batch.task_weights[here].tolist() == expected
+            assert not batch.task_weights[~here].any() and not batch.keys[~here].any()
+            seen += rows
+    assert sorted(seen) == sorted(plain)
 
 
 @pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
