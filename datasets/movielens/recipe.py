@@ -202,8 +202,7 @@ class Ratings:
 def _index(vocabulary: np.ndarray, values) -> np.ndarray:
     """Position of each value in a sorted vocabulary, from 1; 0 where it is not in it: int64 [n]."""
     values = np.asarray(values)
-    at = np.minimum(np.searchsorted(vocabulary, values), len(vocabulary) - 1)
-    return np.where(vocabulary[at] == values, at + 1, 0).astype(np.int64)
+    return np.where(np.isin(values, vocabulary), np.searchsorted(vocabulary, values) + 1, 0).astype(np.int64)
 
 
 def _bags(genres: pd.Series, names: list[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -157,6 +157,18 @@ def test_broken_sources(tmp_path, break_it, says):
     assert str(tmp_path) in str(result.exception)
 
 
+def test_films_without_a_date(tmp_path):
+    write_100k(tmp_path, make_ratings())
+    films = (tmp_path / "u.item").read_text("latin-1").splitlines()
+    parts = [film.split("|") for film in films]
+    lines = ["|".join([*p[:2], "", *p[3:]]) + "\n" for p in parts]
+    (tmp_path / "u.item").write_text("".join(lines), "latin-1")
+    result = run("--source", tmp_path, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.exception
+    years = {row["release_year"] for row in pq.read_table(tmp_path / "out" / "train").to_pylist()}
+    assert years == {0}
+
+
 def test_no_source():
     assert isinstance(run("--out", "x").exception, ConfigError)
 
