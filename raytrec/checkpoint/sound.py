@@ -62,12 +62,18 @@ class _EarlyStopping(TypedDict, total=False):
     since: Count
 
 
+class _LastSteps(TypedDict):
+    names: list[Text]
+    steps: list[list[Annotated[float, Strict()]]]
+
+
 class _Progress(TypedDict):
     step: Count
     rows: Count
     trained: Annotated[float, Strict()]
     nan_steps: Count
     window: dict[Text, Annotated[float, Strict()]]
+    last_steps: NotRequired[_LastSteps]
     seconds: Annotated[float, Strict(), Field(ge=0)]
     timed_rows: Count
     evaluation: dict[Text, Any] | None

@@ -15,6 +15,7 @@ from raytrec.common.errors import LONGEST_WORD, ConfigError, did_you_mean, some,
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.common.redaction import hide, hide_all, hide_yaml
 from raytrec.common.storage import read_yaml
+from raytrec.config.evaluation import EvalSection
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.dlrm import DlrmSection
 from raytrec.config.sections import (
@@ -52,6 +53,7 @@ class RunConfig(Section):
     optim: OptimSection = Field(default_factory=OptimSection)
     plan: PlanSection = Field(default_factory=PlanSection)
     train: TrainSection = Field(default_factory=TrainSection)
+    eval: EvalSection = Field(default_factory=EvalSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     checks: ChecksSection = Field(default_factory=ChecksSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)

@@ -21,6 +21,7 @@ from raytrec.common.terminal import bold, open_console, plain
 from raytrec.driver import progress_log as lines
 from raytrec.metrics.results import format_result
 from raytrec.metrics.selection import figures_of
+from raytrec.metrics.slice_tables import slice_tables
 
 PLAIN_EVERY_S = 10.0  # seconds between progress lines where stderr is not a terminal
 
@@ -121,7 +122,7 @@ class RunConsole:
         if self._plain(full, always=step == self._total):
             self._message("train", {"step": step, "rows_per_s": rows_per_s, **values})
 
-    def eval(self, step: int, curves: Any = None, **values: Any) -> None:
+    def eval(self, step: int, curves: Any = None, slices: Any = None, **values: Any) -> None:
         text = lines.evaluation(step, lines.named(self._figures, values))
         if self._console.is_terminal:
             self._progress.print(f"{self._name}  {plain(text)}")
@@ -167,6 +168,13 @@ def print_result(result: Any) -> None:
     for row in format_result(result.metrics).values():
         table.add_row(plain(row.title), plain(row.text))
     console.print(table)
+    for each in slice_tables(result.metrics):
+        of_slices = Table(
+            *(plain(name) for name in each.columns), title=plain(each.title), title_justify="left"
+        )
+        for row in each.rows:
+            of_slices.add_row(*(plain(text) for text, _ in row))
+        console.print(of_slices)
     if sentence := result.metrics.get("bound.sentence"):
         console.print(plain(sentence), soft_wrap=True)
     for line in result.next_steps:

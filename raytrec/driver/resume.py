@@ -34,6 +34,7 @@ FREE = (
     "checkpoint.keep",
     "checkpoint.best_metric",
     "checkpoint.async_save",
+    "eval.",
     "train.log_every_steps",
     "train.eval_every_steps",
     "train.on_nan",

@@ -14,14 +14,19 @@ if TYPE_CHECKING:
     from raytrec.tasks.outputs import TaskOutputs
 
 
-@metric("calibration", title="calibration (predicted ÷ real)", better="closer to 1")
+@metric(
+    "calibration",
+    title="calibration (predicted ÷ real)",
+    better="closer to 1",
+    takes=("probability", "number"),
+)
 class Calibration(SumMetric):
     """The sum of predictions ÷ the sum of labels, both weighted; 0 where no label is positive.
 
     Source: torchrec.metrics.calibration; He et al. 2014 (ne.py), section 3.
     """
 
-    curve = staticmethod(reliability)
+    ranked_curve = staticmethod(reliability)
 
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:

@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 
-@metric("logloss", title="log loss (nats)", label="log loss", better="lower")
+@metric(
+    "logloss", title="log loss (nats)", label="log loss", better="lower", takes=("probability", "classes")
+)
 class LogLoss(SumMetric):
-    """The mean binary cross-entropy of a row, in nats: -Σ w (y ln p + (1 - y) ln (1 - p)) ÷ Σ w.
+    """The mean cross-entropy of a row, in nats: -Σ w (y ln p + (1 - y) ln (1 - p)) ÷ Σ w, or of classes,
+    -Σ w ln p_label ÷ Σ w.
 
     Source: torchrec.metrics.ne.compute_logloss, which is in bits.
     """

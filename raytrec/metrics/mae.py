@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from raytrec.tasks.outputs import TaskOutputs
 
 
-@metric("mae", title="MAE (mean absolute error)", label="MAE", better="lower", format="{:.4g}")
+@metric(
+    "mae",
+    title="MAE (mean absolute error)",
+    label="MAE",
+    better="lower",
+    format="{:.4g}",
+    takes=("probability", "number"),
+)
 class MAE(SumMetric):
     """Σ w |p - y| ÷ Σ w, in units of the label; NaN without rows.
 

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from raytrec.tasks.outputs import TaskOutputs
 
 
-@metric("mse", title="MSE (mean squared error)", label="MSE", better="lower", format="{:.4g}")
+@metric(
+    "mse",
+    title="MSE (mean squared error)",
+    label="MSE",
+    better="lower",
+    format="{:.4g}",
+    takes=("probability", "number"),
+)
 class MSE(SumMetric):
     """Σ w (p - y)² ÷ Σ w, in squared units of the label; NaN without rows.
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@metric("ne", title="NE (normalised entropy)", label="NE", better="lower")
+@metric("ne", title="NE (normalised entropy)", label="NE", better="lower", takes=("probability",))
 class NE(SumMetric):
     """The cross-entropy ÷ that of always predicting the mean label; NaN where all labels are equal.
 

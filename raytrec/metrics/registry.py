@@ -1,7 +1,13 @@
 """The registry of metrics: a new one is a file in this folder and nothing else, or `module:name` of your own.
 
-A metric is a class with one function. What adds up over rows is a SumMetric; what needs all rows at once, as
-the area under a curve does, is a RowMetric. `@metric` gives it a name and says how it is shown:
+A metric is a class of one of four kinds, by what its sums are of; what it sums adds up over ranks:
+
+    SumMetric     rows in any order; known in training, too
+    RankedMetric  rows in the order of their predictions, as the area under a curve needs them
+    GroupMetric   whole groups of rows (tasks.group), as of one request or user
+    RowMetric     all rows at once on rank 0: for metrics of yours that are none of the others
+
+`@metric` gives it a name and says how it is shown:
 
     @metric("mae", title="MAE (mean absolute error)", label="MAE", better="lower")
     class MAE(SumMetric):
@@ -21,89 +27,36 @@ a metric from here. No torch in this module: files of metrics import it in their
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.registry import Registry
+from raytrec.metrics.kinds import (
+    DIRECTIONS,
+    GROUPS,
+    NO_POSITIVE,
+    ONE_CLASS,
+    POSITIVES,
+    Direction,
+    GroupMetric,
+    Metric,
+    RankedMetric,
+    RowMetric,
+    SumMetric,
+)
+from raytrec.tasks.losses import Kind
 
-if TYPE_CHECKING:
-    import torch
-
-    from raytrec.metrics.rows import Rows
-    from raytrec.tasks.outputs import TaskOutputs
-
-Direction = Literal["higher", "lower", "closer to 1"]
-DIRECTIONS = ("higher", "lower", "closer to 1", None)
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 FORMAT = re.compile(r"\{:,?(\.\d)?[fgeE%]\}")  # it may come out of somebody else's run folder
 WHERE = "tasks.metrics"
-POSITIVES = "positives"  # a count (SumMetric.counts) of what a ratio that should be 1 is of
+BOUND = "_bound"  # NAME_bound: how far a figure out of bins may be from the exact one
 RESERVED = {"kind", "step", "total", "state", "eta_s", "rows", "skipped_rows", "nan_steps", "rows_per_s"}
-RESERVED |= {"unix_s", "loss", "curves", POSITIVES}
-T = TypeVar("T", bound="type[Metric]")
-
-
-class Metric:
-    """What all metrics have. A class, never an instance: what there is to remember is sums or rows.
-
-    Attributes:
-        name: in configurations and results.
-        title: for tables of results.
-        label: short, for lines and axes.
-        better: which values are better; None: neither are.
-        format: of its figures, as of str.format.
-    """
-
-    name: ClassVar[str] = ""
-    title: ClassVar[str]
-    label: ClassVar[str]
-    better: ClassVar[Direction | None]
-    format: ClassVar[str]
-
-    @staticmethod
-    def curve(rows: Rows) -> dict[str, list] | None:
-        """A curve of an evaluation's rows for the report (metrics/curves.py); None: there is none."""
-        return None
-
-
-class SumMetric(Metric):
-    """A metric of sums, which add up over rows, steps and ranks; in training it is known at every report."""
-
-    @staticmethod
-    def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
-        """What a batch of one rank adds, as scalars on its device; it must not make the host wait for that.
-
-        Metrics that share this very function share its sums. The names in it depend on nothing.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def figure(sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """The metric; NaN where it is not defined.
-
-        Args:
-            sums: over all rows of all ranks, float64 scalars in host memory.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def counts(sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
-        """Figures beside it that say how much it is worth, by name; none by default."""
-        return {}
-
-
-class RowMetric(Metric):
-    """A metric that needs all rows of an evaluation, gathered on rank 0. Training does not have it."""
-
-    @staticmethod
-    def figure(rows: Rows) -> float | torch.Tensor | None:
-        """The metric, on rank 0; None or NaN where it is not defined.
-
-        Args:
-            rows: logits, predictions and labels of one task, without padding and what its weights mask.
-        """
-        raise NotImplementedError
+RESERVED |= {"unix_s", "loss", "curves", "slices", POSITIVES, GROUPS, NO_POSITIVE, ONE_CLASS}
+T = TypeVar("T", bound=type[Metric])
+KINDS = (SumMetric, RankedMetric, GroupMetric, RowMetric)
+NAMES_OF_KINDS = ", ".join(kind.__name__ for kind in KINDS)
 
 
 def metric(
@@ -113,6 +66,8 @@ def metric(
     label: str | None = None,
     better: Direction | None = None,
     format: str = "{:.4f}",
+    takes: tuple[Kind, ...] | None = None,
+    at_k: bool = False,
 ) -> Callable[[T], T]:
     """Registers a metric.
 
@@ -122,6 +77,9 @@ def metric(
         label: for lines and axes; default: the name.
         better: higher, lower, closer to 1, or None, by which no checkpoint can be kept.
         format: of its figures, such as "{:.4f}" or "{:.1%}".
+        takes: kinds of predictions that it can be computed of (Loss.predicts); default: the class's, any.
+        at_k: configurations name it with a number of places, NAME@10, which is its `k`; {k} in title and
+            label becomes that number.
 
     Raises:
         ConfigError: one of them is none.
@@ -139,10 +97,11 @@ def metric(
             raise ConfigError(f"{better!r} is no direction", where=where, expected=_some(DIRECTIONS))
         if not FORMAT.fullmatch(format):
             raise ConfigError(f"{format!r} is no format", where=where, expected='such as "{:.4f}"')
-        if not issubclass(cls, (SumMetric, RowMetric)):
-            raise ConfigError("it is no metric", where=where, expected="a subclass of SumMetric or RowMetric")
-        cls.name, cls.better, cls.format = name, better, format
+        if not issubclass(cls, KINDS):
+            raise ConfigError("it is no metric", where=where, expected=f"a subclass of {NAMES_OF_KINDS}")
+        cls.name, cls.better, cls.format, cls.at_k = name, better, format, at_k
         cls.title, cls.label = title or name, label or name
+        cls.takes = takes or cls.takes
         if cls.__module__.startswith(f"{__package__}."):
             METRICS(name)(cls)
         return cls
@@ -157,18 +116,20 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
     """The metric that a configuration names.
 
     Args:
-        reference: a name, or `module:name` of a class out of tree.
+        reference: a name, or `module:name` of a class out of tree; with @k where the metric has places.
         folder: where that module may be found beside Python's own path.
 
     Raises:
-        ConfigError: there is none; or the class is no metric, or has the name of one of raytrec's.
+        ConfigError: there is none; or the class is no metric, or has the name of one of raytrec's; k is
+            missing, not above 0, or not wanted.
     """
-    found = METRICS.find(reference, WHERE, folder)
+    name, at, places = reference.partition("@")
+    found = METRICS.find(name, WHERE, folder)
     if not _is_metric(found):
         raise ConfigError(
             "it is no metric",
             where=f"{WHERE}: {reference}",
-            expected="a subclass of SumMetric or RowMetric with @metric (raytrec/metrics/registry.py)",
+            expected=f"a subclass of {NAMES_OF_KINDS} with @metric (raytrec/metrics/registry.py)",
         )
     if METRICS.parts.get(found.name, found) is not found:
         raise ConfigError(
@@ -176,7 +137,24 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
             where=f"{WHERE}: {reference}",
             expected="another name in @metric",
         )
-    return found
+    if not found.at_k and not at:
+        return found
+    if not found.at_k:
+        raise ConfigError(f"{name} has no places to count", where=f"{WHERE}: {reference}", expected=name)
+    if not re.fullmatch(r"[1-9]\d{0,8}", places):
+        raise ConfigError(
+            f"{name} counts the first k places, and k is {places or 'missing'}",
+            where=f"{WHERE}: {reference}",
+            expected=f"a whole number of at least 1 after @, as in {name}@10",
+        )
+    return _at(found, int(places))
+
+
+@cache
+def _at(metric: type[Metric], k: int) -> type[Metric]:
+    """A metric of so many places."""
+    texts = {name: getattr(metric, name).replace("{k}", str(k)) for name in ("title", "label")}
+    return type(metric.__name__, (metric,), {**texts, "name": f"{metric.name}@{k}", "k": k})
 
 
 def _is_metric(value: Any) -> bool:

@@ -7,7 +7,8 @@ from math import isnan
 from typing import Any, NamedTuple
 
 from raytrec.common.formatting import number
-from raytrec.metrics.selection import figures_of
+from raytrec.metrics.registry import BOUND, GROUPS, NO_POSITIVE, ONE_CLASS
+from raytrec.metrics.selection import Figure, figures_of
 
 EVAL = "eval."
 AFTER = {  # the metrics, in this order
@@ -27,6 +28,11 @@ AFTER = {  # the metrics, in this order
     "bound.by": ("bound by", "{}"),
     "bound.share": ("share of the time", "{:.0%}"),
     "bound.of_limit": ("share of that limit reached", "{:.0%}"),
+}
+COUNTS = {  # beside a task's metrics of groups
+    GROUPS: "groups",
+    NO_POSITIVE: "groups without a positive row (left out)",
+    ONE_CLASS: "groups of one class (left out)",
 }
 WHEN_ANY = (  # 0 is not worth a line
     "eval.skipped_rows",
@@ -65,12 +71,24 @@ def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
     rows = {}
     for figure in figures_of(result):
         rows[EVAL + figure.key] = figure.title, figure.format, figure.directed
+        rows |= _beside(figure)
     rows |= {key: (title, form, key in BRIEF) for key, (title, form) in AFTER.items()}
     return {
         key: Row(title, as_text(result[key], form), form, brief)
         for key, (title, form, brief) in rows.items()
         if key in result and (result[key] or key not in WHEN_ANY)
     }
+
+
+def _beside(figure: Figure) -> dict[str, tuple[str, str, bool]]:
+    """What may be counted beside a figure: key → title, format, whether it is brief."""
+    place, of_task = EVAL + figure.key, figure.title.rpartition(": ")[0]
+    found = {place + BOUND: (f"{figure.title}: off by at most", "{:.1e}", False)}
+    task = figure.key.rpartition(".")[0]
+    for name, title in COUNTS.items():
+        key = f"{EVAL}{task}.{name}" if task else EVAL + name
+        found[key] = (f"{of_task}: {title}" if task and of_task else title), "{:,}", False
+    return found
 
 
 def as_text(value: Any, form: str) -> str:

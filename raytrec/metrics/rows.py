@@ -16,17 +16,19 @@ class Rows:
     """One task's rows on rank 0, without padding and what the task's weights mask.
 
     Attributes:
-        logits, labels: float32 [N], on one device, the CPU or a GPU.
-        predict: of the task's loss: logits → predictions.
+        logits, labels: float32 [N], on one device, the CPU or a GPU; logits [N, C] for C classes.
+        predict: of the task: logits → predictions.
+        weights: float32 [N], above 0; None: all 1.
     """
 
     logits: torch.Tensor
     labels: torch.Tensor
     predict: Callable[[torch.Tensor], torch.Tensor]
+    weights: torch.Tensor | None = None
 
     @cached_property
     def predictions(self) -> torch.Tensor:
-        """In the label's units, float64 [N]."""
+        """In the label's units, float64 [N] (or [N, C])."""
         return self.predict(self.logits.double())
 
     @cached_property

@@ -10,6 +10,7 @@ from typing import Any
 
 from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.common.formatting import number
+from raytrec.config.evaluation import EvalSection
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.metrics.registry import (
@@ -18,6 +19,7 @@ from raytrec.metrics.registry import (
     METRICS,
     POSITIVES,
     WHERE,
+    GroupMetric,
     Metric,
     SumMetric,
     find_metric,
@@ -25,6 +27,12 @@ from raytrec.metrics.registry import (
 from raytrec.tasks.task import Task, resolve_tasks
 
 ANY_FORMAT = "{:.4g}"
+WORDS = {  # of Loss.predicts
+    "probability": "probabilities",
+    "number": "numbers in the label's units",
+    "classes": "probabilities of classes",
+    "score": "scores that only say an order",
+}
 
 
 @dataclass(frozen=True)
@@ -72,22 +80,27 @@ class Selection:
 
     Args:
         tasks: in the order of the configuration; modules of the user's are imported.
+        settings: the section `eval`; default: its defaults.
 
     Attributes:
         tasks: task → it.
         of: task → its metrics.
+        settings: as they were given.
 
     Raises:
-        ConfigError: there is no such metric, or two of a task have one name.
+        ConfigError: there is no such metric, two of a task have one name, or one does not suit its task.
     """
 
-    def __init__(self, tasks: Sequence[Task]):
+    def __init__(self, tasks: Sequence[Task], settings: EvalSection | None = None):
+        self.settings = settings or EvalSection()
         self.tasks = {task.name: task for task in tasks}
         self.of: dict[str, list[type[Metric]]] = {}
         for task in tasks:
             found = [find_metric(reference, os.getcwd()) for reference in task.metrics]
             if twice := [m.name for i, m in enumerate(found) if m.name in {e.name for e in found[:i]}]:
                 raise ConfigError(f"task {task.name} has the metric '{twice[0]}' twice", where=WHERE)
+            for metric in found:
+                _check_suits(metric, task)
             self.of[task.name] = found
 
     @classmethod
@@ -97,7 +110,7 @@ class Selection:
         Raises:
             ConfigError: as in `resolve_tasks` and here.
         """
-        return cls(resolve_tasks(config.tasks, schema))
+        return cls(resolve_tasks(config.tasks, schema), config.eval)
 
     def key(self, task: str, name: str) -> str:
         """What a figure of a task is called in messages and files."""
@@ -155,6 +168,27 @@ class Selection:
             where=where,
             expected=f"one of {', '.join(able)}" if able else "a metric with a direction among tasks.metrics",
         )
+
+
+def _check_suits(metric: type[Metric], task: Task) -> None:
+    """Refuses a metric that cannot be computed of a task's predictions and columns."""
+    where, predicts = f"{WHERE} of task {task.name}", task.loss.predicts
+    if metric.takes is not None and predicts is not None and predicts not in metric.takes:
+        able = [name for name, each in METRICS.parts.items() if each.takes is None or predicts in each.takes]
+        raise ConfigError(
+            f"{metric.name} is no metric of its loss, whose predictions are {WORDS[predicts]}",
+            where=where,
+            expected=f"one of {', '.join(able)}",
+        )
+    if issubclass(metric, GroupMetric):
+        needed = {"group": task.group} | ({"item": task.item} if metric.needs_item else {})
+        if missing := [key for key, column in needed.items() if column is None]:
+            raise ConfigError(
+                f"{metric.name} needs a column {' and '.join(missing)}, and the task names none",
+                where=where,
+                expected="a column of data.carry",
+                do=f"set tasks.{missing[0]}, such as {missing[0]}: {missing[0]}_id",
+            )
 
 
 def figures_of(*records: Any) -> list[Figure]:

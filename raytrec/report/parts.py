@@ -8,6 +8,7 @@ from math import isnan
 from typing import Any
 
 from raytrec.common.formatting import bytes_text, count, duration, figure, number, or_0, percent, ranges
+from raytrec.metrics.slice_tables import slice_tables
 from raytrec.report.history import History
 from raytrec.report.run_timeline import story
 from raytrec.tracking.aggregate import (
@@ -66,6 +67,20 @@ def bounds(history: History) -> Sheet:
 
 def _items(values: Any) -> list[tuple[Any, Any]]:
     return list(values.items()) if isinstance(values, dict) else []
+
+
+def slices(history: History) -> list[tuple[str, Sheet]]:
+    """A title and a table for each task and column of eval.slices: its largest and its worst slices."""
+    return [
+        (
+            made.title,
+            Sheet(
+                made.columns,
+                [[Cell(name), *(Cell(*each) for each in rest)] for (name, _), *rest in made.rows],
+            ),
+        )
+        for made in slice_tables(history.result)
+    ]
 
 
 def ranks(history: History) -> Sheet | None:

@@ -107,6 +107,7 @@ def _write(history: History, drawn: list[Drawn], folder: Path) -> Path:
         pictures=_sections(drawn),
         bound=parts.bound_sentence(history),
         bounds=parts.bounds(history),
+        slices=parts.slices(history),
         ranks=parts.ranks(history),
         tables=parts.tables(history),
         checks=parts.checks(history),

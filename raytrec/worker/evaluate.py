@@ -9,105 +9,151 @@ import torch
 
 from raytrec.common.errors import RunError
 from raytrec.data.stream import Stream
+from raytrec.metrics.over_ranks.evaluation import Counted, TaskRows
+from raytrec.metrics.over_ranks.exchange import Exchange
+from raytrec.metrics.over_ranks.names import Names
 from raytrec.metrics.registry import Metric, RowMetric
 from raytrec.metrics.rows import Rows
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import ROWS, Sums
 from raytrec.tasks.outputs import Outputs
+from raytrec.tasks.task import key_columns
 from raytrec.worker.fetch import Fetch
 from raytrec.worker.gather import gather_to_first, place_for
 from raytrec.worker.nonfinite import LATE
 from raytrec.worker.step import Step
 
 Curves = dict[str, dict[str, Any]]
+SLICES = "slices"  # the key of the figures of slices
 
 
 def evaluate(
     step: Step, stream: Stream, device: torch.device, selection: Selection
-) -> tuple[dict[str, float | None], Curves | None]:
+) -> tuple[dict[str, Any], Curves | None]:
     """Metrics and curves over all rows of the stream's dataset; a collective.
 
-    Logits and labels of all rows are gathered on rank 0 for the tasks with a metric that needs them (8 bytes
-    a row and task of its host's memory).
+    Rows of tasks whose metrics need more than sums are kept in host memory, up to eval.exact_rows of them,
+    and sorted or grouped by all ranks together (metrics/over_ranks). Only for a RowMetric of the user's all
+    rows are gathered on rank 0.
 
     Returns:
-        rows, skipped_rows (data.on_error), each SumMetric on every rank, by their keys; each RowMetric on
-        rank 0 (None elsewhere, and where it is not defined). And on rank 0 the curves of metrics that have
-        one: key of the curve → its points and the key of its metric; None where there is none.
+        rows, skipped_rows (data.on_error), each metric with what is counted beside it, by their keys, None
+        where it is not defined: on every rank, but for RowMetrics, which are None elsewhere than on rank 0.
+        With eval.slices also slices: task → column → slices.summarize. And on rank 0 the curves of metrics
+        that have one: key of the curve → its points and the key of its metric; None where there is none.
 
     Raises:
         RunError: when the ranks together saw more or fewer rows than the dataset has.
     """
-    needing = [task for task, metrics in selection.of.items() if any(map(needs_rows, metrics))]
-    sums, collected = Sums(selection, device), {task: Collected(task) for task in needing}
-    for outputs in step.evaluate(stream.batches()):
+    sums, kept = Sums(selection, device), {task: TaskRows(selection, task) for task in selection.of}
+    gathered = {task: Gathered(selection, task) for task in selection.of if needs_rows(selection, task)}
+    collected = [
+        Collected(task, [*([rows] if rows.needed else []), *filter(None, [gathered.get(task)])], rows.columns)
+        for task, rows in kept.items()
+        if rows.needed or task in gathered
+    ]
+    slices = selection.settings.slices
+    names = Names(slices, key_columns(list(selection.tasks.values()), slices))
+    for outputs in step.evaluate(names.note(stream.batches())):
         sums.add(outputs)
-        for each in collected.values():
+        for each in collected:
             each.add(outputs)
+    for each in collected:
+        each.finish()
     figures = sums.reduce()
     skipped = stream.dataset.rows - figures[ROWS]
     if skipped < 0 or (skipped and not stream.may_skip):
         raise RunError(
             f"evaluation saw {figures[ROWS]} rows of {stream.dataset.rows}", where=stream.dataset.uri
         )
-    of_rows, curves = {}, {}
-    for task in needing:
-        found, drawn = _of_rows(selection, task, collected[task], device)
-        of_rows, curves = of_rows | found, curves | drawn
-    return {**of_rows, **figures, "skipped_rows": skipped}, curves or None
+    exchange, further, curves = Exchange(device), {}, {}
+    for task, rows in kept.items():
+        place = place_for(stream.dataset.rows, device)
+        found, drawn = rows.figures(exchange, place)
+        further, curves = further | found, curves | drawn
+        if task in gathered:
+            found, drawn = gathered[task].figures(device)
+            further, curves = further | found, curves | drawn
+    if slices:
+        further[SLICES] = {task: rows.slices(exchange, place, names.of) for task, rows in kept.items()}
+    return {**further, **figures, "skipped_rows": skipped}, (exchange.rank == 0 and curves) or None
 
 
-def needs_rows(metric: type[Metric]) -> bool:
-    """Whether a metric, or its curve, needs all rows at once."""
-    return issubclass(metric, RowMetric) or metric.curve is not Metric.curve
+def needs_rows(selection: Selection, task: str) -> bool:
+    """Whether a metric of a task, or its curve, needs all rows at once."""
+    return any(issubclass(m, RowMetric) or m.curve is not Metric.curve for m in selection.of[task])
 
 
-def _of_rows(
-    selection: Selection, task: str, collected: Collected, device: torch.device
-) -> tuple[dict[str, float | None], Curves]:
-    """The metrics and curves of one task that need its rows; a collective, which gathers them."""
-    logits, labels = (gather_to_first(values, device) for values in collected.take())
-    metrics = selection.of[task]
-    if logits is None:
-        return {selection.key(task, m.name): None for m in metrics if issubclass(m, RowMetric)}, {}
-    place = place_for(len(logits), device)
-    rows = Rows(logits.to(place), labels.to(place), selection.tasks[task].loss.predict)
-    figures, curves = {}, {}
-    for metric in metrics:
-        key = selection.key(task, metric.name)
-        if issubclass(metric, RowMetric):
-            value = metric.figure(rows)
-            figures[key] = None if value is None else float(value)
-        if (points := metric.curve(rows)) is not None:
-            curves[selection.key(task, metric.curve.__name__)] = {**points, "metric": key}
-    return figures, curves
+class Gathered:
+    """The rows of one task that are to be gathered on rank 0, for metrics of the user's."""
+
+    def __init__(self, selection: Selection, task: str):
+        self._selection, self._task = selection, task
+        self._parts: list[torch.Tensor] = [torch.empty(0, 2 + selection.tasks[task].outputs)]
+
+    def add(self, rows: Counted) -> None:
+        """Adds rows."""
+        logits = rows.logits.reshape(len(rows), -1)
+        self._parts.append(torch.cat([logits, rows.labels.unsqueeze(1), rows.weights.unsqueeze(1)], dim=1))
+
+    def figures(self, device: torch.device) -> tuple[dict[str, float | None], Curves]:
+        """The metrics and curves that need all rows; a collective, which gathers them."""
+        of_columns = [gather_to_first(values, device) for values in torch.cat(self._parts).unbind(1)]
+        key = self._selection.key
+        metrics = self._selection.of[self._task]
+        if of_columns[0] is None:
+            return {key(self._task, m.name): None for m in metrics if issubclass(m, RowMetric)}, {}
+        place = place_for(len(of_columns[0]), device)
+        *logits, labels, weights = (column.to(place) for column in of_columns)
+        joined = logits[0] if len(logits) == 1 else torch.stack(logits, 1)
+        rows = Rows(joined, labels, self._selection.tasks[self._task].loss.predict, weights)
+        figures, curves = {}, {}
+        for metric in metrics:
+            named = key(self._task, metric.name)
+            if issubclass(metric, RowMetric):
+                value = metric.figure(rows)
+                figures[named] = None if value is None else float(value)
+            if (points := metric.curve(rows)) is not None:
+                curves[key(self._task, metric.curve.__name__)] = {**points, "metric": named}
+        return figures, curves
 
 
 class Collected:
-    """Logits and labels of a rank's rows of one task that count, in host memory: a GPU's is for tables.
+    """A rank's rows of one task that count, on their way into host memory: a GPU's is for tables.
 
     They come from the device a few batches late, so that it never runs dry.
+
+    Args:
+        into: who is given the rows.
+        columns: of the keys that they need.
     """
 
-    def __init__(self, task: str) -> None:
-        self._task = task
-        self._coming: deque[Fetch] = deque()
-        self._parts: list[torch.Tensor] = [torch.empty(2, 0)]
+    def __init__(self, task: str, into: list[TaskRows | Gathered], columns: list[str]) -> None:
+        self._task, self._into, self._columns = task, into, columns
+        self._coming: deque[tuple[Fetch, Fetch | None]] = deque()
 
     def add(self, outputs: Outputs) -> None:
         """Adds a batch."""
         own = outputs[self._task]
-        self._coming.append(Fetch(torch.stack([own.logits, own.labels, own.weights])))
+        logits = own.logits.unsqueeze(1) if own.logits.dim() == 1 else own.logits
+        values = torch.cat([logits, torch.stack([own.labels, own.weights], 1)], dim=1)
+        keys = [own.keys[name] for name in self._columns]
+        self._coming.append((Fetch(values), Fetch(torch.stack(keys)) if keys else None))
         if len(self._coming) > LATE:
             self._read()
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and labels of all batches, float32 [rows]."""
+    def finish(self) -> None:
+        """Waits for the last batches."""
         while self._coming:
             self._read()
-        logits, labels = torch.cat(self._parts, dim=1)
-        return logits, labels
 
     def _read(self) -> None:
-        columns_3B = self._coming.popleft().wait()
-        self._parts.append(columns_3B[:2, columns_3B[2] > 0])
+        coming, keys = self._coming.popleft()
+        values = coming.wait()
+        counted = values[:, -1] > 0
+        *logits, labels, weights = (column.contiguous() for column in values[counted].unbind(1))
+        joined = logits[0] if len(logits) == 1 else torch.stack(logits, 1)
+        of_columns = {} if keys is None else dict(zip(self._columns, keys.wait()[:, counted], strict=True))
+        rows = Counted(joined, labels, weights, of_columns)
+        for each in self._into:
+            each.add(rows)

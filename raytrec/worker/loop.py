@@ -36,7 +36,8 @@ def train_worker(task: WorkerTask) -> None:
     context.enter_phase("building the model", "plan")
     step, plan = build_step(config, task.schema, context.device, fill=False)
     selection = Selection.of_config(config, task.schema)
-    state, progress = LogicalState(step.model, step.optimizer), Progress(Sums(selection, context.device))
+    window = Sums(selection, context.device, config.eval.window_steps)
+    state, progress = LogicalState(step.model, step.optimizer), Progress(window)
     context.enter_phase("restoring", "restore")
     if not restore_run(context, step, state, progress):
         begin(step, config, task.schema)

@@ -53,7 +53,7 @@ data:
   transforms: [{do: share, columns: [paid], into: [share], most: 50}]
 scaling: {num_workers: 1, device: cpu}
 model: {name: linear}
-tasks: [{loss: hinge, options: {margin: 0.5}, metrics: [auc, accuracy]}]
+tasks: [{loss: hinge, options: {margin: 0.5}, metrics: [auc, right_side]}]
 optim: {embeddings: {lr: 0.1}, dense: {lr: 0.01}}
 train: {log_every_steps: 10}
 checks: {every_steps: 10, patience: warn}
@@ -84,7 +84,7 @@ def add_loss(tree):
 
 
 def add_metric(tree):
-    copied(tree, "shop_metric.py", "raytrec/metrics/accuracy.py")
+    copied(tree, "shop_metric.py", "raytrec/metrics/right_side.py")
 
 
 def add_check(tree):
@@ -157,7 +157,7 @@ def test_a_run_with_all_of_them(tree, tmp_path):
     raytrec("prepare", "shop", "--out", "data", "--rows", "2000")
     done = raytrec("train", "job.yaml", "--json")
     result = json.loads(done.stdout)
-    assert 0.7 < result["eval.accuracy"] <= 1 and result["eval.auc"] > 0.9
+    assert 0.7 < result["eval.right_side"] <= 1 and result["eval.auc"] > 0.9
     assert result["train.checks_failed"] == 1 and "code" not in result
     assert "check patience failed at step 20: twenty steps" in done.stderr
     page = (tmp_path / "run/report.html").read_text()

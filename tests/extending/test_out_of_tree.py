@@ -83,8 +83,8 @@ def test_the_recipe_has_written_what_it_was_told_to(folder, printed):
 def test_result_json_has_them(folder, printed):
     result = json.loads((folder / "runs/shop/result.json").read_text())
     assert result["code"] == CODE
-    assert 0.7 < result["eval.accuracy"] <= 1 and result["eval.auc"] > 0.9
-    assert [metric["key"] for metric in result["metrics"]] == ["auc", "accuracy"]
+    assert 0.7 < result["eval.right_side"] <= 1 and result["eval.auc"] > 0.9
+    assert [metric["key"] for metric in result["metrics"]] == ["auc", "right_side"]
     assert result["train.rows"] == 2000 and result["train.steps"] == 32
     assert result["train.checks_failed"] == 1, "the check's leniency"
 
@@ -108,8 +108,8 @@ def test_mlflow_has_them(folder, printed):
     client = MlflowClient(f"sqlite:///{folder}/runs/mlflow.db")
     result = json.loads((folder / "runs/shop/result.json").read_text())
     run = client.get_run(result["mlflow_run_id"])
-    assert run.data.metrics["eval/accuracy"] == pytest.approx(result["eval.accuracy"])
-    assert {m.step for m in client.get_metric_history(run.info.run_id, "train/accuracy")} >= {10, 20, 30}
+    assert run.data.metrics["eval/right_side"] == pytest.approx(result["eval.right_side"])
+    assert {m.step for m in client.get_metric_history(run.info.run_id, "train/right_side")} >= {10, 20, 30}
     found = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "watch/check/patience")}
     assert {10: 1, 20: 0, 30: 1}.items() <= found.items()
     assert run.data.params["model.name"] == "shop_model:Linear"

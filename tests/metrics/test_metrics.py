@@ -176,11 +176,11 @@ def evaluated(rank, world, tasks):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_what_needs_all_rows_is_gathered_for_each_task_that_needs_it(world):
+def test_what_needs_an_order_of_rows_has_it_for_each_task_that_needs_it(world):
     (figures, curves), *others = on_ranks(world, evaluated, TWO)
     assert figures["click.auc"] == pytest.approx(defined(*click())["auc"], abs=1e-6)
     assert figures["skipped_rows"] == 0 and "watched.auc" not in figures
-    assert all(other["click.auc"] is None and drawn is None for other, drawn in others)
+    assert all(other["click.auc"] == figures["click.auc"] and drawn is None for other, drawn in others)
     assert set(curves) == {"click.roc", "click.reliability"}
     assert curves["click.roc"]["metric"] == "click.auc"
     assert sum(curves["click.reliability"]["rows"]) == figures["rows"]
@@ -196,12 +196,14 @@ def test_one_task_has_no_name_before_its_metrics():
 
 @pytest.mark.parametrize("labels", [[0.0, 0.0], [1.0, 1.0], [0.2, 0.7], [1.0, 2.0], []])
 def test_what_is_not_defined(labels):
+    from raytrec.metrics.over_ranks.ranked import Ranked
     from raytrec.metrics.rows import Rows
 
     labels = torch.tensor(labels)
     rows = Rows(torch.zeros(len(labels)), labels, torch.sigmoid)
-    assert find_metric("auc").figure(rows) is None
-    assert all(METRICS.parts[name].curve(rows) is None for name in ("auc", "calibration"))
+    assert find_metric("auc").of(rows) is None
+    ranked = Ranked.of(rows.predictions, labels)
+    assert all(METRICS.parts[name].ranked_curve(ranked) is None for name in ("auc", "calibration"))
     ne, mse = find_metric("ne"), find_metric("mse")
     if len(set(labels.tolist())) == 1:
         outputs = TaskOutputs(torch.zeros(2), torch.full((2,), 0.5), labels, torch.ones(2))
@@ -220,7 +222,7 @@ OF_THE_USER = """
 from raytrec.metrics.registry import RowMetric, SumMetric, metric
 
 
-@metric("hit_rate", title="hits at 0.5", label="hits", better="higher", format="{:.1%}")
+@metric("hits_at_half", title="hits at 0.5", label="hits", better="higher", format="{:.1%}")
 class HitRate(SumMetric):
     @staticmethod
     def sums(outputs):
@@ -265,7 +267,7 @@ def test_a_metric_of_the_users_own_on_two_ranks(tmp_path):
     logits, labels, weights = click()
     real = weights > 0
     hits = ((logits.sigmoid() > 0.5) == (labels > 0.5))[real].double().mean()
-    assert figures["hit_rate"] == other["hit_rate"] == pytest.approx(float(hits))
+    assert figures["hits_at_half"] == other["hits_at_half"] == pytest.approx(float(hits))
     p = logits[real].double().sigmoid()
     assert figures["spread"] == float(p.max() - p.min()) and other["spread"] is None
     assert figures["ne"] == pytest.approx(defined(logits, labels, weights)["ne"], abs=1e-6) and not curves

@@ -251,7 +251,7 @@ def test_order_can_be_learnt():
         optimizer = reference.optimizer("adam", one.parameters(), lr=0.02)
         reference.train(one, (batch(256) for _ in range(150)), [optimizer])
         test = batch(2000)
-        return AUC.figure(Rows(one(test).detach(), test.labels[:, 0], torch.sigmoid))
+        return AUC.of(Rows(one(test).detach(), test.labels[:, 0], torch.sigmoid))
 
     sections = {"bottom_mlp": [], "top_mlp": [16]}
     read = SequenceSection(name="sequence", max_length=LENGTH, **sections)

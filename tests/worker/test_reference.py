@@ -132,7 +132,7 @@ def sharded_run(rank, world, optimizer, sharding, loss):
     figures = sums.reduce()
     logits, labels = gather_to_first(torch.cat(logits)), gather_to_first(torch.cat(labels))
     if rank == 0:
-        figures["auc"] = AUC.figure(Rows(logits, labels, task.loss.predict))
+        figures["auc"] = AUC.of(Rows(logits, labels, task.loss.predict))
     sharding_used = {s.sharding_type for module in plan.plan.values() for s in module.values()}
     return before, snapshot(step.model), losses, figures, sharding_used
 

@@ -3,7 +3,7 @@
 from raytrec.metrics.registry import SumMetric, metric
 
 
-@metric("accuracy", title="accuracy (share of rows)", label="accuracy", better="higher", format="{:.1%}")
+@metric("right_side", title="accuracy (share of rows)", label="accuracy", better="higher", format="{:.1%}")
 class Accuracy(SumMetric):
     @staticmethod
     def sums(outputs):

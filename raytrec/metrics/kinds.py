@@ -1,0 +1,193 @@
+"""The kinds of metrics: what each is given, and what it gives. (registry.py has them by their names.)
+
+What a metric sums adds up over ranks, so that none of raytrec's own needs all rows in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from raytrec.tasks.losses import Kind
+
+if TYPE_CHECKING:
+    import torch
+
+    from raytrec.metrics.over_ranks.groups import Groups
+    from raytrec.metrics.over_ranks.ranked import Ranked
+    from raytrec.metrics.rows import Rows
+    from raytrec.tasks.outputs import TaskOutputs
+
+Direction = Literal["higher", "lower", "closer to 1"]
+DIRECTIONS = ("higher", "lower", "closer to 1", None)
+POSITIVES = "positives"  # a count (SumMetric.counts) of what a ratio that should be 1 is of
+GROUPS, NO_POSITIVE, ONE_CLASS = (
+    "groups",
+    "groups_without_positive",
+    "groups_of_one_class",
+)  # GroupMetric.counts
+
+
+class Metric:
+    """What all metrics have. A class, never an instance: what there is to remember is sums or rows.
+
+    Attributes:
+        name: in configurations and results.
+        title: for tables of results.
+        label: short, for lines and axes.
+        better: which values are better; None: neither are.
+        format: of its figures, as of str.format.
+        takes: kinds of predictions that it can be computed of (Loss.predicts); None: any.
+        at_k: whether configurations name it with a number of places, as in recall@10.
+        k: that number.
+    """
+
+    name: ClassVar[str] = ""
+    title: ClassVar[str]
+    label: ClassVar[str]
+    better: ClassVar[Direction | None]
+    format: ClassVar[str]
+    takes: ClassVar[tuple[Kind, ...] | None] = None
+    at_k: ClassVar[bool] = False
+    k: ClassVar[int] = 0
+
+    @staticmethod
+    def curve(rows: Rows) -> dict[str, list] | None:
+        """A curve of an evaluation's rows, all of them on rank 0, for the report; None: there is none."""
+        return None
+
+    @staticmethod
+    def ranked_curve(ranked: Ranked) -> dict[str, list] | None:
+        """A curve of an evaluation's rows in the order of their predictions (metrics/curves.py), for the
+        report; a collective, which returns the same on all ranks. None: there is none."""
+        return None
+
+
+class SumMetric(Metric):
+    """A metric of sums, which add up over rows, steps and ranks; in training it is known at every report."""
+
+    @staticmethod
+    def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
+        """What a batch of one rank adds, as scalars on its device; it must not make the host wait for that.
+
+        Metrics that share this very function share its sums. The names in it depend on nothing.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def figure(sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
+        """The metric; NaN where it is not defined.
+
+        Args:
+            sums: over all rows of all ranks, float64 scalars in host memory.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def counts(sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
+        """Figures beside it that say how much it is worth, by name; none by default."""
+        return {}
+
+
+class RankedMetric(Metric):
+    """A metric of an evaluation's rows in the order of their predictions, which the ranks sort together: each
+    has a part of that order. Not defined where labels are not both 0 and 1, and nothing else."""
+
+    @classmethod
+    def sums(cls, ranked: Ranked) -> dict[str, torch.Tensor]:
+        """What this rank's part of the order adds, as scalars."""
+        raise NotImplementedError
+
+    @classmethod
+    def figure(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
+        """The metric.
+
+        Args:
+            sums: over all ranks, float64 scalars in host memory.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def bound(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
+        """How far `figure` may at most be from the exact one, where rows with nearly equal predictions have
+        been put into one bin (eval.exact_rows)."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, rows: Rows) -> float | None:
+        """The metric of rows that are all here; None where it is not defined."""
+        from raytrec.metrics.over_ranks.ranked import Ranked
+
+        ranked = Ranked.of(rows.predictions, rows.labels, rows.weights)
+        return float(cls.figure(cls.sums(ranked))) if ranked.both_classes else None
+
+
+class GroupMetric(Metric):
+    """A metric of an evaluation's groups: rows with the same value in the task's column `group`. The ranks
+    exchange rows until each group is whole on one of them.
+
+    By default the weighted mean of a value of each group (`of_groups`).
+
+    Attributes:
+        needs_item: whether the task has to name a column `item`.
+        left_out: what groups are called that have no value, in `counts`.
+    """
+
+    takes = ("probability", "number", "score")
+    needs_item: ClassVar[bool] = False
+    left_out: ClassVar[str] = NO_POSITIVE
+
+    @classmethod
+    def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values float64 [G], which groups have one bool [G]) of the groups that are whole on this rank."""
+        raise NotImplementedError
+
+    @classmethod
+    def weights(cls, groups: Groups) -> torch.Tensor:
+        """How much each group counts, float64 [G]: the mean weight of its rows, 1 without sample weights."""
+        return groups.mean_weights
+
+    @classmethod
+    def sums(cls, groups: Groups) -> dict[str, torch.Tensor]:
+        """What this rank's groups add, as scalars."""
+        values_G, counted_G = cls.of_groups(groups)
+        weights_G = cls.weights(groups) * counted_G
+        return {
+            "values": (values_G.masked_fill(~counted_G, 0) * weights_G).sum(),
+            "weight": weights_G.sum(),
+            "groups": counted_G.new_tensor(len(counted_G), dtype=weights_G.dtype),
+            "left_out": (~counted_G).sum(),
+        }
+
+    @classmethod
+    def distinct(cls, groups: Groups) -> dict[str, torch.Tensor]:
+        """Keys, int64 [n] each, of which the sums are to have, under these names, how many distinct ones
+        there are over all groups of all ranks; none by default."""
+        return {}
+
+    @classmethod
+    def figure(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
+        """The metric; NaN where it is not defined.
+
+        Args:
+            sums: over all ranks, float64 scalars in host memory.
+        """
+        return sums["values"] / sums["weight"]
+
+    @classmethod
+    def counts(cls, sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
+        """Figures beside it: the groups, and how many have no value and are left out."""
+        return {GROUPS: sums["groups"], cls.left_out: sums["left_out"]}
+
+
+class RowMetric(Metric):
+    """A metric that needs all rows of an evaluation, gathered on rank 0. Training does not have it."""
+
+    @staticmethod
+    def figure(rows: Rows) -> float | torch.Tensor | None:
+        """The metric, on rank 0; None or NaN where it is not defined.
+
+        Args:
+            rows: logits, predictions and labels of one task, without padding and what its weights mask.
+        """
+        raise NotImplementedError

@@ -1,0 +1,155 @@
+"""The rows of an evaluation as one task's metrics need them, beyond sums of batches, and their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raytrec.metrics.kinds import GroupMetric, Metric, RankedMetric
+from raytrec.metrics.over_ranks.exchange import Exchange, rank_of
+from raytrec.metrics.over_ranks.groups import GroupRows
+from raytrec.metrics.over_ranks.scores import Scores
+from raytrec.metrics.over_ranks.slices import Slices, summarize
+from raytrec.metrics.registry import BOUND
+from raytrec.metrics.selection import Selection
+
+Place = Callable[[int], torch.device]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Rows of a task that count in it, in host memory.
+
+    Attributes:
+        logits, labels, weights: float32 [n]; weights are above 0; logits [n, C] for C classes.
+        keys: column → int64 [n].
+    """
+
+    logits: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    keys: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class TaskRows:
+    """The rows of one task that this rank evaluates, kept as its metrics and the slices need them.
+
+    Attributes:
+        columns: of the keys that they need.
+        needed: whether they need rows at all.
+    """
+
+    def __init__(self, selection: Selection, task: str):
+        about, settings, metrics = selection.tasks[task], selection.settings, selection.of[task]
+        self._selection, self._task, self._metrics = selection, task, metrics
+        self._scores = self._groups = None
+        self._slices: dict[str, Slices] = {}
+        grouped = _of_kind(metrics, GroupMetric)
+        item = about.item if any(metric.needs_item for metric in grouped) else None
+        self.columns = list(dict.fromkeys([about.group] * bool(grouped) + [item] * bool(item)))
+        if about.outputs == 1:
+            if any(map(_is_ranked, metrics)):
+                self._scores = Scores(about.loss.predict, settings.exact_rows)
+            if grouped:
+                self._groups = GroupRows(about.loss.predict, settings.exact_rows, about.group, item)
+            self._slices = {name: Slices(about.loss.predict, settings.exact_rows) for name in settings.slices}
+            self.columns = list(dict.fromkeys([*self.columns, *settings.slices]))
+        self.needed = bool(self._scores or self._groups or self._slices)
+
+    def add(self, rows: Counted) -> None:
+        """Adds rows."""
+        if self._scores:
+            self._scores.add(rows.logits, rows.labels, rows.weights)
+        if self._groups:
+            self._groups.add(rows.logits, rows.labels, rows.weights, rows.keys)
+        for column, slices in self._slices.items():
+            slices.add(rows.keys[column], rows.logits, rows.labels, rows.weights)
+
+    def figures(self, exchange: Exchange, place: torch.device) -> tuple[dict[str, float | None], dict]:
+        """Figures by their keys, and curves (evaluate.Curves), the same on all ranks; a collective."""
+        figures: dict[str, float | None] = {}
+        curves: dict[str, dict[str, Any]] = {}
+        if self._scores:
+            self._rank(exchange, place, figures, curves)
+        if self._groups:
+            self._group(exchange, place, figures)
+        return {self._key(name): value for name, value in figures.items()}, curves
+
+    def slices(
+        self, exchange: Exchange, place: torch.device, names: Mapping[str, dict[int, str]]
+    ) -> dict[str, Any]:
+        """Column → the figures of its slices (slices.summarize); a collective.
+
+        Args:
+            names: column → what this rank knows of its values, by their keys.
+        """
+        count = self._selection.settings.slices_shown
+        return {
+            column: summarize(slices.figures(exchange, place), count, exchange, names.get(column, {}))
+            for column, slices in self._slices.items()
+        }
+
+    def _rank(self, exchange: Exchange, place: torch.device, figures: dict, curves: dict) -> None:
+        """Metrics and curves of the rows in the order of their predictions."""
+        ranked, binned = self._scores.ranked(exchange, place)
+        metrics = _of_kind(self._metrics, RankedMetric)
+        totals = _added([metric.sums(ranked) for metric in metrics], exchange)
+        for metric, sums in zip(metrics, totals, strict=True):
+            defined = ranked.both_classes
+            figures[metric.name] = float(metric.figure(sums)) if defined else None
+            if binned and defined:
+                figures[metric.name + BOUND] = float(metric.bound(sums))
+        for metric in self._metrics:
+            if (points := metric.ranked_curve(ranked)) is not None:
+                curve = self._key(metric.ranked_curve.__name__)
+                curves[curve] = {**points, "metric": self._key(metric.name)}
+
+    def _group(self, exchange: Exchange, place: torch.device, figures: dict) -> None:
+        """Metrics of whole groups, part by part of all of them."""
+        metrics = _of_kind(self._metrics, GroupMetric)
+        sums: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
+        distinct: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
+        for groups in self._groups.groups(exchange, place):
+            for metric, so_far, seen in zip(metrics, sums, distinct, strict=True):
+                for name, value in metric.sums(groups).items():
+                    so_far[name] = so_far.get(name, 0) + value.double()
+                for name, keys in metric.distinct(groups).items():
+                    seen[name] = torch.cat([seen.get(name, keys[:0]), keys]).unique()
+        for so_far, seen in zip(sums, distinct, strict=True):
+            so_far |= {name: _count_distinct(keys, exchange) for name, keys in seen.items()}
+        for metric, total in zip(metrics, _added(sums, exchange), strict=True):
+            counts = {name: round(float(value)) for name, value in metric.counts(total).items()}
+            figures |= {metric.name: float(metric.figure(total)), **counts}
+
+    def _key(self, name: str) -> str:
+        return self._selection.key(self._task, name)
+
+
+def _of_kind(metrics: list[type[Metric]], kind: type) -> list:
+    return [metric for metric in metrics if issubclass(metric, kind)]
+
+
+def _is_ranked(metric: type[Metric]) -> bool:
+    """Whether a metric, or its curve, needs rows in the order of their predictions."""
+    return issubclass(metric, RankedMetric) or metric.ranked_curve is not Metric.ranked_curve
+
+
+def _added(sums: list[dict[str, torch.Tensor]], exchange: Exchange) -> list[dict[str, torch.Tensor]]:
+    """Sums of several metrics over all ranks, by one collective."""
+    values = [value for each in sums for value in each.values()]
+    if not values:
+        return sums
+    total = iter(exchange.add(torch.stack([value.double().cpu() for value in values])))
+    return [{name: next(total) for name in each} for each in sums]
+
+
+def _count_distinct(keys: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """How many of the distinct keys of all ranks belong to this one."""
+    (mine,) = exchange.send([keys], rank_of(keys, exchange.world))
+    return torch.tensor(len(mine.unique()), dtype=torch.float64)

@@ -1,0 +1,163 @@
+"""Whole groups of rows, brought together by exchanging rows between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from raytrec.metrics.over_ranks.exchange import Exchange, rank_of
+from raytrec.metrics.over_ranks.kept_rows import KeptRows
+
+RELEVANT = 0.5  # a label above it is positive
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The rows of G whole groups: group after group, the highest prediction of each first; of rows with equal
+    predictions, the lowest label first, so that no order among ties makes a figure better than it is.
+
+    Attributes:
+        of: the group of each row, int64 [N], from 0 to G - 1.
+        count: G.
+        predictions, labels, weights: float64 [N]; weights are above 0.
+        items: int64 [N]; None where the task has no column `item`.
+    """
+
+    of: torch.Tensor
+    count: int
+    predictions: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    items: torch.Tensor | None = None
+
+    @classmethod
+    def make(
+        cls,
+        keys_N: torch.Tensor,
+        predictions_N: torch.Tensor,
+        labels_N: torch.Tensor,
+        weights_N: torch.Tensor,
+        items_N: torch.Tensor | None = None,
+    ) -> Groups:
+        """Of rows in any order, among which each group is whole.
+
+        Args:
+            keys_N: int64; rows with the same key are a group. A prediction that is NaN makes the figures NaN.
+        """
+        weights_N = weights_N.masked_fill(predictions_N.isnan(), float("nan"))
+        order = labels_N.argsort(stable=True)
+        for column, falling in ((predictions_N, True), (keys_N, False)):
+            order = order[column[order].argsort(stable=True, descending=falling)]
+        distinct, of = keys_N[order].unique_consecutive(return_inverse=True)
+        values = (x[order].double() for x in (predictions_N, labels_N, weights_N))
+        return cls(of, len(distinct), *values, None if items_N is None else items_N[order])
+
+    def add(self, values_N: torch.Tensor) -> torch.Tensor:
+        """The sum over the rows of each group, float64 [G]."""
+        return self.weights.new_zeros(self.count).index_add_(0, self.of, values_N.double())
+
+    @cached_property
+    def sizes(self) -> torch.Tensor:
+        """Rows of each group, float64 [G]."""
+        return self.add(torch.ones_like(self.weights))
+
+    @cached_property
+    def mean_weights(self) -> torch.Tensor:
+        """The mean weight of each group's rows, float64 [G]."""
+        return self.add(self.weights) / self.sizes
+
+    @cached_property
+    def ranks(self) -> torch.Tensor:
+        """Each row's place in its group, int64 [N], from 1."""
+        starts = self.sizes.cumsum(0) - self.sizes
+        return torch.arange(len(self.of), device=self.of.device) - starts.long()[self.of] + 1
+
+    @cached_property
+    def relevant(self) -> torch.Tensor:
+        """Whether each row's label is positive, bool [N]."""
+        return self.labels > RELEVANT
+
+    @cached_property
+    def positives(self) -> torch.Tensor:
+        """Positive rows of each group, float64 [G]."""
+        return self.add(self.relevant)
+
+    def best_first(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Values of rows, the greatest of each group first."""
+        order = values_N.argsort(descending=True)
+        return values_N[order[self.of[order].argsort(stable=True)]]
+
+    def auc(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the AUC of each group, ties counted half and rows by their weights, float64 [G]; which groups have
+        positive and negative rows, bool [G])."""
+        positive, negative = self.weights * self.relevant, self.weights * ~self.relevant
+        new = torch.ones_like(self.relevant)
+        new[1:] = (self.of[1:] != self.of[:-1]) | (self.predictions[1:] != self.predictions[:-1])
+        tie = new.cumsum(0) - 1  # rows with equal predictions of one group
+        ties = len(new) and int(tie[-1]) + 1
+        tied_negative = negative.new_zeros(ties).index_add_(0, tie, negative)
+        above = tied_negative.cumsum(0)[tie] - self._before(negative)[self.of]  # or equal, in the group
+        all_positive, all_negative = self.add(positive), self.add(negative)
+        below = all_negative[self.of] - above
+        pairs = self.add(positive * (below + tied_negative[tie] / 2))
+        both = (all_positive > 0) & (all_negative > 0)
+        return pairs / (all_positive * all_negative).masked_fill(~both, 1), both
+
+    def _before(self, values_N: torch.Tensor) -> torch.Tensor:
+        """The sum over all rows before each group, float64 [G]."""
+        sums = self.add(values_N)
+        return sums.cumsum(0) - sums
+
+
+class GroupRows:
+    """Rows of one task on this rank, until all ranks exchange them for whole groups.
+
+    A row is 20 bytes, or 28 with its item; beyond `exact_rows` rows they are on disk (kept_rows.py), and come
+    back part by part.
+
+    Args:
+        predict: logits → predictions, of the task.
+        exact_rows: eval.exact_rows.
+        group, item: the task's columns.
+    """
+
+    def __init__(
+        self,
+        predict: Callable[[torch.Tensor], torch.Tensor],
+        exact_rows: int,
+        group: str,
+        item: str | None = None,
+    ):
+        self._predict, self._columns = predict, [group, item] if item else [group]
+        dtypes = [torch.int64, torch.float32, torch.float32, torch.float32, *[torch.int64] * bool(item)]
+        self._kept = KeptRows(dtypes, exact_rows)
+
+    def add(
+        self,
+        logits_N: torch.Tensor,
+        labels_N: torch.Tensor,
+        weights_N: torch.Tensor,
+        keys: dict[str, torch.Tensor],
+    ) -> None:
+        """Adds rows that count, in host memory, with the keys of their columns."""
+        group, *item = (keys[name] for name in self._columns)
+        self._kept.add([group, logits_N, labels_N, weights_N, *item])
+
+    def groups(self, exchange: Exchange, place: torch.device) -> Iterator[Groups]:
+        """All groups, each whole on one rank, in as many parts as all ranks have; a collective for each.
+
+        Args:
+            place: the device that rows are sorted on.
+        """
+        for rows in self._kept.parts(exchange):
+            keys, logits, labels, weights, *item = _sent(exchange, rows)
+            predictions = self._predict(logits.to(place).double())
+            yield Groups.make(keys.to(place), predictions, *(x.to(place) for x in (labels, weights, *item)))
+
+
+def _sent(exchange: Exchange, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows to the ranks of their keys, which come first."""
+    return exchange.send(rows, rank_of(rows[0], exchange.world))

@@ -1,0 +1,127 @@
+"""Metrics that a task cannot have, and names with a number of places; results as people see them."""
+
+from dataclasses import replace
+
+import pytest
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.schema import Schema
+from raytrec.config.tasks import TaskSection
+from raytrec.metrics.registry import GroupMetric, RankedMetric, find_metric
+from raytrec.metrics.results import format_result
+from raytrec.metrics.selection import Selection, figures_of
+from raytrec.metrics.slice_tables import slice_tables
+from raytrec.tasks.losses import Loss
+from raytrec.tasks.task import resolve_tasks
+
+SCHEMA = Schema.parse(
+    {"labels": ["y"], "sparse": {"u": {"table": "u"}}, "tables": {"u": {"rows": 2, "dim": 8}}}, "here"
+)
+
+
+def task(*metrics, predicts="probability", **changes):
+    (found,) = resolve_tasks([TaskSection(label="y", metrics=[])], SCHEMA)
+    loss = type("Given", (Loss,), {"of_rows": None, "predicts": predicts})()
+    return replace(found, loss=loss, metrics=metrics, **changes)
+
+
+def refusal(*metrics, **about):
+    with pytest.raises(ConfigError) as refused:
+        Selection([task(*metrics, **about)])
+    return refused.value
+
+
+@pytest.mark.parametrize("places", ["0", "-1", "1.5", "", "ten", "01", "9999999999"])
+def test_places_are_whole_numbers_from_1(places):
+    with pytest.raises(ConfigError, match="recall counts the first k places, and k is") as refused:
+        find_metric(f"recall@{places}")
+    assert "recall@10" in str(refused.value)
+
+
+def test_names_with_places():
+    ten = find_metric("ndcg@10")
+    assert (ten.k, ten.name, ten.title, ten.label) == (10, "ndcg@10", "NDCG at 10", "NDCG@10")
+    assert find_metric("ndcg@10") is ten and find_metric("ndcg@5").k == 5 and issubclass(ten, GroupMetric)
+    with pytest.raises(ConfigError, match="auc has no places"):
+        find_metric("auc@3")
+    with pytest.raises(ConfigError, match="k is missing"):
+        find_metric("recall")
+    with pytest.raises(ConfigError, match="did you mean 'recall'"):
+        find_metric("recal@3")
+    metrics = Selection([task("recall@1", "recall@5", "mrr", group="u")])
+    assert [figure.key for figure in metrics.figures] == ["recall@1", "recall@5", "mrr"]
+    assert metrics.best("recall@5").better == "higher" and not metrics.figures[0].sums
+    with pytest.raises(ConfigError, match="the metric 'mrr' twice"):
+        Selection([task("mrr", "mrr", group="u")])
+
+
+def test_metrics_of_groups_need_a_group():
+    assert "gauc needs a column group" in refusal("gauc").what
+    assert "coverage@3 needs a column item" in refusal("coverage@3", group="u").what
+    assert "group and item" in refusal("coverage@3").what
+    Selection([task("gauc", "coverage@3", group="u", item="u")])
+
+
+@pytest.mark.parametrize(
+    ("predicts", "metrics"),
+    [
+        ("classes", ["auc", "ne", "calibration", "mse", "gauc", "ece"]),
+        ("number", ["ne", "logloss", "ece", "accuracy"]),
+        ("score", ["logloss", "calibration", "rmse", "mae", "accuracy"]),
+    ],
+)
+def test_a_metric_has_to_suit_the_loss(predicts, metrics):
+    for name in metrics:
+        refused = refusal(name, predicts=predicts, group="u")
+        assert f"{name} is no metric of its loss" in refused.what and name not in refused.expected.split(", ")
+        Selection([task(name, predicts=None, group="u")])
+    suits = {"classes": ["accuracy", "logloss"], "number": ["auc", "rmse", "mrr"], "score": ["auc", "ndcg@3"]}
+    Selection([task(*suits[predicts], predicts=predicts, group="u")])
+
+
+def test_kinds_are_told_apart():
+    kinds = {name: find_metric(name).__mro__ for name in ("auc", "pr_auc", "gauc", "mrr")}
+    assert all(RankedMetric in kinds[name] for name in ("auc", "pr_auc"))
+    assert all(GroupMetric in kinds[name] for name in ("gauc", "mrr"))
+
+
+def test_counts_and_bounds_are_in_the_table():
+    metrics = Selection([task("auc", "mrr", group="u")])
+    figures = {"auc": 0.75, "auc_bound": 0.00012, "mrr": 0.5, "groups": 1200, "groups_without_positive": 7}
+    rows = format_result(metrics.result(figures))
+    texts = {row.title: row.text for row in rows.values()}
+    assert texts["AUC: off by at most"] == "1.2e-04" and texts["groups"] == "1,200"
+    assert texts["groups without a positive row (left out)"] == "7"
+    other = replace(task("mrr", group="u"), name="other")
+    several = Selection([task("auc"), other]).result({"other.mrr": 0.5, "other.groups": 3})
+    assert {row.title: row.text for row in format_result(several).values()}["other: groups"] == "3"
+
+
+def test_slices_are_tables():
+    record = {"slice": "DE", "rows": 1234, "auc": 0.8, "calibration": None}
+    found = {"slices": 2000, "largest": [record], "worst": [{**record, "auc_bound": 1e-4}]}
+    largest, worst = slice_tables({"eval.slices": {"y": {"country": found}}})
+    assert largest.title == "y: largest of 2,000 values of country"
+    assert largest.columns == ["value", "rows", "AUC", "calibration"]
+    assert [text for text, _ in largest.rows[0]] == ["DE", "1,234", "0.8000", "–"]
+    assert "off by at most" in worst.columns
+    for strange in (None, {}, [1], {"y": 3}, {"y": {"c": {"largest": [3]}}}, {"y": {"c": {"worst": "x"}}}):
+        assert slice_tables({"eval.slices": strange}) == []
+    assert slice_tables({}) == [] and figures_of({})
+
+
+def test_console_and_report_show_slices(tmp_path, capsys):
+    import json
+    from types import SimpleNamespace
+
+    from raytrec.driver.console import print_result
+    from raytrec.report.report import build
+
+    record = {"slice": "<b>DE</b>", "rows": 1234, "auc": 0.8, "calibration": 1.01}
+    found = {"slices": 2000, "largest": [record], "worst": []}
+    result = {"name": "run", "eval.slices": {"y": {"country": found}}}
+    print_result(SimpleNamespace(metrics=result, next_steps=[]))
+    assert "<b>DE</b>" in (out := capsys.readouterr().out) and "largest of 2,000 values of country" in out
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    page = build(tmp_path).read_text()
+    assert "&lt;b&gt;DE&lt;/b&gt;" in page and "largest of 2,000 values of country" in page

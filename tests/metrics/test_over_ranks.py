@@ -1,0 +1,225 @@
+"""Metrics of an order and of groups on 1, 2 and 3 ranks, against scikit-learn and plain definitions."""
+
+from math import isnan, log2
+
+import numpy as np
+import pytest
+import torch
+from evaluations import Case, evaluations
+from sklearn import metrics as sk
+
+ROWS, GROUPS = 500, 40
+GROUP_METRICS = ["gauc", "recall@1", "recall@5", "ndcg@5", "ndcg@100", "hit_rate@3", "mrr", "coverage@2"]
+RANKED, SUMMED = ["auc", "pr_auc", "calibration"], ["logloss", "ece", "rmse", "mse", "mae", "accuracy", "ne"]
+
+
+def rows(seed, ties=True, weights=True, gains=False):
+    """Rows in groups of 1 to 30, some without a positive row, some with nothing else; items repeat."""
+    draw = torch.Generator().manual_seed(seed)
+    groups = (torch.rand(ROWS, generator=draw) ** 2 * GROUPS).long() * 7 - 90
+    logits = torch.randn(ROWS, generator=draw) * 2
+    logits = (logits * 2).round() / 2 if ties else logits
+    labels = (torch.rand(ROWS, generator=draw) < (logits - 1).sigmoid()).float()
+    labels[groups == -90], labels[groups == -83] = 0, 1
+    if gains:
+        labels = labels * torch.randint(0, 4, (ROWS,), generator=draw)
+    weight = torch.ones(ROWS)
+    if weights:
+        weight = (torch.rand(ROWS, generator=draw) * 3).round() / 2 * (groups != -76)
+    items = torch.randint(0, 70, (ROWS,), generator=draw) * 2**40
+    return {"logits": logits, "labels": labels, "weights": weight, "groups": groups, "items": items}
+
+
+KINDS = {
+    "ties, weights and a masked group": Case(**rows(0), metrics=[*RANKED, *GROUP_METRICS, *SUMMED]),
+    "no ties, no weights": Case(
+        **rows(1, ties=False, weights=False), metrics=[*RANKED, *GROUP_METRICS, *SUMMED]
+    ),
+    "gains": Case(**rows(2, gains=True), metrics=["auc", "ndcg@4", "mrr", "calibration"], loss="mse"),
+    "equal predictions": Case(
+        **{**rows(3), "logits": torch.ones(ROWS)}, metrics=["auc", "pr_auc", *GROUP_METRICS]
+    ),
+    "one class": Case(**{**rows(4), "labels": torch.zeros(ROWS)}, metrics=["auc", "pr_auc", *GROUP_METRICS]),
+    "no row counts": Case(**{**rows(5), "weights": torch.zeros(ROWS)}, metrics=["auc", *GROUP_METRICS]),
+    "a NaN": Case(
+        **{**rows(6, weights=False), "logits": torch.ones(ROWS).index_fill(0, torch.tensor([7]), torch.nan)},
+        metrics=["auc", "pr_auc", "gauc", "mrr"],
+    ),
+}
+NO_POSITIVE = {"auc", "pr_auc", *GROUP_METRICS} - {"coverage@2"}
+
+
+def reference(case, name):
+    """The definition, row by row: of docs/metrics.md, or scikit-learn's."""
+    kept = case.weights > 0
+    p = case.logits[kept].double()
+    p = (p.sigmoid() if case.loss == "bce" else p).numpy()
+    y, w = case.labels[kept].double().numpy(), case.weights[kept].double().numpy()
+    metric, _, k = name.partition("@")
+    if metric in PLAIN:
+        return PLAIN[metric](y, p, w)
+    groups = case.groups[kept].numpy()
+    orders = {g: sorted(np.flatnonzero(groups == g), key=lambda i: (-p[i], y[i])) for g in set(groups)}
+    if metric == "coverage":
+        items = case.items[kept].numpy()
+        return len({items[i] for order in orders.values() for i in order[: int(k)]}) / len(set(items))
+    total = norm = 0.0
+    for order in orders.values():
+        value = OF_GROUP[metric](y[order], p[order], w[order], int(k or 0))
+        if value is not None:
+            weight = w[order].sum() if metric == "gauc" else w[order].mean()
+            total, norm = total + weight * value, norm + weight
+    return total / norm
+
+
+PLAIN = {
+    "auc": lambda y, p, w: sk.roc_auc_score(y, p, sample_weight=w),
+    "pr_auc": lambda y, p, w: sk.average_precision_score(y, p, sample_weight=w),
+    "logloss": lambda y, p, w: sk.log_loss(y, p, sample_weight=w),
+    "mse": lambda y, p, w: sk.mean_squared_error(y, p, sample_weight=w),
+    "rmse": lambda y, p, w: sk.root_mean_squared_error(y, p, sample_weight=w),
+    "mae": lambda y, p, w: sk.mean_absolute_error(y, p, sample_weight=w),
+    "accuracy": lambda y, p, w: sk.accuracy_score(y, p > 0.5, sample_weight=w),
+    "calibration": lambda y, p, w: (w * p).sum() / (w * y).sum(),
+    "ne": lambda y, p, w: (
+        sk.log_loss(y, p, sample_weight=w)
+        / sk.log_loss(y, np.full_like(p, (w * y).sum() / w.sum()), sample_weight=w)
+    ),
+    "ece": lambda y, p, w: (
+        sum(abs((w * (p - y))[(p >= b / 15) & (p < (b + 1) / 15)].sum()) for b in range(15)) / w.sum()
+    ),
+}
+OF_GROUP = {
+    "gauc": lambda y, p, w, k: sk.roc_auc_score(y, p, sample_weight=w) if 0 < y.sum() < len(y) else None,
+    "recall": lambda y, p, w, k: y[:k].sum() / y.sum() if y.any() else None,
+    "hit_rate": lambda y, p, w, k: float(y[:k].any()) if y.any() else None,
+    "mrr": lambda y, p, w, k: 1 / (1 + int((y > 0.5).argmax())) if y.any() else None,
+    "ndcg": lambda y, p, w, k: dcg(y[:k]) / dcg(sorted(y, reverse=True)[:k]) if y.any() else None,
+}
+
+
+def dcg(gains):
+    return sum(gain / log2(2 + rank) for rank, gain in enumerate(gains))
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def found(request):
+    ranks = evaluations(request.param, list(KINDS.values()))
+    firsts = dict(zip(KINDS, ranks[0], strict=True))
+    for other in ranks[1:]:  # the same figures on all ranks, curves on the first alone
+        for (figures, _), (same, curves) in zip(ranks[0], other, strict=True):
+            assert same == pytest.approx(figures, nan_ok=True) and curves is None
+    return firsts
+
+
+@pytest.mark.parametrize("kind", list(KINDS)[:4])
+def test_metrics_are_what_their_definitions_say(found, kind):
+    case, (figures, _) = KINDS[kind], found[kind]
+    wanted = {name: reference(case, name) for name in case.metrics if (kind, name) != ("gains", "auc")}
+    assert {name: figures[name] for name in wanted} == pytest.approx(wanted, abs=1e-6)
+    assert not any(name.endswith("_bound") for name in figures)
+
+
+def test_groups_that_have_no_figure_are_counted(found):
+    case, (figures, _) = (x["ties, weights and a masked group"] for x in (KINDS, found))
+    kept = case.weights > 0
+    of_groups = [case.labels[kept & (case.groups == g)] for g in case.groups[kept].unique()]
+    assert figures["groups"] == len(of_groups)
+    assert figures["groups_without_positive"] == sum(not y.any() for y in of_groups) > 0
+    assert figures["groups_of_one_class"] == sum(len(y.unique()) == 1 for y in of_groups)
+
+
+def test_what_is_not_defined_has_no_figure(found):
+    assert found["gains"][0]["auc"] is None and found["gains"][1] is None
+    for kind in ("one class", "no row counts", "a NaN"):
+        figures, curves = found[kind]
+        for name in set(KINDS[kind].metrics) & NO_POSITIVE:
+            assert figures[name] is None or isnan(figures[name]), (kind, name)
+        assert curves is None
+    assert 0 < found["one class"][0]["coverage@2"] < 1 and isnan(found["no row counts"][0]["coverage@2"])
+
+
+def test_curves_are_of_the_rows(found):
+    kind = "ties, weights and a masked group"
+    case, (_, curves) = KINDS[kind], found[kind]
+    kept = case.weights > 0
+    y, p, w = (x[kept].double().numpy() for x in (case.labels, case.logits.sigmoid(), case.weights))
+    fpr, tpr, _ = sk.roc_curve(y, p, sample_weight=w, drop_intermediate=False)
+    drawn = np.array([curves["roc"]["fpr"], curves["roc"]["tpr"]]).T
+    assert drawn == pytest.approx(np.array([fpr, tpr]).T, abs=1e-6), "few predictions: all are points"
+    bins = curves["reliability"]
+    assert sum(bins["rows"]) == kept.sum() and bins["predicted"] == sorted(bins["predicted"])
+    assert curves["roc"]["metric"] == "auc" and curves["reliability"]["metric"] == "calibration"
+    _, curves = found["no ties, no weights"]
+    fpr, tpr = curves["roc"]["fpr"], curves["roc"]["tpr"]
+    assert (fpr[0], tpr[0], fpr[-1], tpr[-1]) == (0, 0, 1, 1) and 190 <= len(fpr) <= 202
+    assert np.trapezoid(tpr, fpr) == pytest.approx(found["no ties, no weights"][0]["auc"], abs=0.01)
+    assert curves["reliability"]["rows"] == [25] * 20
+
+
+def test_without_ties_ndcg_is_scikit_learns(found):
+    case, (figures, _) = (x["no ties, no weights"] for x in (KINDS, found))
+    scores = []
+    for group in case.groups.unique():
+        y, p = (x[case.groups == group].numpy() for x in (case.labels, case.logits))
+        if y.any():
+            scores.append(sk.ndcg_score(y[None], p[None], k=5) if len(y) > 1 else 1.0)
+    assert figures["ndcg@5"] == pytest.approx(np.mean(scores), abs=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_beyond_exact_rows_there_are_bins_with_their_bound_and_files(world):
+    kinds = ("no ties, no weights", "ties, weights and a masked group")
+    many = [Case(**{**vars(KINDS[kind]), "settings": {"exact_rows": 40}}) for kind in kinds]
+    for case, (figures, curves) in zip(many, evaluations(world, many)[0], strict=True):
+        for name in ("auc", "pr_auc"):
+            exact, bound = reference(case, name), figures[f"{name}_bound"]
+            assert bound > 0 and abs(figures[name] - exact) <= bound
+        assert figures["auc_bound"] < 0.05
+        for name in (*GROUP_METRICS, *SUMMED):
+            assert figures[name] == pytest.approx(reference(case, name), abs=1e-6), name
+        assert sum(curves["reliability"]["rows"]) == (case.weights > 0).sum()
+
+
+def test_bins_rise_with_predictions():
+    from raytrec.metrics.over_ranks.scores import COUNT, bins_of, midpoints
+
+    edges = torch.tensor([-torch.inf, -1e30, -1.5, -1.0, -1e-30, 0.0, 1e-30, 0.5, 0.9, 1.0, 1e30, torch.inf])
+    bins = bins_of(edges.double())
+    assert (bins[1:] > bins[:-1]).all() and bins.min() >= 0 and bins.max() < COUNT
+    assert bins_of(torch.tensor([-0.0])) == bins_of(torch.tensor([0.0]))
+    middles = midpoints(bins)
+    assert middles.isfinite().all() and (bins_of(middles) == bins).all()
+    assert ((middles - edges).abs() <= edges.abs() / 2**11 + 1e-40)[1:-1].all()
+
+
+def test_what_a_gpu_holds_is_exchanged_over_it():
+    cases = list(KINDS.values())[:2]
+    expected, on_gpus = evaluations(2, cases)[0], evaluations(2, cases, device="cuda")
+    for found in on_gpus:
+        for (figures, _), (same, _) in zip(expected, found, strict=True):
+            assert same == pytest.approx(figures, nan_ok=True)
+    assert [curves for _, curves in on_gpus[0]] == [curves for _, curves in expected]
+
+
+def sent(rank, world, at_once):
+    from raytrec.metrics.over_ranks.exchange import Exchange
+
+    mine = torch.arange(rank * 100, rank * 100 + (7, 0, 30)[rank])
+    exchange = Exchange(torch.device("cpu"), at_once)
+    numbers, halves = exchange.send([mine, mine / 2], mine % world)
+    assert (halves == numbers / 2).all()
+    return sorted(numbers.tolist()), exchange.most(rank), exchange.add(mine[:1].sum()).item()
+
+
+@pytest.mark.parametrize("at_once", [4, 1000])
+def test_rows_go_to_the_ranks_that_they_belong_to(at_once):
+    everything = [*range(7), *range(200, 230)]
+    for rank, (numbers, most, total) in enumerate(on_three(sent, at_once)):
+        assert numbers == [n for n in everything if n % 3 == rank] and (most, total) == (2, 200)
+
+
+def on_three(function, *args):
+    from ranks import on_ranks
+
+    return on_ranks(3, function, *args)

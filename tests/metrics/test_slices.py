@@ -1,0 +1,77 @@
+"""Figures of the largest and of the worst slices, with their names, on 1, 2 and 3 ranks."""
+
+import pytest
+import torch
+from evaluations import Case, evaluations
+from sklearn.metrics import roc_auc_score
+
+COUNTRIES = ["DE", "FR", "US", "CH", None, "LI"]
+SIZES = [400, 300, 200, 100, 90, 3]
+
+
+def rows(**settings):
+    draw = torch.Generator().manual_seed(3)
+    of = torch.repeat_interleave(torch.arange(6), torch.tensor(SIZES))
+    of = of[torch.randperm(len(of), generator=draw)]
+    logits = torch.randn(len(of), generator=draw)
+    noise = torch.tensor([0.1, 0.5, 9.0, 0.2, 2.0, 0.0])[of]
+    labels = (logits + noise * torch.randn(len(of), generator=draw) > 0).float()
+    weights = (torch.arange(len(of)) % 10 < 9).float()
+    texts = [COUNTRIES[i] for i in of]
+    settings = {"slices": ["group"], "slices_shown": 2, **settings}
+    return Case(logits, labels, weights, ["auc"], of * 31 + 5, settings=settings, texts=texts)
+
+
+def expected(case):
+    """Country → (rows, AUC, calibration), None where there is only one class."""
+    found = {}
+    for country in COUNTRIES:
+        kept = torch.tensor([text == country for text in case.texts]) & (case.weights > 0)
+        y, p = case.labels[kept], case.logits[kept].sigmoid()
+        auc = float(roc_auc_score(y, p)) if len(y.unique()) == 2 else None
+        found[str(country or "null")] = int(kept.sum()), auc, float(p.sum() / y.sum()) if y.any() else None
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_largest_and_the_worst_are_shown_by_name(world):
+    cases = [rows(), rows(slices_shown=100), rows(exact_rows=100)]
+    of_ranks = evaluations(world, cases)
+    assert all(other[0][0] == of_ranks[0][0][0] for other in of_ranks)
+    few, many, binned = ({**figures["slices"]["y"]["group"]} for figures, _ in of_ranks[0])
+    wanted = expected(cases[0])
+    by_rows = sorted(wanted, key=lambda name: -wanted[name][0])
+    by_auc = sorted((name for name in wanted if wanted[name][0] > 60), key=lambda name: wanted[name][1])
+    assert few["slices"] == many["slices"] == 6
+    assert [each["slice"] for each in few["largest"]] == by_rows[:2]
+    assert [each["slice"] for each in few["worst"]] == by_auc[:2] == ["US", "null"]
+    assert [each["slice"] for each in many["largest"]] == by_rows
+    assert [each["slice"] for each in many["worst"]] == by_auc, "LI has too few rows"
+    for each in many["largest"]:
+        rows_, auc, calibration = wanted[each["slice"]]
+        assert each["rows"] == rows_ and set(each) == {"slice", "rows", "auc", "calibration"}
+        assert each["auc"] == pytest.approx(auc, abs=1e-6)
+        assert each["calibration"] == pytest.approx(calibration, abs=1e-6)
+    for each in binned["largest"]:
+        rows_, auc, calibration = wanted[each["slice"]]
+        assert each["rows"] == rows_ and each["calibration"] == pytest.approx(calibration, abs=1e-6)
+        assert abs(each["auc"] - auc) <= each["auc_bound"] + 1e-9 < 0.05
+
+
+def test_slices_of_a_task_of_numbers_go_by_calibration():
+    case = rows(slices_shown=1)
+    numbers = Case(
+        **{**vars(case), "logits": case.logits.abs() + case.groups, "loss": "mse", "metrics": ["mse"]}
+    )
+    numbers = Case(**{**vars(numbers), "labels": numbers.groups * 2.0})
+    ((figures, _),) = evaluations(1, [numbers])[0]
+    (worst,) = figures["slices"]["y"]["group"]["worst"]
+    assert worst["auc"] is None and worst["calibration"] > 0 and worst["slice"] in ("null", "CH", "US", "DE")
+    of = [(-abs(torch.tensor(c).log()), n) for n, c in calibrations(numbers).items()]
+    assert worst["slice"] == min(of)[1]
+
+
+def calibrations(case):
+    names = [str(text or "null") for text in case.texts]
+    kept = {n: torch.tensor([x == n for x in names]) & (case.weights > 0) for n in set(names) - {"LI"}}
+    return {n: float(case.logits[k].sum() / case.labels[k].sum()) for n, k in kept.items()}
