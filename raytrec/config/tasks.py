@@ -2,17 +2,20 @@
 
 tasks:
   - {label: clicked}                                   # binary cross-entropy
-  - {label: watched_s, loss: mse, weight: 0.1, metrics: [mae]}
+  - {label: watched_s, loss: mse, weight: 0.1, metrics: [mae], where: clicked}
   - {label: bought, loss: "mine.losses:Focal", options: {gamma: 2}}
+  - {label: category, loss: cross_entropy, options: {classes: 12}}
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from raytrec.config.base import PositiveFloat, Section
+from raytrec.config.base import Number, PositiveFloat, Section
+
+Column = Annotated[str, Field(min_length=1)]
 
 
 class TaskSection(Section):
@@ -24,8 +27,8 @@ class TaskSection(Section):
     label: str | None = Field(None, description="A label of the schema; default: its first.")
     loss: str = Field(
         "bce",
-        description="What is minimised: bce (binary cross-entropy), mse (mean squared error), or a class of "
-        "yours as module:Class.",
+        description="What is minimised: bce, focal, mse, huber, poisson, cross_entropy, bpr, "
+        "in_batch_softmax, or a class of yours as module:Class.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments that the loss is made with."
@@ -33,4 +36,40 @@ class TaskSection(Section):
     weight: PositiveFloat = Field(1.0, description="Its factor in the sum of all tasks' losses.")
     metrics: list[str] | None = Field(
         None, description="Names of metrics, or module:name; default: those of the loss."
+    )
+    where: Column | None = Field(
+        None,
+        description="Only rows where it is 1 count: another task (its label), else a column of 0 and 1 or of "
+        "bools; default: all rows.",
+    )
+    nulls: Literal["error", "skip"] | None = Field(
+        None,
+        description="What a null label is: an error, or a row without a label of this task; default: error "
+        "with one task, skip with several.",
+    )
+    sample_weight: Column | None = Field(
+        None,
+        description="A column of finite numbers of 0 or more: each row's factor in loss and metrics.",
+    )
+    positive_weight: PositiveFloat = Field(
+        1.0, description="Factor of a row's loss where the label is 1; metrics do not know it."
+    )
+    negatives_kept: Annotated[Number, Field(gt=0, le=1)] = Field(
+        1.0,
+        description="The share of negatives that down-sampling of the data has kept: predictions p become "
+        "p ÷ (p + (1 - p) ÷ share), which metrics see (bce and focal).",
+    )
+    divisor: Literal["rows", "weights"] = Field(
+        "rows",
+        description="What the mean of its loss divides by: the rows of the global batch, or the sum of their "
+        "weights in this task over the global batch.",
+    )
+    group: Column | None = Field(
+        None,
+        description="A column of data.carry: rows of one value are ranked against each other (bpr, metrics "
+        "of groups).",
+    )
+    item: Column | None = Field(
+        None,
+        description="A column of data.carry that names the item of a row (in_batch_softmax, coverage).",
     )

@@ -19,7 +19,7 @@ from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.constraints import check_decay, resolve_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
 from raytrec.metrics.selection import Selection
-from raytrec.tasks.task import resolve_tasks
+from raytrec.tasks.task import needs_vectors, resolve_tasks
 
 
 def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
@@ -38,7 +38,7 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     check_decay(resolve_constraints(config, schema), table_optimizers(config, schema), device)
     resolve_features(schema, config.model)
     tasks = resolve_tasks(config.tasks, schema)
-    check_model(schema, config.model, len(tasks))
+    check_model(schema, config.model, needs_vectors(tasks))
     selection, keeping = Selection(tasks), config.checkpoint
     if keeping.keep_best or keeping.best_metric:
         selection.best(keeping.best_metric)

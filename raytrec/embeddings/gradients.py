@@ -3,10 +3,14 @@
     mean:  loss = Σ over the rows of the global batch of the row's loss ÷ rows of the global batch
     sum:   loss = Σ over the rows of the global batch of the row's loss
 
+A row's loss counts by its weight in the task: 0 where it has no label or a mask excludes it, else its sample
+weight. Such rows stay among those that the mean divides by, unless a task's `divisor` is the sum of weights.
+Losses of several tasks are multiplied by their `weight` and added.
+
 TorchRec divides table gradients by the world size (its gradient division stays on) and
 DistributedDataParallel averages dense gradients over ranks. So each rank's loss is
 
-    world_size × Σ over its own rows ÷ rows of the global batch (mean; for the sum, ÷ 1)
+    world_size × Σ over its own rows ÷ rows (or weights) of the global batch (mean; for the sum, ÷ 1)
 
 and both kinds of gradient become exactly those of the definition, for equal, unequal and empty parts.
 
@@ -39,7 +43,7 @@ def require_gradient_division() -> None:
 def rank_loss(
     losses_B: torch.Tensor,
     weights_B: torch.Tensor,
-    global_rows: int,
+    divisor: int | torch.Tensor,
     world: int,
     reduction: str = "mean",
     weight: float = 1.0,
@@ -48,13 +52,14 @@ def rank_loss(
 
     Args:
         losses_B: float [B], the loss of each row.
-        weights_B: float [B], 1 for a row and 0 for padding.
-        global_rows: rows of the global batch over all ranks, padding not counted.
+        weights_B: float [B], the factor of each row; 0 for padding.
+        divisor: of the mean: rows of the global batch over all ranks, padding not counted; or the sum of
+            their weights, as a scalar.
         world: number of ranks.
         reduction: mean or sum over the global batch.
         weight: a factor of the whole: of a task among several.
     """
-    return (losses_B * weights_B).sum() * (weight * world / (global_rows if reduction == "mean" else 1))
+    return (losses_B * weights_B).sum() * (weight * world / (divisor if reduction == "mean" else 1))
 
 
 class PieceByPiece(torch.autograd.Function):

@@ -21,15 +21,16 @@ class DCN(nn.Module):
     Args:
         schema: any dense columns, sparse features of any dims.
         config: sizes and dropout.
+        outputs: logits of a row, which share all layers but the last.
 
     Returns (forward):
-        float32 [B]: the logit of each row.
+        float32 [B]: the logit of each row; [B, outputs] for several.
 
     Raises:
         ConfigError: a bottom_mlp without dense columns.
     """
 
-    def __init__(self, schema: Schema, config: DcnSection):
+    def __init__(self, schema: Schema, config: DcnSection, outputs: int = 1):
         super().__init__()
         config.check(schema)
         self.features = list(schema.sparse)
@@ -40,7 +41,7 @@ class DCN(nn.Module):
         self.deep = mlp([width, *config.top_mlp], config.dropout)
         self.parallel = config.deep == "parallel"
         deep = config.top_mlp[-1] if config.top_mlp else width
-        self.logit = nn.Linear(deep + width * self.parallel, 1)
+        self.logit = nn.Linear(deep + width * self.parallel, outputs)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         parts = [self.bottom(dense)] if self.bottom is not None else []

@@ -21,15 +21,16 @@ class DLRM(nn.Module):
     Args:
         schema: any dense columns, sparse features whose tables all have one dim.
         config: sizes and dropout.
+        outputs: logits of a row, which share all layers but the last.
 
     Returns (forward):
-        float32 [B]: the logit of each row.
+        float32 [B]: the logit of each row; [B, outputs] for several.
 
     Raises:
         ConfigError: tables of different dims.
     """
 
-    def __init__(self, schema: Schema, config: DlrmSection | SequenceSection):
+    def __init__(self, schema: Schema, config: DlrmSection | SequenceSection, outputs: int = 1):
         super().__init__()
         dim = one_dim(schema, config.name)
         self.features = list(schema.sparse)
@@ -39,7 +40,7 @@ class DLRM(nn.Module):
             self.bottom = Constant(dim)
         self.interact = DotInteraction(1 + len(self.features))
         self.top = mlp([dim + self.interact.size, *config.top_mlp], config.dropout)
-        self.logit = nn.Linear(config.top_mlp[-1] if config.top_mlp else dim + self.interact.size, 1)
+        self.logit = nn.Linear(config.top_mlp[-1] if config.top_mlp else dim + self.interact.size, outputs)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         dense_BD = self.bottom(dense)

@@ -29,7 +29,7 @@ class Recommender(nn.Module):
         self.embeddings, self.model, self.call = embeddings, model, call
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """float32 [B], or [B, T] with a column for each of T tasks.
+        """float32 [B], or [B, columns] for several tasks or classes; see raytrec/models.
 
         Args:
             dense: float32 [B, dense columns].
@@ -71,10 +71,16 @@ class ModelCall:
         return logits.float()
 
 
-def build_recommender(config: RunConfig, schema: Schema, device: torch.device) -> Recommender:
-    """The configuration's model, not sharded: dense layers by run.seed on the device, tables on meta."""
+def build_recommender(
+    config: RunConfig, schema: Schema, device: torch.device, outputs: int = 1, vectors: bool = False
+) -> Recommender:
+    """The configuration's model, not sharded: dense layers by run.seed on the device, tables on meta.
+
+    Args:
+        outputs, vectors: what its tasks need; see build_model.
+    """
     torch.manual_seed(config.run.seed)
-    model = build_model(schema, config.model).to(device)
+    model = build_model(schema, config.model, outputs, vectors).to(device)
     dtypes = {table: c.dtype for table, c in resolve_constraints(config, schema).items()}
     features = resolve_features(schema, config.model)
     call = ModelCall(Sequences(features) if features.sequences else None, config.train.matmul == "bf16")

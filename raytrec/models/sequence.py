@@ -17,18 +17,19 @@ class SequenceModel(nn.Module):
     Args:
         schema: what DLRM takes, with at least one feature of pooling: sequence.
         config: the target; sizes and dropout.
+        outputs: logits of a row, which share all layers but the last.
 
     Returns (forward):
-        float32 [B]: the logit of each row.
+        float32 [B]: the logit of each row; [B, outputs] for several.
 
     Raises:
         ConfigError: what DLRM refuses; no sequence; a target that there is not, or that has to be named.
     """
 
-    def __init__(self, schema: Schema, config: SequenceSection):
+    def __init__(self, schema: Schema, config: SequenceSection, outputs: int = 1):
         super().__init__()
         self.target_of = config.targets(schema)
-        self.dlrm = DLRM(schema, config)
+        self.dlrm = DLRM(schema, config, outputs)
         # Features are no names of modules: they may have dots.
         self.attention = nn.ModuleList(
             TargetAttention(dim_of(schema, feature), config.max_length, config.attention_mlp)

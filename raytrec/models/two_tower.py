@@ -17,28 +17,42 @@ class TwoTower(nn.Module):
     with the query's. Scale and bias change no order of the items of one query, as long as
     the scale is positive.
 
+    With several outputs, each has a query vector, a scale and a bias of its own, so that one index of items
+    serves all tasks. With `vectors`, one more query vector is for losses that compare rows; they are given
+    scale · query beside item, so that the scale is a learned temperature.
+
     Args:
         schema: any; sequences enter by their mean.
         config: which features belong to which tower, and the sizes of the towers.
+        outputs: logits of a row. vectors: whether vectors are given, too.
 
     Returns (forward):
-        float32 [B]: the logit of each row.
+        float32 [B]: the logit of each row; [B, outputs] for several; with vectors [B, outputs + 2·D], where D
+        is tower_mlp[-1].
 
     Raises:
         ConfigError: a feature of no or of two towers; a pattern that matches nothing.
     """
 
-    def __init__(self, schema: Schema, config: TwoTowerSection):
+    def __init__(self, schema: Schema, config: TwoTowerSection, outputs: int = 1, vectors: bool = False):
         super().__init__()
         of_tower = config.members(schema)
-        self.towers = nn.ModuleDict({side: Tower(schema, of_tower[side], config) for side in of_tower})
+        self.queries, self.vectors, self.width = outputs + vectors, vectors, config.tower_mlp[-1]
+        widths = {"query": self.queries * self.width, "item": self.width}
+        self.towers = nn.ModuleDict(
+            {side: Tower(schema, of_tower[side], config, widths[side]) for side in of_tower}
+        )
         self.normalize = config.normalize
         # Dot products of vectors grow with the root of their width; cosines are at most 1.
-        self.scale = nn.Parameter(torch.tensor(5.0 if config.normalize else config.tower_mlp[-1] ** -0.5))
-        self.bias = nn.Parameter(torch.zeros(()))
+        scale = 5.0 if config.normalize else self.width**-0.5
+        self.scale = nn.Parameter(torch.full((self.queries,) if self.queries > 1 else (), scale))
+        self.bias = nn.Parameter(torch.zeros((outputs,) if outputs > 1 else ())) if outputs else None
 
     def query(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The query tower's vectors: float32 [B, tower_mlp[-1]]; only its own features are looked at."""
+        """The query tower's vectors: float32 [B, tower_mlp[-1]]; only its own features are looked at.
+
+        With several outputs, [B, outputs, tower_mlp[-1]], and one more, the last, with `vectors`.
+        """
         return self._vectors("query", dense, pooled)
 
     def item(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -46,12 +60,23 @@ class TwoTower(nn.Module):
         return self._vectors("item", dense, pooled)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        products_B = (self.query(dense, pooled) * self.item(dense, pooled)).sum(1)
-        return self.scale * products_B + self.bias
+        query, item_BD = self.query(dense, pooled), self.item(dense, pooled)
+        if self.queries == 1 and not self.vectors:
+            return self.scale * (query * item_BD).sum(1) + self.bias
+        query_BQD = self.scale.view(-1, 1) * query.view(-1, self.queries, self.width)
+        parts = []
+        if self.bias is not None:
+            of_logits_BTD = query_BQD[:, :-1] if self.vectors else query_BQD
+            parts.append((of_logits_BTD * item_BD.unsqueeze(1)).sum(2) + self.bias)
+        if self.vectors:
+            parts += [query_BQD[:, -1], item_BD]
+        return torch.cat(parts, dim=1)
 
     def _vectors(self, side: str, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        vectors_BD = self.towers[side](dense, pooled)
-        return nn.functional.normalize(vectors_BD, dim=1) if self.normalize else vectors_BD
+        vectors = self.towers[side](dense, pooled)
+        if side == "query" and self.queries > 1:
+            vectors = vectors.view(-1, self.queries, self.width)
+        return nn.functional.normalize(vectors, dim=-1) if self.normalize else vectors
 
 
 class Tower(nn.Module):
@@ -59,17 +84,18 @@ class Tower(nn.Module):
 
     Args:
         members: names of dense columns and sparse features.
+        outputs: width of the last layer.
     """
 
-    def __init__(self, schema: Schema, members: set[str], config: TwoTowerSection):
+    def __init__(self, schema: Schema, members: set[str], config: TwoTowerSection, outputs: int):
         super().__init__()
         self.features = [feature for feature in schema.sparse if feature in members]
         columns = [place for place, name in enumerate(schema.dense) if name in members]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
         width = len(columns) + sum(dim_of(schema, feature) for feature in self.features)
-        *hidden, last = config.tower_mlp
+        hidden = config.tower_mlp[:-1]
         self.hidden = mlp([width, *hidden], config.dropout)
-        self.last = nn.Linear(hidden[-1] if hidden else width, last)
+        self.last = nn.Linear(hidden[-1] if hidden else width, outputs)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         parts = [dense.index_select(1, self.columns)] if len(self.columns) else []

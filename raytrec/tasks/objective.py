@@ -10,6 +10,8 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.gradients import rank_loss
+from raytrec.tasks.global_batch import NOTHING, Whole, compare, total_weights
+from raytrec.tasks.losses import BatchLoss, Rows
 from raytrec.tasks.outputs import Outputs, TaskOutputs, Verdict
 from raytrec.tasks.task import Task, key_columns, resolve_tasks
 
@@ -22,6 +24,9 @@ class Objective:
         reduction: over the rows of the global batch: mean or sum.
         world: number of ranks; 1 for a batch that is all in one process.
         keys: the columns that a batch's keys are of (task.key_columns); default: those of the tasks.
+
+    Attributes:
+        compares: whether a loss compares rows of the global batch, so that it needs the logits of all.
     """
 
     def __init__(
@@ -33,6 +38,9 @@ class Objective:
     ):
         self.tasks, self.reduction, self.world = tuple(tasks), reduction, world
         self.keys = key_columns(tasks) if keys is None else tuple(keys)
+        self.compares = any(isinstance(task.loss, BatchLoss) for task in tasks)
+        self._asks = self.compares or any(task.divisor == "weights" for task in tasks)
+        self._widths = [task.outputs for task in tasks if not task.loss.reads_vectors]
 
     @classmethod
     def of(cls, config: RunConfig, schema: Schema, world: int = 1) -> Objective:
@@ -41,7 +49,9 @@ class Objective:
         Raises:
             ConfigError: as in `resolve_tasks`.
         """
-        return cls(resolve_tasks(config.tasks, schema), config.train.loss_reduction, world)
+        tasks = resolve_tasks(config.tasks, schema)
+        keys = key_columns(tasks, config.eval.slices)
+        return cls(tasks, config.train.loss_reduction, world, keys)
 
     def loss(
         self,
@@ -51,27 +61,80 @@ class Objective:
         global_rows: int,
         task_weights: torch.Tensor | None = None,
         keys: torch.Tensor | None = None,
+        whole: Whole | None = None,
+        rows: slice = slice(None),
     ) -> torch.Tensor:
         """The scalar that a rank calls backward on, for some of its rows or all.
 
         Args:
-            logits: float32 [B], or [B, T] with a column for each task.
+            logits: float32 [B], or [B, columns]: side by side the columns of each task, one or as many as it
+                has classes; then, where a loss reads vectors, those of the query and of the item.
             labels_BL: float32 [B, labels of the schema].
             weights_B: float32 [B]; 1 for a row and 0 for padding.
             global_rows: rows of the global batch over all ranks, padding not counted.
             task_weights: float32 [B, T], the row's factor in each task; None: weights_B in all of them.
             keys: int64 [B, K] of the columns `keys`; None where no task has any.
+            whole: what `whole` says of all rows of this rank, where these are some of them; default: these
+                are all, and it is asked (then this is a collective where it is one).
+            rows: which of the rank's rows these are.
 
         Raises:
-            ConfigError: the model does not give one logit for each task.
+            ConfigError: the model does not give the columns that the tasks have.
         """
+        if whole is None:
+            whole = self.whole(logits, labels_BL, weights_B, task_weights, keys)
         total = None
         weights = self._weights(weights_B, task_weights)
         for task, logits_B, own_B in zip(self.tasks, self._of_tasks(logits), weights, strict=True):
-            losses_B = task.loss.of_rows(logits_B, labels_BL[:, task.column])
-            part = rank_loss(losses_B, own_B, global_rows, self.world, self.reduction, task.weight)
+            if task.name in whole.compared:
+                losses = whole.compared[task.name].of(logits_B, rows)
+                own = losses.new_ones(())
+            else:
+                labels_B = labels_BL[:, task.column]
+                losses, own = task.loss.of_rows(logits_B, labels_B), task.factors(labels_B, own_B)
+            divisor = whole.divisors.get(task.name, global_rows)
+            part = rank_loss(losses, own, divisor, self.world, self.reduction, task.weight)
             total = part if total is None else total + part
         return total
+
+    def whole(
+        self,
+        logits: torch.Tensor,
+        labels_BL: torch.Tensor,
+        weights_B: torch.Tensor,
+        task_weights: torch.Tensor | None = None,
+        keys: torch.Tensor | None = None,
+    ) -> Whole:
+        """What `loss` has to know of the global batch, given all rows of this rank; shapes as there.
+
+        A collective where a task divides by weights, or its loss compares rows (`compares`); their gradient
+        is computed here, if gradients are enabled.
+        """
+        if not self._asks:
+            return NOTHING
+        weights = self._weights(weights_B, task_weights)
+        divided = [place for place, task in enumerate(self.tasks) if task.divisor == "weights"]
+        divisors, compared = {}, {}
+        if divided:
+            totals = total_weights([weights[place] for place in divided], self.world)
+            divisors = {self.tasks[place].name: total for place, total in zip(divided, totals, strict=True)}
+        if self.compares:
+            of_tasks = zip(self.tasks, self._of_tasks(logits.detach()), weights, strict=True)
+            for task, own, own_B in of_tasks:
+                if isinstance(task.loss, BatchLoss):
+                    mine = Rows(own, labels_BL[:, task.column], own_B, self._key(task, task.loss.by, keys))
+                    factors_B, wanted = task.factors(mine.labels, own_B), torch.is_grad_enabled()
+                    compared[task.name] = compare(task.loss, mine, factors_B, self.world, wanted)
+        return Whole(divisors, compared)
+
+    def _key(self, task: Task, by: str | None, keys: torch.Tensor | None) -> torch.Tensor | None:
+        """The keys of the column that a loss of a task is by, int64 [B]; None where the task names none."""
+        column = getattr(task, by) if by else None
+        return None if column is None or keys is None else keys[:, self.keys.index(column)]
+
+    def alone(self) -> Objective:
+        """The same of a world of one: nothing of it is a collective."""
+        return Objective(self.tasks, self.reduction, 1, self.keys)
 
     def outputs(
         self,
@@ -90,30 +153,49 @@ class Objective:
             labels_BL = labels_BL.nan_to_num()
             if task_weights is not None:
                 task_weights = task_weights.masked_fill(verdict.mask, 0)
-        of_column = {} if keys is None else dict(zip(self.keys, keys.unbind(1), strict=True))
+        # In training there are none of slices, which come last.
+        of_column = {} if keys is None else dict(zip(self.keys, keys.unbind(1), strict=False))
         weights = self._weights(weights_B, task_weights)
-        tasks = {
-            task.name: TaskOutputs(
-                logits_B, task.predict(logits_B), labels_BL[:, task.column], own_B, of_column
+        tasks = {}
+        for task, given, own_B in zip(self.tasks, self._of_tasks(logits), weights, strict=True):
+            logits_B = task.calibrated(given)
+            tasks[task.name] = TaskOutputs(
+                logits_B, task.loss.predict(logits_B), labels_BL[:, task.column], own_B, of_column
             )
-            for task, logits_B, own_B in zip(self.tasks, self._of_tasks(logits), weights, strict=True)
-        }
         return Outputs(tasks, weights_B, loss, verdict)
+
+    def predictions(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Task → its predictions, float32 [B] or [B, classes], of what the model gives."""
+        return {
+            task.name: task.loss.predict(task.calibrated(given))
+            for task, given in zip(self.tasks, self._of_tasks(logits), strict=True)
+        }
 
     def _weights(self, weights_B: torch.Tensor, task_weights: torch.Tensor | None) -> Sequence[torch.Tensor]:
         """The weights of each task's rows, [B]."""
         return [weights_B] * len(self.tasks) if task_weights is None else task_weights.unbind(1)
 
     def _of_tasks(self, logits: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The logits of each task, [B]."""
-        count = len(self.tasks)
-        if logits.dim() == 1 and count == 1:
+        """What the model gives for each task: [B], [B, classes], or vectors [B, 2·D]."""
+        columns, vectors = sum(self._widths), len(self._widths) < len(self.tasks)
+        if logits.dim() == 1 and columns == 1 and not vectors:
             return (logits,)
-        if logits.dim() == 2 and logits.shape[1] == count:
+        beside = logits.shape[1] - columns if logits.dim() == 2 else -1
+        if beside < 0 or beside % 2 or (beside > 0) != vectors:
+            raise self._other_shape(logits, columns, vectors)
+        if columns == len(self.tasks):
             return logits.unbind(1)
-        raise ConfigError(
-            f"the model gives logits of shape [{', '.join(map(str, logits.shape))}] for {count} tasks",
+        parts = iter(logits[:, :columns].split(self._widths, 1))
+        return [
+            logits[:, columns:] if task.loss.reads_vectors else next(parts).squeeze(1) for task in self.tasks
+        ]
+
+    def _other_shape(self, logits: torch.Tensor, columns: int, vectors: bool) -> ConfigError:
+        shape = ", ".join(map(str, logits.shape))
+        one = "[rows]" if columns == 1 else f"[rows, {columns}]"
+        return ConfigError(
+            f"the model gives logits of shape [{shape}] for {len(self.tasks)} tasks",
             where="model.name, tasks",
-            expected="[rows]" if count == 1 else f"[rows, {count}]",
-            do="give the model an output for each entry of tasks, or change tasks",
+            expected=f"[rows, {columns} + 2 · width of a vector]" if vectors else one,
+            do="give the model an output for each entry of tasks, and for each class, or change tasks",
         )

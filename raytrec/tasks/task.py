@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log
 from typing import TYPE_CHECKING, Literal
 
 from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
+from raytrec.data.task_rows import TaskRows
 from raytrec.tasks.losses import Loss, loss
+from raytrec.tasks.options import check_options
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +30,7 @@ class Task:
         weight: of its loss in the sum of all.
         metrics: names of its metrics.
         where: a task, or a column: only rows where it is 1 count. None: all rows.
+        where_label: the label of the task that `where` names; None where it names a column.
         nulls: error: a null label is an error; skip: its row has no label of this task.
         sample_weight: the column with each row's factor in loss and metrics; None: 1.
         positive_weight: factor of a row's loss where its label is 1.
@@ -43,6 +47,7 @@ class Task:
     weight: float
     metrics: tuple[str, ...]
     where: str | None = None
+    where_label: str | None = None
     nulls: Literal["error", "skip"] = "error"
     sample_weight: str | None = None
     positive_weight: float = 1.0
@@ -52,14 +57,21 @@ class Task:
     item: str | None = None
     outputs: int = 1
 
-    @property
-    def is_weighted(self) -> bool:
-        """Whether rows may count differently in this task than padding says (Batch.task_weights)."""
-        return self.where is not None or self.sample_weight is not None or self.nulls == "skip"
+    def factors(self, labels_B: torch.Tensor, weights_B: torch.Tensor) -> torch.Tensor:
+        """By which the losses of rows count, float32 [B]: their weights, times positive_weight."""
+        if self.positive_weight == 1:
+            return weights_B
+        return weights_B.where(labels_B != 1, weights_B * self.positive_weight)
 
-    def predict(self, logits: torch.Tensor) -> torch.Tensor:
-        """What logits mean in the label's units, as metrics and predictions have it; same shape."""
-        return self.loss.predict(logits)
+    def calibrated(self, logits: torch.Tensor) -> torch.Tensor:
+        """What metrics and predictions take as logits, of what the model gives for this task.
+
+        Of vectors, their product. Where negatives were down-sampled, log-odds of all the data: with p by the
+        model and the share r that was kept, p ÷ (p + (1 − p) ÷ r) has log-odds that are smaller by −ln r
+        (He et al. 2014, section 6.3).
+        """
+        scores = self.loss.scores(logits)
+        return scores if self.negatives_kept == 1 else scores + log(self.negatives_kept)
 
 
 def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str, ...]:
@@ -68,13 +80,45 @@ def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str,
     return tuple(dict.fromkeys([*names, *slices]))
 
 
+def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
+    """Which rows count in each task, for those who read rows."""
+    return tuple(
+        TaskRows(
+            label=task.label,
+            name=task.name,
+            nulls=task.nulls,
+            where=None if task.where_label else task.where,
+            where_label=task.where_label,
+            sample_weight=task.sample_weight,
+        )
+        for task in tasks
+    )
+
+
+def columns_of(tasks: Sequence[Task]) -> int:
+    """How many columns of logits a model has to give for these tasks; vectors are not among them."""
+    return sum(task.outputs for task in tasks if not task.loss.reads_vectors)
+
+
+def needs_vectors(tasks: Sequence[Task]) -> bool:
+    """Whether a model has to give vectors of query and item, too."""
+    return any(task.loss.reads_vectors for task in tasks)
+
+
+def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:
+    """The labels that have to be whole numbers."""
+    return frozenset(task.label for task in tasks if task.loss.whole_labels)
+
+
 def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task, ...]:
     """The tasks, in the order of the configuration; modules of the user's are imported.
 
     Raises:
-        ConfigError: no such label or loss, or two tasks of one name.
+        ConfigError: no such label or loss, two tasks of one name, masks that go round in a circle, or what a
+            loss does not take.
     """
-    tasks = tuple(_resolve(section, schema, f"tasks[{i}]") for i, section in enumerate(sections))
+    tasks = [_resolve(section, schema, i, len(sections) > 1) for i, section in enumerate(sections)]
+    of_name = {task.name: task for task in tasks}
     names = [task.name for task in tasks]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(
@@ -83,7 +127,10 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
             expected="a name of its own for each; by default it is the label",
             do="set name on one of them",
         )
-    return tasks
+    for place, task in enumerate(tasks):
+        _check_mask(task, of_name, f"tasks[{place}].where")
+    label_of = {label: label for label in schema.labels} | {task.name: task.label for task in tasks}
+    return tuple(replace(task, where_label=label_of.get(task.where)) for task in tasks)
 
 
 def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float, float] | None]:
@@ -97,12 +144,50 @@ def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float
     return ranges
 
 
-def _resolve(section: TaskSection, schema: Schema, where: str) -> Task:
+def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) -> Task:
+    where = f"tasks[{place}]"
     label = _label(section.label, schema, where)
     made = _loss(section, f"{where}.loss")
-    metrics = made.metrics if section.metrics is None else section.metrics
-    name = section.name or re.sub(r"[^\w-]", "_", label)
-    return Task(name, label, schema.labels.index(label), made, section.weight, tuple(metrics))
+    check_options(section, made, where)
+    return Task(
+        name=section.name or re.sub(r"[^\w-]", "_", label),
+        label=label,
+        column=schema.labels.index(label),
+        loss=made,
+        weight=section.weight,
+        metrics=tuple(made.metrics if section.metrics is None else section.metrics),
+        where=section.where,
+        nulls=section.nulls or ("skip" if several else "error"),
+        sample_weight=section.sample_weight,
+        positive_weight=section.positive_weight,
+        negatives_kept=section.negatives_kept,
+        divisor=section.divisor,
+        group=section.group,
+        item=section.item,
+        outputs=made.outputs,
+    )
+
+
+def _check_mask(task: Task, of_name: Mapping[str, Task], where: str) -> None:
+    """Follows masks that are other tasks.
+
+    Raises:
+        ConfigError: they lead back.
+    """
+    seen, at = [task.name], task
+    while at.where in of_name:
+        at = of_name[at.where]
+        if at.name in seen:
+            way = " → ".join([*seen, at.name])
+            raise ConfigError(
+                f"task {task.name} counts where task {task.name} is 1"
+                if len(seen) == 1
+                else f"masks of tasks go round in a circle: {way}",
+                where=where,
+                expected="another task, whose own masks do not lead back, or a column of 0 and 1",
+                do="name a column that is no task's name, or leave where out of one of them",
+            )
+        seen.append(at.name)
 
 
 def _label(label: str | None, schema: Schema, where: str) -> str:
@@ -132,4 +217,10 @@ def _loss(section: TaskSection, where: str) -> Loss:
             where=where.replace(".loss", ".options"),
             expected="the keyword arguments of its class",
         ) from None
-    return found(**section.options)
+    try:
+        return found(**section.options)
+    except ValueError as error:
+        raise ConfigError(
+            f"the loss {section.loss} does not take these options: {error}",
+            where=where.replace(".loss", ".options"),
+        ) from None

@@ -19,6 +19,7 @@ from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.plan import BagSharder, make_plan
 from raytrec.models.recommender import build_recommender
 from raytrec.tasks.objective import Objective
+from raytrec.tasks.task import columns_of, needs_vectors
 from raytrec.worker.nonfinite import SkipBad
 from raytrec.worker.numerics import Numerics, prepare_process
 from raytrec.worker.step import LossModel, Step
@@ -104,5 +105,6 @@ def _unsharded(
     config: RunConfig, schema: Schema, device: torch.device, objective: type[Objective] = Objective
 ) -> LossModel:
     made = objective.of(config, schema, dist.get_world_size())
-    recommender = build_recommender(config, schema, device)
+    columns, vectors = columns_of(made.tasks), needs_vectors(made.tasks)
+    recommender = build_recommender(config, schema, device, columns, vectors)
     return LossModel(recommender, made, config.train.micro_batches, config.train.on_nan == "skip")

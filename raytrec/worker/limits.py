@@ -178,7 +178,7 @@ def count_flop(
         with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
             # Views, because the counter takes no leaves as inputs of modules (torch 2.13.0, autograd.grad).
             inputs = {name: values.view_as(values) for name, values in given.items()}
-            loss, _ = head.loss_of_rows(inputs, batch, slice(0, rows))
+            loss, _ = head.loss_of_rows(inputs, batch, slice(0, rows), alone=True)
             # Not backward(), which would have DistributedDataParallel add up the gradients of all ranks.
             torch.autograd.grad(loss, [*trained, *given.values()], allow_unused=True)
     finally:

@@ -19,6 +19,7 @@ from raytrec.data.batch import Batch
 from raytrec.embeddings.averages import average_of
 from raytrec.embeddings.gradients import PieceByPiece
 from raytrec.models.recommender import ModelCall, Recommender
+from raytrec.tasks.global_batch import Whole
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.outputs import Outputs
 from raytrec.worker.nonfinite import Gate, Verdict
@@ -90,30 +91,54 @@ class Head(nn.Module):
         return loss, outputs
 
     def loss_of_rows(
-        self, pooled: dict[str, torch.Tensor], batch: Batch, rows: slice = slice(None)
+        self,
+        pooled: dict[str, torch.Tensor],
+        batch: Batch,
+        rows: slice = slice(None),
+        whole: Whole | None = None,
+        alone: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and logits of some rows.
 
         Args:
             pooled: of these rows; batch: the whole one.
+            whole: what the objective says of all rows; default: these are all that it looks at.
+            alone: take these rows for a global batch, so that nothing is a collective.
         """
         logits = self._call(self.model, batch.dense[rows], pooled, batch.sparse, rows)
         labels, weights = batch.labels[rows], batch.weights[rows]
         task_weights, keys = (None if x is None else x[rows] for x in (batch.task_weights, batch.keys))
-        return self._objective.loss(logits, labels, weights, batch.global_rows, task_weights, keys), logits
+        objective = self._objective.alone() if alone else self._objective
+        loss = objective.loss(logits, labels, weights, batch.global_rows, task_weights, keys, whole, rows)
+        return loss, logits
 
     def _in_pieces(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        size = -(-len(batch.labels) // self._micro_batches)
+        pieces = [slice(start, start + size) for start in range(0, len(batch.labels), size)]
+        whole = self._whole(pooled, batch, pieces)
         pieces_of_logits: list[torch.Tensor] = []
 
         def loss_of(rows: slice, inputs: list[torch.Tensor]) -> torch.Tensor:
-            loss, logits = self.loss_of_rows(dict(zip(pooled, inputs, strict=True)), batch, rows)
+            loss, logits = self.loss_of_rows(dict(zip(pooled, inputs, strict=True)), batch, rows, whole)
             pieces_of_logits.append(logits.detach())
             return loss
 
-        size = -(-len(batch.labels) // self._micro_batches)
-        pieces = [slice(start, start + size) for start in range(0, len(batch.labels), size)]
         loss = PieceByPiece.apply(loss_of, pieces, len(pooled), *pooled.values(), *self.model.parameters())
         return loss, torch.cat(pieces_of_logits)
+
+    def _whole(self, pooled: dict[str, torch.Tensor], batch: Batch, pieces: list[slice]) -> Whole:
+        """What the objective says of all rows. Where it compares them, their logits are computed first,
+        without a graph, and by the pieces once more, with the same random numbers (dropout)."""
+        logits = batch.weights  # which nobody looks at
+        if self._objective.compares:
+            device = batch.dense.device
+            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                parts = []
+                for rows in pieces:
+                    inputs = {feature: values[rows] for feature, values in pooled.items()}
+                    parts.append(self._call(self.model, batch.dense[rows], inputs, batch.sparse, rows))
+                logits = torch.cat(parts)
+        return self._objective.whole(logits, batch.labels, batch.weights, batch.task_weights, batch.keys)
 
 
 class Step:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from raytrec.tasks.losses import Loss
+from raytrec.tasks.losses import BatchLoss, Loss
 
 
 class Focal(Loss):
@@ -38,6 +38,18 @@ class Count(Loss):
 
 class Unfinished(Loss):
     """Has no of_rows."""
+
+
+class WithinGroups(BatchLoss):
+    """How far each row is from the mean of its group; it needs to know the groups."""
+
+    by = "group"
+    needs_column = True
+
+    def of_batch(self, batch, rows):
+        same = (batch.keys[rows].unsqueeze(1) == batch.keys) * batch.weights
+        means = same @ batch.logits / same.sum(1).clamp(min=1e-9)
+        return (batch.logits[rows] - means).square()
 
 
 class NoLoss:

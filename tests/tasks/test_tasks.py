@@ -14,7 +14,15 @@ from raytrec.config.trust import code_in
 from raytrec.driver.preflight import check_fit
 from raytrec.tasks.losses import loss
 from raytrec.tasks.losses.bce import BinaryCrossEntropy
-from raytrec.tasks.task import label_ranges, resolve_tasks
+from raytrec.tasks.task import (
+    columns_of,
+    key_columns,
+    label_ranges,
+    needs_vectors,
+    resolve_tasks,
+    task_rows,
+    whole_labels,
+)
 
 TWO = SCHEMA.model_copy(update={"labels": ["clicked", "watched s"]})
 
@@ -81,6 +89,13 @@ def test_a_label_must_suit_all_of_its_tasks(tasks, expected):
     assert label_ranges(resolved(tasks, TWO), TWO) == expected
 
 
+THREE = {"loss": "cross_entropy", "options": {"classes": 3}}
+ROUND = [
+    {"name": "a", "label": "clicked", "where": "b"},
+    {"name": "b", "label": "watched s", "where": "a"},
+]
+
+
 @pytest.mark.parametrize(
     "tasks,schema,says",
     [
@@ -95,6 +110,24 @@ def test_a_label_must_suit_all_of_its_tasks(tasks, expected):
         ([{"loss": "own_parts:Unfinished"}], SCHEMA, "it is no raytrec.tasks.losses.Loss with of_rows"),
         ([{"loss": "own_parts:Focal", "options": {"gama": 2}}], SCHEMA, "unexpected keyword argument 'gama'"),
         ([{"loss": "bce", "options": {"gamma": 2}}], SCHEMA, "tasks[0].options"),
+        ([{"where": "y"}], SCHEMA, "task y counts where task y is 1"),
+        ([{"where": "y"}], SCHEMA, "tasks[0].where"),
+        (ROUND, TWO, "masks of tasks go round in a circle: a → b → a"),
+        ([{"loss": "mse", "positive_weight": 2}], SCHEMA, "positive_weight is 2, and mse has no positives"),
+        ([{**THREE, "positive_weight": 2}], SCHEMA, "tasks[0].positive_weight"),
+        ([{"loss": "poisson", "negatives_kept": 0.5}], SCHEMA, "negatives_kept is 0.5, and poisson predicts"),
+        ([{"loss": "bpr", "negatives_kept": 0.5}], SCHEMA, "tasks[0].negatives_kept"),
+        ([{"loss": "huber", "options": {"delta": 0}}], SCHEMA, "delta is 0, not a number between 0 and"),
+        ([{"loss": "focal", "options": {"gamma": "2"}}], SCHEMA, "gamma is '2', not a number from 0 to 100"),
+        ([{"loss": "focal", "options": {"alpha": 1.0}}], SCHEMA, "alpha is 1.0"),
+        ([{"loss": "cross_entropy", "options": {"classes": 1}}], SCHEMA, "classes is 1, not a whole number"),
+        ([{"loss": "in_batch_softmax", "options": {"temperature": -1}}], SCHEMA, "temperature is -1"),
+        (
+            [{"loss": "own_parts:WithinGroups"}],
+            SCHEMA,
+            "compares rows by the task's group, and there is none",
+        ),
+        ([{"loss": "own_parts:WithinGroups"}], SCHEMA, "tasks[0].group"),
     ],
 )
 def test_refused(tasks, schema, says):
@@ -111,6 +144,12 @@ def test_refused(tasks, schema, says):
         ([{"weight": 0}], "tasks.0.weight"),
         ([{"name": "a b"}], "tasks.0.name"),
         ("bce", "tasks: "),
+        ([{"divisor": "row"}], "tasks.0.divisor"),
+        ([{"negatives_kept": 0}], "tasks.0.negatives_kept"),
+        ([{"negatives_kept": 1.5}], "tasks.0.negatives_kept"),
+        ([{"positive_weight": 0}], "tasks.0.positive_weight"),
+        ([{"nulls": "drop"}], "tasks.0.nulls"),
+        ([{"wher": "y"}], "tasks.0.wher: unknown key; did you mean tasks.where?"),
     ],
 )
 def test_refused_as_a_configuration(tasks, says):
@@ -119,21 +158,67 @@ def test_refused_as_a_configuration(tasks, says):
     assert says in str(error.value), str(error.value)
 
 
+def test_rows_that_count_in_each_task():
+    tasks = resolved(
+        [
+            {"label": "clicked", "sample_weight": "w"},
+            {"name": "time", "label": "watched s", "loss": "mse", "where": "clicked"},
+            {"name": "again", "label": "clicked", "where": "shown", "nulls": "error"},
+        ],
+        TWO,
+    )
+    assert [(task.where, task.where_label, task.nulls) for task in tasks] == [
+        (None, None, "skip"),
+        ("clicked", "clicked", "skip"),
+        ("shown", None, "error"),
+    ]
+    rows = task_rows(tasks)
+    assert [(each.where, each.where_label) for each in rows] == [
+        (None, None),
+        (None, "clicked"),
+        ("shown", None),
+    ]
+    assert [each.sample_weight for each in rows] == ["w", None, None]
+    assert [each.nulls for each in task_rows(resolved([{"where": "shown"}], TWO))] == ["error"]
+
+
+def test_columns_that_models_give_and_keys():
+    tasks = resolved(
+        [
+            {"label": "clicked", "group": "user", "item": "film"},
+            {"name": "kind", "label": "watched s", "loss": "cross_entropy", "options": {"classes": 3}},
+            {"name": "near", "label": "clicked", "loss": "in_batch_softmax", "item": "film"},
+        ],
+        TWO,
+    )
+    assert columns_of(tasks) == 4 and needs_vectors(tasks) and not needs_vectors(tasks[:2])
+    assert key_columns(tasks) == ("user", "film")
+    assert key_columns(tasks, ["country", "user"]) == ("user", "film", "country")
+    assert whole_labels(tasks) == {"watched s"}
+    assert label_ranges(tasks, TWO)["watched s"] == (0, 2)
+
+
 def test_an_override_replaces_all_tasks():
     config = load_config({"data": {"train": "d/train"}}, ["tasks=[{loss: mse}]"])
     assert [task.loss for task in config.tasks] == ["mse"]
     assert load_config(config).tasks == config.tasks
 
 
-@pytest.mark.parametrize("model", ["dlrm", "dcn"])
-def test_models_with_one_logit_take_one_task(model):
+@pytest.mark.parametrize("model", ["dlrm", "dcn", "own_parts:Linear"])
+def test_models_take_several_tasks(model):
     tasks = [{"label": "clicked"}, {"label": "watched s", "loss": "mse"}]
-    with pytest.raises(ConfigError) as error:
-        check_fit(configured(tasks, model={"name": model}), TWO, here=False)
-    assert f"there are 2 tasks, and model.name={model} gives one logit a row" in str(error.value)
-    assert "where:    tasks, model.name" in str(error.value)
     check_fit(configured(tasks[:1], model={"name": model}), TWO, here=False)
-    check_fit(configured(tasks, model={"name": "own_parts:Linear"}), TWO, here=False)
+    check_fit(configured(tasks, model={"name": model}), TWO, here=False)
+
+
+@pytest.mark.parametrize("model", ["dlrm", "dcn"])
+def test_losses_that_read_vectors_need_a_model_that_gives_them(model):
+    config = configured([{"loss": "in_batch_softmax"}], model={"name": model})
+    with pytest.raises(ConfigError) as error:
+        check_fit(config, TWO, here=False)
+    assert f"reads vectors of query and item, and model.name={model} gives none" in str(error.value)
+    assert "where:    tasks, model.name" in str(error.value)
+    check_fit(configured([{"loss": "in_batch_softmax"}], model={"name": "own_parts:Linear"}), TWO, here=False)
 
 
 def test_losses_and_metrics_elsewhere_are_code():

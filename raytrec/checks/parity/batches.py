@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -13,6 +13,9 @@ from raytrec.checks.parity.reference import GlobalBatch, age
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
+from raytrec.tasks.task import Task, key_columns, label_ranges, task_rows, whole_labels
+
+HIGHEST = 5.0  # label of a loss that takes any
 
 
 def random_batches(
@@ -20,16 +23,20 @@ def random_batches(
     rows: int,
     count: int,
     seed: int,
-    ranges: Mapping[str, tuple[float, float] | None] | None = None,
+    tasks: Sequence[Task] = (),
 ) -> list[GlobalBatch]:
     """`count` batches of `rows` rows: bags of 0 to 4 ids with repetitions, first and last ids of every table
     among them, weights in (0, 2) where the schema has any.
 
     Args:
-        ranges: label → its least and its greatest value, one of which each row has; default: 0 and 1.
+        tasks: a row's label is the least or the greatest that they take (0 or 1 where any number is one), or
+            any class. Where they mask or weigh rows, a third of the rows does not count in each, and others
+            have weights in (0, 2); where they group rows, groups have a few rows each.
     """
-    bounds_L = [(ranges or {}).get(label) or (0.0, 1.0) for label in schema.labels]
-    low_L, high_L = torch.tensor(bounds_L).T.nan_to_num(posinf=1e3, neginf=-1e3)
+    ranges, classes = label_ranges(tasks, schema), whole_labels(tasks)
+    bounds_L = [ranges[label] or (0.0, 1.0) for label in schema.labels]
+    low_L, high_L = torch.tensor(bounds_L).T.nan_to_num(posinf=HIGHEST, neginf=-HIGHEST)
+    weighs, columns = any(task.is_weighted for task in task_rows(tasks)), len(key_columns(tasks))
     g = torch.Generator().manual_seed(seed)
     out = []
     for _ in range(count):
@@ -42,8 +49,20 @@ def random_batches(
             bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
         dense = torch.randn(rows, len(schema.dense), generator=g)
         highest = torch.randint(0, 2, (rows, len(schema.labels)), generator=g).bool()
-        out.append(GlobalBatch(dense, torch.where(highest, high_L, low_L), bags))
+        labels = torch.where(highest, high_L, low_L)
+        for place in (schema.labels.index(label) for label in classes):
+            low, high = int(low_L[place]), int(high_L[place])
+            labels[:, place] = torch.randint(low, high + 1, (rows,), generator=g).float()
+        weights = _some_zeros(torch.rand(rows, len(tasks), generator=g) * 3 - 1) if weighs else None
+        keys = torch.randint(0, 1 + rows // 4, (rows, columns), generator=g) if columns else None
+        out.append(GlobalBatch(dense, labels, bags, weights, keys))
     return out
+
+
+def _some_zeros(values: torch.Tensor) -> torch.Tensor:
+    """Values below 0 as 0; of every column, the first row counts."""
+    values[:1] = values[:1].abs()
+    return values.clamp(min=0)
 
 
 def cuts(rows: int, world: int, balance: str) -> list[int]:
@@ -87,6 +106,8 @@ def local_batch(
         pad(part.labels, (0, 0, 0, padding)),
         torch.cat([torch.ones(len(part)), torch.zeros(padding)]),
         len(batch),
+        task_weights=None if part.weights is None else pad(part.weights, (0, 0, 0, padding)),
+        keys=None if part.keys is None else pad(part.keys, (0, 0, 0, padding)),
     )
 
 

@@ -20,7 +20,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.sections import Schedule
 from raytrec.embeddings.per_table import table_optimizers
 from raytrec.models.inputs import Sequence
-from raytrec.tasks.task import label_ranges, resolve_tasks
+from raytrec.tasks.task import resolve_tasks
 
 # Largest error allowed, as a share of the largest value of the tensor. Tables in fp16 are held to one
 # rounding of 11 bits, to either neighbour, in each step: see _steps.
@@ -88,8 +88,8 @@ def compare(
     config = config.model_copy(deep=True)
     config.train.matmul = "fp32"
     bounds = cuts(rows, dist.get_world_size(), balance)
-    ranges = label_ranges(resolve_tasks(config.tasks, schema), schema)
-    choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step, ranges) for step in range(steps)]
+    tasks = resolve_tasks(config.tasks, schema)
+    choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step, tasks) for step in range(steps)]
     return _gradient(build, config, schema, device, choices[0], bounds) + _steps(
         build, config, schema, device, choices, bounds
     )

@@ -1,8 +1,8 @@
 """What one process computes: the definition that every sharded run is held to, in plain torch.
 
-The dense model and the objective are the trained run's own; tables are not. Pooling is written from its
-formula, tables are ordinary parameters, optimizers are torch.optim's (what torch lacks is written here from
-its definition), and accumulation and clipping are those of a plain training loop.
+The dense model is the trained run's own; tables and losses are not. Pooling and losses (losses.py) are
+written from their formulas, tables are ordinary parameters, optimizers are torch.optim's (what torch lacks is
+written here from its definition), and accumulation and clipping are those of a plain training loop.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from raytrec.checks.parity.losses import compares_rows, loss_of
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.models.inputs import Sequence
@@ -27,11 +28,14 @@ class GlobalBatch:
     Attributes:
         dense: float32 [B, n]. labels: float32 [B, labels of the schema].
         bags: feature → (ids int64 [N], bag of each id int64 [N], weights float32 [N]).
+        weights: float32 [B, T], of each row in each task; None: 1. keys: int64 [B, K], of the tasks' columns.
     """
 
     dense: torch.Tensor
     labels: torch.Tensor
     bags: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    weights: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -42,7 +46,8 @@ class GlobalBatch:
         for feature, (ids, bag, weights) in self.bags.items():
             mine = (bag >= start) & (bag < stop)
             bags[feature] = ids[mine], bag[mine] - start, weights[mine]
-        return GlobalBatch(self.dense[rows], self.labels[rows], bags)
+        weights, keys = (None if x is None else x[rows] for x in (self.weights, self.keys))
+        return GlobalBatch(self.dense[rows], self.labels[rows], bags, weights, keys)
 
 
 class Reference(nn.Module):
@@ -53,7 +58,8 @@ class Reference(nn.Module):
         tables: table → [rows, dim], copied.
         model: forward(dense, pooled) → logits; used as it is.
         sequences: features that the model reads id by id → the most ids, the last of a bag being the first.
-        objective: what is minimised, for a world of one; default: that of a configuration without `tasks`.
+        objective: whose tasks are learned, and how rows are reduced; default: that of a configuration without
+            `tasks`.
 
     A table given in fp16 is computed in fp32 and rounded to the nearest of its own dtype by
     `round_tables`, which `train` calls after every step.
@@ -110,9 +116,9 @@ class Reference(nn.Module):
     def forward(self, batch: GlobalBatch) -> torch.Tensor:
         return self.model(batch.dense, self.pooled(batch))
 
-    def loss(self, logits: torch.Tensor, piece: GlobalBatch, rows: int) -> torch.Tensor:
-        """A piece's part of the loss of a global batch of `rows` rows."""
-        return self.objective.loss(logits, piece.labels, piece.labels.new_ones(len(piece)), rows)
+    def loss(self, logits: torch.Tensor, piece: GlobalBatch, whole: GlobalBatch) -> torch.Tensor:
+        """A piece's part of the loss of a global batch."""
+        return loss_of(self.objective.tasks, self.objective.reduction, logits, piece, whole)
 
 
 def age(bag: torch.Tensor) -> torch.Tensor:
@@ -185,16 +191,19 @@ def train(
 
     Args:
         max_grad_norm: torch.nn.utils.clip_grad_norm_ over all parameters.
-        micro_batches: gradients are accumulated over this many pieces of a batch.
+        micro_batches: gradients are accumulated over this many pieces of a batch, unless a loss compares its
+            rows.
     """
     out = []
+    if compares_rows(reference.objective.tasks):
+        micro_batches = 1
     for batch in batches:
         reference.zero_grad()
         size, logits = -(-len(batch) // micro_batches), []
         for start in range(0, len(batch), size):
             piece = batch[start : start + size]
             logits.append(reference(piece))
-            reference.loss(logits[-1], piece, len(batch)).backward()
+            reference.loss(logits[-1], piece, batch).backward()
         for p in reference.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if max_grad_norm:
@@ -230,11 +239,11 @@ def largest_of_a_row(reference: Reference, batch: GlobalBatch, parameters: list[
 
     Rows may cancel in the sum, but not their rounding: this is the size that an error must be seen against.
     """
-    largest = [0.0] * len(parameters)
+    largest, logits = [0.0] * len(parameters), reference(batch)
+    (slopes,) = torch.autograd.grad(reference.loss(logits, batch, batch), logits)
     for row in range(len(batch)):
-        piece = batch[row : row + 1]
-        loss = reference.loss(reference(piece), piece, len(batch))
-        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        of_row = reference(batch[row : row + 1])
+        grads = torch.autograd.grad(of_row, parameters, slopes[row : row + 1], allow_unused=True)
         sizes = [0.0 if g is None else float(g.abs().max()) for g in grads]
         largest = [max(pair) for pair in zip(largest, sizes, strict=True)]
     return largest

@@ -19,6 +19,7 @@ from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
 from raytrec.tasks.objective import Objective
+from raytrec.tasks.task import columns_of, needs_vectors
 
 
 class Sharded:
@@ -86,10 +87,11 @@ class Sharded:
         """One process's model with the weights that `weights` has just read, on rank 0."""
         if dist.get_rank():
             return None
-        model = build_model(self.schema, copy.deepcopy(self.config.model))
+        objective = Objective.of(self.config, self.schema)
+        columns, vectors = columns_of(objective.tasks), needs_vectors(objective.tasks)
+        model = build_model(self.schema, copy.deepcopy(self.config.model), columns, vectors)
         _without_dropout(model)
         tables = {t: self._read[t] for t in self.schema.tables}
-        objective = Objective.of(self.config, self.schema)
         one = Reference(self.schema, tables, model.train(), self.features.sequences, objective)
         self.hand_over(one)
         return one

@@ -22,7 +22,7 @@ OWN = "module:Class"
 class PythonSection(ModelSection):
     """A class of yours, built from (Schema, this section); its contract: raytrec/models/__init__.py."""
 
-    one_logit: ClassVar[bool] = False
+    gives_vectors: ClassVar[bool | None] = None
     name: str = Field(description="module:Class, on Python's path or in the folder of the command.")
     options: dict[str, Any] = Field(default_factory=dict, description="Whatever the class reads from it.")
     max_length: Few | None = Field(
@@ -47,19 +47,21 @@ class PythonSection(ModelSection):
 SECTIONS: dict[str, type[ModelSection]] = {**MODELS.parts, OWN: PythonSection}
 
 
-def check_model(schema: Schema, config: ModelSection, tasks: int = 1) -> None:
-    """Whether a model can be made for a schema and so many tasks.
+def check_model(schema: Schema, config: ModelSection, vectors: bool = False) -> None:
+    """Whether a model can be made for a schema and its tasks.
+
+    Args:
+        vectors: whether a task's loss reads vectors of query and item.
 
     Raises:
         ConfigError: it cannot.
     """
-    if tasks > 1 and config.one_logit:
+    if vectors and config.gives_vectors is False:
         raise ConfigError(
-            f"there are {tasks} tasks, and model.name={config.name} gives one logit a row",
+            f"a loss of the tasks reads vectors of query and item, and model.name={config.name} gives none",
             where="tasks, model.name",
-            expected="one task, or a model that gives a logit for each",
-            do="leave one entry in tasks; or write a model whose forward returns [B, tasks], and set "
-            "model.name=module:Class",
+            expected="model.name=two_tower, or a class of yours that takes `vectors`",
+            do="set model.name=two_tower and model.towers, or take another loss, such as bpr",
         )
     config.check(schema)
 

@@ -22,11 +22,12 @@ class ModelSection(Section):
 
     Attributes:
         path: the model's class as module:Class; the module is imported by workers only.
-        one_logit: whether it gives one logit a row, for one task.
+        gives_vectors: whether it can give vectors of query and item, too; None: nobody knows before it is
+            made.
     """
 
     path: ClassVar[str]
-    one_logit: ClassVar[bool] = True
+    gives_vectors: ClassVar[bool | None] = False
     name: str
 
     def check(self, schema: Schema) -> None:

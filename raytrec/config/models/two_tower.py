@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ class Towers(Section):
 class TwoTowerSection(ModelSection):
     """One vector for the query, one for the item, and their dot product (models/two_tower.py)."""
 
+    gives_vectors: ClassVar[bool | None] = True
     name: Literal["two_tower"] = Field(description="The model.")
     towers: Towers = Field(
         description="Which features belong to which tower: each to one. Patterns as 'user*'."

@@ -17,6 +17,7 @@ class BinaryCrossEntropy(Loss):
     label_range = (0.0, 1.0)
     metrics = ("auc", "ne", "logloss", "calibration")
     predicts = "probability"
+    log_odds = True
 
     def predict(self, logits_B: torch.Tensor) -> torch.Tensor:
         """Probabilities."""

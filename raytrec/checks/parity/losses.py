@@ -1,0 +1,122 @@
+"""The loss of a global batch from its definition, in plain torch: nothing of raytrec's objective.
+
+Losses of rows are torch.nn's; those that compare rows are written out row by row. Of a task of the user's the
+loss itself is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from raytrec.tasks.losses import BatchLoss, Loss, Rows, loss
+from raytrec.tasks.task import Task, key_columns
+
+
+class Labelled(Protocol):
+    """Rows with labels; see reference.GlobalBatch."""
+
+    labels: torch.Tensor
+    weights: torch.Tensor | None
+    keys: torch.Tensor | None
+
+    def __len__(self) -> int: ...
+
+
+def compares_rows(tasks: Sequence[Task]) -> bool:
+    """Whether a loss is one of the whole batch, of which no piece can be taken alone."""
+    return any(isinstance(task.loss, BatchLoss) for task in tasks)
+
+
+def loss_of(
+    tasks: Sequence[Task], reduction: str, logits: torch.Tensor, piece: Labelled, whole: Labelled
+) -> torch.Tensor:
+    """What some rows add to the loss of a global batch.
+
+    Args:
+        logits: of these rows, [n] or [n, columns]. piece: these rows; whole: all.
+    """
+    total, first = logits.new_zeros(()), 0
+    columns = logits if logits.dim() == 2 else logits.unsqueeze(1)
+    beside = sum(task.outputs for task in tasks if not task.loss.reads_vectors)
+    for place, task in enumerate(tasks):
+        own = columns[:, beside:]
+        if not task.loss.reads_vectors:
+            own, first = columns[:, first : first + task.outputs], first + task.outputs
+        labels, weights = piece.labels[:, task.column], _weights(piece, place)
+        keys = _keys(piece, tasks, task)
+        losses = _losses(task.loss, own, labels, weights, keys)
+        losses = losses * weights * torch.where(labels == 1, task.positive_weight, 1.0)
+        divisor: Any = len(whole) if task.divisor == "rows" else _weights(whole, place).sum()
+        divisor = 1 if reduction == "sum" or divisor == 0 else divisor
+        total = total + task.weight * losses.sum() / divisor
+    return total
+
+
+def _weights(rows: Labelled, place: int) -> torch.Tensor:
+    return rows.labels.new_ones(len(rows)) if rows.weights is None else rows.weights[:, place]
+
+
+def _keys(rows: Labelled, tasks: Sequence[Task], task: Task) -> torch.Tensor | None:
+    by = getattr(task.loss, "by", None)
+    column = getattr(task, by) if by else None
+    if column is None or rows.keys is None:
+        return None
+    return rows.keys[:, key_columns(tasks).index(column)]
+
+
+def _losses(made: Loss, own: torch.Tensor, labels: torch.Tensor, weights, keys) -> torch.Tensor:
+    """Of each row, [n]; own: [n, columns of the task]."""
+    name = next((name for name, kind in loss.parts.items() if kind is type(made)), None)
+    if name in OF_ROWS:
+        return OF_ROWS[name](made, own if name == "cross_entropy" else own.squeeze(1), labels)
+    if name in OF_BATCH:
+        return torch.stack([OF_BATCH[name](made, own, labels, weights, keys, i) for i in range(len(labels))])
+    own = own.squeeze(1)
+    if isinstance(made, BatchLoss):
+        return made.of_batch(Rows(own, labels, weights, keys), slice(0, len(labels)))
+    return made.of_rows(own, labels)
+
+
+def _focal(made: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    p, y = logits.double().sigmoid(), labels.double()
+    positive, negative = (1, 1) if made.alpha is None else (made.alpha, 1 - made.alpha)
+    terms = positive * y * (1 - p) ** made.gamma * p.log()
+    terms = terms + negative * (1 - y) * p**made.gamma * (1 - p).log()
+    return -terms.to(logits.dtype)
+
+
+def _bpr(_: Any, own: torch.Tensor, labels: torch.Tensor, weights, keys, i: int) -> torch.Tensor:
+    lower = (labels < labels[i]) & (weights > 0)
+    if keys is not None:
+        lower &= keys == keys[i]
+    if not lower.any():
+        return own.sum() * 0
+    apart = own[i, 0] - own[lower, 0]
+    each = nn.BCEWithLogitsLoss(reduction="none")(apart, torch.ones_like(apart))
+    return (each * weights[lower]).sum() / weights[lower].sum()
+
+
+def _in_batch_softmax(made: Any, own: torch.Tensor, labels: torch.Tensor, weights, keys, i: int):
+    query, item = own[i, : own.shape[1] // 2], own[:, own.shape[1] // 2 :]
+    held = weights > 0
+    if keys is not None:
+        held = held & (keys != keys[i])
+    held[i] = True
+    places = held.nonzero().squeeze(1)
+    scores = item[places] @ query / made.temperature
+    return labels[i] * nn.CrossEntropyLoss()(scores.unsqueeze(0), (places == i).nonzero().squeeze(1))
+
+
+OF_ROWS: dict[str, Callable] = {
+    "bce": lambda _, x, y: nn.BCEWithLogitsLoss(reduction="none")(x, y),
+    "mse": lambda _, x, y: nn.MSELoss(reduction="none")(x, y),
+    "huber": lambda made, x, y: nn.HuberLoss(reduction="none", delta=made.delta)(x, y),
+    "poisson": lambda _, x, y: nn.PoissonNLLLoss(reduction="none")(x, y),
+    "cross_entropy": lambda _, x, y: nn.CrossEntropyLoss(reduction="none")(x, y.long()),
+    "focal": _focal,
+}
+OF_BATCH: dict[str, Callable] = {"bpr": _bpr, "in_batch_softmax": _in_batch_softmax}

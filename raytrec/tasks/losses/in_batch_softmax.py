@@ -1,0 +1,55 @@
+"""Sampled softmax over the items of the global batch, for models with two towers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raytrec.tasks.losses import BatchLoss, Rows, in_range, loss
+
+if TYPE_CHECKING:
+    import torch
+
+
+@loss("in_batch_softmax")
+class InBatchSoftmax(BatchLoss):
+    """−y · ln of the softmax of ⟨query, item⟩ ÷ temperature at the row's own item, over the items of all rows
+    of the global batch that count.
+
+    Rows of label 0 have no loss of their own, but their items are among those that others are held against.
+    With the task's `item`, other rows of the same item are not held against a row. The model gives vectors
+    (two_tower does); a row's score is the product of its own two.
+
+    Args:
+        temperature: > 0.
+
+    Raises:
+        ValueError: temperature is out of range.
+    """
+
+    label_range = (0.0, 1.0)
+    metrics = ("auc",)
+    predicts = "score"
+    reads_vectors = True
+    by = "item"
+
+    def __init__(self, temperature: float = 1.0):
+        self.temperature = in_range("temperature", temperature, 0.0, 1e6, exclusive=True)
+
+    def scores(self, vectors_BV: torch.Tensor) -> torch.Tensor:
+        """⟨query, item⟩ of each row: [B, 2·D] → [B]."""
+        query_BD, item_BD = vectors_BV.chunk(2, dim=1)
+        return (query_BD * item_BD).sum(1)
+
+    def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:
+        import torch
+
+        query_ND, item_ND = batch.logits.chunk(2, dim=1)
+        scores_BN = query_ND[rows] @ item_ND.T / self.temperature
+        places_N = torch.arange(len(batch.labels), device=scores_BN.device)
+        places_B1 = places_N[rows].unsqueeze(1)
+        held_BN = (batch.weights > 0).unsqueeze(0)
+        if batch.keys is not None:
+            held_BN = held_BN & (batch.keys[rows].unsqueeze(1) != batch.keys)
+        held_BN = held_BN | (places_B1 == places_N)
+        own_B = scores_BN.gather(1, places_B1).squeeze(1)
+        return batch.labels[rows] * (scores_BN.masked_fill(~held_BN, float("-inf")).logsumexp(1) - own_B)

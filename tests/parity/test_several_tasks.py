@@ -1,0 +1,126 @@
+"""Tasks against one plain torch process: every loss, masks and weights, several tasks at once.
+
+Masks and weights are drawn (raytrec/checks/parity/batches.py): a third of the rows does not count in a task.
+`make test` runs a case of each kind on 2 ranks; `make parity` every one, on 1 to 3.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+from random import Random
+
+import pytest
+from design import Case
+from record import assert_parity
+
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Schema
+
+PLACES = [(1, 1), (2, 1), (3, 1)]
+MASKED = {"sample_weight": "w", "where": "shown"}
+CLASSES = {"loss": "cross_entropy", "options": {"classes": 4}}
+TASKS = {
+    "two, masked and weighted": [
+        {"label": "y", "positive_weight": 3.0, "divisor": "weights", **MASKED},
+        {"label": "z", "loss": "mse", "weight": 0.3, "where": "y"},
+    ],
+    "three of one label": [
+        {"name": "a", "negatives_kept": 0.1},
+        {"name": "b", "loss": "focal", "weight": 2.0, "nulls": "skip"},
+        {"name": "c", "loss": "huber", "divisor": "weights"},
+    ],
+    "focal": [{"loss": "focal", "options": {"gamma": 1.5, "alpha": 0.3}}],
+    "huber": [{"loss": "huber", "options": {"delta": 0.2}, **MASKED}],
+    "poisson": [{"loss": "poisson", "weight": 0.2}],
+    "cross-entropy": [{**CLASSES, **MASKED, "divisor": "weights"}],
+    "classes beside a number": [{"label": "y", **CLASSES}, {"label": "z", "loss": "mse"}],
+    "bpr": [{"loss": "bpr"}],
+    "bpr in groups": [{"loss": "bpr", "group": "user", **MASKED, "divisor": "weights"}],
+    "bpr beside bce": [{"label": "y", "loss": "bpr", "group": "user", "weight": 0.5}, {"label": "z"}],
+}
+VECTORS = {
+    "softmax": [{"loss": "in_batch_softmax"}],
+    "softmax by items": [
+        {"loss": "in_batch_softmax", "options": {"temperature": 0.5}, "item": "film", **MASKED}
+    ],
+    "softmax beside bce": [
+        {"name": "near", "loss": "in_batch_softmax", "item": "film"},
+        {"label": "z", "positive_weight": 2.0},
+        {"name": "also", "label": "y", "loss": "in_batch_softmax", "weight": 0.2, "nulls": "skip"},
+    ],
+}
+EXTRAS = {
+    "balance": ["unequal", "empty", "equal"],
+    "micro_batches": [1, 3],
+    "max_grad_norm": [None, 0.05],
+    "sharding": ["row_wise", "table_wise", "data_parallel", "column_wise"],
+    "optimizer": ["sgd", "adagrad"],
+}
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A case of design.Case with these tasks, over two labels."""
+
+    tasks: str
+    place: tuple[int, int]
+    balance: str = "unequal"
+    micro_batches: int = 1
+    max_grad_norm: float | None = None
+    sharding: str = "row_wise"
+    optimizer: str = "sgd"
+    model: str = "dlrm"
+
+    groups = ("tasks", *EXTRAS, "place", "model")
+
+    def _case(self):
+        kernel = "dense" if self.sharding == "data_parallel" else "fused"
+        return Case(
+            self.sharding,
+            "mixed",
+            self.optimizer,
+            self.place,
+            self.balance,
+            self.micro_batches,
+            self.max_grad_norm,
+            kernel=kernel,
+            model=self.model,
+        )
+
+    def schema(self):
+        return Schema.parse(self._case().schema().model_dump() | {"labels": ["y", "z"]}, "case")
+
+    def config(self):
+        values = self._case().config().model_dump(by_alias=True)
+        return load_config(values | {"tasks": (TASKS | VECTORS)[self.tasks]})
+
+
+def learned(name, place, random=None, **extras):
+    drawn = {key: random.choice(values) for key, values in EXTRAS.items()} if random else {}
+    models = ["two_tower"] if name in VECTORS else ["dlrm", "dcn", "two_tower", "sequence"]
+    model = random.choice(models) if random else models[0]
+    return Learned(name, place, **{"model": model, **drawn, **extras})
+
+
+FEW = [
+    learned("two, masked and weighted", (2, 1), micro_batches=3, max_grad_norm=0.05),
+    learned("classes beside a number", (2, 1), model="two_tower", balance="empty"),
+    learned("bpr in groups", (2, 1), micro_batches=3, balance="unequal"),
+    learned("softmax beside bce", (2, 1), micro_batches=3, balance="empty", sharding="table_wise"),
+]
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.tasks)
+def test_tasks_of_each_kind(case):
+    assert_parity([case], case.place)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_every_task(place):
+    """Each loss in every balance, whole and in pieces, with the rest drawn."""
+    random = Random(2)
+    cases = [
+        learned(name, place, random, balance=balance, micro_batches=pieces)
+        for name, balance, pieces in product(TASKS | VECTORS, EXTRAS["balance"], EXTRAS["micro_batches"])
+    ]
+    assert_parity(cases, place)

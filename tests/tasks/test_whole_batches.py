@@ -1,0 +1,238 @@
+"""What a step knows of the whole global batch: sums of weights, and losses that compare rows of all ranks."""
+
+import math
+
+import pytest
+import torch
+from ranks import on_ranks
+from small import SCHEMA, batches, build, config, train
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+from raytrec.tasks.losses import Rows, loss
+from raytrec.tasks.objective import Objective
+from raytrec.tasks.task import resolve_tasks
+
+INF = float("inf")
+X, Y = torch.tensor([0.5, -2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])
+
+
+def objective(tasks, world=1, reduction="mean"):
+    values = config(1, {"sharding_type": "row_wise"}).model_dump(by_alias=True)
+    return Objective(resolve_tasks(load_config(values | {"tasks": tasks}).tasks, SCHEMA), reduction, world)
+
+
+def of(name, logits, labels, **options):
+    return loss.parts[name](**options).of_rows(logits, labels).tolist()
+
+
+def test_losses_of_rows_by_their_formulas():
+    p = [1 / (1 + math.exp(-x)) for x in X.tolist()]
+    right = [p[0], 1 - p[1], p[2]]
+    factor = [0.25, 0.75, 0.25]
+    expected = [-a * (1 - r) ** 1.5 * math.log(r) for a, r in zip(factor, right, strict=True)]
+    assert of("focal", X, Y, gamma=1.5, alpha=0.25) == pytest.approx(expected, rel=1e-5)
+    assert of("focal", X, Y, gamma=0) == pytest.approx([-math.log(r) for r in right], rel=1e-5)
+    assert of("huber", X, Y, delta=1.0) == pytest.approx([0.125, 1.5, 1.5])
+    assert of("huber", X, Y, delta=0.1) == pytest.approx([0.045, 0.195, 0.195])
+    counts = torch.tensor([0.0, 2.0, 7.0])
+    assert of("poisson", X, counts) == pytest.approx(
+        [math.exp(x) - y * x for x, y in zip(X.tolist(), counts.tolist(), strict=True)], rel=1e-6
+    )
+    classes = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
+    total = math.e + math.e**2 + 1
+    assert of("cross_entropy", classes, torch.tensor([2.0, 1.0]), classes=3) == pytest.approx(
+        [math.log(total), math.log(3)]
+    )
+
+
+def test_far_logits_have_finite_losses():
+    far = torch.tensor([-200.0, 200.0], requires_grad=True)
+    for name in ("bce", "focal"):
+        losses = loss.parts[name]().of_rows(far, torch.tensor([1.0, 0.0]))
+        (grad,) = torch.autograd.grad(losses.sum(), far)
+        assert losses.isfinite().all() and grad.tolist() == pytest.approx([-1.0, 1.0])
+
+
+def test_pairs_within_groups():
+    scores, labels = torch.tensor([1.0, 0.0, 2.0, 5.0, 1.0]), torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0])
+    weights, keys = torch.tensor([1.0, 1.0, 3.0, 1.0, 1.0]), torch.tensor([7, 7, 7, 8, 8])
+
+    def soft(x):
+        return math.log1p(math.exp(x))
+
+    bpr = loss.parts["bpr"]()
+    rows = Rows(scores, labels, weights, keys)
+    expected = [(soft(-1) + 3 * soft(1)) / 4, 0, 0, 0, soft(4)]
+    assert bpr.of_batch(rows, slice(0, 5)).tolist() == pytest.approx(expected)
+    assert bpr.of_batch(rows, slice(3, 5)).tolist() == pytest.approx(expected[3:])
+    everyone = bpr.of_batch(rows._replace(keys=None), slice(4, 5)).tolist()
+    assert everyone == pytest.approx([(soft(-1) + 3 * soft(1) + soft(4)) / 5])
+    skipped = bpr.of_batch(rows._replace(weights=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0])), slice(0, 5))
+    assert skipped.tolist() == pytest.approx([soft(-1), 0, 0, 0, 0])
+
+
+def test_softmax_over_the_items_of_a_batch():
+    made = loss.parts["in_batch_softmax"](temperature=0.5)
+    query = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    item = torch.tensor([[2.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
+    vectors, labels = torch.cat([query, item], 1), torch.tensor([1.0, 1.0, 0.0])
+    rows = Rows(vectors, labels, torch.ones(3))
+    e = math.exp
+    expected = [math.log((2 * e(4) + 1) / e(4)), math.log((2 + e(2)) / e(2)), 0]
+    assert made.of_batch(rows, slice(0, 3)).tolist() == pytest.approx(expected, rel=1e-5)
+    # The third row has the first one's item; without weight, it is nobody's.
+    for others in ({"keys": torch.tensor([4, 5, 4])}, {"weights": torch.tensor([1.0, 1.0, 0.0])}):
+        found = made.of_batch(rows._replace(**others), slice(0, 1)).tolist()
+        assert found == pytest.approx([math.log((e(4) + 1) / e(4))], rel=1e-5)
+    assert made.scores(vectors).tolist() == [2.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("divisor,by", [("rows", 8), ("weights", 2.5)])
+def test_what_the_mean_divides_by(divisor, by):
+    made = objective([{"loss": "mse", "divisor": divisor, "sample_weight": "w"}])
+    found = made.loss(X, Y.unsqueeze(1), torch.ones(3), 8, torch.tensor([[0.5], [0.0], [2.0]]))
+    assert float(found) == pytest.approx((0.5 * 0.25 + 2 * 4) / by)
+    nothing = made.loss(X, Y.unsqueeze(1), torch.ones(3), 8, torch.zeros(3, 1))
+    assert float(nothing) == 0
+
+
+def test_positives_weigh_more_in_the_loss_alone():
+    made = objective([{"positive_weight": 3.0}])
+    plain = objective([{}])
+    arguments = X, Y.unsqueeze(1), torch.tensor([1.0, 1.0, 0.0]), 3
+    bce = loss.parts["bce"]().of_rows(X, Y)
+    assert float(made.loss(*arguments)) == pytest.approx(float(3 * bce[0] + bce[1]) / 3)
+    outputs = made.outputs(plain.loss(*arguments), *arguments[:3])
+    assert outputs["y"].weights.tolist() == [1, 1, 0]
+
+
+def test_down_sampled_negatives_are_corrected():
+    made = objective([{"negatives_kept": 0.1}])
+    p = X.sigmoid()
+    expected = p / (p + (1 - p) / 0.1)
+    outputs = made.outputs(torch.zeros(()), X, Y.unsqueeze(1), torch.ones(3))
+    torch.testing.assert_close(outputs["y"].predictions, expected)
+    torch.testing.assert_close(outputs["y"].logits.sigmoid(), expected)
+    torch.testing.assert_close(made.predictions(X)["y"], expected)
+    same = objective([{}]).loss(X, Y.unsqueeze(1), torch.ones(3), 3)
+    assert torch.equal(made.loss(X, Y.unsqueeze(1), torch.ones(3), 3), same)
+
+
+MIXED = [
+    {"name": "kind", "loss": "cross_entropy", "options": {"classes": 3}},
+    {"name": "near", "loss": "in_batch_softmax"},
+    {"name": "click"},
+]
+
+
+def test_each_task_has_its_columns():
+    made = objective(MIXED)
+    logits, labels = torch.randn(3, 3 + 1 + 4), torch.tensor([[0.0], [1.0], [1.0]])
+    weights = torch.tensor([[1.0, 0.0, 0.5], [1.0, 1.0, 1.0], [0.0, 1.0, 1.0]])
+    outputs = made.outputs(torch.zeros(()), logits, labels, torch.ones(3), task_weights=weights)
+    torch.testing.assert_close(outputs["kind"].predictions, logits[:, :3].softmax(1))
+    assert torch.equal(outputs["click"].logits, logits[:, 3])
+    torch.testing.assert_close(outputs["near"].logits, (logits[:, 4:6] * logits[:, 6:]).sum(1))
+    for place, task in enumerate(outputs.tasks.values()):
+        assert torch.equal(task.weights, weights[:, place])
+    assert list(made.predictions(logits)) == ["kind", "near", "click"]
+    for width in (3, 4, 7):
+        with pytest.raises(ConfigError, match=rf"\[3, {width}\] for 3 tasks"):
+            made.loss(torch.zeros(3, width), labels, torch.ones(3), 3)
+
+
+def test_keys_reach_the_metrics_by_their_columns():
+    made = objective([{"group": "user", "item": "film"}])
+    keys = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    outputs = made.outputs(torch.zeros(()), X, Y.unsqueeze(1), torch.ones(3), keys=keys)
+    assert {name: values.tolist() for name, values in outputs["y"].keys.items()} == {
+        "user": [1, 3, 5],
+        "film": [2, 4, 6],
+    }
+
+
+def collectives(rank, world, tasks):
+    """Calls of torch.distributed in the loss of a batch, and its value and gradient."""
+    import torch.distributed as dist
+
+    calls = []
+
+    def counted(name):
+        there = getattr(dist, name)
+        return lambda *given, **named: calls.append(name) or there(*given, **named)
+
+    names = ["all_reduce", "all_gather_single"]
+    before = {name: getattr(dist, name) for name in names}
+    for name in names:
+        setattr(dist, name, counted(name))
+    try:
+        logits = (X + rank).requires_grad_()
+        made = objective(tasks, world)
+        keys = torch.tensor([[1], [1], [2]]) if tasks[0].get("group") else None
+        found = made.loss(logits, Y.unsqueeze(1), torch.ones(3), 3 * world, keys=keys)
+        (grad,) = torch.autograd.grad(found, logits)
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+    return calls, float(found), grad
+
+
+@pytest.mark.parametrize(
+    "task,expected",
+    [
+        ({}, []),
+        ({"divisor": "weights"}, ["all_reduce"]),
+        ({"loss": "bpr"}, ["all_gather_single", "all_reduce"]),
+        ({"loss": "bpr", "group": "g"}, ["all_gather_single"] * 2 + ["all_reduce"]),
+    ],
+)
+def test_ranks_ask_each_other_only_where_they_have_to(task, expected):
+    everyone = on_ranks(2, collectives, [task])
+    logits = torch.cat([X, X + 1]).requires_grad_()
+    keys = torch.tensor([[1], [1], [2]] * 2) if task.get("group") else None
+    whole = objective([task]).loss(logits, Y.repeat(2).unsqueeze(1), torch.ones(6), 6, keys=keys)
+    whole.backward()
+    for rank, (calls, _, grad) in enumerate(everyone):
+        assert calls == expected
+        torch.testing.assert_close(grad / 2, logits.grad[3 * rank : 3 * rank + 3])
+    assert sum(value for _, value, _ in everyone) / 2 == pytest.approx(float(whole), rel=1e-6)
+
+
+def dropped_out(rank, world):
+    """Losses of 3 steps with dropout, whole and in one piece that is all: the same numbers are drawn."""
+    losses = []
+    for pieces in (1, 12):
+        values = config(world, {"sharding_type": "row_wise"}, micro_batches=pieces).model_dump(by_alias=True)
+        values["model"]["dropout"] = 0.5
+        step = build(load_config(values | {"tasks": [{"loss": "bpr"}]}))
+        seen = []
+        head = step.model.module.head
+        head.model.top.register_forward_hook(lambda *given, seen=seen: seen.append(given[2].detach().clone()))
+        losses.append([float(outputs.loss) for outputs in train(step, batches(1, rank, world)[1])])
+        half = len(seen) // 2
+        same = all(torch.equal(a, b) for a, b in zip(seen[:half], seen[half:], strict=True))
+        if pieces > 1:
+            return len(seen), same, losses
+
+
+def test_both_passes_of_micro_batches_drop_the_same():
+    ((calls, same, losses),) = on_ranks(1, dropped_out)
+    assert calls == 24 and same
+    assert all(math.isfinite(value) for (value,) in losses)
+
+
+def overflowing(rank, world):
+    """A step of a loss over the batch in which one rank's logits are not finite."""
+    local = batches(2, rank, world)[1]
+    if rank == 0:
+        local[0].dense[0, 0] = INF
+    made = config(world, {"sharding_type": "row_wise"}, on_nan="skip").model_dump(by_alias=True)
+    step = build(load_config(made | {"tasks": [{"loss": "bpr"}]}))
+    first, second = train(step, local)
+    finite = all(p.isfinite().all() for p in step.model.module.head.parameters())
+    return first.skipped, second.skipped, bool(second.loss.isfinite()), finite
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_all():
+    assert on_ranks(2, overflowing) == [(True, False, True, True)] * 2
