@@ -91,7 +91,7 @@ def predict(
     config, schema, folder, index = _resolve(place, checkpoint, changes, allow_code)
     tasks = resolve_tasks(config.tasks, schema)
     scores, below = score_names(tasks), check_place(out, data)
-    chosen = choose_columns(list(columns) if columns is not None else None, _carry(config), scores)
+    chosen = choose_columns(columns, config.data.carry, scores)
     dataset, files = _open(data, config, schema)
     carried = _carried(chosen, config, files)
     manifest = Manifest(
@@ -157,10 +157,6 @@ def _resolve(
 def score_names(tasks: Sequence[Task]) -> list[str]:
     """The columns of scores: `score`, or `score_TASK` of each of several tasks."""
     return ["score"] if len(tasks) == 1 else [f"score_{task.name}" for task in tasks]
-
-
-def _carry(config: RunConfig) -> list[str]:
-    return list(config.data.carry)
 
 
 def _open(data: str, config: RunConfig, schema: Schema) -> tuple[Dataset, dict[str, int]]:

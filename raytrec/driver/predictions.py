@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,7 +198,7 @@ def clean(folder: PredictionFolder) -> None:
     folder.remove(PARTS)
 
 
-def choose_columns(asked: list[str] | None, carry: list[str], scores: list[str]) -> list[str]:
+def choose_columns(asked: Sequence[str] | None, carry: Sequence[str], scores: Sequence[str]) -> list[str]:
     """The columns that are carried.
 
     Args:

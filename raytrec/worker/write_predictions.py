@@ -32,7 +32,8 @@ class SpanWriter:
     def __init__(self, task: PredictionTask, skip: bool):
         self._task, self._skip, self._folder = task, skip, PredictionFolder(task.out)
         self._waiting: Queue = Queue(WAITING)
-        self._stop, self._error = Event(), None
+        self._stop = Event()
+        self._error: BaseException | None = None
         self._thread = Thread(target=self._write, name="predictions", daemon=True)
         self._thread.start()
 

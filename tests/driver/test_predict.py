@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +21,20 @@ from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.driver import predict as predicting
 from raytrec.driver import run as driver
 from raytrec.driver.predict import predict
+from raytrec.driver.predictions import hold_folder
+from raytrec.worker.prediction_files import PredictionFolder
+
+ROWS, FILES = 24_000, 10
+COLUMNS = ["row", "tags", "label"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return parquet.dataset(tmp_path_factory.mktemp("predict") / "d")
+    """A dataset whose test/ has 10 files of a span each."""
+    folder = parquet.dataset(tmp_path_factory.mktemp("predict") / "d")
+    shutil.rmtree(folder / "test")
+    parquet.write(folder / "test" / "large", ROWS, 9, files=FILES)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +45,10 @@ def run(ray_cluster, folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """12 files without labels."""
-    place = tmp_path_factory.mktemp("large") / "in"
-    place.mkdir()
-    whole = parquet.table(24_000, 9).drop(["label"])
-    for i in range(12):
-        pq.write_table(whole.slice(i * 2000, 2000), place / f"part-{i:02}.parquet", row_group_size=300)
-    return place
+def made(run, folder, tmp_path_factory):
+    """Undisturbed predictions of test/."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    return predict(run.path, folder / "test", out, columns=["row,tags", "label"])
 
 
 def read(out):
@@ -63,34 +69,28 @@ def auc(labels, scores):
     )
 
 
-def test_the_scores_are_those_that_the_run_was_evaluated_with(run, folder, tmp_path):
-    made = predict(run.path, folder / "test", tmp_path / "out", columns=["row,tags", "label"])
-    assert made.columns == ["row", "tags", "label", "score"]
-    found, given = read(tmp_path / "out"), parquet.table(1003, 2)
-    assert found.drop(["score"]).equals(given.select(["row", "tags", "label"]))
-    assert auc(given["label"].to_numpy(), found["score"].to_numpy()) == pytest.approx(
-        run.metrics["eval.auc"], abs=2e-4
-    )
+def test_the_scores_are_those_that_the_run_was_evaluated_with(run, folder, made):
+    assert made.columns == [*COLUMNS, "score"]
+    found, given = read(made.path), parquet.table(ROWS, 9)
+    assert found.drop(["score"]).equals(given.select(COLUMNS))
     assert found["score"].type == pa.float32() and min(found["score"].to_pylist()) > 0
+    scores = found["score"].to_numpy()
+    assert auc(given["label"].to_numpy(), scores) == pytest.approx(run.metrics["eval.auc"], abs=1e-4)
     figures = made.metrics
-    assert (figures["predict.rows"], figures["predict.files"], figures["world_size"]) == (1003, 2, 2)
+    assert (figures["predict.rows"], figures["predict.files"], figures["world_size"]) == (ROWS, FILES, 2)
     assert figures["predict.rows_per_s"] > 0 and figures["predict.skipped_rows"] == 0
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        "_predictions.json",
-        "part-0.parquet",
-        "part-1.parquet",
-    ]
-    again = predict(run.path, folder / "test", tmp_path / "out", columns=["row", "tags", "label"])
+    assert sorted(path.name for path in Path(made.path).iterdir()) == ["_predictions.json", "large"]
+    again = predict(run.path, folder / "test", made.path, columns=COLUMNS)
     assert again.metrics["predict.rows_per_s"] is None, "nothing was left to do"
-    assert again.metrics["predict.rows"] == 1003
+    assert again.metrics["predict.rows"] == ROWS
 
 
 def test_bad_rows_unknown_ids_empty_files_and_more_workers_than_files(run, tmp_path):
     """Rows that cannot be read keep their place, without a score; ids follow the table's rule."""
-    table = parquet.table(90, 3)
+    table = parquet.table(90, 3).drop(["label"])
     users, prices = table["user"].to_numpy().copy(), table["price"].to_numpy().copy()
     users[[4, 80]], prices[[7, 50]] = 1000, np.nan
-    table = table.set_column(2, "user", pa.array(users)).set_column(1, "price", pa.array(prices))
+    table = table.set_column(1, "user", pa.array(users)).set_column(0, "price", pa.array(prices))
     (tmp_path / "in" / "b").mkdir(parents=True)
     pq.write_table(table, tmp_path / "in/b/rows.parquet", row_group_size=40)
     pq.write_table(table.slice(0, 0), tmp_path / "in/none.parquet")
@@ -106,21 +106,18 @@ def test_bad_rows_unknown_ids_empty_files_and_more_workers_than_files(run, tmp_p
     assert [i for i, score in enumerate(found["score"].to_pylist()) if score is None] == [7, 50]
     none = pq.ParquetFile(tmp_path / "out/none.parquet").read()
     assert none.num_rows == 0 and none.schema.equals(found.schema)
-    with pytest.raises(DataError, match="column 'price' has NaN"):
-        predict(run.path, tmp_path / "in/b", tmp_path / "other", overrides=rules[1:])
 
 
 def steps_of(run):
     return sorted(int(path.name[5:]) for path in Path(run.path).glob("checkpoints/step-*"))
 
 
-def test_what_is_refused(run, folder, tmp_path):
-    data, out = folder / "test", tmp_path / "out"
-    predict(run.path, data, out, columns=["row"])
+def test_what_is_refused(run, folder, made, tmp_path):
+    data, out, large = folder / "test", made.path, folder / "test" / "large"
 
     def refused(kind, *says, place=run.path, data=data, out=out, **options):
         with pytest.raises(kind) as error:
-            predict(place, data, out, **{"columns": ["row"], **options})
+            predict(place, data, out, **{"columns": COLUMNS, **options})
         for text in says:
             assert text in str(error.value)
 
@@ -130,9 +127,9 @@ def test_what_is_refused(run, folder, tmp_path):
     refused(DataError, "no column 'rwo' to carry; did you mean 'row'", out=tmp_path / "o", columns=["rwo"])
     refused(ConfigError, "'row' is named twice", columns=["row", "row"])
     refused(ConfigError, "'score' would have the name", columns=["score"])
-    refused(ConfigError, "among their input", out=folder / "test" / "scores")
-    refused(ConfigError, "among their input", data=data / "part-0.parquet", out=data)
-    refused(ConfigError, "other --columns: row", "choose another --out", columns=["row", "price"])
+    refused(ConfigError, "among their input", out=large / "scores")
+    refused(ConfigError, "among their input", data=large / "part-0.parquet", out=large)
+    refused(ConfigError, "other --columns: row, tags, label", "choose another --out", columns=["row"])
     refused(ConfigError, "holds predictions of", checkpoint=steps_of(run)[0])
     refused(ConfigError, "predictions of other rows", data=folder / "valid")
     refused(ConfigError, "holds other files, such as part-0", out=folder / "train")
@@ -140,10 +137,10 @@ def test_what_is_refused(run, folder, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.csv").write_text("a")
     refused(DataError, "no Parquet files", data=tmp_path / "text")
-    newest = steps_of(run)[-1]
-    assert (
-        predict(run.path, data, out, columns=["row"], checkpoint=str(newest)).metrics["predict.rows"] == 1003
-    )
+    with hold_folder(PredictionFolder(out)):
+        refused(RunError, "somebody is predicting into this folder")
+    newest = str(steps_of(run)[-1])
+    assert predict(run.path, data, out, columns=COLUMNS, checkpoint=newest).metrics["predict.rows"] == ROWS
 
 
 def workers():
@@ -172,22 +169,14 @@ def kill_when(written, out, everybody):
     return thread
 
 
-@pytest.fixture(scope="module")
-def undisturbed(run, large, tmp_path_factory):
-    out = tmp_path_factory.mktemp("undisturbed") / "out"
-    predict(run.path, large, out, columns=["row"])
-    assert read(out)["row"].to_pylist() == list(range(24_000))
-    return outputs(out)
-
-
 @pytest.mark.parametrize("everybody", [False, pytest.param(True, marks=pytest.mark.survive)])
-def test_killed_workers_leave_no_trace(run, large, undisturbed, tmp_path, everybody, capfd):
-    killer = kill_when(3, tmp_path / "out", everybody)
-    made = predict(run.path, large, tmp_path / "out", columns=["row"])
+def test_killed_workers_leave_no_trace(run, folder, made, tmp_path, everybody, capfd):
+    killer = kill_when(1, tmp_path / "out", everybody)
+    again = predict(run.path, folder / "test", tmp_path / "out", columns=COLUMNS)
     killer.join()
     assert "died" in capfd.readouterr().err
-    assert outputs(tmp_path / "out") == undisturbed
-    assert made.metrics["predict.rows"] == 24_000
+    assert outputs(tmp_path / "out") == outputs(made.path)
+    assert again.metrics["predict.rows"] == ROWS
 
 
 @pytest.mark.survive
@@ -205,24 +194,33 @@ def test_a_large_file_is_put_together_from_what_was_there(run, tmp_path, monkeyp
 
 
 @pytest.mark.survive
-def test_the_driver_is_killed_twice_at_random(run, large, undisturbed, tmp_path):
+def test_the_driver_is_killed_twice_at_random(run, folder, made, tmp_path):
     """SIGKILL of the command at any moment after its first file; then the same command again."""
-    words = ["predict", run.path, "--data", large, "--out", tmp_path / "out", "--columns", "row", "--json"]
-    command = [sys.executable, "-m", "raytrec", *map(str, words)]
+    words = ["--data", folder / "test", "--out", tmp_path / "out", "--columns", "row,tags", "--columns=label"]
+    command = [sys.executable, "-m", "raytrec", "predict", *map(str, [run.path, *words]), "--json"]
     chance, kept = random.Random(4), 0
     for _ in range(2):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 200
-        while process.poll() is None and len(list((tmp_path / "out").rglob("part-*.parquet"))) <= kept:
+        while process.poll() is None and len(list((tmp_path / "out").glob("large/part-*.parquet"))) <= kept:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.3))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        kept = len(list((tmp_path / "out").glob("part-*.parquet")))
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-*.parquet")}
+        kept = len(list((tmp_path / "out").glob("large/part-*.parquet")))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("large/part-*.parquet")}
     last = subprocess.run(command, capture_output=True, text=True)
     assert last.returncode == 0, last.stderr
-    assert outputs(tmp_path / "out") == undisturbed
+    assert outputs(tmp_path / "out") == outputs(made.path)
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
-    assert json.loads(last.stdout)["predict.rows"] == 24_000
+    assert json.loads(last.stdout)["predict.rows"] == ROWS
+
+
+@pytest.mark.survive
+def test_a_row_that_cannot_be_read_ends_the_command(run, tmp_path):
+    (tmp_path / "in").mkdir()
+    table = parquet.table(90, 3)
+    pq.write_table(table.set_column(1, "price", pa.array([float("nan")] * 90)), tmp_path / "in/rows.parquet")
+    with pytest.raises(DataError, match="column 'price' has NaN"):
+        predict(run.path, tmp_path / "in", tmp_path / "out")
