@@ -19,6 +19,7 @@ from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.constraints import check_decay, resolve_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
 from raytrec.metrics.selection import Selection
+from raytrec.tasks.columns import check_carried
 from raytrec.tasks.task import needs_vectors, resolve_tasks
 
 
@@ -39,6 +40,7 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     resolve_features(schema, config.model)
     tasks = resolve_tasks(config.tasks, schema)
     check_model(schema, config.model, needs_vectors(tasks))
+    check_carried(tasks, config.eval.slices, config.data.carry)
     selection, keeping = Selection(tasks), config.checkpoint
     if keeping.keep_best or keeping.best_metric:
         selection.best(keeping.best_metric)

@@ -24,7 +24,8 @@ from raytrec.data.verify import check_accused
 from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import interrupted, resume_config
 from raytrec.driver.warm_start import config_from, schema_at
-from raytrec.tasks.task import label_ranges, resolve_tasks
+from raytrec.tasks.columns import check_carried, columns_to_read
+from raytrec.tasks.task import resolve_tasks
 
 
 def resolve_run(
@@ -101,23 +102,14 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     data = config.data
     list_files(data.train, "data.train")  # before the schema, which is looked for beside it
     schema = schema_at(data.schema_uri)
-    ranges = label_ranges(resolve_tasks(config.tasks, schema), schema)
     datasets = {
-        name: scan(
-            places,
-            schema,
-            f"data.{name}",
-            transforms=tuple(data.transforms),
-            between=(data.partitions.from_, data.partitions.to) if name == "train" else (None, None),
-            label_ranges=ranges,
-            declared=data.carry,
-            skip=data.on_error == "skip",
-        )
+        name: open_dataset(config, schema, places, f"data.{name}", to_train=name == "train")
         for name in ("train", "valid", "test")
         if (places := getattr(data, name))
     }
     for dataset in datasets.values():
         check_accused(dataset)
+    _check_tasks_have_rows(datasets["train"])
     rows = datasets["train"].rows
     if config.data.drop_last and rows < config.data.global_batch_size:
         raise DataError(
@@ -127,6 +119,49 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
             do=f"set data.drop_last=false, or lower data.global_batch_size to {rows} or less",
         )
     return schema, datasets
+
+
+def open_dataset(
+    config: RunConfig, schema: Schema, places: str | list[str], key: str, *, to_train: bool = False
+) -> Dataset:
+    """A dataset as a run reads it, by its footers alone.
+
+    Args:
+        key: of the configuration, which names it.
+        to_train: of data.partitions, and without what only evaluations read.
+
+    Raises:
+        ConfigError: of tasks; a column that rows are grouped by is not carried. DataError: files, columns or
+            types that are not what the configuration says.
+    """
+    data, tasks = config.data, resolve_tasks(config.tasks, schema)
+    check_carried(tasks, config.eval.slices, data.carry)
+    slices = [] if to_train else config.eval.slices
+    return scan(
+        places,
+        schema,
+        key,
+        transforms=tuple(data.transforms),
+        between=(data.partitions.from_, data.partitions.to) if to_train else (None, None),
+        declared=data.carry,
+        skip=data.on_error == "skip",
+        **columns_to_read(tasks, schema, slices),
+    )
+
+
+def _check_tasks_have_rows(dataset: Dataset) -> None:
+    """Looks whether some row counts in each task, as far as footers say.
+
+    Raises:
+        DataError: in one, none does.
+    """
+    for task, why in dataset.empty_tasks.items():
+        raise DataError(
+            f"task {task} has no rows: {why}",
+            where=f"tasks, {dataset.uri}",
+            expected="rows that it can learn from",
+            do="correct the task's label, where or sample_weight, or the data; or leave the task out",
+        )
 
 
 def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:

@@ -21,7 +21,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.trust import own_code
 from raytrec.data.contents import Content, fingerprint, in_background, look_at_all
-from raytrec.data.fragments import Dataset, scan
+from raytrec.data.fragments import Dataset
 from raytrec.data.verify import check_accused
 from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import record_driver
@@ -35,6 +35,7 @@ from raytrec.driver.prepare import (
     make_folder,
     note_left_out,
     open_data,
+    open_dataset,
     resolve_run,
     write_config,
 )
@@ -43,7 +44,6 @@ from raytrec.driver.resume import check_same_data, check_unfinished, note_data
 from raytrec.driver.session import resume_command, run_in_session, session_of
 from raytrec.driver.warm_start import check_fits
 from raytrec.report.drawing import EarlyDrawing
-from raytrec.tasks.task import label_ranges, resolve_tasks
 from raytrec.tracking.mlflow import NoTracker, Tracker
 from raytrec.tracking.tags import run_tags
 from raytrec.worker.loop import total_steps
@@ -321,15 +321,7 @@ def evaluate(
     places = absolute(data) if data else config.data.test or config.data.valid
     if not places:
         raise ConfigError("there is nothing to evaluate on", where=folder, expected="--data PARQUET")
-    dataset = scan(
-        places,
-        schema,
-        "--data",
-        transforms=tuple(config.data.transforms),
-        label_ranges=label_ranges(resolve_tasks(config.tasks, schema), schema),
-        declared=config.data.carry,
-        skip=config.data.on_error == "skip",
-    )
+    dataset = open_dataset(config, schema, places, "--data")
     check_accused(dataset)
     with (
         scratch_folder() as config.run.dir,

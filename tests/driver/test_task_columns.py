@@ -1,0 +1,127 @@
+"""What tasks and evaluations read beside features: known before a worker starts; resumed only as it began."""
+
+import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.common.errors import ConfigError, DataError
+from raytrec.config.run_config import load_config
+from raytrec.driver.preflight import check_fit
+from raytrec.driver.prepare import open_data
+from raytrec.driver.resume import resume_config
+
+BUY = {"name": "buy", "label": "label", "nulls": "skip", "loss": "mse"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Data with further columns, some of which are not what their names say."""
+    folder = parquet.dataset(tmp_path_factory.mktemp("columns") / "d", train=60, valid=20, test=20)
+    for path in folder.rglob("*.parquet"):
+        table, rows = pq.read_table(path), pq.read_metadata(path).num_rows
+        columns = {
+            "clicked": pa.array([i % 2 for i in range(rows)], pa.int8()),
+            "odd": pa.array([i % 3 for i in range(rows)]),
+            "never": pa.array([0] * rows),
+            "weight": pa.array([0.5 * (i % 4) for i in range(rows)]),
+            "below": pa.array([-1.0 if i == 7 else 1.0 for i in range(rows)]),
+            "nothing": pa.nulls(rows, pa.float32()),
+            "country": pa.array(["ch", "de", None, "ch", "fr"] * rows)[:rows],
+            "share": pa.array([0.5] * rows),
+        }
+        for name, values in columns.items():
+            table = table.append_column(name, values)
+        pq.write_table(table, path, row_group_size=20)
+    return folder
+
+
+def opened(folder, *tasks, carry=(), **eval_section):
+    config = load_config(parquet.settings(folder, "unused"))
+    values = config.model_dump(by_alias=True)
+    values["tasks"] = [{"label": "label", **task} for task in tasks] or values["tasks"]
+    values["data"]["carry"], values["eval"] = list(carry), values["eval"] | eval_section
+    config = load_config(values)
+    schema, datasets = open_data(config)
+    check_fit(config, schema, here=False)
+    return datasets
+
+
+@pytest.mark.parametrize(
+    "how,error,says,where",
+    [
+        ({"carry": ["countri"]}, DataError, "column 'countri' is missing", "part-0.parquet"),
+        ({"carry": ["tags"]}, DataError, "carried column 'tags' is a list", "column tags"),
+        (
+            {"group": "share", "carry": ["share"]},
+            DataError,
+            "belong together, is of type double",
+            "column share",
+        ),
+        ({"group": "user"}, ConfigError, "column 'user' is not carried", "tasks[0].group"),
+        ({"item": "usr", "carry": ["user"]}, ConfigError, "did you mean 'user'?", "tasks[0].item"),
+        ({"slices": ["country"]}, ConfigError, "column 'country' is not carried", "eval.slices"),
+        ({"where": "clickd"}, DataError, "column 'clickd' is missing", "part-0.parquet"),
+        ({"where": "odd"}, DataError, "mask 'odd' is 2", "part-0.parquet, row group 0, column odd, row 2"),
+        ({"where": "never"}, DataError, "task label has no rows: its mask 'never' is nowhere 1", "d/train"),
+        ({"where": "country"}, DataError, "mask 'country' is of type string", "column country"),
+        ({"sample_weight": "below"}, DataError, "sample weight 'below' is -1", "column below, row 7"),
+        ({"sample_weight": "nothing"}, DataError, "column 'nothing' has a null", "column nothing, row 0"),
+        ({"sample_weight": "never"}, DataError, "weight 'never' is 0 in every row", "d/train"),
+    ],
+)
+def test_known_before_anything_starts(folder, how, error, says, where):
+    carry, slices = how.pop("carry", ()), how.pop("slices", [])
+    with pytest.raises(error) as found:
+        opened(folder, how, carry=carry, slices=slices)
+    assert says in found.value.what and where in found.value.where
+    assert found.value.expected and found.value.do
+
+
+def test_what_training_and_evaluations_read(folder):
+    """Evaluations also have the keys and texts of slices; training reads what its tasks need."""
+    click = {"sample_weight": "weight", "group": "user"}
+    buy = {**BUY, "where": "clicked", "item": "odd"}
+    found = opened(folder, click, buy, carry=["user", "odd", "country", "share"], slices=["country"])
+    train, valid = found["train"].form, found["valid"].form
+    assert train.key_columns == ("user", "odd") and train.carry == ()
+    assert valid.key_columns == ("user", "odd", "country") and valid.carry == ("country",)
+    assert set(train.columns) - {"label", "price", "user", "tags"} == {"weight", "clicked", "odd"}
+    assert set(valid.columns) - set(train.columns) == {"country"}
+
+
+def test_nothing_more_is_read_than_is_asked_for(folder):
+    form = opened(folder)["train"].form
+    assert form.columns == ["label", "price", "user", "tags"] and not form.weighs_tasks
+    assert opened(folder, carry=["country", "row"])["test"].form.columns == form.columns
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "data.carry=[user]",
+        "tasks=[{label: label, where: clicked}]",
+        "tasks=[{label: label, nulls: skip}]",
+        "tasks=[{label: label, sample_weight: weight}]",
+        "tasks=[{label: label, group: user}]",
+    ],
+)
+def test_a_run_that_reads_other_columns_is_another_run(folder, tmp_path, change):
+    config = load_config(parquet.settings(folder, tmp_path))
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    resume_config(tmp_path, None, [])
+    with pytest.raises(ConfigError, match="what decides the result") as error:
+        resume_config(tmp_path, None, [change])
+    assert change.partition("=")[0] in error.value.what
+
+
+def test_a_configuration_from_before_these_keys_is_the_same_run(folder, tmp_path):
+    import yaml
+
+    values = yaml.safe_load(load_config(parquet.settings(folder, tmp_path)).to_yaml())
+    del values["data"]["carry"], values["eval"]
+    values["tasks"] = [
+        {k: v for k, v in t.items() if k in ("name", "label", "loss")} for t in values["tasks"]
+    ]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    assert resume_config(tmp_path, parquet.settings(folder, tmp_path), []).data.carry == []
