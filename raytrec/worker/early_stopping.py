@@ -10,6 +10,7 @@ import torch.distributed as dist
 from raytrec.common import messages
 from raytrec.common.formatting import number
 from raytrec.config.sections import EarlyStoppingSection
+from raytrec.metrics.selection import Figure
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.progress import Progress
 
@@ -30,20 +31,23 @@ class EarlyStopping:
     """
 
     def __init__(self, section: EarlyStoppingSection | None, progress: Progress, device: torch.device):
-        self._section, self._progress, self._device = section, progress, device
-        self._figure = progress.window.selection.best(section.metric, WHERE) if section else None
+        self._progress, self._device = progress, device
+        self._figure: Figure | None = None
+        if section:
+            self._patience, self._min_delta = section.patience, section.min_delta
+            self._figure = progress.window.selection.best(section.metric, WHERE)
 
     @property
     def over(self) -> bool:
         """Whether training is to end now."""
-        return bool(self._section and self._progress.early_stopping.get("since", 0) >= self._section.patience)
+        return self._figure is not None and self._progress.early_stopping.get("since", 0) >= self._patience
 
     def after_evaluation(self) -> None:
         """Takes the evaluation of this step into account; a collective.
 
         Rank 0 says its figure: of some metrics it is the only rank that has one.
         """
-        if self._section is None or self._figure is None:
+        if self._figure is None:
             return
         own = number(self._progress.evaluation.get(self._figure.key))
         said = torch.tensor(own, dtype=torch.float64, device=self._device)
@@ -51,7 +55,7 @@ class EarlyStopping:
         value, seen = float(said), self._progress.early_stopping
         best = seen.get("best")
         # A comparison with NaN is false: what is not defined improves on nothing.
-        least = -self._section.min_delta + (float("inf") if best is None else self._figure.loss(best))
+        least = -self._min_delta + (float("inf") if best is None else self._figure.loss(best))
         if self._figure.loss(value) < least:
             seen |= {"best": value, "step": self._progress.step, "since": 0}
         else:
@@ -59,26 +63,26 @@ class EarlyStopping:
 
     def report(self, context: WorkerContext) -> None:
         """Tells of an end before the last step, and what training has come to since it last reported."""
-        if not self.over:
+        if self._figure is None or not self.over:
             return
         step = self._progress.step
         if step % context.task.config.train.log_every_steps:
             context.report(messages.Train(step=step, figures=self._progress.report()))
-        details = {"step": step, "reason": self._why()}
+        details = {"step": step, "reason": self._why(self._figure)}
         context.report(messages.Event(event="ended early", details=details))
 
     def result(self) -> dict[str, Any]:
         """What the result says of why training has ended; nothing without early stopping."""
-        if self._section is None:
+        if self._figure is None:
             return {}
-        return {"train.ended": self._why() if self.over else "after all steps"}
+        return {"train.ended": self._why(self._figure) if self.over else "after all steps"}
 
-    def _why(self) -> str:
-        seen, figure = self._progress.early_stopping, self._figure
+    def _why(self, figure: Figure) -> str:
+        seen = self._progress.early_stopping
         count = f"{seen['since']} evaluation{'s' * (seen['since'] > 1)}"
         if seen.get("best") is None:
             return f"{figure.key} was defined in none of {count}"
-        by = f" by more than {self._section.min_delta:g}" if self._section.min_delta else ""
+        by = f" by more than {self._min_delta:g}" if self._min_delta else ""
         return (
             f"{figure.key} has not improved{by} in {count}; it was best at step {seen['step']}, "
             f"{figure.text(seen['best'])}"
