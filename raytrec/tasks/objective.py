@@ -73,7 +73,8 @@ class Objective:
             weights_B: float32 [B]; 1 for a row and 0 for padding.
             global_rows: rows of the global batch over all ranks, padding not counted.
             task_weights: float32 [B, T], the row's factor in each task; None: weights_B in all of them.
-            keys: int64 [B, K] of the columns `keys`; None where no task has any.
+            keys: int64 [B, K] of the first K of the columns `keys` (training reads no slices); None where
+                there are none.
             whole: what `whole` says of all rows of this rank, where these are some of them; default: these
                 are all, and it is asked (then this is a collective where it is one).
             rows: which of the rank's rows these are.

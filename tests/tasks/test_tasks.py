@@ -198,6 +198,11 @@ def test_columns_that_models_give_and_keys():
     assert label_ranges(tasks, TWO)["watched s"] == (0, 2)
 
 
+def test_a_sum_is_divided_by_nothing():
+    with pytest.raises(ConfigError, match=r"tasks\[1\].divisor is weights, but train.loss_reduction is sum"):
+        configured([{}, {"name": "b", "divisor": "weights"}], train={"loss_reduction": "sum"})
+
+
 def test_an_override_replaces_all_tasks():
     config = load_config({"data": {"train": "d/train"}}, ["tasks=[{loss: mse}]"])
     assert [task.loss for task in config.tasks] == ["mse"]

@@ -150,6 +150,11 @@ def test_keys_reach_the_metrics_by_their_columns():
         "user": [1, 3, 5],
         "film": [2, 4, 6],
     }
+    sliced = Objective(made.tasks, keys=["user", "film", "country"])  # training reads no slices
+    assert list(sliced.outputs(torch.zeros(()), X, Y.unsqueeze(1), torch.ones(3), keys=keys)["y"].keys) == [
+        "user",
+        "film",
+    ]
 
 
 def collectives(rank, world, tasks):

@@ -22,6 +22,7 @@ class CrossEntropy(Loss):
     """
 
     whole_labels = True
+    metrics = ("accuracy", "logloss")
     predicts = "classes"
 
     def __init__(self, classes: int = 2):
