@@ -17,6 +17,7 @@ _HOMES = {
     "check": "raytrec.driver.check",
     "evaluate": "raytrec.driver.run",
     "predict": "raytrec.driver.predict",
+    "tune": "raytrec.tuning.tune",
     "Result": "raytrec.driver.run",
     "RunConfig": "raytrec.config.run_config",
     "Schema": "raytrec.config.schema",

@@ -118,6 +118,71 @@ def train(
 
 
 @app.command()
+def tune(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    space: Annotated[
+        str | None, typer.Option(metavar="SPACE.yaml", help="The keys to search, and how they are drawn.")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="Number of trials; default: 10.")] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Metric to compare trials by; default: as for checkpoint.best_metric."),
+    ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(help="Trials that run at a time; default: as many as there is room for.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same trials.")] = 0,
+    grace_steps: Annotated[
+        int | None,
+        typer.Option(help="Steps before which no trial is stopped; default: train.eval_every_steps."),
+    ] = None,
+    reduction_factor: Annotated[
+        float, typer.Option(help="One in this many trials of an age is trained on.")
+    ] = 4.0,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="FOLDER", help="Resume this search; --trials may add some."),
+    ] = None,
+    resume_latest: Annotated[
+        bool,
+        typer.Option(
+            "--resume-latest",
+            help="Resume the newest interrupted search of this command; start a new one if there is none.",
+        ),
+    ] = False,
+    allow_code: AllowCode = False,
+    json: Json = False,
+):
+    """Search good values for keys of a config: raytrec tune CONFIG --space SPACE.yaml --trials 20"""
+    from raytrec.driver.warm_workers import begin_early
+
+    begin_early()
+    from raytrec.driver.stop import Interrupted
+    from raytrec.tuning.console import print_outcome
+    from raytrec.tuning.tune import tune as search
+
+    try:
+        outcome = search(
+            config,
+            space,
+            overrides,
+            trials=trials,
+            metric=metric,
+            seed=seed,
+            at_once=at_once,
+            grace_steps=grace_steps,
+            reduction_factor=reduction_factor,
+            resume=resume,
+            resume_latest=resume_latest,
+            allow_code=allow_code,
+        )
+    except Interrupted as interrupt:  # the search has reported it
+        raise typer.Exit(128 + interrupt.signal) from None
+    _dump(outcome.metrics) if json else print_outcome(outcome)
+
+
+@app.command()
 def submit(
     config: Annotated[str, typer.Argument(metavar="CONFIG")],
     overrides: Overrides = None,

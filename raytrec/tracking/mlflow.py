@@ -17,7 +17,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.tracking.calls import FILES, RECORDS, Calls
 from raytrec.tracking.failures import closed_to_us, reason, unreachable
 from raytrec.tracking.feed import NOTE, Feed
-from raytrec.tracking.store import Store
+from raytrec.tracking.store import Store, place_for_artifacts
 from raytrec.tracking.tags import in_parts, parameters
 
 READY_S = 5.0  # a server that has not answered by then is waited for no longer
@@ -60,7 +60,8 @@ class Tracker:
         name: name of the run.
         folder: of the run. Which MLflow run it has, is kept there; a new one is made where the store does not
             have that.
-        artifacts: folder for artifacts where the store is an sqlite file; default: beside the run's.
+        artifacts: folder for artifacts where the store is an sqlite file; default: as of
+            store.place_for_artifacts.
         parent: the run becomes a child of the MLflow run of that name, made if need be.
         max_series: tracking.max_rank_table_series.
         tags: of a new run.
@@ -91,7 +92,7 @@ class Tracker:
             uri,
             experiment,
             name,
-            artifacts or folder.parent / "mlartifacts",
+            artifacts or place_for_artifacts(uri, folder),
             before.key,
             asked=noted,
             before=before.run_id,

@@ -197,6 +197,14 @@ class Store:
         return self._client.create_run(self._experiment_id, run_name=self._name, tags=tags).info.run_id
 
 
+def place_for_artifacts(uri: str, folder: Path) -> Path:
+    """Where artifacts go if a run's experiment is a new one of an sqlite store: beside the store, where
+    the run is below its folder (a trial of a search is deeper than other runs); else beside the run.
+    """
+    store = Path(uri.removeprefix("sqlite:///")).parent
+    return (store if store in folder.parents else folder.parent) / "mlartifacts"
+
+
 @contextmanager
 def _sqlite_file(uri: str) -> Iterator[None]:
     """Opens the file, so that what is wrong with it is reported at once, and lets in one process at a time.

@@ -7,6 +7,7 @@ from the run folder how far it has got.
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ LOSS, ROWS = "loss", "rows"  # of a result: what the scheduler compares, and at 
 class TrialActor(tune.Trainable):
     """One trial.
 
-    Its config is {"number", "folder" (of the run, which has been made), "rows" (of a step), "figure" (the
-    record of the searched metric)}. Each result says {"step", "rows", "value" (of the last evaluation; NaN
-    before the first), "loss" (smaller is better), "points", "state", "error", "done"}.
+    Its config is {"number", "folder" (of the run, which has been made), "here" (where the command was given),
+    "rows" (of a step), "figure" (the record of the searched metric)}. Each result says {"step", "rows",
+    "value" (of the last evaluation; NaN before the first), "loss" (smaller is better), "points", "state",
+    "error", "done"}.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -35,7 +37,7 @@ class TrialActor(tune.Trainable):
         self._figure = Figure(**config["figure"])
         self._evaluations = Evaluations(self._folder, self._figure.key)
         self._driver = _beside(TrialDriver)
-        self._end = self._driver.drive.remote(str(self._folder))
+        self._end = self._driver.drive.remote(str(self._folder), config["here"])
 
     def step(self) -> dict[str, Any]:
         """How far the run has got, half a second later or when it has ended."""
@@ -82,10 +84,15 @@ class TrialActor(tune.Trainable):
 class TrialDriver:
     """Drives the run of a trial, in its main thread."""
 
-    def drive(self, folder: str) -> tuple[str, str]:
-        """Trains a run, from its newest checkpoint on if it has one; how that ended, and why."""
+    def drive(self, folder: str, here: str) -> tuple[str, str]:
+        """Trains a run, from its newest checkpoint on if it has one; how that ended, and why.
+
+        Args:
+            here: working directory, where modules of the user's are looked for.
+        """
         from raytrec.driver.run import train
 
+        os.chdir(here)
         signal.signal(signal.SIGTERM, _leave)  # until the run has a handler of its own, by which it saves
         try:
             # What it names as code, the search has been allowed. It waits for a driver of before to end.

@@ -18,7 +18,7 @@ from raytrec.common.storage import relative
 from raytrec.driver.recorder import RESULT, write_json, write_text
 from raytrec.metrics.results import EVAL
 from raytrec.metrics.selection import Figure
-from raytrec.tracking.store import Store
+from raytrec.tracking.store import Store, place_for_artifacts
 from raytrec.tracking.translate import NOT_IN_NAMES, Record
 from raytrec.tuning.folder import OUTCOME, SPACE
 from raytrec.tuning.search import Search
@@ -108,7 +108,7 @@ def best_text(search: Search, outcome: Outcome) -> str:
     lines = [
         f"# Trial {best.number} of {outcome.name}, {best.state} at step {best.step}: "
         f"{figure.label} {figure.text(best.value)} on the validation data.",
-        *(f"# {key}: {value}" for key, value in outcome.figures.items()),
+        *(f"# {key}: {value}" for key, value in outcome.figures.items() if not isnan(_number(value))),
         *(f"# {key} = {value}" for key, value in best.values.items()),
     ]
     values = best_config(search.config, best.values)
@@ -209,7 +209,7 @@ def _write_to(search: Search, outcome: Outcome) -> None:
         tracking.uri,
         tracking.experiment,
         outcome.name,
-        folder.parent / "mlartifacts",
+        place_for_artifacts(tracking.uri, folder),
         key="",
         parent=outcome.name,
     )

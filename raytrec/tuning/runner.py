@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from math import isnan
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
@@ -135,6 +136,7 @@ class _Runner:
         return {
             "number": trial.number,
             "folder": str(trial.folder),
+            "here": os.getcwd(),
             "rows": trial.batch_rows,
             "figure": asdict(self._search.figure),
         }
@@ -161,12 +163,10 @@ class _Runner:
             self._ask_to_end(trial)
         self._console.show()
 
-    def died(self, number: int) -> None:
+    def died(self, number: int, error: str) -> None:
         """The processes of a trial have died more often than it is tried."""
         trial = self._trials[number]
-        self._ended(
-            trial, FAILED, f"the processes that drive it died {TRIES + 1} times ({trial.folder}/run.log)"
-        )
+        self._ended(trial, FAILED, f"it was tried {TRIES + 1} times: {error} ({trial.folder}/run.log)")
 
     def _ended(self, trial: Trial, state: str, error: str) -> None:
         if state == STOPPED and trial.state != STOPPED:  # nobody but the search's end, or somebody outside
@@ -235,9 +235,17 @@ def _watcher(runner: _Runner, lifeline: Lifeline) -> Any:
             runner.heard(trial.config["number"], result)
 
         def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-            runner.died(trial.config["number"])
+            runner.died(trial.config["number"], _last_error(trial))
 
     return Watcher()
+
+
+def _last_error(trial: Any) -> str:
+    """What Ray Tune has noted last of a trial's errors, in a line."""
+    with suppress(OSError):
+        lines = Path(trial.error_file or "").read_text(errors="replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return "its processes died"
 
 
 def _place_here() -> dict[str, float]:

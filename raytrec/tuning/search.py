@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrec.cluster.session import stays_here
-from raytrec.common.errors import ConfigError, RaytrecError, did_you_mean
+from raytrec.common.errors import ConfigError, RaytrecError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.preflight import check_fit
@@ -178,15 +178,4 @@ def find_figure(config: RunConfig, schema: Schema, key: str | None) -> Figure:
         ConfigError: the evaluations have none of that name, or none of its values are better than others.
     """
     selection = Selection.of_config(config, schema)
-    if key is None:
-        return selection.best(config.checkpoint.best_metric)
-    able = {figure.key: figure for figure in selection.figures if figure.better}
-    if key not in able:
-        near = did_you_mean(key, list(able))
-        raise ConfigError(
-            f"--metric {key}: evaluations have no such metric that has a better and a worse"
-            + (f"; did you mean {near}?" if near else ""),
-            where="--metric",
-            expected=f"one of {', '.join(able)}" if able else "a metric with a direction among tasks.metrics",
-        )
-    return able[key]
+    return selection.best(config.checkpoint.best_metric) if key is None else selection.best(key, "--metric")

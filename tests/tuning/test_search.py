@@ -1,0 +1,198 @@
+"""Before a trial starts: what is drawn for it, and what is refused, with the key and its line."""
+
+import json
+from dataclasses import asdict
+
+import parquet
+import pytest
+
+from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.config.run_config import load_config
+from raytrec.driver.prepare import resolve
+from raytrec.metrics.registry import METRICS
+from raytrec.metrics.selection import Selection
+from raytrec.tuning.folder import is_search, newest_like, reopen, write_search
+from raytrec.tuning.room import cpus_of_local_ray
+from raytrec.tuning.search import Settings, load_base, prepare
+from raytrec.tuning.space import Space
+from raytrec.tuning.trials import FINISHED, INTERRUPTED, STOPPED, WAITING
+from raytrec.tuning.tune import tune
+
+SPACE = "optim.dense.lr: {log_uniform: [0.001, 0.1]}\nmodel.dropout: {uniform: [0, 0.5]}\n"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("search"), train=600, valid=100, test=100)
+
+
+def values(data, tmp_path, **changes):
+    whole = {key: changes.pop(key) for key in list(changes) if "__" not in key}
+    return parquet.settings(data, tmp_path / "search", train__eval_every_steps=2, **changes) | whole
+
+
+def prepared(data, tmp_path, space=SPACE, settings=None, **changes):
+    config = resolve(load_config(values(data, tmp_path, **changes)), "own.yaml", "tune")
+    return prepare(config, Space.parse(space, "space.yaml"), settings or Settings(trials=3))
+
+
+def test_trials_have_what_was_drawn_in_folders_of_their_own(data, tmp_path):
+    search = prepared(data, tmp_path)
+    assert [trial.number for trial in search.trials] == [1, 2, 3]
+    assert [trial.folder.name for trial in search.trials] == ["trial-001", "trial-002", "trial-003"]
+    for trial, config in zip(search.trials, search.configs, strict=True):
+        assert config.optim.dense.lr == trial.values["optim.dense.lr"]
+        assert config.model.dropout == trial.values["model.dropout"]
+        assert config.run.dir == str(trial.folder) and config.run.name.endswith(trial.folder.name[-4:])
+        assert config.tracking.parent_run == search.config.run.name and config.data.test is None
+        assert (trial.total, trial.batch_rows) == (5, 128)
+    assert search.most_rows == 5 * 128 and search.grace_rows == 2 * 128
+    assert search.figure.better in ("higher", "lower")
+    again = prepared(data, tmp_path)
+    assert [t.values for t in again.trials] == [t.values for t in search.trials]
+    other = prepared(data, tmp_path, settings=Settings(trials=3, seed=1))
+    assert [t.values for t in other.trials] != [t.values for t in search.trials]
+
+
+def test_longer_trials_have_more_rows(data, tmp_path):
+    search = prepared(
+        data, tmp_path, "train.epochs: {integer: [1, 3]}\ndata.global_batch_size: {choice: [64, 128]}"
+    )
+    longest = max(search.trials, key=lambda trial: trial.total * trial.batch_rows)
+    assert search.most_rows == longest.total * longest.batch_rows
+
+
+@pytest.mark.parametrize(
+    "space, line, says",
+    [
+        (SPACE + "optim.dense.lrr: {uniform: [0, 1]}", 3, "did you mean optim.dense.lr"),
+        ("optim.dense.lr: {uniform: [-1, 1]}", 1, "optim.dense.lr = -1"),
+        ("\nmodel.dropout: {uniform: [0, 2]}", 2, "model.dropout = 2"),
+        ("train.epochs: {choice: [1, two]}", 1, "train.epochs = two"),
+        ("model.bottom_mlp: {choice: [[16], 16]}", 1, "model.bottom_mlp = 16"),
+        ("optim.schedule.decay: {choice: [constant, linear]}", 1, "decay_steps"),
+        ("plan.tables: {choice: [{}, {nowhere: {ranks: [0]}}]}", 1, "nowhere"),
+        ("tasks.x.weight: {uniform: [0.1, 1]}", 1, "tasks"),
+        ("data.train.x: {choice: [1]}", 1, "a value"),
+    ],
+)
+def test_a_space_that_the_configuration_refuses(data, tmp_path, space, line, says):
+    with pytest.raises(ConfigError) as error:
+        prepared(data, tmp_path, space)
+    assert says in error.value.what and error.value.where == f"space.yaml, line {line}"
+    assert not (tmp_path / "search").exists()
+
+
+def test_values_that_are_refused_together(data, tmp_path):
+    space = "data.lanes: {choice: [1, 6]}\nscaling.num_workers: {choice: [1, 2]}"
+    with pytest.raises(ConfigError, match=r"data.lanes = 1: "):  # with the 2 workers of the configuration
+        prepared(data, tmp_path, space)
+    with pytest.raises(ConfigError, match=r"trial \d \(.*num_workers = 2.*lanes") as error:
+        prepared(data, tmp_path, space, Settings(trials=4), scaling__num_workers=1)
+    assert "a choice of whole sections" in error.value.do
+
+
+@pytest.mark.parametrize(
+    "changes, error, says",
+    [
+        ({"train": {}}, ConfigError, "train.eval_every_steps is not set"),
+        ({"data__train": "/nowhere"}, DataError, "no such folder"),
+        ({"train__epochs": 0}, ConfigError, "train.epochs"),
+        ({"plan__tables": {"none": {"ranks": [0]}}}, ConfigError, "none"),
+    ],
+)
+def test_a_configuration_that_cannot_be_run(data, tmp_path, changes, error, says):
+    given = values(data, tmp_path)
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        given[section] = {**given.get(section, {}), name: value} if name else value
+    (tmp_path / "space.yaml").write_text(SPACE)
+    with pytest.raises(error) as found:
+        tune(given, str(tmp_path / "space.yaml"))
+    assert says in str(found.value) and not (tmp_path / "search").exists()
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"metric": "nothing"}, "--metric is nothing, which is no metric"),
+        ({"trials": 0}, "--trials 0"),
+        ({"trials": -1}, "--trials -1"),
+        ({"grace_steps": 0}, "--grace-steps 0"),
+        ({"reduction_factor": 1}, "--reduction-factor 1"),
+        ({"seed": -1}, "--seed -1"),
+        ({"at_once": 0}, "--at-once 0"),
+        ({"space": None}, "a search needs a config and a space"),
+        ({"space": "/nowhere.yaml"}, "no such file"),
+        ({"resume": "/nowhere"}, "has its CONFIG and space"),
+    ],
+)
+def test_options_that_are_wrong(data, tmp_path, options, says):
+    (tmp_path / "space.yaml").write_text(SPACE)
+    given = {"space": str(tmp_path / "space.yaml"), "at_once": 1} | options
+    with pytest.raises((ConfigError, RunError)) as error:
+        tune(values(data, tmp_path), **given)
+    assert says in str(error.value) and not (tmp_path / "search").exists()
+
+
+def test_a_metric_by_its_name(data, tmp_path):
+    search = prepared(data, tmp_path)
+    for figure in Selection.of_config(search.config, search.schema).figures:
+        named = prepared(data, tmp_path, settings=Settings(trials=1, metric=figure.key))
+        assert named.figure == figure and figure.better == METRICS.parts[figure.key].better
+
+
+def test_a_search_is_taken_up_where_it_was(data, tmp_path):
+    search = prepared(data, tmp_path)
+    assert not is_search(search.folder)
+    write_search(search, "print")
+    assert is_search(search.folder) and [t.state for t in search.trials] == [WAITING] * 3
+    records = json.loads((search.folder / "trials.json").read_text())
+    for record, state in zip(records, ("running", "stopped", "running"), strict=True):
+        record["state"] = state
+    (search.folder / "trials.json").write_text(json.dumps(records))
+    for trial in search.trials:
+        line = {"kind": "eval", "step": 2, search.figure.key: trial.number / 10}
+        (trial.folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (search.trials[2].folder / "result.json").write_text("{}")
+    before = {t.folder: (t.folder / "config.yaml").read_text() for t in search.trials}
+
+    again, fingerprint = reopen(search.folder, 4, allow_code=False)
+    assert fingerprint == "print"
+    assert [t.state for t in again.trials] == [INTERRUPTED, STOPPED, FINISHED, WAITING]
+    assert [t.points for t in again.trials] == [{2: 0.1}, {2: 0.2}, {2: 0.3}, {}]
+    assert [t.values for t in again.trials[:3]] == [t.values for t in search.trials]
+    assert [t.number for t in again.left] == [1, 4]
+    write_search(again, fingerprint)
+    assert {folder: (folder / "config.yaml").read_text() for folder in before} == before
+    assert (again.trials[3].folder / "config.yaml").exists()
+    with pytest.raises(ConfigError, match="the search has 4"):
+        reopen(search.folder, 2, allow_code=False)
+    with pytest.raises(RunError, match="no search here"):
+        reopen(tmp_path, None, allow_code=False)
+
+
+def test_the_same_command_finds_its_search(data, tmp_path):
+    given = values(data, tmp_path)
+    del given["run"]
+    given["run"] = {"root": str(tmp_path)}
+    config, fingerprint, named = load_base(given, [], False)
+    search = prepare(config, Space.parse(SPACE, "space.yaml"), Settings(trials=3))
+    write_search(search, fingerprint)
+    note = {"fingerprint": fingerprint, "settings": Settings(trials=3), "text": SPACE}
+    assert not named and newest_like(config, named, note) == search.folder
+    for other in (
+        {"settings": Settings(**asdict(Settings(trials=3)) | {"seed": 1})},
+        {"text": SPACE + "# changed"},
+        {"fingerprint": load_base(given, ["train.epochs=2"], False)[1]},
+    ):
+        assert newest_like(config, named, note | other) is None
+    (search.folder / "outcome.json").write_text("{}")
+    assert newest_like(config, named, note) is None
+
+
+def test_a_local_ray_has_room_for_the_largest_trial(data, tmp_path):
+    search = prepared(data, tmp_path, "data.readers: {choice: [1, 3]}", Settings(trials=2))
+    assert cpus_of_local_ray(search.configs, 1) == 2 * (1 + 3)
+    assert cpus_of_local_ray(search.configs, 3) == 3 * 8
+    assert cpus_of_local_ray(search.configs, None) % 8 == 0
