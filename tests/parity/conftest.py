@@ -1,8 +1,24 @@
-"""`make parity` writes benchmarks/results/parity.json."""
+"""`make parity` writes benchmarks/results/parity.json. Its parts take minutes, on a busy machine many."""
+
+import pytest
+import ranks
+
+PART_S = 1200
+
+
+def _is_whole(config):
+    return config.option.markexpr == "parity or not parity"
+
+
+def pytest_collection_modifyitems(config, items):
+    if _is_whole(config):
+        ranks.TIMEOUT_S = PART_S
+        for item in items:
+            item.add_marker(pytest.mark.timeout(PART_S + 60))
 
 
 def pytest_sessionfinish(session):
-    if session.config.option.markexpr == "parity or not parity":
+    if _is_whole(session.config):
         import record
 
         record.write()
