@@ -1,4 +1,7 @@
-"""`make parity` writes benchmarks/results/parity.json. Its parts take minutes, on a busy machine many."""
+"""`make parity` writes benchmarks/results/parity.json, if all has been run and nothing failed to run.
+
+Its parts take minutes, on a busy machine many.
+"""
 
 import pytest
 import ranks
@@ -18,7 +21,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionfinish(session):
-    if _is_whole(session.config):
+    if _is_whole(session.config) and not (session.testsfailed or session.config.option.keyword):
         import record
 
         record.write()
