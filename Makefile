@@ -14,6 +14,7 @@
 #              what the figures of docs/benchmarks.md come from
 # make bench-scale  the control plane with up to 1,024 simulated ranks and 1,000 tables (docs/scaling.md)
 # make bench-memory  what each process of a run has over 30 minutes, and who grows
+# make bench-metrics  what metrics of evaluations take of a rank's memory, at 100,000 to 10,000,000 rows
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
 PYTHON ?= python3.11
@@ -30,7 +31,7 @@ ROWS ?= 300000
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -70,6 +71,9 @@ bench-memory: install
 
 bench-start: install
 	$(BIN)/python -W ignore benchmarks/start.py
+
+bench-metrics: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/metric_memory.py
 
 bench-scale: install
 	$(BIN)/python -W ignore benchmarks/scale.py

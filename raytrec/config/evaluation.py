@@ -20,7 +20,7 @@ class EvalSection(Section):
         10, description="How many of the largest, and of the worst, are reported."
     )
     exact_rows: PositiveInt = Field(
-        10_000_000,
+        2_000_000,
         description="Rows of an evaluation that a worker keeps in memory for metrics of an order or of "
         "groups. Beyond, areas under curves come from bins, with a bound on their error, and rows of groups "
         "go to temporary files.",

@@ -7,7 +7,7 @@ import raytrec
 from raytrec.metrics.registry import METRICS
 
 ROOT = Path(raytrec.__file__).parent
-THEIRS = ("metrics", "tasks/losses")  # rooms that may say names
+THEIRS = ("metrics", "tasks/losses", "checks/parity/losses.py")  # may say names: a loss is called mse, too
 
 
 def names_in(tree):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from evaluations import Case, evaluations
+from ranks import on_ranks
 from sklearn import metrics as sk
 
 ROWS, GROUPS = 500, 40
@@ -202,6 +203,25 @@ def test_what_a_gpu_holds_is_exchanged_over_it():
     assert [curves for _, curves in on_gpus[0]] == [curves for _, curves in expected]
 
 
+def parts(rank, world):
+    """How many predictions this rank has of all ranks', and of as many that are all the same."""
+    from raytrec.metrics.over_ranks.exchange import Exchange
+    from raytrec.metrics.over_ranks.ranked import Ranked, Ties
+
+    rows, exchange = (8000, 0, 1000)[rank], Exchange(torch.device("cpu"))
+    found = []
+    for predictions in (torch.randn(rows).exp(), torch.ones(rows)):
+        ranked = Ranked.sort(Ties.of(predictions, torch.zeros(rows), torch.ones(rows)), exchange)
+        found.append(len(ranked.ties.predictions))
+        assert ranked.total.tolist() == [0, 9000, 9000]
+    return found
+
+
+def test_each_rank_has_its_part_of_the_order():
+    different, same = zip(*on_ranks(3, parts), strict=True)
+    assert max(different) < 1.1 * sum(different) / 3 and sum(same) == 1
+
+
 def sent(rank, world, at_once):
     from raytrec.metrics.over_ranks.exchange import Exchange
 
@@ -215,11 +235,24 @@ def sent(rank, world, at_once):
 @pytest.mark.parametrize("at_once", [4, 1000])
 def test_rows_go_to_the_ranks_that_they_belong_to(at_once):
     everything = [*range(7), *range(200, 230)]
-    for rank, (numbers, most, total) in enumerate(on_three(sent, at_once)):
+    for rank, (numbers, most, total) in enumerate(on_ranks(3, sent, at_once)):
         assert numbers == [n for n in everything if n % 3 == rank] and (most, total) == (2, 200)
 
 
-def on_three(function, *args):
-    from ranks import on_ranks
+def test_metrics_of_classes():
+    from raytrec.metrics.registry import find_metric
+    from raytrec.tasks.outputs import TaskOutputs
 
-    return on_ranks(3, function, *args)
+    draw = torch.Generator().manual_seed(0)
+    logits, weights = torch.randn(50, 4, generator=draw), torch.rand(50, generator=draw).round(decimals=1)
+    labels = torch.randint(0, 4, (50,), generator=draw).float()
+    outputs = TaskOutputs(logits, logits.softmax(1), labels, weights)
+    p, y, w = (x.double().numpy() for x in (outputs.predictions, labels, weights))
+    wanted = {
+        "logloss": sk.log_loss(y, p / p.sum(1, keepdims=True), sample_weight=w),
+        "accuracy": sk.accuracy_score(y, p.argmax(1), sample_weight=w),
+    }
+    for name, value in wanted.items():
+        metric = find_metric(name)
+        sums = {key: each.double() for key, each in metric.sums(outputs).items()}
+        assert float(metric.figure(sums)) == pytest.approx(value, abs=1e-6)
