@@ -1,4 +1,4 @@
-"""`raytrec predict`: every row once, with the scores of the run; continued after real kills; refusals."""
+"""`raytrec predict`: every row once, with the scores of the run; continued after real kills."""
 
 import json
 import os
@@ -17,12 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.common.errors import DataError
 from raytrec.driver import predict as predicting
 from raytrec.driver import run as driver
 from raytrec.driver.predict import predict
-from raytrec.driver.predictions import hold_folder
-from raytrec.worker.prediction_files import PredictionFolder
 
 ROWS, FILES = 24_000, 10
 COLUMNS = ["row", "tags", "label"]
@@ -39,9 +37,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(ray_cluster, folder, tmp_path_factory):
-    """A run with two checkpoints."""
     values = parquet.settings(folder, tmp_path_factory.mktemp("predict") / "run", tracking__enabled=False)
-    return driver.train(values | {"checkpoint": {"every_steps": 10}})
+    return driver.train(values)
 
 
 @pytest.fixture(scope="module")
@@ -106,41 +103,6 @@ def test_bad_rows_unknown_ids_empty_files_and_more_workers_than_files(run, tmp_p
     assert [i for i, score in enumerate(found["score"].to_pylist()) if score is None] == [7, 50]
     none = pq.ParquetFile(tmp_path / "out/none.parquet").read()
     assert none.num_rows == 0 and none.schema.equals(found.schema)
-
-
-def steps_of(run):
-    return sorted(int(path.name[5:]) for path in Path(run.path).glob("checkpoints/step-*"))
-
-
-def test_what_is_refused(run, folder, made, tmp_path):
-    data, out, large = folder / "test", made.path, folder / "test" / "large"
-
-    def refused(kind, *says, place=run.path, data=data, out=out, **options):
-        with pytest.raises(kind) as error:
-            predict(place, data, out, **{"columns": COLUMNS, **options})
-        for text in says:
-            assert text in str(error.value)
-
-    refused(RunError, "no run or checkpoint here", place=tmp_path)
-    refused(RunError, "no checkpoint of step 7", "one of the steps", checkpoint=7)
-    refused(ConfigError, "--checkpoint is 'last'", checkpoint="last")
-    refused(DataError, "no column 'rwo' to carry; did you mean 'row'", out=tmp_path / "o", columns=["rwo"])
-    refused(ConfigError, "'row' is named twice", columns=["row", "row"])
-    refused(ConfigError, "'score' would have the name", columns=["score"])
-    refused(ConfigError, "among their input", out=large / "scores")
-    refused(ConfigError, "among their input", data=large / "part-0.parquet", out=large)
-    refused(ConfigError, "other --columns: row, tags, label", "choose another --out", columns=["row"])
-    refused(ConfigError, "holds predictions of", checkpoint=steps_of(run)[0])
-    refused(ConfigError, "predictions of other rows", data=folder / "valid")
-    refused(ConfigError, "holds other files, such as part-0", out=folder / "train")
-    refused(ConfigError, "has no part in an evaluation", overrides=["model.top_mlp=[3]"])
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.csv").write_text("a")
-    refused(DataError, "no Parquet files", data=tmp_path / "text")
-    with hold_folder(PredictionFolder(out)):
-        refused(RunError, "somebody is predicting into this folder")
-    newest = str(steps_of(run)[-1])
-    assert predict(run.path, data, out, columns=COLUMNS, checkpoint=newest).metrics["predict.rows"] == ROWS
 
 
 def workers():

@@ -1,0 +1,219 @@
+"""The driver's side of `raytrec predict`, with workers that only write: what it refuses, keeps and counts."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.index import write_index
+from raytrec.cli import app
+from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
+from raytrec.config.run_config import load_config
+from raytrec.data.spans import cut_spans
+from raytrec.driver import predict as predicting
+from raytrec.driver.predict import predict
+from raytrec.driver.predictions import hold_folder
+from raytrec.worker.prediction_files import Counts, PredictionFolder
+from raytrec.worker.write_predictions import SpanWriter, assemble, of_files
+
+PROGRESS = {"rows": 1, "trained": 1.0, "nan_steps": 0, "window": {}, "seconds": 0.0, "timed_rows": 0}
+
+
+def save(root, step, auc, **changes):
+    """A checkpoint, as far as the driver reads it."""
+    folder = folder_of(str(root), step)
+    Path(folder).mkdir(parents=True)
+    config = load_config(parquet.settings("/data", root.parent) | changes, ["data.global_batch_size=16"])
+    about = {
+        "config": config.model_dump(by_alias=True, mode="json"),
+        "schema": parquet.SCHEMA_YAML.replace("user: {rows: 40, dim: 8}", HASHED),
+        "data": "",
+        "progress": PROGRESS | {"step": step, "evaluation": {"auc": auc}},
+        "evaluation": {"auc": auc},
+    }
+    write_index(folder, {"attempt": f"a{step}", "block_bytes": 1 << 22, "tensors": {}, "about": about})
+
+
+HASHED = "user: {rows: 40, dim: 8, out_of_range: hash}"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with checkpoints of steps 10 and 20; step 10's is the better one."""
+    changes = {"checkpoint": {"best_metric": "auc"}, "run": {"dir": str(tmp_path / "run"), "name": "r"}}
+    for step, auc in ((10, 0.8), (20, 0.7)):
+        save(tmp_path / "run" / "checkpoints", step, auc, **changes)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Three files, one of which has no rows; no labels."""
+    folder = parquet.write(tmp_path / "data" / "in", 500, 4, row_group=50)
+    pq.write_table(parquet.table(1, 1).slice(0, 0), folder / "none.parquet")
+    for path in folder.glob("*.parquet"):
+        pq.write_table(pq.read_table(path).drop(["label"]), path, row_group_size=50)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def group(monkeypatch):
+    """In the place of workers: writes 0.5 for every row; the calls are kept. `stop_after` spans it fails."""
+
+    class Group(list):
+        stop_after = None
+
+        def __call__(self, worker, config, schema, datasets, checkpoint, watch, *, restarts, predictions):
+            self.append((checkpoint, predictions))
+            assert restarts and watch.console
+            folder = PredictionFolder(predictions.out)
+            names = folder.names()
+            complete = folder.finished(predictions, names)
+            spans = cut_spans(datasets["predict"], predictions.batch_rows, predictions.span_rows)
+            todo = [s for s in spans if s.path not in complete and predictions.part_of(s) not in names]
+            writer = SpanWriter(predictions, False)
+            for span in todo[: self.stop_after]:
+                scores = [np.full(span.rows, 0.5, np.float32) for _ in predictions.scores]
+                counts = Counts(span.rows, 0, {"user": [1, span.rows]})
+                writer.put(span, scores, np.ones(span.rows, bool), counts)
+            writer.close()
+            if self.stop_after is not None:
+                raise RunError("the workers have died")
+            for parts in of_files([s for s in spans if s.path not in complete]).values():
+                assemble(predictions, parts)
+            return {"predicted": sum(s.rows for s in todo), "predict_s": 2.0, "world_size": 2}
+
+    made = Group()
+    monkeypatch.setattr(predicting, "run_group", made)
+    monkeypatch.setattr(predicting, "session_of", lambda config: nullcontext())
+    monkeypatch.setattr(predicting, "SPAN_ROWS", 60)
+    return made
+
+
+def read(out):
+    return pa.concat_tables([pq.ParquetFile(path).read() for path in sorted(Path(out).glob("*.parquet"))])
+
+
+def test_files_figures_and_the_command(run, data, tmp_path, group):
+    out = tmp_path / "out"
+    words = ["predict", str(run), "--data", str(data), "--out", str(out), "--columns", "row,tags", "--json"]
+    said = CliRunner().invoke(app, words)
+    assert said.exit_code == 0, said.exception
+    figures = json.loads(said.stdout)
+    assert sorted(p.name for p in out.iterdir()) == [
+        "_predictions.json",
+        "none.parquet",
+        "part-0.parquet",
+        "part-1.parquet",
+    ]
+    table = read(out)
+    assert table.column_names == ["row", "tags", "score"]
+    assert table["row"].to_pylist() == list(range(500))
+    assert table["tags"].to_pylist() == parquet.table(500, 4)["tags"].to_pylist()
+    assert (figures["predict.rows"], figures["predict.files"], figures["predict.rows_per_s"]) == (
+        500,
+        3,
+        250.0,
+    )
+    assert (figures["predict.ids"], figures["predict.changed_ids"]) == (500, figures["changed"]["user"])
+    assert figures["checkpoint"].endswith("step-0000000020")
+    shown = CliRunner().invoke(app, words[:-1])
+    assert "nothing was left to do" in shown.stdout and "ids out of range" in shown.stdout
+    assert len(group) == 1
+
+
+def test_what_is_written_stays(run, data, tmp_path, group):
+    out, group.stop_after = tmp_path / "out", 5
+    with pytest.raises(RunError, match="died"):
+        predict(run, data, out, columns=["row"])
+    assert len(list(out.glob("_parts/*/*/*.parquet"))) == 5 and not list(out.glob("part-*.parquet"))
+    none, group.stop_after = (out / "none.parquet").stat().st_mtime_ns, None
+    made = predict(run, data, out, columns=["row"])
+    assert made.metrics["predict.rows"] == 500 and not (out / "_parts").exists()
+    assert made.metrics["predict.rows_per_s"] == 25, "of six spans one was left"
+    assert (out / "none.parquet").stat().st_mtime_ns == none
+    assert read(out)["row"].to_pylist() == list(range(500))
+    (out / "part-0.parquet").write_bytes((out / "part-0.parquet").read_bytes()[:-9])
+    assert predict(run, data, out, columns=["row"]).metrics["predict.rows_per_s"] == 125, "a file was cut off"
+    group.stop_after = 0
+    assert predict(run, data, out, columns=["row"]).metrics["predict.rows_per_s"] is None
+
+
+def test_other_batches_leave_complete_files_and_no_parts(run, data, tmp_path, group):
+    out, group.stop_after = tmp_path / "out", 2
+    with pytest.raises(RunError, match="died"):
+        predict(run, data, out)
+    (before,) = out.glob("_parts/*")
+    group.stop_after = None
+    assert predict(run, data, out, workers=5).metrics["predict.rows"] == 500
+    assert group[0][1].plan == before.name != group[1][1].plan
+    assert (group[0][1].batch_rows, group[1][1].batch_rows) == (8, 4)
+
+
+def test_which_checkpoint(run, data, tmp_path, group):
+    predict(run, data, tmp_path / "a")
+    predict(run, data, tmp_path / "b", checkpoint="best")
+    predict(run, data, tmp_path / "c", checkpoint=10)
+    predict(folder_of(str(run / "checkpoints"), 10), data, tmp_path / "d")
+    assert [checkpoint[-2:] for checkpoint, _ in group] == ["20", "10", "10", "10"]
+
+
+def test_columns_of_the_run_and_of_several_tasks(tmp_path, data, group):
+    tasks = [{"label": "label", "name": "buys"}, {"label": "label", "name": "looks", "loss": "mse"}]
+    carry = parquet.settings("/data", tmp_path / "run")["data"] | {"carry": ["row", "user"]}
+    save(tmp_path / "run" / "checkpoints", 10, 0.5, data=carry, tasks=tasks)
+    made = predict(tmp_path / "run", data, tmp_path / "out")
+    assert made.columns == ["row", "user", "score_buys", "score_looks"] == read(made.path).column_names
+    assert predict(tmp_path / "run", data, tmp_path / "none", columns=[""]).columns == made.columns[2:]
+
+
+def test_what_is_refused(run, data, tmp_path):
+    out = tmp_path / "out"
+    predict(run, data, out, columns=["row"])
+
+    def refused(kind, *says, place=run, data=data, out=out, **options):
+        with pytest.raises(RaytrecError) as error:
+            predict(place, data, out, **{"columns": ["row"], **options})
+        assert isinstance(error.value, kind), error.value
+        for text in says:
+            assert text in str(error.value)
+
+    refused(RunError, "no run or checkpoint here", place=tmp_path)
+    refused(RunError, "no checkpoint of step 7", "one of the steps 10, 20", checkpoint=7)
+    refused(ConfigError, "--checkpoint is 'last'", checkpoint="last")
+    refused(DataError, "no column 'rwo' to carry; did you mean 'row'", out=tmp_path / "o", columns=["rwo"])
+    refused(ConfigError, "'row' is named twice", columns=["row", "row"])
+    refused(ConfigError, "'score' would have the name", columns=["score"])
+    refused(ConfigError, "among their input", out=data / "scores")
+    refused(ConfigError, "among their input", data=data / "part-0.parquet", out=data)
+    refused(ConfigError, "other --columns: row", "choose another --out", columns=["row", "price"])
+    refused(ConfigError, "holds predictions of", "step-0000000020", checkpoint=10)
+    refused(ConfigError, "tables.user.out_of_range=hash", overrides=["tables.user.out_of_range=clamp"])
+    refused(ConfigError, "has no part in an evaluation", overrides=["model.top_mlp=[3]"])
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.csv").write_text("a")
+    refused(DataError, "no Parquet files", data=tmp_path / "text")
+    refused(ConfigError, "holds other files, such as a.csv", out=tmp_path / "text")
+    other = parquet.write(tmp_path / "other", 500, 4)
+    refused(ConfigError, f"predictions of other rows, from {data}", data=other)
+    with hold_folder(PredictionFolder(str(out))):
+        refused(RunError, "somebody is predicting into this folder")
+    (out / "_predictions.json").write_text("{")
+    refused(ConfigError, "_predictions.json cannot be read")
+
+
+def test_input_that_has_changed(run, data, tmp_path):
+    predict(run, data, tmp_path / "out", columns=["row"])
+    table = pq.read_table(data / "part-1.parquet")
+    price = pa.array(np.zeros(len(table), np.float32))
+    at = table.column_names.index("price")
+    pq.write_table(table.set_column(at, "price", price), data / "part-1.parquet", row_group_size=50)
+    with pytest.raises(ConfigError, match="the input's files have changed"):
+        predict(run, data, tmp_path / "out", columns=["row"])
