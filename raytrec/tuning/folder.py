@@ -15,11 +15,21 @@ from typing import Any
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.reading import NotReadable, json_values, read_bytes, read_text
 from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
 from raytrec.driver.prepare import make_folder, write_config
 from raytrec.driver.recorder import RESULT, write_json, write_text
 from raytrec.tuning.search import Search, Settings, prepare
 from raytrec.tuning.space import Space
-from raytrec.tuning.trials import FAILED, FINISHED, INTERRUPTED, STOPPED, WAITING, Evaluations, Trial
+from raytrec.tuning.trials import (
+    FAILED,
+    FINISHED,
+    INTERRUPTED,
+    STOPPED,
+    WAITING,
+    Evaluations,
+    Trial,
+    with_values,
+)
 
 SEARCH, TRIALS, SPACE, BASE, OUTCOME = "search.json", "trials.json", "space.yaml", "base", "outcome.json"
 
@@ -93,13 +103,38 @@ def reopen(folder: Path, trials: int | None, allow_code: bool) -> tuple[Search, 
             do="leave it out",
         )
     settings = Settings(**{**asdict(settings), "trials": trials or settings.trials})
-    config = load_config(folder / BASE / "config.yaml", allow_code=allow_code)
+    config = _trusted(folder / BASE, allow_code)
     config.run.dir = str(folder)  # it may have been moved
     space = Space.parse(read_text(folder / SPACE), str(folder / SPACE))
+    if not allow_code and not is_ours(folder / BASE):
+        _refuse_drawn_code(space, before, folder)
     search = prepare(config, space, settings, before)
     for trial, record in zip(search.trials, before, strict=False):
+        if (trial.folder / "config.yaml").exists():
+            _trusted(trial.folder, allow_code)
         _take_up(trial, record, search.figure.key)
     return search, note["fingerprint"]
+
+
+def _trusted(folder: Path, allow_code: bool) -> RunConfig:
+    """The configuration in a folder.
+
+    Raises:
+        ConfigError: it names code, this user has not written it, and that is not allowed.
+    """
+    elsewhere = None if is_ours(folder) else not_ours(folder)
+    return load_config(folder / "config.yaml", elsewhere=elsewhere, allow_code=allow_code)
+
+
+def _refuse_drawn_code(space: Space, before: list[dict], folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: what is drawn, or has been, names code: in a folder that this user has not written.
+    """
+    drawn = [{draw.key: value} for draw, value in space.extremes()]
+    for each in drawn + [record["values"] for record in before]:
+        values = with_values({}, each)
+        refuse_code(code_in(values), values, not_ours(folder / BASE))
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

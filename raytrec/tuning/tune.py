@@ -11,9 +11,10 @@ from raytrec.common.storage import absolute, relative
 from raytrec.config.run_config import RunConfig
 from raytrec.driver.driver_state import record_driver
 from raytrec.driver.lock import hold_run_lock
+from raytrec.driver.run import PATIENCE_S
 from raytrec.driver.stop import Interrupted
 from raytrec.tuning.console import TuneConsole
-from raytrec.tuning.folder import is_search, newest_like, reopen, write_search
+from raytrec.tuning.folder import is_search, newest_like, read_note, reopen, write_search
 from raytrec.tuning.outcome import Outcome, outcome_of, write_outcome
 from raytrec.tuning.runner import run_trials
 from raytrec.tuning.search import Search, Settings, load_base, prepare
@@ -78,7 +79,8 @@ def tune(
     if resume_latest:
         note = {"fingerprint": fingerprint, "settings": settings, "text": read.text}
         if earlier := newest_like(config, named, note):
-            return _resume(earlier, None, at_once, allow_code)
+            patience = PATIENCE_S + config.scaling.shutdown_grace_s
+            return _resume(earlier, None, at_once, allow_code, patience)
     if is_search(Path(config.run.dir)):
         raise RunError(
             "there is a search already",
@@ -90,7 +92,13 @@ def tune(
     return _run(search, fingerprint, at_once)
 
 
-def _resume(folder: Path, trials: int | None, at_once: int | None, allow_code: bool) -> Outcome:
+def _resume(
+    folder: Path, trials: int | None, at_once: int | None, allow_code: bool, patience_s: float = 0
+) -> Outcome:
+    """Resumes a search, for which a process that still runs it is waited for."""
+    read_note(folder)
+    with hold_run_lock(folder, patience_s, TuneConsole(folder.name).note):
+        pass
     search, fingerprint = reopen(folder, trials, allow_code)
     return _run(search, fingerprint, at_once)
 

@@ -172,6 +172,31 @@ def test_a_search_is_taken_up_where_it_was(data, tmp_path):
         reopen(tmp_path, None, allow_code=False)
 
 
+def test_a_search_of_somebody_elses_may_not_bring_code(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    search = prepared(data, tmp_path)
+    write_search(search, "print")
+    reopen(search.folder, None, allow_code=False)
+    for folder in (search.trials[1].folder, search.folder / "base"):
+        config, mark = folder / "config.yaml", folder / "config.yaml.mark"
+        before, sealed = config.read_text(), mark.read_text()
+        code = load_config(config)
+        code.tasks[0].metrics = ["theirs:Metric"]
+        config.write_text(code.to_yaml())
+        mark.unlink()
+        with pytest.raises(ConfigError, match="names code to run"):
+            reopen(search.folder, None, allow_code=False)
+        config.write_text(before)
+        mark.write_text(sealed)
+    reopen(search.folder, None, allow_code=False)
+    mark.unlink()  # of the search's configuration: its space is not the user's own either
+    space = search.folder / "space.yaml"
+    space.write_text(SPACE + 'model.name: {choice: ["theirs:Net"]}\n')
+    with pytest.raises(ConfigError, match="names code to run"):
+        reopen(search.folder, 4, allow_code=False)
+
+
 def test_the_same_command_finds_its_search(data, tmp_path):
     given = values(data, tmp_path)
     del given["run"]
