@@ -123,9 +123,10 @@ class Form:
         return found[0] if found else "data.carry" if column in self.carried else None
 
     def skips_nulls(self, label: str) -> bool:
-        """Whether a row may be without this label: every task that learns it takes such a row."""
-        rules = [task.nulls for task in self.tasks if task.label == label]
-        return bool(rules) and set(rules) == {"skip"}
+        """Whether a row may be without this label: all tasks that learn it take such rows, or it is only a
+        mask."""
+        rules = {task.nulls for task in self.tasks if task.label == label}
+        return rules == {"skip"} if rules else any(task.where_label == label for task in self.tasks)
 
     @cached_property
     def singles(self) -> list[str]:

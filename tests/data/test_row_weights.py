@@ -111,6 +111,14 @@ def test_one_row_may_count_in_one_task_alone(tmp_path):
         read(path, [CLICK, strict, weighted])
 
 
+def test_a_label_that_is_a_mask_alone_may_be_null(tmp_path):
+    path = write(tmp_path / "a.parquet", click=[0, None, 1], buy=[1, 2, 3])
+    batch = read(path, [TaskRows("buy", where_label="click")])
+    assert batch.task_weights[:3].tolist() == [[0], [0], [1]]
+    task = TaskRows("buy", where_label="click")
+    assert not scan(path, SCHEMA, tasks=(task,), label_ranges=RANGES).accused
+
+
 def test_labels_that_are_null_only_after_or_before_a_transform(tmp_path):
     path = write(tmp_path / "a.parquet", click=[0, None, 1], buy=pa.nulls(3, pa.int8()))
     fill = FillNull(do="fill_null", columns=["click"], value=1)
