@@ -1,0 +1,130 @@
+"""What a search leaves: best.yaml, tune.html, outcome.json, the table, and its parent in MLflow."""
+
+import json
+import re
+
+import parquet
+import pytest
+
+from raytrec.config.run_config import load_config
+from raytrec.driver.prepare import resolve
+from raytrec.tuning.console import print_outcome
+from raytrec.tuning.folder import write_search
+from raytrec.tuning.outcome import outcome_of, write_outcome
+from raytrec.tuning.search import Settings, prepare
+from raytrec.tuning.space import Space
+from raytrec.tuning.trials import FAILED, FINISHED, STOPPED, WAITING
+
+SPACE = """\
+optim.dense.lr: {log_uniform: [0.001, 0.1]}
+model.dropout: {uniform: [0, 0.5]}
+train.epochs: {integer: [1, 2]}
+model.top_mlp: {choice: [[16], [32, 16]]}
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("outcome"), train=600, valid=100, test=100)
+
+
+@pytest.fixture
+def search(data, tmp_path):
+    """Its first trial has finished, the second was stopped, the third failed, the fourth is to begin."""
+    values = parquet.settings(data, tmp_path / "s", train__eval_every_steps=2, tracking__enabled=False)
+    config = resolve(load_config(values), "own.yaml", "tune")
+    made = prepare(config, Space.parse(SPACE, "space.yaml"), Settings(trials=4))
+    write_search(made, "print")
+    key = made.figure.key
+    for trial, state, points in zip(
+        made.trials,
+        (FINISHED, STOPPED, FAILED, WAITING),
+        ({2: 0.9, 5: 0.8123}, {2: 0.95}, {2: 0.1}, {}),
+        strict=True,
+    ):
+        trial.state, trial.points, trial.step = state, points, max(points, default=0)
+    made.trials[2].error = "the loss is not a finite number <b>"
+    result = {f"eval.{key}": 0.8123, "eval.rows": 100, "train.steps": 5, "metrics": []}
+    (made.trials[0].folder / "result.json").write_text(json.dumps(result))
+    return made
+
+
+def test_what_is_written(search, data, capsys):
+    warned = []
+    outcome = outcome_of(search)
+    write_outcome(search, outcome, warned.append)
+    assert not warned and outcome.best is search.trials[0]
+    key = search.figure.key
+
+    text = (search.folder / "best.yaml").read_text()
+    assert "Trial 1 of" in text and "0.8123" in text and f"# eval.{key}: 0.8123" in text
+    config = load_config(search.folder / "best.yaml")
+    assert config.optim.dense.lr == search.trials[0].values["optim.dense.lr"]
+    assert config.run.name is None and config.data.test == f"{data}/test"
+
+    page = (search.folder / "tune.html").read_text()
+    assert page.count("<svg") == 2 and "not a finite number &lt;b&gt;" in page
+    assert not re.search(r'(src|href)="http', page)
+    assert all((search.folder / name).read_text().startswith("<svg") for name in ("curves.svg", "keys.svg"))
+    assert not (search.folder / "outcome.json").exists()  # a trial is still to begin
+
+    print_outcome(outcome)
+    table = capsys.readouterr().out
+    assert table.index("0.8123") < table.index("stopped") < table.index("failed")
+    assert "trial 3 failed: the loss is not a finite number" in table and "best.yaml" in table
+
+
+def test_a_search_has_ended_when_all_trials_have(search):
+    search.trials[3].state, search.trials[3].error = FAILED, "no room"
+    outcome = outcome_of(search)
+    write_outcome(search, outcome, print)
+    written = json.loads((search.folder / "outcome.json").read_text())
+    assert written == json.loads(json.dumps(outcome.metrics))
+    assert [trial["state"] for trial in written["trials"]] == ["finished", "stopped", "failed", "failed"]
+    assert written["best"]["trial"] == 1 and written["best"]["figures"]["eval.rows"] == 100
+    assert written["best"]["config"] == str(search.folder / "best.yaml")
+    assert written["metric"] == {"key": search.figure.key, "better": search.figure.better}
+    assert written["trials"][1]["value"] == 0.95 and written["trials"][3]["value"] is None
+
+
+def test_a_search_without_a_figure(search):
+    for trial in search.trials:
+        trial.state, trial.points, trial.error = FAILED, {}, "it is broken"
+    outcome = outcome_of(search)
+    write_outcome(search, outcome, print)
+    assert outcome.best is None and outcome.metrics["best"] is None
+    assert not (search.folder / "best.yaml").exists()
+    assert "No trial has been evaluated" in (search.folder / "tune.html").read_text()
+
+
+def test_a_store_that_cannot_be_written_loses_no_outcome(search, tmp_path):
+    (tmp_path / "no.db").write_text("this is no database, but a text that is long enough to be taken for one")
+    search.config.tracking.enabled = True
+    search.config.tracking.uri = f"sqlite:///{tmp_path}/no.db"
+    warned = []
+    write_outcome(search, outcome_of(search), warned.append)
+    assert len(warned) == 1 and "MLflow lacks the outcome" in warned[0]
+    assert (search.folder / "best.yaml").exists()
+
+
+def test_the_parent_in_mlflow_has_the_outcome(search, tmp_path):
+    from mlflow import MlflowClient
+    from stores import made_once
+
+    search.config.tracking.enabled = True
+    search.config.tracking.uri = f"sqlite:///{tmp_path}/mlflow.db"
+    warned = []
+    with made_once():
+        for _ in range(2):  # as a search that was resumed, or made longer, does
+            write_outcome(search, outcome_of(search), warned.append)
+    assert not warned
+    client = MlflowClient(search.config.tracking.uri)
+    experiment = client.get_experiment_by_name(search.config.tracking.experiment).experiment_id
+    (parent,) = client.search_runs([experiment])
+    assert parent.info.run_name == search.config.run.name
+    assert parent.data.params["space.optim.dense.lr"] == "log_uniform [0.001, 0.1]"
+    assert parent.data.metrics[f"eval.{search.figure.key}"] == 0.8123
+    assert parent.data.tags["best.trial"] == "1" and parent.data.tags["raytrec.parent_run"]
+    files = {file.path for file in client.list_artifacts(parent.info.run_id)}
+    assert files >= {"best.yaml", "tune.html", "space.yaml", "curves.svg"}
+    assert (tmp_path / "mlartifacts").is_dir()
