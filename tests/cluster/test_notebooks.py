@@ -18,11 +18,11 @@ FILM = "Star Wars (1977)"
 
 
 def movielens(folder):
-    """Files in MovieLens-100K's layout: 300 users who like the films of their own half, 200 films."""
+    """Files in MovieLens-100K's layout: 300 users who mostly like the films of their own half, 200 films."""
     rng = np.random.default_rng(0)
     folder.mkdir()
     users, films = rng.integers(1, 301, 30_000), rng.integers(1, 201, 30_000)
-    rating = np.where((users + films) % 2 == 0, 5, 1)
+    rating = np.where(((users + films) % 2 == 0) ^ (rng.random(30_000) < 0.05), 5, 1)
     rows = zip(users, films, rating, rng.integers(8e8, 9e8, 30_000), strict=True)
     (folder / "u.data").write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
     flags = "|".join(["0"] * 18 + ["1"])
