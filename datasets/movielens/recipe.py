@@ -49,7 +49,7 @@ def write(
         output = Output(out, "movielens", options, force)
         if not output.is_ready():
             write_candidates(output, source, negatives, seed, dim)
-        return output.summary("own")
+        return output.summary("ml1m")
     options = {"source": str(source), "split": split, "seed": seed, "history": history, "dim": dim}
     output = Output(out, "movielens", options, force)
     if not output.is_ready():

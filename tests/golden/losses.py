@@ -29,6 +29,7 @@ EXAMPLES = {
     "movielens": ("movielens", 256),
     "sequence": ("movielens", 256),
     "two_tower": ("movielens", 256),
+    "ml1m": ("ml1m", 256),
     "own": ("own", 256),
 }
 

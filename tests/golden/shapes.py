@@ -61,6 +61,8 @@ OWN = {  # one of each kind: a shared table, bags with and without weights, ids 
     "tables": {"shop": {"rows": 3000, "dim": 16, "out_of_range": "hash"}, "word": {"rows": 800, "dim": 16}},
 }
 
+ML1M = {"labels": ["label"], **_tables({"user_id": 6040, "item_id": 3706}, 16)}
+
 SHAPES = {
     "synthetic": _clicks(
         [50_000, 20_000, 8_000, 3_000, 1_000, 500, 200, 100, *[1_000] * 18],
@@ -70,6 +72,7 @@ SHAPES = {
     "criteo_kaggle": _clicks([100_000] * 26, 16),
     "criteo_1tb": _clicks([2_000] * 26, 128),  # 10 M rows a table in truth: 133 GB
     "movielens": MOVIELENS,
+    "ml1m": ML1M,
     "own": OWN,
 }
 BAGS = {"history", "genres", "visited", "words", *(f"C{i}" for i in range(21, 27))}
