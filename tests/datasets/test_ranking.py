@@ -38,6 +38,26 @@ def test_figures_are_those_of_the_definition(k):
     assert found[f"HR@{k}"] == pytest.approx(hit) and found[f"NDCG@{k}"] == pytest.approx(gain)
 
 
+def test_figures_are_those_of_an_evaluation():
+    """Whose metrics rank by the same predictions, ties included."""
+    import torch
+
+    from raytrec.metrics.over_ranks.groups import Groups
+    from raytrec.metrics.registry import find_metric
+
+    chance = random.Random(2)
+    rows = [
+        (user, int(chance.random() < 0.1), chance.randrange(20) / 16) for user in range(30) for _ in range(40)
+    ]
+    users, labels, scores = zip(*rows, strict=True)
+    values = (torch.tensor(x, dtype=torch.float32) for x in (scores, labels, [1] * len(rows)))
+    groups = Groups.make(torch.tensor(users), *values)
+    found = ranking(pd.DataFrame(rows, columns=["u", "y", "s"]), 10, "u", "y", "s")
+    for name, mine in (("hit_rate@10", "HR@10"), ("ndcg@10", "NDCG@10")):
+        figures, counts = find_metric(name).of_groups(groups)
+        assert float(figures[counts].mean()) == pytest.approx(found[mine], abs=1e-12), name
+
+
 def test_the_command(tmp_path):
     frame = pd.DataFrame({"user_id": [1, 1, 2, 2], "label": [1, 0, 0, 1], "score": [0.9, 0.1, 0.8, 0.7]})
     frame.to_parquet(tmp_path / "a.parquet")
