@@ -1,0 +1,176 @@
+"""Whole searches on a real Ray: trials that end well, fall behind, fail and are interrupted."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import parquet
+import pytest
+import yaml
+
+from raytrec.checkpoint.files import steps
+from raytrec.common.errors import RunError
+from raytrec.config.run_config import load_config
+from raytrec.driver.driver_state import driver_of
+from raytrec.driver.run import train
+from raytrec.tuning.tune import tune
+
+# A quick one that learns; one that learns hardly, and takes its time; and one whose workers fail.
+GOOD = {"bottom_mlp": [16], "top_mlp": [16]}
+BAD = {"bottom_mlp": [16], "top_mlp": [3000, 3000], "dropout": 0.95}
+BROKEN = {"name": "broken_model:Broken"}
+MODULE = """\
+from torch import nn
+
+
+class Broken(nn.Module):
+    def __init__(self, schema, config):
+        raise RuntimeError("it is broken")
+"""
+SEED_OF_TWO, SEED_OF_THREE = 0, 5  # by which so many choices come in their order
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("tune"), train=1000, valid=128, test=64)
+
+
+def settings(data, folder, **changes):
+    changes = {"train__eval_every_steps": 4, "train__epochs": 4, "tracking__enabled": False} | changes
+    changes["scaling__num_workers"] = 1
+    return parquet.settings(data, folder, **changes)
+
+
+def write_space(tmp_path, values):
+    path = tmp_path / "space.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def state_of(folder):
+    return {record["trial"]: record["state"] for record in json.loads((folder / "trials.json").read_text())}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_search(data, tmp_path, capfd, monkeypatch):
+    (tmp_path / "broken_model.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    space = write_space(tmp_path, {"model": {"choice": [GOOD, BAD, BROKEN]}})
+    given = settings(data, tmp_path / "s", scaling__max_failures=0)
+    outcome = tune(given, space, trials=3, seed=SEED_OF_THREE, at_once=1, grace_steps=4)
+    said = capfd.readouterr()
+    print(said.err)
+    good, bad, broken = sorted(outcome.trials, key=lambda t: [GOOD, BAD, BROKEN].index(t.values["model"]))
+    assert (good.state, bad.state, broken.state) == ("finished", "stopped", "failed")
+    assert "it is broken" in broken.error
+    assert outcome.best is good and max(good.points) == good.total == good.step == 32
+    assert max(bad.points) < bad.total and steps(f"{bad.folder}/checkpoints")[0] >= 4  # it has saved
+    assert driver_of(bad.folder)["status"] == "STOPPED" and not (bad.folder / "result.json").exists()
+
+    result = json.loads((good.folder / "result.json").read_text())
+    assert (
+        result[f"eval.{outcome.figure.key}"] == good.value and result["eval.rows"] == 128
+    )  # not of data.test
+    folder = tmp_path / "s"
+    assert (
+        json.loads((folder / "outcome.json").read_text())
+        == outcome.metrics
+        == json.loads(json.dumps(outcome.metrics))
+    )
+    assert outcome.metrics["best"]["trial"] == good.number and state_of(folder)[bad.number] == "stopped"
+    config = load_config(folder / "best.yaml")
+    assert config.model.top_mlp == [16] and config.data.test == f"{data}/test" and config.run.dir is None
+    assert f"{good.value:.4f}" in (folder / "best.yaml").read_text().splitlines()[0]
+    page = (folder / "tune.html").read_text()
+    assert page.count("<svg") == 2 and "it is broken" in page and not re.search(r'(src|href)="http', page)
+    assert "trial 1 begins" in said.err and f"trial {bad.number} stopped at step" in said.err
+    with pytest.raises(RunError, match="there is a search already"):
+        tune(settings(data, tmp_path / "s"), space, trials=3)
+
+
+def command(*arguments):
+    """The raytrec command, as a process in a group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "raytrec", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition, what, process, limit=240):
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert process.poll() is None, f"it ended before {what}: {process.communicate()}"
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.05)
+
+
+def starts(folder):
+    """The steps at which a trial began to train, once each time."""
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event["step"] for event in map(json.loads, lines) if event["event"] == "start"]
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
+)
+def test_a_search_is_ended_and_resumed(data, tmp_path, number):
+    """Trials that have ended stay as they are; one that runs saves, and is trained on from there."""
+    space = write_space(tmp_path, {"model": {"choice": [GOOD, GOOD | {"top_mlp": [600, 600]}]}})
+    config, folder = tmp_path / "own.yaml", tmp_path / "s"
+    changes = {"train__epochs": 20, "train__eval_every_steps": 20, "checkpoint__every_steps": 5}
+    config.write_text(yaml.safe_dump(settings(data, folder, **changes)))
+    arguments = ("tune", config, "--space", space, "--trials", 2, "--at-once", 1, "--seed", SEED_OF_TWO)
+    process = command(*arguments, "--grace-steps", 10_000)
+    first, second = folder / "trial-001", folder / "trial-002"
+    wait_for(lambda: steps(f"{second}/checkpoints"), "checkpoint of the second trial", process)
+    before = (first / "result.json").read_bytes()
+    os.kill(process.pid, number)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), said
+    reached = steps(f"{second}/checkpoints")[0]
+    assert 0 < reached < 160 and not (second / "result.json").exists()
+    if number != signal.SIGKILL:
+        assert state_of(folder) == {1: "finished", 2: "interrupted"}
+        assert f"raytrec tune --resume {folder}" in said and driver_of(second)["status"] == "STOPPED"
+
+    resumed = command("tune", "--resume", folder, "--json")
+    out, said = resumed.communicate(timeout=240)
+    assert resumed.returncode == 0, said
+    outcome = json.loads(out)
+    assert [trial["state"] for trial in outcome["trials"]] == ["finished", "finished"]
+    assert (first / "result.json").read_bytes() == before and starts(first) == [0]
+    assert starts(second) == [0, reached] and "trial 1 begins" not in said
+    undisturbed = load_config(second / "config.yaml")
+    undisturbed.run.dir = str(tmp_path / "undisturbed")
+    result = train(undisturbed).metrics
+    metric = outcome["metric"]["key"]
+    assert outcome["trials"][1]["value"] == result[f"eval.{metric}"]
+
+
+@pytest.mark.survive
+def test_the_parent_in_mlflow(ray_cluster, data, tmp_path):
+    from mlflow import MlflowClient
+
+    space = write_space(tmp_path, {"optim.dense.lr": {"choice": [0.01, 0.02]}})
+    tracking = {"report": False, "uri": f"sqlite:///{tmp_path}/mlflow.db", "experiment": "search"}
+    given = settings(data, tmp_path / "s") | {"tracking": tracking}
+    outcome = tune(given, space, trials=2)
+    client = MlflowClient(tracking["uri"])
+    experiment = client.get_experiment_by_name("search").experiment_id
+    runs = {run.info.run_name: run for run in client.search_runs([experiment])}
+    parent = runs.pop(outcome.name)
+    assert sorted(runs) == [f"{outcome.name}-001", f"{outcome.name}-002"]
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
+    assert parent.data.params == {"space.optim.dense.lr": "choice [0.01, 0.02]"}
+    assert parent.data.metrics[f"eval.{outcome.figure.key}"] == outcome.best.value
+    assert parent.data.tags["best.trial"] == str(outcome.best.number)
+    files = {file.path for file in client.list_artifacts(parent.info.run_id)}
+    assert files >= {"best.yaml", "tune.html", "space.yaml"}
