@@ -1,0 +1,184 @@
+"""UCI Adult → rows with two labels, as the MMoE paper makes of its larger sister, Census-Income (KDD).
+
+Labels: `income` (above 50K a year) and `never_married`, which Ma et al. 2018 learn together
+(doi.org/10.1145/3219819.3220007). Inputs are all other columns, without three:
+
+- marital_status, which is the second label;
+- relationship, which tells it: husbands and wives are married, and 88 % of own children never were;
+- fnlwgt, the survey's estimate of how many people a row stands for: no property of the person. It is in the
+  files under its name, though not in schema.yaml, so that `sample_weight: fnlwgt` can name it.
+
+Dense columns are standardised with mean and deviation of train, gains and losses as log(1 + x). Ids are
+positions in the sorted values of train, from 1; 0 is "?" (missing) and what train does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from raytrec_datasets.writing import Output, SplitWriter
+
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
+
+COLUMNS = [
+    "age",
+    "workclass",
+    "fnlwgt",
+    "education",
+    "education_num",
+    "marital_status",
+    "occupation",
+    "relationship",
+    "race",
+    "sex",
+    "capital_gain",
+    "capital_loss",
+    "hours_per_week",
+    "native_country",
+    "income",
+]
+DENSE = ["age", "education_num", "capital_gain", "capital_loss", "hours_per_week"]
+LOGARITHMIC = ("capital_gain", "capital_loss")
+SPARSE = ["workclass", "education", "occupation", "race", "sex", "native_country"]
+LABELS = ["income", "never_married"]
+NUMBERS = {*DENSE, "fnlwgt"}
+INCOMES = {"<=50K": 0, ">50K": 1}
+MISSING = "?"
+VALID_SHARE = 5  # one row of so many of adult.data
+
+
+def write(out: Path, source: Path, seed: int, dim: int, force: bool) -> None:
+    """Writes the dataset; its arguments are those of `raytrec prepare adult`."""
+    source = source.expanduser().absolute()
+    output = Output(out, "adult", {"source": str(source), "seed": seed, "dim": dim}, force)
+    if not output.is_ready():
+        people = Adult(read(source / "adult.data"), read(source / "adult.test"), seed)
+        with output:
+            rows = {name: people.write(output.partial / name, name) for name in people.splits}
+            output.finish(people.schema(dim), rows, scales=people.scales)
+    output.summary("adult")
+
+
+def read(path: Path) -> pd.DataFrame:
+    """The people of adult.data or adult.test: numbers as int64, income as 0 or 1, the rest as text.
+
+    Raises:
+        DataError: there is no such file, it has no rows, or a line is none of Adult's; names the line.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path.name} cannot be read: {error}",
+            where=str(path.parent),
+            expected="adult.data and adult.test, as text",
+            do="give the folder that holds UCI's files with --source",
+        ) from None
+    rows = list(_rows(lines, path))
+    if not rows:
+        raise DataError("the file has no rows", where=str(path), do="extract it anew")
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def _rows(lines: list[str], path: Path) -> Iterator[list]:
+    """Each line's fields. Empty lines, and UCI's remark in the first line of adult.test, have none."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or (number == 1 and line.startswith("|")):
+            continue
+        fields = [field.strip() for field in line.split(",")]
+        if problem := _problem(fields):
+            raise DataError(
+                problem,
+                where=f"{path}, line {number}: {line[:60]!r}",
+                expected="14 columns and the income (<=50K or >50K), divided by commas",
+                do="correct the line, or remove it",
+            )
+        *person, income = fields
+        named = zip(COLUMNS[:-1], person, strict=True)
+        yield [int(value) if name in NUMBERS else value for name, value in named] + [_income(income)]
+
+
+def _problem(fields: list[str]) -> str | None:
+    """What is wrong with a line's fields."""
+    if len(fields) != len(COLUMNS):
+        return f"the line has {len(fields)} fields"
+    for name, value in zip(COLUMNS, fields, strict=True):
+        if name in NUMBERS and not (value.isascii() and value.isdigit() and len(value) < 10):
+            return f"{name} is {value!r}, no number of 0 or more"
+        if not value:
+            return f"{name} is empty"
+    return None if _income(fields[-1]) is not None else f"income is {fields[-1]!r}"
+
+
+def _income(text: str) -> int | None:
+    """0 or 1; None for what is neither. adult.test ends each line with a full stop."""
+    return INCOMES.get(text.removesuffix("."))
+
+
+class Adult:
+    """People with splits, scales and vocabularies, the last two from train alone.
+
+    Attributes:
+        splits: name → people. train and valid are adult.data in seeded random order.
+        scales: dense column → [mean, standard deviation].
+        vocabularies: sparse column → sorted values, without the missing one.
+    """
+
+    def __init__(self, data: pd.DataFrame, test: pd.DataFrame, seed: int):
+        order, held_out = np.random.default_rng(seed).permutation(len(data)), len(data) // VALID_SHARE
+        train = data.iloc[order[held_out:]]
+        self.splits = {"train": train, "valid": data.iloc[order[:held_out]], "test": test}
+        self.scales = {name: _scale(_number(train, name)) for name in DENSE}
+        self.vocabularies = {name: sorted({*train[name]} - {MISSING}) for name in SPARSE}
+
+    def table(self, split: str) -> pa.Table:
+        """The rows of a split: labels int8, dense columns float32, ids int64, and fnlwgt."""
+        people = self.splits[split]
+        columns = {
+            "income": people["income"].to_numpy(np.int8),
+            "never_married": (people["marital_status"] == "Never-married").to_numpy(np.int8),
+        }
+        for name, (mean, deviation) in self.scales.items():
+            columns[name] = ((_number(people, name) - mean) / deviation).astype(np.float32)
+        for name, known in self.vocabularies.items():
+            codes = pd.Categorical(people[name], categories=known).codes  # -1: not among them
+            columns[name] = codes.astype(np.int64) + 1
+        return pa.table({**columns, "fnlwgt": people["fnlwgt"].to_numpy()})
+
+    def write(self, folder: Path, split: str) -> int:
+        """Writes a split; its number of rows."""
+        table = self.table(split)
+        writer = SplitWriter(folder, table.schema, group_rows=4_096)
+        writer.write(table)
+        writer.close()
+        return writer.rows
+
+    def schema(self, dim: int) -> Schema:
+        """schema.yaml: a table for each sparse column."""
+        return Schema.parse(
+            {
+                "labels": LABELS,
+                "dense": DENSE,
+                "sparse": {name: {"table": name} for name in SPARSE},
+                "tables": {
+                    name: {"rows": len(known) + 1, "dim": dim} for name, known in self.vocabularies.items()
+                },
+            },
+            "adult",
+        )
+
+
+def _number(people: pd.DataFrame, name: str) -> np.ndarray:
+    """A dense column before it is standardised: float64 [n]."""
+    values = people[name].to_numpy(np.float64)
+    return np.log1p(values) if name in LOGARITHMIC else values
+
+
+def _scale(values: np.ndarray) -> list[float]:
+    """[mean, standard deviation]; 1 for the deviation of equal values."""
+    return [float(values.mean()), float(values.std()) or 1.0]

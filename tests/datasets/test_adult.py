@@ -1,0 +1,153 @@
+"""UCI Adult's layout, made here line by line, against a reading of the same lines in plain Python."""
+
+import math
+import random
+import statistics
+
+import pyarrow.parquet as pq
+import pytest
+from raytrec_datasets import app
+from typer.testing import CliRunner
+
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
+
+CHOICES = {
+    "workclass": ["Private", "State-gov", "?"],
+    "education": ["HS-grad", "Masters"],
+    "marital_status": ["Never-married", "Divorced", "Married-civ-spouse"],
+    "occupation": ["Sales", "Tech-support", "?"],
+    "relationship": ["Husband", "Own-child"],
+    "race": ["White", "Other"],
+    "sex": ["Male", "Female"],
+    "native_country": ["United-States", "Cuba"],
+}
+COLUMNS = """age workclass fnlwgt education education_num marital_status occupation relationship race sex
+    capital_gain capital_loss hours_per_week native_country income"""
+
+
+def make_people(rows, seed, **choices):
+    rng, choices, people = random.Random(seed), CHOICES | choices, []
+    for n in range(rows):
+        person = {name: rng.choice(values) for name, values in choices.items()}
+        person |= {"age": rng.randint(17, 90), "fnlwgt": 1000 + n, "education_num": rng.randint(1, 16)}
+        person |= {"capital_gain": rng.choice([0, 500, 99999]), "capital_loss": rng.choice([0, 20, 1902])}
+        person |= {"hours_per_week": rng.randint(1, 99), "income": rng.choice(["<=50K", ">50K"])}
+        people.append({name: person[name] for name in COLUMNS.split()})
+    return people
+
+
+def lines_of(people, end=""):
+    return [", ".join(map(str, person.values())) + end for person in people]
+
+
+def write(folder, data, test):
+    """As UCI has them: an empty line at the end of adult.data, a remark and full stops in adult.test."""
+    (folder / "adult.data").write_text("\n".join(data) + "\n\n")
+    (folder / "adult.test").write_text("\n".join(["|1x3 Cross validator", *test]))
+
+
+def run(folder, *arguments):
+    return CliRunner().invoke(
+        app, ["adult", "--source", str(folder), "--out", str(folder / "out"), *arguments]
+    )
+
+
+def rows_of(folder, split):
+    return pq.read_table(folder / "out" / split).to_pylist()
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """(folder, people of adult.data, people of adult.test)."""
+    folder = tmp_path_factory.mktemp("adult")
+    data, test = make_people(50, 1), make_people(20, 2, native_country=["Cuba", "Peru"])
+    write(folder, lines_of(data), lines_of(test, "."))
+    result = run(folder, "--dim", "4")
+    assert result.exit_code == 0, result.exception
+    return folder, data, test
+
+
+def test_splits_have_each_person_once(prepared):
+    folder, data, test = prepared
+    train, valid, held_out = (
+        [row["fnlwgt"] for row in rows_of(folder, split)] for split in ("train", "valid", "test")
+    )
+    assert len(train) == 40 and len(valid) == 10
+    assert sorted(train + valid) == [person["fnlwgt"] for person in data] and train != sorted(train)
+    assert held_out == [person["fnlwgt"] for person in test]
+
+
+def test_labels_and_inputs_are_those_of_the_lines(prepared):
+    folder, data, test = prepared
+    by_number = {person["fnlwgt"]: person for person in data}
+    train = [by_number[row["fnlwgt"]] for row in rows_of(folder, "train")]
+
+    def number(person, name):
+        return math.log1p(person[name]) if name.startswith("capital") else person[name]
+
+    people = {"train": train, "test": test}
+    for split, split_people in people.items():
+        for row, person in zip(rows_of(folder, split), split_people, strict=True):
+            assert row["income"] == (person["income"] == ">50K")
+            assert row["never_married"] == (person["marital_status"] == "Never-married")
+            for name in ("age", "education_num", "capital_gain", "capital_loss", "hours_per_week"):
+                known = [number(other, name) for other in train]
+                expected = (number(person, name) - statistics.mean(known)) / statistics.pstdev(known)
+                assert row[name] == pytest.approx(expected, abs=1e-5)
+            for name in ("workclass", "education", "occupation", "race", "sex", "native_country"):
+                values = sorted({other[name] for other in train} - {"?"})
+                known = person[name] in values
+                assert row[name] == (values.index(person[name]) + 1 if known else 0)
+    assert {"Peru"} <= {person["native_country"] for person in test}  # which train does not have
+
+
+def test_the_schema_has_neither_marital_status_nor_what_tells_it(prepared):
+    schema = Schema.load(prepared[0] / "out/schema.yaml")
+    assert schema.labels == ["income", "never_married"]
+    inputs = {*schema.dense, *schema.sparse}
+    assert inputs == {*COLUMNS.split()} - {"marital_status", "relationship", "fnlwgt", "income"}
+    assert {table.rows for table in schema.tables.values()} == {3}  # two values each, and 0
+    assert {table.dim for table in schema.tables.values()} == {4}
+
+
+def test_the_seed_draws_another_fifth(prepared, tmp_path):
+    folder, data, test = prepared
+    write(tmp_path, lines_of(data), lines_of(test, "."))
+    assert run(tmp_path, "--seed", "1").exit_code == 0
+    assert rows_of(tmp_path, "valid") != rows_of(folder, "valid")
+    assert len(rows_of(tmp_path, "valid")) == 10
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [
+        ("age", "old", "age is 'old', no number"),
+        ("capital_gain", "-3", "capital_gain is '-3', no number"),
+        ("fnlwgt", "9" * 30, "fnlwgt is '999"),
+        ("occupation", "", "occupation is empty"),
+        ("income", "50K", "income is '50K'"),
+        ("income", None, "the line has 14 fields"),
+        ("sex", "Male, Female", "the line has 16 fields"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, column, value, says):
+    people = make_people(10, 3)
+    if value is None:
+        people[6].pop(column)
+    else:
+        people[6][column] = value
+    write(tmp_path, lines_of(people), lines_of(make_people(5, 4)))
+    result = run(tmp_path)
+    assert isinstance(result.exception, DataError)
+    assert says in str(result.exception) and "adult.data, line 7" in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_missing_or_empty(tmp_path):
+    result = run(tmp_path)
+    assert isinstance(result.exception, DataError) and "adult.data cannot be read" in str(result.exception)
+    write(tmp_path, lines_of(make_people(5, 5)), [])
+    result = run(tmp_path)
+    assert isinstance(result.exception, DataError)
+    assert "no rows" in str(result.exception) and "adult.test" in str(result.exception)
