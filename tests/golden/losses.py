@@ -30,6 +30,7 @@ EXAMPLES = {
     "sequence": ("movielens", 256),
     "two_tower": ("movielens", 256),
     "ml1m": ("ml1m", 256),
+    "adult": ("adult", 256),
     "own": ("own", 256),
 }
 

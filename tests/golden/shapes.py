@@ -63,6 +63,14 @@ OWN = {  # one of each kind: a shared table, bags with and without weights, ids 
 
 ML1M = {"labels": ["label"], **_tables({"user_id": 6040, "item_id": 3706}, 16)}
 
+ADULT = {
+    "labels": ["income", "never_married"],
+    "dense": ["age", "education_num", "capital_gain", "capital_loss", "hours_per_week"],
+    **_tables(
+        {"workclass": 9, "education": 17, "occupation": 15, "race": 6, "sex": 3, "native_country": 41}, 8
+    ),
+}
+
 SHAPES = {
     "synthetic": _clicks(
         [50_000, 20_000, 8_000, 3_000, 1_000, 500, 200, 100, *[1_000] * 18],
@@ -73,6 +81,7 @@ SHAPES = {
     "criteo_1tb": _clicks([2_000] * 26, 128),  # 10 M rows a table in truth: 133 GB
     "movielens": MOVIELENS,
     "ml1m": ML1M,
+    "adult": ADULT,
     "own": OWN,
 }
 BAGS = {"history", "genres", "visited", "words", *(f"C{i}" for i in range(21, 27))}
