@@ -432,6 +432,11 @@ class TrainSection(Section):
         "float32 with 10 bits of fraction, on tensor cores; on CPU, fp32. bf16: autocast to bfloat16; "
         "parameters, losses, embeddings and optimizers stay fp32.",
     )
+    compile: bool = Field(
+        False,
+        description="Compile the dense layers (torch.compile), which takes a while in the first step and the "
+        "first evaluation. Needs a C++ compiler on nodes with CPU workers, a C compiler beside GPUs.",
+    )
     deterministic: bool = Field(
         False,
         description="On GPUs, add in one fixed order, so that the same run on the same machines gives the "

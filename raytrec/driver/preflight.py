@@ -8,6 +8,7 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from raytrec.common.compilers import require_compiler
 from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.common.installed import built_for
 from raytrec.common.reading import MOST_YAML_BYTES, read_bytes
@@ -32,7 +33,7 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     Raises:
         ConfigError, SchemaError: tasks, metrics, dims, features or a module that the model cannot take;
             tables, named in plan.tables or optim.tables, that there are not; weight decay that kernels do
-            not keep; tables larger than the machine.
+            not keep; train.compile without a compiler; tables larger than the machine.
     """
     # With `auto` on GPUs there is also adam to refuse, by the workers: only they know.
     device = "cuda" if config.scaling.device == "cuda" else "cpu"
@@ -47,6 +48,8 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     if stopping := config.train.early_stopping:
         selection.best(stopping.metric, "train.early_stopping.metric")
     if here:
+        if config.train.compile:
+            require_compiler("cuda" if built_for() == "cuda" and config.scaling.device != "cpu" else "cpu")
         if isinstance(config.model, PythonSection):
             check_class(config.model.name)
         check_memory(config, schema)

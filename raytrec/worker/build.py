@@ -20,6 +20,7 @@ from raytrec.embeddings.planner.plan import BagSharder, make_plan
 from raytrec.models.recommender import build_recommender
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import columns_of, needs_vectors
+from raytrec.worker.compiled import compile_dense
 from raytrec.worker.nonfinite import SkipBad
 from raytrec.worker.numerics import Numerics, prepare_process
 from raytrec.worker.step import LossModel, Step
@@ -46,6 +47,8 @@ def build_step(
     prepare_process(config.train)
     model = _unsharded(config, schema, device, objective)
     optimizers = table_optimizers(config, schema)
+    if config.train.compile:
+        compile_dense(model.head.model, device)
     fuse(model.embeddings.bags, optimizers, device.type)
     plan = make_plan(model, BagSharder(), schema, config, device)
     sharded = DistributedModelParallel(
