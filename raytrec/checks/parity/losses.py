@@ -19,9 +19,14 @@ from raytrec.tasks.task import Task, key_columns
 class Labelled(Protocol):
     """Rows with labels; see reference.GlobalBatch."""
 
-    labels: torch.Tensor
-    weights: torch.Tensor | None
-    keys: torch.Tensor | None
+    @property
+    def labels(self) -> torch.Tensor: ...
+
+    @property
+    def weights(self) -> torch.Tensor | None: ...
+
+    @property
+    def keys(self) -> torch.Tensor | None: ...
 
     def __len__(self) -> int: ...
 
