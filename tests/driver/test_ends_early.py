@@ -28,10 +28,9 @@ def settings(folder, place, **changes):
         "checkpoint__keep_best": 1,
         "checkpoint__best_metric": "auc",
         "tracking__every_steps": 20,
+        "optim__tables": {"*": {"name": "adagrad"}},
     } | changes
-    values = parquet.settings(folder, place, **changes)
-    values["optim"]["tables"] = {"*": {"name": "adagrad"}}
-    return values
+    return parquet.settings(folder, place, **changes)
 
 
 @pytest.fixture(scope="module")
