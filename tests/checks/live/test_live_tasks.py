@@ -1,0 +1,33 @@
+"""Live checks of a run with several tasks, masks and weights, and a loss that compares rows of all ranks."""
+
+from loops import PLANS, failed, loop
+from ranks import on_ranks
+from small import SCHEMA
+
+LABELS = SCHEMA.model_copy(update={"labels": ["y", "z"]})
+TASKS = [
+    {"label": "y", "loss": "bpr", "group": "user", "sample_weight": "w"},
+    {"name": "kind", "label": "z", "loss": "cross_entropy", "options": {"classes": 3}, "weight": 0.5},
+    {"name": "time", "label": "y", "loss": "mse", "where": "kind", "divisor": "weights"},
+]
+
+
+def watched(rank, world, fault):
+    return loop(
+        rank, world, PLANS["row-wise"], fault, schema=LABELS, tasks=TASKS, micro_batches=3, max_grad_norm=1.0
+    )
+
+
+def without_all_reduce(scene):
+    for wrapped in scene.modules("DistributedDataParallel"):
+        wrapped.require_backward_grad_sync = False
+
+
+def test_several_tasks_pass():
+    answers = on_ranks(2, watched, None)
+    assert {record["check"] for record in answers[0]} >= {"parity", "conservation", "replicas", "shards"}
+    assert not [record for records in answers for record in records if not record["passed"]]
+
+
+def test_a_fault_is_found_with_several_tasks():
+    assert failed(on_ranks(2, watched, without_all_reduce), "replicas")
