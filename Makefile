@@ -15,6 +15,7 @@
 # make bench-scale  the control plane with up to 1,024 simulated ranks and 1,000 tables (docs/scaling.md)
 # make bench-memory  what each process of a run has over 30 minutes, and who grows
 # make bench-metrics  what metrics of evaluations take of a rank's memory, at 100,000 to 10,000,000 rows
+# make bench-adult ADULT=DIR  two tasks alone and together, on UCI Adult in DIR
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
 PYTHON ?= python3.11
@@ -28,10 +29,12 @@ $(error .venv is for $(INSTALLED), and DEVICE=$(DEVICE) is asked for: leave DEVI
 endif
 endif
 ROWS ?= 300000
+# The folder with UCI's adult.data and adult.test.
+ADULT ?= adult
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-adult gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -74,6 +77,12 @@ bench-start: install
 
 bench-metrics: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/metric_memory.py
+
+bench-adult: install data/adult/schema.yaml
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/adult.py
+
+data/adult/schema.yaml: | install
+	$(BIN)/raytrec prepare adult --source $(ADULT) --out data/adult
 
 bench-scale: install
 	$(BIN)/python -W ignore benchmarks/scale.py

@@ -51,6 +51,7 @@ TARGETS = {
     "bench-watching": "-W ignore benchmarks/watching.py --smallest",
     "bench-memory": "-W ignore benchmarks/memory.py --smallest",
     "bench-metrics": "-W ignore benchmarks/metric_memory.py --smallest",
+    "bench-adult": "-W ignore benchmarks/adult.py --smallest",
     "bench-start": "-W ignore benchmarks/start.py --smallest",
     "bench-scale": "-W ignore benchmarks/scale.py --smallest",
     "gpu-check": "-W ignore tests/gpu/check.py --smallest --only environment --out {folder}/gpu-check.json",
