@@ -25,8 +25,10 @@ from raytrec.common.storage import read_text
 
 KINDS = ("uniform", "log_uniform", "integer", "choice")
 # What all trials have in common, so that their figures can be compared and their files are apart.
-COMMON = ("run.name", "run.dir", "run.root", "data.valid", "data.test", "tracking", "checkpoint.dir")
-COMMON += ("scaling.address", "train.eval_every_steps")
+COMMON = (
+    *("run.name", "run.dir", "run.root", "data.valid", "data.test", "tracking", "checkpoint.dir"),
+    *("scaling.address", "train.eval_every_steps"),
+)
 MOST_LISTED = 100_000  # configurations of a finite space that are put in an order, rather than drawn
 DIGITS = 4  # that count, of a number that is drawn
 
