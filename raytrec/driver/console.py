@@ -172,8 +172,8 @@ def print_result(result: Any) -> None:
         of_slices = Table(
             *(plain(name) for name in each.columns), title=plain(each.title), title_justify="left"
         )
-        for row in each.rows:
-            of_slices.add_row(*(plain(text) for text, _ in row))
+        for cells in each.rows:
+            of_slices.add_row(*(plain(text) for text, _ in cells))
         console.print(of_slices)
     if sentence := result.metrics.get("bound.sentence"):
         console.print(plain(sentence), soft_wrap=True)

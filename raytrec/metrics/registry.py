@@ -147,7 +147,7 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
             where=f"{WHERE}: {reference}",
             expected=f"a whole number of at least 1 after @, as in {name}@10",
         )
-    return _at(found, int(places))
+    return _at(found, int(places))  # type: ignore[arg-type]
 
 
 @cache

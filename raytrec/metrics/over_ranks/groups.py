@@ -52,8 +52,9 @@ class Groups:
         for column, falling in ((predictions_N, True), (keys_N, False)):
             order = order[column[order].argsort(stable=True, descending=falling)]
         distinct, of = keys_N[order].unique_consecutive(return_inverse=True)
-        values = (x[order].double() for x in (predictions_N, labels_N, weights_N))
-        return cls(of, len(distinct), *values, None if items_N is None else items_N[order])
+        predictions, labels, weights = (x[order].double() for x in (predictions_N, labels_N, weights_N))
+        items = None if items_N is None else items_N[order]
+        return cls(of, len(distinct), predictions, labels, weights, items)
 
     def add(self, values_N: torch.Tensor) -> torch.Tensor:
         """The sum over the rows of each group, float64 [G]."""
