@@ -19,7 +19,8 @@ from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import code_in
 
-SECTIONS = ("data", "scaling", "plan", "train", "eval")  # what plays a part in an evaluation, and is not the model
+# What plays a part in an evaluation, and is not the model.
+SECTIONS = ("data", "scaling", "plan", "train", "eval")
 RULE = "out_of_range"
 
 
@@ -31,8 +32,8 @@ def evaluation_config(
     Args:
         about: what the checkpoint says of itself.
         folder: of the checkpoint.
-        overrides: `section.key=value` of data, scaling, plan, train and eval; `tables.NAME.out_of_range=RULE`,
-            where NAME may be a pattern such as `item*`.
+        overrides: `section.key=value` of data, scaling, plan, train and eval;
+            `tables.NAME.out_of_range=RULE`, where NAME may be a pattern such as `item*`.
         allow_code: the configuration may name code (trust.py).
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.config.run_config import RunConfig
@@ -23,7 +25,8 @@ def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunCo
     dtypes = {table: pin.dtype for table, pin in resolve_constraints(config, schema).items()}
     for table in schema.tables.values():
         table.rows = min(table.rows, ROWS)
-    for optim in (config.optim.embeddings, config.optim.dense, *config.optim.tables.values()):
+    optims: list[Any] = [config.optim.embeddings, config.optim.dense, *config.optim.tables.values()]
+    for optim in optims:
         optim.eps = optim.eps and max(optim.eps, EPS)
     config.plan.colocate = []
     config.plan.tables = {

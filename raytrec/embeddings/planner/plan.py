@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
@@ -216,7 +216,7 @@ class Enumerator(EmbeddingEnumerator):
         topology: Topology,
         batch_size: int,
         constraints: dict[str, ParameterConstraints],
-        fused: dict[str, str],
+        fused: Mapping[str, str],
     ):
         super().__init__(topology, batch_size, constraints)
         self._on_gpus, self._fused = topology.compute_device == "cuda", fused
