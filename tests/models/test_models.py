@@ -127,6 +127,52 @@ def test_two_towers(normalize):
     torch.testing.assert_close(model.item(dense, {f: pooled[f] for f in ("item", "tags")}), i)
 
 
+SEVERAL = [
+    DlrmSection(bottom_mlp=[3], top_mlp=[6]),
+    DcnSection(cross_layers=1, top_mlp=[6], deep="parallel"),
+    SequenceSection(name="sequence", max_length=LENGTH, top_mlp=[6]),
+    TwoTowerSection(name="two_tower", towers=TOWERS, tower_mlp=[6, 3]),
+]
+
+
+@pytest.mark.parametrize("section", SEVERAL, ids=lambda section: section.name)
+def test_several_outputs_share_all_but_the_last_layer(section):
+    dense, pooled, history = inputs()
+    pooled["history"] = history if section.name == "sequence" else torch.randn(ROWS, DIM)
+    model = randomized(build_model(schema(), section, 3))
+    logits = model(dense, pooled)
+    assert logits.shape == (ROWS, 3)
+    logits[:, 1].sum().backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(grad is not None for grad in grads.values())
+    of_last = next((grad for name, grad in grads.items() if name.endswith("logit.weight")), None)
+    if of_last is not None:
+        assert (of_last.abs().sum(1) > 0).tolist() == [False, True, False]
+    assert build_model(schema(), section)(dense, pooled).shape == (ROWS,)
+
+
+@pytest.mark.parametrize("outputs", [0, 1, 2])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_two_towers_give_vectors_beside_logits(outputs, normalize):
+    section = TwoTowerSection(name="two_tower", towers=TOWERS, tower_mlp=[6, 3], normalize=normalize)
+    model = randomized(build_model(schema(), section, outputs, vectors=True))
+    dense, pooled, _ = inputs()
+    pooled["history"] = torch.randn(ROWS, DIM)
+    given = model(dense, pooled)
+    query, item = model.query(dense, pooled).view(ROWS, outputs + 1, 3), model.item(dense, pooled)
+    scale = model.scale.view(-1)
+    torch.testing.assert_close(given[:, outputs:], torch.cat([scale[-1] * query[:, -1], item], 1))
+    for place in range(outputs):
+        expected = scale[place] * (query[:, place] * item).sum(1) + model.bias.view(-1)[place]
+        torch.testing.assert_close(given[:, place], expected)
+    assert len(list(model.named_parameters())) == 9 + (outputs > 0)
+
+
+def test_models_without_vectors_refuse_to_give_them():
+    with pytest.raises(ConfigError, match=r"model\.name=dlrm gives none"):
+        build_model(schema(), DlrmSection(), 1, vectors=True)
+
+
 def test_a_sequence_is_read_for_its_target():
     section = SequenceSection(
         name="sequence", max_length=LENGTH, attention_mlp=[6, 5], bottom_mlp=[3], top_mlp=[6]
