@@ -39,7 +39,16 @@ def movielens():
     return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "movielens")
 
 
+def pairs():
+    """As it writes it for pairs of users and items with given candidates."""
+    sparse = {"user_id": {"table": "user"}, "item_id": {"table": "item"}}
+    tables = {spec["table"]: {"rows": 99, "dim": 16} for spec in sparse.values()}
+    return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "pairs")
+
+
 def schema_for(name):
+    if name == "ml1m":
+        return pairs()
     return criteo() if name.startswith(("criteo", "synthetic")) else movielens()
 
 

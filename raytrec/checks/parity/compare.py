@@ -154,9 +154,12 @@ def _steps(
     settings: dict[str, Any] = {"max_grad_norm": t.max_grad_norm, "micro_batches": t.micro_batches}
     every_step = set(run.dtypes.values()) != {"fp32"}
     worst: dict[tuple[str, str], Finding] = {}
+    sizes: dict[str, float] = {}
     ahead = []  # batches that the reference alone has trained
     for number, of_step in enumerate(choices, start=1):
         ahead.append(_clear_of_kinks(one, of_step))
+        if one and number == 1:
+            sizes = _sizes(run, one, start, ahead[0])
         for group, rate in rates:
             group["lr"] = rate * config.optim.schedule.factor(number - 1)
         if one:
@@ -167,7 +170,7 @@ def _steps(
         ahead = []
         weights, state = run.weights(), run.state()
         if one:
-            for found in _compared(run, one, optimizers, start, weights, state):
+            for found in _compared(run, one, optimizers, sizes, weights, state):
                 key = found.check, found.name
                 worst[key] = max(worst.get(key, found), found, key=_size)
             run.hand_over(one)
@@ -189,11 +192,21 @@ def _optimizers(run: Sharded, one: Reference) -> dict[str, torch.optim.Optimizer
     return out
 
 
-def _compared(run: Sharded, one: Reference, optimizers, start, weights, state) -> Iterator[Finding]:
+def _sizes(
+    run: Sharded, one: Reference, start: dict[str, torch.Tensor], batch: GlobalBatch
+) -> dict[str, float]:
+    """What weights are seen against, where they end beside 0: what they started from, and what the gradient of
+    one row would move them by. (Rows may cancel for good: pairs move no bias that all scores share.)"""
+    sizes = {name: float(values.abs().max()) for name, values in start.items()}
+    dense = dict(one.model.named_parameters())
+    of_rows = reference.largest_of_a_row(one, batch, list(dense.values()))
+    rate = run.config.optim.dense.lr
+    return sizes | {n: max(sizes[n], rate * of_row) for n, of_row in zip(dense, of_rows, strict=True)}
+
+
+def _compared(run: Sharded, one: Reference, optimizers, sizes, weights, state) -> Iterator[Finding]:
     for name, parameter in run.named(one).items():
-        # A lone bias may end beside 0: what it started from gives its size, too.
-        size = float(start[name].abs().max())
-        yield _finding(run, "weights", name, weights[name], parameter.detach(), name, size)
+        yield _finding(run, "weights", name, weights[name], parameter.detach(), name, sizes[name])
     for table, kinds in state.items():
         expected = optimizers[table].state[one.tables[table]]
         for kind, values in kinds.items():
