@@ -195,8 +195,8 @@ def _optimizers(run: Sharded, one: Reference) -> dict[str, torch.optim.Optimizer
 def _sizes(
     run: Sharded, one: Reference, start: dict[str, torch.Tensor], batch: GlobalBatch
 ) -> dict[str, float]:
-    """What weights are seen against, where they end beside 0: what they started from, and what the gradient of
-    one row would move them by. (Rows may cancel for good: pairs move no bias that all scores share.)"""
+    """What weights are seen against, where they end beside 0: what they started from, and what one row alone
+    would move them by. (Rows may cancel for good: pairs move no bias that all scores share.)"""
     sizes = {name: float(values.abs().max()) for name, values in start.items()}
     dense = dict(one.model.named_parameters())
     of_rows = reference.largest_of_a_row(one, batch, list(dense.values()))
