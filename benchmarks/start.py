@@ -5,7 +5,8 @@
 `raytrec train` runs on a local Ray of this machine, on CPU, with two workers and little data. Its process and
 its ranks note moments in a file (moments.py). When it has saved a few times, a random worker is killed with
 SIGKILL; when it trains again, the run is ended, and the next one begins. Prints the medians, and the CPU
-seconds that all processes of the run had taken by the first step; writes benchmarks/results/start.json.
+seconds that all processes of the run had taken by the first step; writes benchmarks/results/start.json and
+the table in docs/benchmarks.md.
 
 The goal is 10 s and 3 s on an idle machine with two cores.
 """
@@ -28,6 +29,7 @@ from typing import Annotated, Any
 
 import psutil
 import typer
+from documents import fill
 from moments import FILE, FIRST, RANK, Moment
 from rich.console import Console
 from rich.table import Table
@@ -184,13 +186,25 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
     return {part: round(median(each[part] for each in rounds), 2) for part in rounds[0]}
 
 
+def rows_of(values: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(part, seconds of the start, of the restart); the sum last."""
+    for part in [*dict.fromkeys([*START.values(), *AGAIN.values()]), "in all"]:
+        start, restart = (values[which].get(part) for which in ("start", "restart"))
+        yield part, *("" if value is None else f"{value:.2f}" for value in (start, restart))
+
+
+def document(values: dict[str, Any]) -> str:
+    """The table for docs/benchmarks.md, and what it is of."""
+    lines = ["| what ends | start, s | restart, s |", "|---|---:|---:|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows_of(values)]
+    of = f"Medians of {len(values['rounds'])} runs; {values['cpu_s']:.1f} CPU seconds until the first step."
+    return "\n".join([*lines, "", of])
+
+
 def show(values: dict[str, Any], rounds: int) -> None:
     table = Table("", "start, s", "restart, s")
-    for part in [*AGAIN.values(), *START.values()]:
-        if part not in [row for row in table.columns[0].cells]:
-            pair = (values[which].get(part) for which in ("start", "restart"))
-            table.add_row(part, *("" if value is None else f"{value:.2f}" for value in pair))
-    table.add_row("in all", *(f"{values[which]['in all']:.2f}" for which in ("start", "restart")))
+    for row in rows_of(values):
+        table.add_row(*row)
     Console().print(table)
     print(
         f"medians of {rounds}; {values['cpu_s']:.1f} CPU seconds until the first step; load {values['load']}"
@@ -216,7 +230,9 @@ def main(
     values |= {"cpu_s": median(each["cpu_s"] for each in done), "load": load, "cpus": os.cpu_count()}
     show(values, len(done))
     if not smallest:
-        RESULTS.write_text(json.dumps(values | {"rounds": done}, indent=1) + "\n")
+        values |= {"rounds": done}
+        RESULTS.write_text(json.dumps(values, indent=1) + "\n")
+        fill("docs/benchmarks.md", "start", document(values))
 
 
 if __name__ == "__main__":

@@ -113,12 +113,15 @@ def test_points_off_their_law_are_kinks(bench):
     assert of(False, 7.0, 7.5, 8.0, 14.0)["kinks"] == [1000.0]
 
 
-def test_the_page_has_the_curves_of_the_last_measurement(bench):
-    from documents import filled
-    from growth import RESULTS, document
+@pytest.mark.parametrize("name", ["growth", "start", "share"])
+def test_the_page_has_the_figures_of_the_last_measurement(bench, name):
+    from importlib import import_module
 
-    expected = document(json.loads(RESULTS.read_text())) if RESULTS.exists() else ""
-    assert filled("docs/benchmarks.md", "growth") == [expected]
+    from documents import filled
+
+    made = import_module(name)
+    expected = made.document(json.loads(made.RESULTS.read_text())) if made.RESULTS.exists() else ""
+    assert filled("docs/benchmarks.md", name) == [expected]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
