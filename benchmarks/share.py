@@ -3,9 +3,10 @@
     python benchmarks/share.py [--every 30] [--faults 3]
 
 `raytrec train` on a local Ray of this machine, on CPU, with two workers. Periods of 30 s take turns: one
-undisturbed, one at whose beginning a random worker is killed with SIGKILL. It saves every 2 s: the best interval
-is about the root of 2 · cost of a save · time between faults (Young 1974), and a save costs some hundredths of a
-second here. What a run has come to is the step that it has reached, so steps that are trained again count once.
+undisturbed, one at whose beginning a random worker is killed with SIGKILL. It saves every 2 s: the best
+interval is about the root of 2 · cost of a save · time between faults (Young 1974), and a save costs some
+hundredths of a second here. What a run has come to is the step that it has reached, so steps that are trained
+again count once.
 Prints both rates and their ratio and writes them into benchmarks/results/share.json and docs/benchmarks.md.
 
 The goal is 85 % with a fault every 30 s.
@@ -103,8 +104,8 @@ def document(values: dict[str, Any]) -> str:
     """The sentence for docs/benchmarks.md."""
     rates = values["rows_per_s"]
     return (
-        f"Undisturbed {rates['calm']:,.0f} rows/s; in periods of {values['every_s']:.0f} s that begin with a killed "
-        f"worker, {values['faults']} of them, {rates['disturbed']:,.0f} rows/s: {values['share']:.0%}."
+        f"Undisturbed {rates['calm']:,.0f} rows/s; in {values['faults']} periods of {values['every_s']:.0f} s that "
+        f"begin with a killed worker {rates['disturbed']:,.0f} rows/s: {values['share']:.0%}."
     )
 
 
