@@ -104,8 +104,8 @@ def document(values: dict[str, Any]) -> str:
     """The sentence for docs/benchmarks.md."""
     rates = values["rows_per_s"]
     return (
-        f"Undisturbed {rates['calm']:,.0f} rows/s; in {values['faults']} periods of {values['every_s']:.0f} s that "
-        f"begin with a killed worker {rates['disturbed']:,.0f} rows/s: {values['share']:.0%}."
+        f"Undisturbed {rates['calm']:,.0f} rows/s; in {values['faults']} periods of {values['every_s']:.0f} s "
+        f"that begin with a killed worker {rates['disturbed']:,.0f} rows/s: {values['share']:.0%}."
     )
 
 
