@@ -102,10 +102,10 @@ def main(
 
 def document(values: dict[str, Any]) -> str:
     """The sentence for docs/benchmarks.md."""
-    rates = values["rows_per_s"]
+    rates, times, every = values["rows_per_s"], values["faults"], values["every_s"]
     return (
-        f"Undisturbed {rates['calm']:,.0f} rows/s; in {values['faults']} periods of {values['every_s']:.0f} s "
-        f"that begin with a killed worker {rates['disturbed']:,.0f} rows/s: {values['share']:.0%}."
+        f"Undisturbed {rates['calm']:,.0f} rows/s; in {times} periods of {every:.0f} s that begin with a killed "
+        f"worker {rates['disturbed']:,.0f} rows/s: {values['share']:.0%}."
     )
 
 
