@@ -104,8 +104,8 @@ def document(values: dict[str, Any]) -> str:
     """The sentence for docs/benchmarks.md."""
     rates, times, every = values["rows_per_s"], values["faults"], values["every_s"]
     return (
-        f"Undisturbed {rates['calm']:,.0f} rows/s; in {times} periods of {every:.0f} s that begin with a killed "
-        f"worker {rates['disturbed']:,.0f} rows/s: {values['share']:.0%}."
+        f"Undisturbed {rates['calm']:,.0f} rows/s; in {times} periods of {every:.0f} s that begin with a "
+        f"killed worker {rates['disturbed']:,.0f} rows/s: {values['share']:.0%}."
     )
 
 
