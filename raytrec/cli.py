@@ -36,6 +36,15 @@ AllowCode = Annotated[
         "--allow-code", help="Allow code (module:name) named by a config from a URI, run or checkpoint."
     ),
 ]
+Workers = Annotated[int | None, typer.Option(help="Workers; default: as in training.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="For example data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
@@ -254,18 +263,11 @@ def evaluate(
     data: Annotated[
         str | None, typer.Option(help="Folder or file of Parquet; default: the run's data.test.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Workers; default: as in training.")] = None,
+    workers: Workers = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Global batch size; default: as in training.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="For example data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
-        ),
-    ] = None,
+    overrides: Changes = None,
     allow_code: AllowCode = False,
     json: Json = False,
 ):
@@ -294,19 +296,12 @@ def predict(
             metavar="A,B,...", help="Columns to carry (repeatable); default: data.carry; '' for none."
         ),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Workers; default: as in training.")] = None,
+    workers: Workers = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(metavar="STEP|best", help="Which checkpoint of a run; default: the newest."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="For example data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
-        ),
-    ] = None,
+    overrides: Changes = None,
     allow_code: AllowCode = False,
     json: Json = False,
 ):

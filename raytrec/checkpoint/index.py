@@ -16,7 +16,7 @@ from pathlib import Path
 from raytrec.checkpoint.sound import why_unsound
 from raytrec.common import reading
 from raytrec.common.errors import RunError, some
-from raytrec.common.storage import open_filesystem
+from raytrec.common.storage import open_filesystem, sync
 from raytrec.data.faults import retry_read, storage_hint
 
 INDEX = "checkpoint.json"
@@ -161,16 +161,7 @@ def make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        sync_folder(folder.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the names in a local folder outlast a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(folder.parent)
 
 
 def _replace(folder: Path, attempt: str, text: bytes) -> None:
@@ -185,7 +176,7 @@ def _replace(folder: Path, attempt: str, text: bytes) -> None:
         with suppress(OSError):
             partial.unlink()
         raise
-    sync_folder(folder)
+    sync(folder)
 
 
 def _put(filesystem, path: str, text: bytes) -> None:

@@ -12,9 +12,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from raytrec.checkpoint.index import is_local, reason, sync_folder, unreadable
+from raytrec.checkpoint.index import is_local, reason, unreadable
 from raytrec.common.reading import open_regular
-from raytrec.common.storage import open_filesystem
+from raytrec.common.storage import open_filesystem, sync
 from raytrec.data.faults import retry_read
 
 ALIGNMENT = 64  # bytes
@@ -75,7 +75,7 @@ class Sink:
         """Makes the file outlast a power cut."""
         if self._local:
             os.fsync(self._file.fileno())
-            sync_folder(self._path.parent)
+            sync(self._path.parent)
 
 
 def _send(descriptor: int, start: int, count: int) -> None:

@@ -29,7 +29,7 @@ def carried_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.Ar
     """
     kind = form.types.get(name)
     if name in form.from_folders:
-        return pa.repeat(_value(in_folders(place.path)[name], kind), table.num_rows)
+        return pa.repeat(value_in_folders(in_folders(place.path)[name], kind), table.num_rows)
     array = one_array(table[name])
     if kind is None or array.type == kind:
         return array
@@ -74,7 +74,8 @@ def type_of_folders(values: Iterable[str | None]) -> pa.DataType:
     return pa.int64() if whole else pa.string()
 
 
-def _value(text: str | None, kind: pa.DataType | None) -> pa.Scalar:
+def value_in_folders(text: str | None, kind: pa.DataType | None) -> pa.Scalar:
+    """What a folder's name says, in the type of the column; None: text."""
     kind = kind or pa.string()
     return pa.scalar(int(text) if text is not None and pa.types.is_integer(kind) else text, kind)
 

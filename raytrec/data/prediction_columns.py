@@ -10,7 +10,7 @@ import pyarrow as pa
 from raytrec.common.errors import DataError, did_you_mean
 from raytrec.config.transforms import Transform, columns_before, needed_transforms
 from raytrec.data import nested
-from raytrec.data.carried import in_folders
+from raytrec.data.carried import in_folders, value_in_folders
 from raytrec.data.decode import decode
 from raytrec.data.fragments import read_footer
 from raytrec.data.order import Part
@@ -87,7 +87,7 @@ class CarriedColumns:
         folders = in_folders(part.path)
         for name in schema.names:
             if name not in columns:
-                columns[name] = pa.repeat(_scalar(folders[name], schema.field(name).type), part.rows)
+                columns[name] = pa.repeat(value_in_folders(folders[name], schema.field(name).type), part.rows)
         return pa.table([columns[name].cast(schema.field(name).type) for name in schema.names], schema)
 
     def _arrow(self, uri: str) -> pa.Schema:
@@ -108,7 +108,3 @@ class CarriedColumns:
 def _plain(kind: pa.DataType) -> pa.DataType:
     """A type that parts of a file can share: of a dictionary, that of its values."""
     return _plain(kind.value_type) if pa.types.is_dictionary(kind) else kind
-
-
-def _scalar(text: str | None, kind: pa.DataType) -> pa.Scalar:
-    return pa.scalar(int(text) if text is not None and pa.types.is_integer(kind) else text, kind)

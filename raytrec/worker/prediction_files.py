@@ -27,7 +27,7 @@ from pyarrow import fs
 
 from raytrec.common.errors import DataError
 from raytrec.common.reading import NotReadable, json_values
-from raytrec.common.storage import open_filesystem
+from raytrec.common.storage import open_filesystem, sync
 from raytrec.data.fragments import read_footer
 from raytrec.data.prediction_columns import CarriedColumns
 from raytrec.data.spans import Span
@@ -153,7 +153,7 @@ class PredictionFolder:
         try:
             with pq.ParquetWriter(partial, schema, **options) as writer:
                 yield writer
-            _sync(partial)
+            sync(partial)
             os.makedirs(os.path.dirname(f"{self._path}/{name}"), exist_ok=True)
             os.replace(partial, f"{self._path}/{name}")
         except BaseException:
@@ -216,12 +216,3 @@ class PredictionFolder:
         except DataError:  # it is not whole
             return None
         return found if found is not None and found.rows == task.files[path] else None
-
-
-def _sync(path: str) -> None:
-    """Makes a file outlast a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
