@@ -424,6 +424,7 @@ def checkpoint(world: int, tables: int, folder: Path) -> dict:
         other.mkdir()
         (other / INDEX).write_bytes((target / INDEX).read_bytes())
     files.keep(str(root), 3, 0, None)
+    (root / f"step-{300:010d}" / INDEX).write_bytes((target / INDEX).read_bytes())  # as a save does
     with Cpu() as keeping:
         files.keep(str(root), 3, 0, None)
     return {

@@ -9,12 +9,14 @@ MLPerf Training (Criteo 1 TB, multi-hot), weak scaling: each GPU keeps its rows 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, isqrt, log2
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from raytrec.worker.consensus import RING
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,13 @@ def parts(model: Model, machine: Machine, gpus: int, rows: int, row_wise: float)
         "latency": exchanges,
         "all-reduce": _all_reduce_ms(machine, gpus, model.dense_bytes),
         "host": machine.launch_ms,
-        "agreement": 2 * (gpus - 1) * machine.agreement_hop_us / 1e3,
+        "agreement": 2 * (_ring(gpus) - 1) * machine.agreement_hop_us / 1e3,
     }
+
+
+def _ring(gpus: int) -> int:
+    """Ranks of the longest ring that an agreement goes round in a step (raytrec/worker/consensus.py)."""
+    return gpus if gpus <= RING else max(isqrt(gpus), gpus // isqrt(gpus))
 
 
 def _all_to_all_ms(machine: Machine, gpus: int, size: float) -> float:

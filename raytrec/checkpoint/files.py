@@ -17,6 +17,8 @@ from raytrec.metrics.selection import Figure
 
 PREFIX = "step-"
 FOLDER = "checkpoints"  # in a run folder, unless checkpoint.dir says otherwise
+# Folder → size and time of its index, and what it says of its run: one of many shards takes seconds to read.
+_KNOWN: dict[str, tuple[tuple[int, int], dict]] = {}
 
 
 def folder_of(root: str, step: int) -> str:
@@ -157,11 +159,21 @@ def _found(root: str) -> dict[int, dict | None]:
     for step in steps(root):
         folder = folder_of(root, step)
         try:
-            found[step] = read_index(folder)["about"]
+            found[step] = _about(folder)
         except CheckpointError:
             if not _exists(f"{folder}/{INDEX}"):
                 found[step] = None
     return found
+
+
+def _about(folder: str) -> dict:
+    """What an index says of its run; read and checked again only if the file is another one."""
+    filesystem, path = open_filesystem(folder)
+    info = filesystem.get_file_info(f"{path}/{INDEX}")
+    seen = info.size, info.mtime_ns
+    if None in seen or _KNOWN.get(folder, (None,))[0] != seen:
+        _KNOWN[folder] = seen, read_index(folder)["about"]
+    return _KNOWN[folder][1]
 
 
 def _best(found: dict[int, dict | None], best: int, by: Figure | None) -> set[int]:
@@ -178,6 +190,7 @@ def _best(found: dict[int, dict | None], best: int, by: Figure | None) -> set[in
 
 def _remove(root: str, step: int, *, complete: bool) -> None:
     filesystem, path = open_filesystem(folder_of(root, step))
+    _KNOWN.pop(folder_of(root, step), None)
     if complete:  # first what makes it count, so that no half of one is taken for a whole
         filesystem.delete_file(f"{path}/{INDEX}")
     filesystem.delete_dir(path)

@@ -80,7 +80,7 @@ class CheckpointManager:
         context.heartbeat.watch_device(self._unfinished)
 
     def after_step(self, outputs: Outputs) -> None:
-        """Begins the decision about this step, and does what was decided at the one before.
+        """Begins the decision about this step, and does what was decided at an earlier one.
 
         Raises:
             Restart, Stopped: the state has been saved. RunError: a loss was not finite.
@@ -94,7 +94,7 @@ class CheckpointManager:
             decision = Decision(Command.GO, 0, None, True)
         self._stop_if_bad(decision)
         began = self._saver.last_step
-        if not decision.busy and began is not None and began < step - 1:
+        if not decision.busy and began is not None and began < step - self._consensus.lag:
             self._take()
         self._obey(decision.command)
 

@@ -20,9 +20,9 @@ from raytrec.worker.fetch import Fetch
 FOLDER = "nan"
 TASK_WEIGHTS = "task_weights"  # the column of each row's factors
 LATE = 2  # steps that the host may be ahead of a GPU: enough to keep it busy, and few batches are in flight
-# Batches. A bad loss is known at most LATE steps later, and acted on one step after that; by then a pipeline
-# has read up to three batches more.
-KEPT = LATE + 5
+# Batches. A bad loss is known at most LATE steps later, and acted on one step after that, or two
+# (StepConsensus.lag); by then a pipeline has read up to three batches more.
+KEPT = LATE + 6
 
 
 class Known(NamedTuple):

@@ -174,6 +174,32 @@ def test_the_oldest_goes_but_neither_the_newest_nor_the_best(tmp_path):
     assert steps(str(tmp_path)) == [4, 2]
 
 
+def test_an_index_is_read_again_only_when_it_is_another_one(tmp_path, monkeypatch):
+    from raytrec.checkpoint import files
+    from raytrec.checkpoint.index import write_index
+
+    def write(step, ne):
+        folder = tmp_path / f"step-{step:010d}"
+        folder.mkdir(exist_ok=True)
+        about = {"evaluation": {"ne": ne}}
+        write_index(str(folder), {"attempt": "a", "block_bytes": 8, "tensors": {}, "about": about})
+
+    read = []
+    original = files.read_index
+    monkeypatch.setattr(files, "read_index", lambda folder: read.append(folder[-1]) or original(folder))
+    (by,) = [figure for figure in figures_of() if figure.key == "ne"]
+    for step in (1, 2, 3):
+        write(step, 0.5 + step / 10)
+    files.keep(str(tmp_path), 3, 0, by)
+    assert read == ["3", "2", "1"]
+    write(4, 0.1)
+    files.keep(str(tmp_path), 3, 0, by)
+    assert read[3:] == ["4"] and steps(str(tmp_path)) == [4, 3, 2]
+    write(2, 0.05)
+    files.keep(str(tmp_path), 1, 1, by)
+    assert read[4:] == ["2"] and steps(str(tmp_path)) == [4, 2]
+
+
 def again(rank, world, root):
     """A save of a step that has been saved before."""
     from raytrec.checkpoint.state import LogicalState

@@ -1,0 +1,61 @@
+"""What ranks decide together: along one ring, or along rows and columns of many ranks."""
+
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from ranks import on_ranks
+
+from raytrec.common.messages import Command
+from raytrec.worker.consensus import StepConsensus, _place
+from raytrec.worker.nonfinite import Known
+
+STEPS = 6
+
+
+def decisions(rank, world, ring):
+    """Each rank has a command at one step, and knows of a bad loss at another; 2 more steps for the ring."""
+    consensus = StepConsensus(ring)
+    given = []
+    for step in range(1, STEPS + 1):
+        command = Command.SAVE if step == 1 + rank % 3 else Command.GO
+        bad = 100 + rank if step == 4 and rank == world - 1 else None
+        given.append(consensus.exchange(command, Known(step - rank % 2, bad), busy=rank == 0 and step == 2))
+    last = consensus.finish()
+    assert consensus.finish() is None
+    agreed = consensus.agree(Known(50 + rank, 7 if rank == 1 else None))
+    sizes = [dist.get_world_size(group) for group in consensus._rings]
+    return consensus.lag, given, last, agreed, sizes
+
+
+@pytest.mark.parametrize(("world", "ring", "lag"), [(2, 64, 1), (4, 2, 2), (5, 4, 2)])
+def test_every_rank_gets_the_same_decision(world, ring, lag):
+    found = on_ranks(world, decisions, ring)
+    assert all(each[:4] == found[0][:4] for each in found)
+    own_lag, given, last, agreed, _ = found[0]
+    assert own_lag == lag
+    assert given[:lag] == [None] * lag and None not in given[lag:]
+    asked = {1 + rank % 3 for rank in range(world)}
+    for step, decision in enumerate([*given[lag:], *[None] * (lag - 1), last], 1):
+        if decision is None:
+            continue
+        assert decision.command == (Command.SAVE if step in asked else Command.GO)
+        assert decision.through == step - 1
+        assert decision.bad == (100 + world - 1 if step == 4 else None)
+        assert decision.busy == (step == 2)
+    assert (agreed.through, agreed.bad) == (50, 7)
+
+
+def test_rings_of_many_ranks_are_short():
+    sizes = on_ranks(5, decisions, 4)
+    assert all(max(each[4]) < 5 for each in sizes)
+
+
+@pytest.mark.parametrize("world", [65, 97, 256, 1000, 1021, 1024])
+def test_every_row_meets_every_column(world):
+    places = [_place(rank, world) for rank in range(world)]
+    rows, columns = ({place[axis] for place in places} for axis in (0, 1))
+    assert set(places) == {(row, column) for row in rows for column in columns}
+    assert max(
+        max(Counter(row for row, _ in places).values()), max(Counter(c for _, c in places).values())
+    ) <= (world**0.5 + 2)
