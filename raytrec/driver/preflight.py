@@ -21,7 +21,7 @@ from raytrec.embeddings.planner.constraints import check_decay, resolve_constrai
 from raytrec.embeddings.planner.footprint import GIB, footprint
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_carried
-from raytrec.tasks.task import needs_vectors, resolve_tasks
+from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
 
 
 def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
@@ -40,7 +40,7 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     check_decay(resolve_constraints(config, schema), table_optimizers(config, schema), device)
     resolve_features(schema, config.model)
     tasks = resolve_tasks(config.tasks, schema)
-    check_model(schema, config.model, needs_vectors(tasks))
+    check_model(schema, config.model, needs_vectors(tasks), columns_of(tasks))
     check_carried(tasks, config.eval.slices, config.data.carry)
     selection, keeping = Selection(tasks), config.checkpoint
     if keeping.keep_best or keeping.best_metric:

@@ -17,7 +17,8 @@ It knows nothing of tables and ranks: `embeddings.pooling.PooledEmbeddings` look
 ranks changes nothing.
 
 A class of yours is one of these models, too: `model.name: "my.module:MyModel"`, with what it wants to know
-under `model.options`. It is given `outputs` and `vectors` only if its __init__ takes them.
+under `model.options`. It is given `outputs`, `vectors` and `tasks` (task → its columns of logits, in their
+order, for layers of each task's own) only if its __init__ takes them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from __future__ import annotations
 import inspect
 
 from torch import nn
+from collections.abc import Mapping
+from typing import Any
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.registry import find_code
@@ -32,7 +35,13 @@ from raytrec.config.models import ModelSection, PythonSection, check_model
 from raytrec.config.schema import Schema
 
 
-def build_model(schema: Schema, config: ModelSection, outputs: int = 1, vectors: bool = False) -> nn.Module:
+def build_model(
+    schema: Schema,
+    config: ModelSection,
+    outputs: int = 1,
+    vectors: bool = False,
+    tasks: Mapping[str, int] | None = None,
+) -> nn.Module:
     """The model that `model.name` says.
 
     Args:
@@ -40,14 +49,17 @@ def build_model(schema: Schema, config: ModelSection, outputs: int = 1, vectors:
         vectors: whether it gives vectors of query and item, too.
 
     Raises:
+        tasks: task → its columns, `outputs` in all, in the order of the columns; default: a task for each
+            column, without names of their own.
         ConfigError: what the model refuses; no such module or class, or one that cannot be a model.
     """
-    check_model(schema, config, vectors)
+    tasks = dict(tasks or {f"task_{place}": 1 for place in range(outputs)})
+    check_model(schema, config, vectors, tasks)
     found = find_code(config.path, "model", "model.name")
     own = isinstance(config, PythonSection)
     if own and not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise _refused(config.name, "it is no torch.nn.Module", "a class derived from torch.nn.Module")
-    wanted = {"outputs": outputs, "vectors": vectors}
+    wanted = {"outputs": outputs, "vectors": vectors, "tasks": tasks}
     taken = {name: value for name, value in wanted.items() if _takes(found, name)}
     if vectors and "vectors" not in taken:
         raise _refused(
@@ -58,7 +70,7 @@ def build_model(schema: Schema, config: ModelSection, outputs: int = 1, vectors:
     return _checked(found, schema, config, taken) if own else found(schema, config, **taken)
 
 
-def _checked(found: type, schema: Schema, config: ModelSection, taken: dict[str, int]) -> nn.Module:
+def _checked(found: type, schema: Schema, config: ModelSection, taken: dict[str, Any]) -> nn.Module:
     """A model of the user's, whose class is held to the contract first."""
     try:
         inspect.signature(found).bind(schema, config, **taken)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -72,15 +74,20 @@ class ModelCall:
 
 
 def build_recommender(
-    config: RunConfig, schema: Schema, device: torch.device, outputs: int = 1, vectors: bool = False
+    config: RunConfig,
+    schema: Schema,
+    device: torch.device,
+    outputs: int = 1,
+    vectors: bool = False,
+    tasks: Mapping[str, int] | None = None,
 ) -> Recommender:
     """The configuration's model, not sharded: dense layers by run.seed on the device, tables on meta.
 
     Args:
-        outputs, vectors: what its tasks need; see build_model.
+        outputs, vectors, tasks: what its tasks need; see build_model.
     """
     torch.manual_seed(config.run.seed)
-    model = build_model(schema, config.model, outputs, vectors).to(device)
+    model = build_model(schema, config.model, outputs, vectors, tasks).to(device)
     dtypes = {table: c.dtype for table, c in resolve_constraints(config, schema).items()}
     features = resolve_features(schema, config.model)
     call = ModelCall(Sequences(features) if features.sequences else None, config.train.matmul == "bf16")

@@ -95,9 +95,9 @@ def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
     )
 
 
-def columns_of(tasks: Sequence[Task]) -> int:
-    """How many columns of logits a model has to give for these tasks; vectors are not among them."""
-    return sum(task.outputs for task in tasks if not task.loss.reads_vectors)
+def columns_of(tasks: Sequence[Task]) -> dict[str, int]:
+    """Task → its columns of logits, in their order; a task whose loss reads vectors has none."""
+    return {task.name: task.outputs for task in tasks if not task.loss.reads_vectors}
 
 
 def needs_vectors(tasks: Sequence[Task]) -> bool:

@@ -109,5 +109,5 @@ def _unsharded(
 ) -> LossModel:
     made = objective.of(config, schema, dist.get_world_size())
     columns, vectors = columns_of(made.tasks), needs_vectors(made.tasks)
-    recommender = build_recommender(config, schema, device, columns, vectors)
+    recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
     return LossModel(recommender, made, config.train.micro_batches, config.train.on_nan == "skip")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from raytrec.common.errors import ConfigError
+from raytrec.config.models.base import MODELS
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.models import build_model
@@ -31,6 +32,11 @@ class Good(nn.Module):
 
     def forward(self, dense, pooled):
         return self.layer(pooled[self.features[0]]).sum(1)
+
+class Towers(Good):
+    def __init__(self, schema, config, tasks):
+        super().__init__(schema, config)
+        self.tasks = tasks
 
 class NoArguments(nn.Module):
     def __init__(self):
@@ -70,6 +76,13 @@ def test_a_class_of_yours():
     assert model(torch.empty(2, 0), {"user": torch.ones(2, 4), "history": torch.ones(2, 4)}).shape == (2,)
 
 
+def test_a_class_may_ask_for_the_tasks():
+    made = section("models_of_mine:Towers", options={"width": 3})
+    tasks = {"kind": 3, "clicked": 1}
+    assert list(build_model(SCHEMA, made, 4, tasks=tasks).tasks.items()) == list(tasks.items())
+    assert list(build_model(SCHEMA, made, 2).tasks.values()) == [1, 1]
+
+
 @pytest.mark.parametrize(
     "name,says",
     [
@@ -95,7 +108,7 @@ def test_errors_of_the_module_itself_are_its_own():
 @pytest.mark.parametrize(
     "model,says",
     [
-        ({"name": "models_of_mine"}, "name is one of dcn, dlrm, sequence, two_tower, or module:Class"),
+        ({"name": "models_of_mine"}, f"name is one of {', '.join(MODELS.parts)}, or module:Class"),
         ({"name": "models_of_mine:a.b"}, "module:Class"),
         ({"cross_layers": 2}, "model.cross_layers: dlrm has no such key"),
         ({"name": "dcn", "cros_rank": 2}, "did you mean model.cross_rank"),

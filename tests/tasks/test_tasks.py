@@ -191,7 +191,8 @@ def test_columns_that_models_give_and_keys():
         ],
         TWO,
     )
-    assert columns_of(tasks) == 4 and needs_vectors(tasks) and not needs_vectors(tasks[:2])
+    assert columns_of(tasks) == {"clicked": 1, "kind": 3}
+    assert needs_vectors(tasks) and not needs_vectors(tasks[:2])
     assert key_columns(tasks) == ("user", "film")
     assert key_columns(tasks, ["country", "user"]) == ("user", "film", "country")
     assert whole_labels(tasks) == {"watched s"}

@@ -89,7 +89,8 @@ class Sharded:
             return None
         objective = Objective.of(self.config, self.schema)
         columns, vectors = columns_of(objective.tasks), needs_vectors(objective.tasks)
-        model = build_model(self.schema, copy.deepcopy(self.config.model), columns, vectors)
+        section = copy.deepcopy(self.config.model)
+        model = build_model(self.schema, section, sum(columns.values()), vectors, columns)
         _without_dropout(model)
         tables = {t: self._read[t] for t in self.schema.tables}
         one = Reference(self.schema, tables, model.train(), self.features.sequences, objective)

@@ -6,6 +6,7 @@ One of yours is a class alone: model.name: module:Class. No torch here: the driv
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
 
 from pydantic import Discriminator, Field, Tag, field_validator
@@ -47,7 +48,9 @@ class PythonSection(ModelSection):
 SECTIONS: dict[str, type[ModelSection]] = {**MODELS.parts, OWN: PythonSection}
 
 
-def check_model(schema: Schema, config: ModelSection, vectors: bool = False) -> None:
+def check_model(
+    schema: Schema, config: ModelSection, vectors: bool = False, tasks: Mapping[str, int] | None = None
+) -> None:
     """Whether a model can be made for a schema and its tasks.
 
     Args:
@@ -61,6 +64,7 @@ def check_model(schema: Schema, config: ModelSection, vectors: bool = False) -> 
             f"a loss of the tasks reads vectors of query and item, and model.name={config.name} gives none",
             where="tasks, model.name",
             expected="model.name=two_tower, or a class of yours that takes `vectors`",
+        tasks: task → its columns of logits; None: not known.
             do="set model.name=two_tower and model.towers, or take another loss, such as bpr",
         )
     config.check(schema)
@@ -73,6 +77,8 @@ def _kind(value: Any) -> str | None:
     return OWN if PYTHON_PATH.fullmatch(str(name)) else None
 
 
+    if tasks is not None:
+        config.check_tasks(schema, tasks)
 if TYPE_CHECKING:
     AnyModel = ModelSection
 else:

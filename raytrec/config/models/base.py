@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
@@ -39,6 +39,16 @@ class ModelSection(Section):
 
 
 MODELS: Registry[type[ModelSection]] = Registry("model", __package__)
+        Raises:
+            ConfigError: it cannot.
+        """
+
+    def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
+        """Whether it can be made for these tasks, too; asked after `check`.
+
+        Args:
+            tasks: task → its columns of logits, in the order of the configuration.
+
 S = TypeVar("S", bound=type[ModelSection])
 
 

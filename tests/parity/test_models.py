@@ -1,0 +1,94 @@
+"""Every model of the registry against one plain torch process, under a plan of several kinds of sharding.
+
+CASES has an entry for each model: its schema, its section of the configuration, and its tasks. `make test`
+runs each on one rank with micro-batches and Adam for the dense layers, `make parity` on 2 and 3, too.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+from design import Case, config
+from record import assert_parity
+
+from raytrec.config.models.base import MODELS
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Schema
+
+# dense a, b; user and friends of one table, words and scored of another, and tags; all of dim 8.
+SCHEMA = Case("row_wise", "mixed", "sgd", (1, 1), "equal").schema()
+ONE = [{"label": "y"}]
+TWO = [{"label": "y"}, {"label": "z", "weight": 0.5}]
+
+
+def with_sequences(*features):
+    """SCHEMA with these features as sequences, and others without weights."""
+    values = SCHEMA.model_dump()
+    for feature in features:
+        values["sparse"][feature] |= {"pooling": "sequence", "weights": None}
+    return Schema.parse(values, "case")
+
+
+# model → (schema, section, tasks)
+CASES = {
+    "dlrm": (SCHEMA, {"bottom_mlp": [6], "top_mlp": [10, 4]}, TWO),
+    "dcn": (SCHEMA, {"cross_layers": 2, "cross_rank": 5, "top_mlp": [6]}, TWO),
+    "two_tower": (
+        SCHEMA,
+        {"towers": {"query": ["a", "user", "tags"], "item": ["b", "friends", "words", "scored"]}},
+        [{"label": "y"}, {"name": "near", "label": "z", "loss": "in_batch_softmax"}],
+    ),
+    "sequence": (with_sequences("friends"), {"max_length": 3, "target": "user", "top_mlp": [6]}, TWO),
+}
+
+MIXED = {
+    "user": {"sharding_type": "row_wise"},
+    "tag": {"sharding_type": "data_parallel", "compute_kernel": "dense"},
+    "word": {"sharding_type": "table_wise"},
+}
+PLACES = {
+    (1, 1): {"micro_batches": 3, "dense": "adam"},
+    (2, 1): {"balance": "unequal"},
+    (3, 1): {"balance": "empty", "micro_batches": 3, "dense": "adam"},
+}
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """A case of design.Case with a model and its tasks, over the labels y and z."""
+
+    model: str
+    place: tuple[int, int]
+    balance: str = "equal"
+    micro_batches: int = 1
+    max_grad_norm: float | None = None
+    dense: str = "sgd"
+    steps = 6
+
+    groups = ("model", "place", "balance", "micro_batches", "dense")
+
+    def schema(self):
+        schema, _, _ = CASES[self.model]
+        return Schema.parse(schema.model_dump() | {"labels": ["y", "z"]}, "case")
+
+    def config(self):
+        schema, section, tasks = CASES[self.model]
+        case = Case("row_wise", "mixed", "sgd", self.place, self.balance, self.micro_batches)
+        values = config(case, {name: MIXED.get(name, {}) for name in schema.tables}).model_dump(by_alias=True)
+        # eps: see raytrec/checks/parity/shrink.py
+        dense = {"name": self.dense, "lr": 0.01, "eps": 1e-6}
+        values["optim"]["dense"] = dense if self.dense == "adam" else {"name": self.dense, "lr": 0.1}
+        return load_config(values | {"model": {"name": self.model} | section, "tasks": tasks})
+
+
+def test_every_model_has_a_case():
+    assert set(CASES) == set(MODELS.parts)
+
+
+@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(p, marks=[] if p == (1, 1) else [pytest.mark.parity]) for p in PLACES],
+    ids=str,
+)
+def test_model(model, place):
+    assert_parity([Modelled(model, place, **PLACES[place])], place)
