@@ -37,18 +37,18 @@ class ModelSection(Section):
             ConfigError: it cannot.
         """
 
-
-MODELS: Registry[type[ModelSection]] = Registry("model", __package__)
-        Raises:
-            ConfigError: it cannot.
-        """
-
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
         """Whether it can be made for these tasks, too; asked after `check`.
 
         Args:
             tasks: task → its columns of logits, in the order of the configuration.
 
+        Raises:
+            ConfigError: it cannot.
+        """
+
+
+MODELS: Registry[type[ModelSection]] = Registry("model", __package__)
 S = TypeVar("S", bound=type[ModelSection])
 
 
