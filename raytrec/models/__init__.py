@@ -24,10 +24,10 @@ order, for layers of each task's own) only if its __init__ takes them.
 from __future__ import annotations
 
 import inspect
-
-from torch import nn
 from collections.abc import Mapping
 from typing import Any
+
+from torch import nn
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.registry import find_code
@@ -47,10 +47,10 @@ def build_model(
     Args:
         outputs: columns of logits; 0 only with `vectors`.
         vectors: whether it gives vectors of query and item, too.
-
-    Raises:
         tasks: task → its columns, `outputs` in all, in the order of the columns; default: a task for each
             column, without names of their own.
+
+    Raises:
         ConfigError: what the model refuses; no such module or class, or one that cannot be a model.
     """
     tasks = dict(tasks or {f"task_{place}": 1 for place in range(outputs)})

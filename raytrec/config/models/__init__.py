@@ -55,6 +55,7 @@ def check_model(
 
     Args:
         vectors: whether a task's loss reads vectors of query and item.
+        tasks: task → its columns of logits; None: not known.
 
     Raises:
         ConfigError: it cannot.
@@ -64,10 +65,11 @@ def check_model(
             f"a loss of the tasks reads vectors of query and item, and model.name={config.name} gives none",
             where="tasks, model.name",
             expected="model.name=two_tower, or a class of yours that takes `vectors`",
-        tasks: task → its columns of logits; None: not known.
             do="set model.name=two_tower and model.towers, or take another loss, such as bpr",
         )
     config.check(schema)
+    if tasks is not None:
+        config.check_tasks(schema, tasks)
 
 
 def _kind(value: Any) -> str | None:
@@ -77,8 +79,6 @@ def _kind(value: Any) -> str | None:
     return OWN if PYTHON_PATH.fullmatch(str(name)) else None
 
 
-    if tasks is not None:
-        config.check_tasks(schema, tasks)
 if TYPE_CHECKING:
     AnyModel = ModelSection
 else:
