@@ -20,7 +20,7 @@ No torch here: the driver reads schemas on machines without it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -131,6 +131,12 @@ class Schema(BaseModel):
             if spec.weights:
                 names.append(spec.weights)
         return list(dict.fromkeys(names))
+
+    def part(self, names: Collection[str]) -> Schema:
+        """The same with no other dense columns and sparse features than these; all labels and tables stay."""
+        dense = [name for name in self.dense if name in names]
+        sparse = {name: spec for name, spec in self.sparse.items() if name in names}
+        return self.model_copy(update={"dense": dense, "sparse": sparse})
 
     @property
     def has_weights(self) -> bool:

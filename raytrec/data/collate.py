@@ -98,17 +98,21 @@ class Collator:
     """Puts pieces of rows together as one rank's Batch.
 
     Args:
-        form: of the rows; its schema gives the keys of the KeyedJaggedTensor and their order.
-        features: of the run; default: those of a model that reads no sequence id by id.
+        form: of the rows.
+        features: of the run; its schema gives the keys of the KeyedJaggedTensor and their order. What the
+            form's schema has not of it is empty, or 0. Default: those of a model that reads no sequence id by
+            id.
         pin_memory: put them together in page-locked memory, from which a GPU copies asynchronously.
     """
 
     def __init__(self, form: Form, features: Features | None = None, pin_memory: bool = False):
-        schema, self._pin_memory = form.schema, pin_memory
-        features = features or resolve_features(schema)
+        features = features or resolve_features(form.schema)
+        schema, self._pin_memory = features.schema, pin_memory
         self._form, self._weighted, self._sequences = form, schema.has_weights, features.sequences
         self._features, self._keys = list(schema.sparse), features.keys
         self._column = {name: i for i, name in enumerate(form.singles)}
+        places = [schema.dense.index(name) for name in form.schema.dense]
+        self._dense_places = None if len(places) == len(schema.dense) else places
         # Of each matrix of a Batch, how many columns and which type; None: it has no such matrix.
         self._matrices = {
             "labels": (len(schema.labels), torch.float32),
@@ -148,6 +152,10 @@ class Collator:
         width, dtype = self._matrices[name]
         tensor, values = self._memory((padded_rows, width), dtype)
         filled = rows if rows and width and name in pieces[0].chunk.matrices else 0
+        if filled and name == "dense" and self._dense_places is not None:
+            values[:] = 0
+            values[:filled, self._dense_places] = np.concatenate([piece.matrix(name) for piece in pieces])
+            return tensor
         values[filled:] = 0
         if filled:
             np.concatenate([piece.matrix(name) for piece in pieces], out=values[:filled])
@@ -170,12 +178,13 @@ class Collator:
         return tensor, tensor.numpy()
 
     def _changed(self, lists: _Lists) -> torch.Tensor | None:
-        """Σ of the counts that rows of the batch carry: int64 [2, sparse features]."""
+        """Σ of the counts that rows of the batch carry: int64 [2, sparse features that are read]."""
         if not self._form.counts_changes:
             return None
-        counts = [np.zeros(2 * len(self._features), np.int64), *lists.values("changed")]
+        read = len(self._form.schema.sparse)
+        counts = [np.zeros(2 * read, np.int64), *lists.values("changed")]
         flat = np.concatenate(counts, dtype=np.int64)
-        return torch.from_numpy(flat.reshape(-1, 2, len(self._features)).sum(0))
+        return torch.from_numpy(flat.reshape(-1, 2, read).sum(0))
 
     def _sparse(self, pieces: list[Rows], lists: _Lists, rows: int, padded_rows: int) -> KeyedJaggedTensor:
         """The ids of feature after feature, which is the layout of a KeyedJaggedTensor."""
@@ -187,6 +196,11 @@ class Collator:
         some_missing = singles is not None and singles.min() < 0
         key = 0
         for name in self._features if rows else ():
+            if name not in self._form.schema.sparse:
+                count = self._sequences.get(name, 1)
+                lengths[key : key + count, :rows] = 0
+                key += count
+                continue
             out = lengths[key, :rows]
             first_ids, first_weights = len(ids), len(weights)
             if name in self._column:
