@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raytrec.common.errors import SchemaError
-from raytrec.config.base import Section
+from raytrec.config.models.base import ModelSection
 from raytrec.config.schema import Schema
 
 
@@ -49,17 +49,19 @@ class Features:
         return list(self.lookups.sparse)
 
 
-def resolve_features(schema: Schema, model: Section | None = None) -> Features:
+def resolve_features(schema: Schema, model: ModelSection | None = None) -> Features:
     """The features of a run.
 
     Args:
-        model: the `model` section; models without max_length, or with null, take means of sequences.
+        model: the `model` section, which knows what it reads id by id; default: means of sequences.
 
     Raises:
         SchemaError: a feature has the name of a position of a sequence.
     """
-    length = getattr(model, "max_length", None)
-    sequences = {f: length for f, spec in schema.sparse.items() if length and spec.pooling == "sequence"}
+    lengths = model.sequence_lengths(schema) if model else {}
+    sequences = {
+        f: lengths[f] for f in schema.sparse if f in lengths and schema.sparse[f].pooling == "sequence"
+    }
     return Features.of(schema, sequences)
 
 

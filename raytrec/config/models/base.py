@@ -24,11 +24,32 @@ class ModelSection(Section):
         path: the model's class as module:Class; the module is imported by workers only.
         gives_vectors: whether it can give vectors of query and item, too; None: nobody knows before it is
             made.
+        retrieves: whether it has methods `query` and `item`, whose vectors' dot product orders the items for
+            a query as its scores do; each looks at the features of its own side alone (`sides`).
     """
 
     path: ClassVar[str]
     gives_vectors: ClassVar[bool | None] = False
+    retrieves: ClassVar[bool] = False
     name: str
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the model gives a loss of its own: one more column, after its outputs and before vectors,
+        of what each row adds to it; 0 in evaluations."""
+        return False
+
+    def sequence_lengths(self, schema: Schema) -> dict[str, int]:
+        """Sequence features that the model reads id by id → the most ids of each; of others it is given the
+        mean."""
+        length = getattr(self, "max_length", None)
+        found = (f for f, spec in schema.sparse.items() if spec.pooling == "sequence")
+        return dict.fromkeys(found, length) if length else {}
+
+    def sides(self, schema: Schema) -> dict[str, set[str]]:
+        """query and item → the sparse features and dense columns that its vector is made from; only of one
+        that `retrieves`."""
+        raise NotImplementedError(self.name)
 
     def check(self, schema: Schema) -> None:
         """Whether the model can be made for a schema; asked before anything starts, and when it is made.
