@@ -28,7 +28,7 @@ class TaskSection(Section):
     loss: str = Field(
         "bce",
         description="What is minimised: bce, focal, mse, huber, poisson, cross_entropy, bpr, "
-        "in_batch_softmax, or a class of yours as module:Class.",
+        "in_batch_softmax, from_model, or a class of yours as module:Class.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments that the loss is made with."

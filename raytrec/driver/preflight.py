@@ -21,6 +21,7 @@ from raytrec.embeddings.planner.constraints import check_decay, resolve_constrai
 from raytrec.embeddings.planner.footprint import GIB, footprint
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_carried
+from raytrec.tasks.options import check_model_learns
 from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
 
 
@@ -41,8 +42,9 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     resolve_features(schema, config.model)
     tasks = resolve_tasks(config.tasks, schema)
     check_model(schema, config.model, needs_vectors(tasks), columns_of(tasks))
+    check_model_learns(tasks, config.model)
     check_carried(tasks, config.eval.slices, config.data.carry)
-    selection, keeping = Selection(tasks), config.checkpoint
+    selection, keeping = Selection(tasks, config.eval), config.checkpoint
     if keeping.keep_best or keeping.best_metric:
         selection.best(keeping.best_metric)
     if stopping := config.train.early_stopping:

@@ -11,6 +11,8 @@ and returns logits, float32 [B] for one output, else [B, outputs]: a column for 
 has classes, in the order of the tasks. What they mean, and what is learned from them, is the tasks' affair
 (raytrec/tasks): a model sees no labels. One that takes `vectors` can give those of query and item, too, for
 losses that compare the rows of a batch: [B, outputs + 2·D], the query's columns before the item's at the end.
+One whose section says `own_loss` gives a loss of its own, which is added to those of the tasks: one column
+after its outputs and before vectors, what each row adds to it, finite for padding, 0 in eval mode.
 
 It knows nothing of tables and ranks: `embeddings.pooling.PooledEmbeddings` looks up and pools before it
 (recommender.py). It computes each row from that row alone (no batch norm), so that how rows are dealt to

@@ -12,6 +12,7 @@ from raytrec.config.schema import Schema
 from raytrec.embeddings.gradients import rank_loss
 from raytrec.tasks.global_batch import NOTHING, Whole, compare, total_weights
 from raytrec.tasks.losses import BatchLoss, Rows
+from raytrec.tasks.options import check_model_learns
 from raytrec.tasks.outputs import Outputs, TaskOutputs, Verdict
 from raytrec.tasks.task import Task, key_columns, resolve_tasks
 
@@ -24,6 +25,8 @@ class Objective:
         reduction: over the rows of the global batch: mean or sum.
         world: number of ranks; 1 for a batch that is all in one process.
         keys: the columns that a batch's keys are of (task.key_columns); default: those of the tasks.
+        own_loss: whether the model gives a loss of its own, too (models/__init__.py). It counts for the rows
+            of the task whose loss is from_model, with its weights; without such a task, for every row once.
 
     Attributes:
         compares: whether a loss compares rows of the global batch, so that it needs the logits of all.
@@ -35,11 +38,14 @@ class Objective:
         reduction: str = "mean",
         world: int = 1,
         keys: Sequence[str] | None = None,
+        own_loss: bool = False,
     ):
         self.tasks, self.reduction, self.world = tuple(tasks), reduction, world
         self.keys = key_columns(tasks) if keys is None else tuple(keys)
         self.compares = any(isinstance(task.loss, BatchLoss) for task in tasks)
         self._asks = self.compares or any(task.divisor == "weights" for task in tasks)
+        self.own_loss = own_loss
+        self._own_task = next((place for place, task in enumerate(tasks) if task.loss.from_model), None)
         self._widths = [task.outputs for task in tasks if not task.loss.reads_vectors]
 
     @classmethod
@@ -47,11 +53,12 @@ class Objective:
         """The configuration's.
 
         Raises:
-            ConfigError: as in `resolve_tasks`.
+            ConfigError: as in `resolve_tasks` and `check_model_learns`.
         """
         tasks = resolve_tasks(config.tasks, schema)
+        check_model_learns(tasks, config.model)
         keys = key_columns(tasks, config.eval.slices)
-        return cls(tasks, config.train.loss_reduction, world, keys)
+        return cls(tasks, config.train.loss_reduction, world, keys, config.model.own_loss)
 
     def loss(
         self,
@@ -68,7 +75,8 @@ class Objective:
 
         Args:
             logits: float32 [B], or [B, columns]: side by side the columns of each task, one or as many as it
-                has classes; then, where a loss reads vectors, those of the query and of the item.
+                has classes; then the model's own loss of each row, if it gives one; then, where a loss reads
+                vectors, those of the query and of the item.
             labels_BL: float32 [B, labels of the schema].
             weights_B: float32 [B]; 1 for a row and 0 for padding.
             global_rows: rows of the global batch over all ranks, padding not counted.
@@ -96,7 +104,27 @@ class Objective:
             divisor = whole.divisors.get(task.name, global_rows)
             part = rank_loss(losses, own, divisor, self.world, self.reduction, task.weight)
             total = part if total is None else total + part
+        if self.own_loss:
+            total = total + self._of_model(logits, labels_BL, weights_B, weights, global_rows, whole)
         return total
+
+    def _of_model(
+        self,
+        logits: torch.Tensor,
+        labels_BL: torch.Tensor,
+        weights_B: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        global_rows: int,
+        whole: Whole,
+    ) -> torch.Tensor:
+        """What the model's own loss adds; arguments as in `loss`, and the rows' weights in each task."""
+        losses_B, weight, divisor = logits[:, sum(self._widths)], 1.0, global_rows
+        if self._own_task is not None:
+            task = self.tasks[self._own_task]
+            labels_B, weight = labels_BL[:, task.column], task.weight
+            weights_B = task.factors(labels_B, weights[self._own_task]) * labels_B
+            divisor = whole.divisors.get(task.name, global_rows)
+        return rank_loss(losses_B, weights_B, divisor, self.world, self.reduction, weight)
 
     def whole(
         self,
@@ -135,7 +163,7 @@ class Objective:
 
     def alone(self) -> Objective:
         """The same of a world of one: nothing of it is a collective."""
-        return Objective(self.tasks, self.reduction, 1, self.keys)
+        return Objective(self.tasks, self.reduction, 1, self.keys, self.own_loss)
 
     def outputs(
         self,
@@ -179,16 +207,17 @@ class Objective:
     def _of_tasks(self, logits: torch.Tensor) -> Sequence[torch.Tensor]:
         """What the model gives for each task: [B], [B, classes], or vectors [B, 2·D]."""
         columns, vectors = sum(self._widths), len(self._widths) < len(self.tasks)
-        if logits.dim() == 1 and columns == 1 and not vectors:
+        if logits.dim() == 1 and columns == 1 and not vectors and not self.own_loss:
             return (logits,)
-        beside = logits.shape[1] - columns if logits.dim() == 2 else -1
+        before = columns + self.own_loss
+        beside = logits.shape[1] - before if logits.dim() == 2 else -1
         if beside < 0 or beside % 2 or (beside > 0) != vectors:
-            raise self._other_shape(logits, columns, vectors)
-        if columns == len(self.tasks):
+            raise self._other_shape(logits, before, vectors)
+        if before == len(self.tasks) and not vectors and not self.own_loss:
             return logits.unbind(1)
         parts = iter(logits[:, :columns].split(self._widths, 1))
         return [
-            logits[:, columns:] if task.loss.reads_vectors else next(parts).squeeze(1) for task in self.tasks
+            logits[:, before:] if task.loss.reads_vectors else next(parts).squeeze(1) for task in self.tasks
         ]
 
     def _other_shape(self, logits: torch.Tensor, columns: int, vectors: bool) -> ConfigError:
@@ -198,5 +227,6 @@ class Objective:
             f"the model gives logits of shape [{shape}] for {len(self.tasks)} tasks",
             where="model.name, tasks",
             expected=f"[rows, {columns} + 2 · width of a vector]" if vectors else one,
-            do="give the model an output for each entry of tasks, and for each class, or change tasks",
+            do="give the model an output for each entry of tasks, and for each class, or change tasks"
+            + ("; its own loss is the column after them" if self.own_loss else ""),
         )

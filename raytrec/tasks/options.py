@@ -1,12 +1,45 @@
-"""Keys of a task that not every loss can do something with. No torch here."""
+"""Whether losses can do something with the keys of their tasks, and with the model. No torch here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from raytrec.common.errors import ConfigError
+from raytrec.config.models.base import ModelSection
 from raytrec.config.tasks import TaskSection
 from raytrec.tasks.losses import BatchLoss, Loss
 
+if TYPE_CHECKING:
+    from raytrec.tasks.task import Task
+
 BINARY = (0.0, 1.0)
+
+
+def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
+    """Looks whether a task that leaves its loss to the model has a model that gives one.
+
+    Raises:
+        ConfigError: it has not, or two tasks leave it to the model.
+    """
+    left = [place for place, task in enumerate(tasks) if task.loss.from_model]
+    if len(left) > 1:
+        raise ConfigError(
+            "two tasks leave their loss to the model, which gives one",
+            where=f"tasks[{left[1]}].loss",
+            expected="from_model once",
+            do="take another loss for one of them",
+        )
+    if left and not model.own_loss:
+        of_theirs = "gives_loss" in type(model).model_fields
+        raise ConfigError(
+            f"the task leaves its loss to the model, and model.name={model.name}, as it is set, gives none",
+            where=f"tasks[{left[0]}].loss, model.name",
+            expected="a model with a loss of its own: one whose model.negatives is set",
+            do="set model.gives_loss=true if its outputs are followed by one"
+            if of_theirs
+            else "set model.negatives, if the model has it; or take another loss, such as bce",
+        )
 
 
 def check_options(section: TaskSection, loss: Loss, where: str) -> None:

@@ -67,3 +67,18 @@ class Linear(nn.Module):
 
     def forward(self, dense, pooled):
         return self.logits(torch.cat([dense, *(pooled[f] for f in self.features)], 1))
+
+
+class Auxiliary(Linear):
+    """Beside its logits, in training, how far a row's embeddings are from a vector that it learns."""
+
+    def __init__(self, schema, config, outputs, vectors):
+        super().__init__(schema, type(config)(name=config.name, options={"tasks": outputs}))
+        dim = schema.tables[schema.sparse[self.features[0]].table].dim
+        self.centre, self.vectors = nn.Parameter(torch.full((dim,), 0.1)), vectors
+
+    def forward(self, dense, pooled):
+        logits_BT = super().forward(dense, pooled)
+        apart_B = (sum(pooled[f] for f in self.features) - self.centre).square().sum(1)
+        parts = [logits_BT, (apart_B if self.training else apart_B * 0).unsqueeze(1)]
+        return torch.cat(parts + self.vectors * [pooled[f] for f in self.features[:2]], 1)

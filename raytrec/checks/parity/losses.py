@@ -37,18 +37,24 @@ def compares_rows(tasks: Sequence[Task]) -> bool:
 
 
 def loss_of(
-    tasks: Sequence[Task], reduction: str, logits: torch.Tensor, piece: Labelled, whole: Labelled
+    tasks: Sequence[Task],
+    reduction: str,
+    logits: torch.Tensor,
+    piece: Labelled,
+    whole: Labelled,
+    own_loss: bool = False,
 ) -> torch.Tensor:
     """What some rows add to the loss of a global batch.
 
     Args:
         logits: of these rows, [n] or [n, columns]. piece: these rows; whole: all.
+        own_loss: whether the column after those of the tasks is a loss of the model's own.
     """
     total, first = logits.new_zeros(()), 0
     columns = logits if logits.dim() == 2 else logits.unsqueeze(1)
     beside = sum(task.outputs for task in tasks if not task.loss.reads_vectors)
     for place, task in enumerate(tasks):
-        own = columns[:, beside:]
+        own = columns[:, beside + own_loss :]
         if not task.loss.reads_vectors:
             own, first = columns[:, first : first + task.outputs], first + task.outputs
         labels, weights = piece.labels[:, task.column], _weights(piece, place)
@@ -58,7 +64,25 @@ def loss_of(
         divisor: Any = len(whole) if task.divisor == "rows" else _weights(whole, place).sum()
         divisor = 1 if reduction == "sum" or divisor == 0 else divisor
         total = total + task.weight * losses.sum() / divisor
-    return total
+    return total + _of_model(tasks, reduction, columns[:, first], piece, whole) if own_loss else total
+
+
+def _of_model(
+    tasks: Sequence[Task], reduction: str, losses: torch.Tensor, piece: Labelled, whole: Labelled
+) -> torch.Tensor:
+    """A piece's part of the loss that the model gives itself.
+
+    Args:
+        losses: that column of what the model gives, [n].
+    """
+    mine = [(place, task) for place, task in enumerate(tasks) if task.loss.from_model]
+    if not mine:
+        return losses.sum() / (len(whole) if reduction == "mean" else 1)
+    ((place, task),) = mine
+    labels, weights = piece.labels[:, task.column], _weights(piece, place)
+    losses = losses * labels * weights * torch.where(labels == 1, task.positive_weight, 1.0)
+    divisor: Any = len(whole) if task.divisor == "rows" else _weights(whole, place).sum()
+    return task.weight * losses.sum() / (1 if reduction == "sum" or divisor == 0 else divisor)
 
 
 def _weights(rows: Labelled, place: int) -> torch.Tensor:

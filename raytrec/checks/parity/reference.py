@@ -118,7 +118,10 @@ class Reference(nn.Module):
 
     def loss(self, logits: torch.Tensor, piece: GlobalBatch, whole: GlobalBatch) -> torch.Tensor:
         """A piece's part of the loss of a global batch."""
-        return loss_of(self.objective.tasks, self.objective.reduction, logits, piece, whole)
+        objective = self.objective
+        return loss_of(
+            objective.tasks, objective.reduction, logits, piece, whole, own_loss=objective.own_loss
+        )
 
 
 def age(bag: torch.Tensor) -> torch.Tensor:

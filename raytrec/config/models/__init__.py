@@ -31,6 +31,15 @@ class PythonSection(ModelSection):
         description="The most recent so many ids of a sequence feature are given to the model, one by one; "
         "default: their mean.",
     )
+    gives_loss: bool = Field(
+        False,
+        description="Whether its outputs are followed by one more column: a loss of the model's own.",
+    )
+
+    @property
+    def own_loss(self) -> bool:
+        """What the configuration says: the class itself is not looked at before a worker makes it."""
+        return self.gives_loss
 
     @property
     def path(self) -> str:  # type: ignore[override]

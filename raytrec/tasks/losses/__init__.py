@@ -40,6 +40,7 @@ class Loss(ABC):
         log_odds: whether logits are the log-odds of the label 1, so that `negatives_kept` can shift them.
         outputs: how many logits a row has: the number of classes, or 1.
         reads_vectors: whether it is given the query's and the item's vector in place of logits; see `scores`.
+        from_model: whether what is learned is the loss that the model gives itself, for the task's rows.
     """
 
     label_range: tuple[float, float] | None = None
@@ -49,6 +50,7 @@ class Loss(ABC):
     log_odds: bool = False
     outputs: int = 1
     reads_vectors: bool = False
+    from_model: bool = False
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """What metrics are given as logits of what the model gives for this task: by default, just that.
