@@ -16,6 +16,7 @@ MOST_BEATS = 512  # a second, of all ranks together: one actor answers them
 METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl", "events.jsonl"
 
 Figures = Mapping[str, Any]
+ENDED_EARLY = "ended early"  # the Event of a run whose evaluations have ended training
 FLAT = {"flat": True}  # of a field whose keys stand beside the other fields
 
 

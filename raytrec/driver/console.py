@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrec.cluster.session import in_job
+from raytrec.common.messages import ENDED_EARLY
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.driver import progress_log as lines
 from raytrec.metrics.results import format_result
@@ -88,7 +89,7 @@ class RunConsole:
             self.warn(cause)
         elif event == "asked":
             self.note(f"{reason}: saving")
-        elif event == "ended early":
+        elif event == ENDED_EARLY:
             self.note(f"training ends early: {reason}")
 
     def check(self, check: str, step: int, passed: bool, text: str, **_: Any) -> None:

@@ -16,7 +16,7 @@ from raytrec.cluster.lifeline import RayLost
 from raytrec.common import messages
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import null_nonfinite
-from raytrec.common.messages import Message, from_json
+from raytrec.common.messages import ENDED_EARLY, Message, from_json
 from raytrec.common.redaction import hide_all, hide_yaml
 from raytrec.report.bounds import Times, find_bound
 from raytrec.report.diagnostics import hot_rank, low_utilisation, straggler
@@ -41,12 +41,14 @@ class Watch:
         result: the figures of rank 0, once the group has ended well.
         unsaved: why the trained model could not be saved; None: it was.
         stopped_at: the step at which the run has been stopped.
+        ended_early_at: the step at which its evaluations have ended training (train.early_stopping).
     """
 
     def __init__(self, console: Any, record: Record | None = None, ended: Callable[[], None] = lambda: None):
         self.console, self._ended = console, ended
         self.result: dict[str, Any] | None = None
         self.stopped_at: int | None = None
+        self.ended_early_at: int | None = None
         self.unsaved: RunError | None = None
         self._record, self._unrecorded = record, set()
         self._started_at: float | None = None
@@ -72,6 +74,8 @@ class Watch:
             return
         if isinstance(message, messages.Stopped):
             self.stopped_at = message.step
+        if isinstance(message, messages.Event) and message.event == ENDED_EARLY:
+            self.ended_early_at = message.details["step"]
         if isinstance(message, messages.Start) and self._started_at is None:
             self._started_at = monotonic()
         if self._record:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from raytrec.common import messages
 from raytrec.common.formatting import number
+from raytrec.common.messages import ENDED_EARLY
 from raytrec.config.sections import EarlyStoppingSection
 from raytrec.metrics.selection import Figure
 from raytrec.worker.context import WorkerContext
@@ -69,7 +70,7 @@ class EarlyStopping:
         if step % context.task.config.train.log_every_steps:
             context.report(messages.Train(step=step, figures=self._progress.report()))
         details = {"step": step, "reason": self._why(self._figure)}
-        context.report(messages.Event(event="ended early", details=details))
+        context.report(messages.Event(event=ENDED_EARLY, details=details))
 
     def result(self) -> dict[str, Any]:
         """What the result says of why training has ended; nothing without early stopping."""

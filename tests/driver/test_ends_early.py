@@ -5,10 +5,11 @@ import shutil
 
 import checkpoints
 import parquet
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, DataError
 from raytrec.driver import run as driver
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -73,6 +74,22 @@ def test_a_resumed_run_ends_where_the_undisturbed_one_does(ended, tmp_path, last
         assert again[key] == ended.metrics[key], key
     one, other = (checkpoints.whole(checkpoints.newest(each)) for each in (ended.path, run))
     assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+
+
+@pytest.mark.survive
+def test_a_run_that_has_ended_early_and_cannot_be_evaluated_says_what_to_do(folder, tmp_path, monkeypatch):
+    bad, run = tmp_path / "bad", tmp_path / "run"
+    shutil.copytree(folder, bad)
+    values = pq.read_table(bad / "test/part-0.parquet")
+    users = values["user"].to_numpy().copy()
+    users[3] = 40
+    values = values.set_column(values.schema.get_field_index("user"), "user", [users])
+    pq.write_table(values, bad / "test/part-0.parquet", write_statistics=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="id 40 of feature 'user'") as error:
+        driver.train(settings(bad, run))
+    assert f"all {STEP} steps are trained and saved" in error.value.do
+    assert "`raytrec evaluate run --set data.on_error=skip`" in error.value.do
 
 
 def test_what_cannot_be_is_told_at_once(folder, tmp_path):
