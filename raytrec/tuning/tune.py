@@ -75,7 +75,7 @@ def tune(
         )
     settings = Settings(10 if trials is None else trials, metric, seed, grace_steps, reduction_factor)
     config, fingerprint, named = load_base(source, overrides or [], allow_code)
-    read = Space.read(absolute(space) if "://" not in space else space)
+    read = Space.read(str(space))  # as CONFIG, of a job from what was submitted with it
     if resume_latest:
         note = {"fingerprint": fingerprint, "settings": settings, "text": read.text}
         if earlier := newest_like(config, named, note):

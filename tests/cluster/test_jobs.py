@@ -1,5 +1,6 @@
 """Runs as jobs of a real Ray cluster: submitted, watched, stopped, resumed; by raytrec and by Ray alone."""
 
+import json
 import os
 import shutil
 import signal
@@ -126,6 +127,52 @@ def test_by_ray_alone(head, tmp_path):
     assert head.run(RAY, "job", "stop", "--address", head.url, "by-ray-2").returncode == 0
     second.stdout.read(), second.wait(60)
     assert only_run(head, "by-ray")
+
+
+def test_a_search_is_stopped_and_submitted_again(head, tmp_path):
+    """The command of docs/tune.md: the trial that has ended stays, the other one is trained on."""
+    folder = checkout(tmp_path / "raytrec")
+    changes = {"train__epochs": 20, "train__eval_every_steps": 40, "checkpoint__every_steps": 5}
+    config(folder / "jobs" / "searched.yaml", scaling__num_workers=1, **changes)
+    sizes = [{"bottom_mlp": [16], "top_mlp": top} for top in ([16], [600, 600])]
+    (folder / "space.yaml").write_text(yaml.safe_dump({"model": {"choice": sizes}}))
+    submit = [RAY, "job", "submit", "--address", head.url, "--working-dir", str(folder), "--submission-id"]
+    tune = ["--", "python", "jobs/tune.py", "jobs/searched.yaml", "--space", "space.yaml", "--trials", "2"]
+    tune += ["--at-once", "1", "--grace-steps", "10000"]  # so that none is stopped by the other
+    first = subprocess.Popen(
+        [*submit, "search-1", *tune],
+        env=head.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said = ""
+    for line in first.stdout:
+        said += line
+        if "trial 2 begins" in line:
+            break
+    else:
+        raise AssertionError(said)
+    search = only_run(head, "searched")
+    one, two = search / "trial-001", search / "trial-002"
+    deadline = time.monotonic() + 120
+    while not [*two.glob("checkpoints/step-*/checkpoint.json")]:
+        assert time.monotonic() < deadline and first.poll() is None, said
+        time.sleep(0.1)
+    ended = (one / "result.json").read_bytes()
+    assert head.run(RAY, "job", "stop", "--address", head.url, "search-1").returncode == 0
+    said += first.communicate(timeout=120)[0]
+    assert not (two / "result.json").exists() and not (search / "outcome.json").exists(), said
+
+    again = head.run(*submit, "search-2", *tune)
+    assert again.returncode == 0, again.stdout[-3000:]
+    assert only_run(head, "searched") == search and (one / "result.json").read_bytes() == ended
+    outcome = json.loads((search / "outcome.json").read_text())
+    assert [trial["state"] for trial in outcome["trials"]] == ["finished", "finished"]
+    assert yaml.safe_load((search / "best.yaml").read_text())["model"]["top_mlp"] in ([16], [600, 600])
+    lines = (two / "events.jsonl").read_text().splitlines()
+    starts = [event["step"] for event in map(json.loads, lines) if event["event"] == "start"]
+    assert starts[0] == 0 and starts[-1] > 0, "trained on from where it was"
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,18 @@ def test_options_that_are_wrong(data, tmp_path, options, says):
     assert says in str(error.value) and not (tmp_path / "search").exists()
 
 
+def test_the_space_is_beside_the_configuration_and_not_below_the_root_of_a_cluster(
+    data, tmp_path, monkeypatch
+):
+    """A job's working directory has both: what was submitted."""
+    (tmp_path / "space.yaml").write_text("optim.dense.lrr: {uniform: [0, 1]}")
+    (tmp_path / "root").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYTREC_ROOT", str(tmp_path / "root"))
+    with pytest.raises(ConfigError, match=r"optim\.dense\.lrr"):
+        tune(values(data, tmp_path), "space.yaml")
+
+
 def test_a_metric_by_its_name(data, tmp_path):
     search = prepared(data, tmp_path)
     for figure in Selection.of_config(search.config, search.schema).figures:
