@@ -84,6 +84,8 @@ class RunConfig(Section):
             raise ValueError("checkpoint.keep_best is set, but train.eval_every_steps is not")
         if self.train.early_stopping and not self.train.eval_every_steps:
             raise ValueError("train.early_stopping is set, but train.eval_every_steps is not")
+        if self.eval.retrieval and not (self.data.valid or self.data.test):
+            raise ValueError("eval.retrieval is set, but neither data.valid nor data.test is")
         if self.train.eval_every_steps and not (self.data.valid or self.data.test):
             raise ValueError("train.eval_every_steps is set, but neither data.valid nor data.test is")
         return self
@@ -219,9 +221,9 @@ def _nearest(place: str) -> str | None:
     """The valid key that a wrong one may mean: one spelt alike, else one whose last part is."""
     from difflib import get_close_matches
 
-    keys = _all_keys()
     if len(place) > LONGEST_WORD:
         return None
+    keys = _all_keys()
     if near := get_close_matches(place, keys, n=1, cutoff=0.85):
         return near[0]
     last = {key.rpartition(".")[2]: key for key in keys}

@@ -62,8 +62,11 @@ class Names(ast.NodeVisitor):
 
     def visit_Attribute(self, node):
         path = self._path(node)
-        inherited = ast.unparse(node.value) == "self" and node.attr in _of_own_classes()
-        if _is_private(node.attr) and not (node.attr in self._own or inherited or _is_python(node)):
+        if _is_private(node.attr) and not (
+            node.attr in self._own
+            or (_is_name(node.value) and node.value.id == "self" and node.attr in _of_own_classes())
+            or _is_python(node)
+        ):
             self.found.append((node.lineno, ast.unparse(node)))
         elif path and any(map(_is_private, path.split("."))):
             self.found.append((node.lineno, path))
@@ -72,7 +75,7 @@ class Names(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node):
-        called = ast.unparse(node.func)
+        called = _dotted(node.func)
         if called in ("setattr", "delattr") and self._path(node.args[0]):
             self.found.append((node.lineno, f"{called} on {self._path(node.args[0])}"))
         hides = called == "hasattr" or (called == "getattr" and len(node.args) == 3)
@@ -127,21 +130,32 @@ def _is_python(node):
 
 def _own(tree):
     """The names that a file defines."""
-    names = {n.name for n in ast.walk(tree) if isinstance(n, DEFINED)}
-    names |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_stored(n)}
-    return names | {
-        n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and _is_name(n.target)
-    }
+    nodes = list(ast.walk(tree))
+    names = {n.name for n in nodes if isinstance(n, DEFINED)}
+    names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and _is_stored(n)}
+    return names | {n.target.id for n in nodes if isinstance(n, ast.AnnAssign) and _is_name(n.target)}
 
 
 @cache
 def _of_own_classes():
     """The names that any file of raytrec defines: what `self` may have inherited."""
-    return set().union(*(_own(ast.parse(path.read_text())) for path in FILES))
+    return set().union(*(_own(_parsed(path)) for path in FILES))
 
 
 def _is_private(name):
     return name.startswith("_") and not name.startswith("__")
+
+
+def _dotted(node):
+    """An expression such as `torch.nn.Module` as text; "" where it is another."""
+    if isinstance(node, ast.Attribute):
+        return f"{base}.{node.attr}" if (base := _dotted(node.value)) else ""
+    return node.id if _is_name(node) else ""
+
+
+@cache
+def _parsed(path):
+    return ast.parse(path.read_text())
 
 
 def _is_stored(node):
@@ -161,7 +175,7 @@ def test_private_names_of_upstream_are_used_in_compat_only(path):
     own = "benchmarks" in path.parts  # which look into raytrec's own objects
     found = [
         f"{path.relative_to(ROOT)}:{line}: {what}"
-        for line, what in sorted(Names(ast.parse(path.read_text())).found)
+        for line, what in sorted(Names(_parsed(path)).found)
         if not own or not what.partition("._")[0].isidentifier()
     ]
     assert not found, "\n".join([*found, "private names of upstream belong into raytrec/compat"])
