@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.common.registry import Registry
 from raytrec.config.base import Number, Section
 from raytrec.config.schema import Schema
@@ -99,7 +100,72 @@ def one_dim(schema: Schema, model: str) -> int:
         raise ConfigError(
             f"the tables have dims {', '.join(map(str, sorted(dims)))}",
             where="schema.yaml, tables",
-            expected=f"one dim for all tables: {model} takes dot products between them",
+            expected=f"one dim for all tables: {model} stacks their vectors",
             do="give every table the same dim",
         )
     return dims.pop()
+
+
+def matching(patterns: Sequence[str], names: Sequence[str], where: str) -> set[str]:
+    """The features and dense columns that patterns such as 'user*' name.
+
+    Args:
+        where: the configuration's key, for errors.
+
+    Raises:
+        ConfigError: a pattern that matches nothing.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        of_pattern = {name for name in names if fnmatchcase(name, pattern)}
+        if not of_pattern:
+            near = did_you_mean(pattern, list(names))
+            raise ConfigError(
+                f"no feature or dense column is named, or matches, '{pattern}'"
+                + (f"; did you mean '{near}'?" if near else ""),
+                where=where,
+                expected=f"names or patterns of {', '.join(names)}",
+            )
+        found |= of_pattern
+    return found
+
+
+def check_task_name(name: str, tasks: Collection[str], where: str) -> None:
+    """Whether a key of the section names a task.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if name not in tasks:
+        near = did_you_mean(name, list(tasks))
+        raise ConfigError(
+            f"no task is called '{name}'" + (f"; did you mean '{near}'?" if near else ""),
+            where=where,
+            expected=f"one of {', '.join(tasks)}",
+            do="name an entry of tasks: its name, which by default is its label",
+        )
+
+
+def check_first_order(
+    schema: Schema, model: str, tasks: Mapping[str, int], features: Collection[str] | None = None
+) -> None:
+    """Whether rows of tables have room for first-order weights, one for each output, beside a vector.
+
+    Args:
+        model: its name, for errors. tasks: task → its columns of logits.
+        features: that have such weights; default: all.
+
+    Raises:
+        ConfigError: a table's dim is not larger than the outputs.
+    """
+    outputs = sum(tasks.values())
+    for feature in schema.sparse if features is None else features:
+        table = schema.sparse[feature].table
+        if (dim := schema.tables[table].dim) <= outputs:
+            raise ConfigError(
+                f"table {table} has dim {dim}, and the tasks have {outputs} columns of logits",
+                where="schema.yaml, tables",
+                expected=f"a larger dim: {model} reads the first numbers of a row as the id's first-order "
+                "weights, one for each column, and the rest as its vector",
+                do=f"give {table} a dim of {(outputs // 4 + 1) * 4} or more",
+            )

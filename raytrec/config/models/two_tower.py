@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.common.errors import ConfigError
 from raytrec.config.base import Section
-from raytrec.config.models.base import Dropout, ModelSection, Sizes, model
+from raytrec.config.models.base import Dropout, ModelSection, Sizes, matching, model
 from raytrec.config.schema import Schema
 
 
@@ -47,7 +46,10 @@ class TwoTowerSection(ModelSection):
             ConfigError: a feature of no or of two towers; a pattern that matches nothing.
         """
         names = [*schema.dense, *schema.sparse]
-        found = {side: _matching(getattr(self.towers, side), names, side) for side in ("query", "item")}
+        found = {
+            side: matching(getattr(self.towers, side), names, f"model.towers.{side}")
+            for side in ("query", "item")
+        }
         both = found["query"] & found["item"]
         neither = set(names) - found["query"] - found["item"]
         if both or neither:
@@ -60,19 +62,3 @@ class TwoTowerSection(ModelSection):
                 do="name it under query or item, or leave it out of the schema",
             )
         return found
-
-
-def _matching(patterns: list[str], names: list[str], side: str) -> set[str]:
-    found: set[str] = set()
-    for pattern in patterns:
-        matching = {name for name in names if fnmatchcase(name, pattern)}
-        if not matching:
-            near = did_you_mean(pattern, names)
-            raise ConfigError(
-                f"no feature or dense column is named, or matches, '{pattern}'"
-                + (f"; did you mean '{near}'?" if near else ""),
-                where=f"model.towers.{side}",
-                expected=f"names or patterns of {', '.join(names)}",
-            )
-        found |= matching
-    return found
