@@ -73,3 +73,8 @@ class TaskSection(Section):
         None,
         description="A column of data.carry that names the item of a row (in_batch_softmax, coverage).",
     )
+    item_count: Column | None = Field(
+        None,
+        description="A column of data.carry with whole numbers: how often the row's item occurs in the data "
+        "that is trained on. in_batch_softmax then corrects scores for frequent items being in more batches.",
+    )

@@ -34,6 +34,7 @@ def check_carried(tasks: Sequence[Task], slices: Sequence[str], carried: Sequenc
     """
     named = [(f"tasks[{i}].group", task.group) for i, task in enumerate(tasks)]
     named += [(f"tasks[{i}].item", task.item) for i, task in enumerate(tasks)]
+    named += [(f"tasks[{i}].item_count", task.item_count) for i, task in enumerate(tasks)]
     named += [("eval.slices", column) for column in slices]
     for key, column in named:
         if column is not None and column not in carried:

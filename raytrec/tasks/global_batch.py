@@ -98,8 +98,8 @@ def _of_all_ranks(own: Rows) -> Rows:
         torch.cat([own.logits.detach().view(-1, width), torch.stack([own.labels, own.weights], 1)], 1)
     )
     logits = numbers[:, :width].reshape(-1, *own.logits.shape[1:])
-    keys = None if own.keys is None else _gathered(own.keys.contiguous())
-    return Rows(logits, numbers[:, width], numbers[:, width + 1], keys)
+    keys, counts = (None if x is None else _gathered(x.contiguous()) for x in (own.keys, own.counts))
+    return Rows(logits, numbers[:, width], numbers[:, width + 1], keys, counts)
 
 
 def _gathered(values: torch.Tensor) -> torch.Tensor:

@@ -151,14 +151,15 @@ class Objective:
             of_tasks = zip(self.tasks, self._of_tasks(logits.detach()), weights, strict=True)
             for task, own, own_B in of_tasks:
                 if isinstance(task.loss, BatchLoss):
-                    mine = Rows(own, labels_BL[:, task.column], own_B, self._key(task, task.loss.by, keys))
+                    key = self._key(getattr(task, task.loss.by) if task.loss.by else None, keys)
+                    counts = self._key(task.item_count, keys)
+                    mine = Rows(own, labels_BL[:, task.column], own_B, key, counts)
                     factors_B, wanted = task.factors(mine.labels, own_B), torch.is_grad_enabled()
                     compared[task.name] = compare(task.loss, mine, factors_B, self.world, wanted)
         return Whole(divisors, compared)
 
-    def _key(self, task: Task, by: str | None, keys: torch.Tensor | None) -> torch.Tensor | None:
-        """The keys of the column that a loss of a task is by, int64 [B]; None where the task names none."""
-        column = getattr(task, by) if by else None
+    def _key(self, column: str | None, keys: torch.Tensor | None) -> torch.Tensor | None:
+        """The keys of a column, int64 [B]; None where a task names none."""
         return None if column is None or keys is None else keys[:, self.keys.index(column)]
 
     def alone(self) -> Objective:

@@ -20,7 +20,7 @@ def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
     """Looks whether a task that leaves its loss to the model has a model that gives one.
 
     Raises:
-        ConfigError: it has not, or two tasks leave it to the model.
+        ConfigError: it has not, or two tasks leave it to the model, or one that is not the last with logits.
     """
     left = [place for place, task in enumerate(tasks) if task.loss.from_model]
     if len(left) > 1:
@@ -40,6 +40,15 @@ def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
             if of_theirs
             else "set model.negatives, if the model has it; or take another loss, such as bce",
         )
+    if left and model.own_loss_of_last:
+        after = [task.name for task in tasks[left[0] + 1 :] if not task.loss.reads_vectors]
+        if after:
+            raise ConfigError(
+                f"the task leaves its loss to the model, and {after[0]} comes after it",
+                where=f"tasks[{left[0]}]",
+                expected=f"the last task that has logits: what {model.name} itself learns is its last score",
+                do="put it behind them",
+            )
 
 
 def check_options(section: TaskSection, loss: Loss, where: str) -> None:
@@ -65,6 +74,13 @@ def check_options(section: TaskSection, loss: Loss, where: str) -> None:
             where=f"{where}.negatives_kept",
             expected="bce or focal, whose logits are log-odds",
             do="leave it out, or take one of these losses",
+        )
+    if section.item_count is not None and not (isinstance(loss, BatchLoss) and loss.reads_counts):
+        raise ConfigError(
+            f"item_count is {section.item_count}, and {section.loss} compares no items of a batch",
+            where=f"{where}.item_count",
+            expected="in_batch_softmax, which corrects for frequent items being in more batches",
+            do="leave it out, or take this loss",
         )
     if isinstance(loss, BatchLoss) and loss.needs_column and getattr(section, loss.by or "", None) is None:
         raise ConfigError(

@@ -37,6 +37,7 @@ class Task:
         negatives_kept: the share of negatives that down-sampling has kept, in (0, 1].
         divisor: what the mean of the loss divides by: rows of the global batch, or the sum of their weights.
         group, item: carried columns that say which rows belong together, and which item a row is about.
+        item_count: the carried column with how often a row's item occurs.
         outputs: logits of a row: the number of classes, or 1.
     """
 
@@ -55,6 +56,7 @@ class Task:
     divisor: Literal["rows", "weights"] = "rows"
     group: str | None = None
     item: str | None = None
+    item_count: str | None = None
     outputs: int = 1
 
     def factors(self, labels_B: torch.Tensor, weights_B: torch.Tensor) -> torch.Tensor:
@@ -75,9 +77,9 @@ class Task:
 
 
 def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str, ...]:
-    """The columns that Batch.keys has, in its order: groups and items of tasks, then slices, each once."""
-    names = [name for task in tasks for name in (task.group, task.item) if name is not None]
-    return tuple(dict.fromkeys([*names, *slices]))
+    """The columns that Batch.keys has, in its order: those of tasks, then slices, each once."""
+    of_tasks = (name for task in tasks for name in (task.group, task.item, task.item_count))
+    return tuple(dict.fromkeys([*(name for name in of_tasks if name is not None), *slices]))
 
 
 def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
@@ -164,6 +166,7 @@ def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) ->
         divisor=section.divisor,
         group=section.group,
         item=section.item,
+        item_count=section.item_count,
         outputs=made.outputs,
     )
 

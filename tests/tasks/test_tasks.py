@@ -128,6 +128,8 @@ ROUND = [
             "compares rows by the task's group, and there is none",
         ),
         ([{"loss": "own_parts:WithinGroups"}], SCHEMA, "tasks[0].group"),
+        ([{"item_count": "often"}], SCHEMA, "item_count is often, and bce compares no items"),
+        ([{"loss": "bpr", "item_count": "often"}], SCHEMA, "tasks[0].item_count"),
     ],
 )
 def test_refused(tasks, schema, says):

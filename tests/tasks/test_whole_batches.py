@@ -86,6 +86,10 @@ def test_softmax_over_the_items_of_a_batch():
         found = made.of_batch(rows._replace(**others), slice(0, 1)).tolist()
         assert found == pytest.approx([math.log((e(4) + 1) / e(4))], rel=1e-5)
     assert made.scores(vectors).tolist() == [2.0, 1.0, 2.0]
+    # Of items that are in the data 2, 1 and 4 times, e to their scores is divided by that; 0 is taken for 1.
+    often = made.of_batch(rows._replace(counts=torch.tensor([2, 0, 4])), slice(0, 2)).tolist()
+    of_first, of_second = e(4) / 2 + 1 + e(4) / 4, 1 / 2 + e(2) + 1 / 4
+    assert often == pytest.approx([math.log(of_first / (e(4) / 2)), math.log(of_second / e(2))], rel=1e-5)
 
 
 @pytest.mark.parametrize("divisor,by", [("rows", 8), ("weights", 2.5)])

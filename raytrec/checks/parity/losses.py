@@ -58,8 +58,10 @@ def loss_of(
         if not task.loss.reads_vectors:
             own, first = columns[:, first : first + task.outputs], first + task.outputs
         labels, weights = piece.labels[:, task.column], _weights(piece, place)
-        keys = _keys(piece, tasks, task)
-        losses = _losses(task.loss, own, labels, weights, keys)
+        by = getattr(task.loss, "by", None)
+        keys = _keys(piece, tasks, getattr(task, by) if by else None)
+        counts = _keys(piece, tasks, task.item_count)
+        losses = _losses(task.loss, own, labels, weights, keys, counts)
         losses = losses * weights * torch.where(labels == 1, task.positive_weight, 1.0)
         divisor: Any = len(whole) if task.divisor == "rows" else _weights(whole, place).sum()
         divisor = 1 if reduction == "sum" or divisor == 0 else divisor
@@ -89,24 +91,24 @@ def _weights(rows: Labelled, place: int) -> torch.Tensor:
     return rows.labels.new_ones(len(rows)) if rows.weights is None else rows.weights[:, place]
 
 
-def _keys(rows: Labelled, tasks: Sequence[Task], task: Task) -> torch.Tensor | None:
-    by = getattr(task.loss, "by", None)
-    column = getattr(task, by) if by else None
+def _keys(rows: Labelled, tasks: Sequence[Task], column: str | None) -> torch.Tensor | None:
     if column is None or rows.keys is None:
         return None
     return rows.keys[:, key_columns(tasks).index(column)]
 
 
-def _losses(made: Loss, own: torch.Tensor, labels: torch.Tensor, weights, keys) -> torch.Tensor:
+def _losses(made: Loss, own: torch.Tensor, labels: torch.Tensor, weights, keys, counts) -> torch.Tensor:
     """Of each row, [n]; own: [n, columns of the task]."""
     name = next((name for name, kind in loss.parts.items() if kind is type(made)), None)
     if name in OF_ROWS:
         return OF_ROWS[name](made, own if name == "cross_entropy" else own.squeeze(1), labels)
     if name in OF_BATCH:
-        return torch.stack([OF_BATCH[name](made, own, labels, weights, keys, i) for i in range(len(labels))])
+        return torch.stack(
+            [OF_BATCH[name](made, own, labels, weights, keys, counts, i) for i in range(len(labels))]
+        )
     own = own.squeeze(1)
     if isinstance(made, BatchLoss):
-        return made.of_batch(Rows(own, labels, weights, keys), slice(0, len(labels)))
+        return made.of_batch(Rows(own, labels, weights, keys, counts), slice(0, len(labels)))
     return made.of_rows(own, labels)
 
 
@@ -118,7 +120,7 @@ def _focal(made: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return -terms.to(logits.dtype)
 
 
-def _bpr(_: Any, own: torch.Tensor, labels: torch.Tensor, weights, keys, i: int) -> torch.Tensor:
+def _bpr(_: Any, own: torch.Tensor, labels: torch.Tensor, weights, keys, counts, i: int) -> torch.Tensor:
     lower = (labels < labels[i]) & (weights > 0)
     if keys is not None:
         lower &= keys == keys[i]
@@ -129,7 +131,7 @@ def _bpr(_: Any, own: torch.Tensor, labels: torch.Tensor, weights, keys, i: int)
     return (each * weights[lower]).sum() / weights[lower].sum()
 
 
-def _in_batch_softmax(made: Any, own: torch.Tensor, labels: torch.Tensor, weights, keys, i: int):
+def _in_batch_softmax(made: Any, own: torch.Tensor, labels: torch.Tensor, weights, keys, counts, i: int):
     query, item = own[i, : own.shape[1] // 2], own[:, own.shape[1] // 2 :]
     held = weights > 0
     if keys is not None:
@@ -137,6 +139,8 @@ def _in_batch_softmax(made: Any, own: torch.Tensor, labels: torch.Tensor, weight
     held[i] = True
     places = held.nonzero().squeeze(1)
     scores = item[places] @ query / made.temperature
+    if counts is not None:
+        scores = scores - torch.tensor([max(int(n), 1) for n in counts[places]]).log()
     return labels[i] * nn.CrossEntropyLoss()(scores.unsqueeze(0), (places == i).nonzero().squeeze(1))
 
 

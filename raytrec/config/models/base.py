@@ -27,11 +27,14 @@ class ModelSection(Section):
             made.
         retrieves: whether it has methods `query` and `item`, whose vectors' dot product orders the items for
             a query as its scores do; each looks at the features of its own side alone (`sides`).
+        own_loss_of_last: whether the loss of its own, if it gives one, is of the score that is its last
+            output.
     """
 
     path: ClassVar[str]
     gives_vectors: ClassVar[bool | None] = False
     retrieves: ClassVar[bool] = False
+    own_loss_of_last: ClassVar[bool] = False
     name: str
 
     @property

@@ -84,12 +84,14 @@ class Rows(NamedTuple):
         labels: float32 [N].
         weights: float32 [N], of each row in the task: 0 for padding and rows that do not count.
         keys: int64 [N], of the column that the loss is `by`; None where the task names none.
+        counts: int64 [N], of the task's item_count; None where it names none, or the loss reads none.
     """
 
     logits: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
     keys: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
 
 
 class BatchLoss(Loss):
@@ -98,10 +100,12 @@ class BatchLoss(Loss):
     Attributes:
         by: which of the task's columns says how rows belong together: group or item; None: neither.
         needs_column: whether the task must name that column.
+        reads_counts: whether it is given how often a row's item occurs (the task's item_count).
     """
 
     by: Literal["group", "item"] | None = None
     needs_column: bool = False
+    reads_counts: bool = False
 
     @abstractmethod
     def of_batch(self, batch: Rows, rows: slice) -> torch.Tensor:

@@ -16,8 +16,11 @@ class InBatchSoftmax(BatchLoss):
     of the global batch that count.
 
     Rows of label 0 have no loss of their own, but their items are among those that others are held against.
-    With the task's `item`, other rows of the same item are not held against a row. The model gives vectors
-    (two_tower does); a row's score is the product of its own two.
+    With the task's `item`, other rows of the same item are not held against a row. With its `item_count`, ln
+    of it is subtracted from the scores of every item (not from predictions): an item stands in a batch as
+    often as it occurs in the data, and without this, frequent items would be held down (log-Q correction; Yi
+    et al. 2019, https://doi.org/10.1145/3298689.3346996). Counts below 1 are taken for 1. The model gives
+    vectors (two_tower does); a row's score is the product of its own two.
 
     Args:
         temperature: > 0.
@@ -31,6 +34,7 @@ class InBatchSoftmax(BatchLoss):
     predicts = "score"
     reads_vectors = True
     by = "item"
+    reads_counts = True
 
     def __init__(self, temperature: float = 1.0):
         self.temperature = in_range("temperature", temperature, 0.0, 1e6, exclusive=True)
@@ -45,6 +49,8 @@ class InBatchSoftmax(BatchLoss):
 
         query_ND, item_ND = batch.logits.chunk(2, dim=1)
         scores_BN = query_ND[rows] @ item_ND.T / self.temperature
+        if batch.counts is not None:
+            scores_BN = scores_BN - batch.counts.clamp(min=1).to(scores_BN.dtype).log()
         places_N = torch.arange(len(batch.labels), device=scores_BN.device)
         places_B1 = places_N[rows].unsqueeze(1)
         held_BN = (batch.weights > 0).unsqueeze(0)
