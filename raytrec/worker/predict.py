@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raytrec.common import messages
+from raytrec.common.messages import Command, Restart
 from raytrec.data.spans import Span, SpanOrder, cut_spans, deal, still_to_do
 from raytrec.worker.context import WorkerContext, WorkerTask
 from raytrec.worker.prediction_files import Changed, Counts, PredictionFolder, PredictionTask
@@ -24,7 +25,11 @@ PROGRESS_S = 2.0  # between two messages of how far it is
 
 
 def predict_worker(task: WorkerTask) -> None:
-    """Predicts this rank's spans and writes them, then puts files of several together."""
+    """Predicts this rank's spans and writes them, then puts files of several together.
+
+    Raises:
+        Restart: on all ranks, when the group is to be started again; spans that are written stay.
+    """
     import torch.distributed as dist
 
     context = WorkerContext.enter(task)
@@ -36,7 +41,11 @@ def predict_worker(task: WorkerTask) -> None:
     done, complete = names[0]
     dealt = still_to_do(deal(spans, context.world, wanted.batch_rows), done)
     order = SpanOrder(dealt, wanted.batch_rows)
-    rows, seconds = _predict(context, order) if order.steps() else (0, 0.0)
+    try:
+        rows, seconds = _predict(context, order) if order.steps() else (0, 0.0)
+    except Restart:
+        context.close()
+        raise
     dist.barrier()
     context.enter_phase("putting files together", "evaluate")
     split = sorted(of_files(span for span in spans if span.path not in complete).items())
@@ -59,7 +68,9 @@ def _names(folder: PredictionFolder, spans: list[Span], wanted: PredictionTask) 
 def _predict(context: WorkerContext, order: SpanOrder) -> tuple[int, float]:
     """Predicts and writes this rank's spans; (rows of all ranks, seconds that it took)."""
     from raytrec.tasks.scoring import Scoring
+    from raytrec.worker.consensus import StepConsensus
     from raytrec.worker.load import load_step
+    from raytrec.worker.nonfinite import Known
 
     step = load_step(context, objective=Scoring)
     stream, total = context.stream("predict", order), order.steps()
@@ -67,6 +78,7 @@ def _predict(context: WorkerContext, order: SpanOrder) -> tuple[int, float]:
     context.report(messages.Start(total=total, step=0, workers=context.world))
     writer = SpanWriter(context.task.predictions, context.task.config.data.on_error == "skip")
     spans = _Spans(order.dealt[context.index], writer, list(context.task.schema.sparse))
+    consensus = StepConsensus()
     rows, began, told = 0, monotonic(), monotonic()
     try:
         batches = spans.watch(context.evaluation_batches(stream).batches())
@@ -77,6 +89,10 @@ def _predict(context: WorkerContext, order: SpanOrder) -> tuple[int, float]:
                 told = monotonic()
                 speed = {"rows_per_s": rows / max(1e-9, told - began)}
                 context.report(messages.Train(step=number, figures=speed))
+            agreed = consensus.exchange(context.heartbeat.command, Known(number, None), False)
+            if agreed is not None and agreed.command == Command.RESTART and number < total:
+                raise Restart(f"after {number} of {total} batches")
+        consensus.finish()
         spans.finish()
     finally:
         writer.close()

@@ -39,14 +39,16 @@ def wanted(folder, dataset, out, columns=("row",), files=None):
     return PredictionTask(str(out), str(folder), rows, ("score",), carried, "binding", BATCH, 200, "plan")
 
 
-def predict(rank, world, folder, out, changes, fail_after=None):
+def predict(rank, world, folder, out, changes, fail_after=None, restart_after=None):
     """One rank of predict_worker, with the weights that a new run begins with; rank 0's messages.
 
     Args:
         fail_after: spans that all ranks together write before they fail.
+        restart_after: batches after which rank 1 hears that the group is to be started again.
     """
     import torch
 
+    from raytrec.common.messages import Command
     from raytrec.config.schema import Schema
     from raytrec.data.fragments import scan
     from raytrec.data.stream import Stream
@@ -66,7 +68,14 @@ def predict(rank, world, folder, out, changes, fail_after=None):
     )
     context = WorkerContext(rank, world, torch.device("cpu"), task, Heartbeat(), 0)
     context.heartbeat.close = lambda: None
-    context.heartbeat.count_batches = lambda batches, after="step": batches
+
+    def counted(batches, after="step"):
+        for number, batch in enumerate(batches):
+            if number == restart_after and rank == 1:
+                context.heartbeat.command = Command.RESTART
+            yield batch
+
+    context.heartbeat.count_batches = counted
 
     def fresh(context, objective):
         return build_step(config, schema, context.device, objective=objective)[0]
@@ -151,15 +160,34 @@ def test_every_row_once_and_in_order(folder, tmp_path, world):
     assert result["figures"]["predicted"] == 1300 and result["figures"]["world_size"] == world
 
 
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    """The outputs of two ranks that nothing has disturbed."""
+    out = tmp_path_factory.mktemp("whole")
+    on_ranks(2, predict, folder, out, {})
+    return outputs(out)
+
+
 @pytest.mark.parametrize("fail_after", [0, 2, 4])
-def test_what_is_written_stays_and_the_rest_is_the_same_to_the_last_bit(folder, tmp_path, fail_after):
-    on_ranks(2, predict, folder, tmp_path / "whole", {})
+def test_what_is_written_stays_and_the_rest_is_the_same_to_the_last_bit(folder, whole, tmp_path, fail_after):
     with pytest.raises(RuntimeError, match="predictions cannot be written"):
         on_ranks(2, predict, folder, tmp_path / "again", {}, fail_after)
     before = {name: p.stat().st_mtime_ns for name, p in files(tmp_path / "again")}
     assert len(before) >= fail_after and not list((tmp_path / "again").rglob("*.tmp"))
     on_ranks(2, predict, folder, tmp_path / "again", {})
-    assert outputs(tmp_path / "again") == outputs(tmp_path / "whole")
+    assert outputs(tmp_path / "again") == whole
+    complete = {name for name in before if not name.startswith("_")}
+    assert all(dict(files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete)
+
+
+def test_a_group_that_is_to_be_started_again_ends_and_what_is_written_stays(folder, whole, tmp_path):
+    """Whichever rank hears of it; the next group may have another number of ranks."""
+    with pytest.raises(RuntimeError, match=r"Restart: after [5-9] of \d+ batches"):
+        on_ranks(2, predict, folder, tmp_path / "again", {}, None, 5)
+    before = {name: path.stat().st_mtime_ns for name, path in files(tmp_path / "again")}
+    assert len(before) > 0 and not list((tmp_path / "again").rglob("*.tmp"))
+    on_ranks(3, predict, folder, tmp_path / "again", {})
+    assert outputs(tmp_path / "again") == whole
     complete = {name for name in before if not name.startswith("_")}
     assert all(dict(files(tmp_path / "again"))[n].stat().st_mtime_ns == before[n] for n in complete)
 
