@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raytrec.config.base import PositiveInt, Section
+from raytrec.config.base import Few, PositiveInt, Section
+
+Side = Literal["query", "item"]  # of a model that retrieves
+Column = Annotated[str, Field(min_length=1)]
+
+
+class RetrievalSection(Section):
+    """Every evaluated row's item, ranked among all items; for models that give vectors of query and item."""
+
+    items: str = Field(
+        description="Folder or file of Parquet with one row for each item: its key and the features of the "
+        "item's side.",
+    )
+    item: Column = Field("item", description="The column that is an item's key, in items and evaluated rows.")
+    seen: list[Column] = Field(
+        default_factory=list,
+        max_length=20,
+        description="List columns of the evaluated rows, such as history: items that are left out of a row's "
+        "ranking, but for its own.",
+    )
+    at: list[Few] = Field(
+        [10], min_length=1, max_length=20, description="Places k that hit rate and NDCG are of."
+    )
 
 
 class EvalSection(Section):
@@ -24,6 +46,10 @@ class EvalSection(Section):
         description="Rows of an evaluation that a worker keeps in memory for metrics of an order or of "
         "groups. Beyond, areas under curves come from bins, with a bound on their error, and rows of groups "
         "go to temporary files.",
+    )
+    retrieval: RetrievalSection | None = Field(
+        None,
+        description="Rank every evaluated row's item among all items: items, item, seen, at; null: no.",
     )
     window_steps: Annotated[PositiveInt, Field(le=10_000)] | None = Field(
         None,

@@ -50,6 +50,7 @@ class Form:
         key_columns: columns that rows are grouped by (groups, items, slices): Batch.keys, in this order.
         groups: those of them whose rows are compared with each other, or counted: no floats.
         carry: columns that go along with their own types: Batch.carried.
+        carried_lists: those of them whose values are lists, of what groups can be.
         types: of key columns and carried ones in all files together; default: of each file, its own.
         from_folders: those that no column holds, but the folders that files are in: date=2026-11-07.
         read_labels: whether there are labels; without, they are 0.
@@ -64,6 +65,7 @@ class Form:
     key_columns: tuple[str, ...] = ()
     groups: frozenset[str] = frozenset()
     carry: tuple[str, ...] = ()
+    carried_lists: frozenset[str] = frozenset()
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
     from_folders: frozenset[str] = frozenset()
     read_labels: bool = True

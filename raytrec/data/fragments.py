@@ -74,6 +74,7 @@ def scan(
     key_columns: tuple[str, ...] = (),
     groups: Iterable[str] = (),
     carry: tuple[str, ...] = (),
+    carried_lists: Iterable[str] = (),
     declared: Iterable[str] = (),
     read_labels: bool = True,
     skip: bool = False,
@@ -85,7 +86,7 @@ def scan(
         key: the config key that named them, for messages.
         transforms: what is done to columns before they are held to the schema.
         between: first and last partition to read.
-        label_ranges, whole_labels, tasks, key_columns, groups, carry, read_labels: see Form.
+        label_ranges, whole_labels, tasks, key_columns, groups, carry, carried_lists, read_labels: see Form.
         declared: further columns that are to be there and could be carried.
         skip: skip files that are not whole, or whose columns are not the schema's.
 
@@ -102,6 +103,7 @@ def scan(
         key_columns=key_columns,
         groups=frozenset(groups),
         carry=carry,
+        carried_lists=frozenset(carried_lists),
         read_labels=read_labels,
         whole_labels=frozenset(whole_labels),
     )

@@ -74,9 +74,13 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
             _check_number(arrow.field(read.column).type, read.column, read.role, uri)
     for column in form.carried:
         if column not in form.from_folders:
-            _check_carried(arrow.field(column).type, column, column in form.key_columns, uri)
+            kind = plain(arrow.field(column).type)
+            if column in form.carried_lists:
+                _check_list(kind, column, uri)
+                kind = value_type(kind)
+            _check_carried(kind, column, column in form.key_columns, uri)
             if column in form.groups:
-                _check_group(plain(arrow.field(column).type), column, uri)
+                _check_group(plain(kind), column, uri)
     for column in schema.dense:
         _check_number(arrow.field(column).type, column, "dense column", uri)
     for feature, spec in schema.sparse.items():
@@ -152,6 +156,16 @@ def _check_carried(kind: pa.DataType, column: str, is_key: bool, uri: str) -> No
         expected="one value a row",
         do=_field_of(flat, column) or _by_hand(),
     )
+
+
+def _check_list(kind: pa.DataType, column: str, uri: str) -> None:
+    if not is_list(kind):
+        raise DataError(
+            f"'{column}', which says what rows have seen, is of type {_short(kind)}",
+            where=f"{uri}, column {column}",
+            expected="lists of items",
+            do="name another column in eval.retrieval.seen",
+        )
 
 
 def _check_group(kind: pa.DataType, column: str, uri: str) -> None:

@@ -16,12 +16,12 @@ import pyarrow as pa
 from raytrec.checkpoint.files import find, find_best, find_step
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.common.storage import absolute
+from raytrec.config.evaluation import Side
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import needed_transforms
 from raytrec.data.carried import in_folders, type_of_folders
 from raytrec.data.contents import fingerprint, look
-from raytrec.data.fragments import Dataset, list_files, read_footer, scan
+from raytrec.data.fragments import Dataset, list_files, read_footer
 from raytrec.data.prediction_columns import CarriedColumns
 from raytrec.data.spans import SPAN_ROWS
 from raytrec.data.verify import check_accused
@@ -31,11 +31,14 @@ from raytrec.driver.launch import run_group
 from raytrec.driver.predictions import Manifest, check_place, choose_columns, claim, clean, hold_folder
 from raytrec.driver.recorder import Watch
 from raytrec.driver.session import session_of
+from raytrec.driver.sides import open_inputs, side_of
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.task import Task, resolve_tasks
 from raytrec.worker.predict import predict_worker
 from raytrec.worker.prediction_files import Counts, PredictionFolder, PredictionTask
 from raytrec.worker.write_predictions import write_empty
+
+VECTOR = "vector"  # the column of vectors
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def predict(
     out: str,
     *,
     columns: Sequence[str] | None = None,
+    vectors: Side | None = None,
     workers: int | None = None,
     checkpoint: str | int | None = None,
     overrides: list[str] | None = None,
@@ -75,6 +79,8 @@ def predict(
         data: folder or file of Parquet, local or s3:// or gs://. It needs no labels.
         out: the folder to write to, likewise; all nodes must reach it.
         columns: columns of the input to carry; default: the run's data.carry.
+        vectors: in the place of scores, the vectors of the query's or the item's side, of whose features
+            alone the input needs to have columns.
         workers: number of workers; default: as the run was trained.
         checkpoint: of a run, a step, or "best" (by checkpoint.best_metric); default: the newest.
         overrides: `section.key=value` of data, scaling, plan and train, such as data.on_error=skip; and
@@ -83,16 +89,17 @@ def predict(
 
     Raises:
         RunError: no checkpoint there, or workers failed more often than scaling.max_failures. ConfigError:
-            `out` holds something else, or a setting is wrong. DataError: what is wrong with the input.
+            `out` holds something else, a setting is wrong, or the model gives no vectors. DataError: what is
+            wrong with the input.
     """
     began, out, data = perf_counter(), absolute(str(out)), absolute(str(data))
     changes = [f"scaling.num_workers={workers}"] if workers else []
     changes += overrides or []
-    config, schema, folder, index = _resolve(place, checkpoint, changes, allow_code)
+    config, schema, folder, index = resolve_checkpoint(place, checkpoint, changes, allow_code)
     tasks = resolve_tasks(config.tasks, schema)
-    scores, below = score_names(tasks), check_place(out, data)
+    scores, below = [VECTOR] if vectors else score_names(tasks), check_place(out, data)
     chosen = choose_columns(columns, config.data.carry, scores)
-    dataset, files = _open(data, config, schema)
+    dataset, files = _open(data, config, schema, vectors)
     carried = _carried(chosen, config, files)
     manifest = Manifest(
         run=config.run.name,
@@ -103,6 +110,7 @@ def predict(
         data=data,
         input=_input(dataset, files, below, config),
         rules={name: table.out_of_range for name, table in schema.tables.items()},
+        vectors=vectors,
     )
     batch_rows = _batch_rows(config, files)
     wanted = PredictionTask(
@@ -115,6 +123,7 @@ def predict(
         batch_rows,
         SPAN_ROWS,
         manifest.plan(batch_rows, SPAN_ROWS),
+        vectors,
     )
     target = PredictionFolder(out)
     with hold_folder(target):
@@ -130,7 +139,7 @@ def predict(
     return Predictions(metrics, out, [*chosen, *scores])
 
 
-def _resolve(
+def resolve_checkpoint(
     place: str | Path, checkpoint: str | int | None, changes: list[str], allow_code: bool
 ) -> tuple[RunConfig, Schema, str, dict[str, Any]]:
     """(configuration, schema, folder of the checkpoint, its index)."""
@@ -159,18 +168,9 @@ def score_names(tasks: Sequence[Task]) -> list[str]:
     return ["score"] if len(tasks) == 1 else [f"score_{task.name}" for task in tasks]
 
 
-def _open(data: str, config: RunConfig, schema: Schema) -> tuple[Dataset, dict[str, int]]:
+def _open(data: str, config: RunConfig, schema: Schema, side: Side | None) -> tuple[Dataset, dict[str, int]]:
     """(the dataset, each file that can be read → its rows); labels are not looked at."""
-    inputs = [name for name in schema.columns if name not in schema.labels]
-    skip = config.data.on_error == "skip"
-    dataset = scan(
-        data,
-        schema,
-        "--data",
-        transforms=needed_transforms(tuple(config.data.transforms), inputs),
-        read_labels=False,
-        skip=skip,
-    )
+    dataset = open_inputs(config, side_of(config, schema, side, "--vectors") if side else schema, data)
     check_accused(dataset)
     rows: dict[str, int] = {}
     for group in dataset.groups:
@@ -232,6 +232,7 @@ def _fill(
     """Predicts what is not complete yet; figures of this call."""
     complete = target.finished(wanted, names)
     kinds = [pa.float32() if task.outputs == 1 else pa.list_(pa.float32()) for task in tasks]
+    kinds = [pa.list_(pa.float32())] if wanted.side else kinds
     for path, rows in wanted.files.items():
         if not rows and path not in complete:
             write_empty(wanted, path, kinds)

@@ -23,6 +23,7 @@ from raytrec.data.fragments import Dataset, list_files, scan
 from raytrec.data.verify import check_accused
 from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import interrupted, resume_config
+from raytrec.driver.sides import open_items, with_retrieval
 from raytrec.driver.warm_start import config_from, schema_at
 from raytrec.tasks.columns import check_carried, columns_to_read
 from raytrec.tasks.task import resolve_tasks
@@ -79,6 +80,8 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     for transform in data.transforms:
         if isinstance(transform, LookupVocabulary):
             transform.vocabulary = place(transform.vocabulary)
+    if config.eval.retrieval:
+        config.eval.retrieval.items = place(config.eval.retrieval.items)
     server = os.environ.get("MLFLOW_TRACKING_URI")  # which a cluster's nodes can have
     tracking.uri = tracking.uri or server or f"sqlite:///{Path(run.dir).parent}/mlflow.db"
     return config
@@ -107,6 +110,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
         for name in ("train", "valid", "test")
         if (places := getattr(data, name))
     }
+    datasets |= open_items(config, schema, datasets)
     for dataset in datasets.values():
         check_accused(dataset)
     _check_tasks_have_rows(datasets["train"])
@@ -137,6 +141,9 @@ def open_dataset(
     data, tasks = config.data, resolve_tasks(config.tasks, schema)
     check_carried(tasks, config.eval.slices, data.carry)
     slices = [] if to_train else config.eval.slices
+    columns = columns_to_read(tasks, schema, slices)
+    if config.eval.retrieval and not to_train:
+        columns |= with_retrieval(columns, config.eval.retrieval)
     return scan(
         places,
         schema,
@@ -145,7 +152,7 @@ def open_dataset(
         between=(data.partitions.from_, data.partitions.to) if to_train else (None, None),
         declared=data.carry,
         skip=data.on_error == "skip",
-        **columns_to_read(tasks, schema, slices),
+        **columns,
     )
 
 

@@ -42,6 +42,7 @@ from raytrec.driver.prepare import (
 from raytrec.driver.recorder import Record, Watch
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
 from raytrec.driver.session import resume_command, run_in_session, session_of
+from raytrec.driver.sides import open_items
 from raytrec.driver.warm_start import check_fits
 from raytrec.report.drawing import EarlyDrawing
 from raytrec.tracking.mlflow import NoTracker, Tracker
@@ -322,21 +323,26 @@ def evaluate(
     places = absolute(data) if data else config.data.test or config.data.valid
     if not places:
         raise ConfigError("there is nothing to evaluate on", where=folder, expected="--data PARQUET")
-    dataset = open_dataset(config, schema, places, "--data")
-    check_accused(dataset)
+    if config.eval.retrieval:
+        config.eval.retrieval.items = absolute(config.eval.retrieval.items)
+    datasets = {"test": open_dataset(config, schema, places, "--data")}
+    datasets |= open_items(config, schema, datasets)
+    for dataset in datasets.values():
+        check_accused(dataset)
+    left_out = [error for dataset in datasets.values() for error in dataset.left_out]
     with (
         scratch_folder() as config.run.dir,
         RunConsole(config.run.name) as console,
         session_of(config),
     ):
-        for error in dataset.left_out:
+        for error in left_out:
             console.warn(f"skipped {error.where}: {error.what}")
-        figures = run_group("evaluate_worker", config, schema, {"test": dataset}, folder, Watch(console))
+        figures = run_group("evaluate_worker", config, schema, datasets, folder, Watch(console))
     metrics = {
         **figures,
-        "skipped_files": len(dataset.left_out),
+        "skipped_files": len(left_out),
         "seconds": round(perf_counter() - began, 3),
-        "name": f"{config.run.name} on {data or dataset.uri}",
+        "name": f"{config.run.name} on {data or datasets['test'].uri}",
     }
     return Result(metrics, Path(folder))
 

@@ -23,3 +23,7 @@ class HitRate(GroupMetric):
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
         found = groups.add(groups.relevant & (groups.ranks <= cls.k))
         return (found > 0).double(), groups.positives > 0
+
+    @classmethod
+    def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
+        return (ranks_N <= cls.k).double()

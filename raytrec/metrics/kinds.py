@@ -143,6 +143,16 @@ class GroupMetric(Metric):
         raise NotImplementedError
 
     @classmethod
+    def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
+        """Its values for N groups with one positive row each, whose label is 1: float64 [N]. Metrics that
+        have it are also those of full rankings (metrics/full_ranking.py).
+
+        Args:
+            ranks_N: of those rows, int64, from 1.
+        """
+        raise NotImplementedError
+
+    @classmethod
     def weights(cls, groups: Groups) -> torch.Tensor:
         """How much each group counts, float64 [G]: the mean weight of its rows, 1 without sample weights."""
         return groups.mean_weights

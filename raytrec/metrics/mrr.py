@@ -26,3 +26,7 @@ class MRR(GroupMetric):
             0, groups.of, groups.ranks.masked_fill(~groups.relevant, len(groups.of) + 1), "amin"
         )
         return 1 / first.double(), groups.positives > 0
+
+    @classmethod
+    def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
+        return 1 / ranks_N.double()

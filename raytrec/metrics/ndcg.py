@@ -28,3 +28,7 @@ class NDCG(GroupMetric):
         discounts = (groups.ranks + 1.0).double().log2().reciprocal() * (groups.ranks <= cls.k)
         reached, possible = groups.add(gains * discounts), groups.add(best * discounts)
         return reached / possible, possible > 0
+
+    @classmethod
+    def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
+        return (ranks_N + 1.0).double().log2().reciprocal() * (ranks_N <= cls.k)

@@ -147,11 +147,11 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
             where=f"{WHERE}: {reference}",
             expected=f"a whole number of at least 1 after @, as in {name}@10",
         )
-    return _at(found, int(places))  # type: ignore[arg-type]
+    return at_places(found, int(places))
 
 
 @cache
-def _at(metric: type[Metric], k: int) -> type[Metric]:
+def at_places(metric: type[T], k: int) -> type[T]:
     """A metric of so many places."""
     texts = {name: getattr(metric, name).replace("{k}", str(k)) for name in ("title", "label")}
     return type(metric.__name__, (metric,), {**texts, "name": f"{metric.name}@{k}", "k": k})

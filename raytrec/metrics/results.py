@@ -7,11 +7,14 @@ from math import isnan
 from typing import Any, NamedTuple
 
 from raytrec.common.formatting import number
+from raytrec.metrics.full_ranking import ITEMS, ROWS, UNKNOWN
 from raytrec.metrics.registry import BOUND, GROUPS, NO_POSITIVE, ONE_CLASS
-from raytrec.metrics.selection import Figure, figures_of
+from raytrec.metrics.selection import EVAL, Figure, figures_of
 
-EVAL = "eval."
 AFTER = {  # the metrics, in this order
+    EVAL + ROWS: ("rows whose item was ranked", "{:,}"),
+    EVAL + ITEMS: ("among so many items", "{:,}"),
+    EVAL + UNKNOWN: ("of an item that is not among them (never found)", "{:,}"),
     "eval.rows": ("rows evaluated", "{:,}"),
     "eval.skipped_rows": ("rows skipped in it", "{:,}"),
     "train.rows": ("rows trained", "{:,}"),
@@ -35,6 +38,7 @@ COUNTS = {  # beside a task's metrics of groups
     ONE_CLASS: "groups of one class (left out)",
 }
 WHEN_ANY = (  # 0 is not worth a line
+    EVAL + UNKNOWN,
     "eval.skipped_rows",
     "train.skipped_rows",
     "skipped_files",

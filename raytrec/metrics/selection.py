@@ -13,6 +13,7 @@ from raytrec.common.formatting import number
 from raytrec.config.evaluation import EvalSection
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.metrics.full_ranking import PREFIX, ranking_metrics
 from raytrec.metrics.registry import (
     DIRECTIONS,
     FORMAT,
@@ -27,6 +28,7 @@ from raytrec.metrics.registry import (
 from raytrec.tasks.task import Task, resolve_tasks
 
 ANY_FORMAT = "{:.4g}"
+EVAL = "eval."  # begins the keys of result.json that are of evaluations
 WORDS = {  # of Loss.predicts
     "probability": "probabilities",
     "number": "numbers in the label's units",
@@ -86,15 +88,25 @@ class Selection:
         tasks: task → it.
         of: task → its metrics.
         settings: as they were given.
+        of_ranking: the metrics of eval.retrieval, if it is set.
 
     Raises:
-        ConfigError: there is no such metric, two of a task have one name, or one does not suit its task.
+        ConfigError: there is no such metric, two of a task have one name, or one does not suit its task; a
+            task has the name that full rankings have.
     """
 
     def __init__(self, tasks: Sequence[Task], settings: EvalSection | None = None):
         self.settings = settings or EvalSection()
         self.tasks = {task.name: task for task in tasks}
         self.of: dict[str, list[type[Metric]]] = {}
+        retrieval = self.settings.retrieval
+        self.of_ranking = ranking_metrics(retrieval.at) if retrieval else []
+        if retrieval and len(tasks) > 1 and PREFIX in self.tasks:
+            raise ConfigError(
+                f"a task is called {PREFIX}, as the figures of eval.retrieval are",
+                where="tasks, eval.retrieval",
+                do="set name of that task",
+            )
         for task in tasks:
             found = [find_metric(reference, os.getcwd()) for reference in task.metrics]
             if twice := [m.name for i, m in enumerate(found) if m.name in {e.name for e in found[:i]}]:
@@ -118,12 +130,13 @@ class Selection:
 
     @property
     def figures(self) -> list[Figure]:
-        """All of them, task by task."""
-        return [
+        """All of them, task by task, then those of full rankings."""
+        of_tasks = [
             _figure(self.key(task, metric.name), metric, "" if len(self.of) == 1 else f"{task}: ")
             for task, metrics in self.of.items()
             for metric in metrics
         ]
+        return of_tasks + [_figure(f"{PREFIX}.{m.name}", m, f"{PREFIX}: ") for m in self.of_ranking]
 
     def described(self) -> list[dict[str, Any]]:
         """`figures` as JSON, for the start of a run and its result; `figures_of` reads it back."""
@@ -131,7 +144,7 @@ class Selection:
 
     def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         """What result.json says of the last evaluation."""
-        return {f"eval.{key}": value for key, value in figures.items()} | {"metrics": self.described()}
+        return {f"{EVAL}{key}": value for key, value in figures.items()} | {"metrics": self.described()}
 
     @property
     def ratios(self) -> dict[str, str]:
@@ -147,8 +160,8 @@ class Selection:
         """The figure that says which of several evaluations is the best.
 
         Args:
-            key: METRIC or TASK.METRIC; None: the first that should be low or high, those that training has
-                before those that it has not.
+            key: METRIC, TASK.METRIC or retrieval.METRIC, or one of these after `eval.`; None: the first that
+                should be low or high, those that training has before those that it has not.
             where: the key of the configuration that it comes from.
 
         Raises:
@@ -157,11 +170,12 @@ class Selection:
         able = {figure.key: figure for figure in self.figures if figure.better}
         if key is None and able:
             return min(able.values(), key=lambda figure: (not figure.directed, not figure.sums))
+        key = str(key).removeprefix(EVAL)
         if key not in able and len(self.of) == 1:  # which may be named all the same
-            key = str(key).removeprefix(f"{next(iter(self.of))}.")
+            key = key.removeprefix(f"{next(iter(self.of))}.")
         if key in able:
             return able[key]
-        near = did_you_mean(str(key), list(able))
+        near = did_you_mean(key, list(able))
         raise ConfigError(
             f"{where} is {key}, which is no metric of the tasks that has a direction"
             + (f"; did you mean {near}?" if near else ""),

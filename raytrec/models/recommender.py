@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.config.evaluation import Side
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -58,19 +59,27 @@ class ModelCall:
         embeddings: dict[str, torch.Tensor],
         sparse: KeyedJaggedTensor,
         rows: slice = slice(None),
+        side: Side | None = None,
     ) -> torch.Tensor:
-        """The logits of some rows.
+        """The logits of some rows; or one side's vectors, float32 [rows, width].
 
         Args:
             dense: float32 [rows, dense columns]. embeddings: key → float32 [rows, dim].
             sparse: the whole batch's. rows: which rows of it these are.
+            side: of a model that retrieves (raytrec/models); None: logits.
         """
         inputs = self._sequences(embeddings, sparse, rows) if self._sequences else embeddings
+        called = getattr(model, side) if side else model
         if not self._bf16:
-            return model(dense, inputs)
+            return last_vectors(called(dense, inputs)) if side else called(dense, inputs)
         with torch.autocast(dense.device.type, torch.bfloat16):
-            logits = model(dense, inputs)
-        return logits.float()
+            given = called(dense, inputs)
+        return last_vectors(given.float()) if side else given.float()
+
+
+def last_vectors(vectors: torch.Tensor) -> torch.Tensor:
+    """[rows, width], also where a query has a vector for each of several outputs: of these, the last."""
+    return vectors[:, -1] if vectors.dim() == 3 else vectors
 
 
 def build_recommender(

@@ -27,7 +27,7 @@ class WorkerTask:
     """What the driver hands to every rank.
 
     Attributes:
-        datasets: "train", "valid", "test" → Dataset, as far as there are any.
+        datasets: "train", "valid", "test" and "items" (eval.retrieval) → Dataset, as far as there are any.
         coordinator: the actor of driver.coordinator.start_coordinator.
         checkpoint: the folder of all checkpoints (training), or the one to read (evaluation).
         fingerprint: of the training data's row groups; "" where nothing is trained.
@@ -120,13 +120,15 @@ class WorkerContext:
         return f"{self.task.config.run.dir}/{SKIPPED}" if "train" in self.task.datasets else None
 
     def streams(self, train: Order, evaluation: Order):
-        """The Streams of training, of evaluations while training, and of the last one (or None)."""
-        valid, test = self.stream("valid", evaluation), self.stream("test", evaluation)
-        return self.stream("train", train), valid or test, test or valid
+        """The Streams of training, of evaluations while training, of the last one, and of the items of
+        eval.retrieval; None where there are none."""
+        valid, test, items = (self.evaluation_stream(name, evaluation) for name in ("valid", "test", "items"))
+        return self.stream("train", train), valid or test, test or valid, items
 
-    def evaluation_batches(self, stream):
-        """The same stream; each of its batches counts as progress."""
-        return _Watched(stream, self.heartbeat)
+    def evaluation_stream(self, name: str, order: Order | SpanOrder):
+        """The same as `stream`; each of its batches counts as progress."""
+        stream = self.stream(name, order)
+        return stream and _Watched(stream, self.heartbeat)
 
     def close(self) -> None:
         """This rank has done its work."""

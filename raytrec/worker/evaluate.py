@@ -19,6 +19,7 @@ from raytrec.metrics.sums import ROWS, Sums
 from raytrec.tasks.outputs import Outputs
 from raytrec.tasks.task import key_columns
 from raytrec.worker.fetch import Fetch
+from raytrec.worker.full_ranking import ranking_of
 from raytrec.worker.gather import gather_to_first, place_for
 from raytrec.worker.nonfinite import LATE
 from raytrec.worker.step import Step
@@ -28,7 +29,7 @@ SLICES = "slices"  # the key of the figures of slices
 
 
 def evaluate(
-    step: Step, stream: Stream, device: torch.device, selection: Selection
+    step: Step, stream: Stream, device: torch.device, selection: Selection, items: Stream | None = None
 ) -> tuple[dict[str, Any], Curves | None]:
     """Metrics and curves over all rows of the stream's dataset; a collective.
 
@@ -36,10 +37,14 @@ def evaluate(
     and sorted or grouped by all ranks together (metrics/over_ranks). Only for a RowMetric of the user's all
     rows are gathered on rank 0.
 
+    Args:
+        items: those of eval.retrieval, among which every row's item is ranked; None: it is not.
+
     Returns:
         rows, skipped_rows (data.on_error), each metric with what is counted beside it, by their keys, None
         where it is not defined: on every rank, but for RowMetrics, which are None elsewhere than on rank 0.
-        With eval.slices also slices: task → column → slices.summarize. And on rank 0 the curves of metrics
+        With `items` also retrieval.METRIC and counts beside it; with eval.slices also slices: task → column →
+        slices.summarize. And on rank 0 the curves of metrics
         that have one: key of the curve → its points and the key of its metric; None where there is none.
 
     Raises:
@@ -54,7 +59,11 @@ def evaluate(
     ]
     slices = selection.settings.slices
     names = Names(slices, key_columns(list(selection.tasks.values()), slices))
-    for outputs in step.evaluate(names.note(stream.batches())):
+    ranking = ranking_of(selection, device, step, items)
+    batches = names.note(stream.batches())
+    for outputs in step.evaluate(ranking.note(batches), "query") if ranking else step.evaluate(batches):
+        if ranking:
+            ranking.add(outputs.vectors)
         sums.add(outputs)
         for each in collected:
             each.add(outputs)
@@ -74,6 +83,8 @@ def evaluate(
         if task in gathered:
             found, drawn = gathered[task].figures(device)
             further, curves = further | found, curves | drawn
+    if ranking:
+        further |= ranking.figures()
     if slices:
         further[SLICES] = {task: rows.slices(exchange, place, names.of) for task, rows in kept.items()}
     return {**further, **figures, "skipped_rows": skipped}, (exchange.rank == 0 and curves) or None

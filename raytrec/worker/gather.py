@@ -36,8 +36,9 @@ def gather_to_first(
     return torch.cat(wholes) if first else None
 
 
-def place_for(rows: int, device: torch.device) -> torch.device:
-    """Where the AUC of so many rows is computed: on a GPU if half of its free memory is enough."""
-    if device.type == "cuda" and rows * AUC_BYTES > torch.cuda.mem_get_info(device)[0] // 2:
+def place_for(rows: int, device: torch.device, row_bytes: int = AUC_BYTES) -> torch.device:
+    """Where something of so many rows is kept or computed, by default their AUC: on a GPU if half of its free
+    memory is enough."""
+    if device.type == "cuda" and rows * row_bytes > torch.cuda.mem_get_info(device)[0] // 2:
         return torch.device("cpu")
     return device

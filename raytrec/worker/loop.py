@@ -30,7 +30,7 @@ def train_worker(task: WorkerTask) -> None:
 
     context = WorkerContext.enter(task)
     config, order = task.config, train_order(task.config)
-    train, valid, test = context.streams(order, evaluation_order(config))
+    train, valid, test, items = context.streams(order, evaluation_order(config))
     epoch_steps, total = order.steps(train.dataset.rows), total_steps(config, train.dataset.rows)
 
     context.enter_phase("building the model", "plan")
@@ -75,7 +75,7 @@ def train_worker(task: WorkerTask) -> None:
                 checkpoints.after_step(outputs)
             progress.clock.pause(context.device)
             if progress.step < total and not progress.evaluated:
-                figures, curves = evaluate(step, context.evaluation_batches(valid), context.device, selection)
+                figures, curves = evaluate(step, valid, context.device, selection, items)
                 progress.evaluation = {"step": progress.step, **figures}
                 stopping.after_evaluation()
                 context.report(messages.Eval(step=progress.step, figures=figures, curves=curves))
@@ -95,7 +95,7 @@ def train_worker(task: WorkerTask) -> None:
     result = progress.result() | stopping.result() | {"world_size": context.world}
     if test:
         context.enter_phase("evaluating", "evaluate")
-        figures, curves = evaluate(step, context.evaluation_batches(test), context.device, selection)
+        figures, curves = evaluate(step, test, context.device, selection, items)
         context.report(messages.Final(step=progress.step, figures=figures, curves=curves))
         result |= selection.result(figures)
     result |= observers.result()
@@ -116,8 +116,9 @@ def evaluate_worker(task: WorkerTask) -> None:
     step = load_step(context)
     context.enter_phase("evaluating", "evaluate")
     selection = Selection.of_config(task.config, task.schema)
-    stream = context.stream("test", evaluation_order(task.config))
-    figures, _ = evaluate(step, context.evaluation_batches(stream), context.device, selection)
+    order = evaluation_order(task.config)
+    test, items = (context.evaluation_stream(name, order) for name in ("test", "items"))
+    figures, _ = evaluate(step, test, context.device, selection, items)
     figures = selection.result(figures) | {"world_size": context.world}
     context.report(messages.Result(step=0, figures=figures))
     context.close()

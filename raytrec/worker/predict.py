@@ -73,16 +73,17 @@ def _predict(context: WorkerContext, order: SpanOrder) -> tuple[int, float]:
     from raytrec.worker.nonfinite import Known
 
     step = load_step(context, objective=Scoring)
-    stream, total = context.stream("predict", order), order.steps()
+    stream, total = context.evaluation_stream("predict", order), order.steps()
     context.enter_phase("predicting", "evaluate")
     context.report(messages.Start(total=total, step=0, workers=context.world))
     writer = SpanWriter(context.task.predictions, context.task.config.data.on_error == "skip")
-    spans = _Spans(order.dealt[context.index], writer, list(context.task.schema.sparse))
+    spans = _Spans(order.dealt[context.index], writer, list(stream.dataset.form.schema.sparse))
+    side = context.task.predictions.side
     consensus = StepConsensus()
     rows, began, told = 0, monotonic(), monotonic()
     try:
-        batches = spans.watch(context.evaluation_batches(stream).batches())
-        for number, outputs in enumerate(step.evaluate(batches), 1):
+        batches = spans.watch(stream.batches())
+        for number, outputs in enumerate(step.evaluate(batches, side, vectors_alone=bool(side)), 1):
             spans.take(outputs, order.local_rows(context.index, number - 1))
             rows += order.global_rows(None, number - 1)
             if monotonic() - told > PROGRESS_S or number == total:
@@ -104,7 +105,7 @@ class _Spans:
 
     Args:
         spans: of this rank, in the order in which they are read.
-        features: names of the sparse features.
+        features: names of the sparse features that are read.
     """
 
     def __init__(self, spans: list[Span], writer: SpanWriter, features: list[str]):
@@ -126,7 +127,9 @@ class _Spans:
 
         changed = self._changed.popleft()
         if rows:
-            scores = [Fetch(each.predictions[:rows]) for each in outputs.tasks.values()]
+            given = [each.predictions for each in outputs.tasks.values()]
+            given = given if outputs.vectors is None else [outputs.vectors]
+            scores = [Fetch(each[:rows]) for each in given]
             self._coming.append(((scores, Fetch(outputs.rows[:rows])), rows, changed))
         if len(self._coming) > LATE:
             self._read()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -14,6 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.compat.fbgemm import updates_uncounted
+from raytrec.config.evaluation import Side
 from raytrec.config.sections import Schedule
 from raytrec.data.batch import Batch
 from raytrec.embeddings.averages import average_of
@@ -59,6 +61,8 @@ class Head(nn.Module):
         model, call: of the Recommender. The others: of LossModel.
 
     Attributes:
+        side: whose vectors are given with the outputs of evaluations; None: nobody's.
+        vectors_alone: whether nothing else is given of them then: no logits, and so nothing of any task.
         verdict: whether the last step is skipped: no gradient reaches a table, and `nonfinite.SkipBad` keeps
             the optimizers still. None unless `skip_bad`, and before the first step.
     """
@@ -75,8 +79,22 @@ class Head(nn.Module):
         self.model, self._call, self._objective = model, call, objective
         self._micro_batches, self._skip_bad = micro_batches, skip_bad
         self.verdict: Verdict | None = None
+        self.side: Side | None = None
+        self.vectors_alone = False
 
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
+        if self.side is None:
+            return self._loss_and_outputs(pooled, batch)
+        vectors = self._call(self.model, batch.dense, pooled, batch.sparse, side=self.side)
+        if self.vectors_alone:
+            nothing = vectors.new_zeros(())
+            return nothing, Outputs({}, batch.weights, nothing, vectors=vectors)
+        loss, outputs = self._loss_and_outputs(pooled, batch)
+        return loss, replace(outputs, vectors=vectors)
+
+    def _loss_and_outputs(
+        self, pooled: dict[str, torch.Tensor], batch: Batch
+    ) -> tuple[torch.Tensor, Outputs]:
         guarded = self._skip_bad and self.training
         if guarded:
             pooled = {feature: Gate.apply(values, self) for feature, values in pooled.items()}
@@ -208,12 +226,33 @@ class Step:
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def evaluate(self, batches: Iterator[Batch]) -> Iterator[Outputs]:
-        """Forward only, over all batches; with train.ema, of the averages of the dense weights."""
+    def evaluate(
+        self, batches: Iterator[Batch], side: Side | None = None, vectors_alone: bool = False
+    ) -> Iterator[Outputs]:
+        """Forward only, over all batches; with train.ema, of the averages of the dense weights.
+
+        Args:
+            side: whose vectors are given, too (Outputs.vectors); the model retrieves, then.
+            vectors_alone: give nothing else, of rows that have this side's features alone.
+        """
         self.model.eval()
-        with torch.no_grad(), updates_uncounted(self.model), self._averaged():
+        with (
+            torch.no_grad(),
+            updates_uncounted(self.model),
+            self._averaged(),
+            self._giving(side, vectors_alone),
+        ):
             while (outputs := self._progress(batches)) is not None:
                 yield outputs
+
+    @contextmanager
+    def _giving(self, side: Side | None, vectors_alone: bool) -> Iterator[None]:
+        head = next(module for module in self.model.modules() if isinstance(module, Head))
+        head.side, head.vectors_alone = side, vectors_alone
+        try:
+            yield
+        finally:
+            head.side, head.vectors_alone = None, False
 
     def _progress(self, batches: Iterator[Batch]) -> Outputs | None:
         """One step of the pipeline; None when it has run empty."""

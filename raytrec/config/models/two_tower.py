@@ -24,6 +24,7 @@ class TwoTowerSection(ModelSection):
     """One vector for the query, one for the item, and their dot product (models/two_tower.py)."""
 
     gives_vectors: ClassVar[bool | None] = True
+    retrieves: ClassVar[bool] = True
     name: Literal["two_tower"] = Field(description="The model.")
     towers: Towers = Field(
         description="Which features belong to which tower: each to one. Patterns as 'user*'."
@@ -38,6 +39,9 @@ class TwoTowerSection(ModelSection):
 
     def check(self, schema: Schema) -> None:
         self.members(schema)
+
+    def sides(self, schema: Schema) -> dict[str, set[str]]:
+        return self.members(schema)
 
     def members(self, schema: Schema) -> dict[str, set[str]]:
         """Tower → its features and columns; each name of the schema is in one.

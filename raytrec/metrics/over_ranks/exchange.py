@@ -53,6 +53,24 @@ class Exchange:
             torch.cat(parts) if parts else column[:0] for column, parts in zip(columns, came, strict=True)
         ]
 
+    def gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The rows of all ranks, rank after rank, on each of them.
+
+        Args:
+            columns: [N, …] each, of any dtypes; N may differ between ranks.
+        """
+        counts = self.stack(torch.tensor([len(columns[0])])).flatten().tolist()
+        whole = []
+        for column in columns:
+            padded = column.new_zeros(max(counts), *column.shape[1:], device=self.device)
+            padded[: len(column)] = column.to(self.device)
+            parts = [torch.empty_like(padded) for _ in counts]
+            dist.all_gather(parts, padded)
+            whole.append(
+                torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)]).to(column.device)
+            )
+        return whole
+
     def add(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in host memory."""
         total = values.to(self.device, copy=True)

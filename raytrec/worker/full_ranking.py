@@ -1,0 +1,213 @@
+"""Where the item of an evaluated row stands among all items (eval.retrieval): exact, on any number of ranks.
+
+The items' vectors are computed once an evaluation and stay on the rank that computed them. A batch's queries
+go to all ranks; each holds them against its own items, block by block, and what they count is added up. So no
+rank has all items, and queries × items are never in memory at once.
+
+A score is the dot product of two float32 vectors, summed up in float64 and rounded to float32: equal vectors
+have equal scores, in whichever block they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from raytrec.data.batch import Batch
+from raytrec.data.form import one_array, unnest
+from raytrec.data.keys import keys_of
+from raytrec.metrics.full_ranking import ITEMS, PREFIX, ROWS, UNKNOWN
+from raytrec.metrics.over_ranks.exchange import Exchange
+from raytrec.metrics.over_ranks.groups import RELEVANT
+from raytrec.metrics.selection import Selection
+from raytrec.worker.gather import place_for
+from raytrec.worker.step import Step
+
+CELLS = 1 << 22  # queries × items of a block: 52 MiB while it is counted
+
+
+class FullRanking:
+    """The ranking of one evaluation.
+
+    Rows count whose label in the first task is positive, and whose weight there is not 0.
+
+    Args:
+        selection: of the run; its settings say which columns are read.
+        device: that the model is on.
+        cells: see CELLS.
+    """
+
+    def __init__(self, selection: Selection, device: torch.device, cells: int = CELLS):
+        self._selection, self._settings = selection, selection.settings.retrieval
+        self._task = next(iter(selection.tasks.values()))
+        self._exchange, self._device, self._cells = Exchange(device), device, cells
+        self._coming: deque[Queries] = deque()
+        self._items: Items | None = None
+        self._sums = torch.zeros(len(selection.of_ranking), dtype=torch.float64, device=device)
+        self._rows = self._unknown = 0
+
+    def take_items(self, step: Step, items: Any) -> None:
+        """Computes the vectors of all items; a collective.
+
+        Args:
+            items: the Stream of eval.retrieval.items.
+        """
+        keys: list[np.ndarray] = []
+
+        def noted() -> Iterator[Batch]:
+            for batch in items.batches():
+                keys.append(keys_of(one_array(batch.carried[self._settings.item])))
+                yield batch
+
+        rows = items.dataset.rows // self._exchange.world + 1
+        parts, place = [], None
+        for outputs in step.evaluate(noted(), "item", vectors_alone=True):
+            vectors = outputs.vectors[outputs.rows > 0]
+            place = place or place_for(rows, self._device, 4 * vectors.shape[1])
+            parts.append(vectors.to(place))
+        self._items = Items.make(torch.from_numpy(np.concatenate(keys)), torch.cat(parts))
+
+    def note(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; what they ask for is kept until their vectors come."""
+        for batch in batches:
+            self._coming.append(self._queries(batch))
+            yield batch
+
+    def _queries(self, batch: Batch) -> Queries:
+        there = batch.weights > 0
+        weights = batch.weights if batch.task_weights is None else batch.task_weights[:, 0]
+        counted = there & (weights > 0) & (batch.labels[:, self._task.column] > RELEVANT)
+        asked = counted[there].numpy()
+        carried = batch.carried.filter(asked)
+        items = keys_of(one_array(carried[self._settings.item]))
+        of, seen = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for column in self._settings.seen:
+            offsets, values = unnest(one_array(carried[column]))
+            of.append(np.repeat(np.arange(len(items)), np.diff(offsets)))
+            seen.append(keys_of(values))
+        order = np.argsort(np.concatenate(of), kind="stable")
+        lengths = np.bincount(np.concatenate(of), minlength=len(items))
+        found = (torch.from_numpy(part) for part in (items, lengths, np.concatenate(seen)[order]))
+        return Queries(counted.nonzero().squeeze(1), *found)
+
+    def add(self, vectors_BD: torch.Tensor) -> None:
+        """Ranks the items of the next batch's rows, given the vectors of all of its rows; a collective."""
+        asked = self._coming.popleft()
+        mine = vectors_BD[asked.rows.to(vectors_BD.device)]
+        queries, items, lengths = self._exchange.gather([mine, asked.items, asked.lengths])
+        (seen,) = self._exchange.gather([asked.seen])
+        if not len(items):
+            return
+        of = torch.arange(len(items)).repeat_interleave(lengths)
+        ranks_Q, known_Q = self._ranks(queries, items, of, seen)
+        for place, metric in enumerate(self._selection.of_ranking):
+            self._sums[place] += metric.of_ranks(ranks_Q)[known_Q].sum()
+        self._rows += len(items)
+        self._unknown += len(items) - int(known_Q.sum())
+
+    def _ranks(self, queries_QD: torch.Tensor, *asked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ranks int64 [Q], from 1; which of the items there are bool [Q]); a collective."""
+        keys_Q, of_S, seen_S = (part.to(self._items.keys.device) for part in asked)
+        own_Q, place_S = self._items.find(keys_Q), self._items.find(seen_S)
+        scores_Q = self._items.scores(queries_QD, own_Q)
+        here_Q = (own_Q >= 0).to(scores_Q.device)
+        said = self._exchange.add(torch.stack([scores_Q.double(), here_Q.double()]))
+        scores_Q, known_Q = said[0].float().to(self._device), said[1].to(self._device) > 0
+        number = torch.arange(len(keys_Q), device=own_Q.device)
+        left_out = torch.stack([torch.cat([of_S, number]), torch.cat([place_S, own_Q])])
+        above_Q = self._items.count_above(queries_QD, scores_Q, left_out[:, left_out[1] >= 0], self._cells)
+        return 1 + self._exchange.add(above_Q).to(self._device), known_Q
+
+    def figures(self) -> dict[str, float | None]:
+        """Its figures, by their keys; None where no row counted. The same on all ranks."""
+        found: dict[str, float | None] = {
+            f"{PREFIX}.{metric.name}": total / self._rows if self._rows else None
+            for metric, total in zip(self._selection.of_ranking, self._sums.tolist(), strict=True)
+        }
+        counts = self._exchange.add(torch.tensor([len(self._items.keys)]))
+        return found | {ROWS: self._rows, ITEMS: int(counts), UNKNOWN: self._unknown}
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The rows of a batch that ask, on the host.
+
+    Attributes:
+        rows: their places in the batch, int64 [Q]. items: keys of their items, int64 [Q].
+        lengths: how many items each has seen, int64 [Q]. seen: their keys, query after query, int64 [S].
+    """
+
+    rows: torch.Tensor
+    items: torch.Tensor
+    lengths: torch.Tensor
+    seen: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items of one rank, by their keys.
+
+    Attributes:
+        keys: int64 [N], rising. vectors: float32 [N, D], in their order.
+    """
+
+    keys: torch.Tensor
+    vectors: torch.Tensor
+
+    @classmethod
+    def make(cls, keys_N: torch.Tensor, vectors_ND: torch.Tensor) -> Items:
+        """Of items in any order."""
+        keys, order = keys_N.to(vectors_ND.device).sort()
+        return cls(keys, vectors_ND[order])
+
+    def find(self, keys_K: torch.Tensor) -> torch.Tensor:
+        """The places of keys, int64 [K]; -1 where this rank has no such item."""
+        if not len(self.keys):
+            return torch.full_like(keys_K, -1)
+        places = torch.searchsorted(self.keys, keys_K).clamp(max=len(self.keys) - 1)
+        return torch.where(self.keys[places] == keys_K, places, -1)
+
+    def scores(self, queries_QD: torch.Tensor, places_Q: torch.Tensor) -> torch.Tensor:
+        """The score of an item for each query, float32 [Q]; 0 where the place is -1."""
+        found = torch.zeros(len(places_Q), device=queries_QD.device)
+        here = places_Q >= 0
+        items = self.vectors[places_Q[here]].to(queries_QD.device).double()
+        here = here.to(queries_QD.device)
+        found[here] = (queries_QD[here].double() * items).sum(1).float()
+        return found
+
+    def count_above(
+        self, queries_QD: torch.Tensor, scores_Q: torch.Tensor, left_out: torch.Tensor, cells: int
+    ) -> torch.Tensor:
+        """How many items have a score that is not below the given one, int64 [Q]; NaN is below nothing.
+
+        Args:
+            left_out: [2, P], queries and places of items that do not count for them.
+            cells: queries × items that are held at a time.
+        """
+        device, block = queries_QD.device, max(1, cells // max(1, len(queries_QD)))
+        left_out = left_out[:, left_out[1].argsort()]
+        starts = torch.arange(0, len(self.keys) + block, block, device=left_out.device)
+        bounds = torch.searchsorted(left_out[1].contiguous(), starts).tolist()
+        queries, above_Q = queries_QD.double(), torch.zeros(len(queries_QD), dtype=torch.int64, device=device)
+        for number, start in enumerate(range(0, len(self.keys), block)):
+            items = self.vectors[start : start + block].to(device).double()
+            above = ~((queries @ items.T).float() < scores_Q.unsqueeze(1))
+            of, places = left_out[:, bounds[number] : bounds[number + 1]].to(device)
+            above[of, places - start] = False
+            above_Q += above.sum(1)
+        return above_Q
+
+
+def ranking_of(selection: Selection, device: torch.device, step: Step, items: Any) -> FullRanking | None:
+    """The ranking of an evaluation that begins, with the items' vectors; a collective. None without items."""
+    if items is None:
+        return None
+    ranking = FullRanking(selection, device)
+    ranking.take_items(step, items)
+    return ranking

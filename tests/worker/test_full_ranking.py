@@ -1,0 +1,147 @@
+"""Items ranked among all items on 1, 2 and 3 ranks, against the definition in plain NumPy."""
+
+from math import log2
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from ranks import on_ranks
+
+from raytrec.config.evaluation import EvalSection
+from raytrec.config.schema import Schema
+from raytrec.config.tasks import TaskSection
+from raytrec.metrics.selection import Selection
+from raytrec.tasks.outputs import Outputs
+from raytrec.tasks.task import resolve_tasks
+
+ITEMS, ROWS, WIDTH, AT = 47, 60, 4, (1, 5)
+SCHEMA = Schema.parse(
+    {
+        "labels": ["y"],
+        "sparse": {"item": {"table": "item"}},
+        "tables": {"item": {"rows": 9, "dim": 4}},
+    },
+    "here",
+)
+PARTS = {1: [1.0], 2: [0.3, 1.0], 3: [0.2, 0.2, 1.0]}  # of rows and items that end with each rank
+
+
+def rows(texts=False, seed=0):
+    """Vectors with many ties, and a NaN; items that are seen, repeated, and not there; rows that do not."""
+    draw = np.random.default_rng(seed)
+    keys = draw.permutation(ITEMS) * 10**12
+    items = draw.integers(-1, 2, (ITEMS, WIDTH)).astype(np.float32)
+    items[3] = np.nan
+    of_row = np.append(draw.choice(keys, ROWS - 2), [5, keys[3]])
+    seen = [list(draw.choice(keys, draw.integers(0, 9))) + [7] * (i % 2) for i in range(ROWS)]
+    seen[1], seen[2] = None, [of_row[2], of_row[2]]
+    other = [list(draw.choice(keys, i % 3)) for i in range(ROWS)]
+    name = (lambda key: None if key is None else f"item {key}") if texts else (lambda key: key)
+    return {
+        "keys": [name(key) for key in keys.tolist()],
+        "vectors": items,
+        "queries": draw.integers(-1, 2, (ROWS, WIDTH)).astype(np.float32),
+        "item": [name(key) for key in of_row.tolist()],
+        "seen": [each and [name(int(key)) for key in each] for each in seen],
+        "other": [[name(int(key)) for key in each] for each in other],
+        "labels": (draw.random(ROWS) < 0.8).astype(np.float32),
+        "weights": (draw.random(ROWS) < 0.9).astype(np.float32),
+    }
+
+
+def definition(given, places):
+    """The figures, row by row."""
+    place, ranks = {key: i for i, key in enumerate(given["keys"])}, []
+    for i in range(ROWS):
+        if not given["labels"][i] or not given["weights"][i]:
+            continue
+        own = place.get(given["item"][i])
+        left_out = {place.get(key) for key in [*(given["seen"][i] or []), *given["other"][i]]} | {own}
+        scores = (given["vectors"].astype(np.float64) @ given["queries"][i]).astype(np.float32)
+        others = np.array([j not in left_out for j in range(ITEMS)])
+        ranks.append(None if own is None else 1 + int((others & ~(scores < scores[own])).sum()))
+    found = {f"hit_rate@{k}": np.mean([r is not None and r <= k for r in ranks]) for k in places}
+    found |= {
+        f"ndcg@{k}": np.mean([0 if r is None or r > k else 1 / log2(1 + r) for r in ranks]) for k in places
+    }
+    found["mrr"] = np.mean([0 if r is None else 1 / r for r in ranks])
+    found |= {"rows": len(ranks), "items": ITEMS, "unknown_items": ranks.count(None)}
+    return {f"retrieval.{name}": value for name, value in found.items()}
+
+
+class Step:
+    """In the place of a worker's: what its model gives."""
+
+    def __init__(self, device):
+        self._device = device
+
+    def evaluate(self, batches, side=None, vectors_alone=False):
+        assert side == ("item" if vectors_alone else "query")
+        for batch in list(batches):  # the pipeline is ahead of what it gives
+            nothing = torch.zeros((), device=self._device)
+            yield Outputs({}, batch.weights.to(self._device), nothing, vectors=batch.vectors.to(self._device))
+
+
+def batches(columns, vectors, rank, world, **more):
+    """This rank's rows in 3 batches, with padding between them."""
+    ends = [0, *(round(len(vectors) * share) for share in PARTS[world])]
+    for mine in np.array_split(np.arange(ends[rank], ends[rank + 1]), 3):
+        padded = np.append(mine, [0, 0])
+        yield SimpleNamespace(
+            carried=pa.table(columns).take(mine),
+            vectors=torch.from_numpy(vectors[padded]),
+            weights=(torch.arange(len(padded)) < len(mine)).float(),
+            **{name: torch.from_numpy(values[padded]).unsqueeze(1) for name, values in more.items()},
+        )
+
+
+def ranked(rank, world, given, cells):
+    import torch.distributed as dist
+
+    from raytrec.worker.full_ranking import FullRanking
+
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
+    settings = EvalSection(retrieval={"items": "items", "seen": ["seen", "other"], "at": AT})
+    selection = Selection(resolve_tasks([TaskSection(label="y", metrics=[])], SCHEMA), settings)
+    assert [f.key for f in selection.figures] == list(definition(given, AT))[:-3]
+    ranking, step = FullRanking(selection, device, cells), Step(device)
+    all_items = SimpleNamespace(
+        batches=lambda: batches({"item": given["keys"]}, given["vectors"], rank, world),
+        dataset=SimpleNamespace(rows=ITEMS),
+    )
+    ranking.take_items(step, all_items)
+    kind = pa.list_(pa.array(given["keys"]).type)
+    columns = {"item": given["item"]} | {n: pa.array(given[n], kind) for n in ("seen", "other")}
+    own = batches(
+        columns, given["queries"], rank, world, labels=given["labels"], task_weights=given["weights"]
+    )
+    for outputs in step.evaluate(ranking.note(own), "query"):
+        ranking.add(outputs.vectors)
+    return ranking.figures()
+
+
+@pytest.mark.parametrize("world, cells, texts", [(1, 1 << 22, True), (2, 1, False), (3, 100, True)])
+def test_the_figures_are_those_of_the_definition(world, cells, texts):
+    given = rows(texts)
+    expected = definition(given, AT)
+    for found in on_ranks(world, ranked, given, cells):
+        assert found == pytest.approx(expected, abs=1e-12)
+    assert expected["retrieval.unknown_items"] == 1 and 0.05 < expected["retrieval.hit_rate@5"] < 0.5
+
+
+def test_a_gpu_gives_the_same():
+    given = rows()
+    for found in on_ranks(2, ranked, given, 100, device="cuda"):
+        assert found == pytest.approx(definition(given, AT), abs=1e-12)
+
+
+def test_no_row_counts():
+    given = rows() | {"labels": np.zeros(ROWS, np.float32)}
+    for found in on_ranks(2, ranked, given, 100):
+        assert found["retrieval.mrr"] is None and found["retrieval.rows"] == 0
