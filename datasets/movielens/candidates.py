@@ -14,7 +14,6 @@ label 1, then the items of test.negative, with label 0. What is given twice is t
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,16 +21,17 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from raytrec_datasets.interactions.ncf import NEGATIVE_END as NEGATIVE
+from raytrec_datasets.interactions.ncf import check_same, read_negatives
+from raytrec_datasets.interactions.negatives import is_among
 from raytrec_datasets.movielens.layouts import movie_table
 from raytrec_datasets.writing import Output, SplitWriter, progress
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 
-NEGATIVE = ".test.negative"
 VALID_CANDIDATES = 99  # beside the pair that is left out for validation
 CHUNK_ROWS = 500_000
-PAIR = re.compile(r"\((\d+),(\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,10 @@ def read_candidates(folder: Path) -> Candidates:
     """
     negative = sorted(folder.glob(f"*{NEGATIVE}"))[0]
     name = negative.name.removesuffix(NEGATIVE)
-    test = _test(negative)
+    test = read_negatives(negative)
     left_out = {user: items[0] for user, items in test.items()}
-    _check_same(folder / f"{name}.test.rating", left_out)
+    if (rated := folder / f"{name}.test.rating").is_file():
+        check_same(dict(_pairs(rated).tolist()), left_out, rated)
     train, movies = folder / f"{name}.train.rating", None
     if train.is_file():
         pairs = _pairs(train)
@@ -82,38 +83,6 @@ def read_candidates(folder: Path) -> Candidates:
     highest = max(int(pairs[:, 1].max()), *(max(items) for items in test.values()))
     users = max(int(pairs[:, 0].max()), *test) + 1
     return Candidates(pairs, test, movies, users, max(highest + 1, 0 if movies is None else len(movies)))
-
-
-def _test(path: Path) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        first, *others = line.split("\t")
-        pair = PAIR.fullmatch(first.strip())
-        if not pair or not others or not all(item.strip().isdecimal() for item in others):
-            raise DataError(
-                f"line {number} is no user with candidates",
-                where=str(path),
-                expected="(user,item) and items, with tabs between them",
-            )
-        found[int(pair[1])] = list(dict.fromkeys([int(pair[2]), *map(int, others)]))
-    if not found:
-        raise DataError("there are no users", where=str(path), expected="a line for each user")
-    return found
-
-
-def _check_same(path: Path, left_out: dict[int, int]) -> None:
-    """Whether test.rating, if it is there, leaves out the same pairs."""
-    if not path.is_file():
-        return
-    other = dict(_pairs(path).tolist())
-    if odd := sorted(
-        user for user in other.keys() | left_out.keys() if other.get(user) != left_out.get(user)
-    ):
-        raise DataError(
-            f"user {odd[0]} has item {other.get(odd[0])} here, and {left_out.get(odd[0])} in {NEGATIVE}",
-            where=str(path),
-            expected="the same pairs in both files",
-        )
 
 
 def _pairs(path: Path) -> np.ndarray:
@@ -203,7 +172,7 @@ def _with_negatives(
     users = np.repeat(pairs[:, 0], count)
     drawn = rng.integers(0, items, len(users))
     wrong = np.arange(len(users))
-    while len(wrong := wrong[_among(_key(users[wrong], drawn[wrong]), seen)]):
+    while len(wrong := wrong[is_among(_key(users[wrong], drawn[wrong]), seen)]):
         drawn[wrong] = rng.integers(0, items, len(wrong))
     rows = np.empty((len(pairs), 1 + count, 2), np.int64)
     rows[:, :, 0], rows[:, 0, 1] = pairs[:, :1], pairs[:, 1]
@@ -211,13 +180,6 @@ def _with_negatives(
     labels = np.zeros(rows.shape[:2], bool)
     labels[:, 0] = True
     return rows.reshape(-1, 2), labels.reshape(-1)
-
-
-def _among(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Which keys are among sorted ones."""
-    if not len(known):
-        return np.zeros(len(keys), bool)
-    return known[np.minimum(np.searchsorted(known, keys), len(known) - 1)] == keys
 
 
 def _table(pairs: np.ndarray, labels: np.ndarray) -> pa.Table:

@@ -91,10 +91,15 @@ def _genres(folder: Path) -> list[str]:
 
 
 def _read_1m(folder: Path) -> MovieLens:
-    users = _lines(folder / "users.dat", "::", 5)[[0, 2, 1, 3, 4]]
+    ratings = _ratings(folder / "ratings.dat", "::")
+    return MovieLens(ratings, movie_table(folder / "movies.dat"), user_table(folder / "users.dat"))
+
+
+def user_table(path: Path) -> pd.DataFrame:
+    """users.dat: user, age, gender, occupation, zip."""
+    users = _lines(path, "::", 5)[[0, 2, 1, 3, 4]]
     users.columns = ["user", "age", "gender", "occupation", "zip"]
-    users = users.astype({"user": int, "age": int})
-    return MovieLens(_ratings(folder / "ratings.dat", "::"), movie_table(folder / "movies.dat"), users)
+    return users.astype({"user": int, "age": int})
 
 
 def movie_table(path: Path) -> pd.DataFrame:

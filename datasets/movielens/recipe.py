@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from raytrec_datasets.interactions.recipe import Choices
+from raytrec_datasets.interactions.rows import slices
 from raytrec_datasets.movielens.candidates import has_candidates, write_candidates
 from raytrec_datasets.movielens.download import fetch
 from raytrec_datasets.movielens.layouts import TIME_BITS, MovieLens, has_ratings, read
+from raytrec_datasets.movielens.leave_one_out import write_leave_one_out
 from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
 from raytrec.common.errors import ConfigError
@@ -29,6 +33,8 @@ def write(
     download: str | None,
     force: bool,
     negatives: int = 4,
+    candidates: int = 99,
+    rows: str = "each",
 ) -> None:
     """Writes the dataset; its arguments are those of `raytrec prepare movielens`."""
     if source is None and download is None:
@@ -38,6 +44,13 @@ def write(
     if download:
         source = fetch(download, (source or out.absolute().parent / "movielens-original").expanduser())
     source = source.expanduser().absolute()
+    if split == "leave-one-out":
+        chosen = Choices(None, candidates, negatives, history, rows, None, seed, dim)
+        chosen.check("--history", "--negatives")
+        output = Output(out, "movielens", {**asdict(chosen), "source": str(source), "split": split}, force)
+        if not output.is_ready():
+            write_leave_one_out(output, source, chosen)
+        return output.summary()
     if has_candidates(source) and not has_ratings(source):
         options = {
             "source": str(source),
@@ -142,7 +155,7 @@ class Ratings:
             self._like_keys, (self._user[rows] << TIME_BITS) + self._time[rows], side="left"
         )
         start = np.maximum(first, end - self._history)
-        return _slices(self._like_items, start, end - start)
+        return slices(self._like_items, start, end - start)
 
     def table(self, rows: np.ndarray) -> pa.Table:
         """The given ratings as rows of the dataset."""
@@ -155,7 +168,7 @@ class Ratings:
             "item_id": item,
             **{name: ids[user] for name, ids in self._of_user.items()},
             "release_year": self._of_item[item],
-            "genres": _slices(genres, starts[item], lengths[item]),
+            "genres": slices(genres, starts[item], lengths[item]),
             "hour": when // 3600 % 24,
             "weekday": (when // 86400 + 3) % 7,  # 1970-01-01 was a Thursday; 0 is Monday
             "history": self.histories(rows),
@@ -210,10 +223,3 @@ def _bags(genres: pd.Series, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
     code = {name: i + 1 for i, name in enumerate(names)}
     lengths = np.array([0, *(len(g) for g in genres)], dtype=np.int64)
     return lengths, np.array([code[name] for g in genres for name in g], dtype=np.int64)
-
-
-def _slices(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
-    """values[start : start + length] for each row."""
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    index = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
-    return pa.ListArray.from_arrays(offsets.astype(np.int32), values[index])

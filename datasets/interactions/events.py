@@ -1,0 +1,158 @@
+"""Who met what, and when: what every layout is read into, and what rows are written from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+from raytrec_datasets.interactions.vocabulary import Vocabulary
+
+from raytrec.common.errors import DataError
+
+TRAIN, VALID, TEST = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns, for layouts that have some."""
+
+    user: str = "user"
+    item: str = "item"
+    time: str | None = None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Users and items side by side: int32 [n] each."""
+
+    user: np.ndarray
+    item: np.ndarray
+
+    def keys(self, items: int) -> np.ndarray:
+        """One number for each pair: int64 [n]."""
+        return self.user.astype(np.int64) * items + self.item
+
+
+@dataclass(frozen=True)
+class Interactions:
+    """All interactions of a source.
+
+    Attributes:
+        user, item: ids from 0: int32 [n].
+        time: int64 or float64 [n]; None where the source has no times.
+        time_type: what they are in files.
+        users, items: the source's key of each id.
+        split: TRAIN, VALID or TEST of each, where the source divides them itself: int8 [n].
+        candidates: what is ranked for users of the test beside their own items, where it is given.
+        in_order: the interactions of one user are in the order in which they happened.
+        of_all: those of all users together are.
+    """
+
+    user: np.ndarray
+    item: np.ndarray
+    time: np.ndarray | None
+    time_type: pa.DataType | None
+    users: pa.Array
+    items: pa.Array
+    split: np.ndarray | None = None
+    candidates: Pairs | None = None
+    in_order: bool = True
+    of_all: bool = True
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+    def only(self, kept: np.ndarray) -> Interactions:
+        """Some of them: a mask, or positions in the order wanted. Ids stay as they are."""
+        some = {name: getattr(self, name) for name in ("user", "item", "time", "split")}
+        return replace(self, **{name: None if v is None else v[kept] for name, v in some.items()})
+
+    def order(self) -> np.ndarray:
+        """Positions, user after user, each one's in the order of time; those of one time as in the source."""
+        return np.lexsort((self.user,) if self.time is None else (self.time, self.user))
+
+
+class Gathering:
+    """Puts the parts of a source together as one Interactions."""
+
+    def __init__(self) -> None:
+        self.users, self.items = Vocabulary(), Vocabulary()
+        self._parts: list[tuple[np.ndarray, ...]] = []
+        self._time_type: pa.DataType | None = None
+
+    def add(
+        self, users: pa.Array, items: pa.Array, times: pa.Array | None = None, split: int = TRAIN
+    ) -> None:
+        """Adds interactions: keys without nulls, and their times."""
+        user, item = self.users.ids(users), self.items.ids(items)
+        parts = [user, item, np.full(len(user), split, np.int8)]
+        if times is not None:
+            self._time_type = times.type
+            plain = times if pa.types.is_floating(times.type) else times.cast(pa.int64())
+            parts.append(plain.to_numpy(zero_copy_only=False))
+        self._parts.append(tuple(parts))
+
+    def finish(self, where: str, **more: object) -> Interactions:
+        """Everything that was added; `more` as of Interactions.
+
+        Raises:
+            DataError: nothing was.
+        """
+        if not sum(len(part[0]) for part in self._parts):
+            raise DataError(
+                "there are no interactions", where=where, expected="a user and an item in each row"
+            )
+        user, item, split, *time = (np.concatenate(parts) for parts in zip(*self._parts, strict=True))
+        given = {"split": split} if split.any() else {}
+        return Interactions(
+            user,
+            item,
+            time[0] if time else None,
+            self._time_type,
+            self.users.keys,
+            self.items.keys,
+            **given | more,
+        )
+
+
+def keep_core(data: Interactions, least: int) -> Interactions:
+    """Without users and items of fewer than `least` interactions, until all that are left have as many.
+
+    Ids that are left get new numbers, in the order of the old ones.
+
+    Raises:
+        DataError: nothing is left.
+    """
+    while len(data):
+        users = np.bincount(data.user, minlength=1)[data.user]
+        items = np.bincount(data.item, minlength=1)[data.item]
+        kept = (users >= least) & (items >= least)
+        if kept.all():
+            break
+        data = data.only(kept)
+    if not len(data):
+        raise DataError(
+            f"no user and item are left that have {least} interactions with each other's",
+            where=f"--min-interactions {least}",
+            do="lower it",
+        )
+    user_ids, user = np.unique(data.user, return_inverse=True)
+    item_ids, item = np.unique(data.item, return_inverse=True)
+    return replace(
+        data,
+        user=user.astype(np.int32),
+        item=item.astype(np.int32),
+        users=data.users.take(pa.array(user_ids)),
+        items=data.items.take(pa.array(item_ids)),
+        candidates=_renumbered(data.candidates, user_ids, item_ids),
+    )
+
+
+def _renumbered(pairs: Pairs | None, users: np.ndarray, items: np.ndarray) -> Pairs | None:
+    """Pairs of old ids as those of new ones, without those that are gone."""
+    if pairs is None:
+        return None
+    kept = np.isin(pairs.user, users) & np.isin(pairs.item, items)
+    new = np.searchsorted(users, pairs.user[kept]), np.searchsorted(items, pairs.item[kept])
+    return Pairs(*(ids.astype(np.int32) for ids in new))

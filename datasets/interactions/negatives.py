@@ -1,0 +1,71 @@
+"""Items that a user has not met, drawn with one chance each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raytrec.common.errors import DataError
+
+ROUNDS = 30  # of drawing again what must not be; then those few users' items are chosen from a list
+
+
+def is_among(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Which keys are among sorted ones: bool [n]."""
+    if not len(known):
+        return np.zeros(len(keys), bool)
+    return known[np.minimum(np.searchsorted(known, keys), len(known) - 1)] == keys
+
+
+def draw_unmet(
+    users: np.ndarray, count: int, items: int, met: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """`count` different items for each entry of `users`, of those that it has not met: int64 [n, count].
+
+    Args:
+        users: int [n]; a user may be there several times.
+        items: they are drawn from [0, items).
+        met: user · items + item of all that was met: int64, sorted.
+
+    Raises:
+        DataError: a user has fewer items left than `count`.
+    """
+    users = users.astype(np.int64)
+    _check_enough(users, count, items, met)
+    drawn = rng.integers(0, items, (len(users), count))
+    open_ = np.arange(len(users))
+    for _ in range(ROUNDS):
+        wrong = _wrong(users[open_], drawn[open_], items, met)
+        open_, wrong = open_[wrong.any(axis=1)], wrong[wrong.any(axis=1)]
+        if not len(open_):
+            return drawn
+        again = drawn[open_]
+        again[wrong] = rng.integers(0, items, int(wrong.sum()))
+        drawn[open_] = again
+    for row in open_[_wrong(users[open_], drawn[open_], items, met).any(axis=1)]:
+        first, end = np.searchsorted(met, [users[row] * items, (users[row] + 1) * items])
+        left = np.setdiff1d(np.arange(items), met[first:end] - users[row] * items)
+        drawn[row] = rng.choice(left, count, replace=False)
+    return drawn
+
+
+def _wrong(users: np.ndarray, drawn: np.ndarray, items: int, met: np.ndarray) -> np.ndarray:
+    """What was met, and what stands in its row already: bool [n, count]."""
+    wrong = is_among((users[:, None] * items + drawn).ravel(), met).reshape(drawn.shape)
+    order = np.argsort(drawn, axis=1, kind="stable")
+    rising = np.take_along_axis(drawn, order, axis=1)
+    twice = np.zeros_like(wrong)
+    np.put_along_axis(twice, order[:, 1:], rising[:, 1:] == rising[:, :-1], axis=1)
+    return wrong | twice
+
+
+def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) -> None:
+    asked = np.unique(users)
+    known = np.searchsorted(met, (asked + 1) * items) - np.searchsorted(met, asked * items)
+    if len(asked) and known.max() + count > items:
+        left = items - int(known.max())
+        raise DataError(
+            f"{count} items that a user has not met, and one has met all of {items:,} but {left}",
+            where="--negatives, --train-negatives",
+            expected=f"{max(left, 0)} or fewer",
+            do="lower it",
+        )

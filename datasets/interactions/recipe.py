@@ -1,0 +1,161 @@
+"""Interactions of users and items → train/, valid/, test/, items/ and users/.
+
+Rows of train, valid and test:
+
+    label         1: the user met the item; 0: a candidate or a drawn negative
+    user, item    ids from 0, in the order in which they appear in the source
+    history       what the user met before, the most recent last (rows.py: of which splits)
+    history_time  when, if the source has times
+    time          of the row, if the source has times; of candidates 0
+    item_count    how often the item occurs in train, at least 1
+    seen          with --negatives 0, in valid and test: all that the user met in the splits before
+    …             side features of users and items, where a recipe has some
+
+items/ has a row for each item: item, item_key (what the source calls it), item_count and side features;
+users/ the same of users.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from raytrec_datasets.interactions.events import TEST, VALID, Columns, Interactions, keep_core
+from raytrec_datasets.interactions.layouts import read_interactions
+from raytrec_datasets.interactions.rows import Rows
+from raytrec_datasets.interactions.sides import Sides, read_sides
+from raytrec_datasets.interactions.splits import divide
+from raytrec_datasets.writing import Output, SplitWriter, progress
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.schema import Schema
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Options of `raytrec prepare interactions` that say what rows there are."""
+
+    split: str | None = None
+    negatives: int = 99
+    train_negatives: int = 0
+    max_length: int = 50
+    rows: str = "each"
+    min_interactions: int | None = None
+    seed: int = 0
+    dim: int = 16
+
+    def check(self, length: str = "--max-length", negatives: str = "--train-negatives") -> None:
+        """Whether they go together.
+
+        Args:
+            length, negatives: what the command calls max_length and train_negatives.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        if self.rows == "user" and (not self.max_length or self.train_negatives):
+            wrong = f"{negatives} {self.train_negatives}" if self.max_length else f"{length} 0"
+            raise ConfigError(
+                "rows of whole users are for models that learn at every position of a history",
+                where=f"--rows user {wrong}",
+                expected=f"{length} of 1 or more, and {negatives} 0",
+            )
+
+
+@dataclass(frozen=True)
+class Files:
+    """Options that name files."""
+
+    source: Path
+    candidates: Path | None = None
+    user_features: Path | None = None
+    item_features: Path | None = None
+
+    def resolved(self) -> Files:
+        """With absolute paths."""
+        return Files(*(path and path.expanduser().absolute() for path in vars(self).values()))
+
+
+def write(out: Path, files: Files, columns: Columns, chosen: Choices, force: bool) -> None:
+    """Writes the dataset; its arguments are those of `raytrec prepare interactions`."""
+    files = files.resolved()
+    chosen.check()
+    named = {name: path and str(path) for name, path in vars(files).items()}
+    output = Output(out, "interactions", asdict(columns) | asdict(chosen) | named, force)
+    if not output.is_ready():
+        data = read_interactions(files.source, columns, files.candidates)
+        sides = Sides(
+            read_sides(files.user_features, columns.user) if files.user_features else [],
+            read_sides(files.item_features, columns.item) if files.item_features else [],
+        )
+        write_rows(output, data, chosen, sides)
+    output.summary("own")
+
+
+def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides) -> None:
+    """Divides interactions and writes all files.
+
+    Args:
+        sides: features of users and items, by the keys that `data` has.
+
+    Raises:
+        ConfigError: interactions cannot be divided or left out as chosen.
+        DataError: a user has too few interactions, or too few items that it has not met.
+    """
+    data = _core(data, chosen.min_interactions)
+    order = data.order()
+    split = divide(data, order, chosen.split, chosen.seed, chosen.min_interactions is not None)
+    data, split = data.only(order), split[order]
+    of_user = {side.name: side.of(data.users) for side in sides.user}
+    of_item = {side.name: side.of(data.items) for side in sides.item}
+    inputs = {side.name for side in sides.features}
+    in_rows = ({name: v for name, v in of.items() if name in inputs} for of in (of_user, of_item))
+    rows = Rows(data, split, chosen.max_length, chosen.seed, *in_rows, seen=not chosen.negatives)
+    with output, progress("interactions", len(data)) as advance:
+        each = chosen.rows == "each"
+        counts = {"train": rows.write_train(output.partial / "train", each, chosen.train_negatives, advance)}
+        for name, held_out in (("valid", VALID), ("test", TEST)):
+            counts[name] = rows.write_held_out(output.partial / name, held_out, chosen.negatives, advance)
+        frequent = {"item_count": pa.array(np.maximum(rows.counts, 1))}
+        _write_keys(output.partial / "items", "item", data.items, frequent | of_item)
+        _write_keys(output.partial / "users", "user", data.users, of_user)
+        schema = make_schema(len(data.users), len(data.items), chosen, sides)
+        output.finish(schema, counts, users=len(data.users), items=len(data.items), interactions=len(data))
+
+
+def _core(data: Interactions, least: int | None) -> Interactions:
+    if least is None or least < 2:
+        return data
+    if data.split is not None:
+        raise ConfigError(
+            "the source divides its rows itself, so that none can be left out",
+            where=f"--min-interactions {least}",
+            do="leave it out",
+        )
+    return keep_core(data, least)
+
+
+def _write_keys(folder: Path, name: str, keys: pa.Array, columns: dict[str, pa.Array]) -> None:
+    """One row for each id."""
+    ids = pa.array(np.arange(len(keys), dtype=np.int32))
+    table = pa.table({name: ids, f"{name}_key": keys, **columns})
+    writer = SplitWriter(folder, table.schema)
+    writer.write(table)
+    writer.close()
+
+
+def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema:
+    """schema.yaml: item and history share a table."""
+    tables = {"user": {"rows": users, "dim": chosen.dim}, "item": {"rows": items, "dim": chosen.dim}}
+    sparse: dict[str, dict] = {"user": {"table": "user"}, "item": {"table": "item"}}
+    if chosen.max_length:
+        sparse["history"] = {"table": "item", "pooling": "sequence"}
+    for side in sides.features:
+        if side.rows:
+            tables[side.name] = {"rows": side.rows, "dim": chosen.dim}
+            sparse[side.name] = {"table": side.name} | ({"pooling": "mean"} if side.is_bag else {})
+    dense = [side.name for side in sides.features if not side.rows]
+    values = {"labels": ["label"], "dense": dense, "sparse": sparse, "tables": tables}
+    return Schema.parse(values, "interactions")

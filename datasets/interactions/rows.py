@@ -1,0 +1,245 @@
+"""Interactions in splits → rows with histories and candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from raytrec_datasets.interactions.events import TEST, TRAIN, VALID, Interactions
+from raytrec_datasets.interactions.negatives import draw_unmet, is_among
+from raytrec_datasets.writing import SplitWriter
+
+from raytrec.common.errors import DataError
+
+CHUNK_IDS = 1 << 23  # of the histories that are in memory at a time
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What rows are written of.
+
+    Attributes:
+        user, item: int64 [n].
+        label: 1 where the user met the item: int8 [n].
+        start, end: the row's history, as positions in Past: int64 [n].
+        time: of rows that happened; 0 of others. None without times.
+    """
+
+    user: np.ndarray
+    item: np.ndarray
+    label: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    time: np.ndarray | None
+
+    def part(self, rows: slice | np.ndarray) -> Targets:
+        """Some of the rows, in the order wanted."""
+        return Targets(*(None if v is None else v[rows] for v in vars(self).values()))
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+
+class Past:
+    """What users met in some splits, user after user, in the order of time."""
+
+    def __init__(self, data: Interactions, kept: np.ndarray):
+        self.user, self.item = data.user[kept].astype(np.int64), data.item[kept]
+        self.time = None if data.time is None else data.time[kept]
+        counts = np.bincount(self.user, minlength=len(data.users))
+        self.offsets = np.concatenate([[0], np.cumsum(counts)])  # [users + 1]
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+
+class Rows:
+    """Rows of all splits.
+
+    The history of a row of train is what its user met in train before it; that of a row of valid, everything
+    in train; and of test, in train and valid: the last `length` of it. Rows of a user in valid or test have
+    one history, so that they can be ranked against each other.
+
+    Args:
+        data: in the order of Interactions.order.
+        split: TRAIN, VALID or TEST of each.
+        length: ids of a history, at most; 0: rows have none.
+        seed: of the order of train, and of what is drawn.
+        of_user, of_item: side features: column → a value for each id.
+        seen: rows of valid and test have all that their user met in the splits before.
+    """
+
+    def __init__(
+        self,
+        data: Interactions,
+        split: np.ndarray,
+        length: int,
+        seed: int,
+        of_user: dict[str, pa.Array] | None = None,
+        of_item: dict[str, pa.Array] | None = None,
+        seen: bool = False,
+    ):
+        self._data, self._split, self._length, self._seed = data, split, length, seed
+        self._seen = seen
+        self._sides = (of_user or {}, of_item or {})
+        self._past = {TRAIN: Past(data, split == TRAIN), TEST: Past(data, split != TEST)}
+        self._past[VALID] = self._past[TRAIN]
+        self.items = len(data.items)
+        self.counts = np.bincount(self._past[TRAIN].item, minlength=self.items)
+        self._met = self._keys(slice(None))
+
+    def _keys(self, kept) -> np.ndarray:
+        """user · items + item of what was met: int64, sorted, each once."""
+        return np.unique(self._data.user[kept].astype(np.int64) * self.items + self._data.item[kept])
+
+    def write_train(self, folder: Path, each: bool, negatives: int, advance: Callable[[int], None]) -> int:
+        """Writes train in random order; its number of rows.
+
+        Args:
+            each: a row for each interaction; else for each user and `length` interactions.
+            negatives: rows of label 0 behind each; drawn from what the user has not met in train.
+        """
+        past, rng = self._past[TRAIN], np.random.default_rng([self._seed, 2])
+        place = np.arange(len(past)) if each else self._ends(past)
+        place = place[rng.permutation(len(place))]
+        met = self._keys(self._split == TRAIN) if negatives else None
+        writer = self._writer(folder, TRAIN, len(place) * (1 + negatives))
+        step = max(1, CHUNK_IDS // (self._length + 16) // (1 + negatives))
+        for first in range(0, len(place), step):
+            rows = self._of_train(past, place[first : first + step])
+            if negatives:
+                rows = self._with_drawn(rows, negatives, met, rng)
+            writer.write(self.table(rows, TRAIN))
+            advance(len(rows) // (1 + negatives))
+        writer.close()
+        return writer.rows
+
+    def _ends(self, past: Past) -> np.ndarray:
+        """Positions from each user's last back, `length` apart, as long as there is a history: so that each
+        interaction but the first is the row's item or in the history of one row."""
+        counts = np.diff(past.offsets)
+        rows = np.where(counts > 0, np.maximum(1, -(-(counts - 1) // self._length)), 0)
+        back = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
+        return np.repeat(past.offsets[1:] - 1, rows) - back * self._length
+
+    def _of_train(self, past: Past, place: np.ndarray) -> Targets:
+        user = past.user[place]
+        start = np.maximum(past.offsets[user], place - self._length)
+        time = None if past.time is None else past.time[place]
+        return Targets(
+            user, past.item[place].astype(np.int64), np.ones(len(place), np.int8), start, place, time
+        )
+
+    def _with_drawn(self, rows: Targets, count: int, met: np.ndarray, rng: np.random.Generator) -> Targets:
+        """Each row and `count` others of its user, in random order."""
+        drawn = draw_unmet(rows.user, count, self.items, met, rng)
+        wide = rows.part(np.repeat(np.arange(len(rows)), 1 + count))
+        first = np.arange(len(wide)) % (1 + count) == 0
+        wide.item[~first], wide.label[~first] = drawn.ravel(), 0
+        return wide.part(rng.permutation(len(wide)))
+
+    def write_held_out(self, folder: Path, split: int, negatives: int, advance: Callable[[int], None]) -> int:
+        """Writes valid or test, user after user: what was met, then candidates; its number of rows.
+
+        Args:
+            negatives: drawn for each user from what it has never met, unless the test's candidates are given.
+        """
+        rows = self._held_out(split, negatives)
+        writer = self._writer(folder, split, len(rows))
+        of_seen = int(np.diff(self._past[split].offsets).max()) if self._seen else 0
+        step = max(1, CHUNK_IDS // (self._length + of_seen + 16))
+        for first in range(0, len(rows), step):
+            part = rows.part(slice(first, first + step))
+            writer.write(self.table(part, split))
+            advance(int(part.label.sum()))
+        writer.close()
+        return len(rows)
+
+    def _held_out(self, split: int, negatives: int) -> Targets:
+        here = self._split == split
+        user, item = self._data.user[here].astype(np.int64), self._data.item[here].astype(np.int64)
+        others = self._candidates(split, user, item, negatives)
+        users = np.concatenate([user, others[0]])
+        order = np.argsort(users, kind="stable")
+        past, label = self._past[split], np.repeat(np.int8([1, 0]), [len(user), len(others[0])])
+        time = None
+        if self._data.time is not None:
+            time = np.concatenate([self._data.time[here], np.zeros(len(others[0]), self._data.time.dtype)])
+        end = past.offsets[users + 1]
+        start = np.maximum(past.offsets[users], end - self._length)
+        return Targets(users, np.concatenate([item, others[1]]), label, start, end, time).part(order)
+
+    def _candidates(
+        self, split: int, user: np.ndarray, item: np.ndarray, negatives: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(users, items) of label 0."""
+        users, given = np.unique(user), self._data.candidates
+        if split == TEST and given is not None:
+            return self._given(users, user * self.items + item)
+        if not negatives:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        drawn = draw_unmet(
+            users, negatives, self.items, self._met, np.random.default_rng([self._seed, 3, split])
+        )
+        return np.repeat(users, negatives), drawn.ravel()
+
+    def _given(self, users: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The given candidates of users, each once, without their own items."""
+        pairs = self._data.candidates
+        keys = np.unique(pairs.keys(self.items)[np.isin(pairs.user, users)])
+        keys = keys[~is_among(keys, np.sort(positive))]
+        if len(without := np.setdiff1d(users, pairs.user)):
+            raise DataError(
+                f"{len(without):,} users of the test have no candidates; the first is "
+                f"{self._data.users[int(without[0])].as_py()!r}",
+                where="the file of candidates",
+                expected="candidates of every user that has a row in test",
+            )
+        return keys // self.items, keys % self.items
+
+    def table(self, rows: Targets, split: int) -> pa.Table:
+        """Rows as they are written."""
+        past = self._past[split]
+        columns: dict[str, object] = {
+            "label": rows.label,
+            "user": rows.user.astype(np.int32),
+            "item": rows.item.astype(np.int32),
+        }
+        if self._length:
+            lengths = rows.end - rows.start
+            columns["history"] = slices(past.item, rows.start, lengths)
+            if past.time is not None:
+                columns["history_time"] = slices(past.time, rows.start, lengths, self._data.time_type)
+        if past.time is not None:
+            columns["time"] = pa.array(rows.time).cast(self._data.time_type)
+        if self._seen and split != TRAIN:
+            first, end = past.offsets[rows.user], past.offsets[rows.user + 1]
+            columns["seen"] = slices(past.item, first, end - first)
+        columns["item_count"] = np.maximum(self.counts[rows.item], 1)
+        for ids, sides in zip((rows.user, rows.item), self._sides, strict=True):
+            columns |= {name: values.take(pa.array(ids)) for name, values in sides.items()}
+        return pa.table(columns)
+
+    def _writer(self, folder: Path, split: int, rows: int) -> SplitWriter:
+        nothing = np.empty(0, np.int64)
+        time = None if self._data.time is None else self._data.time[:0]
+        empty = Targets(nothing, nothing, nothing.astype(np.int8), nothing, nothing, time)
+        return SplitWriter(folder, self.table(empty, split).schema, group_rows=_group_rows(rows))
+
+
+def _group_rows(rows: int) -> int:
+    """Rows of a row group: small data in several groups, so that several workers have some."""
+    return 512 if rows < 50_000 else 4_096 if rows < 1_000_000 else 16_384
+
+
+def slices(
+    values: np.ndarray, starts: np.ndarray, lengths: np.ndarray, kind: pa.DataType | None = None
+) -> pa.ListArray:
+    """values[start : start + length] of each row."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    index = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
+    inner = pa.array(values[index])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), inner.cast(kind) if kind else inner)

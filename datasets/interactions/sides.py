@@ -1,0 +1,154 @@
+"""Side features of users and items: from files, or from other recipes.
+
+    FILE.parquet, FILE.csv     a column of keys, named as the source's users or items, and a column for each
+                               feature: whole numbers, text, or lists of them; other numbers are dense columns
+    FILE.json                  {"key": [attribute, …], …}, S3-Rec's item2attributes.json: feature `attributes`
+
+Ids of a feature are positions in its sorted values, from 1; 0 is a user or item of which nothing is known.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+from raytrec_datasets.interactions.tables import check_columns
+
+from raytrec.common.errors import ConfigError, DataError
+
+ATTRIBUTES = "attributes"
+TAKEN = (
+    "label",
+    "user",
+    "item",
+    "history",
+    "history_time",
+    "time",
+    "item_count",
+    "seen",
+    "item_key",
+    "user_key",
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One column of users or items.
+
+    Attributes:
+        keys: of users or items, each once.
+        values: ids from 1, lists of them, or float32; else what is told of an item, in items/ alone.
+        rows: of its table; 0: it has none.
+    """
+
+    name: str
+    keys: pa.Array
+    values: pa.Array
+    rows: int = 0
+
+    @property
+    def is_bag(self) -> bool:
+        """Whether it has lists."""
+        return pa.types.is_list(self.values.type)
+
+    def of(self, keys: pa.Array) -> pa.Array:
+        """Its value for each key; 0, an empty list or nothing where it has none."""
+        found = pc.index_in(keys, value_set=self.keys.cast(keys.type))
+        values = self.values.take(found)
+        if self.is_bag:
+            return pc.if_else(values.is_null(), pa.scalar([], values.type), values)
+        return values.fill_null(0) if self.rows or pa.types.is_floating(values.type) else values
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Side features of users and of items."""
+
+    user: list[Side] = field(default_factory=list)
+    item: list[Side] = field(default_factory=list)
+
+    @property
+    def features(self) -> list[Side]:
+        """Those that are trained on."""
+        return [
+            side for side in (*self.user, *self.item) if side.rows or pa.types.is_floating(side.values.type)
+        ]
+
+
+def read_sides(path: Path, key: str) -> list[Side]:
+    """The features of a file.
+
+    Args:
+        key: its column of users or items.
+
+    Raises:
+        ConfigError: no such column; a feature that cannot be one.
+        DataError: the file cannot be read, or has a key twice.
+    """
+    table = _table(path, key)
+    keys = table[key].combine_chunks()
+    if pc.count_distinct(keys).as_py() != len(keys) or keys.null_count:
+        raise DataError(f"a value of {key} is empty, or there twice", where=str(path), expected="each once")
+    return [
+        _side(name, keys, table[name].combine_chunks(), path) for name in table.column_names if name != key
+    ]
+
+
+def _table(path: Path, key: str) -> pa.Table:
+    try:
+        if path.suffix == ".json":
+            content = json.loads(path.read_text())
+            return pa.table({key: list(content), ATTRIBUTES: list(content.values())})
+        table = pq.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
+    except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
+        raise DataError(
+            f"the file cannot be read: {error}",
+            where=str(path),
+            expected="FILE.parquet, FILE.csv or FILE.json",
+        ) from None
+    check_columns([key], table.column_names, path)
+    return table
+
+
+def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
+    if name in TAKEN:
+        raise ConfigError(
+            f"a side feature cannot be called '{name}'", where=str(path), do="call its column something else"
+        )
+    if pa.types.is_floating(values.type):
+        _refuse_nulls(name, values, path)
+        return Side(name, keys, values.cast(pa.float32()))
+    inner = values.type.value_type if pa.types.is_nested(values.type) else values.type
+    if not (pa.types.is_integer(inner) or pa.types.is_string(inner) or pa.types.is_boolean(inner)):
+        raise ConfigError(
+            f"the side feature {name} is of type {values.type}",
+            where=str(path),
+            expected="whole numbers, text, lists of them, or other numbers",
+        )
+    return encode(name, keys, values)
+
+
+def encode(name: str, keys: pa.Array, values: pa.Array) -> Side:
+    """A feature of values, or of lists of values, as ids."""
+    flat = values.flatten() if pa.types.is_list(values.type) else values
+    known = pc.unique(flat.drop_null())
+    known = known.take(pc.sort_indices(known))
+    ids = pc.add(pc.index_in(flat, value_set=known).cast(pa.int64()), 1).fill_null(0)
+    if pa.types.is_list(values.type):
+        lengths = pc.list_value_length(values).fill_null(0).to_numpy(zero_copy_only=False)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        ids = pa.ListArray.from_arrays(pa.array(offsets), ids)
+    return Side(name, keys, ids, len(known) + 1)
+
+
+def _refuse_nulls(name: str, values: pa.Array, path: Path) -> None:
+    if not pc.all(pc.is_finite(values), skip_nulls=False, min_count=0).as_py():
+        raise DataError(
+            f"the side feature {name} has values that are no finite number", where=str(path), do="fill them"
+        )

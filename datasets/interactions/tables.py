@@ -1,0 +1,201 @@
+"""Interactions in tables: Parquet, and CSV with a line of names. Read a batch at a time."""
+
+from __future__ import annotations
+
+import csv as plain_csv
+import gzip
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+from raytrec_datasets.interactions.events import Columns, Gathering
+
+from raytrec.common.errors import ConfigError, DataError, did_you_mean
+
+BATCH_ROWS, BLOCK_BYTES = 1 << 18, 1 << 24
+Batch = tuple[pa.Array, pa.Array, pa.Array | None]
+
+
+def read(
+    files: list[Path],
+    batches: Callable[[Path, Columns], Iterator[Batch]],
+    columns: Columns,
+    gathering: Gathering,
+) -> dict[str, bool]:
+    """All files, one after the other.
+
+    Raises:
+        ConfigError: a column is missing or of a type that is none of ids or times.
+        DataError: a row is not what it should be.
+    """
+    lists = False
+    for path in files:
+        for users, items, times in batches(path, columns):
+            gathering.add(users, items, times)
+        lists = lists or (batches is parquet_batches and has_lists(path, columns))
+    return {"of_all": not lists}
+
+
+def has_lists(path: Path, columns: Columns) -> bool:
+    """Whether the items of a Parquet file are in lists."""
+    return pa.types.is_nested(pq.read_schema(path).field(columns.item).type)
+
+
+def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
+    """Users, items and times of a Parquet file. A list of items is as many interactions of its user."""
+    try:
+        file = pq.ParquetFile(path)
+        wanted = [name for name in (columns.user, columns.item, columns.time) if name]
+        check_columns(wanted, file.schema_arrow.names, path)
+        done = 0
+        for batch in file.iter_batches(BATCH_ROWS, columns=wanted):
+            yield _batch(batch, columns, f"{path}, rows from {done:,}")
+            done += len(batch)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"the file cannot be read: {error}", where=str(path)) from None
+
+
+def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
+    """The same of a CSV file (tabs in .tsv). Users and items are text, times what they look like."""
+    divider = "\t" if ".tsv" in path.suffixes else ","
+    parse = csv.ParseOptions(delimiter=divider, newlines_in_values=True)
+    wanted = [name for name in (columns.user, columns.item, columns.time) if name]
+    reading = csv.ReadOptions(block_size=BLOCK_BYTES)
+    try:
+        names = csv.open_csv(path, reading, parse).schema.names
+        check_columns(wanted, names, path)
+        types = {name: pa.string() for name in (columns.user, columns.item)}
+        options = csv.ConvertOptions(include_columns=wanted, column_types=types)
+        with csv.open_csv(path, reading, parse, options) as reader:
+            if columns.time and pa.types.is_string(reader.schema.field(columns.time).type):
+                raise _broken(path, divider, columns.time, f"{columns.time} is text")
+            done = 0
+            for batch in reader:
+                yield _batch(batch, columns, f"{path}, lines from {done + 2:,}")
+                done += len(batch)
+    except (pa.ArrowException, OSError) as error:
+        raise _broken(path, divider, columns.time, str(error)) from None
+
+
+def check_columns(wanted: list[str], there: list[str], path: Path) -> None:
+    """Whether a file has columns.
+
+    Raises:
+        ConfigError: it lacks one; names the nearest.
+    """
+    for name in wanted:
+        if name not in there:
+            near = did_you_mean(name, there)
+            raise ConfigError(
+                f"there is no column '{name}'" + (f"; did you mean '{near}'?" if near else ""),
+                where=str(path),
+                expected=f"one of {', '.join(there)}",
+                do="name the columns with --user, --item and --time",
+            )
+
+
+def _batch(batch: pa.RecordBatch, columns: Columns, where: str) -> Batch:
+    user, item = _whole(batch.column(columns.user)), batch.column(columns.item)
+    time = batch.column(columns.time) if columns.time else None
+    if pa.types.is_list(item.type) or pa.types.is_large_list(item.type):
+        lengths = pc.list_value_length(item).fill_null(0)
+        if time is not None and lengths != _lengths(time, columns, where):
+            raise DataError(
+                f"lists of {columns.time} are not as long as those of {columns.item}", where=where
+            )
+        user = user.take(pa.array(np.repeat(np.arange(len(user)), lengths.to_numpy(zero_copy_only=False))))
+        item, time = item.flatten(), None if time is None else time.flatten()
+    keys = _keys(user, columns.user, where), _keys(item, columns.item, where)
+    return *keys, None if time is None else _times(time, columns.time, where)
+
+
+def _lengths(time: pa.Array, columns: Columns, where: str) -> pa.Array:
+    if not pa.types.is_list(time.type) and not pa.types.is_large_list(time.type):
+        raise ConfigError(
+            f"{columns.item} has lists, and {columns.time} has none",
+            where=where,
+            expected="a time for each item of a list",
+        )
+    return pc.list_value_length(time).fill_null(0)
+
+
+def _whole(values: pa.Array) -> pa.Array:
+    return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+
+
+def _keys(values: pa.Array, name: str, where: str) -> pa.Array:
+    """Whole numbers as int64, text as string."""
+    values = _whole(values)
+    if pa.types.is_integer(values.type):
+        values = values.cast(pa.int64())
+    elif pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        values = values.cast(pa.string())
+    else:
+        raise ConfigError(
+            f"{name} is of type {values.type}",
+            where=where,
+            expected="whole numbers or text, or lists of them",
+        )
+    empty = values.is_null() if pa.types.is_integer(values.type) else pc.equal(values.fill_null(""), "")
+    _refuse(empty, name, where)
+    return values
+
+
+def _times(values: pa.Array, name: str, where: str) -> pa.Array:
+    """Whole numbers as int64, other numbers as float64, dates and timestamps as they are."""
+    values, kind = _whole(values), values.type
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        values = values.cast(pa.int64() if pa.types.is_integer(kind) else pa.float64())
+    elif pa.types.is_date(kind):
+        values = values.cast(pa.timestamp("s"))
+    elif not pa.types.is_timestamp(kind):
+        raise ConfigError(
+            f"{name} is of type {kind}",
+            where=where,
+            expected="numbers, dates or timestamps such as 2026-11-02",
+        )
+    _refuse(values.is_null(nan_is_null=True), name, where)
+    return values
+
+
+def _refuse(empty: pa.Array, name: str, where: str) -> None:
+    if (place := pc.index(empty, pa.scalar(True)).as_py()) >= 0:
+        before, _, start = where.rpartition(" ")
+        raise DataError(
+            f"{name} is empty",
+            where=f"{before.removesuffix(' from').removesuffix('s')} {int(start.replace(',', '')) + place:,}",
+            do="remove the row, or fill it",
+        )
+
+
+def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
+    """The error of a CSV file, with the first line that has other fields than its first, or a time that is
+    none."""
+    expected = "as many fields in each line as in the first" + f", {time}: a number or timestamp" * bool(time)
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            lines = plain_csv.reader(file, delimiter=divider)
+            names = next(lines, [])
+            for line in filter(None, lines):
+                wrong = f"{len(line)} fields, not {len(names)}" if len(line) != len(names) else None
+                if not wrong and time and not _is_time(line[names.index(time)]):
+                    wrong = f"{line[names.index(time)]!r} as {time}"
+                if wrong:
+                    where = f"{path}, line {lines.line_num}"
+                    return DataError(f"the line has {wrong}", where=where, expected=expected, do="correct it")
+    except (OSError, ValueError):
+        pass  # what pyarrow says of it is enough
+    return DataError(f"the file does not parse: {why}", where=str(path), expected=expected)
+
+
+def _is_time(text: str) -> bool:
+    for kind in (pa.float64(), pa.timestamp("us")):
+        try:
+            return bool(pa.array([text]).cast(kind)[0].is_valid)
+        except pa.ArrowInvalid:
+            continue
+    return False

@@ -1,0 +1,126 @@
+"""Each user's last film left out for the test, as the layout of `raytrec prepare interactions` has it, with
+what is known of users and films.
+
+From the ratings of any set, in the order of time; or from leave-one-out with given candidates
+(candidates.py), whose test pairs and candidates stay what they are. Then the order of the other films is that
+of sequences.parquet, if it is there:
+
+    sequences.parquet      userID, and the movieIDs in the order of time (columns user, movies)
+    users.dat              sex, age, occupation and zip of users, as in the set 1M
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from raytrec_datasets.interactions.events import TEST, TRAIN, Gathering, Interactions, Pairs
+from raytrec_datasets.interactions.recipe import Choices, write_rows
+from raytrec_datasets.interactions.sides import Side, Sides, encode
+from raytrec_datasets.movielens.candidates import Candidates, read_candidates
+from raytrec_datasets.movielens.layouts import has_ratings, movie_table, read, user_table
+from raytrec_datasets.writing import Output
+
+from raytrec.common.errors import DataError
+
+SEQUENCES, USERS, MOVIES = "sequences.parquet", "users.dat", "movies.dat"
+
+
+def write_leave_one_out(output: Output, source: Path, chosen: Choices) -> None:
+    """Writes the dataset.
+
+    Args:
+        chosen: with negatives=0, all films are to be ranked. Then given candidates are not used; and if there
+            is an order of time, each user's last film is the test, else still the given one.
+    """
+    ratings = has_ratings(source)
+    data, users, movies = _of_ratings(source) if ratings else _of_candidates(source, chosen.negatives > 0)
+    sides = Sides([] if users is None else _of_users(users), [] if movies is None else _of_movies(movies))
+    write_rows(output, data, chosen, sides)
+
+
+def _of_ratings(source: Path) -> tuple[Interactions, pd.DataFrame | None, pd.DataFrame]:
+    known, gathering = read(source), Gathering()
+    gathering.add(*(pa.array(known.ratings[name].to_numpy()) for name in ("user", "item", "timestamp")))
+    return gathering.finish(str(source)), known.users, known.items
+
+
+def _of_candidates(
+    source: Path, ranked: bool
+) -> tuple[Interactions, pd.DataFrame | None, pd.DataFrame | None]:
+    """Keys are userID and movieID, where pairs.parquet says what they are; else the layout's own numbers."""
+    known, named = read_candidates(source), (source / "pairs.parquet").is_file()
+    ordered = named and (source / SEQUENCES).is_file()
+    test = np.array([(user, items[0]) for user, items in known.test.items()])
+    pairs = np.concatenate([known.train, test])
+    if ordered:
+        pairs = _in_order(source / SEQUENCES, known, pairs)
+    keys = pairs[:, 0] * known.items + pairs[:, 1]
+    of_test = np.isin(keys, test[:, 0] * known.items + test[:, 1])
+    others = np.array([(user, item) for user, items in known.test.items() for item in items[1:]])
+    data = Interactions(
+        *pairs.astype(np.int32).T,
+        time=None,
+        time_type=None,
+        users=pa.array(np.arange(known.users) + int(named)),
+        items=pa.array(_item_keys(known)),
+        split=None if ordered and not ranked else np.where(of_test, TEST, TRAIN).astype(np.int8),
+        candidates=Pairs(*others.astype(np.int32).T) if ranked else None,
+        in_order=ordered,
+        of_all=False,
+    )
+    users = user_table(source / USERS) if (source / USERS).is_file() and named else None
+    return data, users, movie_table(source / MOVIES) if (source / MOVIES).is_file() and named else None
+
+
+def _item_keys(known: Candidates) -> np.ndarray:
+    """movieIDs, or the layout's numbers where nobody knows them; candidates that are in no pair have numbers
+    below 0, so that no two items have one key."""
+    if known.movies is None:
+        return np.arange(known.items)
+    return np.concatenate([known.movies, -1 - np.arange(len(known.movies), known.items)])
+
+
+def _in_order(path: Path, known: Candidates, pairs: np.ndarray) -> np.ndarray:
+    """The same pairs of users and items in the order of sequences.parquet: int64 [n, 2].
+
+    Raises:
+        DataError: they are other pairs.
+    """
+    try:
+        table = pq.read_table(path, columns=["user", "movies"])
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"the file cannot be read: {error}", where=str(path)) from None
+    lists = table["movies"].combine_chunks()
+    users = np.repeat(table["user"].to_numpy().astype(np.int64) - 1, np.diff(lists.offsets.to_numpy()))
+    movies = lists.flatten().to_numpy().astype(np.int64)
+    order = np.argsort(known.movies)
+    places = np.minimum(np.searchsorted(known.movies, movies, sorter=order), len(order) - 1)
+    found = np.stack([users, order[places]], axis=1)
+    same = np.array_equal(known.movies[found[:, 1]], movies) and len(found) == len(pairs)
+    if not same or not np.array_equal(*(np.sort(p[:, 0] * known.items + p[:, 1]) for p in (found, pairs))):
+        raise DataError(
+            "its users' films are not those of pairs.parquet", where=str(path), expected="the same, in order"
+        )
+    return found
+
+
+def _of_users(users: pd.DataFrame) -> list[Side]:
+    keys = pa.array(users["user"].to_numpy())
+    values = users.assign(zip_prefix=users["zip"].str[:2])
+    names = ("age", "gender", "occupation", "zip_prefix")
+    return [encode(name, keys, pa.array(values[name])) for name in names]
+
+
+def _of_movies(movies: pd.DataFrame) -> list[Side]:
+    """Features of films; their titles go along in items/."""
+    movies = movies.drop_duplicates("item")
+    keys, years = pa.array(movies["item"].to_numpy()), movies["year"]
+    return [
+        encode("release_year", keys, pa.array(years.where(years > 0).astype("Int64"))),
+        encode("genres", keys, pa.array(movies["genres"], pa.list_(pa.string()))),
+        Side("title", keys, pa.array(movies["title"], pa.string())),
+    ]

@@ -1,0 +1,351 @@
+"""`raytrec prepare interactions` of every layout, against the same interactions in plain Python."""
+
+import gzip
+import random
+from collections import Counter, defaultdict
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from raytrec_datasets import app
+from raytrec_datasets.interactions import rows as rows_module
+from raytrec_datasets.interactions import tables, words
+from typer.testing import CliRunner
+
+from raytrec.common.errors import RaytrecError
+from raytrec.config.schema import Schema
+from raytrec.data.fragments import scan
+
+USERS, ITEMS, LONGEST = 9, 40, 4
+SPLITS = ("train", "valid", "test")
+
+
+def run(source, out, *arguments):
+    return CliRunner().invoke(
+        app, ["interactions", "--source", str(source), "--out", str(out), *map(str, arguments)]
+    )
+
+
+def prepared(source, out, *arguments):
+    """{split: rows} with the source's keys in place of ids."""
+    result = run(source, out, *arguments)
+    assert result.exit_code == 0, result.exception
+    keys = {
+        name: dict(zip(*pq.read_table(out / f"{name}s").columns[:2], strict=True))
+        for name in ("user", "item")
+    }
+    keys = {name: {k.as_py(): v.as_py() for k, v in known.items()} for name, known in keys.items()}
+
+    def named(row):
+        items = {n: [int(keys["item"][i]) for i in row[n]] for n in ("history", "seen") if n in row}
+        return row | {"user": int(keys["user"][row["user"]]), "item": int(keys["item"][row["item"]])} | items
+
+    schema = Schema.load(out / "schema.yaml")
+    for split in SPLITS:
+        scan(str(out / split), schema)
+    return {split: [named(row) for row in pq.read_table(out / split).to_pylist()] for split in SPLITS}
+
+
+def events(seed=1):
+    """(user, item, time) in the order of time, all different times; each user's items are different ones."""
+    rng = random.Random(seed)
+    found = [(u, i) for u in range(3, 3 + USERS) for i in rng.sample(range(ITEMS), rng.randint(3, 12))]
+    rng.shuffle(found)
+    return [(user, item, 1000 + 7 * n) for n, (user, item) in enumerate(found)]
+
+
+def by_user(found):
+    lists = defaultdict(list)
+    for user, item, *_ in found:
+        lists[user].append(item)
+    return lists
+
+
+def write_parquet(folder, found):
+    mixed = random.Random(2).sample(found, len(found))
+    columns = dict(zip(("user", "item", "time"), zip(*mixed, strict=True), strict=True))
+    pq.write_table(pa.table(columns), folder / "x.parquet", row_group_size=20)
+    return folder / "x.parquet", "--time", "time"
+
+
+def write_lists(folder, found):
+    lists = by_user(found)
+    pq.write_table(pa.table({"user": list(lists), "films": list(lists.values())}), folder / "x.parquet")
+    return folder / "x.parquet", "--item", "films"
+
+
+def write_csv(folder, found):
+    lines = [
+        "who,stars,what,when",
+        *(f'"{u}",5,{i},{t}' for u, i, t in random.Random(2).sample(found, len(found))),
+    ]
+    with gzip.open(folder / "x.csv.gz", "wt") as file:
+        file.write("\n".join(lines))
+    return folder / "x.csv.gz", "--user", "who", "--item", "what", "--time", "when"
+
+
+def write_order(folder, found):
+    (folder / "x.tsv").write_text("item\tuser\n" + "".join(f"{i}\t{u}\n" for u, i, _ in found))
+    return (folder / "x.tsv",)
+
+
+def write_words(folder, found):
+    (folder / "x.txt").write_text(
+        "".join(f"{u} {' '.join(map(str, i))}\n" for u, i in by_user(found).items())
+    )
+    return (folder / "x.txt",)
+
+
+LAYOUTS = [write_parquet, write_lists, write_csv, write_order, write_words]
+
+
+@pytest.fixture(params=LAYOUTS, ids=lambda layout: layout.__name__.removeprefix("write_"))
+def source(request, tmp_path, monkeypatch):
+    """(events, arguments of the command), read and written in small parts."""
+    monkeypatch.setattr(words, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(tables, "BATCH_ROWS", 16)
+    monkeypatch.setattr(rows_module, "CHUNK_IDS", 64)
+    found = events()
+    return found, request.param(tmp_path, found)
+
+
+def test_leave_one_out(source, tmp_path):
+    found, given = source
+    rows = prepared(given[0], tmp_path / "out", *given[1:], "--negatives", 5, "--max-length", LONGEST)
+    when, lists = {(u, i): t for u, i, t in found}, by_user(found)
+    counts = Counter(item for items in lists.values() for item in items[:-2])
+    expected = [
+        (u, items[:place], items[place]) for u, items in lists.items() for place in range(len(items) - 2)
+    ]
+    train = [(row["user"], row["history"], row["item"]) for row in rows["train"]]
+    assert sorted(train) == sorted((u, before[-LONGEST:], item) for u, before, item in expected)
+    assert [user for user, *_ in train] != sorted(user for user, *_ in train), "not mixed"
+    for split, place in (("valid", -2), ("test", -1)):
+        groups = defaultdict(list)
+        for row in rows[split]:
+            assert row["history"] == lists[row["user"]][:place][-LONGEST:]
+            groups[row["user"]].append((row["item"], row["label"]))
+        assert (
+            [user for user, _ in zip(*[iter(r["user"] for r in rows[split])] * 6, strict=True)] if 0 else True
+        )
+        for user, group in groups.items():
+            assert group[0] == (lists[user][place], 1) and [label for _, label in group[1:]] == [0] * 5
+            drawn = [item for item, _ in group[1:]]
+            assert len(set(drawn)) == 5 and not set(drawn) & set(lists[user])
+    for row in (row for split in SPLITS for row in rows[split]):
+        assert row["item_count"] == max(1, counts[row["item"]])
+        if "time" in row:
+            assert row["time"] == (when[row["user"], row["item"]] if row["label"] else 0)
+            assert row["history_time"] == [when[row["user"], item] for item in row["history"]]
+    assert ("time" in rows["test"][0]) == ("--time" in given)
+
+
+def test_rows_of_users_and_what_they_have_seen(source, tmp_path):
+    """Every interaction but a user's first is learned once: as an item, or in a history but as its first."""
+    found, given = source
+    arguments = (*given[1:], "--negatives", 0, "--max-length", LONGEST, "--rows", "user")
+    rows = prepared(given[0], tmp_path / "out", *arguments)
+    learned = Counter()
+    for row in rows["train"]:
+        learned.update((row["user"], item) for item in [*row["history"][1:], row["item"]] if row["history"])
+        place = by_user(found)[row["user"]].index(row["item"])
+        assert row["history"] == by_user(found)[row["user"]][:place][-LONGEST:]
+    expected = [(u, item) for u, items in by_user(found).items() for item in items[1:-2]]
+    assert learned == Counter(expected)
+    for split, place in (("valid", -2), ("test", -1)):
+        assert [(row["user"], row["item"], row["label"]) for row in rows[split]] == [
+            (row["user"], by_user(found)[row["user"]][place], 1) for row in rows[split]
+        ]
+        assert len(rows[split]) == USERS
+        assert all(row["seen"] == by_user(found)[row["user"]][:place] for row in rows[split])
+
+
+@pytest.mark.parametrize("split", ["time", "random"])
+def test_tenths(split, tmp_path):
+    found = [(user, item, time) for seed in (1, 2) for user, item, time in events(seed)]
+    found = [(user, item, 1000 + n) for n, (user, item, _) in enumerate(found)]
+    given = write_parquet(tmp_path, found)
+    arguments = (*given[1:], "--split", split, "--negatives", 2, "--max-length", LONGEST)
+    rows = prepared(given[0], tmp_path / "out", *arguments)
+    met = {name: [(r["user"], r["item"], r["time"]) for r in rows[name] if r["label"]] for name in SPLITS}
+    tenth = len(found) // 10
+    assert sorted(event for split in SPLITS for event in met[split]) == sorted(found)
+    assert [len(met[name]) for name in SPLITS] == [len(found) - 2 * tenth, tenth, tenth]
+    if split == "time":
+        assert sorted(met["test"]) == sorted(found[-tenth:])
+        assert sorted(met["valid"]) == sorted(found[-2 * tenth : -tenth])
+    else:
+        assert min(time for *_, time in met["test"]) < max(time for *_, time in met["train"])
+    for name, earlier in (("valid", ["train"]), ("test", ["train", "valid"])):
+        before = sorted((e for split in earlier for e in met[split]), key=lambda event: event[2])
+        for row in rows[name]:
+            assert row["history"] == by_user(before)[row["user"]][-LONGEST:]
+        drawn = Counter(row["user"] for row in rows[name] if not row["label"])
+        assert drawn == dict.fromkeys({user for user, *_ in met[name]}, 2)
+
+
+def test_negatives_of_train(tmp_path):
+    given = write_words(tmp_path, events())
+    rows = prepared(given[0], tmp_path / "out", "--train-negatives", 3, "--max-length", 0, "--negatives", 1)
+    met = {(row["user"], row["item"]) for row in rows["train"] if row["label"]}
+    drawn = [(row["user"], row["item"]) for row in rows["train"] if not row["label"]]
+    assert len(drawn) == 3 * len(met) and not set(drawn) & met
+    assert "history" not in rows["train"][0] and "history" not in (tmp_path / "out/schema.yaml").read_text()
+
+
+def test_the_same_seed_gives_the_same_rows(tmp_path):
+    given = write_words(tmp_path, events())
+    one, same, other = (
+        prepared(given[0], tmp_path / out, "--train-negatives", 1, "--negatives", 3, "--seed", seed)
+        for out, seed in (("a", 4), ("b", 4), ("c", 5))
+    )
+    assert one == same and all(one[split] != other[split] for split in SPLITS)
+
+
+def test_light_gcn_divides_its_rows_itself(tmp_path):
+    lists = by_user(events())
+    (tmp_path / "train.txt").write_text(
+        "".join(f"{u} {' '.join(map(str, i[:-2]))}\n" for u, i in lists.items())
+    )
+    (tmp_path / "test.txt").write_text(
+        "".join(f"{u} {' '.join(map(str, i[-2:]))} \n" for u, i in lists.items()) + "77\n"
+    )
+    rows = prepared(tmp_path, tmp_path / "out", "--negatives", 4)
+    met = {name: sorted((r["user"], r["item"]) for r in rows[name] if r["label"]) for name in SPLITS}
+    assert met["test"] == sorted((u, item) for u, items in lists.items() for item in items[-2:])
+    held = [user for user, items in lists.items() if len(items) > 3]
+    assert [user for user, _ in met["valid"]] == sorted(held)
+    assert sorted(met["train"] + met["valid"]) == sorted(
+        (u, i) for u, items in lists.items() for i in items[:-2]
+    )
+
+
+def ncf(folder):
+    """(events, candidates of each user) in NCF's files."""
+    found, rng = events(), random.Random(8)
+    lists, last = by_user(found), {user: (item, time) for user, item, time in found}
+    wrong = {u: rng.sample([i for i in range(ITEMS + 5) if i not in items], 6) for u, items in lists.items()}
+    wrong[4][2] = last[4][0]  # as in ML-1M
+    lines = [f"{u}\t{i}\t5\t{t}\n" for u, i, t in rng.sample(found, len(found)) if last[u][0] != i]
+    (folder / "x.train.rating").write_text("".join(lines))
+    (folder / "x.test.rating").write_text("".join(f"{u}\t{i}\t5\t{t}\n" for u, (i, t) in last.items()))
+    lines = [f"({u},{last[u][0]})\t" + "\t".join(map(str, items)) + "\n" for u, items in wrong.items()]
+    (folder / "x.test.negative").write_text("".join(lines))
+    return found, wrong
+
+
+@pytest.mark.parametrize("source", ["", "x.train.rating"])
+def test_ncf_has_candidates(source, tmp_path):
+    found, wrong = ncf(tmp_path)
+    rows = prepared(tmp_path / source, tmp_path / "out", "--negatives", 3)
+    for user, items in by_user(found).items():
+        group = [(row["item"], row["label"]) for row in rows["test"] if row["user"] == user]
+        others = [(item, 0) for item in wrong[user] if item != items[-1]]
+        assert group[0] == (items[-1], 1) and sorted(group[1:]) == sorted(others)
+        assert [r["item"] for r in rows["valid"] if r["user"] == user and r["label"]] == [items[-2]]
+        assert all(r["history"] == items[:-1] for r in rows["test"] if r["user"] == user)
+    assert Counter(row["user"] for row in rows["valid"]) == dict.fromkeys(wrong, 4)
+
+
+@pytest.mark.parametrize("kind", ["txt", "parquet"])
+def test_given_candidates(kind, tmp_path):
+    found = events()
+    given, lists, path = write_words(tmp_path, found), by_user(found), tmp_path / f"given.{kind}"
+    wrong = {user: [900, *[i for i in range(ITEMS) if i not in items][:3]] for user, items in lists.items()}
+    wrong[555] = [1, 2]  # a user that the source does not have
+    if kind == "txt":
+        path.write_text("".join(f"{u} {' '.join(map(str, items))}\n" for u, items in wrong.items()))
+    else:
+        pq.write_table(pa.table({"user": list(wrong), "item": list(wrong.values())}), path)
+    rows = prepared(given[0], tmp_path / "out", "--candidates", path, "--negatives", 7)
+    for user in lists:
+        assert sorted(r["item"] for r in rows["test"] if r["user"] == user and not r["label"]) == sorted(
+            wrong[user]
+        )
+    assert Counter(row["user"] for row in rows["valid"]) == dict.fromkeys(lists, 8)
+
+
+def test_a_core(tmp_path):
+    found = [*events(), (90, 1, 1), (90, 2, 2), (91, 77, 3), (91, 77, 4), (91, 77, 5)]
+    given = write_words(tmp_path, found)
+    rows = prepared(given[0], tmp_path / "out", "--negatives", 1, "--min-interactions", 3)
+    kept = [(user, item) for user, item, _ in found]
+    while True:
+        users, items = Counter(u for u, _ in kept), Counter(i for _, i in kept)
+        fewer = [(u, i) for u, i in kept if users[u] >= 3 and items[i] >= 3]
+        if len(fewer) == len(kept):
+            break
+        kept = fewer
+    met = [(r["user"], r["item"]) for split in SPLITS for r in rows[split] if r["label"]]
+    assert sorted(met) == sorted(kept) and len(kept) > 10
+    ids = pq.read_table(tmp_path / "out/items")["item"].to_pylist()
+    assert ids == list(range(len({item for _, item in kept})))
+
+
+def test_side_features(tmp_path):
+    given, folder = write_csv(tmp_path, events()), tmp_path
+    (folder / "users.csv").write_text(
+        "who,sex,age\n" + "".join(f"{u},{'mf'[u % 2]},{u / 2}\n" for u in range(3, 20))
+    )
+    (folder / "items.json").write_text(
+        str({str(i): [f"g{i % 3}", "all"] for i in range(0, ITEMS, 2)}).replace("'", '"')
+    )
+    sides = ("--user-features", folder / "users.csv", "--item-features", folder / "items.json")
+    rows = prepared(given[0], folder / "out", *given[1:], *sides, "--negatives", 2)
+    for row in (row for split in SPLITS for row in rows[split]):
+        assert row["sex"] == {"f": 1, "m": 2}["mf"[row["user"] % 2]] and row["age"] == row["user"] / 2
+        names = ["all", "g0", "g1", "g2"]
+        expected = [names.index(f"g{row['item'] % 3}") + 1, 1] if row["item"] % 2 == 0 else []
+        assert row["attributes"] == expected
+    schema = Schema.load(folder / "out/schema.yaml")
+    assert (
+        schema.dense == ["age"] and schema.tables["sex"].rows == 3 and schema.tables["attributes"].rows == 5
+    )
+    assert schema.sparse["attributes"].pooling == "mean"
+    assert pq.read_schema(next((folder / "out/items").glob("*"))).names[2:] == ["item_count", "attributes"]
+
+
+def test_times_of_any_kind(tmp_path):
+    lines = "".join(f"a,{item},2026-11-0{day}T10:00:00\n" for item, day in ((1, 3), (2, 1), (3, 2), (4, 4)))
+    (tmp_path / "x.csv").write_text("user,item,time\n" + lines)
+    assert run(tmp_path / "x.csv", tmp_path / "out", "--time", "time", "--negatives", 0).exit_code == 0
+    rows = pq.read_table(tmp_path / "out/test").to_pylist()
+    assert [str(when)[:10] for when in rows[0]["history_time"]] == ["2026-11-01", "2026-11-02", "2026-11-03"]
+    assert str(rows[0]["time"]).startswith("2026-11-04")
+
+
+GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) for i in range(5))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments", "says"),
+    [
+        ("x.csv", GOOD, ["--user", "usr"], "no column 'usr'; did you mean 'user'?"),
+        ("x.csv", GOOD + "7,1\n", [], "x.csv, line 22"),
+        ("x.csv", GOOD + "7,1,x\n", ["--time", "time"], "x.csv, line 22"),
+        ("x.csv", GOOD + ",1,7\n", [], "x.csv, line 22"),
+        ("x.csv", GOOD + "7,1,\n", ["--time", "time"], "time is empty"),
+        ("x.csv", GOOD + "7,1,7\n", [], "1 users have fewer than 3 interactions; the first, '7', has 1"),
+        ("x.csv", GOOD, ["--min-interactions", 9], "no user and item are left"),
+        ("x.csv", GOOD, ["--negatives", 9], "met all of 5 but 0"),
+        ("x.csv", GOOD, ["--rows", "user", "--max-length", 0], "--rows user --max-length 0"),
+        ("x.csv", "user,item\n", [], "there are no interactions"),
+        ("x.csv", "", [], "does not parse"),
+        ("x.txt", "1 2 3 4\n2 3 x 5\n", [], "line 2 has 'x'"),
+        ("x.txt", "1 2 3 4\n\n", [], "line 2 has ''"),
+        ("x.txt", "1 2 3 4\n", ["--split", "time"], "name one with --time"),
+        ("x.pdf", "", [], "no layout of interactions"),
+        ("x.parquet", "no", [], "cannot be read"),
+        ("train.txt", "1 2 3\n", [], "test.txt is missing"),
+        ("x.train.rating", "1\t2\t3\t4\n1\tx\t3\t4\n", [], "line 2 is no such line"),
+        ("x.train.rating", "1\t2\t3\t4\n", [], "x.test.rating"),
+    ],
+)
+def test_what_is_wrong_is_said(name, text, arguments, says, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_text(text)
+    source = tmp_path / "in" if name == "train.txt" else tmp_path / "in" / name
+    result = run(source, tmp_path / "out", *arguments)
+    assert isinstance(result.exception, RaytrecError), result.exception
+    assert says in str(result.exception) and not (tmp_path / "out").exists()
