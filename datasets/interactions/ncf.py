@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
+import pyarrow.csv as csv
 from raytrec_datasets.interactions.events import TEST, TRAIN, Gathering, Pairs
 
 from raytrec.common.errors import DataError
@@ -100,15 +100,28 @@ def _ratings(path: Path) -> np.ndarray:
         DataError: the file is missing, or a line has something else; names it.
     """
     try:
-        frame = pd.read_csv(path, sep="\t", header=None, dtype=str, keep_default_na=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"the file does not parse: {error}", where=str(path), expected=_EXPECTED) from None
-    frame = frame[[0, 1, *([3] if frame.shape[1] > 3 else [])]] if frame.shape[1] > 1 else frame
-    numbers = frame.apply(lambda column: column.str.fullmatch("[0-9]{1,18}")).fillna(False)
-    if frame.shape[1] < 2 or not numbers.to_numpy().all():
-        line = int(np.argmin(numbers.to_numpy().all(axis=1))) if frame.shape[1] > 1 else 0
-        raise DataError(f"line {line + 1} is no such line", where=str(path), expected=_EXPECTED)
-    return frame.to_numpy().astype(np.int64)
+        table = csv.read_csv(
+            path, csv.ReadOptions(autogenerate_column_names=True), csv.ParseOptions(delimiter="\t")
+        )
+    except (OSError, pa.ArrowInvalid) as error:
+        raise _broken(path, str(error)) from None
+    columns = [table.column(place) for place in (0, 1, 3) if place < table.num_columns]
+    if len(columns) < 2 or any(column.type != pa.int64() or column.null_count for column in columns):
+        raise _broken(path, "a user, item or time is no whole number")
+    return np.stack([column.to_numpy() for column in columns], axis=1)
+
+
+def _broken(path: Path, why: str) -> DataError:
+    """The error of a file, with its first line that is none of the layout's."""
+    if path.is_file():
+        with path.open(errors="replace") as file:
+            for number, line in enumerate(file, 1):
+                fields = line.rstrip("\n").split("\t")
+                named = [fields[place] for place in (0, 1, 3) if place < len(fields)]
+                if len(named) < 2 or not all(field.isdecimal() for field in named):
+                    where = f"{path}, line {number}: {line[:60]!r}"
+                    return DataError("the line is none of this layout", where=where, expected=_EXPECTED)
+    return DataError(f"the file does not parse: {why}", where=str(path), expected=_EXPECTED)
 
 
 _EXPECTED = "user, item, rating and time in each line, whole numbers with tabs between them"

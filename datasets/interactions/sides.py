@@ -58,8 +58,19 @@ class Side:
         return pa.types.is_list(self.values.type)
 
     def of(self, keys: pa.Array) -> pa.Array:
-        """Its value for each key; 0, an empty list or nothing where it has none."""
-        found = pc.index_in(keys, value_set=self.keys.cast(keys.type))
+        """Its value for each key; 0, an empty list or nothing where it has none.
+
+        Raises:
+            ConfigError: its own keys are of another kind.
+        """
+        try:
+            found = pc.index_in(keys, value_set=self.keys.cast(keys.type))
+        except pa.ArrowInvalid as error:
+            raise ConfigError(
+                f"the keys of the side feature {self.name} are none of the source's: {error}",
+                where="--user-features, --item-features",
+                expected=f"keys of type {keys.type}",
+            ) from None
         values = self.values.take(found)
         if self.is_bag:
             return pc.if_else(values.is_null(), pa.scalar([], values.type), values)

@@ -338,7 +338,7 @@ GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) 
         ("x.pdf", "", [], "no layout of interactions"),
         ("x.parquet", "no", [], "cannot be read"),
         ("train.txt", "1 2 3\n", [], "test.txt is missing"),
-        ("x.train.rating", "1\t2\t3\t4\n1\tx\t3\t4\n", [], "line 2 is no such line"),
+        ("x.train.rating", "1\t2\t3\t4\n1\tx\t3\t4\n", [], "x.train.rating, line 2"),
         ("x.train.rating", "1\t2\t3\t4\n", [], "x.test.rating"),
     ],
 )
