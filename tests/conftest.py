@@ -1,4 +1,4 @@
-"""What tests share: one loopback Ray cluster, and tiny Parquet datasets."""
+"""What tests share: loopback Ray clusters, one at a time."""
 
 import atexit
 import os
@@ -9,8 +9,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 # Names in a test's module by which it is known to start processes.
-STARTS = {"on_ranks", "ranks", "assert_parity", "warm", "subprocess", "multiprocessing"}
-STARTS |= {"gpu_cluster", "ray_session", "heads", "hosts", "Head"}
+FORKS = {"on_ranks", "ranks", "assert_parity", "warm"}
+STARTS = FORKS | {"subprocess", "multiprocessing", "gpu_cluster", "ray_session", "heads", "hosts", "Head"}
+# Fixtures by which tests have a Ray, in the order of these tests.
+ON_RAY = {"ray_with_gpus": "on Ray with GPUs", "ray_cluster": "on Ray"}
 # Modules of tests on the shared Ray that take longest: first, so that two that run at once end together.
 LONGEST = ["test_driver", "test_survive", "test_out_of_tree", "test_cli", "test_warm_start", "test_check"]
 
@@ -28,48 +30,54 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests that share the Ray cluster come last, as others must find none; modules stay together."""
+    """Tests that share a Ray come last, as others must find none; modules stay together, and those few that
+    want GPUs with one another."""
     for item in items:
-        on_ray = "_shared_ray" in item.fixturenames
-        if on_ray or STARTS & vars(item.module).keys():
+        ray = ray_of(item)
+        if ray or STARTS & vars(item.module).keys():
             item.add_marker("processes")
-        item.add_marker(pytest.mark.xdist_group(f"{item.module.__name__}{', on Ray' if on_ray else ''}"))
+        module = [] if ray == "ray_with_gpus" else [item.module.__name__]
+        item.add_marker(pytest.mark.xdist_group(", ".join(module + ([ON_RAY[ray]] if ray else []))))
     items.sort(key=place_in_the_order)
 
 
+def ray_of(item):
+    """The fixture by which a test has a Ray; None: it has none."""
+    return next((name for name in ON_RAY if name in item.fixturenames), None)
+
+
 def place_in_the_order(item):
-    name = item.module.__name__
-    on_ray = "_shared_ray" in item.fixturenames
-    return on_ray, LONGEST.index(name) if on_ray and name in LONGEST else len(LONGEST)
+    name, ray = item.module.__name__, ray_of(item)
+    kinds = [None, *ON_RAY]
+    return kinds.index(ray), LONGEST.index(name) if ray and name in LONGEST else len(LONGEST)
 
 
 def pytest_collection_finish(session):
     """pytest-xdist groups tests by a suffix of their names, which it could not set with pytest 9.2."""
     if session.config.getoption("loadgroup", False) and session.items:
         assert "@" in session.items[-1].nodeid, "pytest-xdist does not keep the tests of a module together"
+    if any(FORKS & vars(item.module).keys() for item in session.items):
+        import warm
+
+        warm.copy_this_process()
 
 
 @pytest.fixture(scope="session")
-def _shared_ray():
-    import ranks
-    import ray
-    from stores import made_once
+def _rays():
+    from rays import Rays
 
-    from raytrec.cluster import warm
-    from raytrec.cluster.session import ray_session
-    from raytrec.driver.warm_workers import MODULES, ON_RAY
-
-    ranks.close_all()  # they would take a part of each core
-    assert not ray.is_initialized(), "an earlier test left Ray running"
-    warm.warm_up(MODULES, ON_RAY)
-    try:
-        with made_once(), ray_session(num_cpus=6):
-            yield
-    finally:
-        warm.cool_down()
+    rays = Rays()
+    yield rays
+    rays.close()
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(_shared_ray):
-    """A local Ray on loopback with 6 logical CPUs, which the session's tests share."""
-    yield
+def ray_cluster(_rays):
+    """A local Ray on loopback with 6 logical CPUs, which tests share."""
+    _rays.use(0)
+
+
+@pytest.fixture(scope="module")
+def ray_with_gpus(_rays):
+    """One that counts 2 GPUs, too; there are none."""
+    _rays.use(2)

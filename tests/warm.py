@@ -6,10 +6,12 @@ a local Ray (ray_workers).
 
 Ray's workers import Ray in the forked process only: it reads its part of the environment then, and seeds the
 generator of the ids of objects. Workers forked after that would all give out the same ids. Other processes
-never join a Ray: they are forked from another process, itself forked, that has imported it.
+never join a Ray: they are forked from a copy of the tests' own process, as it was when it had collected them
+(`copy_this_process`), or else from another process, itself forked, that has imported Ray.
 """
 
 import atexit
+import gc
 import json
 import os
 import random
@@ -23,7 +25,7 @@ import tempfile
 import traceback
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
@@ -35,6 +37,15 @@ TORCH = ("torchrec", "tensordict", "torch.distributed.checkpoint", "pandas", "py
 WITH_RAY = ("ray", "raytrec.worker.build", "raytrec.worker.observers", "raytrec.checks.parity.compare")
 SOCKET = "RAYTREC_TESTS_WARM"  # where warm_worker.py finds it
 _servers = {}
+
+
+def copy_this_process():
+    """From now on, `fork` forks from a copy of this process: with all modules that it has imported.
+
+    To be called before this process computes anything: threads, such as autograd's, are not copied.
+    """
+    if "with Ray" not in _servers:
+        _servers["with Ray"] = _Copy()
 
 
 def fork(target, *args):
@@ -122,6 +133,31 @@ class _Forked:
 
     def close(self):
         self._alive.close()
+
+
+class _Copy:
+    """A process as _Server's, which is a copy of this one."""
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        self._address, (self._alive, theirs) = f"{self._folder.name}/socket", Pipe()
+        self._ready, self._pid = False, os.fork()
+        if not self._pid:
+            self._alive.close()
+            gc.freeze()  # what is here stays: collections leave its pages shared
+            _begin(_serve, theirs, self._address, (*TORCH, *WITH_RAY))
+        theirs.close()
+
+    @property
+    def address(self):
+        if not self._ready:
+            self._ready = self._alive.recv() is None
+        return self._address
+
+    def close(self):
+        self._alive.close()
+        os.waitpid(self._pid, 0)
+        self._folder.cleanup()
 
 
 def _serve(alive, address, modules):

@@ -25,16 +25,18 @@ def note(table, log):
 
 
 @pytest.fixture
-def mixed():
+def mixed(monkeypatch):
     """Two nodes (two raylets on loopback): one with a GPU, as far as Ray knows, and one without."""
     import ray
     from ray.cluster_utils import Cluster
 
     from raytrec.cluster.session import stay_on_loopback
+    from raytrec.compat.ray_core import only_what_is_needed
 
+    monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
     stay_on_loopback()
     gpu = {"num_cpus": 4, "num_gpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 200 << 20}
-    with warm.ray_workers():
+    with warm.ray_workers(), only_what_is_needed():
         cluster = Cluster(initialize_head=True, head_node_args=gpu)
         try:
             plain = cluster.add_node(num_cpus=4, node_ip_address="127.0.0.1", object_store_memory=200 << 20)

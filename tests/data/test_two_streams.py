@@ -5,38 +5,15 @@ not ended, and what they have asked Ray for stays theirs.
 """
 
 import parquet
-import pytest
-import warm
 import yaml
-from small import config
 
 from raytrec.config.schema import Schema
-from raytrec.driver.launch import local_cpus
 
 ROWS = 240_000
 SECONDS = 120
 
 
-@pytest.fixture
-def local_gpu():
-    """A local Ray with as many CPUs as a run starts it with, and one GPU, as far as Ray knows; those CPUs."""
-    import ray
-
-    from raytrec.cluster.session import stay_on_loopback
-    from raytrec.cluster.token import use_token
-
-    cpus = local_cpus(config(1, {}))
-    use_token(create=True)
-    stay_on_loopback()
-    with warm.ray_workers():
-        ray.init(address="local", num_cpus=cpus, num_gpus=1, include_dashboard=False, log_to_driver=False)
-        try:
-            yield cpus
-        finally:
-            ray.shutdown()
-
-
-def test_an_evaluation_reads_while_training_waits(local_gpu, tmp_path):
+def test_an_evaluation_reads_while_training_waits(ray_with_gpus, tmp_path):
     import ray
 
     from raytrec.data.fragments import scan
@@ -45,7 +22,9 @@ def test_an_evaluation_reads_while_training_waits(local_gpu, tmp_path):
     folder = parquet.write(tmp_path / "d", ROWS, 0, row_group=2000)
     data = scan(str(folder), Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test"))
 
-    @ray.remote(num_cpus=local_gpu, num_gpus=1)
+    has = ray.cluster_resources()
+
+    @ray.remote(num_cpus=has["CPU"], num_gpus=has["GPU"])
     def train():
         """Rows of the evaluation, and of the training that goes on after it."""
         import time

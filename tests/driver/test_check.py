@@ -5,13 +5,20 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import parquet
 import pytest
+import yaml
+from ranks import on_ranks
 
 import raytrec
+from raytrec.cli import main
 from raytrec.common.errors import ConfigError
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Schema
 from raytrec.driver import check
 from raytrec.driver import run as driver
 
@@ -114,11 +121,42 @@ SABOTAGE = {
 }
 
 
-# A command each: the first of them in `make test`, the others in `make test-survive`.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.survive] if n else []) for n, name in enumerate(SABOTAGE)],
-)
+def undivided_means(rank, world, values):
+    """What the ranks of a check report where the first SABOTAGE is done to them."""
+    import torch
+
+    from raytrec.checks.parity.compare import compare
+    from raytrec.embeddings import pooling
+    from raytrec.worker.build import build_step
+
+    totals = pooling.bag_totals
+    with patch.object(pooling, "bag_totals", lambda sparse: torch.ones_like(totals(sparse))):
+        schema = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "schema")
+        found = compare(build_step, load_config(values), schema, torch.device("cpu"), steps=3)
+    return [finding.record() for finding in found]
+
+
+def test_what_a_check_that_fails_says(folder, tmp_path, monkeypatch, capsys):
+    """The command around ranks that were sabotaged; the whole of it: below."""
+    values = settings(folder, tmp_path)
+    found = {"findings": on_ranks(2, undivided_means, values)[0], "plan": [], "world_size": 2}
+    monkeypatch.setattr(check, "run_group", lambda *_, **__: found)
+    monkeypatch.setattr(check, "session_of", lambda config: nullcontext())
+    (tmp_path / "run.json").write_text(json.dumps(values))  # JSON is YAML
+    with patch("raytrec.driver.warm_workers.begin_early"), pytest.raises(SystemExit) as ended:
+        main(["check", str(tmp_path / "run.json")])
+    assert ended.value.code == 1
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    for line in SABOTAGE["means are not divided"][-1]:
+        assert line in said.out
+    kept = json.loads((tmp_path / "check/check.json").read_text())
+    assert kept["passed"] is False and 0 < kept["failed"] < kept["comparisons"]
+
+
+# A command each.
+@pytest.mark.survive
+@pytest.mark.parametrize("name", SABOTAGE)
 def test_a_check_that_fails(folder, tmp_path, name):
     file, right, wrong, says = SABOTAGE[name]
     package = tmp_path / "raytrec"

@@ -6,7 +6,6 @@ from unittest.mock import patch
 import parquet
 import pynvml
 import pytest
-import warm
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
@@ -14,24 +13,6 @@ from raytrec.driver import launch as group
 from raytrec.driver import nodes
 from raytrec.driver import run as driver
 from raytrec.driver.nodes import GpuNode
-
-
-@pytest.fixture(scope="module")
-def counted():
-    """A local Ray with 6 CPUs and, as far as it knows, 2 GPUs."""
-    import ray
-
-    from raytrec.cluster.session import stay_on_loopback
-    from raytrec.cluster.token import use_token
-
-    use_token(create=True)
-    stay_on_loopback()
-    with warm.ray_workers():
-        ray.init(address="local", num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False)
-        try:
-            yield
-        finally:
-            ray.shutdown()
 
 
 @pytest.fixture
@@ -54,14 +35,14 @@ def settings(workers=2, readers=1, **scaling):
     return RunConfig.model_validate(values)
 
 
-def test_auto_trains_on_cpus_where_torch_is_built_for_them(counted, for_cpus, console):
+def test_auto_trains_on_cpus_where_torch_is_built_for_them(ray_with_gpus, for_cpus, console):
     assert group._device(settings(), nodes.gpu_nodes(), console) == "cpu"
     (said,) = console.said
     assert "there are GPUs, but torch is built for CPUs on this machine" in said
     assert "make install DEVICE=cuda" in said
 
 
-def test_cuda_is_refused_where_torch_is_built_for_cpus(counted, for_cpus, tmp_path):
+def test_cuda_is_refused_where_torch_is_built_for_cpus(ray_with_gpus, for_cpus, tmp_path):
     folder = parquet.dataset(tmp_path / "d")
     with pytest.raises(ConfigError, match="torch is built for CPUs on this machine") as error:
         driver.train(parquet.settings(folder, tmp_path / "run", scaling__device="cuda"))
@@ -69,13 +50,13 @@ def test_cuda_is_refused_where_torch_is_built_for_cpus(counted, for_cpus, tmp_pa
     assert not (tmp_path / "run/events.jsonl").exists(), "no worker has started"
 
 
-def test_auto_takes_gpus_with_the_packages_for_them(counted, console):
+def test_auto_takes_gpus_with_the_packages_for_them(ray_with_gpus, console):
     with patch("raytrec.driver.nodes.built_for", lambda: "cuda"):
         assert group._device(settings(), nodes.gpu_nodes(), console) == "cuda"
     assert not console.said
 
 
-def test_nodes_are_asked_while_others_use_all_they_have(counted):
+def test_nodes_are_asked_while_others_use_all_they_have(ray_with_gpus):
     """Elsewhere than on this machine, by tasks; a GPU need not be free."""
     import ray
 
@@ -93,7 +74,7 @@ def test_nodes_are_asked_while_others_use_all_they_have(counted):
     assert node.built_for in ("cpu", "cuda") and node.host_memory > 2**30
 
 
-def test_a_node_that_does_not_answer_is_left_to_the_workers(counted, console):
+def test_a_node_that_does_not_answer_is_left_to_the_workers(ray_with_gpus, console):
     node = GpuNode("10.0.0.9", 2)
     with (
         patch("raytrec.driver.nodes.alive_nodes", lambda: []),
@@ -109,7 +90,7 @@ def test_a_node_that_does_not_answer_is_left_to_the_workers(counted, console):
         (2, 3, "the cluster has 6 CPUs beside GPUs for 2 workers and their readers"),
     ],
 )
-def test_rooms_for_workers_and_their_readers(counted, workers, readers, message):
+def test_rooms_for_workers_and_their_readers(ray_with_gpus, workers, readers, message):
     """Readers' CPUs are their workers' where all nodes have GPUs: tasks that find none wait for ever."""
     with pytest.raises(ConfigError, match=message):
         group._check_room(settings(workers, readers), "cuda", 2)
@@ -125,7 +106,7 @@ def test_a_worker_sets_aside_what_its_readers_need():
     assert group.bundle(run, "cuda", others_read=True) == {"CPU": 2, "GPU": 1}
 
 
-def test_an_autoscaler_hears_of_the_cpus_that_read(counted):
+def test_an_autoscaler_hears_of_the_cpus_that_read(ray_with_gpus):
     """Where nodes without GPUs read, tasks ask for no CPU; the run asks for them."""
     import json
     import time

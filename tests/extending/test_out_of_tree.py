@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def printed(folder, _shared_ray):
+def printed(folder, ray_cluster):
     """What the console said of the recipe, of a run that its own check ended, and of its resumption."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -41,6 +41,19 @@ _contexts: list[Any] = []  # never left: a worker's process ends with its run
 
 
 @contextmanager
+def workers_with_stand_ins() -> Iterator[None]:
+    """A block in which the workers of runs have stand-ins for the GPUs that Ray counts.
+
+    They must find this module: by PYTHONPATH.
+    """
+    with (
+        patch("raytrec.driver.launch.TORCH_CONFIG", f"{__name__}:StandInTorchConfig"),
+        patch("raytrec.driver.nodes.built_for", lambda: "cuda"),
+    ):
+        yield
+
+
+@contextmanager
 def gpu_cluster(cpus: int = 6, gpus: int = 2) -> Iterator[None]:
     """A local Ray on loopback that counts GPUs, and runs whose workers have stand-ins for them."""
     import ray
@@ -51,11 +64,7 @@ def gpu_cluster(cpus: int = 6, gpus: int = 2) -> Iterator[None]:
     folder = str(Path(__file__).parents[1])
     path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH")) if p)
     use_token(create=True)
-    with (
-        patch.dict(os.environ, {"PYTHONPATH": path}),
-        patch("raytrec.driver.launch.TORCH_CONFIG", f"{__name__}:StandInTorchConfig"),
-        patch("raytrec.driver.nodes.built_for", lambda: "cuda"),
-    ):
+    with patch.dict(os.environ, {"PYTHONPATH": path}), workers_with_stand_ins():
         stay_on_loopback()
         ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, log_to_driver=False)
         try:

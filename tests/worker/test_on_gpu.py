@@ -8,20 +8,19 @@ import checkpoints
 import parquet
 import pytest
 import torch
-import warm
-from standin.worker import gpu_cluster
+from standin.worker import workers_with_stand_ins
 
 from raytrec.driver import run as driver
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return parquet.dataset(tmp_path_factory.mktemp("gpu") / "d")
+    return parquet.dataset(tmp_path_factory.mktemp("gpu") / "d", train=700, valid=130, test=300)
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with warm.ray_workers(), gpu_cluster(cpus=6, gpus=2):
+@pytest.fixture
+def gpus(ray_with_gpus):
+    with workers_with_stand_ins():
         yield
 
 
@@ -30,15 +29,15 @@ def settings(folder, run, device, **changes):
         folder,
         run,
         scaling__device=device,
-        train__eval_every_steps=5,
-        tracking__every_steps=5,
-        checks__every_steps=5,
-        checkpoint__every_steps=4,
+        train__eval_every_steps=3,
+        tracking__every_steps=3,
+        checks__every_steps=3,
+        checkpoint__every_steps=2,
         **changes,
     )
 
 
-def test_a_run_on_gpus_is_the_run_on_cpus(cluster, folder, tmp_path):
+def test_a_run_on_gpus_is_the_run_on_cpus(gpus, folder, tmp_path):
     on_gpu = driver.train(settings(folder, tmp_path / "gpu", "cuda")).metrics
     on_cpu = driver.train(settings(folder, tmp_path / "cpu", "cpu")).metrics
     for name in ("eval.auc", "eval.logloss", "eval.calibration", "train.rows", "train.steps"):

@@ -1,0 +1,56 @@
+"""The local Rays that tests share: one at a time, whose workers are forked from a warm process."""
+
+import os
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+CPUS = 6
+HERE = str(Path(__file__).parent)
+
+
+class Rays:
+    """Starts the Ray that tests ask for, and ends the one before.
+
+    Attributes:
+        gpus: that the running one counts; None: none is running.
+    """
+
+    def __init__(self):
+        self.gpus, self._running = None, ExitStack()
+
+    def use(self, gpus):
+        if self.gpus != gpus:
+            self.close()
+            self._running.enter_context(_started(gpus))
+            self.gpus = gpus
+
+    def close(self):
+        self._running.close()
+        self.gpus = None
+
+
+@contextmanager
+def _started(gpus):
+    """A local Ray on loopback with 6 logical CPUs and, as far as it knows, so many GPUs."""
+    import ranks
+    import ray
+    from stores import made_once
+
+    from raytrec.cluster import warm
+    from raytrec.cluster.session import ray_session
+    from raytrec.driver.warm_workers import MODULES, ON_RAY
+
+    ranks.close_all()  # they would take a part of each core
+    assert not ray.is_initialized(), "an earlier test left Ray running"
+    # Workers with stand-ins for GPUs import them from here.
+    path = os.pathsep.join(p for p in (HERE, os.environ.get("PYTHONPATH")) if p)
+    with patch.dict(os.environ, {"PYTHONPATH": path} if gpus else {}):
+        warm.warm_up(MODULES, ON_RAY)
+        counted = patch("ray.init", partial(ray.init, num_gpus=gpus)) if gpus else nullcontext()
+        try:
+            with made_once(), counted, ray_session(num_cpus=CPUS):
+                yield
+        finally:
+            warm.cool_down()
