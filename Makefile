@@ -151,6 +151,7 @@ lock:
 	cd requirements && uv pip compile cloud.in --python-version 3.11 -o cloud.txt
 	cd requirements && uv pip compile dev.in --python-version 3.11 -o dev.txt
 	cd requirements && uv pip compile notebook.in --python-version 3.11 -o notebook.txt
+	cd requirements && uv pip compile faiss.in --python-version 3.11 -o faiss.txt
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

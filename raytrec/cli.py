@@ -6,7 +6,7 @@ import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from raytrec_datasets import app as prepare_app
@@ -44,6 +44,10 @@ Changes = Annotated[
         metavar="KEY=VALUE",
         help="For example data.on_error=skip or tables.NAME.out_of_range=hash (repeatable).",
     ),
+]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(metavar="STEP|best", help="Which checkpoint of a run; default: the newest."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
@@ -296,11 +300,12 @@ def predict(
             metavar="A,B,...", help="Columns to carry (repeatable); default: data.carry; '' for none."
         ),
     ] = None,
-    workers: Workers = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(metavar="STEP|best", help="Which checkpoint of a run; default: the newest."),
+    vectors: Annotated[
+        Literal["query", "item"] | None,
+        typer.Option(help="This side's vectors in the place of scores; the data needs its features alone."),
     ] = None,
+    workers: Workers = None,
+    checkpoint: Checkpoint = None,
     overrides: Changes = None,
     allow_code: AllowCode = False,
     json: Json = False,
@@ -317,12 +322,62 @@ def predict(
         data,
         out,
         columns=columns,
+        vectors=vectors,
         workers=workers,
         checkpoint=checkpoint,
         overrides=overrides,
         allow_code=allow_code,
     )
     _dump(result.metrics) if json else print_predictions(result)
+
+
+@app.command()
+def index(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
+    items: Annotated[str, typer.Option(help="Folder or file of Parquet with one row for each item.")],
+    out: Annotated[str, typer.Option(help="Folder to write the index to.")],
+    item: Annotated[
+        str | None, typer.Option(help="Column that names an item; default: eval.retrieval.item of the run.")
+    ] = None,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A,B,...", help="Columns of items to keep (repeatable); default: all."),
+    ] = None,
+    faiss: Annotated[
+        str | None,
+        typer.Option(metavar="SPEC", help="Also an index of faiss, such as HNSW32 or 'IVF256,Flat'."),
+    ] = None,
+    queries: Annotated[
+        str | None,
+        typer.Option(help="Parquet to measure the recall of faiss with; default: the run's data.test."),
+    ] = None,
+    workers: Workers = None,
+    checkpoint: Checkpoint = None,
+    overrides: Changes = None,
+    allow_code: AllowCode = False,
+    json: Json = False,
+):
+    """Compute the vectors of items, and an index to search them by. Interrupted, give it again."""
+    from raytrec.driver.warm_workers import begin_early
+
+    begin_early()
+    from raytrec.driver.console import print_index
+    from raytrec.driver.index import index as build
+
+    result = build(
+        run,
+        items,
+        out,
+        item=item,
+        columns=columns,
+        faiss=faiss,
+        queries=queries,
+        workers=workers,
+        checkpoint=checkpoint,
+        overrides=overrides,
+        allow_code=allow_code,
+    )
+    _dump(result.metrics) if json else print_index(result)
 
 
 @app.command()

@@ -73,6 +73,12 @@ class ByClient:
         driver = connection.actor(Driver)
         return connection.ask(driver.predict, run, data, out, options, timeout=None)
 
+    def index(self, run: str, items: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Writes an index of items."""
+        connection = self._connections[()]
+        driver = connection.actor(Driver)
+        return connection.ask(driver.index, run, items, out, options, timeout=None)
+
     def close(self) -> None:
         """Ends the connections, and with them the runs that were started here."""
         for connection in self._connections.values():

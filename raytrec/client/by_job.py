@@ -57,6 +57,10 @@ class ByJob:
         """Predicts with a checkpoint of a run."""
         return self._figures("predict", run, ["--data", data, "--out", out], options)
 
+    def index(self, run: str, items: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Writes an index of items."""
+        return self._figures("index", run, ["--items", items, "--out", out], options)
+
     def _figures(self, command: str, run: str, words: list[str], options: dict[str, Any]) -> dict[str, Any]:
         """What a command prints as JSON, run as a job."""
         words = [command, self.call("news", run, {})["folder"], *words, "--json"]

@@ -57,6 +57,13 @@ class Driver:
 
         return _ours(predict, run_folder(run), data, out, **options).metrics
 
+    def index(self, run: str, items: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Writes an index of items; its figures."""
+        from raytrec.client.queries import run_folder
+        from raytrec.driver.index import index
+
+        return _ours(index, run_folder(run), items, out, **options).metrics
+
 
 def _ours(call: Any, *arguments: Any, **options: Any) -> Any:
     """What a call gives; whatever it raises becomes an error of ours, which can be read anywhere."""

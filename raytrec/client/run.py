@@ -156,6 +156,20 @@ class Run:
         """
         return self._way.predict(self.folder, data, out, options)
 
+    def index(self, items: str, out: str, **options: Any) -> dict[str, Any]:
+        """Writes an index of items on the cluster, with the newest checkpoint; `raytrec.load_index` reads it,
+        where its folder can be reached. Interrupted, it continues when it is called again.
+
+        Args:
+            items: folder or file of Parquet with one row for each item, as the cluster sees it.
+            out: the folder to write to, likewise.
+            options: item, columns, faiss, queries, workers, checkpoint, overrides: as `raytrec index`.
+
+        Returns:
+            index.items, index.recall@10 and more (raytrec.driver.index.Indexed).
+        """
+        return self._way.index(self.folder, items, out, options)
+
     def tables(self) -> dict[str, list[int]]:
         """Embedding tables of the newest checkpoint: name → [rows, dim]."""
         return self._ask("tables")["tables"]

@@ -212,6 +212,31 @@ def print_predictions(result: Any) -> None:
     console.print(plain(f"columns      {', '.join(result.columns)}"), soft_wrap=True)
 
 
+def print_index(result: Any) -> None:
+    """What an index holds, and how good faiss is, as a table on stdout; and where it is.
+
+    Args:
+        result: index.Indexed.
+    """
+    metrics, console = result.metrics, open_console()
+    console.print(bold(metrics["name"]), soft_wrap=True)
+    table = Table(show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_row("items", f"{metrics['index.items']:,}")
+    table.add_row("width of a vector", f"{metrics['index.width']:,}")
+    table.add_row("index of faiss", plain(metrics["index.faiss"] or "none: search is exact"))
+    for name, value in metrics.items():
+        if name.startswith("index.recall@"):
+            table.add_row(f"its recall of the exact {name.partition('@')[2]}", f"{value:.4f}")
+    if count := metrics.get("index.queries"):
+        table.add_row("measured with queries", f"{count:,}")
+    table.add_row("seconds", f"{metrics['seconds']:,.1f}")
+    console.print(table)
+    console.print(plain(f"index        {result.path}"), soft_wrap=True)
+    console.print(plain(f"ask it       raytrec.load_index({result.path!r}).search(vectors)"), soft_wrap=True)
+
+
 CHECKS = {
     "forward": "pooled embeddings",
     "gradient": "gradient",

@@ -1,0 +1,182 @@
+"""`raytrec index`: the vectors of all items, exact and in an index of faiss, and how good that one is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from raytrec.common.errors import ConfigError, RaytrecError, RunError
+from raytrec.common.storage import absolute, open_filesystem, sync
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.data.fragments import Dataset, list_files, read_footer
+from raytrec.data.order import Item, Part
+from raytrec.driver.console import RunConsole
+from raytrec.driver.predict import predict, resolve_checkpoint
+from raytrec.driver.sides import check_items, open_inputs, side_of
+from raytrec.retrieval.faiss_index import build_faiss, require_faiss, to_bytes
+from raytrec.retrieval.index import FAISS, ITEMS, MANIFEST, VECTOR, Index, manifest_text, read_vectors
+from raytrec.worker.prediction_files import PredictionFolder
+
+PLACES = (10, 100)  # of which recall is reported
+QUERIES, TOGETHER = 1000, 10  # rows that recall is measured with; so many of them stand side by side
+TAKEN = ("query", "rank", "score", VECTOR)  # columns of what Index.search gives
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """What `index` came to.
+
+    Attributes:
+        metrics: the content of index.json: index.items, index.width, index.faiss (None: exact search alone),
+            index.recall@10 and @100 of faiss, index.queries that it was measured with and index.queried,
+            where they are from; item, name, checkpoint, world_size, seconds and what `predict` counts.
+        path: the folder.
+    """
+
+    metrics: dict[str, Any]
+    path: str
+
+
+def index(
+    place: str | Path,
+    items: str,
+    out: str,
+    *,
+    item: str | None = None,
+    columns: Sequence[str] | None = None,
+    faiss: str | None = None,
+    queries: str | None = None,
+    workers: int | None = None,
+    checkpoint: str | int | None = None,
+    overrides: list[str] | None = None,
+    allow_code: bool = False,
+) -> Indexed:
+    """Computes the vectors of items with a run's model, and an index that can be searched
+    (raytrec.load_index). Interrupted, it continues when it is called again.
+
+    Args:
+        place: run folder or checkpoint folder. Nothing is written there.
+        items: folder or file of Parquet, local or s3:// or gs://, with one row for each item, and columns of
+            the item side's features.
+        out: the folder to write to, likewise; all nodes must reach it.
+        item: the column that names an item; default: eval.retrieval.item of the run, else item.
+        columns: columns of the items to keep beside it; default: all.
+        faiss: what faiss.index_factory takes, such as HNSW32; default: exact search alone.
+        queries: Parquet with rows that recall is measured with, columns of the query side's features;
+            default: the run's data.test, else its data.valid, where it can be read.
+        workers, checkpoint, overrides, allow_code: as in `predict`.
+
+    Raises:
+        ConfigError: faiss is not installed, or takes no such index; the model gives no vectors of query and
+            item. RunError, DataError: as in `predict`; items without a key, or with that of another.
+    """
+    began, out, items = perf_counter(), absolute(str(out)), absolute(str(items))
+    if faiss:
+        require_faiss()
+    config, schema, folder, about = resolve_checkpoint(place, checkpoint, overrides or [], allow_code)
+    key = item or (config.eval.retrieval.item if config.eval.retrieval else "item")
+    asked = _queries(config, schema, queries) if faiss else None
+    part = side_of(config, schema, "item", "raytrec index")
+    check_items(open_inputs(config, part, items, "--items", (key,)), key)
+    asked_for = [name for each in columns or () for name in each.split(",") if name]
+    kept = list(dict.fromkeys([key, *(_all_columns(items) if columns is None else asked_for)]))
+    _check_columns(kept)
+    options = {"workers": workers, "overrides": overrides, "allow_code": allow_code}
+    made = predict(folder, items, f"{out}/{ITEMS}", columns=kept, vectors="item", **options).metrics
+    table, vectors = read_vectors(f"{out}/{ITEMS}")
+    metrics = {"index.items": len(vectors), "index.width": vectors.shape[1], "index.faiss": faiss}
+    if faiss:
+        with RunConsole(config.run.name) as console:
+            console.phase(f"building {faiss} of {len(vectors):,} items")
+            found = Index(table, vectors, key, faiss=build_faiss(faiss, vectors))
+            if asked:
+                console.phase("comparing it with exact search")
+                metrics |= _recall(found, _sampled(config, schema, folder, about, asked), asked.uri)
+            _write(out, FAISS, to_bytes(found.faiss))
+    metrics |= {name: value for name, value in made.items() if name not in ("name", "seconds")}
+    metrics |= {"name": f"{config.run.name}: {items}", "seconds": round(perf_counter() - began, 3)}
+    _write(out, MANIFEST, manifest_text({"item": key, "faiss": faiss, **metrics}).encode())
+    return Indexed({"item": key, **metrics}, out)
+
+
+def _all_columns(items: str) -> list[str]:
+    """All columns of the items' first file."""
+    return list(read_footer(list_files(items, "--items")[0]).schema.to_arrow_schema().names)
+
+
+def _check_columns(names: list[str]) -> None:
+    if taken := [name for name in names if name in TAKEN]:
+        raise ConfigError(
+            f"a column of the items is called '{taken[0]}', as one of what a search gives",
+            where="--columns",
+            expected=f"other names than {', '.join(TAKEN)}",
+            do="name the columns to keep with --columns, without it",
+        )
+
+
+def _queries(config: RunConfig, schema: Schema, asked: str | None) -> Dataset | None:
+    """Rows that ask; None where nobody has named any, and those of the run's evaluations are not there."""
+    part = side_of(config, schema, "query", "raytrec index")
+    if asked:
+        return open_inputs(config, part, absolute(str(asked)), "--queries")
+    places = config.data.test or config.data.valid
+    try:
+        return open_inputs(config, part, places, "data.test") if places else None
+    except RaytrecError:
+        return None
+
+
+def _sampled(
+    config: RunConfig, schema: Schema, folder: str, about: dict[str, Any], dataset: Dataset
+) -> np.ndarray:
+    """The query vectors of some rows, spread evenly over the dataset."""
+    from raytrec.worker.local_vectors import vectors_of
+
+    pieces = max(1, min(QUERIES, dataset.rows) // TOGETHER)
+    starts = np.arange(pieces) * dataset.rows // pieces
+    parts, before = [], 0
+    for group in dataset.groups:
+        for start in starts[(starts >= before) & (starts < before + group.rows)] - before:
+            rows = min(TOGETHER, group.rows - int(start))
+            parts.append(Part(group.path, group.index, int(start), rows))
+        before += group.rows
+    items = [Item(0, 0, (part,), None) for part in parts]
+    return vectors_of(config, schema, folder, about, dataset, items, "query")
+
+
+def _recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
+    """Which share of the k items with the highest scores is among the k that faiss finds."""
+    found: dict[str, Any] = {}
+    for k in [k for k in PLACES if k <= len(index)] or [len(index)]:
+        exact, near = (index.nearest(queries, k, exact=e)[0] for e in (True, False))
+        both = sum(len(np.intersect1d(a, b)) for a, b in zip(exact, near, strict=True))
+        found[f"index.recall@{k}"] = both / exact.size
+    return found | {"index.queries": len(queries), "index.queried": uri}
+
+
+def _write(out: str, name: str, data: bytes) -> None:
+    """Writes a file that is there when it is whole."""
+    filesystem, path = open_filesystem(f"{out}/{name}")
+    try:
+        if not PredictionFolder(out).is_local:
+            with filesystem.open_output_stream(path) as stream:
+                stream.write(data)
+            return
+        partial = f"{path}.{uuid4().hex}.tmp"
+        Path(partial).write_bytes(data)
+        sync(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        raise RunError(
+            f"the index cannot be written: {error.strerror or error}",
+            where=f"{out}/{name}",
+            do="make room, and give the same command again: the vectors stay",
+        ) from None

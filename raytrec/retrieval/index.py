@@ -1,0 +1,204 @@
+"""An index of items: the folder that `raytrec index` writes, and how it is asked. No torch.
+
+DIR/items/*.parquet       columns of the items, and `vector`, float32 (raytrec predict --vectors item)
+DIR/index.faiss           an index of faiss over them, if there is one
+DIR/index.json            what they are of; there when all is complete
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.reading import NotReadable, json_values
+from raytrec.common.storage import absolute, open_filesystem
+from raytrec.data.fragments import list_files
+from raytrec.retrieval.exact import scores_of, search_exactly
+from raytrec.retrieval.faiss_index import from_bytes, search_faiss
+
+FORMAT = 1
+MANIFEST, FAISS, ITEMS = "index.json", "index.faiss", "items"
+VECTOR = "vector"  # the column of vectors
+
+
+class Index:
+    """Items and their vectors, in memory.
+
+    Args:
+        items: the items' columns, in the order of the vectors.
+        vectors: float32 [N, D].
+        key: the column that names an item.
+        about: the content of index.json.
+        faiss: an index of faiss over the vectors; None: search is exact.
+    """
+
+    def __init__(
+        self,
+        items: pa.Table,
+        vectors: np.ndarray,
+        key: str,
+        about: dict[str, Any] | None = None,
+        faiss: Any = None,
+    ):
+        self.items, self.vectors, self.key, self.about, self.faiss = items, vectors, key, about or {}, faiss
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def search(
+        self,
+        vectors: np.ndarray,
+        k: int = 10,
+        *,
+        leave_out: Sequence[Sequence[Any] | None] | None = None,
+        exact: bool = False,
+    ) -> pd.DataFrame:
+        """The items with the highest scores for each query.
+
+        Args:
+            vectors: of queries, float [Q, D], or [D] of one (raytrec.query_vectors).
+            k: how many items for each.
+            leave_out: for each query the keys of items that are not wanted, such as those it has seen.
+            exact: do without faiss, where the index has it.
+
+        Returns:
+            A row for each item that was found: query (its number, from 0), rank (from 1), the items' columns,
+            score; query after query, the highest score first.
+
+        Raises:
+            ConfigError: k is not above 0; vectors of another width.
+        """
+        queries = self._checked(vectors, k)
+        asked = [None] * len(queries) if leave_out is None else leave_out
+        wanted = [self._rows_of(() if keys is None else keys) for keys in asked]
+        if len(wanted) != len(queries):
+            raise ConfigError(
+                f"leave_out has {len(wanted)} entries for {len(queries)} queries", expected="one for each"
+            )
+        most = min(len(self), k + max((len(rows) for rows in wanted), default=0))
+        found, scores = self.nearest(queries, most, exact=exact)
+        of, rows, places = [], [], []
+        for number, left_out in enumerate(wanted):
+            kept = np.flatnonzero((found[number] >= 0) & ~np.isin(found[number], left_out))[:k]
+            of.append(np.full(len(kept), number))
+            rows.append(found[number][kept])
+            places.append(scores[number][kept])
+        taken = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        table = self.items.take(taken).to_pandas()
+        rank = np.concatenate([np.arange(1, len(each) + 1) for each in rows]) if rows else []
+        table.insert(0, "query", np.concatenate(of) if of else [])
+        table.insert(1, "rank", rank)
+        return table.assign(score=np.concatenate(places) if places else [])
+
+    def nearest(self, queries: np.ndarray, k: int, *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """(rows int64 [Q, k], -1 where faiss finds no more; scores float32 [Q, k]), the highest first."""
+        if exact or self.faiss is None:
+            return search_exactly(self.vectors, queries, k)
+        rows = search_faiss(self.faiss, queries, k)
+        scores = np.where(rows < 0, -np.inf, scores_of(self.vectors, queries, rows)).astype(np.float32)
+        order = np.lexsort((rows, -scores), axis=1)
+        return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
+
+    def _checked(self, vectors: np.ndarray, k: int) -> np.ndarray:
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+            raise ConfigError(f"k is {k}", where="search", expected="a whole number of at least 1")
+        queries = np.asarray(vectors, np.float32)
+        queries = queries[np.newaxis] if queries.ndim == 1 else queries
+        width = self.vectors.shape[1]
+        if queries.ndim != 2 or queries.shape[1] != width:
+            raise ConfigError(
+                f"the queries are of shape {list(np.shape(vectors))}",
+                where="search",
+                expected=f"[queries, {width}], of the run whose items these are",
+            )
+        return queries
+
+    def _rows_of(self, keys: Sequence[Any]) -> np.ndarray:
+        """The rows of those keys that there are."""
+        places = self._places.get_indexer(pd.Index(list(keys), dtype=self._places.dtype))
+        return np.unique(places[places >= 0])
+
+    @cached_property
+    def _places(self) -> pd.Index:
+        return pd.Index(self.items[self.key].to_pandas())
+
+    def __repr__(self) -> str:
+        return f"<Index: {len(self):,} items × {self.vectors.shape[1]}, {self.about.get('faiss') or 'exact'}>"
+
+
+def load_index(folder: str) -> Index:
+    """An index that `raytrec index` has written.
+
+    Args:
+        folder: local, s3:// or gs://. It is data, but an index of faiss is read by faiss: open only folders
+            that you trust.
+
+    Raises:
+        RunError: there is none, or it cannot be read. ConfigError: it needs faiss, which is not installed.
+    """
+    uri = absolute(str(folder))
+    about = read_manifest(uri)
+    if about is None:
+        raise RunError(
+            "there is no index here",
+            where=uri,
+            expected=f"a folder that `raytrec index` has filled, with its {MANIFEST}",
+        )
+    items, vectors = read_vectors(f"{uri}/{ITEMS}")
+    faiss = None
+    if about.get("faiss"):
+        filesystem, path = open_filesystem(f"{uri}/{FAISS}")
+        with filesystem.open_input_stream(path) as stream:
+            faiss = from_bytes(stream.read())
+    return Index(items, vectors, about["item"], about, faiss)
+
+
+def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
+    """(all columns but the vectors, vectors float32 [N, D]) of a folder that has vectors in files; rows that
+    could not be read, which have none, are passed over."""
+    tables = []
+    for file in list_files(uri, "vectors"):
+        filesystem, path = open_filesystem(file)
+        with filesystem.open_input_file(path) as opened:
+            tables.append(pq.ParquetFile(opened, page_checksum_verification=True).read())
+    table = pa.concat_tables(tables)
+    table = table.filter(table[VECTOR].is_valid())
+    column = table[VECTOR].combine_chunks()
+    flat = column.flatten().to_numpy(zero_copy_only=False)
+    return table.drop_columns([VECTOR]), flat.reshape(len(table), -1)
+
+
+def read_manifest(uri: str) -> dict[str, Any] | None:
+    """The content of a folder's index.json; None where there is none.
+
+    Raises:
+        RunError: it cannot be read.
+    """
+    filesystem, path = open_filesystem(f"{uri}/{MANIFEST}")
+    try:
+        with filesystem.open_input_stream(path) as stream:
+            values = json_values(stream.read().decode())
+    except FileNotFoundError:
+        return None
+    except (OSError, NotReadable, UnicodeDecodeError) as error:
+        raise RunError(f"{MANIFEST} cannot be read: {error}", where=uri) from None
+    if (
+        not isinstance(values, dict)
+        or values.get("format") != FORMAT
+        or not isinstance(values.get("item"), str)
+    ):
+        raise RunError(f"{MANIFEST} is not one of this raytrec's", where=uri)
+    return values
+
+
+def manifest_text(values: dict[str, Any]) -> str:
+    """The text of index.json."""
+    return json.dumps({"format": FORMAT, **values}, indent=2) + "\n"

@@ -1,0 +1,105 @@
+"""Vectors of a few rows in this process, of the tables' rows that they look up: no Ray, no process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from raytrec.checkpoint.restore import load
+from raytrec.checkpoint.rows import StoredTable
+from raytrec.config.evaluation import Side
+from raytrec.config.features import resolve_features
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.data.batch import Batch
+from raytrec.data.collate import Collator, Rows
+from raytrec.data.fragments import Dataset
+from raytrec.data.order import Item
+from raytrec.data.rows import read_item
+from raytrec.models.recommender import Recommender, build_recommender
+from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
+
+Used = dict[str, np.ndarray]  # table → its rows that are looked up, rising
+HEAD = "head.model."  # before the names of the dense layers' parameters (worker.step.LossModel)
+
+
+def vectors_of(
+    config: RunConfig,
+    schema: Schema,
+    folder: str,
+    index: dict[str, Any],
+    dataset: Dataset,
+    items: list[Item],
+    side: Side,
+) -> np.ndarray:
+    """One side's vectors of rows, float32 [rows, width], as a checkpoint's model gives them.
+
+    Args:
+        config, schema: of the checkpoint, `folder`, whose index `index` is.
+        dataset: which the rows are of; it needs to have the side's features alone.
+        items: the rows.
+    """
+    features = resolve_features(schema, config.model)
+    tables = [read_item(item, dataset.form) for item in items]
+    pieces = [Rows.of(part) for table in tables for part in table.combine_chunks().to_batches()]
+    rows = sum(len(piece) for piece in pieces)
+    batch: Batch = Collator(dataset.form, features)(pieces, rows, rows)
+    used, sparse = _renumbered(batch.sparse, features.lookups)
+    model = _model(config, schema, folder, index, used)
+    with torch.no_grad():
+        found = model.embeddings(sparse)
+        return model.call(model.model, batch.dense, found, sparse, side=side).numpy()
+
+
+def _renumbered(sparse: KeyedJaggedTensor, lookups: Schema) -> tuple[Used, KeyedJaggedTensor]:
+    """(rows that are looked up, the same with their places among these as ids)."""
+    keys = sparse.keys()
+    table_of = [lookups.sparse[key].table for key in keys]
+    parts = [part.numpy() for part in sparse.values().split(sparse.length_per_key())]
+    used = {
+        table: np.unique(np.concatenate([p for p, t in zip(parts, table_of, strict=True) if t == table]))
+        for table in set(table_of)
+    }
+    places = [np.searchsorted(used[table], part) for part, table in zip(parts, table_of, strict=True)]
+    ids = torch.from_numpy(np.concatenate(places)).long()
+    lengths, weights = sparse.lengths(), sparse.weights_or_none()
+    renumbered = KeyedJaggedTensor(keys, ids, weights, lengths=lengths, stride=sparse.stride())
+    return used, renumbered
+
+
+def _model(config: RunConfig, schema: Schema, folder: str, index: dict[str, Any], used: Used) -> Recommender:
+    """The checkpoint's model, whose tables have the rows that are used, and no others."""
+    tasks, cpu = resolve_tasks(config.tasks, schema), torch.device("cpu")
+    columns = columns_of(tasks)
+    needs = sum(columns.values()), needs_vectors(tasks), columns
+    model = build_recommender(config, schema, cpu, *needs)
+    few = {
+        name: table.model_copy(update={"rows": max(1, len(used.get(name, ())))})
+        for name, table in schema.tables.items()
+    }
+    model.embeddings = build_recommender(
+        config, schema.model_copy(update={"tables": few}), cpu, *needs
+    ).embeddings
+    model.embeddings.to_empty(device=cpu)
+    for name, parameter in model.embeddings.named_parameters():
+        table = name.split(".")[-2]
+        with StoredTable(folder, index, table) as stored:
+            rows = used.get(table, np.empty(0, np.int64))
+            parameter.data[: len(rows)] = torch.from_numpy(stored.take(rows.tolist()))
+    _read_dense(model.model, folder, index, bool(config.train.ema))
+    return model.eval()
+
+
+def _read_dense(model: nn.Module, folder: str, index: dict[str, Any], averaged: bool) -> None:
+    """Dense layers as evaluations use them: of train.ema, the averages."""
+    wanted = {}
+    for name, value in model.state_dict().items():
+        average = f"dense/{HEAD}{name}/ema"
+        stored = average if averaged and average in index["tensors"] else f"dense/{HEAD}{name}/value"
+        wanted[stored] = value
+    if wanted:
+        load(folder, wanted)

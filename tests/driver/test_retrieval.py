@@ -1,0 +1,253 @@
+"""Retrieval from a trained run: full rankings, an index of items, vectors of a user's rows."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import raytrec
+from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.driver import run as driver
+from raytrec.driver.index import index
+from raytrec.driver.predict import predict
+from raytrec.retrieval.index import read_vectors
+
+USERS, ITEMS, ROWS = 30, 40, 600
+SCHEMA = {
+    "labels": ["label"],
+    "dense": ["age", "price"],
+    "sparse": {
+        "user": {"table": "user"},
+        "history": {"table": "item", "pooling": "mean"},
+        "item_id": {"table": "item", "column": "item"},
+        "genres": {"table": "genre", "pooling": "mean"},
+    },
+    "tables": {
+        "user": {"rows": USERS, "dim": 8},
+        "item": {"rows": ITEMS, "dim": 8},
+        "genre": {"rows": 5, "dim": 8},
+    },
+}
+
+
+def items_table(draw):
+    ids = draw.permutation(ITEMS)
+    return pa.table(
+        {
+            "item": ids,
+            "price": draw.normal(size=ITEMS).astype(np.float32),
+            "genres": [[int(i) % 5, int(i) % 3] for i in ids],
+            "title": [f"film {i}" for i in ids],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Users like items whose number leaves the same rest by 5 as their own."""
+    folder, draw = tmp_path_factory.mktemp("retrieval"), np.random.default_rng(3)
+    items = items_table(draw)
+    place = {item: i for i, item in enumerate(items["item"].to_pylist())}
+    for split, rows in (("train", 4 * ROWS), ("test", ROWS)):
+        user, item = draw.integers(0, USERS, rows), draw.integers(0, ITEMS, rows)
+        item = np.where(draw.random(rows) < 0.5, item // 5 * 5 + user % 5, item)
+        about = items.take([place[i] for i in item])
+        history = [draw.integers(0, 8, draw.integers(0, 6)) * 5 + u % 5 for u in user]
+        table = pa.table(
+            {
+                "label": (item % 5 == user % 5).astype(np.int8),
+                "age": (user / USERS).astype(np.float32),
+                "user": user,
+                "history": history,
+                **{name: about[name] for name in ("item", "price", "genres")},
+            }
+        )
+        (folder / split).mkdir()
+        pq.write_table(table, folder / split / "part-0.parquet", row_group_size=150)
+    (folder / "items").mkdir()
+    for part in range(2):
+        pq.write_table(
+            items.slice(part * 25, 25), folder / "items" / f"part-{part}.parquet", row_group_size=9
+        )
+    (folder / "schema.yaml").write_text(yaml.safe_dump(SCHEMA))
+    return folder
+
+
+def settings(folder, run_dir):
+    return {
+        "run": {"dir": str(run_dir)},
+        "data": {
+            "train": str(folder / "train"),
+            "test": str(folder / "test"),
+            "global_batch_size": 64,
+            "lanes": 6,
+        },
+        "model": {
+            "name": "two_tower",
+            "towers": {"query": ["user", "history", "age"], "item": ["item_id", "genres", "price"]},
+            "tower_mlp": [16, 8],
+        },
+        "eval": {"retrieval": {"items": str(folder / "items"), "seen": ["history"], "at": [3, 10]}},
+        "train": {
+            "epochs": 2,
+            "eval_every_steps": 20,
+            "early_stopping": {"metric": "eval.retrieval.ndcg@10", "patience": 9},
+        },
+        "checkpoint": {"keep_best": 1, "best_metric": "retrieval.mrr"},
+        "optim": {"embeddings": {"lr": 0.1}, "dense": {"lr": 0.01}},
+        "scaling": {"num_workers": 2, "device": "cpu"},
+        "tracking": {"report": False, "enabled": False},
+    }
+
+
+@pytest.fixture(scope="module")
+def run(ray_cluster, folder, tmp_path_factory):
+    return driver.train(settings(folder, tmp_path_factory.mktemp("retrieval") / "run"))
+
+
+@pytest.fixture(scope="module")
+def made(run, folder, tmp_path_factory):
+    """An index of the run's items, in faiss, too."""
+    return index(
+        run.path, folder / "items", tmp_path_factory.mktemp("index") / "films", faiss="HNSW8", workers=1
+    )
+
+
+def test_a_run_ranks_all_items_as_its_vectors_do(run, folder, made, tmp_path):
+    predict(
+        run.path,
+        folder / "test",
+        tmp_path / "out",
+        columns=["item", "history", "label"],
+        vectors="query",
+        workers=1,
+    )
+    rows, queries = read_vectors(str(tmp_path / "out"))
+    rows, found = rows.to_pylist(), raytrec.load_index(made.path)
+    place = {item: i for i, item in enumerate(found.items["item"].to_pylist())}
+    scores = queries.astype(np.float64) @ found.vectors.T.astype(np.float64)
+    ranks = []
+    for row, score in zip(rows, scores, strict=True):
+        if row["label"]:
+            others = set(place) - {*row["history"], row["item"]}
+            ranks.append(1 + sum(score[place[i]] >= score[place[row["item"]]] for i in others))
+    ranks = np.array(ranks)
+    metrics = run.metrics
+    assert metrics["eval.retrieval.mrr"] == pytest.approx(np.mean(1 / ranks), abs=1e-6)
+    assert metrics["eval.retrieval.hit_rate@3"] == pytest.approx(np.mean(ranks <= 3), abs=1e-6)
+    assert metrics["eval.retrieval.ndcg@10"] == pytest.approx(
+        np.mean((ranks <= 10) / np.log2(1 + ranks)), abs=1e-6
+    )
+    assert (metrics["eval.retrieval.rows"], metrics["eval.retrieval.items"]) == (len(ranks), ITEMS)
+    assert metrics["eval.retrieval.unknown_items"] == 0 and metrics["eval.retrieval.hit_rate@10"] > 0.5
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert {"retrieval.ndcg@10", "retrieval.rows"} <= next(
+        line for line in lines if line["kind"] == "eval"
+    ).keys()
+
+
+def test_the_best_films_of_a_user_in_three_lines(run, folder, made):
+    films = raytrec.load_index(made.path)
+    query = raytrec.query_vectors(run.path, {"user": 7, "history": [2, 12, 37], "age": 7 / USERS})
+    best = films.search(query, k=5)
+    assert list(best.columns) == ["query", "rank", "item", "price", "genres", "title", "score"]
+    assert best["rank"].tolist() == [1, 2, 3, 4, 5] and best["score"].is_monotonic_decreasing
+    assert (best["item"] % 5 == 2).sum() >= 3 and best["title"][0] == f"film {best['item'][0]}"
+    exact = films.search(query, k=5, exact=True)
+    assert set(exact["item"]) >= set(best["item"][:3])
+    unseen = films.search(query, k=5, leave_out=[exact["item"][:2]], exact=True)
+    assert unseen["item"].tolist()[:3] == exact["item"].tolist()[2:]
+
+
+def test_rows_give_the_vectors_that_all_workers_give(run, folder, made):
+    films = raytrec.load_index(made.path)
+    local = raytrec.query_vectors(run.path, folder / "items", side="item")
+    np.testing.assert_allclose(local, films.vectors, atol=1e-6)
+    frame = pd.read_parquet(folder / "test").head(3)
+    vectors = raytrec.query_vectors(run.path, frame[["user", "history", "age"]])
+    assert np.array_equal(vectors, raytrec.query_vectors(run.path, pa.Table.from_pandas(frame)))
+
+
+def test_the_index_says_what_it_is(run, folder, made):
+    about = raytrec.load_index(made.path).about
+    assert about["item"] == "item" and about["faiss"] == "HNSW8" and about["index.items"] == ITEMS
+    assert about["index.recall@10"] > 0.9 and about["index.queries"] == ROWS
+    again = index(run.path, folder / "items", made.path, faiss="HNSW8")
+    assert again.metrics["predict.rows_per_s"] is None, "the vectors stay"
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (
+            lambda t: pa.concat_tables([t, t.slice(3, 2)]),
+            DataError,
+            "2 items have the key of an item before them",
+        ),
+        (lambda t: t.drop_columns(["genres"]), DataError, "column 'genres' is missing"),
+        (lambda t: t.set_column(0, "item", pa.nulls(ITEMS, pa.int64())), DataError, "an item has no key"),
+    ],
+)
+def test_items_that_are_none_are_refused_before_anything_starts(folder, tmp_path, change, error, message):
+    (tmp_path / "items").mkdir()
+    table = pq.ParquetDataset(folder / "items").read()
+    pq.write_table(change(table), tmp_path / "items/part-0.parquet")
+    values = settings(folder, tmp_path / "run")
+    values["eval"]["retrieval"]["items"] = str(tmp_path / "items")
+    with pytest.raises(error, match=message):
+        driver.train(values)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"model": {"name": "dcn"}}, ConfigError, "gives no vectors of query and item"),
+        (
+            {"retrieval": {"seen": ["user"]}},
+            DataError,
+            "'user', which says what rows have seen, is of type int64",
+        ),
+        ({"retrieval": {"at": [0]}}, ConfigError, "eval.retrieval.at"),
+        ({"retrieval": {"item": "title"}}, DataError, "column 'title' is missing"),
+        ({"checkpoint": {"best_metric": "retrieval.mrrr"}}, ConfigError, "did you mean retrieval.mrr"),
+    ],
+)
+def test_settings_that_cannot_be_met_are_refused(folder, tmp_path, changes, error, message):
+    values = settings(folder, tmp_path / "run")
+    values["eval"]["retrieval"] |= changes.pop("retrieval", {})
+    values |= changes
+    with pytest.raises(error, match=message):
+        driver.train(values)
+
+
+def test_searches_that_cannot_be_answered(run, made, tmp_path):
+    films = raytrec.load_index(made.path)
+    with pytest.raises(ConfigError, match="k is 0"):
+        films.search(np.zeros(8), k=0)
+    with pytest.raises(ConfigError, match=r"of shape \[9\]"):
+        films.search(np.zeros(9))
+    with pytest.raises(RunError, match="there is no index here"):
+        raytrec.load_index(tmp_path)
+    with pytest.raises(DataError, match="column 'age' is missing"):
+        raytrec.query_vectors(run.path, {"user": 7, "history": []})
+
+
+def test_without_faiss_it_says_what_to_install(run, folder, tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(ConfigError, match="faiss is not installed"):
+        index(run.path, folder / "items", tmp_path / "out", faiss="HNSW8")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.survive
+def test_an_evaluation_with_other_workers_gives_the_same(run):
+    again = driver.evaluate(run.path, workers=3).metrics
+    own = {name: value for name, value in run.metrics.items() if name.startswith("eval.retrieval.")}
+    assert {name: again[name] for name in own} == pytest.approx(own, abs=1e-6)
