@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 REPO = Path(__file__).parents[1]
-ROOMS = """client tuning driver worker retrieval report tracking checkpoint checks metrics tasks models embeddings
-inspection data cluster config compat common"""
+ROOMS = """client tuning driver worker retrieval report tracking checkpoint checks metrics tasks models
+embeddings inspection data cluster config compat common"""
 
 
 def modules() -> set[str]:
