@@ -1,6 +1,7 @@
 """What tests share: loopback Ray clusters, one at a time."""
 
 import atexit
+import gc
 import os
 import sys
 
@@ -56,6 +57,7 @@ def pytest_collection_finish(session):
     """pytest-xdist groups tests by a suffix of their names, which it could not set with pytest 9.2."""
     if session.config.getoption("loadgroup", False) and session.items:
         assert "@" in session.items[-1].nodeid, "pytest-xdist does not keep the tests of a module together"
+    gc.freeze()  # what has been imported stays: no collection looks at it again
     if any(FORKS & vars(item.module).keys() for item in session.items):
         import warm
 

@@ -65,7 +65,7 @@ def test_steps_leave_nothing(tmp_path):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_epochs_leave_nothing(tmp_path, monkeypatch):
+def test_epochs_leave_nothing(tmp_path, monkeypatch, request):
     import ray
     from ray.data._internal.stats import get_or_create_stats_actor
 
@@ -77,6 +77,9 @@ def test_epochs_leave_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ray.data.Dataset, "get_dataset_id", note)
     folder = parquet.dataset(tmp_path / "data", train=400)
+    gc.collect()
+    gc.freeze()  # what is here already is not counted again and again
+    request.addfinalizer(gc.unfreeze)
     data = scan(str(folder / "train"), Schema.load(folder / "schema.yaml"))
     stream = Stream(data, Order(100, 4, "window", 2, 0), rank=0, world=1)
     assert len(list(stream.epochs(1))) == 4

@@ -1,6 +1,7 @@
 """Which cases the parity suite runs: every combination, and a pairwise choice of them."""
 
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import combinations, product
 from random import Random
 
@@ -59,13 +60,7 @@ class Case:
 
     @property
     def possible(self):
-        """What raytrec refuses is tested in tests/embeddings/test_pins.py."""
-        columns = self.sharding in ("column_wise", "table_column_wise", "grid_shard")
-        if columns and self.optimizer == "rowwise_adagrad":
-            return False
-        if self.sharding == "data_parallel" or self.optimizer == "adam":
-            return self.kernel == "dense"
-        return True
+        return is_possible(self.sharding, self.optimizer, self.kernel)
 
     def config(self):
         tables = {"*": {"sharding_type": self.sharding, "compute_kernel": self.kernel, "dtype": self.dtype}}
@@ -95,6 +90,22 @@ class Case:
         return Schema.parse(
             {"labels": ["y"], "dense": ["a", "b"], "sparse": sparse, "tables": tables}, "case"
         )
+
+
+def is_possible(sharding, optimizer, kernel):
+    """What raytrec refuses is tested in tests/embeddings/planner."""
+    columns = sharding in ("column_wise", "table_column_wise", "grid_shard")
+    if columns and optimizer == "rowwise_adagrad":
+        return False
+    if sharding == "data_parallel" or optimizer == "adam":
+        return kernel == "dense"
+    return True
+
+
+def _is_possible(values):
+    """Of values of all FACTORS and then EXTRAS."""
+    named = dict(zip([*FACTORS, *EXTRAS], values, strict=True))
+    return is_possible(named["sharding"], named["optimizer"], named["kernel"])
 
 
 def section(model, schema):
@@ -139,28 +150,35 @@ def config(case, tables):
 def every_combination():
     """All of FACTORS that are possible, each with extras drawn for it."""
     random, cases = Random(0), []
+    extras_of = cache(
+        lambda sharding, optimizer: [
+            extras
+            for extras in product(*EXTRAS.values())
+            if is_possible(sharding, optimizer, dict(zip(EXTRAS, extras, strict=True))["kernel"])
+        ]
+    )
     for values in product(*FACTORS.values()):
-        possible = [case for extras in product(*EXTRAS.values()) if (case := Case(*values, *extras)).possible]
-        if possible:
-            cases.append(random.choice(possible))
+        named = dict(zip(FACTORS, values, strict=True))
+        if possible := extras_of(named["sharding"], named["optimizer"]):
+            cases.append(Case(*values, *random.choice(possible)))
     return cases
 
 
+@cache
 def pairwise():
     """Few cases in which every pair of values that can meet, of any two factors or extras, does."""
     names = [*FACTORS, *EXTRAS]
-    pool = [
-        case for values in product(*FACTORS.values(), *EXTRAS.values()) if (case := Case(*values)).possible
-    ]
-    pool = Random(1).sample(pool, 4000)
-    pairs = {
-        case: {(a, getattr(case, a), b, getattr(case, b)) for a, b in combinations(names, 2)} for case in pool
-    }
-    missing, chosen = set().union(*pairs.values()), []
+    pool = [values for values in product(*FACTORS.values(), *EXTRAS.values()) if _is_possible(values)]
+    pool = [Case(*values) for values in Random(1).sample(pool, 4000)]
+    bits, pairs = {}, []  # each pair of values is a bit
+    for case in pool:
+        values = [(name, getattr(case, name)) for name in names]
+        pairs.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in combinations(values, 2)))
+    missing, chosen = (1 << len(bits)) - 1, []
     while missing:
-        best = max(pool, key=lambda case: len(pairs[case] & missing))
-        chosen.append(best)
-        missing -= pairs[best]
+        best = max(range(len(pool)), key=lambda i: (pairs[i] & missing).bit_count())
+        chosen.append(pool[best])
+        missing &= ~pairs[best]
     return chosen
 
 

@@ -30,8 +30,12 @@ class Server:
         self.folder, self.uri, self._process = folder, f"http://127.0.0.1:{self.port}", None
 
     def start(self):
+        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
         if self._process:
             return
+        # A copy of the first store of these tests: the server finds its tables there.
+        SqlAlchemyStore(f"sqlite:///{self.folder}/mlflow.db", "mlflow-artifacts:/")
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
         command += ["--artifacts-destination", str(self.folder / "artifacts")]

@@ -99,7 +99,8 @@ def _clear_of_kinks(one: Reference | None, choices: list[GlobalBatch]) -> Global
     """The batch at which the reference's gradient is best defined; a collective."""
     best = [0]
     if one:
-        best[0] = max(range(len(choices)), key=lambda i: reference.kink_margin(one, choices[i]))
+        margins = reference.kink_margins(one, choices)
+        best[0] = margins.index(max(margins))
     dist.broadcast_object_list(best)
     return choices[best[0]]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -48,6 +49,21 @@ class GlobalBatch:
             bags[feature] = ids[mine], bag[mine] - start, weights[mine]
         weights, keys = (None if x is None else x[rows] for x in (self.weights, self.keys))
         return GlobalBatch(self.dense[rows], self.labels[rows], bags, weights, keys)
+
+    @classmethod
+    def join(cls, batches: list[GlobalBatch]) -> GlobalBatch:
+        """One batch of the rows of all, in order."""
+        starts = list(accumulate(map(len, batches), initial=0))
+        bags = {}
+        for feature in batches[0].bags:
+            ids, bag, weights = zip(*(batch.bags[feature] for batch in batches), strict=True)
+            moved = [rows + start for rows, start in zip(bag, starts, strict=False)]
+            bags[feature] = torch.cat(ids), torch.cat(moved), torch.cat(weights)
+        dense, labels, weights, keys = (
+            None if parts[0] is None else torch.cat(parts)
+            for parts in zip(*((b.dense, b.labels, b.weights, b.keys) for b in batches), strict=True)
+        )
+        return cls(dense, labels, bags, weights, keys)
 
 
 class Reference(nn.Module):
@@ -219,22 +235,28 @@ def train(
 
 
 @torch.no_grad()
-def kink_margin(reference: Reference, batch: GlobalBatch) -> float:
-    """How near the input of any nn.ReLU comes to 0, as a share of the largest input; inf without a ReLU.
+def kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float]:
+    """For each batch, how near the input of any nn.ReLU comes to 0, as a share of the largest input; inf
+    without a ReLU.
 
     At 0 the gradient has two values, and rounding chooses.
+
+    Args:
+        batches: of one size. They go through the model together, whose rows do not see one another.
     """
-    margins = [float("inf")]
+    whole, least = GlobalBatch.join(batches), torch.full((len(batches),), float("inf"))
 
     def look(_, inputs: tuple) -> None:
         sizes = inputs[0].abs()
-        margins.append(float(sizes.min() / sizes.max().clamp(min=1e-30)))
+        of_rows = sizes.dim() and len(sizes) % len(whole) == 0
+        sizes_NM = sizes.reshape(len(batches) if of_rows else 1, -1)
+        least.copy_(least.minimum(sizes_NM.amin(1) / sizes_NM.amax(1).clamp(min=1e-30)))
 
     hooks = [m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, nn.ReLU)]
-    reference(batch)
+    reference(whole)
     for hook in hooks:
         hook.remove()
-    return min(margins)
+    return least.tolist()
 
 
 def largest_of_a_row(reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter]) -> list[float]:
