@@ -7,11 +7,12 @@ from torch import nn
 
 from raytrec.config.models.two_tower import TwoTowerSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import dim_of, mlp
+from raytrec.models.inputs import Sequence, dim_of, mlp
+from raytrec.models.sampled import sampled_loss
 
 
 class TwoTower(nn.Module):
-    """logit = scale · ⟨query, item⟩ + bias, with a learned scale and bias.
+    """logit = scale · ⟨query, item⟩ + bias, with a learned bias, and a scale that is learned or fixed.
 
     `query` and `item` alone are what retrieval needs: the items' vectors go into an index, which is asked
     with the query's. Scale and bias change no order of the items of one query, as long as
@@ -21,22 +22,30 @@ class TwoTower(nn.Module):
     serves all tasks. With `vectors`, one more query vector is for losses that compare rows; they are given
     scale · query beside item, so that the scale is a learned temperature.
 
+    With `negatives`, the model's own loss holds a row's item against theirs, whose vectors the item tower
+    makes of their ids (sampled.py). It is of the last output's query; without outputs, of the one for losses
+    that compare rows, beside which it then stands: negatives from the batch are frequent items more often
+    than others, drawn ones are not (mixed, as in Yang et al. 2020, https://doi.org/10.1145/3366424.3386195).
+
     Args:
         schema: any; sequences enter by their mean.
         config: which features belong to which tower, and the sizes of the towers.
         outputs: logits of a row. vectors: whether vectors are given, too.
 
     Returns (forward):
-        float32 [B]: the logit of each row; [B, outputs] for several; with vectors [B, outputs + 2·D], where D
-        is tower_mlp[-1].
+        float32 [B]: the logit of each row; [B, outputs] for several; else [B, outputs | own loss | query D,
+        item D] (models/__init__.py), where D is tower_mlp[-1].
 
     Raises:
-        ConfigError: a feature of no or of two towers; a pattern that matches nothing.
+        ConfigError: a feature of no or of two towers; a pattern that matches nothing; negatives for an item
+            tower that reads more than ids.
     """
 
     def __init__(self, schema: Schema, config: TwoTowerSection, outputs: int = 1, vectors: bool = False):
         super().__init__()
+        config.check(schema)
         of_tower = config.members(schema)
+        self.config = config
         self.queries, self.vectors, self.width = outputs + vectors, vectors, config.tower_mlp[-1]
         widths = {"query": self.queries * self.width, "item": self.width}
         self.towers = nn.ModuleDict(
@@ -45,7 +54,12 @@ class TwoTower(nn.Module):
         self.normalize = config.normalize
         # Dot products of vectors grow with the root of their width; cosines are at most 1.
         scale = 5.0 if config.normalize else self.width**-0.5
-        self.scale = nn.Parameter(torch.full((self.queries,) if self.queries > 1 else (), scale))
+        scale = 1 / config.temperature if config.temperature else scale
+        scales = torch.full((self.queries,) if self.queries > 1 else (), scale)
+        if config.learn_temperature:
+            self.scale = nn.Parameter(scales)
+        else:
+            self.register_buffer("scale", scales, persistent=False)
         self.bias = nn.Parameter(torch.zeros((outputs,) if outputs > 1 else ())) if outputs else None
 
     def query(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -61,16 +75,33 @@ class TwoTower(nn.Module):
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         query, item_BD = self.query(dense, pooled), self.item(dense, pooled)
-        if self.queries == 1 and not self.vectors:
+        if self.queries == 1 and not self.vectors and not self.config.own_loss:
             return self.scale * (query * item_BD).sum(1) + self.bias
         query_BQD = self.scale.view(-1, 1) * query.view(-1, self.queries, self.width)
         parts = []
         if self.bias is not None:
             of_logits_BTD = query_BQD[:, :-1] if self.vectors else query_BQD
             parts.append((of_logits_BTD * item_BD.unsqueeze(1)).sum(2) + self.bias)
+        if self.config.own_loss:
+            parts.append(self._own_loss(query_BQD, item_BD, dense, pooled).unsqueeze(1))
         if self.vectors:
             parts += [query_BQD[:, -1], item_BD]
         return torch.cat(parts, dim=1)
+
+    def _own_loss(
+        self, query_BQD: torch.Tensor, item_BD: torch.Tensor, dense: torch.Tensor, pooled: dict
+    ) -> torch.Tensor:
+        """float32 [B]; 0 in evaluations. query_BQD: times the scale."""
+        if not self.training:
+            return item_BD.new_zeros(len(item_BD), dtype=torch.float32)
+        drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].features
+        of_all = self._vectors("item", dense, {feature: drawn.vectors.flatten(0, 1)})
+        negatives = Sequence(of_all.view(*drawn.present.shape, self.width), drawn.present)
+        # The last output's, or without outputs the only one.
+        own = self.queries - 1 - (self.vectors and self.bias is not None)
+        bias = None if self.bias is None else self.bias.view(1, -1)[:, -1:]
+        query_B1D, item_B1D = query_BQD[:, own : own + 1], item_BD.unsqueeze(1)
+        return sampled_loss(self.config.loss, query_B1D, item_B1D, negatives, bias).squeeze(1)
 
     def _vectors(self, side: str, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         vectors = self.towers[side](dense, pooled)

@@ -28,6 +28,19 @@ def with_sequences(*features):
     return Schema.parse(values, "case")
 
 
+def with_drawn_items():
+    """SCHEMA, whose user is the item here, friends a history of items, and drawn ids to hold it against."""
+    values = with_sequences("friends").model_dump()
+    values["sparse"]["drawn"] = {"table": "user", "pooling": "sequence"}
+    return Schema.parse(values, "case")
+
+
+PAIR = {"user": "tags", "item": "user", "negatives": "drawn", "max_negatives": 3}
+NEXT = {"history": "friends", "item": "user", "max_length": 3, "negatives": "drawn", "max_negatives": 4}
+OWN = [{"label": "y"}, {"name": "own", "label": "z", "loss": "from_model"}]
+NEAR = {"name": "near", "label": "z", "loss": "in_batch_softmax", "item": "film", "item_count": "often"}
+
+
 # model → (schema, section, tasks)
 CASES = {
     "dlrm": (SCHEMA, {"bottom_mlp": [6], "top_mlp": [10, 4]}, TWO),
@@ -37,6 +50,10 @@ CASES = {
         {"towers": {"query": ["a", "user", "tags"], "item": ["b", "friends", "words", "scored"]}},
         [{"label": "y"}, {"name": "near", "label": "z", "loss": "in_batch_softmax"}],
     ),
+    "mf": (with_drawn_items(), PAIR | {"loss": "bce"}, [*OWN, NEAR]),
+    "ncf": (with_drawn_items(), PAIR | {"mlp": [6, 4]}, OWN),
+    "sasrec": (with_drawn_items(), NEXT | {"heads": 2, "loss": "bpr"}, OWN),
+    "hstu": (with_drawn_items(), NEXT | {"temperature": 0.5}, OWN),
     "sequence": (with_sequences("friends"), {"max_length": 3, "target": "user", "top_mlp": [6]}, TWO),
 }
 

@@ -73,7 +73,7 @@ def check_model(
         raise ConfigError(
             f"a loss of the tasks reads vectors of query and item, and model.name={config.name} gives none",
             where="tasks, model.name",
-            expected="model.name=two_tower, or a class of yours that takes `vectors`",
+            expected="model.name=two_tower, mf, sasrec or hstu, or a class of yours that takes `vectors`",
             do="set model.name=two_tower and model.towers, or take another loss, such as bpr",
         )
     config.check(schema)

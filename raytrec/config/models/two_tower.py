@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.base import Section
-from raytrec.config.models.base import Dropout, ModelSection, Sizes, matching, model
+from raytrec.config.base import PositiveFloat, Section
+from raytrec.config.models.base import Dropout, Sizes, matching, model
+from raytrec.config.models.sampled import SampledSection
 from raytrec.config.schema import Schema
 
 
@@ -20,7 +21,7 @@ class Towers(Section):
 
 
 @model("two_tower", "raytrec.models.two_tower:TwoTower")
-class TwoTowerSection(ModelSection):
+class TwoTowerSection(SampledSection):
     """One vector for the query, one for the item, and their dot product (models/two_tower.py)."""
 
     gives_vectors: ClassVar[bool | None] = True
@@ -35,21 +36,37 @@ class TwoTowerSection(ModelSection):
     normalize: bool = Field(
         False, description="Vectors of length 1: retrieval by cosine instead of by dot product."
     )
+    temperature: PositiveFloat | None = Field(
+        None,
+        description="What scores are divided by, at first if it is learned; default: 0.2 of cosines, of dot "
+        "products the root of the vectors' width.",
+    )
+    learn_temperature: bool = Field(True, description="The temperature is learned, or stays what it is.")
     dropout: Dropout = Field(0.0, description="Dropout after each tower's hidden layers while training.")
 
     def check(self, schema: Schema) -> None:
-        self.members(schema)
+        of_item = self.members(schema)["item"]
+        if self.negatives is None:
+            return
+        if len(of_item) > 1 or not of_item <= set(schema.sparse):
+            raise ConfigError(
+                f"the item tower reads {', '.join(sorted(of_item))}, and of negatives only ids are known",
+                where="model.towers.item, model.negatives",
+                expected="one sparse feature in the item tower, whose ids negatives are",
+                do="leave negatives out: in_batch_softmax needs none, or leave the other features out",
+            )
+        self.check_negatives(schema, *of_item)
 
     def sides(self, schema: Schema) -> dict[str, set[str]]:
         return self.members(schema)
 
     def members(self, schema: Schema) -> dict[str, set[str]]:
-        """Tower → its features and columns; each name of the schema is in one.
+        """Tower → its features and columns; each name of the schema but the negatives is in one.
 
         Raises:
             ConfigError: a feature of no or of two towers; a pattern that matches nothing.
         """
-        names = [*schema.dense, *schema.sparse]
+        names = [name for name in [*schema.dense, *schema.sparse] if name != self.negatives]
         found = {
             side: matching(getattr(self.towers, side), names, f"model.towers.{side}")
             for side in ("query", "item")

@@ -1,0 +1,75 @@
+"""NeuMF: neural collaborative filtering (He et al. 2017, arXiv:1708.05031)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from raytrec.config.models.ncf import NcfSection
+from raytrec.config.schema import Schema
+from raytrec.models.inputs import Sequence, mlp
+from raytrec.models.sampled import LOSSES, absence, bias_of
+
+
+class NeuMF(nn.Module):
+    """logit = wᵀ (p_user ⊙ p_item, MLP(m_user, m_item)) + b: weighed products (GMF) beside an MLP.
+
+    Products and MLP have embeddings of their own, as in the paper: the first `gmf_dim` numbers of a feature's
+    embedding are p, the others m. With `shared`, both read the whole of it. Scores are no dot products of two
+    vectors, so there is no index of items to search: every item is scored.
+
+    Args:
+        schema: the features of user and item; others are not read.
+        config: their names; sizes; the negatives, and what is learned from them.
+        outputs: logits of a row, which share all but w and b. The model's own loss is of the last one.
+
+    Returns (forward):
+        float32 [B], or [B, outputs | own loss] (models/__init__.py).
+
+    Raises:
+        ConfigError: no such feature; embeddings that are too narrow.
+    """
+
+    def __init__(self, schema: Schema, config: NcfSection, outputs: int = 1):
+        super().__init__()
+        config.check(schema)
+        self.config = config
+        self.products, users, items = config.widths(schema)
+        self.users, self.items, self.hidden = users, items, config.mlp[0]
+        self.first = nn.Linear(users + items, self.hidden) if users + items else None
+        layers = mlp(config.mlp, config.dropout)
+        self.mlp = nn.Sequential(nn.ReLU(), nn.Dropout(config.dropout), *layers) if self.first else None
+        self.logit = nn.Linear(self.products + (config.mlp[-1] if self.first else 0), outputs, bias=False)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
+        user_B1E, item_B1E = (inputs[f].unsqueeze(1) for f in (self.config.user, self.config.item))
+        scores_BT = self._scores(user_B1E, item_B1E).squeeze(1)
+        logits_BT = scores_BT + self.bias
+        if not self.config.own_loss:
+            return logits_BT.squeeze(1)
+        own_B = self._own_loss(user_B1E, scores_BT[:, -1], inputs[self.config.negatives])
+        return torch.cat([logits_BT, own_B.unsqueeze(1)], dim=1)
+
+    def _own_loss(self, user_B1E: torch.Tensor, own_B: torch.Tensor, drawn: Sequence) -> torch.Tensor:
+        """float32 [B]; 0 in evaluations."""
+        if not self.training:
+            return torch.zeros_like(own_B, dtype=torch.float32)
+        bias = bias_of(self.config.loss, self.bias[-1])
+        scores_BK = self._scores(user_B1E, drawn.vectors)[:, :, -1].float() + absence(drawn.present)
+        return LOSSES[self.config.loss](own_B.float() + bias, scores_BK + bias, drawn.present.sum(1))
+
+    def _scores(self, user_B1E: torch.Tensor, items_BKE: torch.Tensor) -> torch.Tensor:
+        """Of each user for K items: [B, 1, E], [B, K, E] → [B, K, outputs], without b."""
+        parts = []
+        if self.products:
+            parts.append(user_B1E[..., : self.products] * items_BKE[..., : self.products])
+        if self.first:
+            # The first layer of a user is the same for all of its items.
+            of_user, of_item = self.first.weight.split([self.users, self.items], dim=1)
+            user_B1H = nn.functional.linear(user_B1E[..., user_B1E.shape[-1] - self.users :], of_user)
+            items_BKH = nn.functional.linear(
+                items_BKE[..., items_BKE.shape[-1] - self.items :], of_item, self.first.bias
+            )
+            parts.append(self.mlp(user_B1H + items_BKH))
+        return self.logit(torch.cat(parts, dim=-1))

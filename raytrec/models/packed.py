@@ -1,0 +1,107 @@
+"""The ids that there are of sequences, one after another, without padding between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+GROUPS = 8  # of rows of about the same length
+
+
+class Packed:
+    """Where the N ids that are present in a batch of sequences are, and their way there and back.
+
+    Layers that look at one id at a time take [N, D], which is much less than [B, L, D] where few sequences
+    are long. What holds ids of a row against each other takes groups of b rows of about the same length, each
+    padded to its longest, in order of time with the oldest id first. What is not there comes last in them,
+    where causal attention never looks: no row needs a mask of its own.
+
+    Args:
+        present: bool [B, L], the first `length` of each row, the most recent first.
+
+    Attributes:
+        recency: int64 [N], how many ids of the row are more recent. order: int64 [N], how many are older.
+        there: bool [b, T] of each group, where there is an id.
+    """
+
+    def __init__(self, present: torch.Tensor):
+        lengths_B = present.sum(1)
+        rows_N, self.recency = present.nonzero(as_tuple=True)
+        self._recent_first = rows_N * present.shape[1] + self.recency
+        self.order = lengths_B[rows_N] - 1 - self.recency
+        sorted_B, self._by_length = lengths_B.sort(descending=True, stable=True)
+        self._size = max(-(-len(lengths_B) // GROUPS), 1)
+        longest = sorted_B[:: self._size].clamp(min=1)  # of each group
+        widths_B = longest.repeat_interleave(self._size)[: len(lengths_B)]
+        starts_B = torch.empty_like(widths_B)
+        starts_B[self._by_length] = widths_B.cumsum(0) - widths_B
+        self._by_time = starts_B[rows_N] + self.order
+        of_groups = zip(longest.tolist(), sorted_B.split(self._size), strict=True)
+        self.there = [_first(lengths_b.unsqueeze(1), length) for length, lengths_b in of_groups]
+        self._rows = (lengths_B > 0).nonzero().squeeze(1)
+        self._newest = (lengths_B.cumsum(0) - lengths_B)[self._rows]
+        self._count = len(lengths_B)
+
+    def pack(self, values_BLD: torch.Tensor) -> torch.Tensor:
+        """[B, L, D], the most recent first → [N, D]."""
+        return _Take.apply(values_BLD.flatten(0, 1), self._recent_first)
+
+    def newest(self, values_ND: torch.Tensor) -> torch.Tensor:
+        """The most recent one's of each row: [N, D] → [B, D], 0 where there is none."""
+        return _Put.apply(_Take.apply(values_ND, self._newest), self._rows, self._count)
+
+    def by_time(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
+        """[N, D] → [b, T, D] of each group, the oldest first; 0 where there is none."""
+        sizes = [there_bT.numel() for there_bT in self.there]
+        parts = _Put.apply(values_ND, self._by_time, sum(sizes)).split(sizes)
+        return [part.view(*there_bT.shape, -1) for part, there_bT in zip(parts, self.there, strict=True)]
+
+    def from_time(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """[b, T, D] of each group, the oldest first → [N, D]."""
+        return _Take.apply(torch.cat([group.flatten(0, 1) for group in groups]), self._by_time)
+
+    def in_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What rows have: [B, …] → [b, …] of each group."""
+        return values.index_select(0, self._by_length).split(self._size)
+
+    def in_rows(self, groups: list[torch.Tensor]) -> torch.Tensor:
+        """The reverse: [b] of each group → [B]."""
+        values_B = torch.cat(groups)
+        return torch.empty_like(values_B).index_copy(0, self._by_length, values_B)
+
+
+def _first(lengths_b1: torch.Tensor, length: int) -> torch.Tensor:
+    """The first so many of T: bool [b, T]."""
+    return torch.arange(length, device=lengths_b1.device) < lengths_b1
+
+
+class _Take(torch.autograd.Function):
+    """Rows at places that are all different, so that the gradient needs no adding up: [M, D] → [N, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, values_MD: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places_N)
+        ctx.size = len(values_MD)
+        return values_MD.index_select(0, places_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _put(grad_ND, ctx.saved_tensors[0], ctx.size), None
+
+
+class _Put(torch.autograd.Function):
+    """The reverse: [N, D] → [M, D], 0 elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, values_ND: torch.Tensor, places_N: torch.Tensor, size: int) -> torch.Tensor:
+        ctx.save_for_backward(places_N)
+        return _put(values_ND, places_N, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad_MD.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _put(values_ND: torch.Tensor, places_N: torch.Tensor, size: int) -> torch.Tensor:
+    return values_ND.new_zeros(size, values_ND.shape[1]).index_copy_(0, places_N, values_ND)
