@@ -12,6 +12,7 @@
       - {do: age, columns: [joined], until_column: seen_at, unit: days}
       - {do: cast, columns: [zip], to: int64}
       - {do: drop_null, columns: [tags]}
+      - {do: sample, column: negatives, count: 100, rows: 3706, exclude: [item, history]}
       - {do: "mine.features:ratio", reads: [clicks, views], writes: [ratio], options: {smooth: 10}}
 
 They run one after the other, on whole Arrow columns, in the tasks that read. Numbers inside of lists are
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from raytrec.common.python_path import PYTHON_PATH
-from raytrec.config.base import PositiveInt, Section
+from raytrec.config.base import Few, PositiveInt, Section
 
 OWN = "module:function"
 
@@ -211,6 +212,37 @@ class DropNull(OnColumns):
     do: Literal["drop_null"] = Field(description="drop_null")
 
 
+class Sample(Section):
+    """Ids are drawn for each row, uniformly from [0, rows), without those that its other columns hold.
+
+    Each row draws by itself, other ids in each epoch; in evaluations and predictions always the same.
+    """
+
+    do: Literal["sample"] = Field(description="sample")
+    column: str = Field(min_length=1, description="The column to write: a list of ids in each row.")
+    count: Few = Field(description="How many ids; one may come twice.")
+    rows: PositiveInt = Field(description="Of the table that the ids look up.")
+    exclude: list[str] = Field(
+        default_factory=list,
+        description="Columns of ids, or of lists of them; a row draws none of those that it has there.",
+    )
+    in_evaluations: bool = Field(
+        True,
+        description="Draw in evaluations and predictions, too; false: lists are empty there, for models that "
+        "only learn from them.",
+    )
+
+    @property
+    def reads(self) -> list[str]:
+        """The columns that it needs."""
+        return list(dict.fromkeys(self.exclude))
+
+    @property
+    def writes(self) -> list[str]:
+        """The column that it makes."""
+        return [self.column]
+
+
 class Python(Section):
     """A function of yours, `function(table: pyarrow.Table, **options) -> pyarrow.Table`, row for row.
 
@@ -226,7 +258,9 @@ class Python(Section):
 
 
 # A new one is a class above and its function in data/transform.py.
-BUILT_IN = {get_args(cls.model_fields["do"].annotation)[0]: cls for cls in OnColumns.__subclasses__()}
+BUILT_IN: dict[str, type[Section]] = {
+    get_args(cls.model_fields["do"].annotation)[0]: cls for cls in [*OnColumns.__subclasses__(), Sample]
+}
 
 
 def _kind(value: Any) -> str | None:
@@ -237,7 +271,7 @@ def _kind(value: Any) -> str | None:
 
 
 if TYPE_CHECKING:
-    Transform = OnColumns | Python
+    Transform = OnColumns | Sample | Python
 else:
     Transform = Annotated[
         Union[*(Annotated[cls, Tag(do)] for do, cls in BUILT_IN.items()), Annotated[Python, Tag(OWN)]],

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import Transform, columns_before
+from raytrec.config.transforms import Sample, Transform, columns_before
 from raytrec.data.kinds import is_list, plain_array
 from raytrec.data.task_rows import TaskColumn, TaskRows
 
@@ -155,13 +155,14 @@ class Form:
 
     @cached_property
     def row_bytes(self) -> int:
-        """About how many bytes a row takes, if bags have 8 ids."""
+        """About how many bytes a row takes, if bags have 8 ids, and those that are drawn."""
+        drawn = sum(transform.count for transform in self.transforms if isinstance(transform, Sample))
         numbers = len(self.schema.labels) + len(self.schema.dense) + len(self.tasks) * self.weighs_tasks
         carried = 8 * len(self.key_columns) + 16 * len(self.carry)
         return (
             carried
             + 4 * numbers
-            + np.dtype(self.id_dtype).itemsize * (len(self.singles) + 8 * len(self.bags))
+            + np.dtype(self.id_dtype).itemsize * (len(self.singles) + 8 * len(self.bags) + drawn)
         )
 
     def table(

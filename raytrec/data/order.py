@@ -21,12 +21,17 @@ PAGE_ROWS = 20_000  # of a page, as Spark and Arrow write them: rows from its fi
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [first, first + rows) of one row group."""
+    """Rows [first, first + rows) of one row group.
+
+    Attributes:
+        number: of the first of them among all rows of the dataset, in file order.
+    """
 
     path: str
     group: int
     first: int
     rows: int
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Piece:
 
     Attributes:
         part: whether the row group has more.
+        number: of the first of them among all rows of the dataset, in file order.
     """
 
     path: str
@@ -42,6 +48,7 @@ class Piece:
     first: int
     rows: int
     part: bool
+    number: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ class Item:
     """What one read task brings: rows of one lane, in order, or shuffled by `seed`.
 
     `skip` rows at its front have been consumed before the start step (they are dropped after the shuffle).
+    What is drawn for rows (data/sampling.py) follows from `draw`, run.seed and epoch, and from their numbers;
+    `draw` is () in evaluations and predictions.
     """
 
     lane: int
@@ -56,6 +65,7 @@ class Item:
     parts: tuple[Part, ...]
     seed: tuple[int, ...] | None
     skip: int = 0
+    draw: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -137,12 +147,14 @@ class Order:
         return any(piece.part for piece in self._pieces(dataset))
 
     def _pieces(self, dataset: Dataset) -> Iterator[Piece]:
+        number = 0
         for group in dataset.groups:
             count = max(1, (group.rows + self.piece_rows // 2) // self.piece_rows)
             for i in range(count):
                 first = i * self.piece_rows
                 rows = self.piece_rows if i + 1 < count else group.rows - first
-                yield Piece(group.path, group.index, first, rows, count > 1)
+                yield Piece(group.path, group.index, first, rows, count > 1, number + first)
+            number += group.rows
 
     def items(self, dataset: Dataset, epoch: int, rank: int, world: int, start_step: int = 0) -> list[Item]:
         """A rank's work for the rest of an epoch, in the order of the first step that needs it."""
@@ -159,6 +171,7 @@ class _Layout:
 
     def __init__(self, dataset: Dataset, order: Order, epoch: int):
         self.order, self.epoch = order, epoch
+        self.draw = (order.seed, epoch) if order.permute else ()
         pieces = order.pieces(dataset)
         index = np.arange(len(pieces))
         if order.permute and order.shuffle != "none":
@@ -178,7 +191,9 @@ class _Layout:
             if begin >= stop:
                 break
             low, high = max(start, begin), min(stop, begin + piece.rows)
-            yield i, Part(piece.path, piece.group, piece.first + low - begin, high - low)
+            skipped = low - begin
+            part = Part(piece.path, piece.group, piece.first + skipped, high - low, piece.number + skipped)
+            yield i, part
 
     def windows(self, start: int, stop: int) -> Iterator[tuple[Part, ...]]:
         """Rows [start, stop) of the sequence, as far as they are read and shuffled together."""
@@ -211,7 +226,7 @@ class _Layout:
             if skip < rows:
                 step = (position + skip) // per_step if per_step else self.full
                 seed = (order.seed, self.epoch, lane, start + position) if order.shuffle == "window" else None
-                items.append(Item(lane, min(step, self.full), window, seed, skip))
+                items.append(Item(lane, min(step, self.full), window, seed, skip, self.draw))
             position += rows
         return items
 
@@ -227,7 +242,7 @@ class _Layout:
             for i, part in self.parts(*span) if span[0] < span[1] else ():
                 per_piece.setdefault(i, []).append(part)
                 first_step.setdefault(i, step)
-        return [Item(0, first_step[i], tuple(parts), None) for i, parts in per_piece.items()]
+        return [Item(0, first_step[i], tuple(parts), None, draw=self.draw) for i, parts in per_piece.items()]
 
 
 @lru_cache(maxsize=64)  # an epoch has two sizes of batches: it is asked for at every step

@@ -14,6 +14,7 @@ from raytrec.data.carried import in_folders, value_in_folders
 from raytrec.data.decode import decode
 from raytrec.data.fragments import read_footer
 from raytrec.data.order import Part
+from raytrec.data.sampling import Draw
 from raytrec.data.transform import apply_transforms
 
 KEPT = 8  # schemas of files
@@ -82,7 +83,8 @@ class CarriedColumns:
             columns = {name: table[name] for name in raw}
             if made:
                 where = f"{part.path}, row group {part.group}"
-                done = apply_transforms(table.select(before), transforms, where, self.code)
+                draw = Draw(first=part.number)
+                done = apply_transforms(table.select(before), transforms, where, self.code, draw)
                 columns |= {name: done[name] for name in made}
         folders = in_folders(part.path)
         for name in schema.names:

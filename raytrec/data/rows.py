@@ -26,6 +26,7 @@ from raytrec.data.keys import keys_of
 from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Part
 from raytrec.data.row_weights import label_of, task_weights
+from raytrec.data.sampling import Draw
 from raytrec.data.transform import apply_transforms
 
 AHEAD = 2  # items that are decoded before they are asked for, each in a thread
@@ -96,7 +97,8 @@ def finish_item(
     """What `read_item` says, after `decode_item`."""
     pieces = []
     for ((path, group), parts), table in zip(_groups(item), decoded, strict=True):
-        pieces.append(_finish_group(Place(path, group, 0), parts, table, form, faults or Faults()))
+        draw = Draw(item.draw, parts[0].number - parts[0].first + _span(parts)[0])
+        pieces.append(_finish_group(Place(path, group, 0), parts, table, form, faults or Faults(), draw))
     table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces)
     if item.seed is not None:
         table = shuffled(table, np.random.default_rng(item.seed))
@@ -116,19 +118,18 @@ def _span(parts: list[Part]) -> tuple[int, int]:
 
 
 def _finish_group(
-    place: Place, parts: list[Part], table: pa.Table | DataError, form: Form, faults: Faults
+    place: Place, parts: list[Part], table: pa.Table | DataError, form: Form, faults: Faults, draw: Draw
 ) -> pa.Table:
     """The parts of one row group.
 
     Args:
-        table: the rows that they span.
+        table: the rows that they span. draw: by what those draw ids.
     """
     try:
         if isinstance(table, DataError):
             raise table
-        table = apply_transforms(
-            table, form.transforms, f"{place.path}, row group {place.group}", form.folder
-        )
+        where = f"{place.path}, row group {place.group}"
+        table = apply_transforms(table, form.transforms, where, form.folder, draw)
     except DataError as error:
         rows = sum(part.rows for part in parts)
         faults.leave_out(error, rows)

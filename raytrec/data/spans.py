@@ -62,7 +62,7 @@ def _spans_of_file(path: str, pieces: list[Piece], least: int) -> list[Span]:
     first, rows, parts = 0, 0, []
     for number, piece in enumerate(pieces):
         rows += piece.rows
-        parts.append(Part(piece.path, piece.group, piece.first, piece.rows))
+        parts.append(Part(piece.path, piece.group, piece.first, piece.rows, piece.number))
         if rows >= least or number == len(pieces) - 1:
             spans.append(Span(path, first, rows, tuple(parts), whole))
             first, rows, parts = first + rows, 0, []

@@ -19,23 +19,29 @@ from raytrec.data import times
 from raytrec.data.form import one_array, unnest
 from raytrec.data.hashing import hash_integers, hash_text
 from raytrec.data.kinds import is_list, is_number, is_text, value_type
+from raytrec.data.sampling import ALIKE, Draw, sample
 
 
 def apply_transforms(
-    table: pa.Table, transforms: tuple[t.Transform, ...], where: str, folder: str | None = None
+    table: pa.Table,
+    transforms: tuple[t.Transform, ...],
+    where: str,
+    folder: str | None = None,
+    draw: Draw = ALIKE,
 ) -> pa.Table:
     """A table after all transforms, as many rows in the same order.
 
     Args:
         where: file and row group, for errors.
         folder: where modules of `module:function` may be, beside Python's own path.
+        draw: by what its rows draw ids.
 
     Raises:
         DataError: a transform failed; names it.
     """
     for number, transform in enumerate(transforms):
         try:
-            after = _apply(transform, table, folder)
+            after = _apply(transform, table, folder, draw)
         except DataError:
             raise
         except Exception as error:
@@ -59,7 +65,9 @@ def _failed(number: int, transform: Any, where: str, why: str) -> DataError:
     )
 
 
-def _apply(transform: t.Transform, table: pa.Table, folder: str | None) -> pa.Table:
+def _apply(transform: t.Transform, table: pa.Table, folder: str | None, draw: Draw) -> pa.Table:
+    if isinstance(transform, t.Sample):
+        return _with_columns(table, [transform.column], [sample(transform, table, draw)])
     if isinstance(transform, t.Python):
         return _function(transform.do, folder)(table, **transform.options)
     on_values = partial(BUILT_IN[type(transform)], transform)
@@ -69,7 +77,12 @@ def _apply(transform: t.Transform, table: pa.Table, folder: str | None) -> pa.Ta
     columns = [
         _within_lists(_typed(one_array(table[name]), transform), on_values) for name in transform.columns
     ]
-    for target, column in zip(transform.writes, columns, strict=True):
+    return _with_columns(table, transform.writes, columns)
+
+
+def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) -> pa.Table:
+    """A table with further columns, or other ones in the place of its own."""
+    for target, column in zip(names, columns, strict=True):
         if target in table.column_names:
             table = table.set_column(table.column_names.index(target), target, column)
         else:

@@ -1,0 +1,110 @@
+"""Ids that are drawn for a row, such as negatives that a model learns from. No torch here.
+
+What is drawn for a row follows from run.seed, the epoch and the row's number in the dataset by arithmetic: it
+is the same whoever reads the row, whatever is read with it, and after a resume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from raytrec.config.transforms import Sample
+from raytrec.data.form import one_array, unnest
+from raytrec.data.hashing import hash_bits
+
+AT_ONCE = 1 << 20  # ids that are drawn together: 8 MiB for each number about them
+
+
+@dataclass(frozen=True)
+class Draw:
+    """By what the rows of a table draw.
+
+    Attributes:
+        key: run.seed and the epoch; (): of evaluations and predictions, which draw alike in every run.
+        first: the number of the table's first row in its dataset.
+    """
+
+    key: tuple[int, ...] = ()
+    first: int = 0
+
+
+ALIKE = Draw()  # also where only types, or what is there already, are looked at
+
+
+def sample(spec: Sample, table: pa.Table, draw: Draw) -> pa.ListArray:
+    """`count` ids for each row, uniform over [0, rows) without those in the row's columns `exclude`.
+
+    Draws are independent, so that an id may come twice. Excluded ids that are out of range change nothing; a
+    row that excludes all ids gets none.
+
+    Raises:
+        TypeError: a column to exclude does not hold integers.
+    """
+    rows, owners, ids = table.num_rows, *_excluded(spec, table)
+    seed = hash_bits(_seed(spec, draw))
+    lengths, parts = np.full(rows, spec.count, np.int64), [np.empty(0, np.int64)]
+    if not draw.key and not spec.in_evaluations:
+        lengths[:], rows = 0, 0
+    size = max(1, min(AT_ONCE // spec.count, (1 << 62) // (spec.rows + 1)))
+    for first in range(0, rows, size):
+        stop = min(first + size, rows)
+        mine = slice(*np.searchsorted(owners, [first, stop]))
+        numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
+        bits = hash_bits(hash_bits(numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
+        drawn, some = _others(bits, spec.rows, owners[mine] - first, ids[mine])
+        lengths[first:stop][~some] = 0
+        parts.append(drawn[some].ravel())
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(offsets, np.concatenate(parts))
+
+
+def _seed(spec: Sample, draw: Draw) -> np.ndarray:
+    """uint64 [1]; two columns of one row draw differently."""
+    numbers = [*spec.column.encode(), *draw.key]
+    return np.random.SeedSequence(numbers, spawn_key=(len(draw.key),)).generate_state(1, np.uint64)
+
+
+def _excluded(spec: Sample, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """(row int64 [N] rising, id int64 [N]) of what rows exclude, as far as it is in range."""
+    owners, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for name in spec.exclude:
+        offsets, flat = unnest(one_array(table[name]))
+        if not pa.types.is_integer(flat.type) and not pa.types.is_null(flat.type):
+            raise TypeError(f"exclude takes columns of ids, and {name} holds {flat.type}")
+        values = flat.cast(pa.int64(), safe=False).fill_null(-1).to_numpy(zero_copy_only=False)
+        within = (values >= 0) & (values < spec.rows)
+        owners.append(np.repeat(np.arange(table.num_rows), np.diff(offsets))[within])
+        ids.append(values[within])
+    owner, value = np.concatenate(owners), np.concatenate(ids)
+    order = np.argsort(owner, kind="stable")
+    return owner[order], value[order]
+
+
+def _others(
+    bits: np.ndarray, rows: int, owners: np.ndarray, ids: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Random bits as ids that rows do not exclude.
+
+    The u-th of those is u plus how many excluded ids come before it: of the row's e₀ < e₁ < …, those with
+    eᵢ − i ≤ u.
+
+    Args:
+        bits: uint64 [n, count]. owners, ids: int64 [N], excluded ids and their rows of these n.
+
+    Returns:
+        (ids int64 [n, count], which rows exclude fewer than all bool [n]).
+    """
+    count, width = len(bits), rows + 1
+    places = np.unique(owners * width + ids)
+    owners = places // width
+    excluded = np.bincount(owners, minlength=count)
+    starts = np.cumsum(excluded) - excluded
+    free = rows - excluded
+    u = (bits % np.maximum(free, 1).astype(np.uint64)[:, np.newaxis]).astype(np.int64)
+    shifted = places - (np.arange(len(places)) - starts[owners])
+    before = np.searchsorted(shifted, np.arange(count)[:, np.newaxis] * width + u, side="right")
+    return u + before - starts[:, np.newaxis], free > 0

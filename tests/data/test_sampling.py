@@ -1,0 +1,162 @@
+"""Ids that are drawn for rows: which, how often, and the same whoever reads the rows."""
+
+from collections import Counter
+
+import numpy as np
+import parquet
+import pyarrow as pa
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import Transform, columns_before, needed_transforms
+from raytrec.data import sampling
+from raytrec.data.fragments import scan
+from raytrec.data.order import Order, Part
+from raytrec.data.prediction_columns import CarriedColumns
+from raytrec.data.rows import read_item
+from raytrec.data.sampling import Draw
+from raytrec.data.spans import SpanOrder, cut_spans, deal
+from raytrec.data.stream import Stream
+from raytrec.data.transform import apply_transforms
+
+parse = TypeAdapter(list[Transform]).validate_python
+VALUES = yaml.safe_load(parquet.SCHEMA_YAML)
+VALUES["sparse"] |= {
+    "row": {"table": "row"},
+    "negatives": {"table": "tag", "pooling": "sequence"},
+}
+VALUES["tables"] |= {"row": {"rows": 10_000, "dim": 8}, "tag": {"rows": 200, "dim": 8}}
+SCHEMA = Schema.parse(VALUES, "test")
+
+
+def spec(**changes):
+    values = {"do": "sample", "column": "negatives", "count": 5, "rows": 200, "exclude": ["tags", "user"]}
+    return parse([values | changes])[0]
+
+
+def drawn(table, draw=Draw((3, 0), 0), **changes):
+    """What each row draws."""
+    return apply_transforms(table, (spec(**changes),), "test", draw=draw)["negatives"].to_pylist()
+
+
+def test_ids_that_rows_do_not_have_each_as_often_as_any_other():
+    table = pa.table({"tags": [[1, 4, 1], None, [0, 7], [None, 9]], "user": [2, None, 8, 0]})
+    table = pa.concat_tables([table] * 3000).combine_chunks()
+    found = drawn(table, count=3, rows=8)
+    assert all(len(ids) == 3 for ids in found)
+    allowed = [{0, 3, 5, 6, 7}, set(range(8)), set(range(1, 7)), set(range(1, 8))]
+    for row, ids in enumerate(allowed):
+        counts = Counter(i for own in found[row::4] for i in own)
+        assert set(counts) == ids
+        mean = 9000 / len(ids)
+        assert all(abs(count - mean) < 5 * mean**0.5 for count in counts.values())
+    both = Counter((own[0], own[1]) for own in found[1::4])
+    assert len(both) == 64 and max(both.values()) < 3000 / 64 + 6 * (3000 / 64) ** 0.5
+
+
+def test_the_nth_id_that_is_not_excluded():
+    rng = np.random.default_rng(0)
+    bits, owners = rng.integers(0, 2**63, (40, 6)).astype(np.uint64), np.sort(rng.integers(0, 40, 300))
+    ids = rng.integers(0, 5, 300)
+    got, some = sampling._others(bits, 5, owners, ids)
+    for row in range(40):
+        free = sorted(set(range(5)) - set(ids[owners == row].tolist()))
+        assert some[row] == bool(free)
+        if free:
+            assert got[row].tolist() == [free[int(b) % len(free)] for b in bits[row]]
+    assert 10 < some.sum() < 40
+
+
+def test_rows_epochs_seeds_and_columns_draw_differently(monkeypatch):
+    table = pa.table({"tags": [[i] for i in range(60)], "user": range(60)})
+    one = drawn(table, rows=10**9)
+    assert len({i for own in one for i in own}) == 300
+    others = [Draw((3, 1)), Draw((4, 0)), Draw(), Draw((0, 3)), Draw((3, 0), 60)]
+    values = [drawn(table, draw, rows=10**9) for draw in others] + [
+        apply_transforms(table, (spec(column="b", rows=10**9),), "t", draw=Draw((3, 0)))["b"].to_pylist()
+    ]
+    seen = [{i for own in each for i in own} for each in [one, *values]]
+    assert len(set.union(*seen)) == 7 * 300
+    assert drawn(table.slice(20), Draw((3, 0), 20), rows=10**9) == one[20:], "by its number alone"
+    assert [own[:2] for own in one] == drawn(table, count=2, rows=10**9)
+    monkeypatch.setattr(sampling, "AT_ONCE", 12)
+    assert drawn(table, rows=10**9) == one
+
+
+def test_what_there_is_to_exclude():
+    table = pa.table({"tags": [[-3, 900, 2**40], [0, 1, 2]], "user": pa.array([1, 0], pa.uint64())})
+    assert all(own in (0, 2) for own in drawn(table, rows=3)[0])
+    assert drawn(table, rows=3)[1] == []
+    nothing = pa.table({"x": [1, 2], "tags": pa.nulls(2), "user": pa.nulls(2, pa.int32())})
+    assert [len(own) for own in drawn(nothing)] == [5, 5]
+    assert [len(own) for own in drawn(nothing, exclude=[])] == [5, 5]
+    with pytest.raises(DataError, match="exclude takes columns of ids, and user holds string"):
+        drawn(pa.table({"tags": [[1]], "user": ["a"]}))
+    only_training = {"in_evaluations": False, "exclude": []}
+    assert drawn(nothing, Draw(), **only_training) == [[], []]
+    assert drawn(nothing, **only_training) == drawn(nothing, exclude=[])
+
+
+def test_columns_that_are_read():
+    made = (spec(), spec(column="others", exclude=["late"]))
+    assert columns_before(made[:1], ["negatives", "price"]) == ["price", "tags", "user"]
+    assert needed_transforms(made, ["others"]) == (made[1],)
+
+
+class Direct(Stream):
+    def _tables(self, items):
+        return (read_item(item, self.dataset.form) for item in items)
+
+
+def negatives(data, order, world=1, epoch=0, start_step=0, kind=Direct, **readers):
+    """Row → what it draws, over all ranks' batches."""
+    found = {}
+    for rank in range(world):
+        for batch in kind(data, order, rank=rank, world=world, **readers).batches(epoch, start_step):
+            rows = batch.sparse["row"].values().tolist()
+            ids = batch.sparse["negatives"].to_dense()
+            found |= {row: own.tolist() for row, own in zip(rows, ids, strict=False)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return scan(
+        str(parquet.write(tmp_path_factory.mktemp("drawn") / "d", 1003, 0, 90)), SCHEMA, transforms=(spec(),)
+    )
+
+
+@pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
+def test_whoever_reads_a_row(data, tmp_path, shuffle):
+    order = Order(128, 6, shuffle, 2, seed=3)
+    one = negatives(data, order)
+    assert len(one) == 1003 and all(len(own) == 5 for own in one.values())
+    assert negatives(data, order, world=3) == one
+    rest = negatives(data, order, world=2, start_step=5)
+    assert rest and rest == {row: one[row] for row in rest}
+    again = negatives(data, order, epoch=1)
+    assert sum(again[row] == one[row] for row in one) < 10
+    folder = parquet.write(tmp_path / "d", 1003, 0, 77, files=3)
+    other = scan(str(folder), SCHEMA, transforms=(spec(),))
+    assert negatives(other, Order(60, 7, "window", 3, seed=3), world=2) == one
+
+
+def test_evaluations_and_predictions_draw_alike(data):
+    found = [negatives(data, Order.evaluation(size, 6), world) for size, world in ((100, 1), (64, 2))]
+    assert found[0] == found[1]
+    spans = cut_spans(data, 50, 200)
+    predicted = negatives(data, SpanOrder(deal(spans, 1, 50), 50))
+    assert predicted == found[0] != negatives(data, Order(100, 6))
+    part = Part(data.groups[2].path, data.groups[2].index, 10, 5, 190)
+    carried = CarriedColumns(("negatives", "row"), (spec(),)).read(part)
+    assert carried["row"].to_pylist() == list(range(190, 195))
+    assert carried["negatives"].to_pylist() == [found[0][row] for row in range(190, 195)]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_through_ray(data):
+    order = Order(128, 6, "window", 2, seed=3)
+    assert negatives(data, order, 2, 1, kind=Stream, readers=2) == negatives(data, order, epoch=1)
