@@ -89,7 +89,7 @@ def index(
     asked_for = [name for each in columns or () for name in each.split(",") if name]
     kept = list(dict.fromkeys([key, *(_all_columns(items) if columns is None else asked_for)]))
     _check_columns(kept)
-    options = {"workers": workers, "overrides": overrides, "allow_code": allow_code}
+    options: dict[str, Any] = {"workers": workers, "overrides": overrides, "allow_code": allow_code}
     made = predict(folder, items, f"{out}/{ITEMS}", columns=kept, vectors="item", **options).metrics
     table, vectors = read_vectors(f"{out}/{ITEMS}")
     metrics = {"index.items": len(vectors), "index.width": vectors.shape[1], "index.faiss": faiss}

@@ -43,7 +43,11 @@ def side_of(config: RunConfig, schema: Schema, side: Side, where: str) -> Schema
 
 
 def open_inputs(
-    config: RunConfig, schema: Schema, places: str, key: str = "--data", carry: tuple[str, ...] = ()
+    config: RunConfig,
+    schema: Schema,
+    places: str | list[str],
+    key: str = "--data",
+    carry: tuple[str, ...] = (),
 ) -> Dataset:
     """A dataset of which no labels are read; by its footers alone.
 
@@ -126,12 +130,14 @@ def check_items(items: Dataset, column: str) -> None:
         )
     keys = np.concatenate([_keys(items, group, column) for group in items.groups])
     if len(missing := np.flatnonzero(keys == NULL_KEY)):
-        raise DataError("an item has no key", where=_place(items, column, missing[0]), expected="a value")
+        raise DataError(
+            "an item has no key", where=_place(items, column, int(missing[0])), expected="a value"
+        )
     order = np.argsort(keys, kind="stable")
     if len(twice := order[1:][keys[order[1:]] == keys[order[:-1]]]):
         raise DataError(
             f"{len(twice):,} items have the key of an item before them",
-            where=_place(items, column, twice.min()),
+            where=_place(items, column, int(twice.min())),
             expected="one row for each item",
             do="leave the others out, or name another column",
         )
@@ -150,4 +156,4 @@ def _place(items: Dataset, column: str, row: int) -> str:
         if row < group.rows:
             break
         row -= group.rows
-    return Place(group.path, group.index, 0).of(column, int(row))
+    return Place(group.path, group.index, 0).of(column, row)

@@ -150,9 +150,13 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
     return at_places(found, int(places))
 
 
+def at_places(metric: Any, k: int) -> Any:
+    """A metric of so many places; the same class for the same number."""
+    return _at(metric, k)
+
+
 @cache
-def at_places(metric: type[T], k: int) -> type[T]:
-    """A metric of so many places."""
+def _at(metric: Any, k: int) -> Any:
     texts = {name: getattr(metric, name).replace("{k}", str(k)) for name in ("title", "label")}
     return type(metric.__name__, (metric,), {**texts, "name": f"{metric.name}@{k}", "k": k})
 
