@@ -5,12 +5,13 @@ from pathlib import Path
 
 from ranks import on_ranks
 
+STEPS, FEW_STEPS = 20, 8  # of `make parity`, and of `make test`
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "parity.json"
-_outcomes = []
+_outcomes, steps = [], FEW_STEPS
 
 
-def run_cases(rank, world, cases):
-    """On each rank: findings as records for every case (on rank 0)."""
+def run_cases(rank, world, cases, steps):
+    """On each rank: findings as records for every case (on rank 0), after so many steps."""
     import logging
     import warnings
 
@@ -24,7 +25,13 @@ def run_cases(rank, world, cases):
     out = []
     for seed, case in enumerate(cases):
         found = compare(
-            build_step, case.config(), case.schema(), torch.device("cpu"), balance=case.balance, seed=seed
+            build_step,
+            case.config(),
+            case.schema(),
+            torch.device("cpu"),
+            steps=steps,
+            balance=case.balance,
+            seed=seed,
         )
         out.append([finding.record() for finding in found])
     return out
@@ -34,7 +41,7 @@ def assert_parity(cases, place):
     """Every comparison of every case is within its limit."""
     ranks, hosts = place
     wrong = []
-    for case, found in zip(cases, on_ranks(ranks, run_cases, cases, hosts=hosts)[0], strict=True):
+    for case, found in zip(cases, on_ranks(ranks, run_cases, cases, steps, hosts=hosts)[0], strict=True):
         assert {f["check"] for f in found} >= {"forward", "gradient", "weights"}
         _outcomes.append((case, found))
         wrong += [f"{case}: {f}" for f in found if not f["passed"]]
