@@ -52,6 +52,7 @@ TARGETS = {
     "bench-memory": "-W ignore benchmarks/memory.py --smallest",
     "bench-metrics": "-W ignore benchmarks/metric_memory.py --smallest",
     "bench-adult": "-W ignore benchmarks/adult.py --smallest",
+    "quality": "-W ignore benchmarks/quality.py --smallest --only ml100k_dlrm",
     "bench-start": "-W ignore benchmarks/start.py --smallest",
     "bench-scale": "-W ignore benchmarks/scale.py --smallest",
     "gpu-check": "-W ignore tests/gpu/check.py --smallest --only environment --out {folder}/gpu-check.json",
@@ -59,7 +60,7 @@ TARGETS = {
     "lint": "-m ruff check benchmarks",
 }
 # These change the checkout or the environment, or run others, and have nothing smaller.
-NONE = ("format", "lock", "clean", "smoke", "test-all")
+NONE = ("format", "lock", "clean", "smoke", "test-all", "quality-smoke")
 
 
 def run(smallest: str, folder: Path) -> tuple[float, subprocess.CompletedProcess]:

@@ -1,0 +1,140 @@
+"""`make quality` in parts: its rows, what interruptions leave, budgets, the table in the documents."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raytrec.config.run_config import load_config
+from raytrec.config.schema import Schema
+
+REPO = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def quality(monkeypatch):
+    monkeypatch.syspath_prepend(REPO / "benchmarks")
+    import quality
+
+    return quality
+
+
+@pytest.fixture
+def measured(quality, monkeypatch, tmp_path):
+    """(a row, its data, function that measures it; seeds that were trained), with runs of one second."""
+    row, trained = quality.read_rows()[0], []
+    monkeypatch.setattr(quality, "RESULTS", tmp_path / "quality.json")
+    (tmp_path / "prepared.json").write_text('{"rows": {"train": 5}}')
+
+    def run(row, settings, seed):
+        trained.append(seed)
+        if seed == 3:
+            raise KeyboardInterrupt
+        return {"seed": seed, "seconds": 1.0}
+
+    monkeypatch.setattr(quality, "run", run)
+    monkeypatch.setattr(quality, "session_of", lambda config: nullcontext())
+    return lambda seeds, budget=100.0, row=row: quality.measure(row, tmp_path, seeds, budget), trained
+
+
+def test_each_row_has_a_configuration_that_gives_its_figures(quality):
+    rows = quality.read_rows()
+    there = {path.stem for path in quality.JOBS.glob("*.yaml") if not path.stem.endswith(".schema")}
+    assert {row.name for row in rows} == there and len(rows) == len(there)
+    for row in rows:
+        config = load_config(row.config)
+        assert config.model.name == row.model
+        assert Path(config.data.train) == Path(quality.PREPARED, row.data, "train")
+        assert set(row.published.get("figures", {})) <= set(row.metrics)
+        assert set(row.metrics.values()) <= figures_of(config), row.name
+        if config.data.schema_path:
+            Schema.load(REPO / config.data.schema_path)
+
+
+def figures_of(config):
+    """Keys of result.json that a configuration's evaluations have."""
+    if config.eval.retrieval:
+        return {
+            f"eval.retrieval.{name}@{k}" for name in ("hit_rate", "ndcg") for k in config.eval.retrieval.at
+        }
+    several = len(config.tasks) > 1
+    named = [(f"{task.name or task.label}." if several else "", task.metrics) for task in config.tasks]
+    return {f"eval.{start}{metric}" for start, metrics in named for metric in metrics or ["auc"]}
+
+
+def test_an_interrupted_measurement_goes_on_with_the_next_seed(quality, measured):
+    measure, trained = measured
+    with pytest.raises(KeyboardInterrupt):
+        measure(5)
+    assert trained == [0, 1, 2, 3]
+    measure(3)
+    assert trained == [0, 1, 2, 3]
+    kept = json.loads(quality.RESULTS.read_text())
+    assert [run["seed"] for run in next(iter(kept.values()))["runs"]] == [0, 1, 2]
+
+
+def test_a_row_that_has_changed_begins_anew_and_others_stay(quality, measured):
+    measure, trained = measured
+    one, other = quality.read_rows()[:2]
+    for row in (one, other, replace(one, recipe="another")):
+        measure(1, row=row)
+    assert trained == [0, 0, 0]
+    kept = json.loads(quality.RESULTS.read_text())
+    assert set(kept) == {one.name, other.name} and kept[one.name]["recipe"] == "another"
+
+
+def test_a_budget_is_not_exceeded_by_another_seed(measured):
+    measure, trained = measured
+    measure(3, budget=2.5)
+    assert trained == [0, 1]
+    measure(3, budget=3.5)
+    assert trained == [0, 1, 2]
+
+
+def test_rows_are_named_by_model_data_or_themselves(quality):
+    rows = quality.read_rows()
+    assert [row.name for row in quality.chosen(rows, "ml100k_dcn")] == ["ml100k_dcn"]
+    assert {row.model for row in quality.chosen(rows, "dcn")} == {"dcn"}
+    assert {row.data for row in quality.chosen(rows, "adult")} == {"adult"}
+    with pytest.raises(Exception, match="there is no nothing"):
+        quality.chosen(rows, "nothing,dcn")
+
+
+def test_the_table(quality):
+    from quality_table import document, lines_of
+
+    published = {"figures": {"a": 0.5}, "source": "somebody"}
+    row = quality.Row(
+        "mf", "toys", {"a": "eval.a", "b": "eval.b"}, "x --source {source}/y", "Toys", published
+    )
+    costs = {"parameters": 12345, "rows_per_s": 1000, "seconds": 9.6}
+    runs = [{"figures": {"a": 0.4, "b": 1}, **costs}, {"figures": {"a": 0.6, "b": 1}, **costs}]
+    assert lines_of([row], {row.name: {"runs": runs}}) == [
+        ("toys", "mf", "a", "0.5000 ± 0.1414", "2", "0.5", "12,345", "1,000", "10"),
+        ("", "", "b", "1.0000 ± 0.0000", "2", "", "", "", ""),
+    ]
+    text = document([row], {row.name: {"runs": runs}})
+    assert "raytrec prepare x --source SOURCE/y" in text and "toys, mf: somebody" in text
+    assert lines_of([row], {}) == []
+
+
+def test_made_up_sources_are_what_the_recipes_read(quality, tmp_path):
+    from quality_sources import write_sources
+
+    write_sources(tmp_path)
+    prepared = {row.data: quality.prepare(row, tmp_path, tmp_path / "out") for row in quality.read_rows()}
+    assert set(prepared) == set(yaml.safe_load(quality.ROWS.read_text())["data"])
+    assert all((folder / "schema.yaml").is_file() for folder in prepared.values())
+    row = quality.read_rows()[0]
+    assert quality.prepare(row, tmp_path / "nowhere", tmp_path / "out") is None
+
+
+def test_the_page_has_the_table_of_the_last_measurement(quality):
+    from documents import filled
+    from quality_table import document
+
+    results = json.loads(quality.RESULTS.read_text()) if quality.RESULTS.exists() else {}
+    assert filled("docs/quality.md", "quality") == [document(quality.read_rows(), results)]
