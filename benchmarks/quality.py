@@ -8,7 +8,7 @@ is not there is left out. Data sets are prepared by their recipes, into data/qua
 
 A run of a seed is kept in benchmarks/results/quality.json as soon as it is done: the same command again goes
 on with the seeds that are missing, and begins a row anew whose configuration, data or recipe has changed. A
-row whose runs have taken --budget-s gets no more seeds. Prints a table, and writes that of docs/quality.md.
+row whose runs have taken its budget (an hour) gets no more seeds. Prints a table, and writes docs/quality.md.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Row:
         metrics: what the table calls a figure → its key in result.json.
         published: what others report of these figures, and where they do.
         recipe: of its data set, without --out; {source} is the folder with the original data.
+        budget_s: it gets no more seeds after so many seconds of runs.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Row:
     published: dict[str, Any] = field(default_factory=dict)
     job: str = ""
     note: str = ""
+    budget_s: float = BUDGET_S
 
     @property
     def name(self) -> str:
@@ -78,8 +80,8 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each row.")] = 5,
     only: Annotated[str, typer.Option(help="Rows, models or data sets alone, with commas between.")] = "",
     budget_s: Annotated[
-        float, typer.Option(help="After so many seconds a row gets no more seeds.")
-    ] = BUDGET_S,
+        float | None, typer.Option(help="After so many seconds a row gets no more seeds; default: its own.")
+    ] = None,
     smallest: Annotated[
         bool, typer.Option(help="One run of three steps for each row, on made-up data; writes nothing.")
     ] = False,
@@ -92,7 +94,7 @@ def main(
     for row in rows:
         folder = prepare(row, source, REPO / PREPARED)
         if folder is not None:
-            measure(row, folder, seeds, budget_s)
+            measure(row, folder, seeds, row.budget_s if budget_s is None else budget_s)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     print_table(read_rows(), results)
     from documents import fill
