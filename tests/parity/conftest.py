@@ -14,14 +14,13 @@ def _is_whole(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.option.markexpr.startswith("not parity"):
-        import record
+    if config.option.markexpr.startswith("not parity"):  # make test
+        return
+    import record
 
-        record.steps = record.STEPS
-    if _is_whole(config):
-        ranks.TIMEOUT_S = PART_S
-        for item in items:
-            item.add_marker(pytest.mark.timeout(PART_S + 60))
+    record.steps, ranks.TIMEOUT_S = record.STEPS, PART_S
+    for item in items:
+        item.add_marker(pytest.mark.timeout(PART_S + 60))
 
 
 def pytest_sessionfinish(session):
