@@ -21,7 +21,7 @@ from pathlib import Path
 from time import monotonic, sleep, time
 
 from raytrec.common.errors import RunError
-from raytrec.compat.ray_core import CURRENT_CLUSTER, SOCKET, popen_replaced
+from raytrec.compat.ray_core import CURRENT_CLUSTER, REPORTS_SELDOM, SOCKET, popen_replaced
 
 PREFIX, OWNER = "raytrec-", "owner"
 TMPDIR = "RAY_TMPDIR"
@@ -170,7 +170,8 @@ def own_sessions(folder: Path, ray: LocalRay | None = None) -> Iterator[Callable
         if is_raylet:
             ray.on_raylet(pid)
 
-    with popen_replaced({"start_new_session": True}, ray.environment | {TMPDIR: str(folder)}, began):
+    environment = REPORTS_SELDOM | ray.environment | {TMPDIR: str(folder)}
+    with popen_replaced({"start_new_session": True}, environment, began):
         yield lambda: end_sessions(started)
 
 

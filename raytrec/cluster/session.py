@@ -24,6 +24,7 @@ from raytrec.compat.ray_core import (
     JOB_CONFIG,
     bootstrap_address,
     connect_by_hand,
+    few_wakeups,
     in_folder,
     keep_loopback,
     logs_folder,
@@ -53,8 +54,8 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
 
     In this order: a Ray that this process already uses (left running), the cluster at `address`, the cluster
     of the Ray job that this process is the driver of, or a new local one. A local one listens on loopback
-    only, has no dashboard, keeps its files where no other user can enter, and ends with the block, files
-    included.
+    only, has no dashboard, and metrics for Prometheus only with RAY_enable_metrics_collection=1; it keeps its
+    files where no other user can enter, and ends with the block, files included.
 
     Args:
         address: 'auto', HOST:PORT or ray://HOST:PORT of a running cluster.
@@ -122,7 +123,7 @@ def _started(num_cpus: int | None) -> Iterator[None]:
     ):
         try:
             with only_what_is_needed():
-                _init("a new local cluster", **in_folder(folder / "ray"), **options)
+                _init("a new local cluster", **in_folder(folder / "ray"), **few_wakeups(), **options)
             _state.ours = True
             yield
         except RayLost as lost:

@@ -39,14 +39,29 @@ def with_own_cleaner(callbacks: list[Any]) -> list[Any]:
     """Ray Train's default callbacks with that one in its place.
 
     Raises:
+        RunError: as `replaced`.
+    """
+    return replaced(callbacks, PlacementGroupCleanerCallback, [OwnClusterCleanerCallback()])
+
+
+def without_cleaner(callbacks: list[Any]) -> list[Any]:
+    """Ray Train's default callbacks without it: in a Ray that ends with its run, nothing has to be removed.
+
+    Raises:
+        RunError: as `replaced`.
+    """
+    return replaced(callbacks, PlacementGroupCleanerCallback, [])
+
+
+def replaced(callbacks: list[Any], kind: type, others: list[Any]) -> list[Any]:
+    """Callbacks with others in the place of the one of some kind.
+
+    Raises:
         RunError: Ray Train has no such callback any more.
     """
-    if not any(type(each) is PlacementGroupCleanerCallback for each in callbacks):
-        raise missing("PlacementGroupCleanerCallback among TorchTrainer's callbacks", "ray")
-    return [
-        OwnClusterCleanerCallback() if type(each) is PlacementGroupCleanerCallback else each
-        for each in callbacks
-    ]
+    if not any(type(each) is kind for each in callbacks):
+        raise missing(f"{kind.__name__} among TorchTrainer's callbacks", "ray")
+    return [new for each in callbacks for new in (others if type(each) is kind else [each])]
 
 
 def is_alive_here(actor_id: str, timeout: float) -> bool:

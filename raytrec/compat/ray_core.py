@@ -24,6 +24,18 @@ READ_LATER = ("RAY_AUTH_", "RAY_TRAIN_", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC")
 READ_FOR_EVER = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 # Lets ray.init come back without waiting for workers that are started before anybody needs them.
 ON_DEMAND = {"RAY_prestart_worker_first_driver": "0"}
+# What Ray's processes do at intervals although nobody asks (ray_config_def.h), in a Ray for one run.
+SELDOM = {
+    "enable_metrics_collection": False,  # for a dashboard or Prometheus: half of what an idle Ray takes
+    "task_events_report_interval_ms": 0,  # 0: never; for lists of tasks
+    "event_stats": False,  # how long each handler takes, for Ray's logs
+    "io_context_monitor_probe_interval_ms": 10_000,
+    "report_worker_backlog_interval_ms": 10_000,  # for an autoscaler
+    "raylet_check_gc_period_milliseconds": 1_000,
+    "kill_idle_workers_interval_ms": 1_000,
+}
+# The same for its agent, which measures all processes for the dashboard (dashboard/modules/reporter).
+REPORTS_SELDOM = {"REPORTER_UPDATE_INTERVAL_MS": "600000"}
 UNNEEDED = ("start_api_server", "start_monitor", "start_log_monitor")  # methods of Ray's Node
 # Calls that exist on the two kinds of servers and change nothing; what matters is whether they are refused.
 GCS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -143,6 +155,15 @@ def silence_workers() -> None:
 def in_folder(folder: Path) -> dict[str, Any]:
     """Arguments of ray.init for a local Ray that keeps its files there."""
     return {"_temp_dir": str(folder)}
+
+
+def few_wakeups() -> dict[str, Any]:
+    """Arguments of ray.init for a local Ray whose idle processes leave the cores to those who train.
+
+    What the environment sets (RAY_enable_metrics_collection=1), stays as it says.
+    """
+    settings = {name: value for name, value in SELDOM.items() if f"RAY_{name}" not in os.environ}
+    return {"_system_config": settings}
 
 
 def logs_folder() -> Path:

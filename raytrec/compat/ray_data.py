@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from time import monotonic, sleep
 from typing import Any
+from uuid import uuid4
 
 from raytrec.compat.versions import private
 
@@ -90,21 +91,16 @@ def _progress(metrics: Any) -> tuple[int, ...]:
     return tuple(private(metrics, name, "ray") for name in PROGRESS)
 
 
-def start_statistics_here() -> None:
-    """Starts Ray Data's actor for statistics, which is detached and pinned to the node of whoever reads first
-    (data/_internal/stats.py): on a worker's, that would never become idle, and no autoscaler could end it."""
-    from ray.data._internal.stats import get_or_create_stats_actor
-
-    get_or_create_stats_actor()
-
-
 def keep_no_statistics() -> None:
-    """Lets Ray Data send nothing of this process's executions to its actor for statistics.
+    """Lets Ray Data measure nothing of this process's executions, and start no actor for statistics.
 
     A stream is an execution for each epoch, under a name of its own, and the actor keeps some 150 gauges of
     each (data/_internal/stats.py): it grew by 0.5 to 1 MiB with every epoch of each rank, without end, and
-    the agents that export its gauges with it. What they show of one epoch's reading nobody looks at.
+    the agents that export its gauges with it. It is also detached, and pinned to the node of whoever reads
+    first, which would never become idle; and a process that wakes a hundred times a second. What all this
+    shows of one epoch's reading nobody looks at. Names of executions, which the actor counts, are random.
     """
+    from ray.data._internal.execution.callbacks import ResourceAllocatorPrometheusCallback
     from ray.data._internal.stats import _StatsManager
 
     def nothing(*_: Any, **__: Any) -> None:
@@ -113,3 +109,7 @@ def keep_no_statistics() -> None:
     for name in STATISTICS:
         private(_StatsManager, name, "ray")
         setattr(_StatsManager, name, staticmethod(nothing))
+    private(_StatsManager, "gen_dataset_id_from_stats_actor", "ray")
+    _StatsManager.gen_dataset_id_from_stats_actor = staticmethod(lambda: uuid4().hex)
+    private(ResourceAllocatorPrometheusCallback, "on_execution_step", "ray")
+    ResourceAllocatorPrometheusCallback.on_execution_step = nothing

@@ -11,6 +11,7 @@ from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator impor
     DefaultAutoscalingCoordinator,
 )
 from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.failure_handling.default import RETRYABLE_CONTROLLER_ERRORS
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision, ScalingPolicy
@@ -21,7 +22,7 @@ from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_cli
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from raytrec.common.python_path import load
-from raytrec.compat.ray_cleaner import with_own_cleaner
+from raytrec.compat.ray_cleaner import replaced, with_own_cleaner, without_cleaner
 
 __all__ = [
     "RETRYABLE_CONTROLLER_ERRORS",
@@ -78,6 +79,7 @@ class ControlledTrainer(DataParallelTrainer):
         policies: scaling_policy and failure_policy.
         on_start: called with the controller when it has been started, in the main thread.
         wait: ref → what the controller's method returns.
+        own: whether the Ray ends with the run.
     """
 
     def __init__(
@@ -86,10 +88,11 @@ class ControlledTrainer(DataParallelTrainer):
         policies: dict[str, Any],
         on_start: Callable[[Any], None],
         wait: Callable[[Any], Any],
+        own: bool = False,
         **options: Any,
     ):
         super().__init__(*args, **options)
-        self._policies, self._on_start, self._wait = policies, on_start, wait
+        self._policies, self._on_start, self._wait, self._own = policies, on_start, wait, own
 
     def _initialize_and_run_controller(self, **parts: Any) -> Any:
         """As Ray's, whose wait for the controller nothing can interrupt when a part of Ray has ended."""
@@ -106,7 +109,19 @@ class ControlledTrainer(DataParallelTrainer):
         raise _Started(controller)
 
     def _create_default_callbacks(self) -> list[Any]:
-        return with_own_cleaner(super()._create_default_callbacks())
+        none = NoDatasets(self.train_run_context, self.datasets)
+        callbacks = replaced(super()._create_default_callbacks(), DatasetsCallback, [none])
+        return without_cleaner(callbacks) if self._own else with_own_cleaner(callbacks)
+
+
+class NoDatasets(DatasetsCallback):
+    """Of a trainer that hands out none of Ray Data's datasets: starts no actor for them.
+
+    Workers still get the driver's settings of Ray Data.
+    """
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        return {}
 
 
 class _Started(Exception):
@@ -121,11 +136,13 @@ class RequestingPolicy(ScalingPolicy):
     Args:
         most: workers.
         cpus_beside: CPUs that the autoscaler is to have ready beside the workers' own.
+        asks: whether there may be an autoscaler; without, nothing is asked, and the actor that would pass it
+            on is not started.
     """
 
-    def __init__(self, scaling_config: Any, most: int, cpus_beside: int):
+    def __init__(self, scaling_config: Any, most: int, cpus_beside: int, asks: bool = True):
         super().__init__(scaling_config)
-        self._workers, self._cpus_beside = most, cpus_beside
+        self._workers, self._cpus_beside, self._asks = most, cpus_beside, asks
         self._beside: DefaultAutoscalingCoordinator | None = None
         self._asked_at = 0.0
 
@@ -136,11 +153,15 @@ class RequestingPolicy(ScalingPolicy):
 
     def request_resources(self) -> None:
         """Asks the autoscaler again, as requests expire; does nothing while the last one is young."""
+        if not self._asks:
+            return
         self._maybe_send_resource_request()
         if monotonic() - self._asked_at > AUTOSCALING_REQUESTS_INTERVAL_S:
             self._ask_for_cpus()
 
     def after_controller_start(self, train_run_context: Any) -> None:
+        if not self._asks:
+            return
         if self._cpus_beside:
             self._beside = DefaultAutoscalingCoordinator(f"readers-{train_run_context.run_id}")
         super().after_controller_start(train_run_context)

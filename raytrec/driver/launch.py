@@ -15,7 +15,6 @@ from raytrec.common.installed import OTHER_DEVICE
 from raytrec.common.redaction import hide
 from raytrec.common.storage import open_filesystem, relative
 from raytrec.compat.ray_core import starts_nodes
-from raytrec.compat.ray_data import start_statistics_here
 from raytrec.compat.ray_train_settings import (
     ENABLE_PREEMPTION_WATCHER,
     HEALTH_CHECK_INTERVAL_S,
@@ -189,7 +188,6 @@ def run_group(
     from raytrec.driver.policies import FailuresWithReason, RoomOnNodes
     from raytrec.worker import loop as workers
 
-    start_statistics_here()
     coordinator = start_coordinator(scaling.hang_timeout_s, scaling.phase_timeout_s)
     others_read = _others_read(device)
     places = bundle(config, device, others_read)
@@ -206,6 +204,7 @@ def run_group(
         scaling.max_workers,
         scaling.scale_up_interval_s,
         cpus_beside=scaling.max_workers * config.data.readers if others_read else 0,
+        asks=not started_here(),
     )
     failures = FailuresWithReason(
         ray.train.FailureConfig(), coordinator, scaling.max_failures if saves or restarts else 0
@@ -223,6 +222,7 @@ def run_group(
         scaling_config=ray_scaling,
         run_config=_ray_run(checkpoint if saves else f"{config.run.dir}/ray"),
         policies={"scaling_policy": room, "failure_policy": failures},
+        own=started_here(),
         on_start=stop.install,
         wait=lambda ref: wait_for(ref, lifeline, look),
     )

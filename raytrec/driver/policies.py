@@ -91,6 +91,7 @@ class RoomOnNodes(RequestingPolicy):
         scale_up_interval_s: seconds between two looks for more room.
         cpus_beside: that an autoscaler is to have ready beside the workers' own, for reading: read tasks ask
             for none themselves, see group.bundle.
+        asks: see RequestingPolicy.
     """
 
     def __init__(
@@ -101,8 +102,9 @@ class RoomOnNodes(RequestingPolicy):
         most: int,
         scale_up_interval_s: float,
         cpus_beside: int = 0,
+        asks: bool = True,
     ):
-        super().__init__(scaling_config, most, cpus_beside)
+        super().__init__(scaling_config, most, cpus_beside, asks)
         self._coordinator, self._least, self._most = coordinator, least, most
         self._grow_every_s, self._looked, self._roomy = scale_up_interval_s, monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group

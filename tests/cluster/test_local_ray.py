@@ -234,6 +234,29 @@ def test_ray_train_still_has_the_cleaner_that_is_replaced(ray_cluster):
         with_own_cleaner([])
 
 
+def test_a_run_in_its_own_ray_has_no_actors_that_serve_nobody():
+    """Each would be a process, which Ray wakes a hundred times a second."""
+    from ray.train import ScalingConfig
+
+    from raytrec.compat.ray_cleaner import OwnClusterCleanerCallback, PlacementGroupCleanerCallback
+    from raytrec.compat.ray_train import ControlledTrainer, NoDatasets
+    from raytrec.driver.policies import RoomOnNodes
+
+    def kinds(own):
+        trainer = ControlledTrainer(lambda: None, policies={}, on_start=None, wait=None, own=own)
+        callbacks = trainer._create_default_callbacks()
+        assert next(c for c in callbacks if type(c) is NoDatasets).before_init_train_context([None]) == {}
+        return {kind for callback in callbacks for kind in type(callback).__mro__}
+
+    assert PlacementGroupCleanerCallback not in kinds(own=True)
+    assert OwnClusterCleanerCallback in kinds(own=False)
+    alone = RoomOnNodes(ScalingConfig(), None, 1, 1, 1.0, cpus_beside=1, asks=False)
+    alone.after_controller_start(None)
+    alone.request_resources()
+    alone.before_controller_abort()
+    assert alone._coordinator_client is None, "an autoscaler was asked"
+
+
 def test_a_signal_that_comes_twice_at_once_is_one():
     """`timeout` sends each to the process and to its group."""
     from types import SimpleNamespace

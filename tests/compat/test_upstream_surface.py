@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from raytrec.compat.ray_core import REPORTS_SELDOM, SELDOM
 from raytrec.compat.ray_data import PROGRESS
 
 # Lines `module:name(parameters)`, as upstream has them.
@@ -77,6 +78,11 @@ CALLED = [
         "ray.train.v2._internal.callbacks.backend_setup:BackendSetupCallback",
         "self._backend.on_start(execution_group, self._backend_config)",
     ),
+    (
+        "before_init_train_context",
+        "ray.train.v2._internal.execution.worker_group.worker_group:WorkerGroup",
+        "cb.before_init_train_context(workers)",
+    ),
     # ray_cleaner.py
     (
         "PlacementGroupCleaner",
@@ -116,6 +122,12 @@ CALLED = [
     ),
     ("get_total_resources", EXECUTOR + "execute", "self._cluster_autoscaler.get_total_resources()"),
     ("_scheduling_loop_step", EXECUTOR + "run", "self._scheduling_loop_step(self._topology)"),
+    ("on_execution_step", EXECUTOR.rstrip("."), "callback.on_execution_step(self)"),
+    (
+        "gen_dataset_id_from_stats_actor",
+        "ray.data:Dataset.__init__",
+        "self._set_uuid(_StatsManager.gen_dataset_id_from_stats_actor())",
+    ),
     # torch_.py
     ("TCPStore", "torch.distributed.rendezvous:_create_c10d_store", "TCPStore("),
     ("Work.wait", "torchrec.distributed.dist_data:KJTAllToAllTensorsAwaitable._wait_impl", ".wait()"),
@@ -207,6 +219,8 @@ TEXTS = [
     ("ray/core/src/ray/raylet/raylet", "prestart_worker_first_driver"),
     ("ray/core/src/ray/raylet/raylet", "RAY_JOB_ID"),
     ("ray/_raylet.so", "RAY_RAYLET_PID"),
+    *[("ray/core/src/ray/raylet/raylet", name) for name in SELDOM],
+    *[("ray/dashboard/modules/reporter/reporter_consts.py", f'"{name}"') for name in REPORTS_SELDOM],
     ("ray/_private/runtime_env/context.py", "self.override_worker_entrypoint"),
     ("ray/_private/workers/setup_worker.py", "--serialized-runtime-env-context"),
     ("ray/_private/workers/setup_worker.py", "--language"),

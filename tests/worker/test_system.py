@@ -122,9 +122,10 @@ def test_gauges_without_ray_do_nothing():
 
 @pytest.fixture(scope="module")
 def ray_that_reports_soon():
-    """A local Ray whose node updates its Prometheus page every second instead of every 10."""
+    """A local Ray whose node has a Prometheus page, and updates it every second instead of every 10."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_metrics_report_interval_ms", "1000")
+        patch.setenv("RAY_enable_metrics_collection", "1")
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # it needs no workers
         with ray_session(num_cpus=2):
             yield
