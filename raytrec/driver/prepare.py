@@ -25,7 +25,7 @@ from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import interrupted, resume_config
 from raytrec.driver.sides import open_items, with_retrieval
 from raytrec.driver.warm_start import config_from, schema_at
-from raytrec.tasks.columns import check_carried, columns_to_read
+from raytrec.tasks.columns import check_carried, check_counts, columns_to_read
 from raytrec.tasks.task import resolve_tasks
 
 
@@ -144,7 +144,7 @@ def open_dataset(
     columns = columns_to_read(tasks, schema, slices)
     if config.eval.retrieval and not to_train:
         columns |= with_retrieval(columns, config.eval.retrieval)
-    return scan(
+    dataset = scan(
         places,
         schema,
         key,
@@ -154,6 +154,8 @@ def open_dataset(
         skip=data.on_error == "skip",
         **columns,
     )
+    check_counts(tasks, dataset.form.types, dataset.uri)
+    return dataset
 
 
 def _check_tasks_have_rows(dataset: Dataset) -> None:

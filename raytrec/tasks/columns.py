@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raytrec.common.errors import ConfigError, did_you_mean
+import pyarrow as pa
+
+from raytrec.common.errors import ConfigError, DataError, did_you_mean
 from raytrec.config.schema import Schema
 from raytrec.tasks.task import Task, key_columns, label_ranges, task_rows, whole_labels
 
@@ -44,4 +46,23 @@ def check_carried(tasks: Sequence[Task], slices: Sequence[str], carried: Sequenc
                 where=key,
                 expected=f"one of data.carry: {', '.join(carried)}" if carried else "a column of data.carry",
                 do=f"add it: data.carry=[{', '.join(dict.fromkeys([*carried, column]))}]",
+            )
+
+
+def check_counts(tasks: Sequence[Task], types: Mapping[str, pa.DataType], uri: str) -> None:
+    """Looks whether the columns that say how often items occur hold whole numbers.
+
+    Args:
+        types: of carried columns, in all files of a dataset together.
+
+    Raises:
+        DataError: one does not.
+    """
+    for column in (task.item_count for task in tasks if task.item_count is not None):
+        if not pa.types.is_integer(types.get(column, pa.int64())):
+            raise DataError(
+                f"'{column}', which says how often items occur, is of type {types[column]}",
+                where=f"{uri}, column {column}",
+                expected="whole numbers",
+                do=f"data.transforms: {{do: cast, columns: [{column}], to: int64}}, or name another column",
             )

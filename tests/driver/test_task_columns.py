@@ -58,6 +58,18 @@ def opened(folder, *tasks, carry=(), **eval_section):
             "belong together, is of type double",
             "column share",
         ),
+        (
+            {"loss": "in_batch_softmax", "item_count": "country", "carry": ["country"]},
+            DataError,
+            "how often items occur, is of type string",
+            "column country",
+        ),
+        (
+            {"loss": "in_batch_softmax", "item_count": "odd"},
+            ConfigError,
+            "'odd' is not carried",
+            "tasks[0].item_count",
+        ),
         ({"group": "user"}, ConfigError, "column 'user' is not carried", "tasks[0].group"),
         ({"item": "usr", "carry": ["user"]}, ConfigError, "did you mean 'user'?", "tasks[0].item"),
         ({"slices": ["country"]}, ConfigError, "column 'country' is not carried", "eval.slices"),
