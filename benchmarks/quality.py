@@ -201,7 +201,7 @@ def run(row: Row, settings: list[str], seed: int) -> dict:
         "seed": seed,
         "figures": {name: result[key] for name, key in row.metrics.items()},
         "parameters": parameters(config, Schema.load(place)),
-        "rows_per_s": round(result["train.samples_per_s"]),
+        "rows_per_s": round(result["train.samples_per_s"] or 0),
         "workers": result["world_size"],
         "steps": result["train.steps"],
         "seconds": round(time.monotonic() - began, 1),
@@ -241,7 +241,10 @@ def measure_smallest(rows: list[Row]) -> None:
                     print(f"{row.name}: passed, {found['figures']}, {found['seconds']} s", flush=True)
                 except RaytrecError as error:
                     failed.append(row.name)
-                    print(f"{row.name}: FAILED\n{error}", flush=True)
+                    why = Path(scratch, row.name, "error.txt")
+                    print(
+                        f"{row.name}: FAILED\n{error}\n{why.read_text() if why.exists() else ''}", flush=True
+                    )
     if failed:
         raise typer.Exit(1)
 
