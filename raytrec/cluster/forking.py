@@ -6,6 +6,9 @@ started, variables of the environment that Ray's workers will have, the modules 
 socket to listen on. When a byte comes, or the other end is closed, this process and all that it has forked
 end; without that byte the driver was killed, and the raylet's agents end, too.
 
+On a cluster that was joined (warm_nodes.py) the raylet is not ours: then `place`, of the socket, is in the
+second line, and at the end nothing is ended but this process. What it has forked the raylet ends itself.
+
 Ray may be imported before the fork, under two conditions. It reads the ids of its job and its raylet once and
 for ever, so these have to be known; other settings are read again in what is forked. And the generator of the
 ids of tasks and objects must not have been seeded: workers would give out the same ids and mistake each
@@ -20,6 +23,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -39,11 +43,13 @@ def main() -> None:
     _import(about["modules"])
     about, (listener,) = _message(control)
     os.environ.update(about["env"])
-    _import_ray(about["modules"])
+    joined = about.get("place")
+    _import_ray(about["modules"], loopback=not joined)
     sys.path[:] = own_path
     gc.collect()
     gc.freeze()  # what is here stays: collections in those who are forked leave its pages shared
-    _serve(control, socket.socket(fileno=listener), ready=_touched_no_device() and _draw_apart())
+    ready = _touched_no_device() and _draw_apart()
+    _serve(control, socket.socket(fileno=listener), ready, joined)
 
 
 def _import(modules: list[str]) -> None:
@@ -53,11 +59,12 @@ def _import(modules: list[str]) -> None:
             import_module(module)
 
 
-def _import_ray(modules: list[str]) -> None:
+def _import_ray(modules: list[str], loopback: bool) -> None:
     from raytrec.compat.ray_core import actor_class_ids_from, keep_loopback, loopback_setting
 
-    os.environ.update(loopback_setting())
-    keep_loopback()
+    if loopback:
+        os.environ.update(loopback_setting())
+        keep_loopback()
     with actor_class_ids_from(os.urandom):
         _import(modules)
 
@@ -92,11 +99,12 @@ def _drawn() -> bytes:
     return drawn
 
 
-def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None:
+def _serve(control: socket.socket, listener: socket.socket, ready: bool, joined: str | None) -> None:
     """Forks on request, until the other end of `control` is closed.
 
     Args:
         ready: else every request is refused, and the worker starts from the beginning.
+        joined: where it listens, on a cluster that was joined.
     """
     ended, wake = socket.socketpair()
     wake.setblocking(False)
@@ -107,6 +115,9 @@ def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None
         selector.register(place, selectors.EVENT_READ)
     while True:
         places = [key.fileobj for key, _ in selector.select()]
+        if control in places and joined:
+            shutil.rmtree(os.path.dirname(joined), ignore_errors=True)
+            os._exit(0)
         if control in places:
             return _end(pids, driver_killed=not control.recv(1))
         if ended in places:
@@ -114,14 +125,15 @@ def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None
             _reap(pids)
         if listener in places:
             with suppress(EOFError, OSError, ValueError):
-                _answer(listener, ready, pids, [selector, control, listener, ended, wake])
+                _answer(listener, ready, joined, pids, [selector, control, listener, ended, wake])
 
 
-def _answer(listener: socket.socket, ready: bool, pids: set[int], mine: list) -> None:
+def _answer(listener: socket.socket, ready: bool, joined: str | None, pids: set[int], mine: list) -> None:
     connection = listener.accept()[0]
     with connection:
         request, fds = _receive(connection)
-        if ready and _is_like_here(request["env"], request["set"]):
+        # On a cluster that was joined, Ray has set a worker's variables before it asks.
+        if ready and _is_like_here(request["env"], request["env" if joined else "set"]):
             if not (pid := os.fork()):
                 _leave(mine)
                 _begin(connection, request, fds)

@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,18 +28,21 @@ END_S = 0.5  # that its end takes, unless it is importing
 MEMORY = {"MALLOC_ARENA_MAX": "2"}
 
 
-class _Warm:
+class Warm:
     """The warm process; it ends when `close` is called, or this process ends.
 
     Args:
         modules: to import at once.
         on_ray: modules to import when the raylet has been started, because they import Ray.
+        environment: of the process; default: this one's.
 
     Attributes:
         listens: whether it has an address.
     """
 
-    def __init__(self, modules: Sequence[str], on_ray: Sequence[str]):
+    def __init__(
+        self, modules: Sequence[str], on_ray: Sequence[str], environment: Mapping[str, str] | None = None
+    ):
         self._on_ray, self._listener = list(on_ray), socket.socket(socket.AF_UNIX)
         self.listens = False
         self._control, theirs = socket.socketpair()
@@ -49,7 +52,7 @@ class _Warm:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | MEMORY,
+                env=os.environ | MEMORY if environment is None else environment,
                 start_new_session=True,  # signals to the driver's group are for the driver
             )
         self._send({"path": [os.path.abspath(path) for path in sys.path], "modules": list(modules)})
@@ -61,14 +64,20 @@ class _Warm:
         self._listener.listen(64)
 
     def serve(self, raylet: int) -> None:
-        """Serves them, as soon as all is imported.
+        """Serves them, as soon as all is imported, for a new cluster.
 
         Args:
             raylet: process id.
         """
+        self._serve({"env": first_job(raylet)})
+
+    def serve_joined(self, place: Path) -> None:
+        """The same on a node of a cluster that was joined, whose raylet has started this process."""
+        self._serve({"env": {}, "place": str(place)})
+
+    def _serve(self, message: dict) -> None:
         with suppress(OSError), self._listener:  # it has ended: workers begin from the beginning
-            message = {"env": first_job(raylet), "modules": self._on_ray}
-            self._send(message, [self._listener.fileno()])
+            self._send(message | {"modules": self._on_ray}, [self._listener.fileno()])
 
     def close(self) -> None:
         """Ends it, and what it has forked."""
@@ -86,14 +95,14 @@ class _Warm:
         socket.send_fds(self._control, [json.dumps(message).encode() + b"\n"], fds)
 
 
-_running: dict[str, _Warm] = {}
+_running: dict[str, Warm] = {}
 WARM = "warm"
 
 
 def warm_up(modules: Sequence[str], on_ray: Sequence[str]) -> None:
     """Starts the warm process of this process, unless there is one: what follows need not wait for it."""
     if WARM not in _running:
-        _running[WARM] = _Warm(modules, on_ray)
+        _running[WARM] = Warm(modules, on_ray)
         atexit.register(cool_down)
 
 

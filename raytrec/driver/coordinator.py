@@ -117,6 +117,10 @@ class Coordinator:
     def _event(self, event: str, **details: Any) -> None:
         self.put({"kind": "event", "event": event, "unix_s": time(), **details})
 
+    async def nodes(self) -> list[str]:
+        """The addresses of the nodes that the ranks of the last attempt are on."""
+        return sorted({member.node for member in self._members.values()})
+
     # Ranks.
 
     async def enter(self, attempt: str, rank: int, world: int, pid: int, node: str) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 
 from raytrec.cluster.local_ray import last_words
 from raytrec.cluster.session import logs_here, started_here
+from raytrec.cluster.warm import PLACE
+from raytrec.cluster.warm_nodes import WarmNodes, asks_for_forks
 from raytrec.common.errors import ConfigError, RaytrecError, RunError, root_cause
 from raytrec.common.installed import OTHER_DEVICE
 from raytrec.common.redaction import hide
@@ -29,6 +31,7 @@ from raytrec.driver.failure_analysis import main_line
 from raytrec.driver.nodes import GpuNode, alive_nodes, gpu_nodes, is_local
 from raytrec.driver.recorder import Watch
 from raytrec.driver.stop import Interrupted, Stop
+from raytrec.driver.warm_workers import MODULES, ON_RAY
 from raytrec.embeddings.planner.constraints import validate_constraints
 from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.hosts import host_memory
@@ -212,6 +215,7 @@ def run_group(
     stop = Stop(coordinator, scaling.shutdown_grace_s if saves else 0)
     lifeline = Lifeline(scaling.hang_timeout_s, own=started_here())
     task = WorkerTask(config, schema, datasets, coordinator, checkpoint, fingerprint, predictions=predictions)
+    environment, look_now = _keep_warm(coordinator, watch, look)
     trainer = ControlledTrainer(
         worker if callable(worker) else getattr(workers, worker),
         train_loop_config=task,
@@ -220,11 +224,11 @@ def run_group(
             {"backend": "nccl" if device == "cuda" else "gloo", "timeout_s": group_timeout(config, device)},
         ),
         scaling_config=ray_scaling,
-        run_config=_ray_run(checkpoint if saves else f"{config.run.dir}/ray"),
+        run_config=_ray_run(checkpoint if saves else f"{config.run.dir}/ray", environment),
         policies={"scaling_policy": room, "failure_policy": failures},
         own=started_here(),
         on_start=stop.install,
-        wait=lambda ref: wait_for(ref, lifeline, look),
+        wait=lambda ref: wait_for(ref, lifeline, look_now),
     )
     with stop, watch.reading(coordinator):
         try:
@@ -249,6 +253,23 @@ def run_group(
         )
         raise RunError("the workers ended without a result", where=config.run.dir, do=again)
     return watch.result
+
+
+def _keep_warm(
+    coordinator: Any, watch: Watch, look: Callable[[], None]
+) -> tuple[dict[str, str], Callable[[], None]]:
+    """Variables of the workers' environment, and what is to be called now and then, so that workers which
+    start again are forked. On a Ray of our own even the first ones are (warm_workers.py)."""
+    if started_here() or PLACE in os.environ:
+        return WORKER_ENVIRONMENT, look
+    environment = asks_for_forks(WORKER_ENVIRONMENT)
+    nodes = WarmNodes(MODULES, ON_RAY, environment, coordinator.nodes.remote, watch.first_steps)
+
+    def look_now() -> None:
+        look()
+        nodes.look()
+
+    return environment, look_now
 
 
 def _cause(coordinator: Any) -> str:
@@ -299,7 +320,7 @@ RAY_TRAIN = {
 WORKER_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
 
 
-def _ray_run(folder: str) -> Any:
+def _ray_run(folder: str, environment: dict[str, str]) -> Any:
     """Ray Train's own folder is that of the checkpoints, because it is told of those inside it only.
 
     What an earlier driver noted there is removed: half written, it would keep Ray Train from starting. Which
@@ -316,7 +337,7 @@ def _ray_run(folder: str) -> Any:
         name=name,
         storage_path=place,
         storage_filesystem=filesystem,
-        worker_runtime_env={"env_vars": WORKER_ENVIRONMENT},
+        worker_runtime_env={"env_vars": environment},
     )
 
 

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH, from which Python imports `sitecustomize` when it begins (site.html)."""
