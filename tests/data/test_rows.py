@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
+from raytrec.data.columns import _all_below
 from raytrec.data.form import Form
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
@@ -185,3 +186,15 @@ def test_any_bags_come_through(tmp_path_factory, rows):
         "tags": pa.array([t for _, t in rows], pa.list_(pa.int64())),
     }
     assert bags(read(tmp_path_factory.mktemp("p"), columns)) == [[[u], t] for u, t in rows]
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64, np.uint64])
+@pytest.mark.parametrize("rows", [100, 128, 129, 300, 2**31, 2**40, 2**63 - 1])
+def test_ids_in_range_are_told_from_others(kind, rows):
+    """Of types that hold fewer numbers than the table has rows, too, in which -1 looks like 255."""
+    least, most = np.iinfo(kind).min, min(np.iinfo(kind).max, rows - 1)
+    odd = [value for value in (least, -1, rows, np.iinfo(kind).max) if least <= value <= np.iinfo(kind).max]
+    for value in (0, most):
+        assert _all_below(np.array([0, value, 1], kind), rows)
+    for value in odd:
+        assert _all_below(np.array([0, value, 1], kind), rows) == (0 <= value < rows)
