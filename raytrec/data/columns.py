@@ -220,8 +220,7 @@ def _all_below(ids: np.ndarray, rows: int) -> bool:
     """Whether all of some integers [n], n ≥ 1, are in [0, rows)."""
     bits = 8 * ids.itemsize
     if ids.dtype.kind == "i" and rows <= 1 << (bits - 1):
-        ids = ids.view(
-            f"uint{bits}"
-        )  # a negative one becomes larger than all others: one look instead of two
+        # One look instead of two: without a sign, a negative one is larger than all others.
+        ids = ids.view(f"uint{bits}")
         return int(np.maximum.reduce(ids)) < rows
     return int(ids.min()) >= 0 and int(ids.max()) < rows

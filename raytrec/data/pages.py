@@ -324,7 +324,9 @@ def unpack_levels(data: bytes, width: int, count: int) -> np.ndarray:
     Raises:
         ValueError: there are fewer.
     """
-    parts, at, left = [np.empty(0, np.uint8)], 0, count
+    parts: list[np.ndarray] = []
+    packed, levels = bytearray(), 0  # of groups that follow one another: their bytes, and how many levels
+    at, left = 0, count
     while left > 0:
         head = shift = 0
         byte = 128
@@ -333,17 +335,28 @@ def unpack_levels(data: bytes, width: int, count: int) -> np.ndarray:
             head, shift = head | (byte & 127) << shift, shift + 7
         if head & 1:  # groups of eight levels
             size = (head >> 1) * width
-            bits = np.unpackbits(np.frombuffer(data[at : at + size], np.uint8), bitorder="little")
-            each = bits[: len(bits) // width * width].reshape(-1, width)
-            levels = np.packbits(each, axis=1, bitorder="little")[:left, 0]
+            groups = data[at : at + size]
+            found = min(8 * len(groups) // width, left)
+            packed += groups
+            levels += found
         else:  # one level many times
             size = 1
-            levels = np.repeat(np.frombuffer(data[at : at + 1], np.uint8), min(head >> 1, left))
-        if not len(levels):
+            found = min(head >> 1, left) if at < len(data) else 0
+            parts += [_unpack(packed, width, levels), np.full(found, data[at] if found else 0, np.uint8)]
+            packed, levels = bytearray(), 0
+        if not found:
             raise ValueError("a page's levels end too soon")
-        parts.append(levels)
-        at, left = at + size, left - len(levels)
-    return np.concatenate(parts)
+        at, left = at + size, left - found
+    return np.concatenate([*parts, _unpack(packed, width, levels)])
+
+
+def _unpack(packed: bytearray, width: int, count: int) -> np.ndarray:
+    """The first levels of `width` bits: uint8 [count]."""
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+    if width == 1:
+        return bits[:count]
+    each = bits[: count * width].reshape(-1, width)
+    return np.packbits(each, axis=1, bitorder="little").reshape(-1)
 
 
 class Excerpts(io.RawIOBase):
