@@ -18,6 +18,8 @@ from raytrec.config.schema import Schema
 SCHEMA = Case("row_wise", "mixed", "sgd", (1, 1), "equal").schema()
 ONE = [{"label": "y"}]
 TWO = [{"label": "y"}, {"label": "z", "weight": 0.5}]
+KINDS = {"name": "kind", "label": "y", "loss": "cross_entropy", "options": {"classes": 2}, "where": "z"}
+THREE = [*TWO, KINDS]
 
 
 def with_sequences(*features):
@@ -55,6 +57,19 @@ CASES = {
     "sasrec": (with_drawn_items(), NEXT | {"heads": 2, "loss": "bpr"}, OWN),
     "hstu": (with_drawn_items(), NEXT | {"temperature": 0.5}, OWN),
     "sequence": (with_sequences("friends"), {"max_length": 3, "target": "user", "top_mlp": [6]}, TWO),
+    "wide_deep": (SCHEMA, {"wide": ["a", "user", "words"], "top_mlp": [6]}, TWO),
+    "deepfm": (SCHEMA, {"top_mlp": [6]}, TWO),
+    "xdeepfm": (SCHEMA, {"cin": [4, 3], "top_mlp": [6]}, TWO),
+    "final_mlp": (
+        SCHEMA,
+        {"mlp1": [6, 4], "mlp2": [8], "gate1": ["a", "user"], "gate_mlp": [5], "heads": 2},
+        TWO,
+    ),
+    "shared_bottom": (SCHEMA, {"bottom_mlp": [6], "tower_mlp": [4]}, THREE),
+    "mmoe": (SCHEMA, {"experts": 3, "expert_mlp": [6], "tower_mlp": [4]}, THREE),
+    "ple": (SCHEMA, {"expert_mlp": [6], "tower_mlp": [4]}, THREE),
+    "esmm": (SCHEMA, {"click": "z", "conversion": "y", "tower_mlp": [6]}, TWO),
+    "dbmtl": (SCHEMA, {"bottom_mlp": [6], "tower_mlp": [5], "relation_mlp": [4]}, THREE),
 }
 
 MIXED = {

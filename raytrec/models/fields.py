@@ -1,0 +1,75 @@
+"""Inputs that ranking models share: all features side by side, or as fields with one vector each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from raytrec.config.models.base import one_dim
+from raytrec.config.schema import Schema
+from raytrec.models.inputs import dim_of
+
+
+class SideBySide(nn.Module):
+    """Dense columns as they are, then pooled embeddings, in the schema's order: → float32 [B, width].
+
+    Args:
+        members: names of the features and dense columns that are taken; default: all.
+        skip: feature → how many of the first numbers of its embeddings are left out.
+
+    Attributes:
+        width: of what it gives.
+    """
+
+    def __init__(
+        self, schema: Schema, members: Collection[str] | None = None, skip: dict[str, int] | None = None
+    ):
+        super().__init__()
+        taken = {*schema.dense, *schema.sparse} if members is None else members
+        skip = skip or {}
+        self.first_of = {f: skip.get(f, 0) for f in schema.sparse if f in taken}
+        columns = [place for place, name in enumerate(schema.dense) if name in taken]
+        self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
+        self.width = len(columns) + sum(dim_of(schema, f) - first for f, first in self.first_of.items())
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        parts = [dense.index_select(1, self.columns)] if len(self.columns) else []
+        return torch.cat([*parts, *(pooled[f][:, first:] for f, first in self.first_of.items())], dim=1)
+
+
+class Fields(nn.Module):
+    """One vector for each dense column and each sparse feature: → float32 [B, F, D].
+
+    A sparse feature has its pooled embedding; a dense column of value x has x · v with a learned v, as in
+    factorization machines (Rendle 2010). With first-order weights, an id's row of the table, and v, is
+    [w₁ … w_T, its vector]: the first T numbers are weights, one for each output, so that a linear model of
+    ids and columns is learned beside the vectors, with parameters of its own. That is the papers'
+    parametrisation, with both parts in one row of one table.
+
+    Args:
+        schema: tables all have one dim.
+        first_order: T, the outputs that have first-order weights.
+
+    Attributes:
+        count: F. dim: D, the tables' dim − T.
+
+    Returns (forward):
+        Σ over fields of their first-order weights, float32 [B, T], and vectors, float32 [B, F, D].
+    """
+
+    def __init__(self, schema: Schema, model: str, first_order: int = 0):
+        super().__init__()
+        dim, self.first_order = one_dim(schema, model), first_order
+        self.features, self.count = list(schema.sparse), len(schema.dense) + len(schema.sparse)
+        self.dim = dim - first_order
+        self.columns = nn.Parameter(torch.randn(len(schema.dense), dim) * 0.1) if schema.dense else None
+
+    def forward(
+        self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows_BFD = torch.stack([pooled[f] for f in self.features], dim=1)
+        if self.columns is not None:
+            rows_BFD = torch.cat([dense.unsqueeze(2) * self.columns, rows_BFD], dim=1)
+        return rows_BFD[..., : self.first_order].sum(1), rows_BFD[..., self.first_order :]

@@ -1,0 +1,79 @@
+"""FinalMLP: two MLPs that see the features differently, and a bilinear form of both (Mao et al. 2023,
+arXiv:2304.00902)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from raytrec.config.models.final_mlp import FinalMLPSection
+from raytrec.config.schema import Schema
+from raytrec.models.fields import SideBySide
+from raytrec.models.inputs import mlp
+
+
+class FinalMLP(nn.Module):
+    """logit = b + w₁ᵀ o₁ + w₂ᵀ o₂ + Σ over heads of o₁ₕᵀ Wₕ o₂ₕ, with oₛ = MLPₛ(gateₛ ⊙ e).
+
+    e has the dense columns and embeddings side by side. gateₛ = 2 σ(MLP(the features that the stream's gate
+    reads)), so that each stream looks at other features; without such features it reads one learned vector.
+    Heads cut o₁ and o₂ into equal parts; head h has parts h of both.
+
+    Args:
+        schema: any dense columns, sparse features of any dims.
+        config: sizes, gates, heads and dropout.
+        outputs: logits of a row, which share both streams.
+
+    Returns (forward):
+        float32 [B]: the logit of each row; [B, outputs] for several.
+
+    Raises:
+        ConfigError: gates without gating, or of features that there are not; streams that cannot be cut.
+    """
+
+    def __init__(self, schema: Schema, config: FinalMLPSection, outputs: int = 1):
+        super().__init__()
+        self.beside = SideBySide(schema)
+        width, self.heads = self.beside.width, config.heads
+        self.streams = nn.ModuleList(
+            mlp([width, *sizes], config.dropout) for sizes in (config.mlp1, config.mlp2)
+        )
+        self.gates = nn.ModuleList(
+            Gate(schema, config.context(schema, stream), config.gate_mlp, width)
+            for stream in (("gate1", "gate2") if config.gating else ())
+        )
+        one, two = config.mlp1[-1], config.mlp2[-1]
+        self.logit = nn.Linear(one + two, outputs)
+        self.bilinear = nn.Parameter(
+            torch.empty(outputs, config.heads, one // config.heads, two // config.heads)
+        )
+        nn.init.xavier_normal_(self.bilinear)
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        e_BN = self.beside(dense, pooled)
+        gated = [gate(dense, pooled) * e_BN for gate in self.gates] or [e_BN, e_BN]
+        one, two = (stream(x_BN) for stream, x_BN in zip(self.streams, gated, strict=True))
+        heads = (o.view(-1, self.heads, o.shape[1] // self.heads) for o in (one, two))
+        products_BT = torch.einsum("bhi,thij,bhj->bt", next(heads), self.bilinear, next(heads))
+        return (self.logit(torch.cat([one, two], dim=1)) + products_BT).squeeze(1)
+
+
+class Gate(nn.Module):
+    """2 σ(MLP(context)): a weight in (0, 2) for each of `width` inputs, float32 [B, width].
+
+    Args:
+        members: features and dense columns that it reads; none: a learned vector takes their place.
+        sizes: hidden sizes.
+    """
+
+    def __init__(self, schema: Schema, members: set[str], sizes: list[int], width: int):
+        super().__init__()
+        self.context = SideBySide(schema, members) if members else None
+        inputs = self.context.width if self.context is not None else (sizes or [width])[0]
+        self.vector = nn.Parameter(torch.zeros(1, inputs)) if self.context is None else None
+        self.hidden = mlp([inputs, *sizes])
+        self.last = nn.Linear((sizes or [inputs])[-1], width)
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        context = self.vector if self.context is None else self.context(dense, pooled)
+        return 2 * self.last(self.hidden(context)).sigmoid()

@@ -1,0 +1,187 @@
+"""Models with layers of each task's own, by their papers' equations, written again."""
+
+import pytest
+import torch
+from made import ROWS, inputs, randomized, schema, weights
+from references import layers
+from torch.nn.functional import linear
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.models.dbmtl import DBMTLSection
+from raytrec.config.models.esmm import ESMMSection
+from raytrec.config.models.mmoe import MMoESection
+from raytrec.config.models.ple import PLESection
+from raytrec.config.models.shared_bottom import SharedBottomSection
+from raytrec.models import build_model
+
+TASKS = {"clicked": 1, "kind": 3, "bought": 1}
+SMALL = {"expert_mlp": [6, 5], "tower_mlp": [4]}
+SECTIONS = [
+    SharedBottomSection(name="shared_bottom", bottom_mlp=[6], tower_mlp=[4]),
+    MMoESection(name="mmoe", experts=3, **SMALL),
+    PLESection(name="ple", **SMALL),
+    DBMTLSection(name="dbmtl", bottom_mlp=[6], tower_mlp=[5], relation_mlp=[4]),
+    ESMMSection(name="esmm", click="clicked", conversion="bought", tower_mlp=[6]),
+]
+
+
+def made(section, tasks=TASKS, of=None):
+    of = of or schema()
+    return randomized(build_model(of, section, sum(tasks.values()), tasks=tasks)), *inputs(of)
+
+
+def towers(w, of_tasks, hidden):
+    return torch.cat(
+        [
+            linear(
+                layers(w, f"towers.towers.{k}", x, hidden),
+                w[f"towers.logits.{k}.weight"],
+                w[f"towers.logits.{k}.bias"],
+            )
+            for k, x in enumerate(of_tasks)
+        ],
+        1,
+    )
+
+
+def experts(w, name, count, x):
+    return [layers(w, f"{name}.experts.{e}", x, 2) for e in range(count)]
+
+
+def gated(w, name, x, of_experts):
+    """A softmax over experts, of which each weighs a row's vector."""
+    scores = (x @ w[f"{name}.scores.weight"].T).exp()
+    shares = scores / scores.sum(1, keepdim=True)
+    return sum(shares[:, e : e + 1] * vectors for e, vectors in enumerate(of_experts))
+
+
+@pytest.mark.parametrize("dense", [("age", "price"), ()])
+def test_shared_bottom(dense):
+    model, *given = made(SECTIONS[0], of=schema(dense, dims=(4, 8, 12)))
+    w, x = weights(model), torch.cat([given[0], *given[1].values()], 1)
+    expected = towers(w, [layers(w, "bottom", x, 1)] * 3, 1)
+    assert expected.shape == (ROWS, 5)
+    torch.testing.assert_close(model(*given), expected)
+
+
+def test_mmoe():
+    """Ma et al. 2018, equations 6 and 7."""
+    model, dense, pooled = made(SECTIONS[1])
+    w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
+    of_experts = experts(w, "experts", 3, x)
+    expected = towers(w, [gated(w, f"gates.{k}", x, of_experts) for k in range(3)], 1)
+    torch.testing.assert_close(model(dense, pooled), expected)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_ple(levels):
+    """Tang et al. 2020, equations 4 to 7."""
+    section = PLESection(name="ple", levels=levels, task_experts=2, shared_experts=3, **SMALL)
+    model, dense, pooled = made(section)
+    w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
+    of_tasks, of_all = [x, x, x], x
+    for level in range(levels):
+        name = f"levels.{level}"
+        own = [experts(w, f"{name}.experts.{k}", 2, of_tasks[k]) for k in range(3)]
+        shared = experts(w, f"{name}.experts.3", 3, of_all)
+        if level < levels - 1:
+            after = gated(w, f"{name}.gates.3", of_all, [*own[0], *own[1], *own[2], *shared])
+        of_tasks = [gated(w, f"{name}.gates.{k}", of_tasks[k], own[k] + shared) for k in range(3)]
+        of_all = after if level < levels - 1 else None
+    torch.testing.assert_close(model(dense, pooled), towers(w, of_tasks, 1))
+    assert len(model.levels[-1].gates) == 3
+
+
+@pytest.mark.parametrize("names", [("clicked", "bought"), ("bought", "clicked")])
+def test_esmm(names):
+    """Ma et al. 2018, equation 4, in probabilities."""
+    model, dense, pooled = made(SECTIONS[4], dict.fromkeys(names, 1))
+    w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
+    ctr, cvr = (
+        torch.sigmoid(
+            linear(layers(w, f"{tower}.0", x, 1), w[f"{tower}.1.weight"], w[f"{tower}.1.bias"])
+        ).double()
+        for tower in ("click", "conversion")
+    )
+    expected = {"clicked": ctr, "bought": ctr * cvr}
+    given = model(dense, pooled).sigmoid().double()
+    torch.testing.assert_close(given, torch.cat([expected[name] for name in names], 1), rtol=1e-5, atol=1e-6)
+
+
+def test_esmms_log_odds_are_exact_at_the_ends():
+    """Where a product of probabilities in float32 is 0 or 1."""
+    model, dense, pooled = made(SECTIONS[4], {"clicked": 1, "bought": 1})
+    with torch.no_grad():
+        for place, logit in ((0, 1.0), (1, -1.0)):
+            for tower in (model.click, model.conversion):
+                tower[1].weight.zero_()
+                tower[1].bias.fill_([60.0, -80.0][place])
+            p = torch.tensor([60.0, -80.0][place], dtype=torch.float64).sigmoid()
+            exact = (
+                -(-2 * p.log()).expm1().log() if place else -(2 * torch.tensor(-60.0).exp().double()).log()
+            )
+            torch.testing.assert_close(model(dense, pooled)[0, 1].double(), exact, rtol=1e-6, atol=0)
+            assert (model(dense, pooled)[0, 1] * logit) > 50
+    model(dense, pooled).sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "relations,parents",
+    [
+        (None, {"clicked": [], "kind": ["clicked"], "bought": ["clicked", "kind"]}),
+        ({"clicked": ["bought"]}, {"bought": [], "kind": [], "clicked": ["bought"]}),
+        ({}, {"bought": [], "kind": [], "clicked": []}),
+    ],
+)
+def test_dbmtl(relations, parents):
+    section = DBMTLSection(
+        name="dbmtl", bottom_mlp=[6], tower_mlp=[5, 4], relation_mlp=[3], relations=relations
+    )
+    model, dense, pooled = made(section)
+    w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
+    shared, names, related = layers(w, "bottom", x, 1), list(TASKS), {}
+    for name, before in parents.items():
+        k = names.index(name)
+        own = layers(w, f"towers.{k}", shared, 2)
+        related[name] = layers(w, f"relations.{k}", torch.cat([own, *(related[b] for b in before)], 1), 1)
+    expected = [
+        linear(related[name], w[f"logits.{k}.weight"], w[f"logits.{k}.bias"]) for k, name in enumerate(names)
+    ]
+    torch.testing.assert_close(model(dense, pooled), torch.cat(expected, 1))
+
+
+def test_what_a_task_learns_reaches_its_own_layers_and_shared_ones():
+    for section in SECTIONS[:4]:
+        model, dense, pooled = made(section)
+        model(dense, pooled)[:, 0].sum().backward()
+        reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+        own = {name for name in reached if ".towers.1" in name or ".logits.1" in name}
+        assert reached and not own, section.name
+
+
+def test_one_task_gives_one_logit():
+    for section in SECTIONS[:4]:
+        model, dense, pooled = made(section, {"y": 1})
+        assert model(dense, pooled).shape == (ROWS,)
+        assert build_model(schema(), section, 2)(dense, pooled).shape == (ROWS, 2)
+
+
+@pytest.mark.parametrize(
+    "section,tasks,says",
+    [
+        ({"click": "clik", "conversion": "bought"}, ["clicked", "bought"], "did you mean 'clicked'"),
+        ({"click": "clicked", "conversion": "clicked"}, ["clicked", "bought"], "both click and conversion"),
+        ({"click": "clicked", "conversion": "bought"}, ["clicked"], r"(?s)'bought'.*model\.conversion"),
+        ({"click": "clicked", "conversion": "bought"}, ["clicked", "bought", "y"], "none for y"),
+        ({"click": "clicked", "conversion": "kind"}, ["clicked", "kind"], "kind has 3 columns"),
+        ({"relations": {"bougt": ["clicked"]}}, ["clicked", "bought"], "did you mean 'bought'"),
+        ({"relations": {"bought": ["clik"]}}, ["clicked", "bought"], r"(?s)'clicked'.*relations\.bought"),
+        ({"relations": {"bought": ["clicked"], "clicked": ["bought"]}}, ["clicked", "bought"], "circle"),
+    ],
+)
+def test_refused(section, tasks, says):
+    kind, name = (DBMTLSection, "dbmtl") if "relations" in section else (ESMMSection, "esmm")
+    of_tasks = {task: TASKS.get(task, 1) for task in tasks}
+    with pytest.raises(ConfigError, match=says):
+        build_model(schema(), kind(name=name, **section), sum(of_tasks.values()), tasks=of_tasks)
