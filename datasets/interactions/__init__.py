@@ -10,6 +10,13 @@ from typer import Option
 
 Split = Literal["leave-one-out", "time", "random"]
 Rows = Literal["each", "user"]
+WithValid = Annotated[
+    bool,
+    Option(
+        "--with-valid",
+        help="Train has the interactions of valid, too: for a last run, whose settings have been chosen.",
+    ),
+]
 
 
 def prepare(
@@ -85,6 +92,7 @@ def prepare(
             min=1, help="Leave out users and items of fewer interactions, until all have as many (k-core)."
         ),
     ] = None,
+    with_valid: WithValid = False,
     seed: Seed = 0,
     dim: Dim = 16,
     force: Force = False,
@@ -94,5 +102,7 @@ def prepare(
     from raytrec_datasets.interactions.recipe import Choices, Files, write
 
     files = Files(source, candidates, user_features, item_features)
-    chosen = Choices(split, negatives, train_negatives, max_length, rows, min_interactions, seed, dim)
+    chosen = Choices(
+        split, negatives, train_negatives, max_length, rows, min_interactions, seed, dim, with_valid
+    )
     write(out, files, Columns(user, item, time), chosen, force)

@@ -45,6 +45,7 @@ class Choices:
     min_interactions: int | None = None
     seed: int = 0
     dim: int = 16
+    with_valid: bool = False
 
     def check(self, length: str = "--max-length", negatives: str = "--train-negatives") -> None:
         """Whether they go together.
@@ -112,7 +113,9 @@ def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides
     of_item = {side.name: side.of(data.items) for side in sides.item}
     inputs = {side.name for side in sides.features}
     in_rows = ({name: v for name, v in of.items() if name in inputs} for of in (of_user, of_item))
-    rows = Rows(data, split, chosen.max_length, chosen.seed, *in_rows, seen=not chosen.negatives)
+    rows = Rows(
+        data, split, chosen.max_length, chosen.seed, *in_rows, not chosen.negatives, chosen.with_valid
+    )
     with output, progress("interactions", len(data)) as advance:
         each = chosen.rows == "each"
         counts = {"train": rows.write_train(output.partial / "train", each, chosen.train_negatives, advance)}

@@ -70,6 +70,7 @@ class Rows:
         seed: of the order of train, and of what is drawn.
         of_user, of_item: side features: column → a value for each id.
         seen: rows of valid and test have all that their user met in the splits before.
+        with_valid: train has what is in valid, too.
     """
 
     def __init__(
@@ -81,12 +82,17 @@ class Rows:
         of_user: dict[str, pa.Array] | None = None,
         of_item: dict[str, pa.Array] | None = None,
         seen: bool = False,
+        with_valid: bool = False,
     ):
         self._data, self._split, self._length, self._seed = data, split, length, seed
         self._seen = seen
         self._sides = (of_user or {}, of_item or {})
-        self._past = {TRAIN: Past(data, split == TRAIN), TEST: Past(data, split != TEST)}
-        self._past[VALID] = self._past[TRAIN]
+        self._trained = split <= (VALID if with_valid else TRAIN)
+        self._past = {
+            TRAIN: Past(data, self._trained),
+            VALID: Past(data, split == TRAIN),
+            TEST: Past(data, split != TEST),
+        }
         self.items = len(data.items)
         self.counts = np.bincount(self._past[TRAIN].item, minlength=self.items)
         self._met = self._keys(slice(None))
@@ -105,7 +111,7 @@ class Rows:
         past, rng = self._past[TRAIN], np.random.default_rng([self._seed, 2])
         place = np.arange(len(past)) if each else self._ends(past)
         place = place[rng.permutation(len(place))]
-        met = self._keys(self._split == TRAIN) if negatives else None
+        met = self._keys(self._trained) if negatives else None
         writer = self._writer(folder, TRAIN, len(place) * (1 + negatives))
         step = max(1, CHUNK_IDS // (self._length + 16) // (1 + negatives))
         for first in range(0, len(place), step):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from raytrec_datasets.interactions import Rows, WithValid
 from raytrec_datasets.options import Dim, Force, Out, Seed, Source
 from typer import Option
 
 Split = Literal["random", "per-user", "time", "leave-one-out"]
-Rows = Literal["each", "user"]
 Set = Literal["100k", "1m", "20m", "25m", "32m"]
 
 
@@ -44,6 +44,7 @@ def prepare(
             help="Of leave-one-out: rows of train, for each pair, or each user and --history of its films."
         ),
     ] = "each",
+    with_valid: WithValid = False,
     force: Force = False,
 ) -> None:
     """MovieLens 100K, 1M, 20M, 25M or 32M in their original layouts, label: rating ≥ 4; or leave-one-out with
@@ -51,4 +52,4 @@ def prepare(
     `raytrec prepare interactions`, and features of users and films."""
     from raytrec_datasets.movielens.recipe import write
 
-    write(out, source, split, seed, history, dim, download, force, negatives, candidates, rows)
+    write(out, source, split, seed, history, dim, download, force, negatives, candidates, rows, with_valid)

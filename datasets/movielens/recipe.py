@@ -35,6 +35,7 @@ def write(
     negatives: int = 4,
     candidates: int = 99,
     rows: str = "each",
+    with_valid: bool = False,
 ) -> None:
     """Writes the dataset; its arguments are those of `raytrec prepare movielens`."""
     if source is None and download is None:
@@ -45,7 +46,7 @@ def write(
         source = fetch(download, (source or out.absolute().parent / "movielens-original").expanduser())
     source = source.expanduser().absolute()
     if split == "leave-one-out":
-        chosen = Choices(None, candidates, negatives, history, rows, None, seed, dim)
+        chosen = Choices(None, candidates, negatives, history, rows, None, seed, dim, with_valid)
         chosen.check("--history", "--negatives")
         output = Output(out, "movielens", {**asdict(chosen), "source": str(source), "split": split}, force)
         if not output.is_ready():

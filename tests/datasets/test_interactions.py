@@ -161,6 +161,20 @@ def test_rows_of_users_and_what_they_have_seen(source, tmp_path):
         assert all(row["seen"] == by_user(found)[row["user"]][:place] for row in rows[split])
 
 
+def test_train_with_what_is_in_valid(tmp_path):
+    given = write_words(tmp_path, events())
+    rows = prepared(given[0], tmp_path / "out", "--negatives", 0, "--with-valid", "--train-negatives", 2)
+    lists = by_user(events())
+    counts = Counter(item for items in lists.values() for item in items[:-1])
+    met = sorted((row["user"], row["item"]) for row in rows["train"] if row["label"])
+    assert met == sorted((user, item) for user, items in lists.items() for item in items[:-1])
+    for row in rows["train"]:
+        assert row["item_count"] == max(1, counts[row["item"]])
+        assert row["label"] or row["item"] not in lists[row["user"]][:-1]
+    for row in rows["valid"]:
+        assert row["history"] == row["seen"] == lists[row["user"]][:-2]
+
+
 @pytest.mark.parametrize("split", ["time", "random"])
 def test_tenths(split, tmp_path):
     found = [(user, item, time) for seed in (1, 2) for user, item, time in events(seed)]

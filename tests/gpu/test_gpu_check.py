@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 
 from blocks import BLOCKS, Block  # noqa: E402
-from check import CANNOT, FAILED, PASSED, check  # noqa: E402
+from check import CANNOT, FAILED, PASSED, check, child  # noqa: E402
+from here import Here  # noqa: E402
 
 BROKEN = {
     "crash": "import os\ndef run(here):\n    here.found['so_far'] = 1\n    os.abort()",
@@ -63,11 +65,30 @@ def test_blocks_in_one_process(tmp_path):
 STAND_IN = {"parts": PASSED, "uvm": CANNOT}
 
 
-@pytest.mark.parametrize(
-    "expected", [STAND_IN, pytest.param({"phases": PASSED}, marks=pytest.mark.survive)], ids=",".join
-)
-def test_blocks_on_the_stand_in(tmp_path, expected):
+def run_block(end, name, folder):
+    """A block as its own process runs it."""
+    child(name, Here("cuda", True, Path(folder, name), Path(folder), stand_in=True))
+    end.send(None)
+
+
+@pytest.mark.parametrize("name", STAND_IN)
+def test_a_block_on_the_stand_in(tmp_path, name):
     """The branches of CUDA."""
+    (tmp_path / name).mkdir()
+    pid, end = warm.fork(run_block, name, str(tmp_path))
+    try:
+        assert end.poll(120), "no answer"
+    finally:
+        warm.end([pid])
+    outcome = json.loads((tmp_path / name / "outcome.json").read_text())
+    assert outcome["result"] == STAND_IN[name], outcome
+    assert "stand-in" in outcome["about"]["device"]
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("expected", [STAND_IN, {"phases": PASSED}], ids=",".join)
+def test_blocks_on_the_stand_in(tmp_path, expected):
+    """The command."""
     status, values, said = command(tmp_path, "--device", "cuda", "--stand-in", "--only", ",".join(expected))
     assert results(values) == expected, said
     assert status == 0 and "stand-in" in values["about"]["device"]
