@@ -122,6 +122,8 @@ class Form:
         if column in self.schema.columns:
             return None
         found = [c.named_by for c in self.columns_of_tasks if c.column == column]
+        if column in self.carried_lists:
+            return "eval.retrieval"
         return found[0] if found else "data.carry" if column in self.carried else None
 
     def skips_nulls(self, label: str) -> bool:

@@ -28,7 +28,7 @@ from raytrec.metrics.selection import Selection
 from raytrec.worker.gather import place_for
 from raytrec.worker.step import Step
 
-CELLS = 1 << 22  # queries × items of a block: 52 MiB while it is counted
+CELLS = 1 << 22  # queries × items of a block: 56 MiB while it is counted
 
 
 class FullRanking:

@@ -1,0 +1,106 @@
+"""Search over vectors: exactly, against sorting all scores, and with faiss."""
+
+import json
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.retrieval import exact
+from raytrec.retrieval.faiss_index import build_faiss, from_bytes, to_bytes
+from raytrec.retrieval.index import FAISS, MANIFEST, Index, load_index, manifest_text
+
+WIDTH = 6
+
+
+def vectors(rows, seed, ties=False):
+    draw = np.random.default_rng(seed)
+    found = draw.integers(-2, 3, (rows, WIDTH)) if ties else draw.normal(size=(rows, WIDTH))
+    return found.astype(np.float32)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("queries, cells", [(2, 30), (100, 1 << 22)])
+@pytest.mark.parametrize("k", [1, 7, 50])
+def test_exact_search_is_that_of_sorting_all(ties, queries, cells, k):
+    items, asked = vectors(50, 0, ties), vectors(9, 1, ties)
+    items[4], items[5], asked[0] = np.nan, -0.0, 0
+    with patch.multiple(exact, QUERIES=queries, CELLS=cells):
+        rows, scores = exact.search_exactly(items, asked, k)
+    whole = (asked.astype(np.float64) @ items.T.astype(np.float64)).astype(np.float32)
+    order = np.argsort(-whole, axis=1, kind="stable")[:, :k]  # NaN last, and of equal scores the first row
+    assert np.array_equal(rows, order)
+    np.testing.assert_array_equal(scores, np.take_along_axis(whole, order, 1))
+
+
+def index(faiss=None):
+    items = vectors(50, 0)
+    table = pa.table({"item": [f"film {i}" for i in range(50)], "year": np.arange(50)})
+    return Index(table, items, "item", {"item": "item", "faiss": faiss}, faiss and build_faiss(faiss, items))
+
+
+def test_faiss_without_an_approximation_finds_the_same():
+    exactly, flat, asked = index(), index("Flat"), vectors(9, 1)
+    for k in (3, 50):
+        assert np.array_equal(flat.nearest(asked, k)[0], exactly.nearest(asked, k)[0])
+    same = from_bytes(to_bytes(flat.faiss))
+    assert same.ntotal == 50
+    np.testing.assert_array_equal(same.search(asked, 3)[1], flat.faiss.search(asked, 3)[1])
+
+
+@pytest.mark.parametrize("faiss", [None, "Flat", "IVF4,Flat"])
+def test_what_is_left_out_leaves_room_for_others(faiss):
+    films, asked = index(faiss), vectors(2, 1)
+    rows, _ = films.nearest(asked, 8)
+    seen = [f"film {row}" for row in rows[0][:3]] + ["a film that is not there"]
+    found = films.search(asked, 5, leave_out=[seen, None])
+    kept = np.append(rows[0][3:8], rows[1][:5])
+    kept = kept[kept >= 0]
+    assert found["item"].tolist() == [f"film {row}" for row in kept]
+    assert found["year"].tolist() == kept.tolist() and set(found["query"]) == {0, 1}
+    assert found[found["query"] == 0]["rank"].tolist() == list(range(1, (found["query"] == 0).sum() + 1))
+    with pytest.raises(ConfigError, match="leave_out has 1 entries for 2 queries"):
+        films.search(asked, 5, leave_out=[seen])
+
+
+def test_one_query_may_be_a_vector_alone_and_all_items_may_be_wanted():
+    films = index()
+    found = films.search(vectors(1, 3)[0], 1000)
+    assert len(found) == 50 and sorted(found["item"]) == sorted(films.items["item"].to_pylist())
+    assert len(films.search(np.empty((0, WIDTH)))) == 0
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.5, True])
+def test_k_is_a_whole_number_above_0(k):
+    with pytest.raises(ConfigError, match="k is "):
+        index().search(vectors(1, 3), k)
+
+
+def test_an_index_that_faiss_does_not_make():
+    with pytest.raises(ConfigError, match="faiss makes no index 'Nonsense' of 50 vectors of width 6"):
+        build_faiss("Nonsense", vectors(50, 0))
+    with pytest.raises(ConfigError, match="--faiss"):
+        build_faiss("PQ4", vectors(50, 0))  # 4 does not divide the width
+
+
+def test_a_folder_is_read_as_it_was_written(tmp_path):
+    films = index("Flat")
+    (tmp_path / "items").mkdir()
+    listed = pa.array([*films.vectors.tolist(), None], pa.list_(pa.float32()))  # a row that could not be read
+    table = pa.concat_tables([films.items, films.items.slice(0, 1)]).append_column("vector", listed)
+    pq.write_table(table, tmp_path / "items/part-0.parquet", row_group_size=20)
+    with pytest.raises(RunError, match="there is no index here"):
+        load_index(tmp_path)
+    (tmp_path / FAISS).write_bytes(to_bytes(films.faiss))
+    (tmp_path / MANIFEST).write_text(manifest_text({"item": "item", "faiss": "Flat"}))
+    same = load_index(tmp_path)
+    assert np.array_equal(same.vectors, films.vectors) and same.items.equals(films.items)
+    assert same.faiss.ntotal == len(same) == 50 and same.key == "item"
+    assert repr(same) == "<Index: 50 items × 6, Flat>"
+    for text in ("[", json.dumps({"format": 99, "item": "item"}), '{"format": 1}'):
+        (tmp_path / MANIFEST).write_text(text)
+        with pytest.raises(RunError, match=MANIFEST):
+            load_index(tmp_path)
