@@ -125,7 +125,8 @@ def test_made_up_sources_are_what_the_recipes_read(quality, tmp_path):
     from quality_sources import write_sources
 
     write_sources(tmp_path)
-    prepared = {row.data: quality.prepare(row, tmp_path, tmp_path / "out") for row in quality.read_rows()}
+    rows = {row.data: row for row in quality.read_rows()}
+    prepared = {name: quality.prepare(row, tmp_path, tmp_path / "out") for name, row in rows.items()}
     assert set(prepared) == set(yaml.safe_load(quality.ROWS.read_text())["data"])
     assert all((folder / "schema.yaml").is_file() for folder in prepared.values())
     row = quality.read_rows()[0]
