@@ -6,7 +6,7 @@ Rows of train, valid and test:
     user, item    ids from 0, in the order in which they appear in the source
     history       what the user met before, the most recent last (rows.py: of which splits)
     history_time  when, if the source has times
-    time          of the row, if the source has times; of candidates 0
+    time          of the row, if the source has times; of a candidate that of a row of its user
     item_count    how often the item occurs in train, at least 1
     seen          with --negatives 0, in valid and test: all that the user met in the splits before
     …             side features of users and items, where a recipe has some

@@ -25,7 +25,8 @@ class Targets:
         user, item: int64 [n].
         label: 1 where the user met the item: int8 [n].
         start, end: the row's history, as positions in Past: int64 [n].
-        time: of rows that happened; 0 of others. None without times.
+        time: of what happened; a candidate has that of a row of its user, so that it does not tell them
+            apart. None without times.
     """
 
     user: np.ndarray
@@ -173,7 +174,8 @@ class Rows:
         past, label = self._past[split], np.repeat(np.int8([1, 0]), [len(user), len(others[0])])
         time = None
         if self._data.time is not None:
-            time = np.concatenate([self._data.time[here], np.zeros(len(others[0]), self._data.time.dtype)])
+            time = self._data.time[here]
+            time = np.concatenate([time, time[_in_turn(user, others[0])]])
         end = past.offsets[users + 1]
         start = np.maximum(past.offsets[users], end - self._length)
         return Targets(users, np.concatenate([item, others[1]]), label, start, end, time).part(order)
@@ -234,6 +236,13 @@ class Rows:
         time = None if self._data.time is None else self._data.time[:0]
         empty = Targets(nothing, nothing, nothing.astype(np.int8), nothing, nothing, time)
         return SplitWriter(folder, self.table(empty, split).schema, group_rows=_group_rows(rows))
+
+
+def _in_turn(users: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """For each of `others` a place in `users` of the same user, all of them in turn; both are sorted."""
+    first = np.searchsorted(users, others)
+    count = np.searchsorted(users, others, side="right") - first
+    return first + (np.arange(len(others)) - np.searchsorted(others, others)) % count
 
 
 def _group_rows(rows: int) -> int:

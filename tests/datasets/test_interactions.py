@@ -133,10 +133,11 @@ def test_leave_one_out(source, tmp_path):
             assert group[0] == (lists[user][place], 1) and [label for _, label in group[1:]] == [0] * 5
             drawn = [item for item, _ in group[1:]]
             assert len(set(drawn)) == 5 and not set(drawn) & set(lists[user])
-    for row in (row for split in SPLITS for row in rows[split]):
+    for split, row in ((split, row) for split in SPLITS for row in rows[split]):
         assert row["item_count"] == max(1, counts[row["item"]])
         if "time" in row:
-            assert row["time"] == (when[row["user"], row["item"]] if row["label"] else 0)
+            met = row["item"] if row["label"] else lists[row["user"]][{"valid": -2, "test": -1}[split]]
+            assert row["time"] == when[row["user"], met]
             assert row["history_time"] == [when[row["user"], item] for item in row["history"]]
     assert ("time" in rows["test"][0]) == ("--time" in given)
 
@@ -195,6 +196,9 @@ def test_tenths(split, tmp_path):
         before = sorted((e for split in earlier for e in met[split]), key=lambda event: event[2])
         for row in rows[name]:
             assert row["history"] == by_user(before)[row["user"]][-LONGEST:]
+        for user in {user for user, *_ in met[name]}:  # times do not tell candidates from others
+            times = [{r["time"] for r in rows[name] if r["user"] == user and r["label"] == n} for n in (0, 1)]
+            assert times[0] <= times[1] and len(times[0]) == min(2, len(times[1]))
         drawn = Counter(row["user"] for row in rows[name] if not row["label"])
         assert drawn == dict.fromkeys({user for user, *_ in met[name]}, 2)
 
