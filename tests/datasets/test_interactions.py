@@ -133,12 +133,13 @@ def test_leave_one_out(source, tmp_path):
             assert group[0] == (lists[user][place], 1) and [label for _, label in group[1:]] == [0] * 5
             drawn = [item for item, _ in group[1:]]
             assert len(set(drawn)) == 5 and not set(drawn) & set(lists[user])
-    for split, row in ((split, row) for split in SPLITS for row in rows[split]):
-        assert row["item_count"] == max(1, counts[row["item"]])
-        if "time" in row:
-            met = row["item"] if row["label"] else lists[row["user"]][{"valid": -2, "test": -1}[split]]
-            assert row["time"] == when[row["user"], met]
-            assert row["history_time"] == [when[row["user"], item] for item in row["history"]]
+    for split, place in (("train", None), ("valid", -2), ("test", -1)):
+        for row in rows[split]:
+            assert row["item_count"] == max(1, counts[row["item"]])
+            if "time" in row:
+                met = row["item"] if row["label"] else lists[row["user"]][place]
+                assert row["time"] == when[row["user"], met]
+                assert row["history_time"] == [when[row["user"], item] for item in row["history"]]
     assert ("time" in rows["test"][0]) == ("--time" in given)
 
 
