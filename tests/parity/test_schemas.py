@@ -26,7 +26,11 @@ def hold_for(place, examples):
 
 @pytest.mark.parametrize(
     "tables",
-    [{"user": 1}, {"user": 9, "item": 2}, pytest.param({"user": 2, "item": 9}, marks=pytest.mark.parity)],
+    [
+        pytest.param({"user": 1}, marks=pytest.mark.parity),
+        {"user": 9, "item": 2},
+        pytest.param({"user": 2, "item": 9}, marks=pytest.mark.parity),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.parity)])

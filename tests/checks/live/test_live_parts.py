@@ -269,7 +269,7 @@ def long(rank, world, plan, optimizer, lr):
 
 
 RATES = {"sgd": 0.5, "adagrad": 0.1, "adam": 0.01}
-ONCE = [("row_wise", "adagrad"), ("column_wise", "sgd"), ("data_parallel", "adam")]
+ONCE = [("row_wise", "adagrad")]  # in make test
 LONG = [
     pytest.param(sharding, optimizer, lr, marks=[] if (sharding, optimizer) in ONCE else pytest.mark.survive)
     for sharding in ("row_wise", "column_wise", "data_parallel")
