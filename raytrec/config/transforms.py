@@ -258,9 +258,8 @@ class Python(Section):
 
 
 # A new one is a class above and its function in data/transform.py.
-BUILT_IN: dict[str, type[Section]] = {
-    get_args(cls.model_fields["do"].annotation)[0]: cls for cls in [*OnColumns.__subclasses__(), Sample]
-}
+_SECTIONS: list[type[Section]] = [*OnColumns.__subclasses__(), Sample]
+BUILT_IN = {get_args(cls.model_fields["do"].annotation)[0]: cls for cls in _SECTIONS}
 
 
 def _kind(value: Any) -> str | None:

@@ -43,7 +43,7 @@ def sample(spec: Sample, table: pa.Table, draw: Draw) -> pa.ListArray:
     Raises:
         TypeError: a column to exclude does not hold integers.
     """
-    rows, owners, ids = table.num_rows, *_excluded(spec, table)
+    rows, (owners, ids) = table.num_rows, _excluded(spec, table)
     seed = hash_bits(_seed(spec, draw))
     lengths, parts = np.full(rows, spec.count, np.int64), [np.empty(0, np.int64)]
     if not draw.key and not spec.in_evaluations:
@@ -51,10 +51,10 @@ def sample(spec: Sample, table: pa.Table, draw: Draw) -> pa.ListArray:
     size = max(1, min(AT_ONCE // spec.count, (1 << 62) // (spec.rows + 1)))
     for first in range(0, rows, size):
         stop = min(first + size, rows)
-        mine = slice(*np.searchsorted(owners, [first, stop]))
+        begin, end = np.searchsorted(owners, [first, stop])
         numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
         bits = hash_bits(hash_bits(numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
-        drawn, some = _others(bits, spec.rows, owners[mine] - first, ids[mine])
+        drawn, some = _others(bits, spec.rows, owners[begin:end] - first, ids[begin:end])
         lengths[first:stop][~some] = 0
         parts.append(drawn[some].ravel())
     offsets = np.zeros(len(lengths) + 1, np.int32)

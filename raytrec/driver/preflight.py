@@ -16,6 +16,7 @@ from raytrec.config.features import resolve_features
 from raytrec.config.models import PythonSection, check_model
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.config.transforms import Sample
 from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.constraints import check_decay, resolve_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
@@ -39,6 +40,7 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     # With `auto` on GPUs there is also adam to refuse, by the workers: only they know.
     device = "cuda" if config.scaling.device == "cuda" else "cpu"
     check_decay(resolve_constraints(config, schema), table_optimizers(config, schema), device)
+    check_drawn(config, schema)
     resolve_features(schema, config.model)
     tasks = resolve_tasks(config.tasks, schema)
     check_model(schema, config.model, needs_vectors(tasks), columns_of(tasks))
@@ -55,6 +57,28 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
         if isinstance(config.model, PythonSection):
             check_class(config.model.name)
         check_memory(config, schema)
+
+
+def check_drawn(config: RunConfig, schema: Schema) -> None:
+    """Looks whether ids that are drawn for rows are ids of the tables which look them up.
+
+    Raises:
+        ConfigError: some would be out of range.
+    """
+    for place, transform in enumerate(config.data.transforms):
+        if not isinstance(transform, Sample):
+            continue
+        for feature, spec in schema.sparse.items():
+            table = schema.tables[spec.table]
+            drawn_for = schema.column_of(feature) == transform.column and table.out_of_range == "error"
+            if drawn_for and transform.rows > table.rows:
+                raise ConfigError(
+                    f"ids up to {transform.rows - 1:,} are drawn for {feature}, and table {spec.table} has "
+                    f"{table.rows:,} rows",
+                    where=f"data.transforms[{place}].rows",
+                    expected=f"at most {table.rows:,}",
+                    do=f"set rows: {table.rows}",
+                )
 
 
 def check_class(path: str) -> None:

@@ -132,3 +132,14 @@ def test_names_are_shown_as_they_are(name):
         print_plan(found | {"hosts": 1, "gpus": 1, "memory_gib": 80})
     shown = name.replace("\x1b", "�")
     assert out.getvalue().count(shown) >= 6 and "\x1b[31m" not in out.getvalue()
+
+
+def test_ids_that_are_drawn_are_ids_of_their_table():
+    transform = {"do": "sample", "column": "drawn", "count": 3, "rows": 13}
+    config = load_config({"data": {"train": "d/train", "transforms": [transform]}})
+    feature = {"table": "tag", "column": "drawn"}
+    schema = Schema.parse(SCHEMA | {"sparse": SCHEMA["sparse"] | {"others": feature}}, "test")
+    with pytest.raises(ConfigError, match="up to 12 are drawn for others, and table tag has 12 rows"):
+        fit.check_fit(config, schema, here=False)
+    config.data.transforms[0].rows = 12
+    fit.check_fit(config, schema, here=False)
