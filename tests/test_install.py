@@ -110,6 +110,7 @@ def test_pypis_torch_does_not_load_in_a_cpu_environment(place):
     assert place.version() == f"{TORCH}+cpu"
 
 
+@pytest.mark.survive
 def test_pips_own_index_may_be_out_of_reach(place):
     links = f"{place.wheels} {place.folder / 'pypi'}"
     done = place.install("cpu", INDEX_URL=NOWHERE, FIND_LINKS=links, RETRIES="0")
@@ -117,6 +118,7 @@ def test_pips_own_index_may_be_out_of_reach(place):
     assert place.version() == f"{TORCH}+cpu"
 
 
+@pytest.mark.survive
 def test_else_from_pytorchs_index(place):
     done = place.install("cpu", "--only-binary", ":all:", index=place.pytorch)
     assert done.returncode == 0, done.stderr
