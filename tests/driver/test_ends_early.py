@@ -60,7 +60,7 @@ def test_it_ends_and_says_why(ended):
     assert (seen["step"], seen["since"]) == (10, 2)
 
 
-@pytest.mark.parametrize("last", [25, STEP])
+@pytest.mark.parametrize("last", [25, pytest.param(STEP, marks=pytest.mark.survive)])
 def test_a_resumed_run_ends_where_the_undisturbed_one_does(ended, tmp_path, last):
     """Interrupted between two evaluations, and after the last one."""
     run = tmp_path / "run"

@@ -22,7 +22,7 @@ from raytrec.driver import predict as predicting
 from raytrec.driver import run as driver
 from raytrec.driver.predict import predict
 
-ROWS, FILES = 24_000, 10
+ROWS, FILES = 12_000, 10
 COLUMNS = ["row", "tags", "label"]
 
 

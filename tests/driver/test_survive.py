@@ -142,10 +142,31 @@ def run_file(folder, tmp_path, **changes):
     return path
 
 
-SLOWER = [pytest.param(s, marks=pytest.mark.survive) for s in (signal.SIGTERM, signal.SIGKILL)]
+def test_ctrl_c_saves_and_the_run_is_resumed(brief, large, tmp_path, capfd):
+    """In a process that has a Ray already, as a notebook's."""
+    run = tmp_path / "run"
+
+    def interrupt():
+        wait_for(lambda: events(run, "saved"), "checkpoint", 240)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        driver.train(settings(large, run, train__epochs=2))
+    thread.join()
+    assert f"resume with: raytrec train --resume {run}" in " ".join(capfd.readouterr().err.split())
+    (stopped,) = events(run, "stopped")
+    assert checkpoints.about(checkpoints.newest(run))["progress"]["step"] == stopped["step"]
+    assert mlflow_run(run).info.status == "KILLED" and not (run / "result.json").exists()
+    resumed = driver.train(None, resume=run)
+    assert 0 < events(run, "start")[-1]["step"] < BRIEF_STEPS
+    same(brief, resumed)
+    assert resumed.metrics["mlflow_run_id"] == json.loads((run / "mlflow.json").read_text())["run_id"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, *SLOWER])
+@pytest.mark.survive
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_driver_is_ended_and_the_run_resumed(brief, large, tmp_path, number):
     """Ctrl-C and SIGTERM save first; after SIGKILL the run goes on from its last checkpoint."""
     run, process = tmp_path / "run", command("train", run_file(large, tmp_path, train__epochs=2))
