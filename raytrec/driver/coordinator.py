@@ -112,7 +112,11 @@ class Coordinator:
                 return []
         while not self._messages.empty():
             out.append(self._messages.get_nowait())
-        return out
+        return [message for message in out if message is not None]
+
+    def release(self) -> None:
+        """Lets whoever waits in `get` go."""
+        self._messages.put_nowait(None)
 
     def _event(self, event: str, **details: Any) -> None:
         self.put({"kind": "event", "event": event, "unix_s": time(), **details})

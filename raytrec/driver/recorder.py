@@ -26,7 +26,8 @@ from raytrec.tracking.translate import RankLines
 
 RESULT = "result.json"
 FIRST_STEPS_S = 3.0  # from a group's start of training until it certainly trains
-WAIT_S = 0.5  # for messages of the coordinator
+WAIT_S = 0.5  # from one look whether a group is over to the next
+CALL_S = 5.0  # that a call waits for messages of the coordinator, for each costs both a few milliseconds
 
 
 class Watch:
@@ -228,6 +229,8 @@ class _Reading:
         if isinstance(error, RayLost):  # the coordinator is gone, too, and Ray may not say so
             self._lost.set()
         self._over.set()
+        if not self._lost.is_set():
+            self._coordinator.release.remote()
         self._thread.join()
         if not self._lost.is_set():
             import ray
@@ -238,7 +241,7 @@ class _Reading:
         last = False
         while not last:
             last = self._over.is_set()
-            for message in self._messages(0 if last else WAIT_S):
+            for message in self._messages(0 if last else CALL_S):
                 self._receive(message)
 
     def _messages(self, wait_s: float) -> list[dict[str, Any]]:
