@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -72,11 +73,14 @@ class Constant(nn.Module):
         return self.vector.expand(dense.shape[0], -1)
 
 
-def mlp(sizes: list[int], dropout: float = 0.0) -> nn.Sequential:
-    """Linear layers of these sizes, each followed by ReLU (and dropout)."""
+def mlp(
+    sizes: list[int], dropout: float = 0.0, activation: Callable[[int], nn.Module] = lambda _: nn.ReLU()
+) -> nn.Sequential:
+    """Linear layers of these sizes, each followed by ReLU, or what `activation` makes for its size (and
+    dropout)."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        layers += [nn.Linear(inputs, outputs), activation(outputs)]
         if dropout:
             layers.append(nn.Dropout(dropout))
     return nn.Sequential(*layers)

@@ -7,6 +7,7 @@ from torch import nn
 
 from raytrec.config.models.sequence import SequenceSection
 from raytrec.config.schema import Schema
+from raytrec.models.attention import TargetAttention
 from raytrec.models.dlrm import DLRM
 from raytrec.models.inputs import Sequence, dim_of
 
@@ -42,38 +43,3 @@ class SequenceModel(nn.Module):
             for (feature, target), attention in zip(self.target_of.items(), self.attention, strict=True)
         }
         return self.dlrm(dense, {**pooled, **read})
-
-
-class TargetAttention(nn.Module):
-    """The mean of a sequence's vectors, each weighted by how much it says about a target.
-
-    Id k with vector e scores s = MLP(e, t, e − t, e ⊙ t) + r_k for the target t, with a learned r_k for how
-    long ago it was. The result is Σ σ(s_k) · e_k ÷ n over the n ids that are present, 0 if there are none. As
-    in DIN, weights do not add up to 1, so that a sequence which says much about the target says it louder;
-    and a softmax, whose gradients add up to 0, would leave those of the MLP's biases to rounding. The MLP's
-    activations are sigmoids, as in DIN's code.
-
-    Args:
-        dim: of the vectors.
-        length: the most ids of a sequence.
-        sizes: hidden sizes of the MLP.
-    """
-
-    def __init__(self, dim: int, length: int, sizes: list[int]):
-        super().__init__()
-        layers: list[nn.Module] = []
-        inputs = 4 * dim
-        for size in sizes:
-            layers += [nn.Linear(inputs, size), nn.Sigmoid()]
-            inputs = size
-        self.score = nn.Sequential(*layers, nn.Linear(inputs, 1, bias=False))  # recency has the biases
-        self.recency = nn.Parameter(torch.zeros(length))
-
-    def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
-        vectors_BLD, present_BL = sequence
-        target_BLD = target_BD.unsqueeze(1).expand_as(vectors_BLD)
-        beside = [vectors_BLD, target_BLD, vectors_BLD - target_BLD, vectors_BLD * target_BLD]
-        scores_BL = self.score(torch.cat(beside, dim=2)).squeeze(2) + self.recency
-        count_B1 = present_BL.sum(1, keepdim=True).clamp(min=1)
-        weights_BL = scores_BL.sigmoid() * present_BL / count_B1
-        return torch.einsum("bl,bld->bd", weights_BL, vectors_BLD)

@@ -57,6 +57,13 @@ CASES = {
     "sasrec": (with_drawn_items(), NEXT | {"heads": 2, "loss": "bpr"}, OWN),
     "hstu": (with_drawn_items(), NEXT | {"temperature": 0.5}, OWN),
     "sequence": (with_sequences("friends"), {"max_length": 3, "target": "user", "top_mlp": [6]}, TWO),
+    "din": (with_sequences("friends"), {"max_length": 3, "attention_mlp": [5], "top_mlp": [6]}, TWO),
+    "dien": (
+        with_drawn_items(),
+        {"max_length": 3, "negatives": "drawn", "auxiliary_weight": 0.5, "top_mlp": [6]},
+        TWO,
+    ),
+    "bst": (with_sequences("friends"), {"max_length": 3, "feedforward": 5, "top_mlp": [6]}, TWO),
     "wide_deep": (SCHEMA, {"wide": ["a", "user", "words"], "top_mlp": [6]}, TWO),
     "deepfm": (SCHEMA, {"top_mlp": [6]}, TWO),
     "xdeepfm": (SCHEMA, {"cin": [4, 3], "top_mlp": [6]}, TWO),

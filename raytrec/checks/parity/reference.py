@@ -21,6 +21,8 @@ from raytrec.models.inputs import Sequence
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import resolve_tasks
 
+KINKED = (nn.ReLU, nn.PReLU, nn.LeakyReLU)
+
 
 @dataclass(frozen=True)
 class GlobalBatch:
@@ -236,8 +238,8 @@ def train(
 
 @torch.no_grad()
 def kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float]:
-    """For each batch, how near the input of any nn.ReLU comes to 0, as a share of the largest input; inf
-    without a ReLU.
+    """For each batch, how near the input of any activation with a kink at 0 comes to it, as a share of the
+    largest input; inf without such an activation.
 
     At 0 the gradient has two values, and rounding chooses.
 
@@ -252,7 +254,7 @@ def kink_margins(reference: Reference, batches: list[GlobalBatch]) -> list[float
         sizes_NM = sizes.reshape(len(batches) if of_rows else 1, -1)
         least.copy_(least.minimum(sizes_NM.amin(1) / sizes_NM.amax(1).clamp(min=1e-30)))
 
-    hooks = [m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, nn.ReLU)]
+    hooks = [m.register_forward_pre_hook(look) for m in reference.modules() if isinstance(m, KINKED)]
     reference(whole)
     for hook in hooks:
         hook.remove()

@@ -1,0 +1,102 @@
+"""BST: attention between a sequence and the item in question (Chen et al. 2019, arXiv:1905.06874)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from raytrec.config.models.bst import BstSection
+from raytrec.config.schema import Schema
+from raytrec.models.inputs import Sequence, dim_of, mlp
+
+
+class BST(nn.Module):
+    """Each sequence, and its target before it, pass through transformer layers; then an MLP over the dense
+    columns, what these gave for the target and each id, and all other features but the targets.
+
+    Positions say how long ago an id was: 0 is the target's, 1 that of the most recent id; the paper's are of
+    time. Their learned vectors are added to the ids'. Where a sequence has no id, the MLP gets 0. Activations
+    are LeakyReLU.
+
+    Args:
+        schema: any dense columns, sparse features of any dims, at least one of pooling: sequence, whose dim
+            is its target's.
+        config: the target; sizes, heads and dropout.
+        outputs: logits of a row, which share all layers but the last.
+
+    Returns (forward):
+        float32 [B]: the logit of each row; [B, outputs] for several.
+
+    Raises:
+        ConfigError: no sequence; a target that there is not, that has to be named, or of another dim; heads
+            that do not share out a dim.
+    """
+
+    def __init__(self, schema: Schema, config: BstSection, outputs: int = 1):
+        super().__init__()
+        config.check(schema)
+        self.target_of = config.targets(schema)
+        aside = {*self.target_of, *self.target_of.values()}
+        self.others = [feature for feature in schema.sparse if feature not in aside]
+        # Features are no names of modules: they may have dots.
+        self.transformers = nn.ModuleList(
+            Transformer(dim_of(schema, feature), config) for feature in self.target_of
+        )
+        width = len(schema.dense) + sum(dim_of(schema, f) for f in self.others)
+        width += (config.max_length + 1) * sum(dim_of(schema, f) for f in self.target_of)
+        sizes = [width, *config.top_mlp]
+        self.top = mlp(sizes, config.dropout, lambda _: nn.LeakyReLU())
+        self.logit = nn.Linear(sizes[-1], outputs)
+
+    def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
+        read = [
+            transformer(inputs[feature], inputs[target]).flatten(1)
+            for (feature, target), transformer in zip(self.target_of.items(), self.transformers, strict=True)
+        ]
+        vectors = [inputs[feature] for feature in self.others]
+        return self.logit(self.top(torch.cat([dense, *vectors, *read], dim=1))).squeeze(1)
+
+
+class Transformer(nn.Module):
+    """Transformer layers over a target and a sequence of up to L ids.
+
+    Args:
+        dim: of their vectors.
+        config: max_length (L), blocks, heads, feedforward, attention_dropout.
+
+    Returns (forward):
+        float [B, 1 + L, dim]: what has become of the target, then of each id, 0 where there is none.
+    """
+
+    def __init__(self, dim: int, config: BstSection):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(1 + config.max_length, dim) * 0.02)
+        self.layers = nn.ModuleList(Layer(dim, config) for _ in range(config.blocks))
+
+    def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
+        x_BND = torch.cat([target_BD.unsqueeze(1), sequence.vectors], dim=1) + self.position
+        there_BN = nn.functional.pad(sequence.present, (1, 0), value=True)
+        for layer in self.layers:
+            x_BND = layer(x_BND, ~there_BN)
+        return x_BND * there_BN.unsqueeze(2)
+
+
+class Layer(nn.Module):
+    """x ← LayerNorm(x + MH(x)), then x ← LayerNorm(x + W₂ LeakyReLU(W₁ x + b₁) + b₂); float [B, N, dim].
+
+    MH is attention of several heads without biases. What is added passes dropout.
+    """
+
+    def __init__(self, dim: int, config: BstSection):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(dim, config.heads, bias=False, batch_first=True)
+        self.feedforward = nn.Sequential(
+            nn.Linear(dim, config.feedforward), nn.LeakyReLU(), nn.Linear(config.feedforward, dim)
+        )
+        self.norms = nn.ModuleList([nn.LayerNorm(dim), nn.LayerNorm(dim)])
+        self.dropout = nn.Dropout(config.attention_dropout)
+
+    def forward(self, x_BND: torch.Tensor, absent_BN: torch.Tensor) -> torch.Tensor:
+        attended_BND = self.attention(x_BND, x_BND, x_BND, key_padding_mask=absent_BN, need_weights=False)[0]
+        x_BND = self.norms[0](x_BND + self.dropout(attended_BND))
+        return self.norms[1](x_BND + self.dropout(self.feedforward(x_BND)))

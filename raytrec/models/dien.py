@@ -1,0 +1,106 @@
+"""DIEN: interests, and how they change towards the item in question (Zhou et al. 2019, arXiv:1809.03672)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+
+from raytrec.config.models.dien import DienSection
+from raytrec.config.schema import Schema
+from raytrec.models.inputs import Sequence, dim_of, mlp
+from raytrec.models.recurrent import AUGRU, turn
+
+
+class DIEN(nn.Module):
+    """Each sequence becomes the last state of an AUGRU over the states of a GRU; then an MLP over the dense
+    columns, those states and all other features but the negatives, the target among them.
+
+    With the ids' vectors e_1 … e_T from the oldest to the most recent one, and the target's vector e_a:
+        h_t = GRU(e_t, h_{t−1}), as wide as e
+        a_t = softmax over t of h_t W e_a
+        the sequence's vector is the last state of AUGRU(h_t, a_t); 0 of an empty sequence
+    With negatives n_1 … n_T, one for each id, the model's own loss of a row is
+        −α · Σ over t from 1 to T − 1 of ln σ(⟨h_t, e_{t+1}⟩) + ln(1 − σ(⟨h_t, n_{t+1}⟩))
+    A row has negatives in the order of its ids, as both are given; where one has none, that term is left out.
+    Activations of the MLP are PReLU (see din.py).
+
+    Args:
+        schema: any dense columns, sparse features of any dims, at least one of pooling: sequence.
+        config: target, negatives and α; sizes and dropout.
+        outputs: logits of a row, which share all layers but the last.
+
+    Returns (forward):
+        float32 [B]: the logit of each row; [B, outputs] for several; with negatives [B, outputs + 1], the
+        last of which is the own loss: in eval mode, 0.
+
+    Raises:
+        ConfigError: no sequence; a target that there is not, or that has to be named; negatives of a table
+            that no sequence has.
+    """
+
+    def __init__(self, schema: Schema, config: DienSection, outputs: int = 1):
+        super().__init__()
+        config.check(schema)
+        self.config, self.target_of = config, config.targets(schema)
+        self.held_against = config.held_against(schema)
+        self.features = [feature for feature in schema.sparse if feature != config.negatives]
+        # Features are no names of modules: they may have dots.
+        self.interests = nn.ModuleList(
+            Interests(dim_of(schema, feature), dim_of(schema, target))
+            for feature, target in self.target_of.items()
+        )
+        sizes = [len(schema.dense) + sum(dim_of(schema, f) for f in self.features), *config.top_mlp]
+        self.top = mlp(sizes, config.dropout, nn.PReLU)
+        self.logit = nn.Linear(sizes[-1], outputs)
+
+    def forward(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor | Sequence]) -> torch.Tensor:
+        read, own_B = {}, dense.new_zeros(len(dense))
+        for (feature, target), interests in zip(self.target_of.items(), self.interests, strict=True):
+            read[feature], states_BLD = interests(inputs[feature], inputs[target])
+            if self.training and feature in self.held_against:
+                held = inputs[self.config.negatives]
+                own_B = own_B + self.config.auxiliary_weight * auxiliary(states_BLD, inputs[feature], held)
+        vectors = [read[f] if f in read else inputs[f] for f in self.features]
+        logits_BT = self.logit(self.top(torch.cat([dense, *vectors], dim=1)))
+        if self.config.own_loss:
+            return torch.cat([logits_BT, own_B.unsqueeze(1)], dim=1)
+        return logits_BT.squeeze(1)
+
+
+class Interests(nn.Module):
+    """A sequence's interests, and what has become of them for a target.
+
+    Args:
+        dim: of the sequence's vectors. target_dim: of the target's.
+
+    Returns (forward):
+        (float [B, dim], the last state for the target; float [B, L, dim], the state after each id, the most
+        recent first, any numbers where there is none).
+    """
+
+    def __init__(self, dim: int, target_dim: int):
+        super().__init__()
+        self.extractor = nn.GRU(dim, dim, batch_first=True)
+        self.attention = nn.Linear(target_dim, dim, bias=False)
+        self.evolution = AUGRU(dim, dim)
+
+    def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths_B, there_BT = sequence.present.sum(1), sequence.present  # the first ones, in either order
+        states_BTD = self.extractor(turn(sequence.vectors, lengths_B))[0]
+        scores_BT = torch.einsum("btd,bd->bt", states_BTD, self.attention(target_BD))
+        scores_BT = scores_BT.float().masked_fill(~there_BT, torch.finfo(torch.float32).min)
+        weights_BT = scores_BT.softmax(1) * there_BT
+        return self.evolution(states_BTD, weights_BT), turn(states_BTD, lengths_B)
+
+
+def auxiliary(states_BLD: torch.Tensor, sequence: Sequence, negatives: Sequence) -> torch.Tensor:
+    """Σ over ids but the oldest of −ln σ(⟨h, e⟩) − ln(1 − σ(⟨h, n⟩)), with the state h before the id e, and
+    its negative n: float32 [B]. All have the most recent first."""
+    length = min(states_BLD.shape[1], negatives.vectors.shape[1] + 1) - 1
+    before_BLD = states_BLD[:, 1 : length + 1]
+    # The state before an id is there where there is an older id.
+    here_BL = sequence.present[:, 1 : length + 1] & negatives.present[:, :length]
+    real_BL = (before_BLD * sequence.vectors[:, :length]).sum(2).float()
+    drawn_BL = (before_BLD * negatives.vectors[:, :length]).sum(2).float()
+    return ((softplus(-real_BL) + softplus(drawn_BL)) * here_BL).sum(1)
