@@ -73,7 +73,7 @@ class Taps:
     """
 
     def __init__(self, model: DistributedModelParallel, head: nn.Module, features: list[str]):
-        device = next(head.parameters()).device
+        device = model.device  # the head of mf, for example, has no parameters
         self.features, self.probing = features, False
         self.input: Input | None = None
         self.sent = torch.zeros(len(features), dtype=torch.int64, device=device)

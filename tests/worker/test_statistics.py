@@ -58,6 +58,32 @@ def ids_of(table, batches):
     )
 
 
+def of_mf(rank, world):
+    """Statistics of a model that has no dense layers."""
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.embeddings.taps import Taps
+    from raytrec.worker.statistics import Statistics
+    from raytrec.worker.step import Head
+
+    sparse = {name: {"table": "user"} for name in ("user", "item")}
+    tables = {"user": {"rows": 23, "dim": 8}}
+    schema = small.Schema.parse({"labels": ["y"], "sparse": sparse, "tables": tables}, "mf")
+    config = small.config(world, {"sharding_type": "row_wise"}).model_dump(by_alias=True)
+    config |= {"model": {"name": "mf"}, "tasks": [{"loss": "in_batch_softmax"}]}
+    step = small.build(small.RunConfig.model_validate(config), schema)
+    head = next(module for module in step.model.modules() if isinstance(module, Head))
+    assert not list(head.parameters())
+    taps = Taps(step.model, head, list(schema.sparse))
+    watched = Statistics(schema, LogicalState(step.model, step.optimizer).tables, taps)
+    small.train(step, small.batches(2, rank, world, schema=schema)[1])
+    return watched.collect()
+
+
+def test_a_model_without_dense_layers():
+    (found,) = on_ranks(1, of_mf)
+    assert found["user"]["lookups"] > 0
+
+
 @pytest.mark.parametrize(
     "sharding", ["table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid_shard"]
 )
