@@ -15,6 +15,7 @@ SECTIONS = {
     "wide_deep": {"top_mlp": [6]},
     "deepfm": {"top_mlp": [6]},
     "xdeepfm": {"cin": [4], "top_mlp": [6]},
+    "masknet": {"blocks": [6, 5], "top_mlp": [6]},
     "final_mlp": {"mlp1": [6], "mlp2": [6], "gate1": ["user"]},
     "shared_bottom": {"bottom_mlp": [6]},
     "mmoe": {"expert_mlp": [6]},

@@ -67,6 +67,7 @@ CASES = {
     "wide_deep": (SCHEMA, {"wide": ["a", "user", "words"], "top_mlp": [6]}, TWO),
     "deepfm": (SCHEMA, {"top_mlp": [6]}, TWO),
     "xdeepfm": (SCHEMA, {"cin": [4, 3], "top_mlp": [6]}, TWO),
+    "masknet": (SCHEMA, {"arrangement": "serial", "blocks": [16, 12], "top_mlp": [4]}, TWO),
     "final_mlp": (
         SCHEMA,
         {"mlp1": [6, 4], "mlp2": [8], "gate1": ["a", "user"], "gate_mlp": [5], "heads": 2},
