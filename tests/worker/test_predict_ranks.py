@@ -182,8 +182,8 @@ def test_what_is_written_stays_and_the_rest_is_the_same_to_the_last_bit(folder, 
 
 def test_a_group_that_is_to_be_started_again_ends_and_what_is_written_stays(folder, whole, tmp_path):
     """Whichever rank hears of it; the next group may have another number of ranks."""
-    with pytest.raises(RuntimeError, match=r"Restart: after [5-9] of \d+ batches"):
-        on_ranks(2, predict, folder, tmp_path / "again", {}, None, 5)
+    with pytest.raises(RuntimeError, match=r"Restart: after 1\d of \d+ batches"):
+        on_ranks(2, predict, folder, tmp_path / "again", {}, None, 12)
     before = {name: path.stat().st_mtime_ns for name, path in files(tmp_path / "again")}
     assert len(before) > 0 and not list((tmp_path / "again").rglob("*.tmp"))
     on_ranks(3, predict, folder, tmp_path / "again", {})
