@@ -1,11 +1,12 @@
-"""UCI Adult: two tasks alone and with a shared bottom, and logistic regression on the same rows.
+"""UCI Adult: two tasks alone, with a shared bottom, and with experts; logistic regression on the same rows.
 
     raytrec prepare adult --source DIR --out data/adult
     python benchmarks/adult.py [DATA] [--seeds 5] [--smallest]
 
-Trains jobs/adult.yaml with one worker for each task alone and for both, for each seed of the initial weights
-and the order of rows; the figure is the AUC of the test split, of each task. Logistic regression
-(scikit-learn) has the same dense columns, and a column of 0 and 1 for each value of a sparse one.
+Trains jobs/adult.yaml with one worker for each task alone and for both, and for both with mmoe and ple, for
+each seed of the initial weights and the order of rows; the figure is the AUC of the test split, of each
+task. Logistic regression (scikit-learn) has the same dense columns, and a column of 0 and 1 for each value of
+a sparse one.
 
 Prints a table, writes benchmarks/results/adult.json and the table of docs/benchmarks.md. When it has been
 interrupted, it goes on with the runs that are missing (they are kept in DATA until all are there).
@@ -36,7 +37,19 @@ HERE = Path(__file__).parent
 CONFIG, RESULTS = HERE.parent / "jobs" / "adult.yaml", HERE / "results" / "adult.json"
 KEPT = "measured.json"
 TASKS = ("income", "never_married")
-SETS = {"income alone": TASKS[:1], "never_married alone": TASKS[1:], "both": TASKS}
+SETS = {
+    "income alone": TASKS[:1],
+    "never_married alone": TASKS[1:],
+    "both": TASKS,
+    "mmoe": TASKS,
+    "ple": TASKS,
+}
+# What differs from jobs/adult.yaml; chosen on the valid split.
+LEARNING = ["optim.dense.lr=0.003", "train.epochs=8"]
+MODELS = {
+    "mmoe": ["model={name: mmoe, experts: 4, expert_mlp: [64], tower_mlp: [32], dropout: 0.1}", *LEARNING],
+    "ple": ["model={name: ple, levels: 1, expert_mlp: [64], tower_mlp: [32], dropout: 0.1}", *LEARNING],
+}
 
 
 def main(
@@ -73,13 +86,16 @@ def measure(data: Path, sets: dict[str, tuple[str, ...]], seeds: int, overrides:
     """{config, runs: [{set, seed, AUC of each task}, …], logistic regression: {task: AUC}}."""
     settings = [f"data.{split}={data}/{split}" for split in ("train", "valid", "test")] + overrides
     wanted = [(name, seed) for seed in range(seeds) for name in sets]
-    measured = left_by_an_interruption(data / KEPT, {"config": CONFIG.read_text(), "seeds": seeds})
+    measured = left_by_an_interruption(
+        data / KEPT, {"config": CONFIG.read_text(), "models": MODELS, "seeds": seeds}
+    )
     done = {(run["set"], run["seed"]) for run in measured["runs"]}
     with tempfile.TemporaryDirectory() as folder, session_of(load_config(CONFIG, settings)):
         for number, (name, seed) in enumerate(wanted):
             if (name, seed) not in done:
                 here = [f"run.dir={folder}/{number}", f"run.seed={seed}"]
-                measured["runs"].append({"set": name, "seed": seed} | run(sets[name], settings + here))
+                figures = run(sets[name], [*settings, *MODELS.get(name, []), *here])
+                measured["runs"].append({"set": name, "seed": seed} | figures)
                 (data / KEPT).write_text(json.dumps(measured))
     return measured | {"logistic regression": logistic_regression(data)}
 
@@ -126,11 +142,15 @@ def rows_of(measured: dict) -> list[tuple[str, str, str]]:
     """The lines of the table: what, and the AUC of each task, mean ± standard deviation over seeds."""
     by_set = {name: [run for run in measured["runs"] if run["set"] == name] for name in SETS}
     alone = [_spread([run[task] for run in by_set[f"{task} alone"]]) for task in TASKS]
-    both = [_spread([run[task] for run in by_set["both"]]) for task in TASKS]
+    both, mmoe, ple = (
+        [_spread([run[task] for run in by_set[name]]) for task in TASKS] for name in ("both", "mmoe", "ple")
+    )
     regression = [f"{measured['logistic regression'][task]:.4f}" for task in TASKS]
     lines = [
         ("each task alone", *alone),
         ("both, shared bottom", *both),
+        ("both, mmoe", *mmoe),
+        ("both, ple", *ple),
         ("logistic regression", *regression),
     ]
     return [line for line in lines if any(line[1:])]
