@@ -15,6 +15,7 @@
 # make bench-scale  the control plane with up to 1,024 simulated ranks and 1,000 tables (docs/scaling.md)
 # make bench-memory  what each process of a run has over 30 minutes, and who grows
 # make bench-metrics  what metrics of evaluations take of a rank's memory, at 100,000 to 10,000,000 rows
+# make bench-sequences  what a step over sequences costs as they get longer
 # make bench-adult ADULT=DIR  two tasks alone and together, on UCI Adult in DIR
 # make quality DATA=DIR  every model on public data in DIR, with 5 seeds each (docs/quality.md)
 # make quality-smoke  every row of it for three steps, on made-up data
@@ -38,7 +39,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-adult quality quality-smoke gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-adult bench-sequences quality quality-smoke gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -81,6 +82,9 @@ bench-start: install
 
 bench-metrics: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/metric_memory.py
+
+bench-sequences: install
+	$(BIN)/python -W ignore benchmarks/sequences.py
 
 bench-adult: install data/adult/schema.yaml
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/adult.py

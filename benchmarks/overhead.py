@@ -118,7 +118,7 @@ def torchrec_pipeline(config: RunConfig, schema: Schema, device: torch.device, p
     """TorchRec's train pipeline over Uncorrected, with raytrec's plan and optimizers."""
     model = Uncorrected(config, schema, device)
     optimizers = table_optimizers(config, schema)
-    fuse(model.bags, optimizers, device.type)
+    fuse([model.bags], optimizers, device.type)
     plan = ShardingPlan({"bags": plan.plan["embeddings.bags"]})
     model = DistributedModelParallel(model, device=device, plan=plan, sharders=[BagSharder()])
     return TrainPipelineSparseDist(

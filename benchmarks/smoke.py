@@ -51,6 +51,7 @@ TARGETS = {
     "bench-watching": "-W ignore benchmarks/watching.py --smallest",
     "bench-memory": "-W ignore benchmarks/memory.py --smallest",
     "bench-metrics": "-W ignore benchmarks/metric_memory.py --smallest",
+    "bench-sequences": "-W ignore benchmarks/sequences.py --smallest",
     "bench-adult": "-W ignore benchmarks/adult.py --smallest",
     "quality": "-W ignore benchmarks/quality.py --smallest --only ml100k_dlrm",
     "bench-start": "-W ignore benchmarks/start.py --smallest",

@@ -75,7 +75,6 @@ def loop(
     scene = Scene(rank, world, build_step(settings, schema, torch.device(device))[0])
     learned = resolve_tasks(settings.tasks, schema)
     whole, scene.local = batches(steps, rank, world, balance, schema, features, learned)
-    schema = features.lookups
     for number, batch in enumerate(scene.local):
         batch.step = number
     undo = fault(scene) if fault and after == 0 else None

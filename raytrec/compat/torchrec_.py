@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.fx import Proxy
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbedding
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward
@@ -33,10 +35,22 @@ def replicated_kernels(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _lookups(model: nn.Module) -> Iterator[nn.Module]:
-    """One for each way of sharding."""
+    """One for each way of sharding of each collection."""
+    for module in sharded_collections(model):
+        yield from private(module, "_lookups", "torchrec")
+
+
+def sharded_collections(model: nn.Module) -> Iterator[nn.Module]:
+    """The sharded collections of tables: of those that give sums of bags, and of those that give each id's
+    vector."""
     for module in model.modules():
-        if isinstance(module, ShardedEmbeddingBagCollection):
-            yield from private(module, "_lookups", "torchrec")
+        if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            yield module
+
+
+def gives_each_id(kernel: nn.Module) -> bool:
+    """Whether a lookup gives the vector of each id, [N, columns], and not sums of bags, [B, Σ columns]."""
+    return isinstance(kernel, BaseBatchedEmbedding)
 
 
 def tables_of(kernel: nn.Module) -> list[ShardedEmbeddingTable]:
@@ -52,9 +66,9 @@ def shard_origin(table: ShardedEmbeddingTable) -> tuple[int, int]:
     return row, column
 
 
-def is_pipelined(bags: nn.Module, sparse: Any) -> bool:
+def is_pipelined(collection: nn.Module, sparse: Any) -> bool:
     """Whether TorchRec's pipeline traces a lookup, or has exchanged copies of its ids before."""
-    return isinstance(sparse, Proxy) or isinstance(bags.forward, BaseForward)
+    return isinstance(sparse, Proxy) or isinstance(collection.forward, BaseForward)
 
 
 def layers(optimizer: KeyedOptimizer) -> Iterator[KeyedOptimizer]:

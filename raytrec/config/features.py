@@ -1,52 +1,58 @@
 """The features of a run, resolved once from its schema and its model: reader, model, planner and checks share
 this one description. No torch here.
 
-Sequences that a model reads id by id are resolved here. Tables are looked up in sums of bags, whatever the
-model, because sharded sums are right under every way of sharding. A sequence of which the model reads L ids
-is therefore looked up as L features of one id or none that share its table: `history@0`, the most recent id,
-to `history@{L-1}`. The last id of a list is the most recent; of longer lists the oldest ids are skipped. A
-sum of one id is that id's embedding (times its weight, where the feature has weights), so sharding,
-gradients, clipping and checks are those of any other feature.
+What a model reads id by id is decided here. A sequence of which it reads at most L ids is one key of a batch,
+the most recent L ids of each row, the most recent first. A table that such a sequence looks up gives the
+vector of each id (TorchRec's EmbeddingCollection), for all features that read it: those of them that are bags
+are summed behind the lookup. All other tables give sums of bags (EmbeddingBagCollection).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from raytrec.common.errors import SchemaError
 from raytrec.config.models.base import ModelSection
 from raytrec.config.schema import Schema
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a row has, and what is looked up for it.
+    """What a row has, and how it is looked up.
 
     Attributes:
         schema: the user's, which the data and the run folder have.
         sequences: sequence features that the model reads id by id → how many ids, at most.
-        lookups: the schema with each of these as the features that it is looked up by, which batches, tables
-            and what watches them have.
     """
 
     schema: Schema
     sequences: Mapping[str, int]
-    lookups: Schema
-
-    @classmethod
-    def of(cls, schema: Schema, sequences: Mapping[str, int]) -> Features:
-        """Those of a schema of which these sequences are read id by id.
-
-        Raises:
-            SchemaError: a feature has the name of a position of a sequence.
-        """
-        return cls(schema, sequences, _with_positions(schema, sequences))
 
     @property
     def keys(self) -> list[str]:
-        """The keys of a batch's KeyedJaggedTensor, in their order."""
-        return list(self.lookups.sparse)
+        """The keys of a batch's KeyedJaggedTensor, in their order: one for each feature."""
+        return list(self.schema.sparse)
+
+    @cached_property
+    def sides(self) -> dict[str, int]:
+        """Sequences that are read id by id and have sides → how many."""
+        found = {feature: len(self.schema.sparse[feature].sides) for feature in self.sequences}
+        return {feature: count for feature, count in found.items() if count}
+
+    def is_mean(self, feature: str) -> bool:
+        """Whether a feature's bags are averaged."""
+        return self.schema.sparse[feature].pooling != "sum" and feature not in self.sequences
+
+    @cached_property
+    def tables_by_id(self) -> dict[str, list[str]]:
+        """Tables that give the vector of each id → all features that read them, in the schema's order."""
+        tables = {self.schema.sparse[feature].table for feature in self.sequences}
+        found: dict[str, list[str]] = {table: [] for table in self.schema.tables if table in tables}
+        for feature, spec in self.schema.sparse.items():
+            if spec.table in found:
+                found[spec.table].append(feature)
+        return found
 
 
 def resolve_features(schema: Schema, model: ModelSection | None = None) -> Features:
@@ -54,38 +60,9 @@ def resolve_features(schema: Schema, model: ModelSection | None = None) -> Featu
 
     Args:
         model: the `model` section, which knows what it reads id by id; default: means of sequences.
-
-    Raises:
-        SchemaError: a feature has the name of a position of a sequence.
     """
     lengths = model.sequence_lengths(schema) if model else {}
     sequences = {
         f: lengths[f] for f in schema.sparse if f in lengths and schema.sparse[f].pooling == "sequence"
     }
-    return Features.of(schema, sequences)
-
-
-def positions(feature: str, length: int) -> list[str]:
-    """The keys that a sequence is looked up by, the most recent id first."""
-    return [f"{feature}@{place}" for place in range(length)]
-
-
-def _with_positions(schema: Schema, sequences: Mapping[str, int]) -> Schema:
-    if not sequences:
-        return schema
-    sparse = {}
-    for feature, spec in schema.sparse.items():
-        if feature not in sequences:
-            sparse[feature] = spec
-            continue
-        keys = positions(feature, sequences[feature])
-        if taken := set(keys) & set(schema.sparse):
-            raise SchemaError(
-                f"sparse.{min(taken)}: the ids of sequence {feature} are looked up under this name",
-                where="schema.yaml, sparse",
-                expected="feature names other than SEQUENCE@NUMBER",
-                do="rename the feature; `column` names its Parquet column",
-            )
-        one = spec.model_copy(update={"pooling": "sum", "column": schema.column_of(feature)})
-        sparse |= dict.fromkeys(keys, one)
-    return schema.model_copy(update={"sparse": sparse})
+    return Features(schema, sequences)

@@ -77,6 +77,11 @@ class Sparse(BaseModel):
     )
     weights: str | None = Field(None, description="List column with one float per id; default: all 1.")
     column: str | None = Field(None, description="The Parquet column; default: the feature's name.")
+    sides: list[str] = Field(
+        default_factory=list,
+        description="List columns with one number or time per id of a sequence, for models that read it id "
+        "by id. Times become seconds since 1970.",
+    )
 
 
 class Schema(BaseModel):
@@ -99,6 +104,8 @@ class Schema(BaseModel):
                     f"sparse.{name}.table: there is no table '{feature.table}'"
                     + (f"; did you mean '{near}'?" if near else f"; tables are {', '.join(self.tables)}")
                 )
+            if feature.sides and feature.pooling != "sequence":
+                raise ValueError(f"sparse.{name}.sides: only a feature of pooling: sequence has sides")
         for name in self.tables:
             if name != table_name(name) or not name:
                 raise ValueError(
@@ -114,6 +121,7 @@ class Schema(BaseModel):
             raise ValueError(f"labels/dense: column {', '.join(sorted(twice))} is named twice")
         leaked = set(self.labels) & {c for f in self.sparse.values() for c in (f.column, f.weights) if c}
         leaked |= set(self.labels) & {n for n, f in self.sparse.items() if f.column is None}
+        leaked |= set(self.labels) & {column for f in self.sparse.values() for column in f.sides}
         if leaked:
             raise ValueError(f"sparse: label {', '.join(sorted(leaked))} is also an input")
         return self
@@ -130,6 +138,7 @@ class Schema(BaseModel):
             names.append(self.column_of(feature))
             if spec.weights:
                 names.append(spec.weights)
+            names += spec.sides
         return list(dict.fromkeys(names))
 
     def part(self, names: Collection[str]) -> Schema:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ from torchrec.streamable import Pipelineable
 class Batch(Pipelineable):
     """One rank's part of a global batch, B rows of which some may be padding.
 
-    The last three are None where nothing that is configured needs them.
+    The last four are None where nothing that is configured needs them.
 
     Attributes:
         dense: float32 [B, number of dense columns].
@@ -35,6 +35,8 @@ class Batch(Pipelineable):
             (raytrec/data/keys.py); 0 for padding.
         carried: the columns in Form.carry, of the rows whose `weights` are 1, in their order; always on the
             host.
+        sides: sequence that is read id by id and has sides → float64 [N, sides], in the order of its ids in
+            `sparse`; None where there is no such feature.
     """
 
     dense: torch.Tensor
@@ -47,6 +49,7 @@ class Batch(Pipelineable):
     task_weights: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     carried: pa.Table | None = None
+    sides: Mapping[str, torch.Tensor] | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The batch on another device."""
@@ -54,7 +57,8 @@ class Batch(Pipelineable):
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory until a CUDA stream has read it."""
-        for part in (self.dense, self.sparse, self.labels, self.weights, self.task_weights, self.keys):
+        parts = self.dense, self.sparse, self.labels, self.weights, self.task_weights, self.keys
+        for part in (*parts, *(self.sides or {}).values()):
             if part is not None:
                 part.record_stream(stream)
 
@@ -72,4 +76,5 @@ class Batch(Pipelineable):
             weights=moved(self.weights),
             task_weights=None if self.task_weights is None else moved(self.task_weights),
             keys=None if self.keys is None else moved(self.keys),
+            sides=None if self.sides is None else {name: moved(s) for name, s in self.sides.items()},
         )

@@ -109,6 +109,7 @@ class Collator:
         features = features or resolve_features(form.schema)
         schema, self._pin_memory = features.schema, pin_memory
         self._form, self._weighted, self._sequences = form, schema.has_weights, features.sequences
+        self._sides = features.sides
         self._features, self._keys = list(schema.sparse), features.keys
         self._column = {name: i for i, name in enumerate(form.singles)}
         places = [schema.dense.index(name) for name in form.schema.dense]
@@ -132,9 +133,10 @@ class Collator:
             present = np.concatenate([piece.present() for piece in pieces])
             values[:rows] = present
         lists = _Lists(pieces)
+        sides = {name: self._joined([], torch.float64, width) for name, width in self._sides.items()}
         return Batch(
             matrices["dense"],
-            self._sparse(pieces, lists, rows, padded_rows),
+            self._sparse(pieces, lists, rows, padded_rows, sides),
             matrices["labels"],
             weights,
             global_rows,
@@ -143,6 +145,7 @@ class Collator:
             matrices["task_weights"],
             matrices["keys"],
             self._carried(pieces, present) if self._form.carry else None,
+            sides or None,
         )
 
     def _matrix(self, name: str, pieces: list[Rows], rows: int, padded_rows: int) -> torch.Tensor | None:
@@ -186,20 +189,28 @@ class Collator:
         flat = np.concatenate(counts, dtype=np.int64)
         return torch.from_numpy(flat.reshape(-1, 2, read).sum(0))
 
-    def _sparse(self, pieces: list[Rows], lists: _Lists, rows: int, padded_rows: int) -> KeyedJaggedTensor:
-        """The ids of feature after feature, which is the layout of a KeyedJaggedTensor."""
+    def _sparse(
+        self,
+        pieces: list[Rows],
+        lists: _Lists,
+        rows: int,
+        padded_rows: int,
+        sides: dict[str, torch.Tensor],
+    ) -> KeyedJaggedTensor:
+        """The ids of feature after feature, which is the layout of a KeyedJaggedTensor.
+
+        Args:
+            sides: what stands beside the ids of sequences is put here.
+        """
         flat, lengths = self._memory(len(self._keys) * padded_rows, torch.int32)
         lengths = lengths.reshape(len(self._keys), padded_rows)
         lengths[:, rows:] = 0
         ids, weights = [], []
         singles = np.concatenate([p.matrix("ids") for p in pieces]) if rows and self._column else None
         some_missing = singles is not None and singles.min() < 0
-        key = 0
-        for name in self._features if rows else ():
+        for key, name in enumerate(self._keys if rows else ()):
             if name not in self._form.schema.sparse:
-                count = self._sequences.get(name, 1)
-                lengths[key : key + count, :rows] = 0
-                key += count
+                lengths[key, :rows] = 0
                 continue
             out = lengths[key, :rows]
             first_ids, first_weights = len(ids), len(weights)
@@ -217,11 +228,12 @@ class Collator:
             elif self._weighted:
                 weights.append(np.ones(out.sum(), np.float32))
             if name in self._sequences:
-                order, present = recent_first(out, self._sequences[name])
-                lengths[key : key + len(present), :rows] = present
+                order, out[:] = recent_first(out, self._sequences[name])
                 for parts, first in (ids, first_ids), (weights, first_weights):
                     parts[first:] = [np.concatenate(part)[order] for part in [parts[first:]] if part]
-            key += self._sequences.get(name, 1)
+                if name in sides:
+                    beside = np.concatenate(lists.values(f"sides.{name}")).reshape(-1, self._sides[name])
+                    sides[name] = self._joined([beside[order]], torch.float64, self._sides[name])
         return KeyedJaggedTensor(
             self._keys,
             self._joined(ids, torch.int64),
@@ -232,8 +244,10 @@ class Collator:
             length_per_key=lengths.sum(1, dtype=np.int32).tolist(),
         )
 
-    def _joined(self, parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        joined, values = self._memory(sum(map(len, parts)), dtype)
+    def _joined(self, parts: list[np.ndarray], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
+        """Parts one after the other, [n] each, or [n, width]."""
+        size = sum(map(len, parts))
+        joined, values = self._memory(size if width is None else (size, width), dtype)
         if parts:
             np.concatenate(parts, out=values)
         return joined
@@ -256,16 +270,17 @@ class _Lists:
         return self._lengths[:, self._places[name]]
 
 
-def recent_first(lengths: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the most recent ids of bags are: the last one of every bag, then the last but one, and so on.
+def recent_first(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the most recent ids of bags are, bag after bag, each from its last id backwards.
 
     Args:
         lengths: int [n], of consecutive bags, the most recent id of each at its end.
-        count: the most ids of a bag that are wanted.
+        most: how many ids of a bag are wanted.
 
     Returns:
-        (places int64 [N], which bags have so many ids bool [count, n]).
+        (places int64 [N], how many ids of each bag are left int [n]).
     """
-    back = np.arange(count)[:, np.newaxis]
-    present = back < lengths
-    return (lengths.cumsum() - 1 - back)[present], present
+    kept = np.minimum(lengths, most)
+    # The first id of a bag is at its end, the next one before it: their places fall by one, bag by bag.
+    last_in, first_out = lengths.cumsum() - 1, kept.cumsum() - kept
+    return np.repeat(last_in + first_out, kept) - np.arange(kept.sum()), kept

@@ -106,7 +106,7 @@ def single(
         return _in_range(array.to_numpy(), name, spec, table, place, int, tally)
     offsets, flat = unnest(array)
     ids = np.full(len(array), -1, np.int64)
-    valid = _in_range(_ids(flat, table), name, spec, table, place, _Rows(offsets), tally)
+    valid = _in_range(_ids(flat, table), name, spec, table, place, RowsOf(offsets), tally)
     ids[np.diff(offsets) > 0] = valid
     if is_text(flat.type):
         tally.count(name, len(flat), len(flat))
@@ -129,7 +129,7 @@ def bags(
         row is an empty bag.
     """
     offsets, flat = unnest(one_array(column))
-    rows = _Rows(offsets)
+    rows = RowsOf(offsets)
     if flat.null_count:
         at = pc.index(flat.is_null(), True).as_py()
         raise DataError(
@@ -164,7 +164,7 @@ def bags(
     return offsets, ids, per_id
 
 
-class _Rows:
+class RowsOf:
     """From a position in the flat values to its row, for errors."""
 
     def __init__(self, offsets: np.ndarray):

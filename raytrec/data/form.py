@@ -5,6 +5,7 @@
     ids        fixed_size_list<int>[single features]       one id a row, or -1 for none (absent without)
     ids.NAME   list<int>                                   of each other feature
     weights.NAME  list<float32>                            of each feature that has weights
+    sides.NAME    list<float64>              of each feature that has n sides: n values for each id
     task_weights  fixed_size_list<float32>[tasks]   each row's factor in each task (absent: 1 in all)
     keys       fixed_size_list<int64>[key columns]  (absent without)
     carried.NAME  any     of each carried column, as it is (absent without)
@@ -138,12 +139,18 @@ class Form:
         return [name for name in self.schema.sparse if not self._is_list(name)]
 
     @cached_property
+    def with_sides(self) -> list[str]:
+        """Features that have sides, in the schema's order."""
+        return [name for name, spec in self.schema.sparse.items() if spec.sides]
+
+    @cached_property
     def bags(self) -> list[str]:
         """All other features, in the schema's order."""
         return [name for name in self.schema.sparse if self._is_list(name)]
 
     def _is_list(self, feature: str) -> bool:
-        return feature in self.lists or self.schema.sparse[feature].weights is not None
+        spec = self.schema.sparse[feature]
+        return feature in self.lists or spec.weights is not None or bool(spec.sides)
 
     @cached_property
     def counts_changes(self) -> bool:
@@ -161,6 +168,7 @@ class Form:
         drawn = sum(transform.count for transform in self.transforms if isinstance(transform, Sample))
         numbers = len(self.schema.labels) + len(self.schema.dense) + len(self.tasks) * self.weighs_tasks
         carried = 8 * len(self.key_columns) + 16 * len(self.carry)
+        carried += sum(8 * 8 * len(spec.sides) for spec in self.schema.sparse.values())
         return (
             carried
             + 4 * numbers
@@ -178,6 +186,7 @@ class Form:
         task_weights: Sequence[np.ndarray] = (),
         keys: Sequence[np.ndarray] = (),
         carried: Sequence[pa.Array] = (),
+        sides: Mapping[str, np.ndarray] | None = None,
     ) -> pa.Table:
         """A table of this form.
 
@@ -188,6 +197,7 @@ class Form:
             tally: of ids that were brought into range; see columns.Tally.
             task_weights, keys, carried: n values for each task (none where no task weighs rows), key column
                 and carried column.
+            sides: of each feature that has some: float64 [offsets[n], its sides].
         """
         columns = {}
         if labels:
@@ -200,6 +210,10 @@ class Form:
             columns[f"ids.{name}"] = pa.ListArray.from_arrays(offsets, ids.astype(self.id_dtype, copy=False))
             if weights is not None:
                 columns[f"weights.{name}"] = pa.ListArray.from_arrays(offsets, weights)
+            if sides and name in sides:
+                values = sides[name]
+                ends = offsets * np.int32(values.shape[1])
+                columns[f"sides.{name}"] = pa.ListArray.from_arrays(ends, values.reshape(-1))
         if task_weights:
             columns["task_weights"] = _matrix(task_weights, rows, np.float32)
         if keys:
@@ -232,6 +246,7 @@ class Form:
             task_weights=[zeros] * (len(self.tasks) if self.weighs_tasks else 0),
             keys=[np.zeros(rows, np.int64)] * len(self.key_columns),
             carried=[pa.nulls(rows, self.types.get(name, pa.null())) for name in self.carry],
+            sides={n: np.empty((0, len(self.schema.sparse[n].sides))) for n in self.with_sides},
         )
 
 

@@ -89,6 +89,8 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
         _check_ids(arrow.field(column).type, feature, column, spec.table, text_allowed, uri)
         if spec.weights:
             _check_weights(arrow.field(spec.weights).type, spec.weights, uri)
+        for side in spec.sides:
+            _check_side(arrow.field(side).type, side, feature, uri)
 
 
 def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
@@ -192,6 +194,19 @@ def _check_weights(kind: pa.DataType, column: str, uri: str) -> None:
             do=_field_of(plain(kind), column)
             or f"for other numbers in lists: {_transform('cast', column, 'to: float32')}",
         )
+
+
+def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
+    value = value_type(kind)
+    known = types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
+    if is_list(kind) and (is_number(value) or known or types.is_null(value)):
+        return
+    raise DataError(
+        f"'{column}', a side of sequence '{feature}', is of type {_short(kind)}",
+        where=f"{uri}, column {column}",
+        expected="lists of numbers, times or dates, one for each id",
+        do=_field_of(plain(kind), column) or "leave it out of sides, or make numbers of it with a transform",
+    )
 
 
 def _of_time(kind: pa.DataType, column: str) -> str | None:

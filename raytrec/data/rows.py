@@ -27,6 +27,7 @@ from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Part
 from raytrec.data.row_weights import label_of, task_weights
 from raytrec.data.sampling import Draw
+from raytrec.data.sides import sides
 from raytrec.data.transform import apply_transforms
 
 AHEAD = 2  # items that are decoded before they are asked for, each in a thread
@@ -183,16 +184,19 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
         column = schema.sparse[name].weights
         return table[column] if column else None
 
+    lists = [bags(table[schema.column_of(name)], weights(name), *spec(name)) for name in form.bags]
+    ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
     labels = {name: label_of(table[name], name, form, place) for name in form.labels}
     carried = {name: carried_array(table, name, form, place) for name in form.carried}
     return form.table(
         [values for values, _ in labels.values()],
         [numbers(table[name], name, place) for name in schema.dense],
         [single(table[schema.column_of(name)], *spec(name)) for name in form.singles],
-        [bags(table[schema.column_of(name)], weights(name), *spec(name)) for name in form.bags],
+        lists,
         table.num_rows,
         tally,
         task_weights(table, labels, form, place) if form.weighs_tasks else (),
         [keys_of(carried[name]) for name in form.key_columns],
         [carried[name] for name in form.carry],
+        {name: sides(table, name, schema.sparse[name], ends[name], place) for name in form.with_sides},
     )

@@ -1,44 +1,104 @@
-"""Embedding tables from the schema."""
+"""Embedding tables from the schema: collections that TorchRec shards."""
 
 from __future__ import annotations
 
-import torch
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from collections.abc import Mapping
 
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 
+BY_ID = "by_id"  # of PooledEmbeddings: part of the names that TorchRec gives these tables' weights
+Collection = EmbeddingBagCollection | EmbeddingCollection
 
-def embedding_bags(schema: Schema, dtypes: dict[str, str] | None = None) -> EmbeddingBagCollection:
-    """The tables, without memory (meta device), as TorchRec shards them.
+
+def embedding_bags(
+    schema: Schema, dtypes: Mapping[str, str] | None = None, leave_out: Mapping[str, object] | None = None
+) -> EmbeddingBagCollection | None:
+    """The tables that give sums of bags, without memory (meta device), as TorchRec shards them.
 
     Every table is declared SUM: TorchRec's sharded mean is wrong or differs under several sharding types, so
-    means are divided outside (`pooling.BagMeans`).
+    means are divided outside (`pooling.Inputs`).
 
     Args:
         dtypes: table → fp32 or fp16; default: all fp32.
+        leave_out: tables that are not among them. None are left: None.
     """
-    features_of: dict[str, list[str]] = {table: [] for table in schema.tables}
+    features_of: dict[str, list[str]] = {
+        table: [] for table in schema.tables if table not in (leave_out or {})
+    }
     for feature, spec in schema.sparse.items():
-        features_of[spec.table].append(feature)
+        if spec.table in features_of:
+            features_of[spec.table].append(feature)
+    if not features_of:
+        return None
     return EmbeddingBagCollection(
         device=torch.device("meta"),
         is_weighted=schema.has_weights,
         tables=[
             EmbeddingBagConfig(
                 name=name,
-                num_embeddings=table.rows,
-                embedding_dim=table.dim,
-                feature_names=features_of[name],
+                num_embeddings=schema.tables[name].rows,
+                embedding_dim=schema.tables[name].dim,
+                feature_names=names,
                 pooling=PoolingType.SUM,
-                data_type=DataType[(dtypes or {}).get(name, "fp32").upper()],
+                data_type=_data_type(dtypes, name),
             )
-            for name, table in schema.tables.items()
+            for name, names in features_of.items()
         ],
     )
+
+
+def embeddings_by_id(features: Features, dtypes: Mapping[str, str] | None = None) -> nn.ModuleDict:
+    """Table → the collection that gives the vector of each of its ids, without memory.
+
+    One for each table, because those of one collection must have one dim, and as many column shards
+    (torchrec 1.8.0), and because lookups that take ids for bags are of one table (compat.fbgemm.bags_of_one).
+    """
+    return nn.ModuleDict(
+        {
+            name: EmbeddingCollection(
+                device=torch.device("meta"),
+                tables=[
+                    EmbeddingConfig(
+                        name=name,
+                        num_embeddings=features.schema.tables[name].rows,
+                        embedding_dim=features.schema.tables[name].dim,
+                        feature_names=names,
+                        data_type=_data_type(dtypes, name),
+                    )
+                ],
+            )
+            for name, names in features.tables_by_id.items()
+        }
+    )
+
+
+def _data_type(dtypes: Mapping[str, str] | None, table: str) -> DataType:
+    return DataType[(dtypes or {}).get(table, "fp32").upper()]
+
+
+def tables_in(collection: nn.Module) -> dict[str, nn.Module]:
+    """Table → the module that has its weight, of a collection of either kind, sharded or not."""
+    name = "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
+    return dict(getattr(collection, name).items())
+
+
+def weight_name(collection: nn.Module, table: str) -> str:
+    """The name of a table's weight in a collection of either kind, sharded or not."""
+    kind = "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
+    return f"{kind}.{table}.weight"
 
 
 def table_of(fqn: str) -> str | None:
     """The table that a parameter or state-dict key belongs to (None: a dense layer's)."""
     parts = fqn.split(".")
-    return parts[-2] if len(parts) >= 3 and parts[-3] == "embedding_bags" and parts[-1] == "weight" else None
+    if len(parts) < 3 or parts[-1] != "weight":
+        return None
+    table = parts[-2]
+    of_bags, of_ids = parts[-3] == "embedding_bags", parts[-5:-1] == [BY_ID, table, "embeddings", table]
+    return table if of_bags or of_ids else None

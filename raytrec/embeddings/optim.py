@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from raytrec.compat.torch_ import apply_optimizer_in_backward
 from raytrec.config.sections import DenseOptim, EmbeddingOptim
-from raytrec.embeddings.bags import table_of
+from raytrec.embeddings.bags import Collection, table_of, tables_in
 from raytrec.embeddings.per_table import has_fused
 
 CLASSES = {
@@ -28,20 +27,25 @@ def _settings(config: EmbeddingOptim | DenseOptim) -> dict:
     return {"lr": config.lr} | ({} if config.name == "sgd" else {"eps": config.eps})
 
 
-def fuse(bags: EmbeddingBagCollection, optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
+def fuse(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
     """Marks the tables, before sharding, to be updated in backward, where there is a kernel for that.
 
-    TorchRec (1.8.0, group_tables) then puts tables of one optimizer and learning rate into one kernel.
+    TorchRec (1.8.0, group_tables) then puts tables of one collection, optimizer and learning rate into one
+    kernel.
 
     Args:
+        collections: PooledEmbeddings.collections.
         optimizers: of every table (per_table.table_optimizers).
         device: cpu or cuda.
     """
-    for table, bag in bags.embedding_bags.items():
-        optimizer = optimizers[table]
-        if has_fused(optimizer.name, device):
-            # No weight decay: constraints.validate_constraints has refused it for these kernels.
-            apply_optimizer_in_backward(CLASSES[optimizer.name], bag.parameters(), _settings(optimizer))
+    for collection in collections:
+        for table, module in tables_in(collection).items():
+            optimizer = optimizers[table]
+            if has_fused(optimizer.name, device):
+                # No weight decay: constraints.validate_constraints has refused it for these kernels.
+                apply_optimizer_in_backward(
+                    CLASSES[optimizer.name], module.parameters(), _settings(optimizer)
+                )
 
 
 def combine(

@@ -1,8 +1,9 @@
 """The gradients of the table rows that a lookup touched, from those of the bags that it gave.
 
-A row's gradient is Σ over the bags that hold it of w × the bag's gradient (w: 1 without weights). FBGEMM's
-kernels apply it in backward without ever showing it. Here it is computed in plain torch: for given rows
-(`add_row_gradients`), or for all, as one norm that no host waits for (`row_gradients_squared`).
+A row's gradient is Σ over the bags that hold it of w × the bag's gradient (w: 1 without weights); where a
+lookup gave each id's vector, every id is such a bag. FBGEMM's kernels apply it in backward without ever
+showing it. Here it is computed in plain torch: for given rows (`add_row_gradients`), or for all, as one norm
+that no host waits for (`row_gradients_squared`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.compat.torchrec_ import tables_of
+from raytrec.compat.torchrec_ import ShardedEmbeddingTable, gives_each_id, tables_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Key:
     bag: torch.Tensor
     weights: torch.Tensor
     lengths: torch.Tensor
+
+
+Part = tuple[ShardedEmbeddingTable, Key, torch.Tensor]  # a key of a lookup; see `split_lookup`
 
 
 def keys_of(features: KeyedJaggedTensor, count: int) -> Iterator[Key]:
@@ -60,18 +64,43 @@ def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: Key, grad
         out_RD.index_add_(0, at, grad_BD[key.bag[hits]].float() * key.weights[hits].unsqueeze(1))
 
 
+def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, given: torch.Tensor) -> Iterator[Part]:
+    """Each key of a lookup: the shard that it looks up, its ids, and its part of what the lookup gave.
+
+    Args:
+        kernel: one of `sharded_kernels` or `replicated_kernels`.
+        features: the ids that it looked up, for the rows of this rank's shards.
+        given: float, what it gave, or the gradient of that: sums of bags [B, Σ columns], or each id's vector
+            [N, columns]. Then every id is a bag of its own.
+    """
+    shards = [table for table in tables_of(kernel) for _ in table.feature_names]
+    keys = list(keys_of(features, len(shards)))
+    if gives_each_id(kernel):
+        keys = [each_id(key) for key in keys]
+        parts = given.split([len(key.ids) for key in keys])
+    else:
+        parts = given.split([shard.local_cols for shard in shards], dim=1)
+    yield from zip(shards, keys, parts, strict=True)
+
+
+def each_id(key: Key) -> Key:
+    """Bags of one id each, without weights."""
+    ones = torch.ones_like(key.ids)
+    return Key(key.ids, torch.arange(len(key.ids), device=key.ids.device), ones.float(), ones)
+
+
 def row_gradients_squared(
-    kernel: nn.Module, features: KeyedJaggedTensor, grad_BD: torch.Tensor
+    kernel: nn.Module, features: KeyedJaggedTensor, gradient: torch.Tensor
 ) -> torch.Tensor:
     """Σ of the squared gradient of each table row that a lookup touched: float64 scalar.
 
     Args:
-        kernel: one of `sharded_kernels`.
-        features: the ids that it looked up, for the rows of this rank's shards.
-        grad_BD: [B, Σ over the features of their dims], the gradient of the embeddings that it gave.
+        kernel, features: as in `split_lookup`. gradient: of what the lookup gave.
     """
-    total = torch.zeros((), dtype=torch.float64, device=grad_BD.device)
-    grads = dict(zip(features.keys(), grad_BD.split(kernel.config.embedding_dims(), dim=1), strict=True))
+    if gives_each_id(kernel):  # of one table (bags.embeddings_by_id)
+        return _squared(features.values(), gradient)
+    total = torch.zeros((), dtype=torch.float64, device=gradient.device)
+    grads = dict(zip(features.keys(), gradient.split(kernel.config.embedding_dims(), dim=1), strict=True))
     for table in tables_of(kernel):
         ids, per_id = [], []
         for name in table.feature_names:
@@ -82,10 +111,14 @@ def row_gradients_squared(
             weights = feature.weights_or_none()
             per_id.append(grad_ND if weights is None else grad_ND * weights.unsqueeze(1))
             ids.append(feature.values())
-        grads_ND = torch.cat(per_id)
-        sums_ND = torch.zeros_like(grads_ND).index_add_(0, places_of(torch.cat(ids)), grads_ND)
-        total += sums_ND.double().square().sum()
+        total += _squared(torch.cat(ids), torch.cat(per_id))
     return total
+
+
+def _squared(ids_N: torch.Tensor, grads_ND: torch.Tensor) -> torch.Tensor:
+    """Σ over distinct ids of the squared sum of their gradients: float64 scalar."""
+    sums_ND = torch.zeros_like(grads_ND).index_add_(0, places_of(ids_N), grads_ND)
+    return sums_ND.double().square().sum()
 
 
 def places_of(ids_N: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.common.errors import RunError
 from raytrec.compat.fbgemm import Cache, caches
 from raytrec.compat.torch_ import ShardedTensor, accumulate_grad_of
-from raytrec.embeddings.bags import table_of
+from raytrec.compat.torchrec_ import sharded_collections
+from raytrec.embeddings.bags import table_of, weight_name
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Table:
         weight: the weights.
         state: kind of optimizer state (torch.optim's names: sum, exp_avg, exp_avg_sq) → its values; empty
             without an optimizer, for sgd, and before the first step where torch makes state at that.
-        parameter: what `embedding_bags[name].weight` gives on this rank (None where it holds no shard): a
+        parameter: what TorchRec calls the table's weight on this rank (None where it holds no shard): a
             slice of a larger tensor, not a leaf.
     """
 
@@ -192,18 +192,16 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
     """Every table of a sharded model by name; a collective when an optimizer is given.
 
     Args:
-        model: a DistributedModelParallel, or any module with a ShardedEmbeddingBagCollection inside.
+        model: a DistributedModelParallel, or any module with a sharded collection inside.
         optimizer: the one of `optim.combine`, for the state beside the weights.
     """
     local_state, kinds = _optimizer_state(optimizer) if optimizer is not None else ({}, {})
     found = {}
-    for module in model.modules():
-        if not isinstance(module, ShardedEmbeddingBagCollection):
-            continue
+    for module in sharded_collections(model):
         live, parameters = module.state_dict(), dict(module.named_parameters())
         cached = caches(module)
         for name, spec in module.module_sharding_plan.items():
-            key = f"embedding_bags.{name}.weight"
+            key = weight_name(module, name)
             weight = _weight(live[key], cached.get(name))
             state = {
                 kind: _beside(weight, per_row, dtype, local_state.get(name, {}).get(kind, []))

@@ -14,7 +14,13 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.compat.torchrec_ import replicated_kernels, sharded_kernels, tables_of
+from raytrec.compat.torchrec_ import (
+    gives_each_id,
+    replicated_kernels,
+    sharded_kernels,
+    tables_of,
+)
+from raytrec.embeddings.row_gradients import Part, split_lookup
 
 
 @dataclass
@@ -28,7 +34,8 @@ class Lookup:
         replicated: whether the tables are data-parallel.
         received: int64 [keys], ids looked up in training, since the start.
         ids: of the probed step: the ids that were looked up, as rows of this rank's shards.
-        gradient: float [B, Σ columns], of what the lookup gave in the probed step; before clipping.
+        gradient: float [B, Σ columns], of what the lookup gave in the probed step; before clipping. Of one
+            that gives each id's vector: [N, columns].
     """
 
     kernel: nn.Module
@@ -40,14 +47,25 @@ class Lookup:
     ids: KeyedJaggedTensor | None = None
     gradient: torch.Tensor | None = None
 
+    @property
+    def by_id(self) -> bool:
+        """Whether it gives each id's vector, of one table (bags.embeddings_by_id)."""
+        return gives_each_id(self.kernel)
+
+    def gradients(self) -> list[Part]:
+        """Of each key in the probed step: the shard that it looked up, its ids, the gradients of its bags."""
+        if self.gradient is None or self.ids is None:
+            return []
+        return list(split_lookup(self.kernel, self.ids, self.gradient))
+
 
 @dataclass
 class Input:
     """What this rank's dense layers were given in the probed step.
 
     Attributes:
-        pooled: feature → float32 [B, dim].
-        gradient: feature → float32 [B, dim] of this rank's loss (gradients.py); before clipping.
+        pooled: feature → float32 [B, dim]; of a sequence that is read id by id [B, L, dim].
+        gradient: the same of this rank's loss (gradients.py); before clipping.
         batch: a data.batch.Batch.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.config.features import Features, positions
+from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 
 
@@ -21,45 +21,64 @@ class Sequence(NamedTuple):
         vectors: float32 [B, L, dim], the embedding of each id (times its weight, where the feature has
             weights), the most recent first; 0 where there is none.
         present: bool [B, L], where there is an id: the first `length` of each row.
+        sides: float64 [B, L, n], the numbers and times (seconds since 1970) beside each id, in the order of
+            `sides` in the schema; 0 where there is no id. None: the schema names none.
     """
 
     vectors: torch.Tensor
     present: torch.Tensor
+    sides: torch.Tensor | None = None
 
 
 class Sequences:
-    """Makes a model's inputs of what was looked up, where sequences are read id by id (config/features.py).
+    """Makes a model's inputs of what was looked up, where sequences are read id by id.
 
     Args:
         features: of the run.
     """
 
     def __init__(self, features: Features):
-        keys = features.keys
-        self._features, self._key_count = list(features.schema.sparse), len(keys)
-        self._keys_of = {feature: positions(feature, n) for feature, n in features.sequences.items()}
-        self._first = {feature: keys.index(names[0]) for feature, names in self._keys_of.items()}
+        self._lengths, self._keys = dict(features.sequences), features.keys
 
     def __call__(
-        self, embeddings: dict[str, torch.Tensor], sparse: KeyedJaggedTensor, rows: slice = slice(None)
+        self,
+        embeddings: dict[str, torch.Tensor],
+        sparse: KeyedJaggedTensor,
+        rows: slice = slice(None),
+        sides: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor | Sequence]:
-        """The inputs by feature, in the schema's order.
+        """The inputs by feature.
 
         Args:
-            embeddings: key → float32 [rows, dim].
+            embeddings: feature → float32 [rows, dim]; of sequences [rows, L, dim].
             sparse: the whole batch's, for its lengths.
             rows: which rows of it these are.
+            sides: the whole batch's, too: feature → float64 [N, n].
         """
-        lengths_FB = sparse.lengths().view(self._key_count, -1)[:, rows]
-        inputs: dict[str, torch.Tensor | Sequence] = {}
-        for feature in self._features:
-            if feature not in self._keys_of:
-                inputs[feature] = embeddings[feature]
-                continue
-            keys, first = self._keys_of[feature], self._first[feature]
-            vectors_BLD = torch.stack([embeddings[key] for key in keys], dim=1)
-            inputs[feature] = Sequence(vectors_BLD, lengths_FB[first : first + len(keys)].T > 0)
+        lengths_FB = sparse.lengths().view(len(self._keys), -1)
+        inputs: dict[str, torch.Tensor | Sequence] = dict(embeddings)
+        for feature, length in self._lengths.items():
+            places_L = torch.arange(length, device=lengths_FB.device)
+            lengths_B = lengths_FB[self._keys.index(feature)]
+            present_BL = places_L < lengths_B[rows].unsqueeze(1)
+            beside = None
+            if sides and feature in sides:
+                beside = side_by_side(sides[feature], lengths_B, length)[rows]
+            inputs[feature] = Sequence(embeddings[feature], present_BL, beside)
         return inputs
+
+
+def side_by_side(values_Nn: torch.Tensor, lengths_B: torch.Tensor, length: int) -> torch.Tensor:
+    """Values of bags of at most `length` ids, [B, length, n]; 0 behind the last of each.
+
+    Not by FBGEMM's jagged_to_padded_dense, which knows no float64 on CPU (1.8.0).
+    """
+    rows = torch.arange(len(lengths_B), device=lengths_B.device)
+    row_N = rows.repeat_interleave(lengths_B, output_size=len(values_Nn))
+    starts_B = lengths_B.cumsum(0) - lengths_B
+    place_N = torch.arange(len(row_N), device=row_N.device) - starts_B[row_N]
+    whole = values_Nn.new_zeros(len(lengths_B), length, values_Nn.shape[1])
+    return whole.index_put_((row_N, place_N), values_Nn)
 
 
 class Constant(nn.Module):

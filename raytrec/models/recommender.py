@@ -31,14 +31,20 @@ class Recommender(nn.Module):
         super().__init__()
         self.embeddings, self.model, self.call = embeddings, model, call
 
-    def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+    def forward(
+        self,
+        dense: torch.Tensor,
+        sparse: KeyedJaggedTensor,
+        sides: Mapping[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """float32 [B], or [B, columns] for several tasks or classes; see raytrec/models.
 
         Args:
             dense: float32 [B, dense columns].
             sparse: of stride B; its keys as in data.batch.Batch.
+            sides: of sequences, as in data.batch.Batch.
         """
-        return self.call(self.model, dense, self.embeddings(sparse), sparse)
+        return self.call(self.model, dense, self.embeddings(sparse), sparse, sides=sides)
 
 
 class ModelCall:
@@ -60,15 +66,17 @@ class ModelCall:
         sparse: KeyedJaggedTensor,
         rows: slice = slice(None),
         side: Side | None = None,
+        sides: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The logits of some rows; or one side's vectors, float32 [rows, width].
 
         Args:
-            dense: float32 [rows, dense columns]. embeddings: key → float32 [rows, dim].
+            dense: float32 [rows, dense columns]. embeddings: of PooledEmbeddings, of these rows.
             sparse: the whole batch's. rows: which rows of it these are.
             side: of a model that retrieves (raytrec/models); None: logits.
+            sides: of sequences, the whole batch's.
         """
-        inputs = self._sequences(embeddings, sparse, rows) if self._sequences else embeddings
+        inputs = self._sequences(embeddings, sparse, rows, sides) if self._sequences else embeddings
         called = getattr(model, side) if side else model
         if not self._bf16:
             return last_vectors(called(dense, inputs)) if side else called(dense, inputs)
@@ -100,4 +108,4 @@ def build_recommender(
     dtypes = {table: c.dtype for table, c in resolve_constraints(config, schema).items()}
     features = resolve_features(schema, config.model)
     call = ModelCall(Sequences(features) if features.sequences else None, config.train.matmul == "bf16")
-    return Recommender(PooledEmbeddings(features.lookups, dtypes), model, call)
+    return Recommender(PooledEmbeddings(schema, dtypes, features.sequences), model, call)

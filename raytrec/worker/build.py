@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-from raytrec.compat.fbgemm import CACHED, pad_empty_shards
+from raytrec.compat.fbgemm import CACHED, bags_of_one, pad_empty_shards
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.averages import DenseAverage
@@ -16,7 +16,7 @@ from raytrec.embeddings.gradients import require_gradient_division
 from raytrec.embeddings.initial import fill_tables
 from raytrec.embeddings.optim import combine, fuse
 from raytrec.embeddings.per_table import table_optimizers
-from raytrec.embeddings.planner.plan import BagSharder, make_plan
+from raytrec.embeddings.planner.plan import make_plan, sharders
 from raytrec.models.recommender import build_recommender
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import columns_of, needs_vectors
@@ -49,15 +49,16 @@ def build_step(
     optimizers = table_optimizers(config, schema)
     if config.train.compile:
         compile_dense(model.head.model, device)
-    fuse(model.embeddings.bags, optimizers, device.type)
-    plan = make_plan(model, BagSharder(), schema, config, device)
-    sharded = DistributedModelParallel(
-        model,
-        device=device,
-        plan=plan,
-        sharders=[_sharder(plan, device)],
-        data_parallel_wrapper=_Alone() if dist.get_world_size() == 1 else None,
-    )
+    fuse(model.embeddings.collections, optimizers, device.type)
+    plan = make_plan(model, sharders(), schema, config, device)
+    with bags_of_one():
+        sharded = DistributedModelParallel(
+            model,
+            device=device,
+            plan=plan,
+            sharders=sharders(CACHED if _has_caches(plan, device) else None),
+            data_parallel_wrapper=_Alone() if dist.get_world_size() == 1 else None,
+        )
     pad_empty_shards(sharded)
     if fill:
         fill_tables(sharded, schema, config.run.seed)
@@ -90,18 +91,14 @@ class _Alone(DataParallelWrapper):
 
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
     """The plan that `build_step` would use, without making any table; a collective."""
-    return make_plan(_unsharded(config, schema, device), BagSharder(), schema, config, device)
+    return make_plan(_unsharded(config, schema, device), sharders(), schema, config, device)
 
 
 def _has_caches(plan: ShardingPlan, device: torch.device) -> bool:
-    """Whether a table is in host memory with a cache on the GPUs. (On CPU it has none.)"""
+    """Whether a table is in host memory with a cache on the GPUs, whose hits are counted and whose rows are
+    locked until their batch has been trained. (On CPU it has none.)"""
     kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
     return device.type == "cuda" and "fused_uvm_caching" in kernels
-
-
-def _sharder(plan: ShardingPlan, device: torch.device) -> BagSharder:
-    """Where kernels have a cache, with hits counted, and rows locked until their batch has been trained."""
-    return BagSharder(fused_params=CACHED if _has_caches(plan, device) else None)
 
 
 def _unsharded(

@@ -21,6 +21,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import Command, Restart
 from raytrec.common.redaction import hide_all
 from raytrec.common.versions import installed_versions
+from raytrec.config.features import resolve_features
 from raytrec.embeddings.planner.plan import describe
 from raytrec.worker.consensus import Decision, StepConsensus
 from raytrec.worker.context import WorkerContext
@@ -246,7 +247,9 @@ class CheckpointManager:
         there = f"its batch is in {folder}/{FOLDER}"
         try:
             if batch is not None:
-                dump(batch, context.task.schema, folder, step, context.index)
+                schema = context.task.schema
+                sequences = resolve_features(schema, self._config.model).sequences
+                dump(batch, schema, folder, step, context.index, sequences)
         except OSError as error:
             there = f"its batch could not be written to {folder}/{FOLDER}: {error.strerror or error}"
         raise RunError(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.tables import Shard, Table
@@ -56,20 +57,20 @@ class Limits:
     """Measures the limits of this rank and of its group.
 
     Args:
-        lookups: features as they are looked up (config.features).
         head: of the model. tables: embeddings.tables.tables.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        lookups: Schema,
+        schema: Schema,
         head: Head,
         tables: Mapping[str, Table],
         device: torch.device,
     ):
         self._head, self._tables, self._device = head, tables, device
-        self._table_of = {name: spec.table for name, spec in lookups.sparse.items()}
+        self._table_of = {name: spec.table for name, spec in schema.sparse.items()}
+        self._by_id = resolve_features(schema, config.model).tables_by_id
         self._numerics = Numerics(config.train, device)
         self._dtype = torch.bfloat16 if config.train.matmul == "bf16" else torch.float32
 
@@ -130,10 +131,13 @@ class Limits:
         ids = pooled = 0
         for key, count in zip(probe.batch.sparse.keys(), probe.batch.sparse.length_per_key(), strict=True):
             table = self._tables[self._table_of[key]]
-            if table.sharding != "data_parallel":
-                ids += 8 * count
-                width = 4 * probe.pooled[key].numel()
-                pooled += width * (world if table.sharding in BY_ROWS else 1)
+            if table.sharding == "data_parallel":
+                continue
+            ids += 8 * count
+            if self._table_of[key] in self._by_id:
+                pooled += 4 * count * table.shape[1]  # each id's vector comes from the rank that has it
+            else:
+                pooled += 4 * probe.pooled[key].numel() * (world if table.sharding in BY_ROWS else 1)
         dense = sum(p.nbytes for p in self._head.parameters())
         copies = sum(_table_bytes(t) for t in self._tables.values() if t.weight.replicated)
         return {"ids": ids, "pooled": pooled, "dense": dense + copies}

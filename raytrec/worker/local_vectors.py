@@ -48,17 +48,17 @@ def vectors_of(
     pieces = [Rows.of(part) for table in tables for part in table.combine_chunks().to_batches()]
     rows = sum(len(piece) for piece in pieces)
     batch: Batch = Collator(dataset.form, features)(pieces, rows, rows)
-    used, sparse = _renumbered(batch.sparse, features.lookups)
+    used, sparse = _renumbered(batch.sparse, schema)
     model = _model(config, schema, folder, index, used)
     with torch.no_grad():
         found = model.embeddings(sparse)
-        return model.call(model.model, batch.dense, found, sparse, side=side).numpy()
+        return model.call(model.model, batch.dense, found, sparse, side=side, sides=batch.sides).numpy()
 
 
-def _renumbered(sparse: KeyedJaggedTensor, lookups: Schema) -> tuple[Used, KeyedJaggedTensor]:
+def _renumbered(sparse: KeyedJaggedTensor, schema: Schema) -> tuple[Used, KeyedJaggedTensor]:
     """(rows that are looked up, the same with their places among these as ids)."""
     keys = sparse.keys()
-    table_of = [lookups.sparse[key].table for key in keys]
+    table_of = [schema.sparse[key].table for key in keys]
     parts = [part.numpy() for part in sparse.values().split(sparse.length_per_key())]
     used = {
         table: np.unique(np.concatenate([p for p, t in zip(parts, table_of, strict=True) if t == table]))

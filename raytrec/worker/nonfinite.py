@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,11 +161,16 @@ class Recent:
         return dict(self._kept).get(step)
 
 
-def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int) -> str:
+def dump(
+    batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str] = ()
+) -> str:
     """Writes a rank's part of a batch as Parquet, in the columns of the schema; its path.
 
     Ids are those that the tables see, after hashing and clamping; padded rows are skipped. Where tasks weigh
     rows, `task_weights` holds each row's factor in each task.
+
+    Args:
+        sequences: features that are looked up id by id, the most recent one first.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -178,6 +183,8 @@ def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int) -> str
         columns[TASK_WEIGHTS] = list(batch.task_weights[real].numpy())
     for name in schema.sparse:
         rows = [ids for ids, good in zip(_ids(batch.sparse, name), real.tolist(), strict=True) if good]
+        if name in sequences:  # the oldest first again
+            rows = [ids[::-1] for ids in rows]
         columns[name] = pa.array(rows, pa.list_(pa.int64()))
     place = Path(folder) / FOLDER / f"step-{step:010d}-rank-{rank}.parquet"
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -186,10 +193,6 @@ def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int) -> str
 
 
 def _ids(sparse: KeyedJaggedTensor, feature: str) -> list[list[int]]:
-    """The ids of each row; those of a sequence that was looked up id by id with the oldest first again."""
-    out: list[list[int]] = [[] for _ in range(sparse.stride())]
-    for key in reversed([k for k in sparse.to_dict() if feature in (k, k.rpartition("@")[0])]):
-        ids, ends = sparse[key].values().tolist(), sparse[key].lengths().cumsum(0).tolist()
-        for row, start, end in zip(out, [0, *ends[:-1]], ends, strict=True):
-            row += ids[start:end]
-    return out
+    """The ids of each row."""
+    ids, ends = sparse[feature].values().tolist(), sparse[feature].lengths().cumsum(0).tolist()
+    return [ids[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -18,8 +18,6 @@ from raytrec.checks.live.registry import choose
 from raytrec.checks.live.runner import LiveChecks, Outcome, Position, verdict
 from raytrec.common import messages
 from raytrec.common.versions import installed_versions
-from raytrec.config.features import resolve_features
-from raytrec.config.schema import Schema
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.heartbeat import Heartbeat
@@ -260,17 +258,16 @@ def make_observers(
     if not (recorded or checked):
         return Observers(observers)
     head = next(module for module in step.model.modules() if isinstance(module, Head))
-    lookups = resolve_features(schema, config.model).lookups
-    taps = Taps(step.model, head, list(lookups.sparse))
+    taps = Taps(step.model, head, list(schema.sparse))
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:
         statistics = Statistics(schema, state.tables, taps)
         spread = SpreadTables(state.tables.values())
-        limits = Limits(config, lookups, head, state.tables, context.device)
+        limits = Limits(config, schema, head, state.tables, context.device)
         watched = context, statistics, step.phases, progress, batches, last_step
         probing.append(RankRecorder(*watched, spread, taps, limits))
     if checked:
-        checks = _live_checks(context, lookups, state, taps, head)
+        checks = _live_checks(context, state, taps, head)
         probing.append(CheckRunner(context, checks, progress, batches))
     return Observers([*observers, *probing, Prober(taps, progress, probing)])
 
@@ -299,13 +296,11 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _live_checks(
-    context: WorkerContext, lookups: Schema, state: LogicalState, taps: Taps, head: Head
-) -> LiveChecks:
+def _live_checks(context: WorkerContext, state: LogicalState, taps: Taps, head: Head) -> LiveChecks:
     parameters = dict(head.model.named_parameters())
     return LiveChecks(
         context.task.config,
-        lookups,
+        context.task.schema,
         state.tables,
         state.dense,
         taps,

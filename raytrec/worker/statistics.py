@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.checks.live.readout import read
 from raytrec.compat.fbgemm import cache_hits
 from raytrec.config.schema import Schema
-from raytrec.embeddings.row_gradients import Key, add_row_gradients, keys_of
+from raytrec.embeddings.row_gradients import Part, add_row_gradients
 from raytrec.embeddings.tables import Shard, Table
 from raytrec.embeddings.taps import Lookup, Taps
 
@@ -65,7 +65,7 @@ class Statistics:
             self._features[spec.table].append(number)
         self._seen: dict[str, torch.Tensor] = {}
         self._probed: dict[str, Probed] = {}
-        self._keys: dict[int, list[Key]] = {}  # of each lookup of the probed step
+        self._parts: dict[int, list[Part]] = {}  # of each lookup of the probed step
         for lookup in taps.lookups:
             lookup.kernel.register_forward_hook(self._before_update(lookup))
 
@@ -79,14 +79,14 @@ class Statistics:
         """Figures of each table since the last call (see docs/monitoring.md); ends the probe."""
         lookups, hits = self._lookups(), self._cache_hits()
         probed = {id(p.lookup): p.lookup for p in self._probed.values()}
-        self._keys = {i: list(keys_of(lookup.ids, len(lookup.features))) for i, lookup in probed.items()}
+        self._parts = {i: lookup.gradients() for i, lookup in probed.items()}
         figures = {
             name: self._of(table, lookups.get(name, 0)) | hits.get(name, {})
             for name, table in self._tables.items()
         }
         self._turn += 1
         self._probed.clear()
-        self._keys.clear()
+        self._parts.clear()
         self._changed.zero_()
         return _plain(figures)
 
@@ -175,7 +175,7 @@ class Statistics:
             return None if gradient is None else torch.linalg.vector_norm(gradient.float())
         if probed.lookup.gradient is None:
             return None
-        return _scaled(row_gradients(probed, self._keys[id(probed.lookup)]), probed)
+        return _scaled(row_gradients(probed, self._parts[id(probed.lookup)]), probed)
 
     def _before_update(self, lookup: Lookup) -> Any:
         """A hook that keeps what a probed step's update will change."""
@@ -227,17 +227,16 @@ class Statistics:
         return self._schema.tables[table].out_of_range == "hash" and self._changed_share(table) == 1.0
 
 
-def row_gradients(probed: Probed, keys: list[Key]) -> torch.Tensor:
+def row_gradients(probed: Probed, parts: list[Part]) -> torch.Tensor:
     """The gradients of a probed step's rows: float32 [n, columns].
 
     Args:
-        keys: of the lookup.
+        parts: of the lookup (Lookup.gradients), taken apart once for all its tables.
     """
     out = torch.zeros_like(probed.before)
-    columns = probed.lookup.columns
-    for number in probed.keys:  # not a split into all keys, again for each table: hundreds times hundreds
-        of_bags = probed.lookup.gradient.narrow(1, sum(columns[:number]), columns[number])
-        add_row_gradients(out, probed.ids, keys[number], of_bags)
+    for number in probed.keys:
+        _, key, of_bags = parts[number]
+        add_row_gradients(out, probed.ids, key, of_bags)
     return out
 
 

@@ -85,7 +85,7 @@ class Head(nn.Module):
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
         if self.side is None:
             return self._loss_and_outputs(pooled, batch)
-        vectors = self._call(self.model, batch.dense, pooled, batch.sparse, side=self.side)
+        vectors = self._call(self.model, batch.dense, pooled, batch.sparse, side=self.side, sides=batch.sides)
         if self.vectors_alone:
             nothing = vectors.new_zeros(())
             return nothing, Outputs({}, batch.weights, nothing, vectors=vectors)
@@ -123,7 +123,7 @@ class Head(nn.Module):
             whole: what the objective says of all rows; default: these are all that it looks at.
             alone: take these rows for a global batch, so that nothing is a collective.
         """
-        logits = self._call(self.model, batch.dense[rows], pooled, batch.sparse, rows)
+        logits = self._call(self.model, batch.dense[rows], pooled, batch.sparse, rows, sides=batch.sides)
         labels, weights = batch.labels[rows], batch.weights[rows]
         task_weights, keys = (None if x is None else x[rows] for x in (batch.task_weights, batch.keys))
         objective = self._objective.alone() if alone else self._objective
@@ -154,7 +154,8 @@ class Head(nn.Module):
                 parts = []
                 for rows in pieces:
                     inputs = {feature: values[rows] for feature, values in pooled.items()}
-                    parts.append(self._call(self.model, batch.dense[rows], inputs, batch.sparse, rows))
+                    dense, sides = batch.dense[rows], batch.sides
+                    parts.append(self._call(self.model, dense, inputs, batch.sparse, rows, sides=sides))
                 logits = torch.cat(parts)
         return self._objective.whole(logits, batch.labels, batch.weights, batch.task_weights, batch.keys)
 

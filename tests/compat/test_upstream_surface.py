@@ -161,7 +161,22 @@ CALLED = [
 # Attributes that are made in __init__: the class whose source sets them.
 SET = [
     ("torchrec.distributed.embeddingbag:ShardedEmbeddingBagCollection", "self._lookups"),
+    ("torchrec.distributed.embedding:ShardedEmbeddingCollection", "self._lookups"),
     ("torchrec.distributed.embedding_lookup:GroupedPooledEmbeddingsLookup", "self._emb_modules"),
+    ("torchrec.distributed.embedding_lookup:GroupedEmbeddingsLookup", "self._emb_modules"),
+    ("torchrec.distributed.batched_embedding_kernel:BatchedFusedEmbedding", "self._emb_module"),
+    ("torchrec.distributed.batched_embedding_kernel:BatchedFusedEmbedding", "def emb_module("),
+    (
+        "torchrec.distributed.batched_embedding_kernel:BatchedFusedEmbedding",
+        "SplitTableBatchedEmbeddingBagsCodegen(\n                embedding_specs",
+    ),
+    ("torchrec.distributed.batched_embedding_kernel:BatchedFusedEmbedding", "pooling_mode=PoolingMode.NONE"),
+    ("torchrec.distributed.batched_embedding_kernel:BatchedDenseEmbedding", "pooling_mode=PoolingMode.NONE"),
+    (
+        "torchrec.distributed.batched_embedding_kernel:BatchedDenseEmbedding",
+        "DenseTableBatchedEmbeddingBagsCodegen(\n                list(zip(self._local_rows",
+    ),
+    ("torchrec.distributed.batched_embedding_kernel:BaseBatchedEmbedding", "def config("),
     ("torchrec.distributed.batched_embedding_kernel:BatchedFusedEmbeddingBag", "self._emb_module"),
     ("torchrec.distributed.batched_embedding_kernel:BatchedFusedEmbeddingBag", "def emb_module("),
     ("torchrec.distributed.batched_embedding_kernel:BaseBatchedEmbeddingBag", "def config("),

@@ -66,7 +66,7 @@ def batch_of(columns, schema, folder):
     )
     dataset = scan(str(file), schema, read_labels=False)
     table = read_item(Item(0, 0, (Part(str(file), 0, 0, 3),), None), dataset.form)
-    features = Features.of(SCHEMA, {"history": 2})
+    features = Features(SCHEMA, {"history": 2})
     pieces = [Rows.of(batch) for batch in table.to_batches()]
     return Collator(dataset.form, features)(pieces, 4, 3)
 

@@ -15,6 +15,7 @@ SECTION = {"name": "sequence", "max_length": 2, "target": "user", "top_mlp": [6]
 def scored(rank, world, matmul):
     """Logits of a global batch: by evaluation on ranks, and by a model that is given features alone."""
     from raytrec.checks.parity.batches import local_batch
+    from raytrec.embeddings.bags import tables_in
     from raytrec.embeddings.tables import tables
     from raytrec.models.recommender import build_recommender
 
@@ -30,8 +31,9 @@ def scored(rank, world, matmul):
     recommender.embeddings.to_empty(device="cpu")
     recommender.model.load_state_dict(step.model.module.head.model.state_dict())
     with torch.no_grad():
-        for name, table in recommender.embeddings.bags.embedding_bags.items():
-            table.weight.copy_(weights[name])
+        for collection in recommender.embeddings.collections:
+            for name, table in tables_in(collection).items():
+                table.weight.copy_(weights[name])
         batch = local_batch(whole[-1], SEQUENCES, [0, 12], 0, features)
         logits = recommender.eval()(batch.dense, batch.sparse)
     return outputs["y"].logits[outputs.rows > 0], logits

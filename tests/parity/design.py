@@ -7,6 +7,7 @@ from random import Random
 
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.embeddings.planner.constraints import BY_ID_TYPES
 
 ROWS = 24  # of a global batch
 FACTORS = {
@@ -64,6 +65,10 @@ class Case:
 
     def config(self):
         tables = {"*": {"sharding_type": self.sharding, "compute_kernel": self.kernel, "dtype": self.dtype}}
+        if self.model == "sequence" and self.sharding not in BY_ID_TYPES:
+            # Of tables of sequences, which have fewer ways of sharding; beside a table that has them all.
+            nearest = {"table_column_wise": "column_wise"}.get(self.sharding, "row_wise")
+            tables |= {"user": {"sharding_type": nearest}, "tag": {"sharding_type": nearest}}
         return config(self, tables)
 
     def schema(self):
@@ -84,7 +89,7 @@ class Case:
             if weighted:
                 sparse[feature]["weights"] = f"{feature}_weights"
         if self.model == "sequence":
-            sparse["friends"]["pooling"] = "sequence"
+            sparse["friends"]["pooling"] = sparse["tags"]["pooling"] = "sequence"
         rows = {"user": 53, "tag": 5, "word": 23}
         tables = {name: {"rows": n, "dim": 8} for name, n in rows.items()}
         return Schema.parse(

@@ -138,7 +138,11 @@ class Numerics(Check):
             if p.grad is not None
         ]
         for lookup in self.run.taps.lookups:
-            if lookup.gradient is not None:
+            if lookup.gradient is None:
+                continue
+            if lookup.by_id:  # of one table
+                found.append((f"table {lookup.tables[0]}", lookup.gradient.square().sum()))
+            else:
                 parts = lookup.gradient.square().sum(0).split(lookup.columns)
                 found += [(f"table {t}", part.sum()) for t, part in zip(lookup.tables, parts, strict=True)]
         out: dict[str, float] = defaultdict(float)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from raytrec.common.formatting import null_nonfinite
+from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
@@ -84,6 +86,11 @@ class Watched:
     device: torch.device
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     unbounded: frozenset[str] = frozenset()
+
+    @cached_property
+    def features(self) -> Features:
+        """The features, and how they are looked up."""
+        return resolve_features(self.schema, self.config.model)
 
 
 class Check:

@@ -15,10 +15,10 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from raytrec.checks.live.keys import Bags, factors_of, some_bags
+from raytrec.checks.live.keys import Bags, factors_of, flat, slots, some_bags
 from raytrec.checks.live.outcome import STEP, Check, Outcome, Position, Watched
 from raytrec.checks.live.registry import check
-from raytrec.compat.torchrec_ import shard_origin, tables_of
+from raytrec.compat.torchrec_ import shard_origin
 from raytrec.data.batch import Batch
 from raytrec.embeddings.row_gradients import add_row_gradients, found, keys_of
 from raytrec.embeddings.tables import Table
@@ -74,8 +74,8 @@ class Parity(Check):
             table = self.run.schema.sparse[feature].table
             vectors_ND = values[table][torch.searchsorted(self._rows[table], some.ids)]
             vectors_ND *= some.factors.unsqueeze(1)
-            pooled_SD = vectors_ND.new_zeros(len(some.at), vectors_ND.shape[1])
-            sizes_S = vectors_ND.new_zeros(len(some.at))
+            pooled_SD = vectors_ND.new_zeros(len(some.doubt), vectors_ND.shape[1])
+            sizes_S = vectors_ND.new_zeros(len(some.doubt))
             pooled_SD.index_add_(0, some.bag, vectors_ND)
             sizes_S.index_add_(0, some.bag, vectors_ND.abs().amax(1))
             self._expected[feature] = some.at, pooled_SD, sizes_S * some.doubt
@@ -84,7 +84,7 @@ class Parity(Check):
     def look(self, position: Position, probed: bool) -> Look:
         pooled = self.run.taps.input.pooled
         forward = {
-            feature: (error_of(pooled[feature][at], expected, sizes)[0], dist.get_rank())
+            feature: (error_of(flat(pooled[feature][at]), expected, sizes)[0], dist.get_rank())
             for feature, (at, expected, sizes) in self._expected.items()
         }
         return Look(forward, dict(self._gradients()))
@@ -120,9 +120,16 @@ class Parity(Check):
         looking = is_looking(dist.get_rank(), dist.get_world_size(), self._turn)
         self._turn += 1
         first = (batch.weights > 0).nonzero().squeeze(1)[: BAGS if looking else 0]
-        features = self.run.schema.sparse
+        features, sequences = self.run.schema.sparse, self.run.features.sequences
         return {
-            feature: some_bags(key, first, features[feature].pooling != "sum", self.run.device, looking)
+            feature: some_bags(
+                key,
+                first,
+                self.run.features.is_mean(feature),
+                self.run.device,
+                looking,
+                sequences.get(feature),
+            )
             for feature, key in zip(features, keys_of(batch.sparse, len(features)), strict=True)
         }
 
@@ -182,31 +189,23 @@ class Parity(Check):
         for (feature, spec), key in zip(
             features.items(), keys_of(seen.batch.sparse, len(features)), strict=True
         ):
-            grad_BD, table = seen.gradient.get(feature), spec.table
-            if grad_BD is None or not len(rows[table]):
+            gradient, table = seen.gradient.get(feature), spec.table
+            if gradient is None or not len(rows[table]):
                 continue
-            factors, doubt = factors_of(key.weights, key.bag, len(grad_BD), spec.pooling != "sum")
+            grad_SD, slot = flat(gradient), slots(key, self.run.features.sequences.get(feature))
+            factors, doubt = factors_of(key.weights, slot, len(grad_SD), self.run.features.is_mean(feature))
             hits, places = found(rows[table], key.ids)
-            terms_ND = grad_BD[key.bag[hits]] * factors[hits].unsqueeze(1)
+            terms_ND = grad_SD[slot[hits]] * factors[hits].unsqueeze(1)
             expected[table].index_add_(0, places, terms_ND)
-            size[table].index_add_(0, places, terms_ND.abs().amax(1) * doubt[key.bag[hits]])
+            size[table].index_add_(0, places, terms_ND.abs().amax(1) * doubt[slot[hits]])
 
     def _collect(self, rows: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
         """Adds up what has reached this rank's kernels for rows."""
         for lookup in self.run.taps.lookups:
-            if lookup.gradient is None:
-                continue
-            columns = lookup.gradient.split(lookup.columns, dim=1)
-            places = [
-                (table.name, shard_origin(table))
-                for table in tables_of(lookup.kernel)
-                for _ in table.feature_names
-            ]
-            for key, grad_BC, (table, (row, column)) in zip(
-                keys_of(lookup.ids, len(places)), columns, places, strict=True
-            ):
-                part = got[table][:, column : column + grad_BC.shape[1]]
-                add_row_gradients(part, rows[table] - row, key, grad_BC)
+            for shard, key, grad_BC in lookup.gradients():
+                row, column = shard_origin(shard)
+                part = got[shard.name][:, column : column + grad_BC.shape[1]]
+                add_row_gradients(part, rows[shard.name] - row, key, grad_BC)
 
     def _averaged(self, table: Table, rows: torch.Tensor, of_kernels: torch.Tensor) -> torch.Tensor:
         """The gradient of a data-parallel table after DistributedDataParallel; where clipping has scaled it,

@@ -15,6 +15,7 @@ from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.tasks.task import Task, key_columns, label_ranges, task_rows, whole_labels
 
+YEAR_2026 = 1_767_225_600.0  # its beginning in UTC, in seconds since 1970
 HIGHEST = 5.0  # label of a loss that takes any
 
 
@@ -47,6 +48,7 @@ def random_batches(
             ids[:1], ids[1:2] = schema.tables[spec.table].rows - 1, 0
             weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
             bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
+        sides = _random_sides(schema, bags, g)
         dense = torch.randn(rows, len(schema.dense), generator=g)
         highest = torch.randint(0, 2, (rows, len(schema.labels)), generator=g).bool()
         labels = torch.where(highest, high_L, low_L)
@@ -55,8 +57,17 @@ def random_batches(
             labels[:, place] = torch.randint(low, high + 1, (rows,), generator=g).float()
         weights = _some_zeros(torch.rand(rows, len(tasks), generator=g) * 3 - 1) if weighs else None
         keys = torch.randint(0, 1 + rows // 4, (rows, columns), generator=g) if columns else None
-        out.append(GlobalBatch(dense, labels, bags, weights, keys))
+        out.append(GlobalBatch(dense, labels, bags, weights, keys, sides))
     return out
+
+
+def _random_sides(schema: Schema, bags: dict, g: torch.Generator) -> dict[str, torch.Tensor]:
+    """Times of the first hour of 2026, in seconds, beside each id of sequences that have sides."""
+    widths = {feature: len(spec.sides) for feature, spec in schema.sparse.items() if spec.sides}
+    return {
+        feature: YEAR_2026 + 3600 * torch.rand(len(bags[feature][0]), width, generator=g, dtype=torch.float64)
+        for feature, width in widths.items()
+    }
 
 
 def _some_zeros(values: torch.Tensor) -> torch.Tensor:
@@ -91,7 +102,8 @@ def local_batch(
     part = batch[bounds[rank] : bounds[rank + 1]]
     padding = longest - len(part)
     features = features or resolve_features(schema)
-    bags = [bag for f in schema.sparse for bag in _bags_of_keys(part.bags[f], features.sequences.get(f))]
+    orders = {f: _recent_first(part.bags[f][1], features.sequences.get(f)) for f in schema.sparse}
+    bags = [tuple(values[orders[f]] for values in part.bags[f]) for f in schema.sparse]
     lengths = [torch.bincount(bag, minlength=longest) for _, bag, _ in bags]
     weights = torch.cat([weights for _, _, weights in bags]) if schema.has_weights else None
     return Batch(
@@ -108,12 +120,15 @@ def local_batch(
         len(batch),
         task_weights=None if part.weights is None else pad(part.weights, (0, 0, 0, padding)),
         keys=None if part.keys is None else pad(part.keys, (0, 0, 0, padding)),
+        sides={f: part.sides[f][orders[f]] for f in features.sides} or None,
     )
 
 
-def _bags_of_keys(bags: tuple[torch.Tensor, ...], count: int | None) -> list[tuple[torch.Tensor, ...]]:
-    """(ids, bag of each, weights) of each key that a feature is looked up by."""
-    if count is None:
-        return [bags]
-    back = age(bags[1])
-    return [tuple(part[back == place] for part in bags) for place in range(count)]
+def _recent_first(bag: torch.Tensor, most: int | None) -> torch.Tensor:
+    """The ids of bags as batches hold them: of a sequence that is read id by id the most recent ones, the
+    last first; of others (most: None) all. int64 [n], places in `bag`."""
+    if most is None:
+        return torch.arange(len(bag))
+    back = age(bag)
+    kept = (back < most).nonzero().squeeze(1)
+    return kept[(bag[kept] * most + back[kept]).argsort()]

@@ -8,7 +8,7 @@ written here from its definition), and accumulation and clipping are those of a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -32,6 +32,7 @@ class GlobalBatch:
         dense: float32 [B, n]. labels: float32 [B, labels of the schema].
         bags: feature → (ids int64 [N], bag of each id int64 [N], weights float32 [N]).
         weights: float32 [B, T], of each row in each task; None: 1. keys: int64 [B, K], of the tasks' columns.
+        sides: sequence → float64 [N, n], what stands beside its ids; of those that have some.
     """
 
     dense: torch.Tensor
@@ -39,18 +40,21 @@ class GlobalBatch:
     bags: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     weights: torch.Tensor | None = None
     keys: torch.Tensor | None = None
+    sides: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, rows: slice) -> GlobalBatch:
         start, stop, _ = rows.indices(len(self))
-        bags = {}
+        bags, sides = {}, {}
         for feature, (ids, bag, weights) in self.bags.items():
             mine = (bag >= start) & (bag < stop)
             bags[feature] = ids[mine], bag[mine] - start, weights[mine]
+            if feature in self.sides:
+                sides[feature] = self.sides[feature][mine]
         weights, keys = (None if x is None else x[rows] for x in (self.weights, self.keys))
-        return GlobalBatch(self.dense[rows], self.labels[rows], bags, weights, keys)
+        return GlobalBatch(self.dense[rows], self.labels[rows], bags, weights, keys, sides)
 
     @classmethod
     def join(cls, batches: list[GlobalBatch]) -> GlobalBatch:
@@ -65,7 +69,8 @@ class GlobalBatch:
             None if parts[0] is None else torch.cat(parts)
             for parts in zip(*((b.dense, b.labels, b.weights, b.keys) for b in batches), strict=True)
         )
-        return cls(dense, labels, bags, weights, keys)
+        sides = {feature: torch.cat([b.sides[feature] for b in batches]) for feature in batches[0].sides}
+        return cls(dense, labels, bags, weights, keys, sides)
 
 
 class Reference(nn.Module):
@@ -107,7 +112,8 @@ class Reference(nn.Module):
             ids, bag, weights = batch.bags[feature]
             vectors = self.tables[spec.table][ids].float() * weights.unsqueeze(1)
             if feature in self.sequences:
-                out[feature] = self._sequence(vectors, bag, len(batch), self.sequences[feature])
+                sides, length = batch.sides.get(feature), self.sequences[feature]
+                out[feature] = self._sequence(vectors, bag, len(batch), length, sides)
                 continue
             sums = vectors.new_zeros(len(batch), vectors.shape[1]).index_add(0, bag, vectors)
             if spec.pooling != "sum":
@@ -116,7 +122,9 @@ class Reference(nn.Module):
             out[feature] = sums
         return out
 
-    def _sequence(self, vectors: torch.Tensor, bag: torch.Tensor, rows: int, length: int) -> Sequence:
+    def _sequence(
+        self, vectors: torch.Tensor, bag: torch.Tensor, rows: int, length: int, sides: torch.Tensor | None
+    ) -> Sequence:
         back = age(bag)
         kept = back < length
         places = bag[kept], back[kept]
@@ -124,7 +132,10 @@ class Reference(nn.Module):
         present = torch.zeros(rows, length, dtype=torch.bool, device=bag.device).index_put(
             places, torch.ones_like(places[0], dtype=torch.bool)
         )
-        return Sequence(whole, present)
+        beside = None
+        if sides is not None:
+            beside = sides.new_zeros(rows, length, sides.shape[1]).index_put(places, sides[kept])
+        return Sequence(whole, present, beside)
 
     @torch.no_grad()
     def round_tables(self) -> None:

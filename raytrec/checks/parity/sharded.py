@@ -11,7 +11,7 @@ import torch.distributed as dist
 from raytrec.checks.parity.batches import local_batch
 from raytrec.checks.parity.reference import GlobalBatch, Reference
 from raytrec.compat.torch_ import Dropout
-from raytrec.config.features import positions, resolve_features
+from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
@@ -51,8 +51,6 @@ class Sharded:
         rank = dist.get_rank()
         local = self._local(batch).to(self.device)
         out = self.step.model.module.embeddings(local.sparse)
-        for feature, length in self.features.sequences.items():
-            out[feature] = torch.stack([out.pop(key) for key in positions(feature, length)], dim=1)
         mine = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
         parts: list | None = [None] * dist.get_world_size() if rank == 0 else None
         dist.gather_object(mine, parts)

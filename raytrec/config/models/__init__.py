@@ -13,8 +13,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.python_path import PYTHON_PATH
-from raytrec.config.base import Few
-from raytrec.config.models.base import MODELS, ModelSection
+from raytrec.config.models.base import MODELS, Lengths, ModelSection, check_lengths
 from raytrec.config.schema import Schema
 
 OWN = "module:Class"
@@ -26,10 +25,10 @@ class PythonSection(ModelSection):
     gives_vectors: ClassVar[bool | None] = None
     name: str = Field(description="module:Class, on Python's path or in the folder of the command.")
     options: dict[str, Any] = Field(default_factory=dict, description="Whatever the class reads from it.")
-    max_length: Few | None = Field(
+    max_length: Lengths | None = Field(
         None,
         description="The most recent so many ids of a sequence feature are given to the model, one by one; "
-        "default: their mean.",
+        "or feature: ids, for each that is. Default: the mean of sequences.",
     )
     gives_loss: bool = Field(
         False,
@@ -76,6 +75,7 @@ def check_model(
             expected="model.name=two_tower, mf, sasrec or hstu, or a class of yours that takes `vectors`",
             do="set model.name=two_tower and model.towers, or take another loss, such as bpr",
         )
+    check_lengths(schema, config)
     config.check(schema)
     if tasks is not None:
         config.check_tasks(schema, tasks)

@@ -10,11 +10,12 @@ from pydantic import Field
 
 from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.common.registry import Registry
-from raytrec.config.base import Number, Section
+from raytrec.config.base import Few, Number, Section
 from raytrec.config.schema import Schema
 
 Size = Annotated[int, Field(strict=True, gt=0, le=2**20)]
 Sizes = Annotated[list[Size], Field(max_length=1000)]
+Lengths = Few | dict[str, Few]  # of all sequences, or of each that is read id by id
 Dropout = Annotated[Number, Field(ge=0, lt=1)]
 
 
@@ -47,7 +48,9 @@ class ModelSection(Section):
         """Sequence features that the model reads id by id → the most ids of each; of others it is given the
         mean."""
         length = getattr(self, "max_length", None)
-        found = (f for f, spec in schema.sparse.items() if spec.pooling == "sequence")
+        found = [f for f, spec in schema.sparse.items() if spec.pooling == "sequence"]
+        if isinstance(length, dict):
+            return {feature: length[feature] for feature in found if feature in length}
         return dict.fromkeys(found, length) if length else {}
 
     def sides(self, schema: Schema) -> dict[str, set[str]]:
@@ -171,4 +174,22 @@ def check_first_order(
                 expected=f"a larger dim: {model} reads the first numbers of a row as the id's first-order "
                 "weights, one for each column, and the rest as its vector",
                 do=f"give {table} a dim of {(outputs // 4 + 1) * 4} or more",
+            )
+
+
+def check_lengths(schema: Schema, config: ModelSection) -> None:
+    """Looks whether the features that model.max_length names are sequences.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    lengths = getattr(config, "max_length", None)
+    known = [feature for feature, spec in schema.sparse.items() if spec.pooling == "sequence"]
+    for name in lengths if isinstance(lengths, dict) else ():
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise ConfigError(
+                f"'{name}' is no sequence" + (f"; did you mean '{near}'?" if near else ""),
+                where=f"model.max_length.{name}",
+                expected=f"features of pooling: sequence, of {', '.join(known) or 'which there are none'}",
             )

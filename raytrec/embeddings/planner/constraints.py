@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raytrec.common.errors import ConfigError
+from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.config.sections import EmbeddingOptim
 from raytrec.embeddings.per_table import has_fused, matching_tables, table_optimizers
 from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint
 
+# What TorchRec (1.8.0) has for tables that give the vector of each id.
+BY_ID_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 HOST_RESERVE = 0.15  # of host memory beside GPUs, for processes; TorchRec keeps as much of a GPU
 
@@ -47,7 +50,7 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
     for pattern, given in config.plan.tables.items():
         for table in matching_tables(pattern, schema, f"plan.tables.{pattern}"):
             constraints[table] |= given.model_dump(exclude_none=True)
-    groups = _groups(config, schema)
+    groups, by_id = _groups(config, schema), resolve_features(schema, config.model).tables_by_id
     out = {}
     for table, values in constraints.items():
         ranks = tuple(values["ranks"]) if "ranks" in values else None
@@ -60,13 +63,31 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
                 f"ranks {list(ranks)} without a sharding_type",
                 "set plan.tables.….sharding_type beside ranks",
             )
-        allowed = (sharding,) if sharding else tuple(config.plan.sharding_types)
+        allowed: tuple[str, ...] = (sharding,) if sharding else tuple(config.plan.sharding_types)
+        if table in by_id:
+            allowed = _by_id(table, allowed)
         out[table] = TableConstraint(
             allowed, ranks, values.get("compute_kernel"), values.get("dtype", "fp32"), groups.get(table)
         )
         if table in groups and sharding != "table_wise":
             raise _refused(table, f"in plan.colocate and {sharding}", "a group is on one rank: table_wise")
     return _with_group_ranks(out)
+
+
+def _by_id(table: str, sharding: tuple[str, ...]) -> tuple[str, ...]:
+    """Of ways of sharding, those that a table has which gives the vector of each id.
+
+    Raises:
+        ConfigError: none.
+    """
+    possible = tuple(kind for kind in sharding if kind in BY_ID_TYPES)
+    if not possible:
+        raise _refused(
+            table,
+            f"{' or '.join(sharding)} of a table with a sequence that the model reads id by id",
+            f"one of {', '.join(BY_ID_TYPES)}: TorchRec shards such a table in no other way",
+        )
+    return possible
 
 
 def validate_constraints(

@@ -20,7 +20,7 @@ from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.constraints import host_room, validate_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
 from raytrec.embeddings.planner.hosts import capacity
-from raytrec.embeddings.planner.plan import BagSharder, describe, plan_for
+from raytrec.embeddings.planner.plan import describe, plan_for, sharders
 from raytrec.embeddings.pooling import PooledEmbeddings
 
 
@@ -81,14 +81,14 @@ def dry_run(
     )
     room = host_room(config, schema, constraints, world, share)
     dtypes = {table: pin.dtype for table, pin in constraints.items()}
-    tables = PooledEmbeddings(resolve_features(schema, config.model).lookups, dtypes)
+    tables = PooledEmbeddings(schema, dtypes, resolve_features(schema, config.model).sequences)
     optimizers = table_optimizers(config, schema)
-    fuse(tables.bags, optimizers, "cuda")  # from which the planner knows of the optimizers' state
+    fuse(tables.collections, optimizers, "cuda")  # from which the planner knows of the optimizers' state
     with _ranks_per_host(gpus), _quiet():
         topology = Topology(
             world_size=world, local_world_size=gpus, compute_device="cuda", **capacity("cuda", memory, room)
         )
-        plan = plan_for(topology, constraints, schema, config, tables, BagSharder())
+        plan = plan_for(topology, constraints, schema, config, tables, sharders())
     if isinstance(plan, ConfigError):
         raise plan
     shards = {

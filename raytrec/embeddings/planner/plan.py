@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Storage
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from raytrec.common.errors import ConfigError
 from raytrec.compat.torch_ import rank_place
+from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import Sharding
 from raytrec.embeddings.per_table import has_fused, table_optimizers
 from raytrec.embeddings.planner.constraints import (
+    BY_ID_TYPES,
     TableConstraint,
     column_parts,
     host_room,
@@ -45,14 +48,35 @@ class BagSharder(EmbeddingBagCollectionSharder):
         return list(get_args(Sharding))
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        if sharding_type == "data_parallel":
-            return ["dense"]
-        return ["fused", "fused_uvm", "fused_uvm_caching"]
+        return _kernels(sharding_type)
+
+
+class IdSharder(EmbeddingCollectionSharder):
+    """The same for tables that give the vector of each id, which TorchRec shards in fewer ways."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return list(BY_ID_TYPES)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        return _kernels(sharding_type)
+
+
+def _kernels(sharding_type: str) -> list[str]:
+    return ["dense"] if sharding_type == "data_parallel" else ["fused", "fused_uvm", "fused_uvm_caching"]
+
+
+def sharders(fused_params: dict[str, Any] | None = None) -> list[ModuleSharder]:
+    """Of all collections of tables.
+
+    Args:
+        fused_params: FBGEMM's settings of kernels that update in backward.
+    """
+    return [BagSharder(fused_params=fused_params), IdSharder(fused_params=fused_params)]
 
 
 def make_plan(
     model: nn.Module,
-    sharder: BagSharder,
+    sharders: list[ModuleSharder],
     schema: Schema,
     config: RunConfig,
     device: torch.device,
@@ -84,7 +108,7 @@ def make_plan(
     # a plan that there is not.
     outcome: list = [None]
     if dist.get_rank() == 0:
-        outcome[0] = plan_for(topology, constraints, schema, config, model, sharder)
+        outcome[0] = plan_for(topology, constraints, schema, config, model, sharders)
     dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], ConfigError):
         raise outcome[0]
@@ -115,7 +139,7 @@ def plan_for(
     schema: Schema,
     config: RunConfig,
     model: nn.Module,
-    sharder: BagSharder,
+    sharders: list[ModuleSharder],
 ) -> ShardingPlan | ConfigError:
     """The plan on these devices, or why there is none.
 
@@ -125,9 +149,9 @@ def plan_for(
     storage = topology.devices[0].storage
     memory = storage.hbm if topology.compute_device == "cuda" else storage.ddr
     narrowed = narrow(constraints, schema, topology.world_size, memory)
-    plan = _search(topology, narrowed, schema, config, model, sharder)
+    plan = _search(topology, narrowed, schema, config, model, sharders)
     if isinstance(plan, ConfigError) and narrowed != constraints:
-        return _search(topology, constraints, schema, config, model, sharder)
+        return _search(topology, constraints, schema, config, model, sharders)
     return plan
 
 
@@ -137,12 +161,15 @@ def _search(
     schema: Schema,
     config: RunConfig,
     model: nn.Module,
-    sharder: BagSharder,
+    sharders: list[ModuleSharder],
 ) -> ShardingPlan | ConfigError:
     world, local = topology.world_size, topology.local_world_size
     partitioner, batch = PinnedPartitioner(constraints), -(-config.data.global_batch_size // world)
+    lengths = ids_of_features(resolve_features(schema, config.model))
     of_torchrec = {
-        table: _constraints(pin, schema.tables[table].dim, world, local, topology.compute_device)
+        table: _constraints(
+            pin, schema.tables[table].dim, world, local, topology.compute_device, lengths.get(table)
+        )
         for table, pin in constraints.items()
     }
     fused = {
@@ -160,7 +187,7 @@ def _search(
         debug=False,
     )
     try:
-        plan = planner.plan(model, [sharder])
+        plan = planner.plan(model, sharders)
     except PlannerError as error:
         reason = partitioner.refusal or str(error).splitlines()[0].strip()
         gib = sum(t.rows * t.dim * 4 for t in schema.tables.values()) / GIB
@@ -192,12 +219,29 @@ def _room(topology: Topology, constraints: dict[str, TableConstraint]) -> str:
     return words
 
 
-def _constraints(pin: TableConstraint, dim: int, world: int, local: int, device: str) -> ParameterConstraints:
+def ids_of_features(features: Features) -> dict[str, list[float]]:
+    """Table that gives the vector of each id → of each feature that reads it, how many ids of a row the
+    planner expects: as many as a sequence may have; of others one, as everywhere."""
+    return {
+        table: [float(features.sequences.get(name, 1)) for name in names]
+        for table, names in features.tables_by_id.items()
+    }
+
+
+def _constraints(
+    pin: TableConstraint, dim: int, world: int, local: int, device: str, lengths: list[float] | None = None
+) -> ParameterConstraints:
+    """TorchRec's, of a table.
+
+    Args:
+        lengths: ids of a row, of each feature that reads it; default: TorchRec's.
+    """
     known = device == "cuda" and pin.kernel not in (None, "dense")
     return ParameterConstraints(
         sharding_types=list(pin.sharding),
         compute_kernels=[pin.kernel] if known else ["dense", "fused"],
         min_partition=dim // column_parts(dim, pin.sharding, pin.ranks, world, local),
+        pooling_factors=lengths or [1.0],
     )
 
 

@@ -55,7 +55,7 @@ def sequences(rank, world, plan, settings):
 
 
 @pytest.mark.parametrize("settings", ALL_STEPS)
-@pytest.mark.parametrize("plan", ["row-wise", "column-wise", "grid", "data-parallel"])
+@pytest.mark.parametrize("plan", ["row-wise", "column-wise", "table-wise", "data-parallel"])
 def test_sequences_pass(plan, settings):
     assert not failed(on_ranks(2, sequences, PLANS[plan], STEPS[settings]))
 

@@ -229,3 +229,56 @@ def test_workers_must_divide_into_hosts():
 )
 def test_column_shards_are_equal_and_multiples_of_four(dim, sharding, ranks, expected):
     assert column_parts(dim, (sharding,), ranks, world=4, local=2) == expected
+
+
+def of_sequences(**plan):
+    """A plan of a table of a sequence that is read id by id, and of one that gives sums."""
+    sequences = Schema.parse(
+        {
+            "labels": ["y"],
+            "sparse": {
+                "history": {"table": "item", "pooling": "sequence"},
+                "last": {"table": "item"},
+                "user": {"table": "user"},
+            },
+            "tables": {"item": {"rows": 100, "dim": 16}, "user": {"rows": 100, "dim": 16}},
+        },
+        "test",
+    )
+    model = {"name": "sequence", "target": "last"}
+    return resolve_constraints(config(**plan).model_copy(update={"model": load_config_of(model)}), sequences)
+
+
+def load_config_of(model):
+    return load_config({"data": {"train": "d/train"}, "model": model}).model
+
+
+@pytest.mark.parametrize("sharding", ["table_row_wise", "table_column_wise", "grid_shard"])
+def test_ways_that_tables_of_sequences_do_not_have(sharding):
+    with pytest.raises(ConfigError, match=f"no plan for table item: {sharding} of a table with a sequence"):
+        of_sequences(tables={"item": {"sharding_type": sharding}})
+    allowed = of_sequences(sharding_types=["table_wise", sharding, "row_wise"])
+    assert allowed["item"].sharding == ("table_wise", "row_wise")
+    assert allowed["user"].sharding == ("table_wise", sharding, "row_wise")
+    with pytest.raises(ConfigError, match="no plan for table item"):
+        of_sequences(sharding_types=[sharding])
+
+
+def test_the_planner_expects_the_ids_of_sequences():
+    from raytrec.config.features import Features
+    from raytrec.embeddings.planner.plan import ids_of_features
+
+    made = Schema.parse(
+        {
+            "labels": ["y"],
+            "sparse": {
+                "item": {"table": "item"},
+                "history": {"table": "item", "pooling": "sequence"},
+                "user": {"table": "user"},
+            },
+            "tables": {"item": {"rows": 10, "dim": 4}, "user": {"rows": 10, "dim": 4}},
+        },
+        "test",
+    )
+    assert ids_of_features(Features(made, {"history": 50})) == {"item": [1.0, 50.0]}
+    assert ids_of_features(Features(made, {})) == {}

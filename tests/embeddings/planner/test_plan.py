@@ -140,7 +140,7 @@ def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
     from torchrec.distributed.planner import Topology
 
     from raytrec.embeddings.planner.constraints import resolve_constraints
-    from raytrec.embeddings.planner.plan import BagSharder, name_devices, plan_for
+    from raytrec.embeddings.planner.plan import name_devices, plan_for, sharders
     from raytrec.embeddings.pooling import PooledEmbeddings
 
     settings = RunConfig.model_validate(
@@ -154,7 +154,7 @@ def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
     hosts = agree(ranks, settings.plan)
     assert hosts.ranks_per_host == local
     topology = Topology(len(ranks), "cuda", hbm_cap=hosts.memory, local_world_size=hosts.ranks_per_host)
-    given = schema(), settings, PooledEmbeddings(schema()), BagSharder()
+    given = schema(), settings, PooledEmbeddings(schema()), sharders()
     plan = name_devices(plan_for(topology, resolve_constraints(settings, schema()), *given), hosts.devices)
     named = [
         str(shard.placement)

@@ -1,0 +1,163 @@
+"""What a step over sequences costs as they get longer: against one key for each place of a sequence.
+
+    python benchmarks/sequences.py [--before COMMIT] [--lengths 10,50,100,200,500] [--workers 1,2]
+
+Up to COMMIT, a sequence of which a model read L ids was L keys of one id each, pooled by TorchRec's
+EmbeddingBagCollection. Since then it is one key of its EmbeddingCollection. Both sides train 512 rows a rank
+on CPU, out of memory, with a row-wise table of 100,000 × 16 and next to no dense work; collating is counted.
+They take turns of some steps each, and of each side the best turn counts. `full` lists have as many ids as
+the model reads (half as many to half as many again), `short` ones a tenth of it.
+
+Prints a table; writes benchmarks/results/sequences.json, docs/images/sequences.png and the table in
+docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from documents import fill
+from sequences_side import BATCH
+
+HERE = Path(__file__).parent
+RESULTS, PICTURE = HERE / "results" / "sequences.json", HERE.parent / "docs" / "images" / "sequences.png"
+BEFORE = "5d5682546e71"  # the last commit with one key for each place
+SIDES = {"before": "one key a place", "now": "one key a feature"}
+FILLS = {"full": 1.0, "short": 0.1}
+TURN_S = 0.4  # about
+
+
+class Ranks:
+    """The processes of one side."""
+
+    def __init__(self, tree: Path, world: int, stack: ExitStack):
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequences-"))
+        path, script = os.pathsep.join([str(tree), str(HERE)]), str(HERE / "sequences_side.py")
+        self._ranks = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", script, str(rank), str(world), f"{folder}/store"],
+                    env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    cwd=tree,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
+            )
+            for rank in range(world)
+        ]
+
+    def tell(self, **values: Any) -> dict[str, float]:
+        """What they answer: seconds of the slowest, CPU seconds of all."""
+        for rank in self._ranks:
+            rank.stdin.write(json.dumps(values) + "\n")
+            rank.stdin.flush()
+        answers = [json.loads(rank.stdout.readline() or "null") for rank in self._ranks]
+        if None in answers:
+            raise RuntimeError(f"a rank has ended: {values}")
+        return {"s": max(s for s, _ in answers), "cpu_s": sum(cpu for _, cpu in answers)}
+
+
+def measure(sides: dict[str, Ranks], length: int, ids: int, world: int, rounds: int) -> dict[str, Any]:
+    """ms of a step and CPU-µs of a row, of each side."""
+    begun = {side: ranks.tell(length=length, ids=ids)["s"] / 2 for side, ranks in sides.items()}
+    turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, ranks in sides.items():
+            steps = max(2, min(40, round(TURN_S / begun[side])))
+            told = ranks.tell(steps=steps)
+            turns[side].append({name: value / steps for name, value in told.items()})
+    return {
+        side: {
+            "step_ms": 1e3 * min(turn["s"] for turn in of_side),
+            "cpu_us_per_row": 1e6 * min(turn["cpu_s"] for turn in of_side) / (BATCH * world),
+        }
+        for side, of_side in turns.items()
+    }
+
+
+def checkout(commit: str, stack: ExitStack) -> Path:
+    """The tree of a commit, which is removed at the end."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="before-"))) / "tree"
+    subprocess.run(["git", "worktree", "add", "-q", "--detach", folder, commit], cwd=HERE, check=True)
+    stack.callback(subprocess.run, ["git", "worktree", "remove", "--force", folder], cwd=HERE, check=True)
+    return folder
+
+
+def table_of(points: list[dict[str, Any]]) -> str:
+    """A line for each point, as Markdown."""
+    lines = [
+        "| workers | ids read | in a list | ms a step: before | now | | CPU-µs a row: before | now | |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for point in points:
+        cells = [str(point["workers"]), str(point["length"]), str(point["ids"])]
+        for figure in ("step_ms", "cpu_us_per_row"):
+            before, now = (point[side][figure] for side in SIDES)
+            cells += [f"{before:,.1f}", f"{now:,.1f}", f"{before / now:.1f} ×"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(points: list[dict[str, Any]]) -> None:
+    """Time of a step over length, a panel for each number of workers."""
+    import matplotlib.pyplot as plt
+
+    worlds = sorted({point["workers"] for point in points})
+    figure, panels = plt.subplots(1, len(worlds), figsize=(5 * len(worlds), 3.6), squeeze=False)
+    for world, panel in zip(worlds, panels[0], strict=True):
+        for side, name in SIDES.items():
+            for fill_, style in (("full", "-o"), ("short", "--s")):
+                of_line = [p for p in points if p["workers"] == world and p["fill"] == fill_]
+                x, y = [p["length"] for p in of_line], [p[side]["step_ms"] for p in of_line]
+                color = "C3" if side == "before" else "C0"
+                panel.plot(x, y, style, color=color, label=f"{name}, {fill_} lists", markersize=4)
+        panel.set(title=f"{world} worker{'s' * (world > 1)}", xscale="log", yscale="log")
+        panel.set(xlabel="ids that are read, at most", ylabel="ms a step")
+        panel.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=130)
+
+
+def main(
+    before: Annotated[str, typer.Option(help="The commit to compare with.")] = BEFORE,
+    lengths: Annotated[str, typer.Option(help="Ids that are read, at most.")] = "10,50,100,200,500",
+    workers: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2",
+    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 5,
+    smallest: Annotated[bool, typer.Option("--smallest", help="One point, and write nothing.")] = False,
+) -> None:
+    """Prints the table; writes benchmarks/results/sequences.json."""
+    chosen = [int(text) for text in ("3" if smallest else lengths).split(",")]
+    points = [] if smallest or not RESULTS.exists() else json.loads(RESULTS.read_text())["points"]
+    for world in [int(text) for text in ("1" if smallest else workers).split(",")]:
+        with ExitStack() as stack:
+            tree = HERE.parent if smallest else checkout(before, stack)
+            sides = {"before": Ranks(tree, world, stack), "now": Ranks(HERE.parent, world, stack)}
+            for length in chosen:
+                for fill_, share in FILLS.items():
+                    ids = max(1, round(length * share))
+                    figures = measure(sides, length, ids, world, 1 if smallest else rounds)
+                    point = {"workers": world, "length": length, "fill": fill_, "ids": ids, **figures}
+                    print(json.dumps(point), flush=True)
+                    keys = "workers", "length", "fill"
+                    points = [p for p in points if any(p[key] != point[key] for key in keys)] + [point]
+    points.sort(key=lambda p: (p["workers"], p["fill"], p["length"]))
+    print(table_of(points))
+    if not smallest:
+        values = {"before": before, "cpus": os.cpu_count(), "points": points}
+        RESULTS.write_text(json.dumps(values, indent=1) + "\n")
+        draw(points)
+        fill("docs/benchmarks.md", "sequences", table_of(points))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,108 @@
+"""A rank of a side of `benchmarks/sequences.py`: steps of training over sequences, when it is told to.
+
+    python benchmarks/sequences_side.py RANK WORLD STORE
+
+It reads lines of JSON: {"length", "ids"} builds a model and batches, {"steps"} trains so many steps. To each
+it answers with a line, [seconds, CPU seconds], of collating and training together. It runs in the tree that
+is first on Python's path, which may be an older one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+import torch
+from rank_group import join_group
+from torch import nn
+
+DIM, ROWS, BATCH, PIECES = 16, 100_000, 512, 4
+TABLES = {"item": {"sharding_type": "row_wise"}}
+
+
+class Means(nn.Module):
+    """The logit of a mean of a sequence beside its target: next to no dense work."""
+
+    def __init__(self, schema: Any, config: Any):
+        super().__init__()
+        self.logit = nn.Linear(2 * DIM, 1)
+
+    def forward(self, dense: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        history = inputs["history"]
+        mean_BD = history.vectors.sum(1) / history.present.sum(1, keepdim=True).clamp(min=1)
+        return self.logit(torch.cat([mean_BD, inputs["item"]], 1)).squeeze(1)
+
+
+class Side:
+    """A model of one length, and batches of rows for it."""
+
+    def __init__(self, rank: int, world: int, length: int, ids: int):
+        from raytrec.config.features import resolve_features
+        from raytrec.config.run_config import RunConfig
+        from raytrec.config.schema import Schema
+        from raytrec.data.collate import Collator, Rows
+        from raytrec.data.form import Form
+        from raytrec.worker.build import build_step
+
+        history = {"table": "item", "pooling": "sequence"}
+        sparse = {"item": {"table": "item"}, "history": history}
+        tables = {"item": {"rows": ROWS, "dim": DIM}}
+        values = {"labels": ["y"], "dense": [], "sparse": sparse, "tables": tables}
+        schema = Schema.parse(values, "sequences")
+        config = RunConfig.model_validate(
+            {
+                "data": {"train": "unused", "global_batch_size": BATCH * world},
+                "scaling": {"num_workers": world},
+                "model": {"name": "sequences_side:Means", "max_length": length},
+                "plan": {"tables": TABLES},
+            }
+        )
+        form = Form(schema, lists=frozenset({"history"}))
+        self._rows = [Rows.of(rows_of(form, ids, PIECES * rank + i)) for i in range(PIECES)]
+        self._collate = Collator(form, resolve_features(schema, config.model))
+        self._world, self._at = world, 0
+        self._step, _ = build_step(config, schema, torch.device("cpu"))
+
+    def train(self, steps: int) -> tuple[float, float]:
+        """(seconds, CPU seconds) of so many steps."""
+        began, used = perf_counter(), process_time()
+        for _ in self._step.train(self._batches(), steps):
+            pass
+        return perf_counter() - began, process_time() - used
+
+    def _batches(self) -> Any:
+        while True:
+            rows = self._rows[self._at % PIECES]
+            yield self._collate([rows], BATCH, BATCH * self._world, self._at)
+            self._at += 1
+
+
+def rows_of(form: Any, ids: int, seed: int) -> Any:
+    """A batch of rows whose histories have half as many ids to half as many again, `ids` on average."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(max(1, ids // 2), ids + (ids + 1) // 2 + 1, BATCH)
+    offsets = np.cumsum([0, *lengths]).astype(np.int32)
+    of_bags = [(offsets, rng.integers(0, ROWS, offsets[-1]), None)]
+    labels = rng.integers(0, 2, BATCH).astype(np.float32)
+    return form.table([labels], [], [rng.integers(0, ROWS, BATCH)], of_bags, BATCH).to_batches()[0]
+
+
+def serve(rank: int, world: int, store: str) -> None:
+    """Does what the lines say, until there are none."""
+    join_group(rank, world, store)
+    side = None
+    for line in sys.stdin:
+        told = json.loads(line)
+        if "length" in told:
+            side = Side(rank, world, told["length"], told["ids"])
+            answer = side.train(2)
+        else:
+            answer = side.train(told["steps"])
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,151 @@
+"""Numbers and times beside the ids of a sequence: read, checked, cut and padded like the ids."""
+
+from datetime import UTC, date, datetime
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from raytrec.common.errors import DataError, SchemaError
+from raytrec.config.features import Features
+from raytrec.config.schema import Schema
+from raytrec.data.collate import Collator, Rows
+from raytrec.data.fragments import scan
+from raytrec.data.order import Item, Part
+from raytrec.data.rows import read_item
+from raytrec.data.sides import as_float64
+from raytrec.embeddings.pooling import PooledEmbeddings
+from raytrec.models.inputs import Sequences
+
+VALUES = {
+    "labels": ["y"],
+    "dense": [],
+    "sparse": {
+        "item": {"table": "item"},
+        "history": {"table": "item", "pooling": "sequence", "sides": ["times", "price"]},
+    },
+    "tables": {"item": {"rows": 50, "dim": 4}},
+}
+SCHEMA = Schema.parse(VALUES, "test")
+HISTORY = [[1, 2, 3, 4], [], [5], [6, 7]]
+TIMES = [[10, 20, 30, 40], [], [50], [60, 70]]
+PRICE = [[0.5, 1.5, 2.5, 3.5], None, [4.5], [5.5, 6.5]]
+
+
+def read(folder, times=TIMES, price=PRICE, kind=pa.int64(), schema=SCHEMA, history=HISTORY):
+    """The rows of a file, in canonical form, and the form."""
+    columns = {
+        "y": pa.array([0.0, 1, 0, 1]),
+        "item": pa.array([1, 2, 3, 4]),
+        "history": pa.array(history, pa.list_(pa.int64())),
+        "times": pa.array(times, pa.list_(kind)),
+        "price": pa.array(price, pa.list_(pa.float64())),
+    }
+    pq.write_table(pa.table(columns), folder / "a.parquet")
+    dataset = scan(str(folder / "a.parquet"), schema)
+    item = Item(0, 0, (Part(str(folder / "a.parquet"), 0, 0, 4),), None)
+    return read_item(item, dataset.form), dataset.form
+
+
+def collated(table, form, features):
+    pieces = [Rows.of(batch) for batch in table.to_batches()]
+    return Collator(form, features)(pieces, 5, 4)
+
+
+def test_sides_go_where_their_ids_go(tmp_path):
+    features = Features(SCHEMA, {"history": 3})
+    batch = collated(*read(tmp_path), features)
+    assert batch.sparse["history"].values().tolist() == [4, 3, 2, 5, 7, 6]
+    sides = batch.sides["history"]
+    assert sides.dtype == torch.float64
+    assert sides.tolist() == [[40, 3.5], [30, 2.5], [20, 1.5], [50, 4.5], [70, 6.5], [60, 5.5]]
+    embeddings = PooledEmbeddings(SCHEMA, None, features.sequences).to_empty(device="cpu")
+    found = embeddings(batch.sparse)
+    given = Sequences(features)(found, batch.sparse, sides=batch.sides)["history"]
+    assert given.sides.shape == (5, 3, 2) and not given.sides[~given.present].any()
+    assert given.sides[:, :, 0].tolist() == [[40, 30, 20], [0, 0, 0], [50, 0, 0], [70, 60, 0], [0, 0, 0]]
+    rows = slice(2, 4)
+    part = Sequences(features)({n: v[rows] for n, v in found.items()}, batch.sparse, rows, batch.sides)
+    assert torch.equal(part["history"].sides, given.sides[rows])
+    moved = batch.to(torch.device("cpu"))
+    assert torch.equal(moved.sides["history"], sides)
+
+
+def test_models_that_read_means_get_no_sides(tmp_path):
+    assert collated(*read(tmp_path), Features(SCHEMA, {})).sides is None
+
+
+def test_rows_and_slices_of_them(tmp_path):
+    table, form = read(tmp_path)
+    whole = Rows.of(table.combine_chunks().to_batches()[0])
+    batch = Collator(form, Features(SCHEMA, {"history": 3}))([whole[2:], whole[:1]], 3, 3)
+    assert batch.sides["history"][:, 0].tolist() == [50, 70, 60, 40, 30, 20]
+    nothing = Collator(form, Features(SCHEMA, {"history": 3}))([], 2, 3)
+    assert nothing.sides["history"].shape == (0, 2)
+
+
+def test_a_side_alone_makes_a_list_of_a_feature(tmp_path):
+    """An id a row, with a list of one time beside it."""
+    schema = Schema.parse(VALUES | {"sparse": VALUES["sparse"]}, "test")
+    times = [[10], [20], [30], [40]]
+    price = [[1.0], [2.0], [3.0], [4.0]]
+    history = [[1], [2], [3], [4]]
+    table, form = read(tmp_path, times, price, schema=schema, history=history)
+    assert collated(table, form, Features(schema, {"history": 3})).sides["history"][:, 0].tolist() == [
+        10,
+        20,
+        30,
+        40,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pa.timestamp("s"), datetime(2026, 1, 1)),
+        (pa.timestamp("ms", "UTC"), datetime(2026, 1, 1, tzinfo=UTC)),
+        (pa.timestamp("ns"), datetime(2026, 1, 1)),
+        (pa.date32(), date(2026, 1, 1)),
+        (pa.date64(), date(2026, 1, 1)),
+        (pa.int64(), 1_767_225_600),
+        (pa.float32(), 1_767_225_600.0),
+        (pa.decimal128(12, 2), 1_767_225_600),
+    ],
+    ids=str,
+)
+def test_times_are_seconds(kind, value):
+    assert as_float64(pa.array([value, None], kind))[0] == 1_767_225_600.0
+    assert np.isnan(as_float64(pa.array([value, None], kind))[1])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1, 2, 3, 4], [], [5, 6], [6, 7]], "'times' has 2 values for 1 ids of 'history'"),
+        ([[1, 2, None, 4], [], [5], [6, 7]], "column 'times' has a null inside a list"),
+    ],
+)
+def test_what_is_refused(values, message, tmp_path):
+    with pytest.raises(DataError) as error:
+        read(tmp_path, times=values)
+    assert message in str(error.value) and "row " in str(error.value)
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+    with pytest.raises(DataError, match="column 'price' has NaN"):
+        read(tmp_path, price=[[1.0, float("nan"), 1, 1], [], [1], [1, 1]])
+
+
+def test_types_that_are_refused(tmp_path):
+    with pytest.raises(DataError, match="'times', a side of sequence 'history', is of type list<"):
+        read(tmp_path, times=[["a"] * 4, [], ["b"], ["c", "d"]], kind=pa.string())
+
+
+def test_only_sequences_have_sides():
+    values = VALUES | {"sparse": {"item": {"table": "item", "sides": ["times"]}}}
+    with pytest.raises(SchemaError, match=r"sparse\.item\.sides: only a feature of pooling: sequence"):
+        Schema.parse(values, "test")
+    assert Schema.parse(SCHEMA.model_dump(), "test").columns == ["y", "item", "history", "times", "price"]
+    assert "sides: [times, price]" in SCHEMA.to_yaml()
