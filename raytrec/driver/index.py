@@ -138,7 +138,7 @@ def _sampled(
     config: RunConfig, schema: Schema, folder: str, about: dict[str, Any], dataset: Dataset
 ) -> np.ndarray:
     """The query vectors of some rows, spread evenly over the dataset."""
-    from raytrec.worker.local_vectors import vectors_of
+    from raytrec.worker.local_vectors import read_batch, vectors_of
 
     pieces = max(1, min(QUERIES, dataset.rows) // TOGETHER)
     starts = np.arange(pieces) * dataset.rows // pieces
@@ -149,7 +149,8 @@ def _sampled(
             parts.append(Part(group.path, group.index, int(start), rows))
         before += group.rows
     items = [Item(0, 0, (part,), None) for part in parts]
-    return vectors_of(config, schema, folder, about, dataset, items, "query")
+    batch = read_batch(config, schema, dataset, items)
+    return vectors_of(config, schema, folder, about, batch, "query")
 
 
 def _recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def query_vectors(
     """
     config, schema, folder, index = resolve_checkpoint(run, checkpoint, [], allow_code)
     part = side_of(config, schema, side, "query_vectors")
-    from raytrec.worker.local_vectors import vectors_of
+    from raytrec.worker.local_vectors import read_batch, vectors_of
 
     with TemporaryDirectory(prefix="raytrec-rows-") as temporary:
         if isinstance(rows, str | Path):
@@ -61,7 +61,8 @@ def query_vectors(
         items = [
             Item(0, 0, (Part(group.path, group.index, 0, group.rows),), None) for group in dataset.groups
         ]
-        return vectors_of(config, schema, folder, index, dataset, items, side)
+        batch = read_batch(config, schema, dataset, items)
+    return vectors_of(config, schema, folder, index, batch, side)
 
 
 def _table(rows: Any) -> pa.Table:

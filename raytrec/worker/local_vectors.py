@@ -27,27 +27,28 @@ Used = dict[str, np.ndarray]  # table → its rows that are looked up, rising
 HEAD = "head.model."  # before the names of the dense layers' parameters (worker.step.LossModel)
 
 
-def vectors_of(
-    config: RunConfig,
-    schema: Schema,
-    folder: str,
-    index: dict[str, Any],
-    dataset: Dataset,
-    items: list[Item],
-    side: Side,
-) -> np.ndarray:
-    """One side's vectors of rows, float32 [rows, width], as a checkpoint's model gives them.
+def read_batch(config: RunConfig, schema: Schema, dataset: Dataset, items: list[Item]) -> Batch:
+    """Rows as one batch of a run's.
 
     Args:
-        config, schema: of the checkpoint, `folder`, whose index `index` is.
-        dataset: which the rows are of; it needs to have the side's features alone.
+        config, schema: of the run.
+        dataset: which the rows are of; it may have some of the schema's features alone.
         items: the rows.
     """
-    features = resolve_features(schema, config.model)
     tables = [read_item(item, dataset.form) for item in items]
     pieces = [Rows.of(part) for table in tables for part in table.combine_chunks().to_batches()]
     rows = sum(len(piece) for piece in pieces)
-    batch: Batch = Collator(dataset.form, features)(pieces, rows, rows)
+    return Collator(dataset.form, resolve_features(schema, config.model))(pieces, rows, rows)
+
+
+def vectors_of(
+    config: RunConfig, schema: Schema, folder: str, index: dict[str, Any], batch: Batch, side: Side
+) -> np.ndarray:
+    """One side's vectors of a batch, float32 [rows, width], as a checkpoint's model gives them.
+
+    Args:
+        config, schema: of the checkpoint, `folder`, whose index `index` is.
+    """
     used, sparse = _renumbered(batch.sparse, schema)
     model = _model(config, schema, folder, index, used)
     with torch.no_grad():

@@ -38,6 +38,13 @@ class Towers(Good):
         super().__init__(schema, config)
         self.tasks = tasks
 
+class Retrieves(Good):
+    def query(self, dense, pooled):
+        return pooled["user"]
+
+    def item(self, dense, pooled):
+        return pooled["history"]
+
 class NoArguments(nn.Module):
     def __init__(self):
         super().__init__()
@@ -81,6 +88,18 @@ def test_a_class_may_ask_for_the_tasks():
     tasks = {"kind": 3, "clicked": 1}
     assert list(build_model(SCHEMA, made, 4, tasks=tasks).tasks.items()) == list(tasks.items())
     assert list(build_model(SCHEMA, made, 2).tasks.values()) == [1, 1]
+
+
+def test_a_class_that_retrieves():
+    towers = {"query": ["us*"], "item": ["history"]}
+    made = section("models_of_mine:Retrieves", options={"width": 3}, towers=towers)
+    assert made.retrieves and made.sides(SCHEMA) == {"query": {"user"}, "item": {"history"}}
+    assert hasattr(build_model(SCHEMA, made), "query")
+    assert not section("models_of_mine:Good").retrieves
+    with pytest.raises(ConfigError, match="no method query and no method item"):
+        build_model(SCHEMA, section("models_of_mine:Good", options={"width": 3}, towers=towers))
+    with pytest.raises(ConfigError, match="matches, 'usr'; did you mean 'user'"):
+        build_model(SCHEMA, section("models_of_mine:Retrieves", towers={"query": ["usr"], "item": ["user"]}))
 
 
 @pytest.mark.parametrize(

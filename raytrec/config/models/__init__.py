@@ -13,7 +13,8 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.python_path import PYTHON_PATH
-from raytrec.config.models.base import MODELS, Lengths, ModelSection, check_lengths
+from raytrec.config.models.base import MODELS, Lengths, ModelSection, check_lengths, matching
+from raytrec.config.models.two_tower import Towers
 from raytrec.config.schema import Schema
 
 OWN = "module:Class"
@@ -34,6 +35,29 @@ class PythonSection(ModelSection):
         False,
         description="Whether its outputs are followed by one more column: a loss of the model's own.",
     )
+
+    towers: Towers | None = Field(
+        None,
+        description="For retrieval, of a class with methods query and item: which features and dense columns "
+        "(or patterns) the vectors of each side are made from.",
+    )
+
+    @property
+    def retrieves(self) -> bool:  # type: ignore[override]
+        """Whether the configuration says which features belong to which side."""
+        return self.towers is not None
+
+    def sides(self, schema: Schema) -> dict[str, set[str]]:
+        """What `towers` says; a feature may be on both sides."""
+        names = [*schema.dense, *schema.sparse]
+        return {
+            side: matching(getattr(self.towers, side), names, f"model.towers.{side}")
+            for side in ("query", "item")
+        }
+
+    def check(self, schema: Schema) -> None:
+        if self.retrieves:
+            self.sides(schema)
 
     @property
     def own_loss(self) -> bool:

@@ -1,0 +1,86 @@
+"""Models that retrieve: a side's vectors need its features alone, on ranks as in one process without Ray."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_models import CASES, Modelled
+
+from raytrec.config.models.base import MODELS
+from raytrec.config.run_config import load_config
+
+ROWS = 12
+
+
+def of_one_query(batch, schema, members):
+    """The batch with the query of one row in all: it is items of one query that both order alike."""
+    row = sum(
+        torch.bincount(batch.bags[f][1], minlength=ROWS) for f in schema.sparse if f in members
+    ).argmax()
+    dense, bags = batch.dense.clone(), dict(batch.bags)
+    columns = [i for i, name in enumerate(schema.dense) if name in members]
+    dense[:, columns] = dense[row, columns]
+    for feature in members & set(bags):
+        ids, of, weights = (part[bags[feature][1] == row] for part in bags[feature])
+        numbers = torch.arange(ROWS).repeat_interleave(len(of))
+        bags[feature] = ids.repeat(ROWS), numbers, weights.repeat(ROWS)
+    return replace(batch, dense=dense, bags=bags)
+
+
+def found(rank, world, model, root):
+    """side → its vectors beside logits, and of rows without the other side's features; logits; and side → the
+    vectors of all rows that one process computes with the checkpoint."""
+    from raytrec.checkpoint.files import folder_of
+    from raytrec.checkpoint.index import read_index
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.checks.parity.batches import cuts, local_batch, random_batches
+    from raytrec.config.features import resolve_features
+    from raytrec.worker.build import build_step
+    from raytrec.worker.local_vectors import vectors_of
+
+    case = Modelled(model, (world, 1))
+    values = case.config().model_dump(by_alias=True) | {"tasks": [{"label": "y"}]}
+    config, schema = load_config(values), case.schema()
+    whole = of_one_query(
+        *random_batches(schema, ROWS, 1, seed=1), schema, config.model.sides(schema)["query"]
+    )
+    step, _ = build_step(config, schema, torch.device("cpu"))
+
+    def vectors(batch, side, alone):
+        local = local_batch(
+            batch, schema, cuts(ROWS, world, "equal"), rank, resolve_features(schema, config.model)
+        )
+        (outputs,) = step.evaluate(iter([local]), side, alone)
+        return outputs.vectors, None if alone else outputs["y"].logits
+
+    pairs = {}
+    for side, members in config.model.sides(schema).items():
+        dense = whole.dense.clone()
+        dense[:, [i for i, name in enumerate(schema.dense) if name not in members]] = 0
+        bags = {f: bag if f in members else tuple(part[:0] for part in bag) for f, bag in whole.bags.items()}
+        beside, logits = vectors(whole, side, False)
+        pairs[side] = beside, vectors(replace(whole, dense=dense, bags=bags), side, True)[0]
+    saver, state = Saver(root, config.checkpoint), LogicalState(step.model, step.optimizer)
+    saver.save(1, state.tensors(), {})
+    assert saver.taken().error is None
+    folder = folder_of(root, 1)
+    together = local_batch(whole, schema, [0, ROWS], 0, resolve_features(schema, config.model))
+    here = {side: vectors_of(config, schema, folder, read_index(folder), together, side) for side in pairs}
+    return pairs, logits, here
+
+
+@pytest.mark.parametrize("model", [name for name in CASES if MODELS.parts[name].retrieves])
+def test_a_side_needs_its_own_features_alone(model, tmp_path):
+    parts = on_ranks(2, found, model, str(tmp_path))
+    sides = {}
+    for side in ("query", "item"):
+        beside, alone = (torch.cat([pairs[side][i] for pairs, _, _ in parts]) for i in (0, 1))
+        torch.testing.assert_close(alone, beside, rtol=0, atol=1e-6)
+        torch.testing.assert_close(torch.from_numpy(parts[0][2][side]), beside, rtol=0, atol=1e-6)
+        assert beside.dtype == torch.float32 and beside.std() > 0
+        sides[side] = beside.double()
+    logits = torch.cat([logits for _, logits, _ in parts]).double()
+    scores = (sides["query"] * sides["item"]).sum(1)
+    assert torch.corrcoef(torch.stack([scores, logits]))[0, 1] > 1 - 1e-5, "logits are a line of the scores"
