@@ -51,7 +51,7 @@ def sample(spec: Sample, table: pa.Table, draw: Draw) -> pa.ListArray:
     size = max(1, min(AT_ONCE // spec.count, (1 << 62) // (spec.rows + 1)))
     for first in range(0, rows, size):
         stop = min(first + size, rows)
-        begin, end = np.searchsorted(owners, [first, stop])
+        begin, end = (int(np.searchsorted(owners, place)) for place in (first, stop))
         numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
         bits = hash_bits(hash_bits(numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
         drawn, some = _others(bits, spec.rows, owners[begin:end] - first, ids[begin:end])
