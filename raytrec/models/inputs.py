@@ -14,8 +14,13 @@ from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 
 
-class Sequence(NamedTuple):
-    """A sequence feature, id by id.
+class _Ids(NamedTuple):
+    vectors: torch.Tensor
+    present: torch.Tensor
+
+
+class Sequence(_Ids):
+    """A sequence feature, id by id: a pair, `vectors, present = sequence`, with sides beside it.
 
     Attributes:
         vectors: float32 [B, L, dim], the embedding of each id (times its weight, where the feature has
@@ -25,9 +30,14 @@ class Sequence(NamedTuple):
             `sides` in the schema; 0 where there is no id. None: the schema names none.
     """
 
-    vectors: torch.Tensor
-    present: torch.Tensor
-    sides: torch.Tensor | None = None
+    sides: torch.Tensor | None
+
+    def __new__(
+        cls, vectors: torch.Tensor, present: torch.Tensor, sides: torch.Tensor | None = None
+    ) -> Sequence:
+        made = super().__new__(cls, vectors, present)
+        made.sides = sides
+        return made
 
 
 class Sequences:

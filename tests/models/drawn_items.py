@@ -53,8 +53,10 @@ def sequence(lengths, length, dim, sides=None):
 def row(found, i):
     """The inputs of one row."""
     return {
-        name: type(x)(*(None if part is None else part[i : i + 1] for part in x))
-        if isinstance(x, tuple)
+        name: Sequence(
+            *(part if part is None else part[i : i + 1] for part in (x.vectors, x.present, x.sides))
+        )
+        if isinstance(x, Sequence)
         else x[i : i + 1]
         for name, x in found.items()
     }
@@ -62,7 +64,7 @@ def row(found, i):
 
 def past(found, i):
     """One row's history: [n, D], the oldest first."""
-    vectors, present = found["history"][:2]
+    vectors, present = found["history"]
     return vectors[i, : int(present[i].sum())].flip(0)
 
 
@@ -91,9 +93,9 @@ def assert_alone(model, dense, found):
         torch.testing.assert_close(model(dense[i : i + 1], row(found, i)), whole[i : i + 1])
     noisy = dict(found)
     for name in ("history", "negatives"):
-        vectors, present, *rest = found[name]
+        vectors, present = found[name]
         noise = torch.randn_like(vectors) * ~present.unsqueeze(2)
-        noisy[name] = Sequence(vectors + noise, present, *rest)
+        noisy[name] = Sequence(vectors + noise, present, found[name].sides)
     assert torch.equal(model(dense, noisy), whole)
 
 
@@ -104,5 +106,5 @@ def assert_learns(model, dense, found, unused=()):
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert name in unused or parameter.grad.any(), name
     for name, x in found.items():
-        grad = (x[0] if isinstance(x, tuple) else x).grad
+        grad = (x.vectors if isinstance(x, Sequence) else x).grad
         assert name in unused or (grad.isfinite().all() and grad.any()), name

@@ -76,7 +76,9 @@ def assert_rows_alone(model, dense, found):
     for i in range(len(dense)):
         torch.testing.assert_close(model(dense[i : i + 1], row(found, i)).reshape(-1), whole[i].reshape(-1))
     noisy = {
-        name: Sequence(x.vectors + 9 * torch.randn_like(x.vectors) * ~x.present.unsqueeze(2), *x[1:])
+        name: Sequence(
+            x.vectors + 9 * torch.randn_like(x.vectors) * ~x.present.unsqueeze(2), x.present, x.sides
+        )
         if isinstance(x, Sequence)
         else x
         for name, x in found.items()

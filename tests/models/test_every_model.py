@@ -263,9 +263,7 @@ def test_rows_do_not_know_of_each_other():
         for row in range(ROWS):
             rows = slice(row, row + 1)
             part = (
-                Sequence(*(x if x is None else x[rows] for x in read))
-                if isinstance(read, Sequence)
-                else read[rows]
+                Sequence(read.vectors[rows], read.present[rows]) if isinstance(read, Sequence) else read[rows]
             )
             one = {f: v[rows] for f, v in pooled.items()} | {"history": part}
             torch.testing.assert_close(model(dense[rows], one)[0], whole[row])
