@@ -116,7 +116,7 @@ def test_old_cycles_are_found_soon():
     assert len(ballast) > len(kept)
 
 
-def test_ranks_have_few_arenas(tmp_path):
+def test_ranks_have_few_arenas(ray_cluster, tmp_path):
     """Each of glibc's arenas keeps what its threads needed at most."""
     run = group._ray_run(str(tmp_path / "checkpoints"), asks_for_forks(group.WORKER_ENVIRONMENT))
     assert run.worker_runtime_env["env_vars"]["MALLOC_ARENA_MAX"] == "2"
