@@ -257,7 +257,8 @@ def test_eight_threads_feed_one_tracker(server, tmp_path, monkeypatch):
         thread.join()
     seconds = monotonic() - began
     assert tracker.close("FINISHED") is None
-    assert len(calls) <= 4 * seconds + 8, "a few a second, not one for each of 800 lines"
+    # A few a second, not one for each of 800 lines; at first, what came while the store was opened.
+    assert len(calls) <= 4 * seconds + 40
     for rank in range(8):
         for i in range(5):
             found = history(tracker.uri, tracker.run_id, f"rank_{rank}/m{i}")
