@@ -9,10 +9,13 @@ from raytrec.config.models.bst import BstSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence, dim_of, mlp
 
+GAIN = 0.02  # of the last layer norm, at the beginning
+
 
 class BST(nn.Module):
     """Each sequence, and its target before it, pass through transformer layers; then an MLP over the dense
-    columns, what these gave for the target and each id, and all other features but the targets.
+    columns, what these gave for the target and each id, and all other features side by side, the target among
+    them: it is one of the paper's other features, too, and layer norm leaves little of how strong it is.
 
     Positions say how long ago an id was: 0 is the target's, 1 that of the most recent id; the paper's are of
     time. Their learned vectors are added to the ids'. Where a sequence has no id, the MLP gets 0. Activations
@@ -36,8 +39,7 @@ class BST(nn.Module):
         super().__init__()
         config.check(schema)
         self.target_of = config.targets(schema)
-        aside = {*self.target_of, *self.target_of.values()}
-        self.others = [feature for feature in schema.sparse if feature not in aside]
+        self.others = [feature for feature in schema.sparse if feature not in self.target_of]
         # Features are no names of modules: they may have dots.
         self.transformers = nn.ModuleList(
             Transformer(dim_of(schema, feature), config) for feature in self.target_of
@@ -60,6 +62,9 @@ class BST(nn.Module):
 class Transformer(nn.Module):
     """Transformer layers over a target and a sequence of up to L ids.
 
+    What they give begins as small as embeddings are, by the last layer norm's gain: 1 + L vectors of length
+    √dim, of ids that nothing is known of yet, would be learned by heart.
+
     Args:
         dim: of their vectors.
         config: max_length (L), blocks, heads, feedforward, attention_dropout.
@@ -72,6 +77,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.position = nn.Parameter(torch.randn(1 + config.max_length, dim) * 0.02)
         self.layers = nn.ModuleList(Layer(dim, config) for _ in range(config.blocks))
+        nn.init.constant_(self.layers[-1].norms[1].weight, GAIN)
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
         x_BND = torch.cat([target_BD.unsqueeze(1), sequence.vectors], dim=1) + self.position

@@ -46,7 +46,7 @@ def test_equations(outputs, blocks, heads):
             x = s + hidden @ own["feedforward.2.weight"].T + own["feedforward.2.bias"]
             x = layer_norm(x, (DIM,), own["norms.1.weight"], own["norms.1.bias"])
         x = torch.cat([x.flatten(), torch.zeros((1 + LENGTH) * DIM - x.numel())])
-        x = torch.cat([dense[i], found["user"][i], found["tags"][i], x])
+        x = torch.cat([dense[i], *(found[feature][i] for feature in ("user", "item", "tags")), x])
         x = layers(w, "top", x, 2, 2, lambda _: leaky)
         torch.testing.assert_close(given[i].reshape(-1), w["logit.weight"] @ x + w["logit.bias"])
     assert given.shape == ((6,) if outputs == 1 else (6, 2))
