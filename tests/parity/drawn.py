@@ -9,6 +9,8 @@ from raytrec.config.schema import Schema
 
 NAMES = ["user", "item", "tag", "word"]
 ROWS_OF_A_TABLE = st.integers(1, 5) | st.integers(1, 60)
+# Of a table with a sequence that the model reads id by id, which TorchRec shards in fewer ways.
+INSTEAD = {"table_row_wise": "row_wise", "table_column_wise": "column_wise", "grid_shard": "column_wise"}
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,16 @@ def drawn(draw, place):
     ways = by_row if optimizer == "rowwise_adagrad" else FACTORS["sharding"]
     poolings = {pooling for _, pooling, _ in features}
     models = ["dlrm", "dcn"] + ["sequence"] * (len(poolings) > 1 and "sequence" in poolings)
+    features = tuple(draw(st.permutations(features)))
+    sharding = {name: draw(st.sampled_from(ways)) for name in tables}
+    model = draw(st.sampled_from(models))
+    if model == "sequence":
+        by_id = {table for table, pooling, _ in features if pooling == "sequence"}
+        sharding |= {table: INSTEAD.get(sharding[table], sharding[table]) for table in by_id}
     return Drawn(
         tables=tables,
-        features=tuple(draw(st.permutations(features))),
-        sharding={name: draw(st.sampled_from(ways)) for name in tables},
+        features=features,
+        sharding=sharding,
         dim=draw(st.sampled_from([4, 8, 12, 20])),
         dense=draw(st.integers(0, 2)),
         optimizer=optimizer,
@@ -80,5 +88,5 @@ def drawn(draw, place):
         micro_batches=draw(st.sampled_from([1, 2, 5, ROWS])),
         max_grad_norm=draw(st.sampled_from([None, 0.01, 1.0])),
         loss=draw(st.sampled_from(["mean", "sum"])),
-        model=draw(st.sampled_from(models)),
+        model=model,
     )
