@@ -104,7 +104,9 @@ def saved(rank, world, root):
     step = build(settings)
     state = LogicalState(step.model, step.optimizer)
     train(step, batches(3, rank, world)[1])
-    Saver(root, settings.checkpoint).save(3, state.tensors(), {"config": {}, "schema": ""})
+    saver = Saver(root, settings.checkpoint)
+    saver.save(3, state.tensors(), {"config": {}, "schema": ""})
+    assert saver.taken().error is None
 
 
 def warm(rank, world, root):
