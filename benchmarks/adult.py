@@ -173,7 +173,14 @@ def prepare_made_up(folder: Path) -> Path:
     """Prepares a few hundred people in Adult's format, some of each label."""
     from raytrec_datasets.adult.recipe import write
 
-    rng, married = np.random.default_rng(0), ("Never-married", "Divorced")
+    write_people(folder, np.random.default_rng(0))
+    write(folder / "adult", folder, seed=0, dim=8, force=False)
+    return folder / "adult"
+
+
+def write_people(folder: Path, rng: np.random.Generator) -> None:
+    """Writes adult.data and adult.test."""
+    married = ("Never-married", "Divorced")
     for name, people in (("adult.data", 400), ("adult.test", 100)):
         lines = [
             f"{rng.integers(17, 90)}, Private, {n}, HS-grad, {rng.integers(1, 17)}, {married[n % 2]}, Sales, "
@@ -181,8 +188,6 @@ def prepare_made_up(folder: Path) -> Path:
             for n in range(people)
         ]
         (folder / name).write_text("\n".join(lines))
-    write(folder / "adult", folder, seed=0, dim=8, force=False)
-    return folder / "adult"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
@@ -190,9 +191,6 @@ def print_predictions(result: Any) -> None:
     """
     metrics, console = result.metrics, open_console()
     console.print(bold(metrics["name"]), soft_wrap=True)
-    table = Table(show_header=False)
-    table.add_column("figure")
-    table.add_column("value", justify="right")
     speed = metrics["predict.rows_per_s"]
     lines = {
         "rows": f"{metrics['predict.rows']:,}",
@@ -205,11 +203,19 @@ def print_predictions(result: Any) -> None:
     for key in ("skipped_rows", "skipped_files"):
         if count := metrics[f"predict.{key}"]:
             lines[key.replace("_", " ")] = f"{count:,}"
-    for name, value in lines.items():
-        table.add_row(name, value)
-    console.print(table)
+    console.print(_figures(lines))
     console.print(plain(f"predictions  {result.path}"), soft_wrap=True)
     console.print(plain(f"columns      {', '.join(result.columns)}"), soft_wrap=True)
+
+
+def _figures(lines: Mapping[str, Any]) -> Table:
+    """Name → value as a table without a head."""
+    table = Table(show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in lines.items():
+        table.add_row(name, value)
+    return table
 
 
 def print_index(result: Any) -> None:
@@ -220,19 +226,18 @@ def print_index(result: Any) -> None:
     """
     metrics, console = result.metrics, open_console()
     console.print(bold(metrics["name"]), soft_wrap=True)
-    table = Table(show_header=False)
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    table.add_row("items", f"{metrics['index.items']:,}")
-    table.add_row("width of a vector", f"{metrics['index.width']:,}")
-    table.add_row("index of faiss", plain(metrics["index.faiss"] or "none: search is exact"))
+    lines = {
+        "items": f"{metrics['index.items']:,}",
+        "width of a vector": f"{metrics['index.width']:,}",
+        "index of faiss": plain(metrics["index.faiss"] or "none: search is exact"),
+    }
     for name, value in metrics.items():
         if name.startswith("index.recall@"):
-            table.add_row(f"its recall of the exact {name.partition('@')[2]}", f"{value:.4f}")
+            lines[f"its recall of the exact {name.partition('@')[2]}"] = f"{value:.4f}"
     if count := metrics.get("index.queries"):
-        table.add_row("measured with queries", f"{count:,}")
-    table.add_row("seconds", f"{metrics['seconds']:,.1f}")
-    console.print(table)
+        lines["measured with queries"] = f"{count:,}"
+    lines["seconds"] = f"{metrics['seconds']:,.1f}"
+    console.print(_figures(lines))
     console.print(plain(f"index        {result.path}"), soft_wrap=True)
     console.print(plain(f"ask it       raytrec.load_index({result.path!r}).search(vectors)"), soft_wrap=True)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
-from raytrec.common.storage import absolute, open_filesystem, sync
+from raytrec.common.storage import absolute
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset, list_files, read_footer
@@ -164,17 +162,13 @@ def _recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
 
 
 def _write(out: str, name: str, data: bytes) -> None:
-    """Writes a file that is there when it is whole."""
-    filesystem, path = open_filesystem(f"{out}/{name}")
+    """Writes a file of the index.
+
+    Raises:
+        RunError: it cannot be written.
+    """
     try:
-        if not PredictionFolder(out).is_local:
-            with filesystem.open_output_stream(path) as stream:
-                stream.write(data)
-            return
-        partial = f"{path}.{uuid4().hex}.tmp"
-        Path(partial).write_bytes(data)
-        sync(partial)
-        os.replace(partial, path)
+        PredictionFolder(out).write(name, data)
     except OSError as error:
         raise RunError(
             f"the index cannot be written: {error.strerror or error}",

@@ -139,7 +139,7 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
             what, do = found
             raise ConfigError(what, where=f"--out {folder.uri}", expected="the same predictions", do=do)
         if before is None or before != json.loads(manifest.to_json()):
-            folder.write_text(MANIFEST, manifest.to_json())
+            folder.write(MANIFEST, manifest.to_json().encode())
     except OSError as error:
         raise RunError(
             f"the folder cannot be read or written: {error.strerror or error}",

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -175,16 +176,16 @@ class PredictionFolder:
         writer.close()
         stream.close()
 
-    def write_text(self, name: str, text: str) -> None:
-        """Writes a small file, whole."""
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file that is there when it is whole."""
         if not self.is_local:
             with self._filesystem.open_output_stream(f"{self._path}/{name}") as stream:
-                stream.write(text.encode())
+                stream.write(data)
             return
         os.makedirs(self._path, exist_ok=True)
         partial = f"{self._path}/{name}.{uuid4().hex}.tmp"
-        with open(partial, "w") as file:
-            file.write(text)
+        Path(partial).write_bytes(data)
+        sync(partial)
         os.replace(partial, f"{self._path}/{name}")
 
     def read_text(self, name: str) -> str | None:

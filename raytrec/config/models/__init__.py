@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.python_path import PYTHON_PATH
-from raytrec.config.models.base import MODELS, Lengths, ModelSection, check_lengths, matching
+from raytrec.config.models.base import MODELS, Lengths, ModelSection, check_lengths
 from raytrec.config.models.two_tower import Towers
 from raytrec.config.schema import Schema
 
@@ -49,11 +49,8 @@ class PythonSection(ModelSection):
 
     def sides(self, schema: Schema) -> dict[str, set[str]]:
         """What `towers` says; a feature may be on both sides."""
-        names = [*schema.dense, *schema.sparse]
-        return {
-            side: matching(getattr(self.towers, side), names, f"model.towers.{side}")
-            for side in ("query", "item")
-        }
+        assert self.towers is not None
+        return self.towers.members([*schema.dense, *schema.sparse])
 
     def check(self, schema: Schema) -> None:
         if self.retrieves:

@@ -152,6 +152,24 @@ def check_task_name(name: str, tasks: Collection[str], where: str) -> None:
         )
 
 
+def check_heads(heads: int, width: int, what: str) -> None:
+    """Whether a width can be shared out among heads of attention.
+
+    Args:
+        what: has the width, for errors: "the dim of table item is 8".
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if width % heads:
+        raise ConfigError(
+            f"{what}, and model.heads is {heads}",
+            where="model.heads",
+            expected="a divisor of it: each head has an equal part",
+            do="set model.heads=1, or another divisor",
+        )
+
+
 def check_first_order(
     schema: Schema, model: str, tasks: Mapping[str, int], features: Collection[str] | None = None
 ) -> None:

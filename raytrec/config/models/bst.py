@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError
 from raytrec.config.base import Few
-from raytrec.config.models.base import Dropout, Size, Sizes, model
+from raytrec.config.models.base import Dropout, Size, Sizes, check_heads, model
 from raytrec.config.models.targeted import TargetedSection
 from raytrec.config.schema import Schema
 
@@ -29,10 +28,4 @@ class BstSection(TargetedSection):
         self.check_dims(schema)
         for sequence in self.targets(schema):
             dim = schema.tables[schema.sparse[sequence].table].dim
-            if dim % self.heads:
-                raise ConfigError(
-                    f"the vectors of {sequence} have dim {dim}, and model.heads is {self.heads}",
-                    where="model.heads",
-                    expected="a divisor of it: each head has an equal part",
-                    do="set model.heads=1, or another divisor",
-                )
+            check_heads(self.heads, dim, f"the vectors of {sequence} have dim {dim}")

@@ -6,9 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError
 from raytrec.config.base import Few, PositiveFloat
-from raytrec.config.models.base import Dropout
+from raytrec.config.models.base import Dropout, check_heads
 from raytrec.config.models.sampled import SampledSection, feature_of, same_table
 from raytrec.config.schema import Schema
 
@@ -52,10 +51,4 @@ class NextItemSection(SampledSection):
         Raises:
             ConfigError: it cannot.
         """
-        if width % self.heads:
-            raise ConfigError(
-                f"{what} is {width}, and model.heads is {self.heads}",
-                where="model.heads",
-                expected="a divisor of it: each head has an equal part",
-                do="set model.heads=1, or another divisor",
-            )
+        check_heads(self.heads, width, f"{what} is {width}")

@@ -19,6 +19,17 @@ class Towers(Section):
     )
     item: list[str] = Field(min_length=1, description="Those of what is recommended.")
 
+    def members(self, names: list[str]) -> dict[str, set[str]]:
+        """query and item → those of some features and dense columns that their patterns name.
+
+        Raises:
+            ConfigError: a pattern that matches nothing.
+        """
+        return {
+            tower: matching(getattr(self, tower), names, f"model.towers.{tower}")
+            for tower in ("query", "item")
+        }
+
 
 @model("two_tower", "raytrec.models.two_tower:TwoTower")
 class TwoTowerSection(SampledSection):
@@ -67,10 +78,7 @@ class TwoTowerSection(SampledSection):
             ConfigError: a feature of no or of two towers; a pattern that matches nothing.
         """
         names = [name for name in [*schema.dense, *schema.sparse] if name != self.negatives]
-        found = {
-            side: matching(getattr(self.towers, side), names, f"model.towers.{side}")
-            for side in ("query", "item")
-        }
+        found = self.towers.members(names)
         both = found["query"] & found["item"]
         neither = set(names) - found["query"] - found["item"]
         if both or neither:
