@@ -36,7 +36,8 @@ class SideBySide(nn.Module):
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         parts = [dense.index_select(1, self.columns)] if len(self.columns) else []
-        return torch.cat([*parts, *(pooled[f][:, first:] for f, first in self.first_of.items())], dim=1)
+        parts += [pooled[f][:, first:] if first else pooled[f] for f, first in self.first_of.items()]
+        return torch.cat(parts, dim=1)
 
 
 class Fields(nn.Module):

@@ -7,7 +7,8 @@ from torch import nn
 
 from raytrec.config.models.two_tower import TwoTowerSection
 from raytrec.config.schema import Schema
-from raytrec.models.inputs import Sequence, dim_of, mlp
+from raytrec.models.fields import SideBySide
+from raytrec.models.inputs import Sequence, mlp
 from raytrec.models.sampled import sampled_loss
 
 
@@ -94,7 +95,7 @@ class TwoTower(nn.Module):
         """float32 [B]; 0 in evaluations. query_BQD: times the scale."""
         if not self.training:
             return item_BD.new_zeros(len(item_BD), dtype=torch.float32)
-        drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].features
+        drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].beside.first_of
         of_all = self._vectors("item", dense, {feature: drawn.vectors.flatten(0, 1)})
         negatives = Sequence(of_all.view(*drawn.present.shape, self.width), drawn.present)
         # The last output's, or without outputs the only one.
@@ -120,14 +121,11 @@ class Tower(nn.Module):
 
     def __init__(self, schema: Schema, members: set[str], config: TwoTowerSection, outputs: int):
         super().__init__()
-        self.features = [feature for feature in schema.sparse if feature in members]
-        columns = [place for place, name in enumerate(schema.dense) if name in members]
-        self.register_buffer("columns", torch.tensor(columns, dtype=torch.long), persistent=False)
-        width = len(columns) + sum(dim_of(schema, feature) for feature in self.features)
+        self.beside = SideBySide(schema, members)
+        width = self.beside.width
         hidden = config.tower_mlp[:-1]
         self.hidden = mlp([width, *hidden], config.dropout)
         self.last = nn.Linear(hidden[-1] if hidden else width, outputs)
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        parts = [dense.index_select(1, self.columns)] if len(self.columns) else []
-        return self.last(self.hidden(torch.cat([*parts, *(pooled[f] for f in self.features)], dim=1)))
+        return self.last(self.hidden(self.beside(dense, pooled)))
