@@ -16,7 +16,6 @@
 # make bench-memory  what each process of a run has over 30 minutes, and who grows
 # make bench-metrics  what metrics of evaluations take of a rank's memory, at 100,000 to 10,000,000 rows
 # make bench-sequences  what a step over sequences costs as they get longer
-# make bench-adult ADULT=DIR  two tasks alone and together, on UCI Adult in DIR
 # make quality DATA=DIR  every model on public data in DIR, with 5 seeds each (docs/quality.md)
 # make quality-smoke  every row of it for three steps, on made-up data
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
@@ -32,14 +31,12 @@ $(error .venv is for $(INSTALLED), and DEVICE=$(DEVICE) is asked for: leave DEVI
 endif
 endif
 ROWS ?= 300000
-# The folder with UCI's adult.data and adult.test.
-ADULT ?= adult
 # The folder with ml-100k, ml-1m, toys and adult.
 DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-adult bench-sequences quality quality-smoke gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences quality quality-smoke gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -85,12 +82,6 @@ bench-metrics: install
 
 bench-sequences: install
 	$(BIN)/python -W ignore benchmarks/sequences.py
-
-bench-adult: install data/adult/schema.yaml
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/adult.py
-
-data/adult/schema.yaml: | install
-	$(BIN)/raytrec prepare adult --source $(ADULT) --out data/adult
 
 quality: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/quality.py $(DATA)

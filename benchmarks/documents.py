@@ -12,13 +12,13 @@ REPO = Path(__file__).parents[1]
 
 
 def _block(name: str) -> re.Pattern:
-    return re.compile(rf"(?s)(<!-- benchmarks/results/{name}\.json -->\n)(.*?)(\n<!-- end -->)")
+    return re.compile(rf"(?s)(<!-- benchmarks/results/{name}\.json -->)\n(.*?)\n?(<!-- end -->)")
 
 
 def fill(page: str, name: str, text: str) -> None:
     """Puts a text where the page has its place for these results."""
     path = REPO / page
-    path.write_text(_block(name).sub(lambda found: found[1] + text + found[3], path.read_text()))
+    path.write_text(_block(name).sub(lambda found: f"{found[1]}\n{text}\n{found[3]}", path.read_text()))
 
 
 def filled(page: str, name: str) -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from adult import write_people
 
 USERS, ITEMS, EACH = 60, 150, 30
 
@@ -69,4 +68,11 @@ def _toys(folder: Path, lists: list[np.ndarray], rng: np.random.Generator) -> No
 
 
 def _adult(folder: Path, lists: list[np.ndarray], rng: np.random.Generator) -> None:
-    write_people(folder, rng)
+    married = ("Never-married", "Divorced")
+    for name, people in (("adult.data", 400), ("adult.test", 100)):
+        lines = [
+            f"{rng.integers(17, 90)}, Private, {n}, HS-grad, {rng.integers(1, 17)}, {married[n % 2]}, Sales, "
+            f"Wife, White, Male, 0, 0, {rng.integers(1, 99)}, Cuba, {('<=50K', '>50K')[n // 2 % 2]}"
+            for n in range(people)
+        ]
+        (folder / name).write_text("\n".join(lines))

@@ -33,13 +33,18 @@ def lines_of(rows: list, results: dict) -> list[tuple[str, ...]]:
             )
             costs = (
                 f"{runs[0]['parameters']:,}",
-                f"{statistics.median(run['rows_per_s'] for run in runs):,.0f}",
-                f"{statistics.median(run['seconds'] for run in runs):,.0f}",
+                "".join(f"{median:,.0f}" for median in _medians(runs, "rows_per_s")),
+                "".join(f"{median:,.0f}" for median in _medians(runs, "seconds")),
             )
             beside = row.published.get("figures", {}).get(name)
             figures = (name, spread(values), str(len(values)), "" if beside is None else f"{beside:.4g}")
             lines.append((*first, *figures, *(costs if not place else ("", "", ""))))
     return lines
+
+
+def _medians(runs: list[dict], name: str) -> list[float]:
+    """The median over runs, or none where they have no such figure."""
+    return [statistics.median(values)] if (values := [run[name] for run in runs if name in run]) else []
 
 
 def spread(values: list[float]) -> str:

@@ -302,7 +302,7 @@ def predict(
     ] = None,
     vectors: Annotated[
         Literal["query", "item"] | None,
-        typer.Option(help="This side's vectors in the place of scores; the data needs its features alone."),
+        typer.Option(help="This tower's vectors in the place of scores; the data needs its features alone."),
     ] = None,
     workers: Workers = None,
     checkpoint: Checkpoint = None,

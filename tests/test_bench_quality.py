@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -25,7 +26,7 @@ def quality(monkeypatch):
 @pytest.fixture
 def measured(quality, monkeypatch, tmp_path):
     """(a row, its data, function that measures it; seeds that were trained), with runs of one second."""
-    row, trained = quality.read_rows()[0], []
+    row, trained = quality.chosen(quality.read_rows(), "ml100k_dlrm")[0], []
     monkeypatch.setattr(quality, "RESULTS", tmp_path / "quality.json")
     (tmp_path / "prepared.json").write_text('{"rows": {"train": 5}}')
 
@@ -41,7 +42,7 @@ def measured(quality, monkeypatch, tmp_path):
 
 
 def test_each_row_has_a_configuration_that_gives_its_figures(quality):
-    rows = quality.read_rows()
+    rows = [row for row in quality.read_rows() if row.model != quality.LOGISTIC]
     there = {path.stem for path in quality.JOBS.glob("*.yaml") if not path.stem.endswith(".schema")}
     assert {row.name for row in rows} == there and len(rows) == len(there)
     for row in rows:
@@ -78,7 +79,7 @@ def test_an_interrupted_measurement_goes_on_with_the_next_seed(quality, measured
 
 def test_a_row_that_has_changed_begins_anew_and_others_stay(quality, measured):
     measure, trained = measured
-    one, other = quality.read_rows()[:2]
+    one, other = quality.chosen(quality.read_rows(), "ml100k_dlrm,ml100k_dcn")
     for row in (one, other, replace(one, recipe="another")):
         measure(1, row=row)
     assert trained == [0, 0, 0]
@@ -116,9 +117,34 @@ def test_the_table(quality):
         ("toys", "mf", "a", "0.5000 ± 0.1414", "2", "0.5", "12,345", "1,000", "10"),
         ("", "", "b", "1.0000 ± 0.0000", "2", "", "", "", ""),
     ]
+    logistic = replace(row, model=quality.LOGISTIC)
+    without = {name: value for name, value in runs[0].items() if name != "rows_per_s"}
+    (line, _) = lines_of([logistic], {"toys_logistic": {"runs": [without]}})
+    assert line[5:] == ("0.5", "12,345", "", "10")
     text = document([row], {row.name: {"runs": runs}})
     assert "raytrec prepare x --source SOURCE/y" in text and "toys, mf: somebody" in text
     assert lines_of([row], {}) == []
+
+
+def test_logistic_regression(quality, monkeypatch, tmp_path):
+    """Its features tell the label where one of them is the label; it is measured once, whatever the seeds."""
+    from quality_sources import write_sources
+
+    monkeypatch.setattr(quality, "RESULTS", tmp_path / "quality.json")
+    write_sources(tmp_path)
+    row = quality.chosen(quality.read_rows(), "adult_logistic")[0]
+    folder = quality.prepare(row, tmp_path, tmp_path / "out")
+    for split in ("train", "test"):
+        table = pq.read_table(folder / split)
+        place = table.schema.get_field_index("age")
+        told = table.set_column(place, "age", table["income"].cast("float32"))
+        pq.write_table(told, folder / split / "part-00000.parquet")
+    quality.measure(row, folder, 5, 100.0)
+    (run,) = json.loads(quality.RESULTS.read_text())["adult_logistic"]["runs"]
+    assert run["figures"]["income"] == 1.0 and run["figures"]["never married"] < 1
+    quality.measure(row, folder, 5, 100.0)
+    alone = quality.measure_logistic(folder, {"AUC": "income"}, ["race", "sex"])
+    assert alone["figures"]["AUC"] < 1 and alone["parameters"] < run["parameters"]
 
 
 def test_made_up_sources_are_what_the_recipes_read(quality, tmp_path):

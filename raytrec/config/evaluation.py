@@ -8,7 +8,7 @@ from pydantic import Field
 
 from raytrec.config.base import Few, PositiveInt, Section
 
-Side = Literal["query", "item"]  # of a model that retrieves
+Tower = Literal["query", "item"]  # of a model that retrieves
 Column = Annotated[str, Field(min_length=1)]
 
 
@@ -17,7 +17,7 @@ class RetrievalSection(Section):
 
     items: str = Field(
         description="Folder or file of Parquet with one row for each item: its key and the features of the "
-        "item's side.",
+        "item's tower.",
     )
     item: Column = Field("item", description="The column that is an item's key, in items and evaluated rows.")
     seen: list[Column] = Field(

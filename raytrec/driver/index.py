@@ -18,7 +18,7 @@ from raytrec.data.fragments import Dataset, list_files, read_footer
 from raytrec.data.order import Item, Part
 from raytrec.driver.console import RunConsole
 from raytrec.driver.predict import predict, resolve_checkpoint
-from raytrec.driver.sides import check_items, open_inputs, side_of
+from raytrec.driver.towers import check_items, open_inputs, part_of_tower
 from raytrec.retrieval.faiss_index import build_faiss, require_faiss, to_bytes
 from raytrec.retrieval.index import FAISS, ITEMS, MANIFEST, VECTOR, Index, manifest_text, read_vectors
 from raytrec.worker.prediction_files import PredictionFolder
@@ -63,12 +63,12 @@ def index(
     Args:
         place: run folder or checkpoint folder. Nothing is written there.
         items: folder or file of Parquet, local or s3:// or gs://, with one row for each item, and columns of
-            the item side's features.
+            the item tower's features.
         out: the folder to write to, likewise; all nodes must reach it.
         item: the column that names an item; default: eval.retrieval.item of the run, else item.
         columns: columns of the items to keep beside it; default: all.
         faiss: what faiss.index_factory takes, such as HNSW32; default: exact search alone.
-        queries: Parquet with rows that recall is measured with, columns of the query side's features;
+        queries: Parquet with rows that recall is measured with, columns of the query tower's features;
             default: the run's data.test, else its data.valid, where it can be read.
         workers, checkpoint, overrides, allow_code: as in `predict`.
 
@@ -82,7 +82,7 @@ def index(
     config, schema, folder, about = resolve_checkpoint(place, checkpoint, overrides or [], allow_code)
     key = item or (config.eval.retrieval.item if config.eval.retrieval else "item")
     asked = _queries(config, schema, queries) if faiss else None
-    part = side_of(config, schema, "item", "raytrec index")
+    part = part_of_tower(config, schema, "item", "raytrec index")
     check_items(open_inputs(config, part, items, "--items", (key,)), key)
     asked_for = [name for each in columns or () for name in each.split(",") if name]
     kept = list(dict.fromkeys([key, *(_all_columns(items) if columns is None else asked_for)]))
@@ -122,7 +122,7 @@ def _check_columns(names: list[str]) -> None:
 
 def _queries(config: RunConfig, schema: Schema, asked: str | None) -> Dataset | None:
     """Rows that ask; None where nobody has named any, and those of the run's evaluations are not there."""
-    part = side_of(config, schema, "query", "raytrec index")
+    part = part_of_tower(config, schema, "query", "raytrec index")
     if asked:
         return open_inputs(config, part, absolute(str(asked)), "--queries")
     places = config.data.test or config.data.valid

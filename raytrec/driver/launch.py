@@ -32,9 +32,9 @@ from raytrec.driver.nodes import GpuNode, alive_nodes, gpu_nodes, is_local
 from raytrec.driver.recorder import Watch
 from raytrec.driver.stop import Interrupted, Stop
 from raytrec.driver.warm_workers import MODULES, ON_RAY
-from raytrec.embeddings.planner.constraints import validate_constraints
 from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.hosts import host_memory
+from raytrec.embeddings.planner.validation import validate_constraints
 from raytrec.worker.context import WorkerTask
 from raytrec.worker.prediction_files import PredictionTask
 

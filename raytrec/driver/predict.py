@@ -16,7 +16,7 @@ import pyarrow as pa
 from raytrec.checkpoint.files import find, find_best, find_step
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.common.storage import absolute
-from raytrec.config.evaluation import Side
+from raytrec.config.evaluation import Tower
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.carried import in_folders, type_of_folders
@@ -31,7 +31,7 @@ from raytrec.driver.launch import run_group
 from raytrec.driver.predictions import Manifest, check_place, choose_columns, claim, clean, hold_folder
 from raytrec.driver.recorder import Watch
 from raytrec.driver.session import session_of
-from raytrec.driver.sides import open_inputs, side_of
+from raytrec.driver.towers import open_inputs, part_of_tower
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.task import Task, resolve_tasks
 from raytrec.worker.predict import predict_worker
@@ -65,7 +65,7 @@ def predict(
     out: str,
     *,
     columns: Sequence[str] | None = None,
-    vectors: Side | None = None,
+    vectors: Tower | None = None,
     workers: int | None = None,
     checkpoint: str | int | None = None,
     overrides: list[str] | None = None,
@@ -79,7 +79,7 @@ def predict(
         data: folder or file of Parquet, local or s3:// or gs://. It needs no labels.
         out: the folder to write to, likewise; all nodes must reach it.
         columns: columns of the input to carry; default: the run's data.carry.
-        vectors: in the place of scores, the vectors of the query's or the item's side, of whose features
+        vectors: in the place of scores, the vectors of the query's or the item's tower, of whose features
             alone the input needs to have columns.
         workers: number of workers; default: as the run was trained.
         checkpoint: of a run, a step, or "best" (by checkpoint.best_metric); default: the newest.
@@ -168,9 +168,12 @@ def score_names(tasks: Sequence[Task]) -> list[str]:
     return ["score"] if len(tasks) == 1 else [f"score_{task.name}" for task in tasks]
 
 
-def _open(data: str, config: RunConfig, schema: Schema, side: Side | None) -> tuple[Dataset, dict[str, int]]:
+def _open(
+    data: str, config: RunConfig, schema: Schema, tower: Tower | None
+) -> tuple[Dataset, dict[str, int]]:
     """(the dataset, each file that can be read → its rows); labels are not looked at."""
-    dataset = open_inputs(config, side_of(config, schema, side, "--vectors") if side else schema, data)
+    part = part_of_tower(config, schema, tower, "--vectors") if tower else schema
+    dataset = open_inputs(config, part, data)
     check_accused(dataset)
     rows: dict[str, int] = {}
     for group in dataset.groups:
@@ -232,7 +235,7 @@ def _fill(
     """Predicts what is not complete yet; figures of this call."""
     complete = target.finished(wanted, names)
     kinds = [pa.float32() if task.outputs == 1 else pa.list_(pa.float32()) for task in tasks]
-    kinds = [pa.list_(pa.float32())] if wanted.side else kinds
+    kinds = [pa.list_(pa.float32())] if wanted.tower else kinds
     for path, rows in wanted.files.items():
         if not rows and path not in complete:
             write_empty(wanted, path, kinds)

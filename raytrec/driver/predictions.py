@@ -29,7 +29,7 @@ class Manifest:
         scores: names of the columns of scores. columns: of those that are carried.
         data: where the input is. input: stands for what its files hold.
         rules: table → out_of_range.
-        vectors: of which side these are vectors, query or item; None: they are scores.
+        vectors: of which tower these are vectors, query or item; None: they are scores.
     """
 
     run: str
@@ -45,8 +45,8 @@ class Manifest:
     @property
     def binding(self) -> str:
         """Stands for all that a file's content depends on."""
-        side = [self.vectors] if self.vectors else []
-        return _hash([self.checkpoint_id, self.scores, self.columns, self.input, *side])
+        tower = [self.vectors] if self.vectors else []
+        return _hash([self.checkpoint_id, self.scores, self.columns, self.input, *tower])
 
     def plan(self, batch_rows: int, span_rows: int) -> str:
         """Stands for all that a part's content depends on."""
@@ -65,7 +65,7 @@ class Manifest:
             of = f"of {before.get('checkpoint')}"
             return f"this folder holds predictions {of}", f"predict with that checkpoint, or {OTHER}"
         if before.get("vectors") != self.vectors:
-            what = f"vectors of the {before['vectors']} side" if before.get("vectors") else "scores"
+            what = f"vectors of the {before['vectors']} tower" if before.get("vectors") else "scores"
             return f"this folder holds {what}", OTHER
         for key, what in {"columns": "--columns", "scores": "tasks"}.items():
             if before.get(key) != getattr(self, key):

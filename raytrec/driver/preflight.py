@@ -18,8 +18,9 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
 from raytrec.embeddings.per_table import table_optimizers
-from raytrec.embeddings.planner.constraints import check_decay, resolve_constraints
+from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
+from raytrec.embeddings.planner.validation import check_decay
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_carried
 from raytrec.tasks.options import check_model_learns

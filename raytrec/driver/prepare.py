@@ -23,7 +23,7 @@ from raytrec.data.fragments import Dataset, list_files, scan
 from raytrec.data.verify import check_accused
 from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import interrupted, resume_config
-from raytrec.driver.sides import open_items, with_retrieval
+from raytrec.driver.towers import open_items, with_retrieval
 from raytrec.driver.warm_start import config_from, schema_at
 from raytrec.tasks.columns import check_carried, check_counts, columns_to_read
 from raytrec.tasks.task import resolve_tasks

@@ -13,17 +13,17 @@ import pyarrow.parquet as pq
 
 from raytrec.common.errors import DataError
 from raytrec.common.storage import absolute
-from raytrec.config.evaluation import Side
+from raytrec.config.evaluation import Tower
 from raytrec.data.order import Item, Part
 from raytrec.driver.predict import resolve_checkpoint
-from raytrec.driver.sides import open_inputs, side_of
+from raytrec.driver.towers import open_inputs, part_of_tower
 
 
 def query_vectors(
     run: str | Path,
     rows: Any,
     *,
-    side: Side = "query",
+    tower: Tower = "query",
     checkpoint: str | int | None = None,
     allow_code: bool = False,
 ) -> np.ndarray:
@@ -35,8 +35,8 @@ def query_vectors(
     Args:
         run: run folder or checkpoint folder.
         rows: a mapping (one row) or a list of them, a pandas.DataFrame, a pyarrow.Table, or the path of
-            Parquet; it needs the columns of the side's features alone.
-        side: query or item.
+            Parquet; it needs the columns of the tower's features alone.
+        tower: query or item.
         checkpoint: of a run, a step, or "best"; default: the newest.
         allow_code: the configuration in there may name code (raytrec/config/trust.py).
 
@@ -48,7 +48,7 @@ def query_vectors(
             what is wrong with the rows.
     """
     config, schema, folder, index = resolve_checkpoint(run, checkpoint, [], allow_code)
-    part = side_of(config, schema, side, "query_vectors")
+    part = part_of_tower(config, schema, tower, "query_vectors")
     from raytrec.worker.local_vectors import read_batch, vectors_of
 
     with TemporaryDirectory(prefix="raytrec-rows-") as temporary:
@@ -62,7 +62,7 @@ def query_vectors(
             Item(0, 0, (Part(group.path, group.index, 0, group.rows),), None) for group in dataset.groups
         ]
         batch = read_batch(config, schema, dataset, items)
-    return vectors_of(config, schema, folder, index, batch, side)
+    return vectors_of(config, schema, folder, index, batch, tower)
 
 
 def _table(rows: Any) -> pa.Table:

@@ -42,7 +42,7 @@ from raytrec.driver.prepare import (
 from raytrec.driver.recorder import Record, Watch
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
 from raytrec.driver.session import resume_command, run_in_session, session_of
-from raytrec.driver.sides import open_items
+from raytrec.driver.towers import open_items
 from raytrec.driver.warm_start import check_fits
 from raytrec.report.drawing import EarlyDrawing
 from raytrec.tracking.mlflow import NoTracker, Tracker

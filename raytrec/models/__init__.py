@@ -16,8 +16,8 @@ after its outputs and before vectors, what each row adds to it, finite for paddi
 
 One whose section says `retrieves` has two more methods, called like forward: `query`, float32 [B, D] (or [B,
 outputs, D], of which retrieval takes the last), and `item`, [B, D]. Each looks at nothing but the features
-that the section's `sides` names; the dot product orders the items of a query as its scores do. So items can
-be ranked all at once, and found in an index (docs/retrieval.md).
+that the section's `tower_members` names; the dot product orders the items of a query as its scores do. So
+items can be ranked all at once, and found in an index (docs/retrieval.md).
 
 It knows nothing of tables and ranks: `embeddings.pooling.PooledEmbeddings` looks up and pools before it
 (recommender.py). It computes each row from that row alone (no batch norm), so that how rows are dealt to
@@ -88,7 +88,7 @@ def _checked(found: type, schema: Schema, config: ModelSection, taken: dict[str,
             "def __init__(self, schema, config), where config.options has model.options; and outputs, if it "
             "wants to know how many columns of logits the tasks have",
         ) from None
-    if config.retrieves and (missing := [side for side in ("query", "item") if not hasattr(found, side)]):
+    if config.retrieves and (missing := [tower for tower in ("query", "item") if not hasattr(found, tower)]):
         raise _refused(
             config.name,
             f"model.towers is set, and it has no method {' and no method '.join(missing)}",

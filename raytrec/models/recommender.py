@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.config.evaluation import Side
+from raytrec.config.evaluation import Tower
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -65,24 +65,24 @@ class ModelCall:
         embeddings: dict[str, torch.Tensor],
         sparse: KeyedJaggedTensor,
         rows: slice = slice(None),
-        side: Side | None = None,
+        tower: Tower | None = None,
         sides: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The logits of some rows; or one side's vectors, float32 [rows, width].
+        """The logits of some rows; or one tower's vectors, float32 [rows, width].
 
         Args:
             dense: float32 [rows, dense columns]. embeddings: of PooledEmbeddings, of these rows.
             sparse: the whole batch's. rows: which rows of it these are.
-            side: of a model that retrieves (raytrec/models); None: logits.
+            tower: of a model that retrieves (raytrec/models); None: logits.
             sides: of sequences, the whole batch's.
         """
         inputs = self._sequences(embeddings, sparse, rows, sides) if self._sequences else embeddings
-        called = getattr(model, side) if side else model
+        called = getattr(model, tower) if tower else model
         if not self._bf16:
-            return last_vectors(called(dense, inputs)) if side else called(dense, inputs)
+            return last_vectors(called(dense, inputs)) if tower else called(dense, inputs)
         with torch.autocast(dense.device.type, torch.bfloat16):
             given = called(dense, inputs)
-        return last_vectors(given.float()) if side else given.float()
+        return last_vectors(given.float()) if tower else given.float()
 
 
 def last_vectors(vectors: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class TwoTower(nn.Module):
         self.queries, self.vectors, self.width = outputs + vectors, vectors, config.tower_mlp[-1]
         widths = {"query": self.queries * self.width, "item": self.width}
         self.towers = nn.ModuleDict(
-            {side: Tower(schema, of_tower[side], config, widths[side]) for side in of_tower}
+            {name: Tower(schema, of_tower[name], config, widths[name]) for name in of_tower}
         )
         self.normalize = config.normalize
         # Dot products of vectors grow with the root of their width; cosines are at most 1.
@@ -104,9 +104,9 @@ class TwoTower(nn.Module):
         query_B1D, item_B1D = query_BQD[:, own : own + 1], item_BD.unsqueeze(1)
         return sampled_loss(self.config.loss, query_B1D, item_B1D, negatives, bias).squeeze(1)
 
-    def _vectors(self, side: str, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        vectors = self.towers[side](dense, pooled)
-        if side == "query" and self.queries > 1:
+    def _vectors(self, tower: str, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        vectors = self.towers[tower](dense, pooled)
+        if tower == "query" and self.queries > 1:
             vectors = vectors.view(-1, self.queries, self.width)
         return nn.functional.normalize(vectors, dim=-1) if self.normalize else vectors
 

@@ -53,7 +53,7 @@ class Outputs:
         rows: float32 [B], 1 for a row and 0 for padding, whatever a task's own weights.
         loss: the scalar that this rank calls backward on (tasks/objective.py): its part × ranks.
         verdict: whether the step is skipped; None unless train.on_nan is skip.
-        vectors: float32 [B, width], of the side that was asked for (worker.step.Step.evaluate), or None.
+        vectors: float32 [B, width], of the tower that was asked for (worker.step.Step.evaluate), or None.
     """
 
     tasks: dict[str, TaskOutputs]

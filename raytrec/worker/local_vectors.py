@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.rows import StoredTable
-from raytrec.config.evaluation import Side
+from raytrec.config.evaluation import Tower
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -42,9 +42,9 @@ def read_batch(config: RunConfig, schema: Schema, dataset: Dataset, items: list[
 
 
 def vectors_of(
-    config: RunConfig, schema: Schema, folder: str, index: dict[str, Any], batch: Batch, side: Side
+    config: RunConfig, schema: Schema, folder: str, index: dict[str, Any], batch: Batch, tower: Tower
 ) -> np.ndarray:
-    """One side's vectors of a batch, float32 [rows, width], as a checkpoint's model gives them.
+    """One tower's vectors of a batch, float32 [rows, width], as a checkpoint's model gives them.
 
     Args:
         config, schema: of the checkpoint, `folder`, whose index `index` is.
@@ -53,7 +53,7 @@ def vectors_of(
     model = _model(config, schema, folder, index, used)
     with torch.no_grad():
         found = model.embeddings(sparse)
-        return model.call(model.model, batch.dense, found, sparse, side=side, sides=batch.sides).numpy()
+        return model.call(model.model, batch.dense, found, sparse, tower=tower, sides=batch.sides).numpy()
 
 
 def _renumbered(sparse: KeyedJaggedTensor, schema: Schema) -> tuple[Used, KeyedJaggedTensor]:

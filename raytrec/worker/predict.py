@@ -78,12 +78,12 @@ def _predict(context: WorkerContext, order: SpanOrder) -> tuple[int, float]:
     context.report(messages.Start(total=total, step=0, workers=context.world))
     writer = SpanWriter(context.task.predictions, context.task.config.data.on_error == "skip")
     spans = _Spans(order.dealt[context.index], writer, list(stream.dataset.form.schema.sparse))
-    side = context.task.predictions.side
+    tower = context.task.predictions.tower
     consensus = StepConsensus()
     rows, began, told = 0, monotonic(), monotonic()
     try:
         batches = spans.watch(stream.batches())
-        for number, outputs in enumerate(step.evaluate(batches, side, vectors_alone=bool(side)), 1):
+        for number, outputs in enumerate(step.evaluate(batches, tower, vectors_alone=bool(tower)), 1):
             spans.take(outputs, order.local_rows(context.index, number - 1))
             rows += order.global_rows(None, number - 1)
             if monotonic() - told > PROGRESS_S or number == total:

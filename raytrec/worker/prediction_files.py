@@ -29,7 +29,7 @@ from pyarrow import fs
 from raytrec.common.errors import DataError
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem, sync
-from raytrec.config.evaluation import Side
+from raytrec.config.evaluation import Tower
 from raytrec.data.fragments import read_footer
 from raytrec.data.prediction_columns import CarriedColumns
 from raytrec.data.spans import Span
@@ -52,7 +52,7 @@ class PredictionTask:
         binding: stands for run, checkpoint, columns and input.
         batch_rows, span_rows: of spans.cut_spans.
         plan: names the folder of parts.
-        side: whose vectors are in the place of scores, query or item; None: nobody's.
+        tower: whose vectors are in the place of scores, query or item; None: nobody's.
     """
 
     out: str
@@ -64,7 +64,7 @@ class PredictionTask:
     batch_rows: int
     span_rows: int
     plan: str
-    side: Side | None = None
+    tower: Tower | None = None
 
     def name_of(self, path: str) -> str:
         """The name of an input file's predictions, below `out`."""

@@ -15,7 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.compat.fbgemm import updates_uncounted
-from raytrec.config.evaluation import Side
+from raytrec.config.evaluation import Tower
 from raytrec.config.sections import Schedule
 from raytrec.data.batch import Batch
 from raytrec.embeddings.averages import average_of
@@ -61,7 +61,7 @@ class Head(nn.Module):
         model, call: of the Recommender. The others: of LossModel.
 
     Attributes:
-        side: whose vectors are given with the outputs of evaluations; None: nobody's.
+        tower: whose vectors are given with the outputs of evaluations; None: nobody's.
         vectors_alone: whether nothing else is given of them then: no logits, and so nothing of any task.
         verdict: whether the last step is skipped: no gradient reaches a table, and `nonfinite.SkipBad` keeps
             the optimizers still. None unless `skip_bad`, and before the first step.
@@ -79,13 +79,14 @@ class Head(nn.Module):
         self.model, self._call, self._objective = model, call, objective
         self._micro_batches, self._skip_bad = micro_batches, skip_bad
         self.verdict: Verdict | None = None
-        self.side: Side | None = None
+        self.tower: Tower | None = None
         self.vectors_alone = False
 
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
-        if self.side is None:
+        if self.tower is None:
             return self._loss_and_outputs(pooled, batch)
-        vectors = self._call(self.model, batch.dense, pooled, batch.sparse, side=self.side, sides=batch.sides)
+        dense, sides = batch.dense, batch.sides
+        vectors = self._call(self.model, dense, pooled, batch.sparse, tower=self.tower, sides=sides)
         if self.vectors_alone:
             nothing = vectors.new_zeros(())
             return nothing, Outputs({}, batch.weights, nothing, vectors=vectors)
@@ -228,32 +229,32 @@ class Step:
             torch.cuda.manual_seed(seed)
 
     def evaluate(
-        self, batches: Iterator[Batch], side: Side | None = None, vectors_alone: bool = False
+        self, batches: Iterator[Batch], tower: Tower | None = None, vectors_alone: bool = False
     ) -> Iterator[Outputs]:
         """Forward only, over all batches; with train.ema, of the averages of the dense weights.
 
         Args:
-            side: whose vectors are given, too (Outputs.vectors); the model retrieves, then.
-            vectors_alone: give nothing else, of rows that have this side's features alone.
+            tower: whose vectors are given, too (Outputs.vectors); the model retrieves, then.
+            vectors_alone: give nothing else, of rows that have this tower's features alone.
         """
         self.model.eval()
         with (
             torch.no_grad(),
             updates_uncounted(self.model),
             self._averaged(),
-            self._giving(side, vectors_alone),
+            self._giving(tower, vectors_alone),
         ):
             while (outputs := self._progress(batches)) is not None:
                 yield outputs
 
     @contextmanager
-    def _giving(self, side: Side | None, vectors_alone: bool) -> Iterator[None]:
+    def _giving(self, tower: Tower | None, vectors_alone: bool) -> Iterator[None]:
         head = next(module for module in self.model.modules() if isinstance(module, Head))
-        head.side, head.vectors_alone = side, vectors_alone
+        head.tower, head.vectors_alone = tower, vectors_alone
         try:
             yield
         finally:
-            head.side, head.vectors_alone = None, False
+            head.tower, head.vectors_alone = None, False
 
     def _progress(self, batches: Iterator[Batch]) -> Outputs | None:
         """One step of the pipeline; None when it has run empty."""

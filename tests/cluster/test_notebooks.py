@@ -9,6 +9,7 @@ from pathlib import Path
 import light
 import numpy as np
 import pytest
+import yaml
 from heads import RAYTREC, Head
 
 REPO = Path(__file__).parents[2]
@@ -145,7 +146,17 @@ def test_jobs(head, executed):
     assert [json.loads(line)["event"] for line in events.splitlines()].count("stopped") == 1
 
 
-@pytest.mark.parametrize("name", ["quickstart", "jobs", "explore"])
+@pytest.mark.cluster
+@pytest.mark.timeout(1200)
+def test_own_model(head, executed):
+    """A class of the notebook's own goes up with the run; the cluster has never seen its file."""
+    result, _ = result_of(head, executed("own_model", head.client))
+    assert result["name"].startswith("gru-ranker") and result["eval.auc"] > 0.7
+    saved = yaml.safe_load((head.root / "runs" / result["name"] / "config.yaml").read_text())
+    assert saved["model"]["name"] == "gru_ranker:GRURanker"
+
+
+@pytest.mark.parametrize("name", ["quickstart", "jobs", "explore", "own_model"])
 def test_notebooks_are_committed_clean(name):
     notebook = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())
     for cell in notebook["cells"]:

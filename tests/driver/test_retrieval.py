@@ -165,7 +165,7 @@ def test_the_best_films_of_a_user_in_three_lines(run, folder, made):
 
 def test_rows_give_the_vectors_that_all_workers_give(run, folder, made):
     films = raytrec.load_index(made.path)
-    local = raytrec.query_vectors(run.path, folder / "items", side="item")
+    local = raytrec.query_vectors(run.path, folder / "items", tower="item")
     np.testing.assert_allclose(local, films.vectors, atol=1e-6)
     frame = pd.read_parquet(folder / "test").head(3)
     vectors = raytrec.query_vectors(run.path, frame[["user", "history", "age"]])

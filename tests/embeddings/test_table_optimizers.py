@@ -9,7 +9,8 @@ from small import SCHEMA, batches, build, config, train
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.embeddings.per_table import table_optimizers
-from raytrec.embeddings.planner.constraints import check_decay, resolve_constraints
+from raytrec.embeddings.planner.constraints import resolve_constraints
+from raytrec.embeddings.planner.validation import check_decay
 
 PLANS = {
     "row-wise": {"sharding_type": "row_wise"},

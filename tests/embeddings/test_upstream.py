@@ -310,7 +310,7 @@ def by_hand(rank, world):
 
 
 def test_hand_written_plans_fail_early_and_clearly():
-    from raytrec.embeddings.planner.constraints import validate_constraints
+    from raytrec.embeddings.planner.validation import validate_constraints
 
     settings = config(2, {"sharding_type": "table_wise", "ranks": [7]}, "sgd")
     with pytest.raises(ConfigError, match="no plan for table a: on rank 7") as error:

@@ -49,7 +49,12 @@ def states(model, past_TD, heads, times=None, positions="recency"):
 
 
 @pytest.mark.parametrize(
-    "keys", [{"heads": 2}, {"width": 12, "positions": "order", "normalize": False, "temperature": 1.0}]
+    "keys",
+    [
+        {"heads": 2},
+        {"width": 12, "positions": "order", "normalize": False, "temperature": 1.0},
+        {"time": "at"},
+    ],
 )
 def test_equations(keys):
     timed = "time" in keys
@@ -92,7 +97,9 @@ def test_batches_without_histories_have_no_nan():
     assert not given.any() and all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("keys,says", [({"width": 6, "heads": 4}, "model.width is 6")])
+@pytest.mark.parametrize(
+    "keys,says", [({"time": "at"}, "there are none"), ({"width": 6, "heads": 4}, "model.width is 6")]
+)
 def test_refused(keys, says):
     with pytest.raises(ConfigError, match=says):
         make("hstu", **keys)

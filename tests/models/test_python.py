@@ -93,7 +93,7 @@ def test_a_class_may_ask_for_the_tasks():
 def test_a_class_that_retrieves():
     towers = {"query": ["us*"], "item": ["history"]}
     made = section("models_of_mine:Retrieves", options={"width": 3}, towers=towers)
-    assert made.retrieves and made.sides(SCHEMA) == {"query": {"user"}, "item": {"history"}}
+    assert made.retrieves and made.tower_members(SCHEMA) == {"query": {"user"}, "item": {"history"}}
     assert hasattr(build_model(SCHEMA, made), "query")
     assert not section("models_of_mine:Good").retrieves
     with pytest.raises(ConfigError, match="no method query and no method item"):

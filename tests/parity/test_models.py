@@ -30,9 +30,10 @@ def with_sequences(*features):
     return Schema.parse(values, "case")
 
 
-def with_drawn_items():
+def with_drawn_items(*sides):
     """SCHEMA, whose user is the item here, friends a history of items, and drawn ids to hold it against."""
     values = with_sequences("friends").model_dump()
+    values["sparse"]["friends"]["sides"] = sides
     values["sparse"]["drawn"] = {"table": "user", "pooling": "sequence"}
     return Schema.parse(values, "case")
 
@@ -55,7 +56,7 @@ CASES = {
     "mf": (with_drawn_items(), PAIR | {"loss": "bce"}, [*OWN, NEAR]),
     "ncf": (with_drawn_items(), PAIR | {"mlp": [6, 4]}, OWN),
     "sasrec": (with_drawn_items(), NEXT | {"heads": 2, "loss": "bpr"}, OWN),
-    "hstu": (with_drawn_items(), NEXT | {"temperature": 0.5}, OWN),
+    "hstu": (with_drawn_items("price", "at"), NEXT | {"temperature": 0.5, "time": "at"}, OWN),
     "sequence": (with_sequences("friends"), {"max_length": 3, "target": "user", "top_mlp": [6]}, TWO),
     "din": (with_sequences("friends"), {"max_length": 3, "attention_mlp": [5], "top_mlp": [6]}, TWO),
     "dien": (

@@ -77,8 +77,8 @@ class Step:
     def __init__(self, device):
         self._device = device
 
-    def evaluate(self, batches, side=None, vectors_alone=False):
-        assert side == ("item" if vectors_alone else "query")
+    def evaluate(self, batches, tower=None, vectors_alone=False):
+        assert tower == ("item" if vectors_alone else "query")
         for batch in list(batches):  # the pipeline is ahead of what it gives
             nothing = torch.zeros((), device=self._device)
             yield Outputs({}, batch.weights.to(self._device), nothing, vectors=batch.vectors.to(self._device))

@@ -204,7 +204,7 @@ def optimizer(name: str, params, lr: float, eps: float = 1e-8, weight_decay: flo
     if name == "sgd":
         return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
     if name == "touched_rows_adam":
-        return TouchedRowsAdam(params, lr, eps)  # weight decay of these is refused (planner.constraints)
+        return TouchedRowsAdam(params, lr, eps)  # weight decay of these is refused (planner.validation)
     if name == "rowwise_adagrad":
         return RowWiseAdagrad(params, lr, eps, weight_decay)
     classes = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}

@@ -39,22 +39,22 @@ class PythonSection(ModelSection):
     towers: Towers | None = Field(
         None,
         description="For retrieval, of a class with methods query and item: which features and dense columns "
-        "(or patterns) the vectors of each side are made from.",
+        "(or patterns) the vectors of each tower are made from.",
     )
 
     @property
     def retrieves(self) -> bool:  # type: ignore[override]
-        """Whether the configuration says which features belong to which side."""
+        """Whether the configuration says which features belong to which tower."""
         return self.towers is not None
 
-    def sides(self, schema: Schema) -> dict[str, set[str]]:
-        """What `towers` says; a feature may be on both sides."""
+    def tower_members(self, schema: Schema) -> dict[str, set[str]]:
+        """What `towers` says; a feature may be in both towers."""
         assert self.towers is not None
         return self.towers.members([*schema.dense, *schema.sparse])
 
     def check(self, schema: Schema) -> None:
         if self.retrieves:
-            self.sides(schema)
+            self.tower_members(schema)
 
     @property
     def own_loss(self) -> bool:

@@ -27,7 +27,7 @@ class ModelSection(Section):
         gives_vectors: whether it can give vectors of query and item, too; None: nobody knows before it is
             made.
         retrieves: whether it has methods `query` and `item`, whose vectors' dot product orders the items for
-            a query as its scores do; each looks at the features of its own side alone (`sides`).
+            a query as its scores do; each looks at the features of its own tower alone (`tower_members`).
         own_loss_of_last: whether the loss of its own, if it gives one, is of the score that is its last
             output.
     """
@@ -53,7 +53,7 @@ class ModelSection(Section):
             return {feature: length[feature] for feature in found if feature in length}
         return dict.fromkeys(found, length) if length else {}
 
-    def sides(self, schema: Schema) -> dict[str, set[str]]:
+    def tower_members(self, schema: Schema) -> dict[str, set[str]]:
         """query and item → the sparse features and dense columns that its vector is made from; only of one
         that `retrieves`."""
         raise NotImplementedError(self.name)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.config.base import PositiveFloat
 from raytrec.config.models.base import Size, model
 from raytrec.config.models.next_item import NextItemSection
@@ -20,6 +21,11 @@ class HstuSection(NextItemSection):
     width: Size | None = Field(
         None, description="Width of u, v, queries and keys over all heads; default: the table's dim."
     )
+    time: str | None = Field(
+        None,
+        description="A column of times beside the history's ids (schema: sparse.HISTORY.sides): attention "
+        "knows how long lies between two items; default: only how many items do.",
+    )
     normalize: bool = Field(
         True, description="Vectors of length 1: scores are cosines instead of dot products."
     )
@@ -32,3 +38,23 @@ class HstuSection(NextItemSection):
             self.check_heads(schema.tables[table].dim, f"the dim of table {table}")
         else:
             self.check_heads(self.width, "model.width")
+        if self.time is not None:
+            self.time_place(schema)
+
+    def time_place(self, schema: Schema) -> int:
+        """Which of the history's sides the times are.
+
+        Raises:
+            ConfigError: none.
+        """
+        sides = schema.sparse[self.history].sides
+        if self.time not in sides:
+            near = did_you_mean(self.time or "", sides)
+            raise ConfigError(
+                f"'{self.time}' is no column beside {self.history}"
+                + (f"; did you mean '{near}'?" if near else ""),
+                where="model.time",
+                expected=f"one of sparse.{self.history}.sides: {', '.join(sides) or 'there are none'}",
+                do=f"set sides: [{self.time}] on {self.history} in schema.yaml",
+            )
+        return sides.index(self.time)

@@ -38,5 +38,5 @@ class MfSection(SampledSection):
             )
         self.check_negatives(schema, self.item)
 
-    def sides(self, schema: Schema) -> dict[str, set[str]]:
+    def tower_members(self, schema: Schema) -> dict[str, set[str]]:
         return {"query": {self.user}, "item": {self.item}}

@@ -36,7 +36,7 @@ class NextItemSection(SampledSection):
         """The history, too, is read id by id."""
         return {self.history: self.max_length} | super().sequence_lengths(schema)
 
-    def sides(self, schema: Schema) -> dict[str, set[str]]:
+    def tower_members(self, schema: Schema) -> dict[str, set[str]]:
         return {"query": {self.history}, "item": {self.item}}
 
     def check(self, schema: Schema) -> None:

@@ -68,7 +68,7 @@ class TwoTowerSection(SampledSection):
             )
         self.check_negatives(schema, *of_item)
 
-    def sides(self, schema: Schema) -> dict[str, set[str]]:
+    def tower_members(self, schema: Schema) -> dict[str, set[str]]:
         return self.members(schema)
 
     def members(self, schema: Schema) -> dict[str, set[str]]:

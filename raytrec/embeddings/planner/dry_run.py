@@ -17,10 +17,10 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.embeddings.optim import fuse
 from raytrec.embeddings.per_table import table_optimizers
-from raytrec.embeddings.planner.constraints import host_room, validate_constraints
 from raytrec.embeddings.planner.footprint import GIB, footprint
 from raytrec.embeddings.planner.hosts import capacity
 from raytrec.embeddings.planner.plan import describe, plan_for, sharders
+from raytrec.embeddings.planner.validation import host_room, validate_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 
 

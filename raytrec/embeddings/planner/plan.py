@@ -24,16 +24,11 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import Sharding
 from raytrec.embeddings.per_table import has_fused, table_optimizers
-from raytrec.embeddings.planner.constraints import (
-    BY_ID_TYPES,
-    TableConstraint,
-    column_parts,
-    host_room,
-    validate_constraints,
-)
+from raytrec.embeddings.planner.constraints import BY_ID_TYPES, TableConstraint, column_parts
 from raytrec.embeddings.planner.footprint import GIB, ROW_STATE_BYTES, STATE_BYTES, UVM_KERNELS
 from raytrec.embeddings.planner.hosts import capacity, settle_hosts
 from raytrec.embeddings.planner.search import estimate_once_per_size, narrow, proposers
+from raytrec.embeddings.planner.validation import host_room, validate_constraints
 
 
 class BagSharder(EmbeddingBagCollectionSharder):

@@ -5,14 +5,9 @@ import pytest
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.embeddings.planner.constraints import (
-    HOST_RESERVE,
-    column_parts,
-    host_room,
-    resolve_constraints,
-    validate_constraints,
-)
+from raytrec.embeddings.planner.constraints import column_parts, resolve_constraints
 from raytrec.embeddings.planner.footprint import CACHED, GIB, footprint
+from raytrec.embeddings.planner.validation import HOST_RESERVE, host_room, validate_constraints
 
 ROWS = {"user": 100, "user_tag": 50, "item": 1000, "shop": 7}
 

@@ -1,4 +1,4 @@
-"""Models that retrieve: a side's vectors need its features alone, on ranks as in one process without Ray."""
+"""Models that retrieve: a tower's vectors need its features alone, on ranks as in one process without Ray."""
 
 from dataclasses import replace
 
@@ -29,8 +29,8 @@ def of_one_query(batch, schema, members):
 
 
 def found(rank, world, model, root):
-    """side → its vectors beside logits, and of rows without the other side's features; logits; and side → the
-    vectors of all rows that one process computes with the checkpoint."""
+    """tower → its vectors beside logits, and of rows without the other tower's features; logits; and tower →
+    the vectors of all rows that one process computes with the checkpoint."""
     from raytrec.checkpoint.files import folder_of
     from raytrec.checkpoint.index import read_index
     from raytrec.checkpoint.save import Saver
@@ -44,43 +44,43 @@ def found(rank, world, model, root):
     values = case.config().model_dump(by_alias=True) | {"tasks": [{"label": "y"}]}
     config, schema = load_config(values), case.schema()
     whole = of_one_query(
-        *random_batches(schema, ROWS, 1, seed=1), schema, config.model.sides(schema)["query"]
+        *random_batches(schema, ROWS, 1, seed=1), schema, config.model.tower_members(schema)["query"]
     )
     step, _ = build_step(config, schema, torch.device("cpu"))
 
-    def vectors(batch, side, alone):
+    def vectors(batch, tower, alone):
         local = local_batch(
             batch, schema, cuts(ROWS, world, "equal"), rank, resolve_features(schema, config.model)
         )
-        (outputs,) = step.evaluate(iter([local]), side, alone)
+        (outputs,) = step.evaluate(iter([local]), tower, alone)
         return outputs.vectors, None if alone else outputs["y"].logits
 
     pairs = {}
-    for side, members in config.model.sides(schema).items():
+    for tower, members in config.model.tower_members(schema).items():
         dense = whole.dense.clone()
         dense[:, [i for i, name in enumerate(schema.dense) if name not in members]] = 0
         bags = {f: bag if f in members else tuple(part[:0] for part in bag) for f, bag in whole.bags.items()}
-        beside, logits = vectors(whole, side, False)
-        pairs[side] = beside, vectors(replace(whole, dense=dense, bags=bags), side, True)[0]
+        beside, logits = vectors(whole, tower, False)
+        pairs[tower] = beside, vectors(replace(whole, dense=dense, bags=bags), tower, True)[0]
     saver, state = Saver(root, config.checkpoint), LogicalState(step.model, step.optimizer)
     saver.save(1, state.tensors(), {})
     assert saver.taken().error is None
     folder = folder_of(root, 1)
     together = local_batch(whole, schema, [0, ROWS], 0, resolve_features(schema, config.model))
-    here = {side: vectors_of(config, schema, folder, read_index(folder), together, side) for side in pairs}
+    here = {tower: vectors_of(config, schema, folder, read_index(folder), together, tower) for tower in pairs}
     return pairs, logits, here
 
 
 @pytest.mark.parametrize("model", [name for name in CASES if MODELS.parts[name].retrieves])
-def test_a_side_needs_its_own_features_alone(model, tmp_path):
+def test_a_tower_needs_its_own_features_alone(model, tmp_path):
     parts = on_ranks(2, found, model, str(tmp_path))
-    sides = {}
-    for side in ("query", "item"):
-        beside, alone = (torch.cat([pairs[side][i] for pairs, _, _ in parts]) for i in (0, 1))
+    vectors = {}
+    for tower in ("query", "item"):
+        beside, alone = (torch.cat([pairs[tower][i] for pairs, _, _ in parts]) for i in (0, 1))
         torch.testing.assert_close(alone, beside, rtol=0, atol=1e-6)
-        torch.testing.assert_close(torch.from_numpy(parts[0][2][side]), beside, rtol=0, atol=1e-6)
+        torch.testing.assert_close(torch.from_numpy(parts[0][2][tower]), beside, rtol=0, atol=1e-6)
         assert beside.dtype == torch.float32 and beside.std() > 0
-        sides[side] = beside.double()
+        vectors[tower] = beside.double()
     logits = torch.cat([logits for _, logits, _ in parts]).double()
-    scores = (sides["query"] * sides["item"]).sum(1)
+    scores = (vectors["query"] * vectors["item"]).sum(1)
     assert torch.corrcoef(torch.stack([scores, logits]))[0, 1] > 1 - 1e-5, "logits are a line of the scores"

@@ -72,9 +72,9 @@ def batch_of(columns, schema, folder):
 
 
 def test_what_is_not_read_is_empty(tmp_path):
-    for side in ({"item", "tags", "year"}, {"user", "history", "age", "price"}, {"history"}):
-        read = {n: v for n, v in WHOLE.items() if n in side or (n == "liked" and "history" in side)}
-        batch = batch_of(read, SCHEMA.part(side), tmp_path)
+    for tower in ({"item", "tags", "year"}, {"user", "history", "age", "price"}, {"history"}):
+        read = {n: v for n, v in WHOLE.items() if n in tower or (n == "liked" and "history" in tower)}
+        batch = batch_of(read, SCHEMA.part(tower), tmp_path)
         emptied = {n: v if n in read else [NOTHING[n]] * 3 for n, v in WHOLE.items()}
         same = batch_of(emptied, SCHEMA, tmp_path)
         assert torch.equal(batch.dense, same.dense) and batch.dense.shape == (4, 3)
@@ -82,5 +82,5 @@ def test_what_is_not_read_is_empty(tmp_path):
         for part in ("values", "weights", "lengths"):
             assert torch.equal(getattr(batch.sparse, part)(), getattr(same.sparse, part)())
         assert batch.sparse.length_per_key() == same.sparse.length_per_key()
-        places = [list(SCHEMA.sparse).index(feature) for feature in SCHEMA.part(side).sparse]
+        places = [list(SCHEMA.sparse).index(feature) for feature in SCHEMA.part(tower).sparse]
         assert torch.equal(batch.changed, same.changed[:, places])

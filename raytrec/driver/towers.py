@@ -1,4 +1,4 @@
-"""Data of which only the query's or the item's side is read; items that rows are ranked among."""
+"""Data of which only the query's or the item's tower is read; items that rows are ranked among."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import ConfigError, DataError
-from raytrec.config.evaluation import RetrievalSection, Side
+from raytrec.config.evaluation import RetrievalSection, Tower
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import columns_before, needed_transforms
@@ -24,8 +24,8 @@ from raytrec.data.transform import apply_transforms
 ITEMS = "items"  # the name of their dataset among those of a run
 
 
-def side_of(config: RunConfig, schema: Schema, side: Side, where: str) -> Schema:
-    """The schema with the features of one side alone.
+def part_of_tower(config: RunConfig, schema: Schema, tower: Tower, where: str) -> Schema:
+    """The schema with the features of one tower alone.
 
     Args:
         where: what asks for it, for messages.
@@ -37,9 +37,9 @@ def side_of(config: RunConfig, schema: Schema, side: Side, where: str) -> Schema
         raise ConfigError(
             f"model.name={config.model.name} gives no vectors of query and item",
             where=where,
-            expected="a model with a query and an item side, such as two_tower (docs/retrieval.md)",
+            expected="a model with a query and an item tower, such as two_tower (docs/retrieval.md)",
         )
-    return schema.part(config.model.sides(schema)[side])
+    return schema.part(config.model.tower_members(schema)[tower])
 
 
 def open_inputs(
@@ -52,7 +52,7 @@ def open_inputs(
     """A dataset of which no labels are read; by its footers alone.
 
     Args:
-        schema: the run's, or a side of it.
+        schema: the run's, or a tower of it.
         key: what named the places, for messages.
         carry: columns that go along.
 
@@ -90,14 +90,14 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
         evaluated: datasets of the run, whose rows name items.
 
     Raises:
-        ConfigError, DataError: as in `side_of`, `open_inputs` and `check_items`; or the rows name items in
-            another type.
+        ConfigError, DataError: as in `part_of_tower`, `open_inputs` and `check_items`; or the rows name
+            items in another type.
     """
     section = config.eval.retrieval
     if section is None:
         return {}
     key = "eval.retrieval.items"
-    part = side_of(config, schema, "item", "eval.retrieval")
+    part = part_of_tower(config, schema, "item", "eval.retrieval")
     items = open_inputs(config, part, section.items, key, (section.item,))
     check_items(items, section.item)
     kind = items.form.types[section.item]
