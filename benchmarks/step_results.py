@@ -38,7 +38,8 @@ def summarize(title: str, found: dict[str, dict[str, list[Any]]]) -> dict[str, A
 
     Returns:
         Each figure as side → case → the best of the rounds: whatever else a machine does only slows a side.
-        `ratios` of rows/s as the lowest over all cases, `cpu_ratio` as the highest, all of them in `by_case`.
+        `rounds`: case → side → rows/s of each. `ratios` of rows/s as the lowest over all cases, `cpu_ratio`
+        as the highest, all of them in `by_case`.
     """
     sides = list(next(iter(found.values())))
     results: dict[str, Any] = {"title": title}
@@ -48,6 +49,10 @@ def summarize(title: str, found: dict[str, dict[str, list[Any]]]) -> dict[str, A
             side: {case: round(best(getattr(m, figure) for m in of[side]), 3) for case, of in found.items()}
             for side in sides
         }
+    results["rounds"] = {
+        case: {side: [round(m.samples_per_s) for m in of[side]] for side in sides}
+        for case, of in found.items()
+    }
     results["cpu_us_by_role"] = {
         case: {side: min(of[side], key=lambda m: m.cpu_us_per_row).cpu_us_by_role for side in sides}
         for case, of in found.items()
