@@ -28,9 +28,9 @@ class Replicas(Check):
 
     def look(self, position: Position, probed: bool) -> dict[str, int]:
         """Name → hash."""
-        names, tensors = zip(*sorted(self._copies(), key=lambda pair: pair[0]), strict=True)
-        hashes = read([fingerprint(tensor) for tensor in tensors])
-        return {name: int(value) for name, (value,) in zip(names, hashes, strict=True)}
+        copies = dict(sorted(self._copies(), key=lambda pair: pair[0]))  # none where nothing is dense
+        hashes = read([fingerprint(tensor) for tensor in copies.values()])
+        return {name: int(value) for name, (value,) in zip(copies, hashes, strict=True)}
 
     def judge(self, looks: list[dict[str, int]], step: int) -> Outcome:
         problems = []

@@ -31,3 +31,18 @@ def test_several_tasks_pass():
 
 def test_a_fault_is_found_with_several_tasks():
     assert failed(on_ranks(2, watched, without_all_reduce), "replicas")
+
+
+def of_tables_alone(rank, world):
+    """A model without a dense parameter, which no rank has a copy of anything of."""
+    from raytrec.config.models.mf import MfSection
+
+    section = MfSection(name="mf", user="user", item="tags")
+    tasks = [{"label": "y", "loss": "in_batch_softmax"}]
+    return loop(rank, world, PLANS["row-wise"], schema=LABELS, model=section, tasks=tasks)
+
+
+def test_a_model_without_dense_layers_passes():
+    for records in on_ranks(2, of_tables_alone):
+        assert {record["check"] for record in records} >= {"parity", "replicas", "finite"}
+        assert not [record for record in records if not record["passed"]]
