@@ -115,7 +115,7 @@ def beats(world: int, tables: int, folder: Path) -> dict:
     with ray_session(num_cpus=1):
         actor = start_coordinator(60, 600)
         began = time.monotonic()
-        ray.get([actor.enter.remote("a", rank, world, rank, "127.0.0.1") for rank in range(world)])
+        ray.get([actor.enter.remote("a", rank, world, rank, "127.0.0.1", "") for rank in range(world)])
         entered = time.monotonic() - began
         process = _process_of(actor)
         before, began = sum(process.cpu_times()[:2]), time.monotonic()

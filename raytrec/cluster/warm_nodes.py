@@ -41,7 +41,8 @@ class WarmNodes:
     Args:
         modules, on_ray: what it imports; see Warm.
         environment: of the workers' runtime environment.
-        nodes: asks for the addresses of the nodes that workers are on: a reference of Ray's.
+        nodes: asks for the names of the nodes that workers are on: a reference of Ray's. (The driver itself
+            asks the GCS nothing, which would not answer for a minute when it has ended.)
         began: whether workers train, so that nobody waits for what is imported meanwhile.
     """
 
@@ -75,13 +76,10 @@ class WarmNodes:
         except ray.exceptions.RayError:  # of what has ended, others will say so
             return
 
-    def _keep(self, addresses: set[str]) -> None:
-        import ray
-
-        there = {n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeManagerAddress"] in addresses}
-        for node in there - set(self._actors):
+    def _keep(self, nodes: set[str]) -> None:
+        for node in nodes - set(self._actors):
             self._actors[node] = self._start(node)
-        for node in set(self._actors) - there:  # an autoscaler takes nodes away that have no actors
+        for node in set(self._actors) - nodes:  # an autoscaler takes nodes away that have no actors
             del self._actors[node]
 
     def _start(self, node: str) -> Any:

@@ -48,6 +48,7 @@ class Member:
     """What is known of a rank: its process, and when it has made how much progress.
 
     Attributes:
+        node: its node's address; node_id: Ray's name of it.
         phase: one of PHASES.
         where: the place in the code, while no progress is made.
         waiting: whether that place is a wait for other ranks.
@@ -57,6 +58,7 @@ class Member:
     rank: int
     pid: int
     node: str
+    node_id: str
     ticks: int = -1
     step: int = 0
     phase: str = "start"
@@ -122,12 +124,12 @@ class Coordinator:
         self.put({"kind": "event", "event": event, "unix_s": time(), **details})
 
     async def nodes(self) -> list[str]:
-        """The addresses of the nodes that the ranks of the last attempt are on."""
-        return sorted({member.node for member in self._members.values()})
+        """Ray's names of the nodes that the ranks of the last attempt are on."""
+        return sorted({member.node_id for member in self._members.values()})
 
     # Ranks.
 
-    async def enter(self, attempt: str, rank: int, world: int, pid: int, node: str) -> int:
+    async def enter(self, attempt: str, rank: int, world: int, pid: int, node: str, node_id: str) -> int:
         """A rank begins; the number of attempts before this one."""
         if attempt != self._attempt:
             self._attempt, self._attempts, self._members = attempt, self._attempts + 1, {}
@@ -135,7 +137,7 @@ class Coordinator:
             if self._command != Command.STOP:
                 self._command = Command.GO
             self._event("started", attempt=self._attempts, workers=world)
-        self._members[rank], self._beat_s = Member(rank, pid, node), beat_s(world)
+        self._members[rank], self._beat_s = Member(rank, pid, node, node_id), beat_s(world)
         if self._look is None:
             self._look = asyncio.get_running_loop().create_task(self._keep_looking())
         return self._attempts - 1
@@ -269,11 +271,10 @@ class Coordinator:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
-        nodes = {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
         now = monotonic()
         for member in self._members.values():
-            if now - member.beat_at > self._silent_s and member.node in nodes:
-                place = On(nodes[member.node], soft=False)
+            if now - member.beat_at > self._silent_s:
+                place = On(member.node_id, soft=False)
                 ray.remote(_kill).options(num_cpus=0, scheduling_strategy=place).remote(member.pid)
 
 

@@ -86,10 +86,9 @@ class WorkerContext:
         torch.set_num_threads(_threads(device, task))
         index, world, group = context.get_world_rank(), context.get_world_size(), [uuid.uuid4().hex]
         dist.broadcast_object_list(group)
-        node = ray.util.get_node_ip_address()
-        attempt = ray.get(
-            task.coordinator.enter.remote(group[0], index, world, os.getpid(), node), timeout=60
-        )
+        node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        entering = task.coordinator.enter.remote(group[0], index, world, os.getpid(), *node)
+        attempt = ray.get(entering, timeout=60)
         lease_s = task.config.scaling.hang_timeout_s
         heartbeat = Heartbeat(task.coordinator, group[0], index, lease_s, beat_s(world))
         return cls(index, world, device, task, heartbeat, attempt)

@@ -173,8 +173,9 @@ from raytrec.cluster.session import ray_session
 from raytrec.driver.coordinator import start_coordinator
 from raytrec.worker.heartbeat import Heartbeat
 with ray_session(num_cpus=1):
+    here = ray.get_runtime_context().get_node_id()
     coordinator = start_coordinator(5, 60)
-    ray.get(coordinator.enter.remote("a", 0, 1, os.getpid(), "127.0.0.1"))
+    ray.get(coordinator.enter.remote("a", 0, 1, os.getpid(), "127.0.0.1", here))
     pid = ray.get(coordinator.__ray_call__.remote(lambda self: os.getpid()))
     heartbeat = Heartbeat(coordinator, "a", 0, lease_s=5)
     time.sleep(15)
@@ -242,11 +243,11 @@ def test_who_was_given_up_commits_nothing(tmp_path):
 
     async def given_up():
         coordinator._keep_looking = lambda: asyncio.sleep(0)
-        await coordinator.enter("old", 0, 1, 1, "10.0.0.1")
+        await coordinator.enter("old", 0, 1, 1, "10.0.0.1", "")
         before = await coordinator.current("old")
         await coordinator.failed(0, "rank 0 lost its node", True, True)
         between = await coordinator.current("old")
-        await coordinator.enter("new", 0, 1, 2, "10.0.0.2")
+        await coordinator.enter("new", 0, 1, 2, "10.0.0.2", "")
         return before, between, await coordinator.current("old"), await coordinator.current("new")
 
     assert asyncio.run(given_up()) == (True, False, False, True)

@@ -14,7 +14,7 @@ def named(*states):
     async def meet():
         coordinator._keep_looking = lambda: asyncio.sleep(0)
         for rank in range(len(states)):
-            await coordinator.enter("a", rank, len(states), 100 + rank, "10.0.0.1")
+            await coordinator.enter("a", rank, len(states), 100 + rank, "10.0.0.1", "")
         for rank, (step, waiting, unfinished) in enumerate(states):
             await coordinator.beat("a", rank, 9, step, "step", WAITS, waiting, unfinished)
         for member in coordinator._members.values():

@@ -177,7 +177,7 @@ def ranks(*states):
     async def meet():
         coordinator._keep_looking = lambda: asyncio.sleep(0)
         for rank in range(len(states)):
-            await coordinator.enter("a", rank, len(states), 100 + rank, "10.0.0.1")
+            await coordinator.enter("a", rank, len(states), 100 + rank, "10.0.0.1", "")
         for rank, state in enumerate(states):
             await coordinator.beat("a", rank, *(state or (9, 57, "step", "", False)))
         assert await coordinator.beat("before", 0, 1, 1, "step", "", False) == Command.ABORT

@@ -18,7 +18,7 @@ def hang(world, beat_age_s, dead=None):
     async def meet():
         coordinator._keep_looking = lambda: asyncio.sleep(0)
         for rank in range(world):
-            await coordinator.enter("a", rank, world, 100 + rank, "10.0.0.1")
+            await coordinator.enter("a", rank, world, 100 + rank, "10.0.0.1", "")
             await coordinator.beat("a", rank, 9, 57, "step", "", False)
         for member in coordinator._members.values():
             member.progress_at -= 60
