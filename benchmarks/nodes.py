@@ -71,9 +71,9 @@ class Nodes:
         assert accepted, why
 
     def of(self, pid: int) -> Any:
-        """The node that a worker is on."""
-        above = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        return next(node for node in self.all if self._raylet(node) == above)
+        """The node that a worker is on, which its raylet has started, or a process below it has forked."""
+        above = {process.pid for process in psutil.Process(pid).parents()}
+        return next(node for node in self.all if self._raylet(node) in above)
 
     def coordinator(self) -> int:
         """The process of the coordinator, which is on the driver's node, the head."""
