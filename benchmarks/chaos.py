@@ -113,6 +113,8 @@ def main(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the runs where they are.")] = False,
 ) -> None:
     """Prints the tables; with all faults, writes benchmarks/results/chaos.json."""
+    if unknown := set(only or []) - set(FAULTS):
+        raise typer.BadParameter(f"--only {min(unknown)}: faults are {', '.join(FAULTS)}")
     began, rng = time.monotonic(), random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     until, data = began + 60 * minutes, folder / "data"
