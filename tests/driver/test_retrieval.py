@@ -1,6 +1,10 @@
 """Retrieval from a trained run: full rankings, an index of items, vectors of a user's rows."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pandas as pd
@@ -251,3 +255,24 @@ def test_an_evaluation_with_other_workers_gives_the_same(run):
     again = driver.evaluate(run.path, workers=3).metrics
     own = {name: value for name, value in run.metrics.items() if name.startswith("eval.retrieval.")}
     assert {name: again[name] for name in own} == pytest.approx(own, abs=1e-6)
+
+
+@pytest.mark.survive
+def test_a_killed_index_goes_on(run, folder, made, tmp_path):
+    """SIGKILL of the command when vectors of items are there; then the same command again."""
+    words = [run.path, "--items", folder / "items", "--out", tmp_path / "out", "--faiss", "HNSW8"]
+    command = [sys.executable, "-m", "raytrec", "index", *map(str, words)]
+    process, deadline = subprocess.Popen(command, stderr=subprocess.DEVNULL), time.monotonic() + 200
+    while not list((tmp_path / "out").rglob("*.parquet")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    with pytest.raises(RunError):
+        raytrec.load_index(tmp_path / "out")
+    last = subprocess.run(command, capture_output=True, text=True)
+    assert last.returncode == 0, last.stderr
+    again, whole = raytrec.load_index(tmp_path / "out"), raytrec.load_index(made.path)
+    assert np.array_equal(again.vectors, whole.vectors)
+    query = whole.vectors[:3]
+    assert again.search(query, k=5).equals(whole.search(query, k=5))
