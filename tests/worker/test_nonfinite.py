@@ -23,10 +23,15 @@ def folder(tmp_path_factory):
     return parquet.dataset(tmp_path_factory.mktemp("nan") / "d")
 
 
-def diverging(folder, run, **train):
-    """Learning rates with which the dense layers overflow within a few steps."""
-    values = parquet.settings(folder, run, checkpoint__every_steps=1)
-    values["optim"] = {"dense": {"name": "sgd", "lr": 1e30}}
+def diverging(folder, place, **train):
+    """Prices and a learning rate with which the dense layers overflow in the second step."""
+    data = shutil.copytree(folder, place / "diverging")
+    for part in (data / "train").glob("*.parquet"):
+        table = pq.read_table(part)
+        prices = pa.array(table["price"].to_numpy() * 1e10)
+        pq.write_table(table.set_column(table.column_names.index("price"), "price", prices), part)
+    values = parquet.settings(data, place / "run", checkpoint__every_steps=1)
+    values["optim"] = {"dense": {"name": "sgd", "lr": 1e9}}
     values["train"] = train
     return values
 
@@ -106,7 +111,7 @@ def test_an_infinite_state_can_be_trained_on_but_not_kept(folder, tmp_path, capf
 @pytest.mark.survive
 @pytest.mark.usefixtures("ray_cluster")
 def test_leaves_the_steps_out_and_counts_them(folder, tmp_path):
-    metrics = driver.train(diverging(folder, tmp_path / "run", on_nan="skip")).metrics
+    metrics = driver.train(diverging(folder, tmp_path, on_nan="skip")).metrics
     assert 10 < metrics["train.nan_steps"] < metrics["train.steps"] == 16
     left_out = metrics["train.nan_steps"]  # the last ones: they do not come back
     assert metrics["train.rows"] == 2000 - (2000 % 128) - 128 * (left_out - 1)
