@@ -18,14 +18,17 @@ def of_one_query(batch, schema, members):
     row = sum(
         torch.bincount(batch.bags[f][1], minlength=ROWS) for f in schema.sparse if f in members
     ).argmax()
-    dense, bags = batch.dense.clone(), dict(batch.bags)
+    dense, bags, sides = batch.dense.clone(), dict(batch.bags), dict(batch.sides)
     columns = [i for i, name in enumerate(schema.dense) if name in members]
     dense[:, columns] = dense[row, columns]
     for feature in members & set(bags):
-        ids, of, weights = (part[bags[feature][1] == row] for part in bags[feature])
+        mine = bags[feature][1] == row
+        ids, of, weights = (part[mine] for part in bags[feature])
         numbers = torch.arange(ROWS).repeat_interleave(len(of))
         bags[feature] = ids.repeat(ROWS), numbers, weights.repeat(ROWS)
-    return replace(batch, dense=dense, bags=bags)
+        if feature in sides:
+            sides[feature] = sides[feature][mine].repeat(ROWS, 1)
+    return replace(batch, dense=dense, bags=bags, sides=sides)
 
 
 def found(rank, world, model, root):
@@ -60,8 +63,10 @@ def found(rank, world, model, root):
         dense = whole.dense.clone()
         dense[:, [i for i, name in enumerate(schema.dense) if name not in members]] = 0
         bags = {f: bag if f in members else tuple(part[:0] for part in bag) for f, bag in whole.bags.items()}
+        sides = {f: values if f in members else values[:0] for f, values in whole.sides.items()}
+        alone = replace(whole, dense=dense, bags=bags, sides=sides)
         beside, logits = vectors(whole, tower, False)
-        pairs[tower] = beside, vectors(replace(whole, dense=dense, bags=bags), tower, True)[0]
+        pairs[tower] = beside, vectors(alone, tower, True)[0]
     saver, state = Saver(root, config.checkpoint), LogicalState(step.model, step.optimizer)
     saver.save(1, state.tensors(), {})
     assert saver.taken().error is None
