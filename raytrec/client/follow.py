@@ -8,6 +8,8 @@ from raytrec.client.jobs import ENDED, Jobs
 from raytrec.common.errors import RunError
 from raytrec.driver.progress_log import for_people
 
+LAST_LINES = 4  # of a job that was stopped: the signal, the save, where it has stopped, how to resume
+
 
 def follow(jobs: Jobs, job: str) -> int:
     """Shows a job's log, from its beginning. Ctrl-C detaches; the job continues.
@@ -42,6 +44,6 @@ def stop(jobs: Jobs, job: str) -> None:
         raise RunError(f"the job has ended: {status}", where=job)
     jobs.stop(job)
     jobs.exit_code(job)
-    last = "".join(for_people(jobs.logs(job))).splitlines()[-3:]
+    last = "".join(for_people(jobs.logs(job))).splitlines()[-LAST_LINES:]
     print("\n".join(last))
     print(f"job {job} {jobs.status(job).lower()}", file=sys.stderr)
