@@ -8,7 +8,7 @@ from pydantic import Field
 
 from raytrec.config.base import Few, PositiveInt, Section
 
-Tower = Literal["query", "item"]  # of a model that retrieves
+TowerName = Literal["query", "item"]  # of a model that retrieves
 Column = Annotated[str, Field(min_length=1)]
 
 

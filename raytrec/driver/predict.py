@@ -16,7 +16,7 @@ import pyarrow as pa
 from raytrec.checkpoint.files import find, find_best, find_step
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.common.storage import absolute
-from raytrec.config.evaluation import Tower
+from raytrec.config.evaluation import TowerName
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.carried import in_folders, type_of_folders
@@ -65,7 +65,7 @@ def predict(
     out: str,
     *,
     columns: Sequence[str] | None = None,
-    vectors: Tower | None = None,
+    vectors: TowerName | None = None,
     workers: int | None = None,
     checkpoint: str | int | None = None,
     overrides: list[str] | None = None,
@@ -169,7 +169,7 @@ def score_names(tasks: Sequence[Task]) -> list[str]:
 
 
 def _open(
-    data: str, config: RunConfig, schema: Schema, tower: Tower | None
+    data: str, config: RunConfig, schema: Schema, tower: TowerName | None
 ) -> tuple[Dataset, dict[str, int]]:
     """(the dataset, each file that can be read → its rows); labels are not looked at."""
     part = part_of_tower(config, schema, tower, "--vectors") if tower else schema

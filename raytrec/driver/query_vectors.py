@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from raytrec.common.errors import DataError
 from raytrec.common.storage import absolute
-from raytrec.config.evaluation import Tower
+from raytrec.config.evaluation import TowerName
 from raytrec.data.order import Item, Part
 from raytrec.driver.predict import resolve_checkpoint
 from raytrec.driver.towers import open_inputs, part_of_tower
@@ -23,7 +23,7 @@ def query_vectors(
     run: str | Path,
     rows: Any,
     *,
-    tower: Tower = "query",
+    tower: TowerName = "query",
     checkpoint: str | int | None = None,
     allow_code: bool = False,
 ) -> np.ndarray:

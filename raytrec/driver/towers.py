@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import ConfigError, DataError
-from raytrec.config.evaluation import RetrievalSection, Tower
+from raytrec.config.evaluation import RetrievalSection, TowerName
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import columns_before, needed_transforms
@@ -24,7 +24,7 @@ from raytrec.data.transform import apply_transforms
 ITEMS = "items"  # the name of their dataset among those of a run
 
 
-def part_of_tower(config: RunConfig, schema: Schema, tower: Tower, where: str) -> Schema:
+def part_of_tower(config: RunConfig, schema: Schema, tower: TowerName, where: str) -> Schema:
     """The schema with the features of one tower alone.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.config.evaluation import Tower
+from raytrec.config.evaluation import TowerName
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -65,7 +65,7 @@ class ModelCall:
         embeddings: dict[str, torch.Tensor],
         sparse: KeyedJaggedTensor,
         rows: slice = slice(None),
-        tower: Tower | None = None,
+        tower: TowerName | None = None,
         sides: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The logits of some rows; or one tower's vectors, float32 [rows, width].

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.rows import StoredTable
-from raytrec.config.evaluation import Tower
+from raytrec.config.evaluation import TowerName
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -42,7 +42,7 @@ def read_batch(config: RunConfig, schema: Schema, dataset: Dataset, items: list[
 
 
 def vectors_of(
-    config: RunConfig, schema: Schema, folder: str, index: dict[str, Any], batch: Batch, tower: Tower
+    config: RunConfig, schema: Schema, folder: str, index: dict[str, Any], batch: Batch, tower: TowerName
 ) -> np.ndarray:
     """One tower's vectors of a batch, float32 [rows, width], as a checkpoint's model gives them.
 

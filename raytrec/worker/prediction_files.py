@@ -29,7 +29,7 @@ from pyarrow import fs
 from raytrec.common.errors import DataError
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem, sync
-from raytrec.config.evaluation import Tower
+from raytrec.config.evaluation import TowerName
 from raytrec.data.fragments import read_footer
 from raytrec.data.prediction_columns import CarriedColumns
 from raytrec.data.spans import Span
@@ -64,7 +64,7 @@ class PredictionTask:
     batch_rows: int
     span_rows: int
     plan: str
-    tower: Tower | None = None
+    tower: TowerName | None = None
 
     def name_of(self, path: str) -> str:
         """The name of an input file's predictions, below `out`."""

@@ -15,7 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.compat.fbgemm import updates_uncounted
-from raytrec.config.evaluation import Tower
+from raytrec.config.evaluation import TowerName
 from raytrec.config.sections import Schedule
 from raytrec.data.batch import Batch
 from raytrec.embeddings.averages import average_of
@@ -79,7 +79,7 @@ class Head(nn.Module):
         self.model, self._call, self._objective = model, call, objective
         self._micro_batches, self._skip_bad = micro_batches, skip_bad
         self.verdict: Verdict | None = None
-        self.tower: Tower | None = None
+        self.tower: TowerName | None = None
         self.vectors_alone = False
 
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
@@ -229,7 +229,7 @@ class Step:
             torch.cuda.manual_seed(seed)
 
     def evaluate(
-        self, batches: Iterator[Batch], tower: Tower | None = None, vectors_alone: bool = False
+        self, batches: Iterator[Batch], tower: TowerName | None = None, vectors_alone: bool = False
     ) -> Iterator[Outputs]:
         """Forward only, over all batches; with train.ema, of the averages of the dense weights.
 
@@ -248,7 +248,7 @@ class Step:
                 yield outputs
 
     @contextmanager
-    def _giving(self, tower: Tower | None, vectors_alone: bool) -> Iterator[None]:
+    def _giving(self, tower: TowerName | None, vectors_alone: bool) -> Iterator[None]:
         head = next(module for module in self.model.modules() if isinstance(module, Head))
         head.tower, head.vectors_alone = tower, vectors_alone
         try:
