@@ -14,7 +14,7 @@ from raytrec.config.schema import Schema
 from raytrec.embeddings.hashing import GOLDEN, hash_bits
 from raytrec.embeddings.tables import tables
 
-BLOCK_ROWS = 65_536  # rows that share one random stream; a rank makes only the blocks that it holds
+BLOCK_VALUES = 2**19  # made at once: few enough for a processor's cache, enough to keep a GPU busy
 
 
 def initial_values(seed: int, table: str, ids: torch.Tensor, columns: range, rows: int) -> torch.Tensor:
@@ -42,36 +42,36 @@ def initial_values(seed: int, table: str, ids: torch.Tensor, columns: range, row
     return (halves >> 7).bitwise_or_(1).to(torch.float32).mul_(scale)
 
 
-def initial_blocks(schema: Schema, table: str, seed: int, rows: range) -> Iterator[tuple[int, torch.Tensor]]:
-    """Initial values of these rows, uniform in ±1/√(rows of the table): (first row, float32 [n, dim]) of each
-    block, one block in memory at a time.
-
-    They depend on (seed, table, row) alone, so that every plan and world size starts from the same tables.
-    """
+def initial_blocks(
+    schema: Schema,
+    table: str,
+    seed: int,
+    rows: range,
+    columns: range | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Initial values of these rows and columns (default: all columns), made on the device: (first row,
+    float32 [n, len(columns)]) of each block, one block in memory at a time."""
     spec = schema.tables[table]
-    bound = 1 / sqrt(spec.rows)
-    for block in range(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS)):
-        first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, spec.rows)
-        digest = hashlib.blake2b(f"{seed}/{table}/{block}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-        values = torch.empty(last - first, spec.dim).uniform_(-bound, bound, generator=generator)
-        low, high = max(rows.start, first), min(rows.stop, last)
-        yield low, values[low - first : high - first]
+    columns = range(spec.dim) if columns is None else columns
+    block = max(1, BLOCK_VALUES // max(1, len(columns)))
+    for first in range(rows.start, rows.stop, block):
+        ids = torch.arange(first, min(first + block, rows.stop), device=device)
+        yield first, initial_values(seed, table, ids, columns, spec.rows)
 
 
 def initial_rows(schema: Schema, table: str, seed: int, start: int, stop: int) -> torch.Tensor:
     """Initial values of rows [start, stop): float32 [stop - start, dim]."""
-    out = torch.empty(stop - start, schema.tables[table].dim)
-    for first, values in initial_blocks(schema, table, seed, range(start, stop)):
-        out[first - start : first - start + len(values)] = values
-    return out
+    spec = schema.tables[table]
+    return initial_values(seed, table, torch.arange(start, stop), range(spec.dim), spec.rows)
 
 
 def fill_tables(model: nn.Module, schema: Schema, seed: int) -> None:
-    """Writes the initial values into a sharded model's local shards, in place and block by block: a shard may
-    be larger than what host memory has left."""
+    """Writes the initial values into a sharded model's local shards, in place and block by block, on the
+    device of each: no host holds a part of a table for that."""
     for table in tables(model).values():
         for shard in table.weight.local:
-            for first, values in initial_blocks(schema, table.name, seed, shard.rows):
+            blocks = initial_blocks(schema, table.name, seed, shard.rows, shard.columns, shard.values.device)
+            for first, values in blocks:
                 at = first - shard.rows.start
-                shard.values[at : at + len(values)].copy_(values[:, shard.columns.start : shard.columns.stop])
+                shard.values[at : at + len(values)].copy_(values)

@@ -86,6 +86,7 @@ def test_values_are_uniform_and_neighbours_are_independent(of):
         "columns of one number": (values[:, 0::2], values[:, 1::2]),
         "columns of two": (values[:, 1:-1:2], values[:, 2::2]),
         "diagonal": (values[:-1, :-1], values[1:, 1:]),
+        "a number further": (values[:-1, 2:], values[1:, :-2]),
         "far rows": (values[: len(values) // 2], values[len(values) // 2 :]),
     }
     for name, (one, other) in neighbours.items():

@@ -10,6 +10,7 @@ def run(here: Here) -> None:
         step, state = _trained(here)
         _checks_pass(here, step, state)
         _hashes_agree(state)
+        _initial_values_agree(here)
         _checkpoint_is_equal(here, state)
         if here.kind == "cuda":
             _copies_keep_their_memory(here)
@@ -58,6 +59,19 @@ def _hashes_agree(state) -> None:
     for name, value in state.dense.items():
         here, host = int(fingerprint(value)), int(fingerprint(value.cpu()))
         assert here == host, f"{name}: its hash is {here} on {value.device} and {host} on cpu"
+
+
+def _initial_values_agree(here: Here) -> None:
+    """Made on the device that holds the rows: the bits that a CPU makes."""
+    import torch
+
+    from raytrec.embeddings.initial import initial_values
+
+    ids = torch.cat([torch.arange(5000), torch.arange(-9, 9) * 2**59])
+    expected = initial_values(3, "user", ids, range(3, 24), 1000)
+    found = initial_values(3, "user", ids.to(here.device), range(3, 24), 1000)
+    assert found.device.type == here.device.type, f"made on {found.device}"
+    assert torch.equal(found.cpu(), expected), "initial values differ between the device and the CPU"
 
 
 def _checkpoint_is_equal(here: Here, state) -> None:
