@@ -16,6 +16,7 @@
 # make bench-memory  what each process of a run has over 30 minutes, and who grows
 # make bench-metrics  what metrics of evaluations take of a rank's memory, at 100,000 to 10,000,000 rows
 # make bench-sequences  what a step over sequences costs as they get longer
+# make bench-precision  what fp16 tables and quantized collectives cost in AUC
 # make quality DATA=DIR  every model on public data in DIR, with 5 seeds each (docs/quality.md)
 # make quality-smoke  every row of it for three steps, on made-up data
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
@@ -36,7 +37,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences quality quality-smoke gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -119,6 +120,9 @@ overhead: install
 
 curves: install data/synthetic/schema.yaml
 	$(BIN)/python benchmarks/curves.py
+
+bench-precision: install data/synthetic/schema.yaml
+	$(BIN)/python -W ignore benchmarks/precision.py
 
 bench-ingest: install data/ingest/schema.yaml
 	$(BIN)/python -W ignore benchmarks/ingest.py

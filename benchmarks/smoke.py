@@ -46,6 +46,7 @@ TARGETS = {
     "bench-growth": "-W ignore benchmarks/growth.py --smallest",
     "overhead": "benchmarks/overhead.py --smallest",
     "curves": f"benchmarks/curves.py --smallest jobs/synthetic.yaml {DATA}",
+    "bench-precision": f"-W ignore benchmarks/precision.py --smallest jobs/synthetic.yaml {DATA}",
     "bench-ingest": "-W ignore benchmarks/ingest.py --smallest {folder}/data/train",
     "bench-checkpoint": "-W ignore benchmarks/checkpoint.py --smallest --folder {folder}/saved",
     "bench-watching": "-W ignore benchmarks/watching.py --smallest",

@@ -46,7 +46,8 @@ class Scene:
 
 def loop(
     rank, world, plan, fault=None, after=4, *, optimizer="sgd", steps=6, every=3, balance="unequal", lr=0.1,
-    schema=SCHEMA, checks=None, dense=None, model=None, tasks=None, device="cpu", **train,
+    schema=SCHEMA, checks=None, dense=None, model=None, tasks=None, device="cpu",
+    qcomms=None, **train,
 ):  # fmt: skip
     """Trains `steps` steps and checks at the start, every `every` steps and at the end as before a
     checkpoint; records of all outcomes.
@@ -60,6 +61,7 @@ def loop(
     from raytrec.checks.live.outcome import Position
     from raytrec.checks.live.runner import LiveChecks
     from raytrec.config.features import resolve_features
+    from raytrec.config.sections import QCommsSection
     from raytrec.config.tasks import TaskSection
     from raytrec.embeddings.taps import Taps
     from raytrec.tasks.task import resolve_tasks
@@ -69,6 +71,7 @@ def loop(
     settings.optim.dense.name = dense or settings.optim.dense.name
     settings.model = model or settings.model
     settings.tasks = [TaskSection(**task) for task in tasks or [{}]]
+    settings.plan.qcomms = QCommsSection(**qcomms or {})
     features = resolve_features(schema, settings.model)
     for name, reaction in (checks or {}).items():
         setattr(settings.checks, name, reaction)

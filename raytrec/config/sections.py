@@ -324,8 +324,11 @@ Sharding = Literal[
 
 
 def _trainable(dtype: object) -> object:
-    if dtype == "bf16":
-        raise ValueError("plan.tables: FBGEMM has no kernels for dtype bf16, on no device; use fp16 or fp32")
+    if dtype in ("bf16", "int8"):
+        raise ValueError(
+            f"plan.tables: FBGEMM has no kernels for dtype {dtype}, on no device; use fp16 or fp32"
+            + ("; its int8 tables are for inference alone" if dtype == "int8" else "")
+        )
     return dtype
 
 
@@ -344,8 +347,34 @@ class TablePlan(Section):
     dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_trainable)] | None = Field(
         None,
         description="Of the weights; default fp32. Sums, gradients and optimizer state stay fp32. (FBGEMM "
-        "trains no bf16 tables.)",
+        "trains no bf16 and no int8 tables.)",
     )
+    stochastic_rounding: bool | None = Field(
+        None,
+        description="Of fp16 weights at each update: to one of the two nearest values at random, so that "
+        "small updates add up; false: to the nearest. Default: true on GPUs; on CPU there is only false.",
+    )
+
+
+Precision = Literal["fp32", "fp16", "bf16", "int8"]
+
+
+class QCommsSection(Section):
+    """Quantized collectives: in what precision embeddings and their gradients travel between workers."""
+
+    forward_precision: Precision = Field(
+        "fp32",
+        description="Of embeddings on their way to the dense layers: fp32, fp16, bf16 or int8 (not for "
+        "row_wise, table_row_wise and grid_shard, whose sums are added up on the way).",
+    )
+    backward_precision: Precision = Field(
+        "fp32", description="Of their gradients on their way back to the tables; likewise."
+    )
+
+    @property
+    def has_int8(self) -> bool:
+        """Whether a direction is int8."""
+        return "int8" in (self.forward_precision, self.backward_precision)
 
 
 class PlanSection(Section):
@@ -357,13 +386,14 @@ class PlanSection(Section):
     tables: dict[str, TablePlan] = Field(
         default_factory=dict,
         description="Constraints: table, or pattern such as 'item*', to sharding_type, ranks, "
-        "compute_kernel, dtype. Where several match, later lines override earlier ones.",
+        "compute_kernel, dtype, stochastic_rounding. Where several match, later lines override earlier ones.",
     )
     colocate: list[list[str]] = Field(
         default_factory=list,
         description="Groups of tables (or patterns); the tables of a group are placed on one rank, "
         "table-wise.",
     )
+    qcomms: QCommsSection = Field(default_factory=QCommsSection)
     ranks_per_host: Few | None = Field(
         None, description="Ranks that share a host; default: as Ray placed them."
     )

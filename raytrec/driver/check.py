@@ -79,8 +79,8 @@ def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
     """Holds a configuration to a plain torch.nn process: forward, gradient, weights and optimizer state.
 
     Its schema, plan, kernels, optimizers and collectives are the real ones, on its own cluster and number of
-    workers; tables are cut to 199 rows, batches are random and small, dropout is off and train.matmul fp32.
-    No data is read.
+    workers; tables are cut to 199 rows, batches are random and small, dropout is off, and train.matmul and
+    plan.qcomms are fp32. No data is read.
 
     Raises:
         ConfigError, SchemaError: what is wrong with the input. RunError: when a worker failed.
@@ -99,10 +99,8 @@ def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
             with session_of(config):
                 tracker.ready()
                 tracker.params(config)
-                if config.train.matmul != "fp32":
-                    console.note(
-                        f"checked in fp32: rounding by train.matmul={config.train.matmul} would hide errors"
-                    )
+                for setting in lower_precisions(config):
+                    console.note(f"checked in fp32: rounding by {setting} would hide errors")
                 watch = Watch(console)
                 found = run_group("check_worker", config, schema, {}, "", watch)
             seconds = round(perf_counter() - began, 3)
@@ -127,6 +125,13 @@ def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = N
             if lost := tracker.close(status):
                 console.warn(lost)
     return result
+
+
+def lower_precisions(config: RunConfig) -> list[str]:
+    """Settings by which a run computes or sends in less than fp32."""
+    settings = [("train.matmul", config.train.matmul)]
+    settings += [(f"plan.qcomms.{name}", value) for name, value in config.plan.qcomms]
+    return [f"{name}={value}" for name, value in settings if value != "fp32"]
 
 
 def _make_folder(folder: Path) -> None:

@@ -50,6 +50,7 @@ FREE = (
     "run.name",
     "run.root",
 )
+NOT_FREE = ("plan.qcomms",)  # all the same: what it rounds away is not what the number of workers changes
 
 
 def resume_config(
@@ -260,5 +261,5 @@ def _differences(before: RunConfig, after: RunConfig) -> list[str]:
     return [
         f"  {key}: {old.get(key)} → {new.get(key)}"
         for key in {**old, **new}
-        if old.get(key) != new.get(key) and not key.startswith(FREE)
+        if old.get(key) != new.get(key) and (key.startswith(NOT_FREE) or not key.startswith(FREE))
     ]

@@ -12,11 +12,12 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.averages import DenseAverage
 from raytrec.embeddings.clipping import GlobalNormClip
+from raytrec.embeddings.codecs import make_codecs, widths_of
 from raytrec.embeddings.gradients import require_gradient_division
 from raytrec.embeddings.initial import fill_tables
 from raytrec.embeddings.optim import combine, fuse
 from raytrec.embeddings.per_table import table_optimizers
-from raytrec.embeddings.planner.plan import make_plan, sharders
+from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
 from raytrec.models.recommender import build_recommender
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import columns_of, needs_vectors
@@ -50,14 +51,16 @@ def build_step(
     if config.train.compile:
         compile_dense(model.head.model, device)
     fuse(model.embeddings.collections, optimizers, device.type)
-    plan = make_plan(model, sharders(), schema, config, device)
+    world = dist.get_world_size()
+    plan = make_plan(model, sharders_for_planning(config, schema, world), schema, config, device)
+    codecs = make_codecs(config, widths_of(plan), world)
     with bags_of_one():
         sharded = DistributedModelParallel(
             model,
             device=device,
             plan=plan,
-            sharders=sharders(CACHED if _has_caches(plan, device) else None),
-            data_parallel_wrapper=_Alone() if dist.get_world_size() == 1 else None,
+            sharders=sharders(CACHED if _has_caches(plan, device) else None, codecs),
+            data_parallel_wrapper=_Alone() if world == 1 else None,
         )
     pad_empty_shards(sharded)
     if fill:
@@ -91,7 +94,8 @@ class _Alone(DataParallelWrapper):
 
 def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> ShardingPlan:
     """The plan that `build_step` would use, without making any table; a collective."""
-    return make_plan(_unsharded(config, schema, device), sharders(), schema, config, device)
+    offered = sharders_for_planning(config, schema, dist.get_world_size())
+    return make_plan(_unsharded(config, schema, device), offered, schema, config, device)
 
 
 def _has_caches(plan: ShardingPlan, device: torch.device) -> bool:

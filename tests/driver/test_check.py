@@ -49,9 +49,12 @@ def settings(folder, tmp_path):
 def test_a_check_that_passes(folder, tmp_path, capsys):
     values = settings(folder, tmp_path)
     values["train"]["matmul"] = "bf16"  # whose rounding no comparison would pass
+    values["plan"]["qcomms"] = {"backward_precision": "bf16"}
     result = check.check(values)
     assert result.passed
-    assert "checked in fp32" in "".join(capsys.readouterr())
+    said = " ".join("".join(capsys.readouterr()).split())
+    for setting in ("train.matmul=bf16", "plan.qcomms.backward_precision=bf16"):
+        assert f"checked in fp32: rounding by {setting} would hide errors" in said
     compared = {(f["check"], f["name"]) for f in result.findings}
     assert compared >= {
         ("forward", "user"),

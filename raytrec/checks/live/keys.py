@@ -21,6 +21,7 @@ class Bags:
         factors: float32 [N], what each row is multiplied with: w, for means w ÷ Σ w of its bag.
         doubt: float32 [S], how much larger a rounding error may be than that of weights that are all
             positive: Σ|w| ÷ |Σ w| (1 for sums).
+        share: float32 [S], what the sum of a bag is multiplied with: 1 ÷ |Σ w| for means.
     """
 
     at: torch.Tensor
@@ -28,18 +29,20 @@ class Bags:
     bag: torch.Tensor
     factors: torch.Tensor
     doubt: torch.Tensor
+    share: torch.Tensor
 
 
 def factors_of(
     weights_N: torch.Tensor, bag_N: torch.Tensor, bags: int, mean: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each row of a bag is multiplied with, and the doubt of each bag; see Bags."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What each row of a bag is multiplied with; doubt and share of each bag; see Bags."""
     if not mean:
-        return weights_N, weights_N.new_ones(bags)
+        return weights_N, weights_N.new_ones(bags), weights_N.new_ones(bags)
     totals_B = weights_N.new_zeros(bags).index_add_(0, bag_N, weights_N)
     sizes_B = weights_N.new_zeros(bags).index_add_(0, bag_N, weights_N.abs())
     totals_B = totals_B.masked_fill(totals_B == 0, 1)
-    return weights_N / totals_B[bag_N], (sizes_B / totals_B.abs()).clamp(min=1)
+    doubt_B, share_B = (sizes_B / totals_B.abs()).clamp(min=1), 1 / totals_B.abs()
+    return weights_N / totals_B[bag_N], doubt_B, share_B
 
 
 def slots(key: Key, length: int | None) -> torch.Tensor:
@@ -78,5 +81,5 @@ def some_bags(
     places = torch.arange(len(bag)) + starts[bag]
     some = Key(key.ids[places], bag, key.weights[places], lengths)
     slot, count = slots(some, sequence), len(at) * (sequence or 1)
-    factors, doubt = factors_of(some.weights, slot, count, mean)
-    return Bags(*(x.to(device) for x in (at, some.ids, slot, factors, doubt)))
+    factors, doubt, share = factors_of(some.weights, slot, count, mean)
+    return Bags(*(x.to(device) for x in (at, some.ids, slot, factors, doubt, share)))

@@ -20,13 +20,14 @@ from raytrec.checks.live.outcome import STEP, Check, Outcome, Position, Watched
 from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import shard_origin
 from raytrec.data.batch import Batch
+from raytrec.embeddings.planner.qcomms import Rounding, backward_rounding, forward_rounding, gradient_factor
 from raytrec.embeddings.row_gradients import add_row_gradients, found, keys_of
 from raytrec.embeddings.tables import Table
 
 BAGS = 4  # of each feature and rank, beside the longest one
 LOOKING = 8  # ranks whose bags are compared at a time: all ranks exchange the ids in them
 ROWS = 256  # of each table whose gradient is compared
-LIMIT = 1e-5  # see Parity
+LIMIT = 1e-5  # see Parity; to which comes what plan.qcomms may change
 TINY = 1e-30  # below this, numbers lose digits
 
 
@@ -49,7 +50,8 @@ class Parity(Check):
 
     An error is seen against Σ of the sizes of what is added up, bag by bag and row by row, so that terms
     which cancel do not make rounding look large. Measured: up to 5e-7. A wrong divisor, row or factor gives
-    0.1 or more.
+    0.1 or more. Where plan.qcomms rounds what ranks send one another, the limit is what that may change at
+    most (embeddings/planner/qcomms.py), beside the 1e-5.
     """
 
     moments = frozenset({STEP})
@@ -61,6 +63,7 @@ class Parity(Check):
 
     def __init__(self, run: Watched):
         super().__init__(run)
+        self._forward, self._backward = _roundings(run)
         self._turn = 0
         self._rows: dict[str, torch.Tensor] = {}
         self._expected: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
@@ -78,7 +81,8 @@ class Parity(Check):
             sizes_S = vectors_ND.new_zeros(len(some.doubt))
             pooled_SD.index_add_(0, some.bag, vectors_ND)
             sizes_S.index_add_(0, some.bag, vectors_ND.abs().amax(1))
-            self._expected[feature] = some.at, pooled_SD, sizes_S * some.doubt
+            sizes_S = torch.maximum(sizes_S * some.doubt, self._forward[table].smallest * some.share)
+            self._expected[feature] = some.at, pooled_SD, sizes_S
 
     @torch.no_grad()
     def look(self, position: Position, probed: bool) -> Look:
@@ -94,25 +98,25 @@ class Parity(Check):
         return [Look(*({name: max(part[name] for part in of) for name in of[0]} for of in parts))]
 
     def judge(self, looks: list[Look], step: int) -> Outcome:
-        (seen,), problems, worst = self.fold(looks), [], 0.0
+        (seen,), problems, errors = self.fold(looks), [], [(0.0, LIMIT)]
         for feature, spec in self.run.schema.sparse.items():
             error, rank = seen.forward[feature]
-            worst = max(worst, error)
-            if error > LIMIT:
+            errors.append((error, LIMIT + self._forward[spec.table].share))
+            if error > errors[-1][1]:
                 problems.append(
                     f"table {spec.table}, feature {feature}: on rank {rank} pooled embeddings are not those "
                     f"of one process, by {error:.2g} of their size"
                 )
         for table in self.run.tables:
             error, holder = seen.gradient[table]
-            worst = max(worst, error)
-            if error > LIMIT:
+            errors.append((error, LIMIT + self._backward[table].share))
+            if error > errors[-1][1]:
                 problems.append(
                     f"table {table}: the gradient that reaches rank {holder} is not that of the global loss, "
                     f"by {error:.2g} of its size"
                 )
         good = "pooled embeddings and gradients are those of one process"
-        return self.outcome(step, problems, good, worst, LIMIT)
+        return self.outcome(step, problems, good, *max(errors, key=lambda pair: pair[0] / pair[1]))
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
         """A few bags of each feature: of the first rows, and the longest that is not too long. None on ranks
@@ -193,11 +197,16 @@ class Parity(Check):
             if gradient is None or not len(rows[table]):
                 continue
             grad_SD, slot = flat(gradient), slots(key, self.run.features.sequences.get(feature))
-            factors, doubt = factors_of(key.weights, slot, len(grad_SD), self.run.features.is_mean(feature))
+            mean = self.run.features.is_mean(feature)
+            factors, doubt, _ = factors_of(key.weights, slot, len(grad_SD), mean)
             hits, places = found(rows[table], key.ids)
             terms_ND = grad_SD[slot[hits]] * factors[hits].unsqueeze(1)
             expected[table].index_add_(0, places, terms_ND)
-            size[table].index_add_(0, places, terms_ND.abs().amax(1) * doubt[slot[hits]])
+            # What is sent is the bag's gradient, which the kernel multiplies with the id's weight.
+            sizes_N = torch.maximum(
+                terms_ND.abs().amax(1), self._backward[table].smallest * key.weights[hits].abs()
+            )
+            size[table].index_add_(0, places, sizes_N * doubt[slot[hits]])
 
     def _collect(self, rows: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
         """Adds up what has reached this rank's kernels for rows."""
@@ -218,6 +227,18 @@ class Parity(Check):
     def _holder(self, table: Table, row: int, column: int) -> int:
         shards = table.weight.shards
         return next((s.rank for s in shards if row in s.rows and column in s.columns), dist.get_rank())
+
+
+def _roundings(run: Watched) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
+    """Table → what plan.qcomms may change of its embeddings; and of its gradients."""
+    world, qcomms = dist.get_world_size(), run.config.plan.qcomms
+    factor, forward, backward = gradient_factor(run.config, world), {}, {}
+    for name, table in run.tables.items():
+        row_parts = sum(shard.columns.start == 0 for shard in table.weight.shards)
+        how = table.sharding, world, row_parts, name in run.features.tables_by_id
+        forward[name] = forward_rounding(qcomms.forward_precision, *how)
+        backward[name] = backward_rounding(qcomms.backward_precision, *how, factor)
+    return forward, backward
 
 
 def is_looking(rank: int, world: int, turn: int) -> bool:

@@ -17,7 +17,7 @@ from raytrec.checks.parity.sharded import Sharded
 from raytrec.common.formatting import null_nonfinite
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.sections import Schedule
+from raytrec.config.sections import QCommsSection, Schedule
 from raytrec.embeddings.per_table import table_optimizers
 from raytrec.models.inputs import Sequence
 from raytrec.tasks.task import resolve_tasks
@@ -78,7 +78,7 @@ def compare(
     Args:
         build: train.build.build_step.
         config: its plan, optimizers, clipping, micro-batches and tasks are what is checked, in fp32
-            whatever train.matmul says: a lower precision would hide what is looked for.
+            whatever train.matmul and plan.qcomms say: a lower precision would hide what is looked for.
         schema: tables small enough for one process.
         rows: of a global batch. balance: see `batches.cuts`.
 
@@ -86,7 +86,7 @@ def compare(
         On rank 0, one Finding for each feature, table and dense parameter; empty on the others.
     """
     config = config.model_copy(deep=True)
-    config.train.matmul = "fp32"
+    config.train.matmul, config.plan.qcomms = "fp32", QCommsSection()
     bounds = cuts(rows, dist.get_world_size(), balance)
     tasks = resolve_tasks(config.tasks, schema)
     choices = [random_batches(schema, rows, CANDIDATES, seed * steps + step, tasks) for step in range(steps)]

@@ -22,7 +22,7 @@ def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunCo
     """The same features, dims, dtypes, ways of sharding, ranks and kernels; at most 199 rows a table, and an
     eps of at least 1e-6."""
     config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
-    dtypes = {table: pin.dtype for table, pin in resolve_constraints(config, schema).items()}
+    constraints = resolve_constraints(config, schema)
     for table in schema.tables.values():
         table.rows = min(table.rows, ROWS)
     optims: list[Any] = [config.optim.embeddings, config.optim.dense, *config.optim.tables.values()]
@@ -34,7 +34,8 @@ def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunCo
             sharding_type=entry["sharding_type"],
             ranks=None if entry["sharding_type"] in ("row_wise", "data_parallel") else entry["ranks"],
             compute_kernel=entry["compute_kernel"],
-            dtype=dtypes[entry["table"]],
+            dtype=constraints[entry["table"]].dtype,
+            stochastic_rounding=constraints[entry["table"]].stochastic_rounding,
         )
         for entry in describe(plan)
     }

@@ -5,7 +5,7 @@ No torch here: the driver asks before any worker starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import resolve_features
@@ -15,6 +15,8 @@ from raytrec.embeddings.per_table import matching_tables
 
 # What TorchRec (1.8.0) has for tables that give the vector of each id.
 BY_ID_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
+# Of tables that give sums of bags: ranks hold parts of each sum, which a reduce-scatter adds up.
+SUMMED_TYPES = ("row_wise", "table_row_wise", "grid_shard")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class TableConstraint:
         kernel: the compute kernel; None: as planned.
         dtype: fp32 or fp16.
         group: index of the plan.colocate group that it belongs to, or None.
+        stochastic_rounding: of fp16 weights; None: as the kernel does it.
     """
 
     sharding: tuple[str, ...]
@@ -34,6 +37,7 @@ class TableConstraint:
     kernel: str | None = None
     dtype: str = "fp32"
     group: int | None = None
+    stochastic_rounding: bool | None = None
 
 
 def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableConstraint]:
@@ -62,8 +66,15 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
         allowed: tuple[str, ...] = (sharding,) if sharding else tuple(config.plan.sharding_types)
         if table in by_id:
             allowed = _by_id(table, allowed)
+        elif config.plan.qcomms.has_int8:
+            allowed = _not_summed(table, allowed)
         out[table] = TableConstraint(
-            allowed, ranks, values.get("compute_kernel"), values.get("dtype", "fp32"), groups.get(table)
+            allowed,
+            ranks,
+            values.get("compute_kernel"),
+            values.get("dtype", "fp32"),
+            groups.get(table),
+            values.get("stochastic_rounding"),
         )
         if table in groups and sharding != "table_wise":
             raise refused(table, f"in plan.colocate and {sharding}", "a group is on one rank: table_wise")
@@ -82,6 +93,23 @@ def _by_id(table: str, sharding: tuple[str, ...]) -> tuple[str, ...]:
             table,
             f"{' or '.join(sharding)} of a table with a sequence that the model reads id by id",
             f"one of {', '.join(BY_ID_TYPES)}: TorchRec shards such a table in no other way",
+        )
+    return possible
+
+
+def _not_summed(table: str, sharding: tuple[str, ...]) -> tuple[str, ...]:
+    """Of ways of sharding, those in which ranks send whole sums of bags, or none.
+
+    Raises:
+        ConfigError: none.
+    """
+    possible = tuple(kind for kind in sharding if kind not in SUMMED_TYPES)
+    if not possible:
+        raise refused(
+            table,
+            f"{' or '.join(sharding)} with plan.qcomms int8: integers of different scales cannot be added up "
+            "on their way between ranks",
+            "fp16 or bf16; or table_wise, column_wise, table_column_wise or data_parallel",
         )
     return possible
 
@@ -107,8 +135,7 @@ def _with_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, Tabl
                 "a group is on one rank",
             )
     return {
-        table: TableConstraint(p.sharding, p.ranks or ranks_of.get(p.group), p.kernel, p.dtype, p.group)
-        for table, p in constraints.items()
+        table: replace(pin, ranks=pin.ranks or ranks_of.get(pin.group)) for table, pin in constraints.items()
     }
 
 

@@ -19,7 +19,7 @@ from raytrec.embeddings.optim import fuse
 from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.footprint import GIB, footprint
 from raytrec.embeddings.planner.hosts import capacity
-from raytrec.embeddings.planner.plan import describe, plan_for, sharders
+from raytrec.embeddings.planner.plan import describe, plan_for, sharders_for_planning
 from raytrec.embeddings.planner.validation import host_room, validate_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
 
@@ -88,7 +88,8 @@ def dry_run(
         topology = Topology(
             world_size=world, local_world_size=gpus, compute_device="cuda", **capacity("cuda", memory, room)
         )
-        plan = plan_for(topology, constraints, schema, config, tables, sharders())
+        offered = sharders_for_planning(config, schema, world)
+        plan = plan_for(topology, constraints, schema, config, tables, offered)
     if isinstance(plan, ConfigError):
         raise plan
     shards = {

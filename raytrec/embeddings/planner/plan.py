@@ -23,6 +23,7 @@ from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import Sharding
+from raytrec.embeddings.codecs import Codecs, make_codecs
 from raytrec.embeddings.per_table import has_fused, table_optimizers
 from raytrec.embeddings.planner.constraints import BY_ID_TYPES, TableConstraint, column_parts
 from raytrec.embeddings.planner.footprint import GIB, ROW_STATE_BYTES, STATE_BYTES, UVM_KERNELS
@@ -60,13 +61,19 @@ def _kernels(sharding_type: str) -> list[str]:
     return ["dense"] if sharding_type == "data_parallel" else ["fused", "fused_uvm", "fused_uvm_caching"]
 
 
-def sharders(fused_params: dict[str, Any] | None = None) -> list[ModuleSharder]:
+def sharders(fused_params: dict[str, Any] | None = None, codecs: Codecs | None = None) -> list[ModuleSharder]:
     """Of all collections of tables.
 
     Args:
         fused_params: FBGEMM's settings of kernels that update in backward.
+        codecs: of what travels between ranks; default: as it is.
     """
-    return [BagSharder(fused_params=fused_params), IdSharder(fused_params=fused_params)]
+    return [kind(fused_params, codecs) for kind in (BagSharder, IdSharder)]
+
+
+def sharders_for_planning(config: RunConfig, schema: Schema, world: int) -> list[ModuleSharder]:
+    """The same for the planner, which counts what is sent."""
+    return sharders(codecs=make_codecs(config, [table.dim for table in schema.tables.values()], world))
 
 
 def make_plan(
@@ -200,6 +207,7 @@ def _search(
         for table, spec in module.items():
             planned = spec.compute_kernel if table in fused else "dense"
             spec.compute_kernel = constraints[table].kernel or planned
+            spec.stochastic_rounding = constraints[table].stochastic_rounding
     return plan
 
 

@@ -17,6 +17,7 @@ from raytrec.embeddings.planner.constraints import (
     resolve_constraints,
 )
 from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint
+from raytrec.embeddings.planner.qcomms import check_qcomms
 
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 HOST_RESERVE = 0.15  # of host memory beside GPUs, for processes; TorchRec keeps as much of a GPU
@@ -58,6 +59,7 @@ def validate_constraints(
         )
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
     check_decay(constraints, optimizers, device)
+    check_qcomms(config, schema, constraints, world, ranks_per_host)
     for table, pin in constraints.items():
         for sharding in pin.sharding:
             _check_kernel(table, pin, sharding, optimizers[table].name, device)
@@ -152,7 +154,15 @@ def _is_dense(pin: TableConstraint, sharding: str, optimizer: str, device: str) 
 
 
 def _check_dtype(table: str, pin: TableConstraint, optimizer: str, device: str) -> None:
+    if pin.stochastic_rounding and device == "cpu":
+        raise refused(
+            table,
+            "stochastic_rounding on CPU, where FBGEMM's kernels round to the nearest",
+            "stochastic_rounding: false, or none said; GPUs",
+        )
     if pin.dtype == "fp32":
+        if pin.stochastic_rounding:
+            raise refused(table, "stochastic_rounding of fp32 weights, which are not rounded", "dtype: fp16")
         return
     if any(_is_dense(pin, sharding, optimizer, device) for sharding in pin.sharding):
         raise refused(

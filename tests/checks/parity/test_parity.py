@@ -5,7 +5,7 @@ import torch
 from ranks import on_ranks
 from small import SCHEMA, config
 
-from raytrec.config.sections import Schedule
+from raytrec.config.sections import QCommsSection, Schedule
 
 
 def failed(rank, world, part, where):
@@ -73,6 +73,23 @@ def test_learning_rates_that_change(sharding):
     found = on_ranks(2, scheduled, sharding)[0]
     assert len(found) > 10
     assert [f for f in found if not f[2] <= f[3]] == []
+
+
+def quantized(rank, world):
+    """Findings of a plan by which ranks send fewer digits."""
+    from raytrec.checks.parity.compare import compare
+    from raytrec.worker.build import build_step
+
+    settings = config(world, {"sharding_type": "row_wise"}, "sgd")
+    settings.plan.qcomms = QCommsSection(forward_precision="bf16", backward_precision="bf16")
+    found = compare(build_step, settings, SCHEMA, torch.device("cpu"), rows=12, steps=2)
+    assert settings.plan.qcomms.forward_precision == "bf16", "the caller's has been changed"
+    return [(f.check, f.name, f.error, f.limit) for f in found]
+
+
+def test_what_ranks_send_is_compared_in_full_precision():
+    found = on_ranks(2, quantized)[0]
+    assert len(found) > 10 and [f for f in found if not f[2] <= f[3]] == []
 
 
 def test_the_schedule():

@@ -129,6 +129,60 @@ def test_bf16_tables_are_refused_on_every_device():
         load_config({"data": {"train": "d/train"}}, ["plan.tables.item.dtype=bf16"])
 
 
+def test_int8_tables_are_refused_on_every_device():
+    with pytest.raises(ConfigError, match=r"dtype int8, on no device; use fp16 or fp32; .*inference alone"):
+        load_config({"data": {"train": "d/train"}}, ["plan.tables.item.dtype=int8"])
+
+
+def test_stochastic_rounding_is_of_fp16_weights_on_gpus():
+    fp16 = {"item": {"dtype": "fp16", "stochastic_rounding": True}}
+    assert check(fp16, device="cuda")["item"].stochastic_rounding
+    assert (
+        check({"item": {"dtype": "fp16", "stochastic_rounding": False}})["item"].stochastic_rounding is False
+    )
+    assert check({"item": {"dtype": "fp16"}})["item"].stochastic_rounding is None
+    with pytest.raises(ConfigError, match="table item: stochastic_rounding on CPU"):
+        check(fp16)
+    with pytest.raises(ConfigError, match="table item: stochastic_rounding of fp32 weights"):
+        check({"item": {"stochastic_rounding": True}}, device="cuda")
+
+
+INT8 = {"forward_precision": "int8"}
+
+
+def test_int8_leaves_the_ways_out_in_which_ranks_add_sums_up():
+    types = ["row_wise", "table_wise", "table_row_wise", "column_wise", "grid_shard", "data_parallel"]
+    for qcomms in (INT8, {"backward_precision": "int8"}):
+        given = config(sharding_types=types, qcomms=qcomms)
+        settled = validate_constraints(given, schema(64), "cpu", world=4, ranks_per_host=2)
+        assert all(pin.sharding == ("table_wise", "column_wise", "data_parallel") for pin in settled.values())
+    assert check(sharding_types=types, qcomms={"forward_precision": "bf16"})["item"].sharding == tuple(types)
+    for sharding in ("row_wise", "table_row_wise", "grid_shard"):
+        with pytest.raises(ConfigError, match=f"table item: {sharding} with plan.qcomms int8: .*added up"):
+            check({"item": {"sharding_type": sharding}}, qcomms=INT8)
+
+
+def test_int8_needs_widths_that_share_a_divisor():
+    def of(dims, **plan):
+        given = schema()
+        for table, dim in zip(given.tables.values(), dims, strict=True):
+            table.dim = dim
+        return validate_constraints(config(qcomms=INT8, **plan), given, "cpu", world=4, ranks_per_host=2)
+
+    wise = {"sharding_types": ["table_wise"]}
+    of((16, 32, 48, 64), **wise)
+    of((12, 12, 36, 24), **wise)
+    with pytest.raises(
+        ConfigError, match=r"int8 saves nothing: 8 values.*a shard of table item has 8 columns"
+    ):
+        of((16, 32, 8, 64), **wise)
+    with pytest.raises(ConfigError, match="int8 saves nothing: 4 values"):
+        of((16, 16, 16, 20), **wise)
+    with pytest.raises(ConfigError, match="a shard of table user has 4 columns"):  # 16 on 4 ranks
+        of((16, 64, 64, 64), sharding_types=["column_wise"])
+    of((8, 8, 8, 8), sharding_types=["data_parallel"])
+
+
 @pytest.mark.parametrize(
     "tables,together,says",
     [

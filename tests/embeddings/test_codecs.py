@@ -1,0 +1,174 @@
+"""Quantized collectives: what codecs do to values, against plain torch; what FBGEMM's own do."""
+
+import pytest
+import torch
+from fbgemm_gpu.quantize_comm import QuantizedCommCodec
+from fbgemm_gpu.split_embedding_configs import SparseType
+from ranks import on_ranks
+from small import SCHEMA, batches, build, config, train
+
+from raytrec.config.run_config import RunConfig
+from raytrec.config.sections import QCommsSection
+from raytrec.embeddings.codecs import Codec, make_codecs
+from raytrec.embeddings.planner.qcomms import SMALLEST, UNIT, backward_rounding, forward_rounding
+
+GROUP = 16
+CAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def sent(codec, values):
+    """What arrives, and how many bytes travel."""
+    context = codec.create_context()
+    wire = codec.encode(values.view(-1), context)
+    assert wire.dtype == codec.quantized_dtype
+    assert len(wire) == codec.calc_quantized_size(values.numel(), context)
+    return codec.decode(wire, context).view(values.shape), wire.nbytes
+
+
+def int8_by_definition(values, group):
+    """Each group's values at 255 equal steps between its smallest and its largest, to the nearest."""
+    groups = values.double().view(-1, group)
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    steps = ((groups - low) / ((high - low) / 255).clamp(min=1e-300)).round()
+    return (low + steps * (high - low) / 255).view(values.shape)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_16_bits_are_the_nearest(precision):
+    values = torch.randn(64, GROUP)
+    arrived, size = sent(Codec(precision, GROUP), values)
+    assert torch.equal(arrived, values.to(CAST[precision]).float())
+    assert size == 2 * values.numel()
+
+
+def test_int8_is_the_nearest_of_255_steps_of_its_group():
+    values = torch.randn(64, GROUP)
+    arrived, size = sent(Codec("int8", GROUP), values)
+    steps = (values.amax(1) - values.amin(1)) / 255
+    assert ((arrived - int8_by_definition(values, GROUP)).abs() <= steps.unsqueeze(1) * 1e-3).all()
+    assert size == values.numel() * (GROUP + 8) // GROUP
+    none, _ = sent(Codec("int8", GROUP), values[:0])  # of a rank without tables
+    assert none.shape == (0, GROUP)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("factor", [1.0, 2.0**16])
+def test_nothing_loses_more_than_is_stated(precision, factor):
+    """Values of all sizes, down to nothing."""
+    sizes = 10.0 ** torch.arange(-12, 0).repeat_interleave(500)
+    values = torch.randn(len(sizes), GROUP) * sizes.unsqueeze(1)
+    arrived, _ = sent(Codec(precision, GROUP, factor), values)
+    largest = values.abs().amax(1, keepdim=True) if precision == "int8" else values.abs()
+    bound = UNIT[precision] * largest.clamp(min=SMALLEST[precision] / factor)
+    assert ((arrived - values).abs() <= bound * (1 + 1e-6)).all()
+    assert ((arrived - values).abs() > bound / 3).any(), "the bound says nothing"
+
+
+def test_small_gradients_travel_and_do_not_with_fbgemms_own_scale():
+    """FBGEMM (1.8.0) divides by its loss_scale while the values are still fp16."""
+    gradients = torch.randn(100, GROUP) * 1e-9
+    ours, _ = sent(Codec("fp16", GROUP, 2.0**20), gradients)
+    theirs, _ = sent(QuantizedCommCodec(SparseType.FP16, loss_scale=2.0**20), gradients)
+    worst = (gradients.abs() * 2.0**-10).clamp(min=1e-13)
+    assert ((ours - gradients).abs() <= worst).all()
+    assert not theirs.any()
+
+
+def test_int8_of_fbgemm_does_not_fit_every_batch():
+    """Its groups are of 32 values, whatever a row's width: 3 rows of 16 are no whole number of them."""
+    theirs = QuantizedCommCodec(SparseType.INT8)
+    with pytest.raises(RuntimeError, match=r"not a multiple of row dim|invalid for input of size"):
+        sent(theirs, torch.randn(3, 16))
+    sent(Codec("int8", GROUP), torch.randn(3, 16))
+
+
+def test_fp32_in_one_direction_is_left_as_it_is():
+    given = RunConfig.model_validate(
+        {"data": {"train": "d"}, "plan": {"qcomms": {"backward_precision": "bf16"}}}
+    )
+    assert make_codecs(RunConfig.model_validate({"data": {"train": "d"}}), [16], 2) is None
+    for codecs in make_codecs(given, [16, 24], 2).values():
+        values = torch.randn(5, 8)
+        arrived, _ = sent(codecs.forward, values)
+        assert torch.equal(arrived, values)
+        assert codecs.backward.factor == 2.0**10  # 2048 rows on 2 ranks
+        assert codecs.backward.group == 8
+
+
+def test_roundings_add_up_along_the_way():
+    def of(sharding, parts=4, by_id=False, world=4):
+        one = forward_rounding("bf16", sharding, world, parts, by_id)
+        back = backward_rounding("fp16", sharding, world, parts, by_id, 8.0)
+        return round(one.share / UNIT["bf16"]), round(back.share / UNIT["fp16"])
+
+    assert of("table_wise", 1) == of("column_wise", 1) == of("table_column_wise", 1) == (1, 1)
+    assert of("row_wise") == (4, 1) and of("row_wise", by_id=True) == (1, 1)
+    assert of("table_row_wise", 2) == of("grid_shard", 2) == (3, 2)
+    assert of("data_parallel") == of("row_wise", 1, world=1) == (0, 0)
+    assert backward_rounding("fp16", "row_wise", 4, 4, False, 8.0).smallest == 2.0**-17
+
+
+def pooled(rank, world, sharding, precision):
+    """Pooled embeddings of this rank's rows, as they are and as they arrive; and the tables' kernels."""
+    schema = SCHEMA.model_copy(deep=True)
+    for table in schema.tables.values():
+        table.dim = GROUP
+    local = batches(1, rank, world, schema=schema)[1][0]
+    out = []
+    for forward in ("fp32", precision):
+        settings = config(world, {"sharding_type": sharding})
+        settings.plan.qcomms = QCommsSection(forward_precision=forward)
+        step = build(settings, schema)
+        with torch.no_grad():
+            found = step.model.module.embeddings(local.sparse)
+        out.append({name: values.float() for name, values in found.items()})
+    return out
+
+
+@pytest.mark.parametrize(("sharding", "precision"), [("table_wise", "fp16"), ("column_wise", "bf16")])
+def test_sums_that_a_rank_has_whole_arrive_as_the_nearest(sharding, precision):
+    for plain, quantized in on_ranks(2, pooled, sharding, precision):
+        user = plain["user"]  # a sum; means are divided behind the exchange
+        assert torch.equal(quantized["user"], user.to(CAST[precision]).float())
+        assert not torch.equal(quantized["user"], user)
+
+
+def test_int8_sums_arrive_to_half_a_step():
+    for plain, quantized in on_ranks(2, pooled, "table_wise", "int8"):
+        expected = int8_by_definition(plain["user"], GROUP)
+        assert (quantized["user"] - expected).abs().max() < 1e-3 * plain["user"].abs().max()
+        assert not torch.equal(quantized["user"], plain["user"])
+
+
+def trained(rank, world, backward):
+    """Table `user` after a step of SGD, whose gradients came in that precision."""
+    from raytrec.embeddings.tables import tables
+
+    settings = config(world, {"sharding_type": "row_wise"}, "sgd", lr=64.0)
+    settings.plan.qcomms = QCommsSection(backward_precision=backward)
+    step = build(settings)
+    before = tables(step.model)["user"].weight.dense()
+    train(step, batches(1, rank, world)[1])
+    return tables(step.model)["user"].weight.dense() - before
+
+
+def test_gradients_are_rounded_on_their_way_back():
+    exact, fp16, bf16 = (on_ranks(2, trained, precision)[0] for precision in ("fp32", "fp16", "bf16"))
+    largest = exact.abs().max()
+    assert 0 < (fp16 - exact).abs().max() < 1e-3 * largest
+    assert 1e-3 * largest < (bf16 - exact).abs().max() < 1e-2 * largest
+
+
+def rounding_of(rank, world, chosen):
+    """What the kernels of fp16 tables were told."""
+    from raytrec.compat.fbgemm import fbgemm_of
+    from raytrec.compat.torchrec_ import sharded_kernels
+
+    plan = {"sharding_type": "table_wise", "dtype": "fp16"}
+    step = build(config(world, plan | ({} if chosen is None else {"stochastic_rounding": chosen})))
+    return [fbgemm_of(kernel).stochastic_rounding for kernel in sharded_kernels(step.model)]
+
+
+def test_kernels_are_told_how_to_round():
+    assert on_ranks(1, rounding_of, False) == [[False]]
+    assert on_ranks(1, rounding_of, None) == [[True]], "FBGEMM's default, which its CPU kernels ignore"
