@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from raytrec.config.schema import Schema
-from raytrec.data.memory import keep_memory
 from raytrec.embeddings.hashing import GOLDEN, hash_bits
 from raytrec.embeddings.tables import tables
 
@@ -70,7 +69,6 @@ def initial_rows(schema: Schema, table: str, seed: int, start: int, stop: int) -
 def fill_tables(model: nn.Module, schema: Schema, seed: int) -> None:
     """Writes the initial values into a sharded model's local shards, in place and block by block, on the
     device of each: no host holds a part of a table for that."""
-    keep_memory()  # of blocks that come and go; page faults would take five times as long as the hashes
     for table in tables(model).values():
         for shard in table.weight.local:
             blocks = initial_blocks(schema, table.name, seed, shard.rows, shard.columns, shard.values.device)
