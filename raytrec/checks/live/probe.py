@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -19,6 +20,7 @@ from raytrec.checks.live.keys import Bags, factors_of, flat, slots, some_bags
 from raytrec.checks.live.outcome import STEP, Check, Outcome, Position, Watched
 from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import shard_origin
+from raytrec.config.sections import QCommsSection
 from raytrec.data.batch import Batch
 from raytrec.embeddings.planner.qcomms import Rounding, backward_rounding, forward_rounding, gradient_factor
 from raytrec.embeddings.row_gradients import add_row_gradients, found, keys_of
@@ -63,7 +65,6 @@ class Parity(Check):
 
     def __init__(self, run: Watched):
         super().__init__(run)
-        self._forward, self._backward = _roundings(run)
         self._turn = 0
         self._rows: dict[str, torch.Tensor] = {}
         self._expected: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
@@ -81,7 +82,9 @@ class Parity(Check):
             sizes_S = vectors_ND.new_zeros(len(some.doubt))
             pooled_SD.index_add_(0, some.bag, vectors_ND)
             sizes_S.index_add_(0, some.bag, vectors_ND.abs().amax(1))
-            sizes_S = torch.maximum(sizes_S * some.doubt, self._forward[table].smallest * some.share)
+            sizes_S = torch.maximum(
+                sizes_S * some.doubt, self._roundings.forward[table].smallest * some.share
+            )
             self._expected[feature] = some.at, pooled_SD, sizes_S
 
     @torch.no_grad()
@@ -101,7 +104,7 @@ class Parity(Check):
         (seen,), problems, errors = self.fold(looks), [], [(0.0, LIMIT)]
         for feature, spec in self.run.schema.sparse.items():
             error, rank = seen.forward[feature]
-            errors.append((error, LIMIT + self._forward[spec.table].share))
+            errors.append((error, LIMIT + self._roundings.forward[spec.table].share))
             if error > errors[-1][1]:
                 problems.append(
                     f"table {spec.table}, feature {feature}: on rank {rank} pooled embeddings are not those "
@@ -109,7 +112,7 @@ class Parity(Check):
                 )
         for table in self.run.tables:
             error, holder = seen.gradient[table]
-            errors.append((error, LIMIT + self._backward[table].share))
+            errors.append((error, LIMIT + self._roundings.backward[table].share))
             if error > errors[-1][1]:
                 problems.append(
                     f"table {table}: the gradient that reaches rank {holder} is not that of the global loss, "
@@ -117,6 +120,10 @@ class Parity(Check):
                 )
         good = "pooled embeddings and gradients are those of one process"
         return self.outcome(step, problems, good, *max(errors, key=lambda pair: pair[0] / pair[1]))
+
+    @cached_property
+    def _roundings(self) -> Roundings:
+        return _roundings(self.run)
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
         """A few bags of each feature: of the first rows, and the longest that is not too long. None on ranks
@@ -204,7 +211,7 @@ class Parity(Check):
             expected[table].index_add_(0, places, terms_ND)
             # What is sent is the bag's gradient, which the kernel multiplies with the id's weight.
             sizes_N = torch.maximum(
-                terms_ND.abs().amax(1), self._backward[table].smallest * key.weights[hits].abs()
+                terms_ND.abs().amax(1), self._roundings.backward[table].smallest * key.weights[hits].abs()
             )
             size[table].index_add_(0, places, sizes_N * doubt[slot[hits]])
 
@@ -229,16 +236,27 @@ class Parity(Check):
         return next((s.rank for s in shards if row in s.rows and column in s.columns), dist.get_rank())
 
 
-def _roundings(run: Watched) -> tuple[dict[str, Rounding], dict[str, Rounding]]:
+@dataclass(frozen=True)
+class Roundings:
     """Table → what plan.qcomms may change of its embeddings; and of its gradients."""
-    world, qcomms = dist.get_world_size(), run.config.plan.qcomms
-    factor, forward, backward = gradient_factor(run.config, world), {}, {}
+
+    forward: dict[str, Rounding]
+    backward: dict[str, Rounding]
+
+
+def _roundings(run: Watched) -> Roundings:
+    qcomms, forward, backward = run.config.plan.qcomms, {}, {}
+    if qcomms == QCommsSection():
+        none = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
+        return Roundings(none, none)
+    world = dist.get_world_size()
+    factor = gradient_factor(run.config, world)
     for name, table in run.tables.items():
         row_parts = sum(shard.columns.start == 0 for shard in table.weight.shards)
         how = table.sharding, world, row_parts, name in run.features.tables_by_id
         forward[name] = forward_rounding(qcomms.forward_precision, *how)
         backward[name] = backward_rounding(qcomms.backward_precision, *how, factor)
-    return forward, backward
+    return Roundings(forward, backward)
 
 
 def is_looking(rank: int, world: int, turn: int) -> bool:

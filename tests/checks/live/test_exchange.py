@@ -14,6 +14,7 @@ from raytrec.checks.live.outcome import Position, odd_ones
 from raytrec.checks.live.replicas import Replicas
 from raytrec.checks.live.same_environment import SameEnvironment
 from raytrec.checks.live.shards import Shards
+from raytrec.config.sections import PlanSection
 
 WORLD, TABLES = 256, 40
 NAMES = [f"t{i}" for i in range(TABLES)]
@@ -39,7 +40,8 @@ def watched():
         weight.shards = [SimpleNamespace(columns=range(8), rows=range(9))]
     tables = {n: SimpleNamespace(weight=weight) for n, weight in weights.items()}
     sparse = {f"f{n}": SimpleNamespace(table=n) for n in NAMES}
-    return SimpleNamespace(tables=tables, schema=SimpleNamespace(sparse=sparse))
+    config = SimpleNamespace(plan=PlanSection())
+    return SimpleNamespace(config=config, tables=tables, schema=SimpleNamespace(sparse=sparse))
 
 
 def conservation_look(draw, rank, bad):

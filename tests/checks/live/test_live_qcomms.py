@@ -24,10 +24,10 @@ LATER = [
 ]
 
 
-def wide(dim=32):
+def wide():
     schema = SCHEMA.model_copy(deep=True)
     for table in schema.tables.values():
-        table.dim = dim
+        table.dim = 32
     return schema
 
 
@@ -39,7 +39,7 @@ def quantized(rank, world, plan, forward, backward, fault=None, **settings):
 def sequences(rank, world, plan, forward, backward):
     from raytrec.config.models.sequence import SequenceSection
 
-    schema = wide(16)
+    schema = wide()
     schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
     model = SequenceSection(name="sequence", max_length=3, target="user", top_mlp=[6])
     qcomms = {"forward_precision": forward, "backward_precision": backward}
