@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from heads import Head
 
 from raytrec.driver.progress_log import for_people
+from raytrec.retrieval.index import load_index
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 WAYS = ["client", "url"]
@@ -206,6 +207,33 @@ def test_stop_and_go_on(head, way):
         if e["event"] == "stopped"
     ]
     assert stops[0] == second["step"]
+
+
+INDEX = """
+run = Cluster(sys.argv[1]).train(json.loads(sys.argv[2]))
+run.wait()
+figures = run.index("data/films", f"indexes/{run.name}", item="film", columns=["title"])
+answer(folder=run.folder, figures=figures)
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_index_of_items(head, way):
+    (films := head.root / "data" / "films").mkdir(exist_ok=True)
+    values = {"film": range(12), "title": [f"title {n}" for n in range(12)], "tags": [[n] for n in range(12)]}
+    pq.write_table(pa.table({name: list(column) for name, column in values.items()}), films / "films.parquet")
+    lr = {"client": 0.03, "url": 0.031}[way]
+    model = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
+    settings = json.loads(short(model__name="two_tower", optim__dense={"lr": lr})) | {"model": model}
+    settings["train"]["epochs"] = 1
+    said = light.run(INDEX, head.env, getattr(head, way), json.dumps(settings), timeout=800)
+    name = said["folder"].rpartition("/")[2]
+    index = load_index(head.root / "indexes" / name)
+    assert said["figures"]["index.items"] == 12 and said["figures"]["name"] == name
+    vectors = np.eye(12, said["figures"]["index.width"], dtype=np.float32)
+    found = index.search(vectors, k=3).to_pydict()
+    assert {f"title {film}" for film in found["film"]} == set(found["title"])
+    assert len(found["film"]) == 36
 
 
 LEFT = """

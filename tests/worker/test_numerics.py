@@ -75,7 +75,7 @@ def test_bf16_is_autocast_around_the_dense_model(settings):
 
 
 def bf16_models(rank, world):
-    """How far each model's logits in bf16 are from those in fp32, as a share of the largest."""
+    """How far each model's logits in bf16 are from those in fp32, as a share of the largest: at each step."""
     from test_on_ranks import SECTIONS
 
     from raytrec.config.features import resolve_features
@@ -91,15 +91,18 @@ def bf16_models(rank, world):
             settings = load_config(values | {"model": section})
             features = resolve_features(schema, settings.model)
             _, local = batches(3, rank, world, schema=schema, features=features)
-            of[matmul] = torch.cat([o["y"].logits for o in train(build(settings, schema), local)])
-        errors[name] = float((of["bf16"] - of["fp32"]).abs().max() / of["fp32"].abs().max())
+            of[matmul] = torch.stack([o["y"].logits for o in train(build(settings, schema), local)])
+        errors[name] = ((of["bf16"] - of["fp32"]).abs().amax(1) / of["fp32"].abs().max()).tolist()
     return errors
 
 
 def test_every_model_trains_in_bf16(monkeypatch):
     monkeypatch.syspath_prepend(str(TESTS / "models"))
     (errors,) = on_ranks(1, bf16_models)
-    assert all(1e-5 < error < 0.05 for error in errors.values()), errors
+    for first, *later in errors.values():
+        assert 1e-5 < first < 0.02, errors
+        # Adagrad's first steps are the signs of gradients, and rounding turns those of gradients near 0.
+        assert max(later) < 0.3, errors
 
 
 def checked_in_bf16(rank, world):
