@@ -404,20 +404,25 @@ def plan(
     hosts: Annotated[
         int | None, typer.Option(help="Number of hosts; default: as many as scaling.num_workers fill.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs per host; default: up to 8.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs, or workers on CPU, per host; default: up to 8.")
+    ] = None,
     memory_gib: Annotated[
-        float, typer.Option(help="Memory of each GPU, unless plan.memory_gib is set.")
+        float, typer.Option(help="Memory of each GPU, or worker on CPU, unless plan.memory_gib is set.")
     ] = 80,
     host_memory_gib: Annotated[
         float | None, typer.Option(help="Memory of each host; default: twice that of its GPUs.")
     ] = None,
+    disk_gib: Annotated[
+        float | None, typer.Option(help="Disk of each host for tables in files; default: enough.")
+    ] = None,
     json: Json = False,
 ):
-    """Plan the sharding of tables for GPUs that are not here; needs the schema, no data."""
+    """Plan the sharding of tables for machines that are not here; needs the schema, no data."""
     from raytrec.driver.plan import plan as make
     from raytrec.driver.plan import print_plan
 
-    found = make(config, overrides or [], hosts, gpus, memory_gib, host_memory_gib)
+    found = make(config, overrides or [], hosts, gpus, memory_gib, host_memory_gib, disk_gib)
     _dump(found) if json else print_plan(found)
 
 

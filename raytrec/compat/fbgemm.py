@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    DenseTableBatchedEmbeddingBagsCodegen,
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
-from torchrec.distributed import batched_embedding_kernel
 
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of
 from raytrec.compat.versions import private
@@ -145,63 +140,6 @@ def updates_uncounted(model: nn.Module) -> Iterator[None]:
     finally:
         for counter, count in zip(counters, before, strict=True):
             counter.copy_(count)
-
-
-class FusedBagsOfOne(SplitTableBatchedEmbeddingBagsCodegen):
-    """FBGEMM's lookup of each id's vector in one table, as sums of bags of one id each: the same vectors and
-    updates as by PoolingMode.NONE, which TorchRec asks for.
-
-    On CPU, that takes 1 µs for every distinct row on the way back, in hash tables inside of hash tables; this
-    0.04 µs.
-    """
-
-    def __init__(self, *args: Any, **settings: Any):
-        super().__init__(*args, **settings | ONE_BAG)
-
-    def forward(self, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        return super().forward(indices, _one_each(indices, offsets), *rest, **more)
-
-
-class DenseBagsOfOne(DenseTableBatchedEmbeddingBagsCodegen):
-    """The same of tables with a dense kernel, for which FBGEMM on CPU takes PoolingMode.NONE for SUM."""
-
-    def __init__(self, *args: Any, **settings: Any):
-        super().__init__(*args, **settings | ONE_BAG)
-
-    def forward(self, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        return super().forward(indices, _one_each(indices, offsets), *rest, **more)
-
-
-ONE_BAG: dict[str, Any] = {"feature_table_map": [0], "pooling_mode": PoolingMode.SUM}
-OWN = {
-    SplitTableBatchedEmbeddingBagsCodegen: FusedBagsOfOne,
-    DenseTableBatchedEmbeddingBagsCodegen: DenseBagsOfOne,
-}
-
-
-def _one_each(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device)
-
-
-@contextmanager
-def bags_of_one() -> Iterator[None]:
-    """A block in which lookups that TorchRec makes of each id's vector in one table are those above."""
-
-    def making(theirs: type, own: type) -> Callable[..., nn.Module]:
-        def made(*args: Any, **settings: Any) -> nn.Module:
-            (specs,) = args or (settings["embedding_specs"],)  # a pair for each table
-            each_id = settings["pooling_mode"] == PoolingMode.NONE and len(specs) == 1
-            return (own if each_id else theirs)(*args, **settings)
-
-        return made
-
-    for theirs, own in OWN.items():
-        setattr(batched_embedding_kernel, theirs.__name__, making(theirs, own))
-    try:
-        yield
-    finally:
-        for theirs in OWN:
-            setattr(batched_embedding_kernel, theirs.__name__, theirs)
 
 
 def pad_empty_shards(model: nn.Module) -> None:

@@ -332,6 +332,14 @@ def _trainable(dtype: object) -> object:
     return dtype
 
 
+def _local(value: str) -> str:
+    if "://" in value:
+        raise ValueError(
+            "plan.mmap_dir: no table trains in an object store; use a folder on a disk of each node"
+        )
+    return value
+
+
 class TablePlan(Section):
     """Constraints of a table; the planner chooses what is not set."""
 
@@ -339,10 +347,20 @@ class TablePlan(Section):
     ranks: list[NonNegativeInt] | None = Field(
         None, min_length=1, description="The ranks that hold it. One rank alone means table_wise."
     )
-    compute_kernel: Literal["fused", "dense", "fused_uvm", "fused_uvm_caching"] | None = Field(
+    compute_kernel: Literal["fused", "dense", "fused_uvm", "fused_uvm_caching", "fused_mmap"] | None = Field(
         None,
         description="fused: in device memory, updated in backward. dense: ordinary gradients and a dense "
-        "update. fused_uvm(_caching): in host memory (with a cache on the device).",
+        "update. fused_uvm(_caching): in host memory (with a cache on the device). fused_mmap: in a file, "
+        "for workers on CPU.",
+    )
+    cache_load_factor: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="With fused_uvm_caching: how much of the table the cache on the GPU holds; default 0.2.",
+    )
+    cache_algorithm: Literal["lru", "lfu"] | None = Field(
+        None,
+        description="With fused_uvm_caching: which rows leave the cache, those used longest ago (lru, the "
+        "default) or least often (lfu: then no rows are brought in ahead of their step).",
     )
     dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_trainable)] | None = Field(
         None,
@@ -386,7 +404,14 @@ class PlanSection(Section):
     tables: dict[str, TablePlan] = Field(
         default_factory=dict,
         description="Constraints: table, or pattern such as 'item*', to sharding_type, ranks, "
-        "compute_kernel, dtype, stochastic_rounding. Where several match, later lines override earlier ones.",
+        "compute_kernel, cache_load_factor, cache_algorithm, dtype, stochastic_rounding. Where several "
+        "match, later lines override earlier ones.",
+    )
+    compute_kernels: list[Literal["fused", "fused_uvm", "fused_uvm_caching", "fused_mmap"]] = Field(
+        ["fused"],
+        min_length=1,
+        description="Compute kernels that the planner may choose from, where a table's is not set: besides "
+        "fused those of host memory (on GPUs) or of files (on CPU), for tables that memory does not hold.",
     )
     colocate: list[list[str]] = Field(
         default_factory=list,
@@ -405,6 +430,11 @@ class PlanSection(Section):
         description="Host memory for tables with compute_kernel fused_uvm(_caching), in GiB for each worker "
         "on a GPU; default: its share of what the host has, less 15 %, rows read ahead, and what checkpoints "
         "are copied to.",
+    )
+    mmap_dir: Annotated[str, AfterValidator(_local)] | None = Field(
+        None,
+        description="Folder on a disk of each node for tables with compute_kernel fused_mmap; default: the "
+        "run folder.",
     )
 
 

@@ -1,4 +1,4 @@
-"""`raytrec plan`: the sharding plan for GPUs that are not here."""
+"""`raytrec plan`: the sharding plan for machines that are not here."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def plan(
     gpus: int | None = None,
     memory_gib: float = 80,
     host_memory_gib: float | None = None,
+    disk_gib: float | None = None,
 ) -> dict[str, Any]:
     """The plan of a configuration. Reads its schema, and no data.
 
@@ -27,14 +28,17 @@ def plan(
         source: a config file or its values; data.schema, or schema.yaml above data.train, must be there.
         overrides: `section.key=value` strings.
         hosts: machines; default: as many as scaling.num_workers fill.
-        gpus: GPUs of each; default: plan.ranks_per_host, else scaling.num_workers up to 8.
-        memory_gib: of each GPU, where plan.memory_gib says nothing.
+        gpus: GPUs of each, or with scaling.device=cpu workers; default: plan.ranks_per_host, else
+            scaling.num_workers up to 8.
+        memory_gib: of each of these, where plan.memory_gib says nothing.
         host_memory_gib: of each host's main memory, where tables with kernel fused_uvm(_caching) are and
             plan.host_memory_gib says nothing; default: twice that of its GPUs.
+        disk_gib: of each host's disk, where tables with kernel fused_mmap are; default: enough.
 
     Returns:
-        hosts, gpus, memory_gib; tables: one mapping each (table, rows, dim, sharding, kernel, ranks, gib and
-        host_gib of each of these); gib: on each rank's GPU; host_gib: in each host's memory.
+        hosts, gpus, device, memory_gib; tables: one mapping each (table, rows, dim, sharding, kernel, ranks,
+        gib, host_gib and disk_gib of each of these); gib: on each rank's GPU, or in a worker's memory on CPU;
+        host_gib: in each host's memory beside GPUs; disk_gib: on each host's disk.
 
     Raises:
         ConfigError, SchemaError: what is wrong with the input, or does not fit.
@@ -42,7 +46,7 @@ def plan(
     from dataclasses import asdict
 
     from raytrec.driver.prepare import resolve
-    from raytrec.embeddings.planner.dry_run import dry_run, gib_of_hosts, gib_of_ranks
+    from raytrec.embeddings.planner.dry_run import ENOUGH_GIB, dry_run, gib_of_hosts, gib_of_ranks
 
     config = resolve(load_config(source, overrides), source)
     workers = config.scaling.max_workers
@@ -58,15 +62,17 @@ def plan(
     check_fit(config, schema, here=False)
     with catch_warnings():  # of what TorchRec will change
         simplefilter("ignore", FutureWarning)
-        tables = dry_run(config, schema, hosts, gpus, memory_gib, host_memory_gib)
+        tables = dry_run(config, schema, hosts, gpus, memory_gib, host_memory_gib, disk_gib or ENOUGH_GIB)
     memory_gib = config.plan.memory_gib or memory_gib
     return {
         "hosts": hosts,
         "gpus": gpus,
+        "device": "cpu" if config.scaling.device == "cpu" else "cuda",
         "memory_gib": memory_gib,
         "tables": [asdict(table) for table in tables],
         "gib": gib_of_ranks(tables, workers),
         "host_gib": gib_of_hosts(tables, hosts, gpus),
+        "disk_gib": gib_of_hosts(tables, hosts, gpus, "disk_gib"),
     }
 
 
@@ -87,17 +93,19 @@ def print_plan(found: dict[str, Any]) -> None:
             table["sharding_type"],
             table["compute_kernel"],
             ranges(table["ranks"]),
-            f"{sum(table['gib'] + table['host_gib']):.2f}",
+            f"{sum(table['gib'] + table['host_gib'] + table['disk_gib']):.2f}",
         )
     console.print(lines)
     gib, memory = found["gib"], found["memory_gib"]
+    devices = "GPUs" if found["device"] == "cuda" else "workers"
     console.print(
-        f"{found['hosts']} × {found['gpus']} GPUs of {memory:g} GiB: tables take {min(gib):.1f} to "
+        f"{found['hosts']} × {found['gpus']} {devices} of {memory:g} GiB: tables take {min(gib):.1f} to "
         f"{max(gib):.1f} GiB of each, {sum(gib):.1f} GiB in all",
         soft_wrap=True,
     )
-    if any(host := found["host_gib"]):
-        console.print(
-            f"in host memory: {min(host):.1f} to {max(host):.1f} GiB of each host, {sum(host):.1f} in all",
-            soft_wrap=True,
-        )
+    for words, each in (("in host memory", found["host_gib"]), ("on disks", found["disk_gib"])):
+        if any(each):
+            console.print(
+                f"{words}: {min(each):.1f} to {max(each):.1f} GiB of each host, {sum(each):.1f} in all",
+                soft_wrap=True,
+            )

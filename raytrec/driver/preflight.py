@@ -19,7 +19,8 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
 from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.constraints import resolve_constraints
-from raytrec.embeddings.planner.footprint import GIB, footprint
+from raytrec.embeddings.planner.disk import free_disk, memory_filesystem, mmap_folder
+from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, footprint, kernel_on
 from raytrec.embeddings.planner.validation import check_decay
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_carried
@@ -148,22 +149,27 @@ def _names(tree: ast.Module) -> set[str] | None:
 
 
 def check_memory(config: RunConfig, schema: Schema) -> None:
-    """Whether this machine's memory can hold the tables and their optimizer state, where all is on CPUs.
+    """Whether this machine's memory and disk can hold the tables and their optimizer state, where all is on
+    CPUs.
 
     Raises:
-        ConfigError: it cannot, whatever the plan.
+        ConfigError: they cannot, whatever the plan.
     """
     if config.scaling.device == "cuda" or (config.scaling.device == "auto" and built_for() != "cpu"):
         return
     from raytrec.embeddings.planner.hosts import host_memory
 
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
-    sizes = {
-        name: footprint(table, constraints[name].dtype, optimizers[name].name).total
+    found = {
+        name: footprint(
+            table, constraints[name].dtype, optimizers[name].name, kernel_on("cpu", constraints[name].kernel)
+        )
         for name, table in schema.tables.items()
     }
+    _check_disk(config, {name: size.disk for name, size in found.items() if size.disk})
+    sizes = {name: size.device for name, size in found.items()}
     have, need = host_memory(), sum(sizes.values())
-    if need > have:
+    if need > have + (free_disk(config) if MMAP_KERNEL in config.plan.compute_kernels else 0):
         names = " and ".join(dict.fromkeys(optimizer.name for optimizer in optimizers.values()))
         largest = max(sizes, key=sizes.get)
         table = schema.tables[largest]
@@ -172,5 +178,27 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
             f"{have / GIB:,.1f} GiB",
             where=f"schema.yaml, tables; the largest is {largest}: {table.rows:,} rows × {table.dim}",
             expected="tables that fit into memory",
-            do="lower rows (out_of_range: hash brings any id into range) or dim; or train on a cluster",
+            do="lower rows (out_of_range: hash brings any id into range) or dim; train on a cluster; or put "
+            f"large tables on the disk: plan.tables.{largest}.compute_kernel=fused_mmap",
         )
+
+
+def _check_disk(config: RunConfig, sizes: dict[str, int]) -> None:
+    """Whether tables with compute_kernel fused_mmap fit the disk.
+
+    Args:
+        sizes: table → bytes.
+    """
+    if not sizes:
+        return
+    folder = mmap_folder(config)
+    kind, have, need = memory_filesystem(folder), free_disk(config), sum(sizes.values())
+    if kind is None and need <= have:
+        return
+    why = f"{have / GIB:,.1f} GiB are free there" if kind is None else f"it is on {kind}, in memory itself"
+    raise ConfigError(
+        f"tables {', '.join(sizes)} take {need / GIB:,.1f} GiB of disk, with optimizer state, and {why}",
+        where=f"plan.mmap_dir, {folder}",
+        expected="a folder on a disk with room for them, and for checkpoints beside them if those go there",
+        do="make room, or set plan.mmap_dir to a folder on another disk",
+    )

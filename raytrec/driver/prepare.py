@@ -74,6 +74,8 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
     warm_start.from_ = warm_start.from_ and find(place(warm_start.from_))[0]
     if config.checkpoint.dir:
         config.checkpoint.dir = place(config.checkpoint.dir)
+    if config.plan.mmap_dir:
+        config.plan.mmap_dir = place(config.plan.mmap_dir)
     for key in ("train", "valid", "test", "schema_path"):
         if value := getattr(data, key):
             setattr(data, key, place(value) if isinstance(value, str) else [*map(place, value)])

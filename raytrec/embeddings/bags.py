@@ -47,6 +47,7 @@ def embedding_bags(
                 feature_names=names,
                 pooling=PoolingType.SUM,
                 data_type=_data_type(dtypes, name),
+                init_fn=_leave,
             )
             for name, names in features_of.items()
         ],
@@ -57,7 +58,7 @@ def embeddings_by_id(features: Features, dtypes: Mapping[str, str] | None = None
     """Table → the collection that gives the vector of each of its ids, without memory.
 
     One for each table, because those of one collection must have one dim, and as many column shards
-    (torchrec 1.8.0), and because lookups that take ids for bags are of one table (compat.fbgemm.bags_of_one).
+    (torchrec 1.8.0), and because lookups that take ids for bags are of one table (compat.fbgemm_lookups).
     """
     return nn.ModuleDict(
         {
@@ -70,12 +71,18 @@ def embeddings_by_id(features: Features, dtypes: Mapping[str, str] | None = None
                         embedding_dim=features.schema.tables[name].dim,
                         feature_names=names,
                         data_type=_data_type(dtypes, name),
+                        init_fn=_leave,
                     )
                 ],
             )
             for name, names in features.tables_by_id.items()
         }
     )
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    """Draws no initial values: initial.fill_tables writes those that no plan changes, after sharding."""
+    return weight
 
 
 def _data_type(dtypes: Mapping[str, str] | None, table: str) -> DataType:

@@ -170,7 +170,7 @@ class Table:
         dtype: of the weights; fixed since sharding.
         sharding: table_wise, row_wise, column_wise, data_parallel, table_row_wise, table_column_wise or
             grid_shard.
-        kernel: fused, dense, fused_uvm or fused_uvm_caching.
+        kernel: fused, dense, fused_uvm, fused_uvm_caching or fused_mmap.
         weight: the weights.
         state: kind of optimizer state (torch.optim's names: sum, exp_avg, exp_avg_sq) → its values; empty
             without an optimizer, for sgd, and before the first step where torch makes state at that.

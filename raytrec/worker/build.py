@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import CacheAlgorithm, ShardingEnv, ShardingPlan
 
-from raytrec.compat.fbgemm import CACHED, bags_of_one, pad_empty_shards
+from raytrec.compat.fbgemm import CACHED, pad_empty_shards
+from raytrec.compat.fbgemm_lookups import as_known_to_torchrec, own_lookups
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.averages import DenseAverage
@@ -15,8 +18,10 @@ from raytrec.embeddings.clipping import GlobalNormClip
 from raytrec.embeddings.codecs import make_codecs, widths_of
 from raytrec.embeddings.gradients import require_gradient_division
 from raytrec.embeddings.initial import fill_tables
+from raytrec.embeddings.mapped import MappedFiles, mark_mapped
 from raytrec.embeddings.optim import combine, fuse
 from raytrec.embeddings.per_table import table_optimizers
+from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
 from raytrec.models.recommender import build_recommender
 from raytrec.tasks.objective import Objective
@@ -54,12 +59,14 @@ def build_step(
     world = dist.get_world_size()
     plan = make_plan(model, sharders_for_planning(config, schema, world), schema, config, device)
     codecs = make_codecs(config, widths_of(plan), world)
-    with bags_of_one():
+    mark_mapped(model.embeddings.collections, plan)
+    cache = _cache_settings(plan, device)
+    with own_lookups(MappedFiles(config).zeros), as_known_to_torchrec(plan, {MMAP_KERNEL: "fused"}):
         sharded = DistributedModelParallel(
             model,
             device=device,
             plan=plan,
-            sharders=sharders(CACHED if _has_caches(plan, device) else None, codecs),
+            sharders=sharders(cache, codecs),
             data_parallel_wrapper=_Alone() if world == 1 else None,
         )
     pad_empty_shards(sharded)
@@ -80,7 +87,7 @@ def build_step(
         config.optim.schedule,
         Phases(device) if config.tracking.every_steps else None,
         Numerics(config.train, device),
-        prefetch=_has_caches(plan, device),
+        prefetch=bool(cache and cache["prefetch_pipeline"]),
     )
     return step, plan
 
@@ -98,11 +105,16 @@ def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> Sharding
     return make_plan(_unsharded(config, schema, device), offered, schema, config, device)
 
 
-def _has_caches(plan: ShardingPlan, device: torch.device) -> bool:
-    """Whether a table is in host memory with a cache on the GPUs, whose hits are counted and whose rows are
-    locked until their batch has been trained. (On CPU it has none.)"""
-    kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
-    return device.type == "cuda" and "fused_uvm_caching" in kernels
+def _cache_settings(plan: ShardingPlan, device: torch.device) -> dict[str, Any] | None:
+    """FBGEMM's settings where tables are in host memory with a cache on the GPUs: hits are counted, and rows
+    brought in ahead of their step and locked until it has been trained. FBGEMM (1.8.0) has the latter for LRU
+    alone. (On CPU there is no cache.)"""
+    specs = [spec for module in plan.plan.values() for spec in module.values()]
+    cached = [spec for spec in specs if spec.compute_kernel == "fused_uvm_caching"]
+    if device.type != "cuda" or not cached:
+        return None
+    lfu = any(spec.cache_params and spec.cache_params.algorithm == CacheAlgorithm.LFU for spec in cached)
+    return CACHED | {"prefetch_pipeline": not lfu}
 
 
 def _unsharded(

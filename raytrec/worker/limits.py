@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 from raytrec.embeddings.tables import Shard, Table
 from raytrec.worker.numerics import Numerics
 from raytrec.worker.step import Head
@@ -108,7 +109,9 @@ class Limits:
         }
 
     def _rows(self, probe: Probe) -> dict[str, float]:
-        shards = [shard for table in self._tables.values() for shard in table.weight.local]
+        # Of a file, which is read into memory as it is used, the first figure would be the disk's.
+        tables = [table for table in self._tables.values() if table.kernel != MMAP_KERNEL]
+        shards = [shard for table in tables for shard in table.weight.local]
         largest = max(shards, key=lambda shard: shard.values.nbytes)
         return {"gather_bytes_per_s": gather_rate(largest, self._device)}
 

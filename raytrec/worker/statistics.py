@@ -16,6 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.checks.live.readout import read
 from raytrec.compat.fbgemm import cache_hits
 from raytrec.config.schema import Schema
+from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 from raytrec.embeddings.row_gradients import Part, add_row_gradients
 from raytrec.embeddings.tables import Shard, Table
 from raytrec.embeddings.taps import Lookup, Taps
@@ -281,6 +282,8 @@ def _first(shards: list[Shard]) -> Shard | None:
 
 
 def _device(table: Table, shard: Shard) -> str:
+    if table.kernel == MMAP_KERNEL:
+        return "disk"
     return f"host, by {table.kernel}" if "uvm" in table.kernel else str(shard.values.device)
 
 

@@ -23,6 +23,7 @@ PLANS = {
     "table-row-wise@4": (4, 2, {"sharding_type": "table_row_wise"}),
     "dense kernel@3": (3, 1, {"sharding_type": "row_wise", "compute_kernel": "dense"}),
     "uvm@2": (2, 1, {"sharding_type": "row_wise", "compute_kernel": "fused_uvm"}),
+    "mmap@2": (2, 1, {"sharding_type": "row_wise", "compute_kernel": "fused_mmap"}),
     "data-parallel@3": (3, 1, {"sharding_type": "data_parallel"}),
     "table-wise@1": (1, 1, {"sharding_type": "table_wise"}),
 }
@@ -31,13 +32,13 @@ OPTIMIZERS = {
     "sgd": list(PLANS),
     "adagrad": list(PLANS),
     "rowwise_adagrad": [p for p in PLANS if p not in COLUMNS],
-    "adam": [p for p in PLANS if p != "uvm@2"],  # on CPU, Adam is a dense update
-    "mixed": [p for p in PLANS if p != "uvm@2"],
+    "adam": [p for p in PLANS if p not in ("uvm@2", "mmap@2")],  # on CPU, Adam is a dense update
+    "mixed": [p for p in PLANS if p not in ("uvm@2", "mmap@2")],
 }
 MIXED = {"user": {"name": "adam"}, "tag": {"name": "adagrad", "lr": 0.3}}  # and averages of dense weights
 
 FEW = {
-    "rowwise_adagrad": ["table-wise@2", "uvm@2", "row-wise@4", "data-parallel@1"],
+    "rowwise_adagrad": ["table-wise@2", "uvm@2", "row-wise@4", "mmap@2", "data-parallel@1"],
     "adam": ["column-wise@2", "dense kernel@3", "grid@3", "table-row-wise@4"],
     "mixed": ["table-wise@2", "row-wise@4", "data-parallel@1", "column-wise@2"],
 }

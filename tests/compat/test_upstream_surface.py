@@ -45,6 +45,7 @@ TRAINER = "ray.train.v2.api.data_parallel_trainer:DataParallelTrainer."
 SCALING = "ray.train.v2._internal.execution.scaling_policy.scaling_policy:ScalingPolicy."
 CALLBACKS = "ray.train.v2._internal.callbacks.placement_group_callback:"
 FUSED = "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen."
+KERNELS = "torchrec.distributed.batched_embedding_kernel:"
 EXECUTOR = "ray.data._internal.execution.streaming_executor:StreamingExecutor."
 METRICS = "ray.data._internal.execution.interfaces.op_runtime_metrics:OpRuntimeMetrics."
 NAMES += [METRICS + name for name in PROGRESS]
@@ -152,6 +153,34 @@ CALLED = [
         "torchrec.distributed.train_pipeline.utils:_rewrite_model",
         "pipelined_forward",
     ),
+    # fbgemm_lookups.py
+    ("init_parameters", KERNELS + "BatchedFusedEmbedding.__init__", "self.init_parameters()"),
+    ("init_parameters", KERNELS + "BatchedFusedEmbeddingBag.__init__", "self.init_parameters()"),
+    ("init_parameters", KERNELS + "BatchedDenseEmbedding.__init__", "self.init_parameters()"),
+    ("init_parameters", KERNELS + "BatchedDenseEmbeddingBag.__init__", "self.init_parameters()"),
+    *[
+        (
+            "_optimizer_kwargs",
+            f"torchrec.distributed.{name}:create_sharding_infos_by_sharding_device_group",
+            'optimizer_params = getattr(param, "_optimizer_kwargs", [{}])',
+        )
+        for name in ("embedding", "embeddingbag")
+    ],
+    *[
+        (
+            f"preallocated_host_buffers of {name}",
+            FUSED + "__init__",
+            f'_preallocated_host_buffers.get("{name}")',
+        )
+        for name in ("weights", "momentum1")
+    ],
+    (
+        "raytrec_mapped",
+        "torchrec.distributed.embedding_sharding:group_tables",
+        "tuple(sorted(group_fused_params.items()))",
+    ),
+    ("raytrec_mapped", KERNELS + "BatchedFusedEmbedding", "**fused_params"),
+    ("raytrec_mapped", KERNELS + "BatchedFusedEmbeddingBag", "**fused_params"),
     # fbgemm.py
     ("lock_cache_line", FUSED + "_prefetch", "self.lock_cache_line"),
     ("lxu_cache_locking_counter", FUSED + "_prefetch", "self.lxu_cache_locking_counter"),

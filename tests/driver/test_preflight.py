@@ -82,6 +82,21 @@ def test_what_fits_is_let_through(tmp_path, monkeypatch):
         fit.check_fit(config, Schema.parse(SCHEMA, "test"), here=True)
 
 
+def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
+    def check(rows, **plan):
+        plan = {"tables": {"user": {"compute_kernel": "fused_mmap"}}} | plan
+        config = load_config({"data": {"train": "d/train"}, "plan": plan, "scaling": {"device": "cpu"}})
+        tables = {"user": {"rows": rows, "dim": 8}, "tag": {"rows": 12, "dim": 8}}
+        fit.check_fit(config, Schema.parse(SCHEMA | {"tables": tables}, "test"), here=True)
+
+    monkeypatch.setattr("raytrec.embeddings.planner.hosts.host_memory", lambda: 1 << 20)
+    check(100_000, mmap_dir=str(tmp_path))  # 3.4 MiB, of which memory has 1
+    with pytest.raises(ConfigError, match="compute_kernel=fused_mmap"):
+        check(100_000, tables={})
+    with pytest.raises(ConfigError, match=r"tables user take [\d,.]+ GiB of disk.*are free there"):
+        check(10**12, mmap_dir=str(tmp_path))
+
+
 def test_the_command_says_it_once_without_ray(tmp_path):
     data = parquet.dataset(tmp_path / "data", train=300, valid=60, test=60)
     (data / "schema.yaml").write_text(
@@ -119,7 +134,8 @@ def test_names_are_shown_as_they_are(name):
         "compute_kernel": "fused",
         "ranks": [0],
     }
-    found = {"tables": [plan | {"gib": [1.0], "host_gib": [0.0]}], "gib": [1.0], "host_gib": [0.0]}
+    sizes = {"gib": [1.0], "host_gib": [0.0], "disk_gib": [0.0]}
+    found = {"tables": [plan | sizes], "device": "cuda", **sizes}
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(out), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Console, "is_terminal", True)

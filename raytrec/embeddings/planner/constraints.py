@@ -30,6 +30,8 @@ class TableConstraint:
         dtype: fp32 or fp16.
         group: index of the plan.colocate group that it belongs to, or None.
         stochastic_rounding: of fp16 weights; None: as the kernel does it.
+        load_factor: of the cache of fused_uvm_caching; None: FBGEMM's.
+        algorithm: of that cache, lru or lfu; None: lru.
     """
 
     sharding: tuple[str, ...]
@@ -38,6 +40,8 @@ class TableConstraint:
     dtype: str = "fp32"
     group: int | None = None
     stochastic_rounding: bool | None = None
+    load_factor: float | None = None
+    algorithm: str | None = None
 
 
 def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableConstraint]:
@@ -75,6 +79,8 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
             values.get("dtype", "fp32"),
             groups.get(table),
             values.get("stochastic_rounding"),
+            values.get("cache_load_factor"),
+            values.get("cache_algorithm"),
         )
         if table in groups and sharding != "table_wise":
             raise refused(table, f"in plan.colocate and {sharding}", "a group is on one rank: table_wise")

@@ -1,10 +1,9 @@
-"""The plan that a configuration would have on GPUs that are not here: no processes, no data, no memory."""
+"""The plan that a configuration would have on machines that are not here: no processes, no data."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,13 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.embeddings.optim import fuse
 from raytrec.embeddings.per_table import table_optimizers
-from raytrec.embeddings.planner.footprint import GIB, footprint
+from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint, kernel_on
 from raytrec.embeddings.planner.hosts import capacity
 from raytrec.embeddings.planner.plan import describe, plan_for, sharders_for_planning
 from raytrec.embeddings.planner.validation import host_room, validate_constraints
 from raytrec.embeddings.pooling import PooledEmbeddings
+
+ENOUGH_GIB = 1e6  # of a disk that nobody has said the size of
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class PlannedTable:
 
     Attributes:
         ranks: that hold a part of it.
-        gib, host_gib: of each of these ranks: GiB of weights, optimizer state and cache on its GPU, and in
-            its host's memory.
+        gib, host_gib, disk_gib: of each of these ranks: GiB of weights, optimizer state and cache on its
+            device (its GPU, or its memory), in its host's memory beside a GPU, and in files.
     """
 
     table: str
@@ -42,6 +43,7 @@ class PlannedTable:
     ranks: list[int]
     gib: list[float]
     host_gib: list[float]
+    disk_gib: list[float]
 
 
 def dry_run(
@@ -51,21 +53,24 @@ def dry_run(
     gpus: int = 8,
     memory_gib: float = 80,
     host_memory_gib: float | None = None,
+    disk_gib: float = ENOUGH_GIB,
 ) -> list[PlannedTable]:
-    """The plan on `hosts` × `gpus` GPUs, as a run there would make it.
+    """The plan on `hosts` × `gpus` GPUs, or workers on CPU (scaling.device), as a run there would make it.
 
     The dense layers, small beside the tables, are not counted; as in a run, 15 % of each GPU are kept
     free for them and for activations.
 
     Args:
-        hosts: machines. gpus: GPUs of each.
-        memory_gib: of each GPU, where plan.memory_gib says nothing.
+        hosts: machines. gpus: GPUs, or workers, of each.
+        memory_gib: of each GPU or worker, where plan.memory_gib says nothing.
         host_memory_gib: of each host's main memory, where plan.host_memory_gib says nothing; default: twice
             that of its GPUs.
+        disk_gib: of each host, for tables in files.
 
     Raises:
         ConfigError: tables that do not fit, or pins that cannot be kept.
     """
+    device = "cpu" if config.scaling.device == "cpu" else "cuda"
     world, memory = hosts * gpus, int((config.plan.memory_gib or memory_gib) * GIB)
     if min(hosts, gpus) < 1:
         raise ConfigError(f"{hosts} hosts with {gpus} GPUs each", expected="at least one of each")
@@ -77,16 +82,19 @@ def dry_run(
         )
     share = int(host_memory_gib * GIB) // gpus if host_memory_gib else 2 * memory
     constraints = validate_constraints(
-        config, schema, "cuda", world=world, ranks_per_host=gpus, memory=memory, host_share=share
+        config, schema, device, world=world, ranks_per_host=gpus, memory=memory, host_share=share
     )
     room = host_room(config, schema, constraints, world, share)
     dtypes = {table: pin.dtype for table, pin in constraints.items()}
     tables = PooledEmbeddings(schema, dtypes, resolve_features(schema, config.model).sequences)
     optimizers = table_optimizers(config, schema)
-    fuse(tables.collections, optimizers, "cuda")  # from which the planner knows of the optimizers' state
+    fuse(tables.collections, optimizers, device)  # from which the planner knows of the optimizers' state
     with _ranks_per_host(gpus), _quiet():
         topology = Topology(
-            world_size=world, local_world_size=gpus, compute_device="cuda", **capacity("cuda", memory, room)
+            world_size=world,
+            local_world_size=gpus,
+            compute_device=device,
+            **capacity(device, memory, room, int(disk_gib * GIB) // gpus),
         )
         offered = sharders_for_planning(config, schema, world)
         plan = plan_for(topology, constraints, schema, config, tables, offered)
@@ -100,20 +108,21 @@ def dry_run(
     out = []
     for entry in describe(plan):
         name, table = entry["table"], schema.tables[entry["table"]]
-        gib, host_gib = defaultdict(float), defaultdict(float)
+        held: dict[int, Footprint] = {}
         for rank, rows, dim in _parts(shards[name], table, world):
             part = Table.model_construct(rows=rows, dim=dim)
-            size = footprint(part, dtypes[name], optimizers[name].name, entry["compute_kernel"])
-            gib[rank] += size.device / GIB
-            host_gib[rank] += size.host / GIB
+            pin, kernel = constraints[name], kernel_on(device, entry["compute_kernel"])
+            size = footprint(part, pin.dtype, optimizers[name].name, kernel, pin.load_factor)
+            before = held.get(rank, Footprint(0, 0))
+            held[rank] = Footprint(*(a + b for a, b in zip(before, size, strict=True)))
         kind = entry["sharding_type"], entry["compute_kernel"]
-        sizes = list(gib.values()), list(host_gib.values())
-        out.append(PlannedTable(name, table.rows, table.dim, *kind, list(gib), *sizes))
+        sizes = ([size / GIB for size in each] for each in zip(*held.values(), strict=True))
+        out.append(PlannedTable(name, table.rows, table.dim, *kind, list(held), *sizes))
     return out
 
 
 def gib_of_ranks(plan: list[PlannedTable], world: int) -> list[float]:
-    """GiB of all tables on each rank's GPU."""
+    """GiB of all tables on each rank's device."""
     total = [0.0] * world
     for table in plan:
         for rank, gib in zip(table.ranks, table.gib, strict=True):
@@ -121,11 +130,15 @@ def gib_of_ranks(plan: list[PlannedTable], world: int) -> list[float]:
     return total
 
 
-def gib_of_hosts(plan: list[PlannedTable], hosts: int, gpus: int) -> list[float]:
-    """GiB of all tables in each host's main memory."""
+def gib_of_hosts(plan: list[PlannedTable], hosts: int, gpus: int, place: str = "host_gib") -> list[float]:
+    """GiB of all tables in each host's main memory.
+
+    Args:
+        place: or on its disk: disk_gib.
+    """
     total = [0.0] * hosts
     for table in plan:
-        for rank, gib in zip(table.ranks, table.host_gib, strict=True):
+        for rank, gib in zip(table.ranks, getattr(table, place), strict=True):
             total[rank // gpus] += gib
     return total
 

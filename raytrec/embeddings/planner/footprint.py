@@ -12,6 +12,7 @@ DTYPE_BYTES = {"fp32": 4, "fp16": 2}
 STATE_BYTES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 4, "adam": 8}
 ROW_STATE_BYTES = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 0, "adam": 0}
 UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
+MMAP_KERNEL = "fused_mmap"
 CACHED = 0.2  # of a table's rows, in the GPU's cache of fused_uvm_caching: FBGEMM's default (1.8.0)
 
 
@@ -20,24 +21,43 @@ class Footprint(NamedTuple):
 
     device: int
     host: int
+    disk: int = 0
 
     @property
     def total(self) -> int:
-        return self.device + self.host
+        return self.device + self.host + self.disk
 
 
-def footprint(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> Footprint:
-    """What a table takes of a device and, with a UVM kernel on a GPU, of its host's memory.
+def kernel_on(device: str, kernel: str | None) -> str | None:
+    """What a table's kernel comes to on this device; None: the one that keeps all on the device. On CPU,
+    where there is no other memory, that is what UVM kernels are.
 
     Args:
-        kernel: None where all is on the device: unless it is fused_uvm(_caching), and on CPU always.
+        device: cpu or cuda.
+    """
+    places = (*UVM_KERNELS, MMAP_KERNEL) if device == "cuda" else (MMAP_KERNEL,)
+    return kernel if kernel in places else None
+
+
+def footprint(
+    table: Table, dtype: str, optimizer: str, kernel: str | None = None, load_factor: float | None = None
+) -> Footprint:
+    """What a table takes of a device and, with a UVM kernel on a GPU, of its host's memory, or with
+    fused_mmap on CPU of its disk.
+
+    Args:
+        kernel: of `kernel_on`.
+        load_factor: of the cache of fused_uvm_caching; None: FBGEMM's.
     """
     values, width = table.rows * table.dim, DTYPE_BYTES[dtype]
     weights, row_state = values * width, table.rows * ROW_STATE_BYTES[optimizer]
     host = weights + values * STATE_BYTES[optimizer]
+    if kernel == MMAP_KERNEL:
+        return Footprint(0, 0, host + row_state)
     if kernel not in UVM_KERNELS:
         return Footprint(host + row_state, 0)
     # FBGEMM (1.8.0, construct_split_state) keeps state of one value a row on the GPU, and for the cache 4
     # bytes a row and 16 a slot beside the slots' weights.
-    cache = table.rows * (4 + CACHED * (16 + table.dim * width)) if kernel == "fused_uvm_caching" else 0
+    cached = CACHED if load_factor is None else load_factor
+    cache = table.rows * (4 + cached * (16 + table.dim * width)) if kernel == "fused_uvm_caching" else 0
     return Footprint(int(cache) + row_state, host)

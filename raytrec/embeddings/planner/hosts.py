@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raytrec.compat.ray_core import system_memory
+from raytrec.config.run_config import RunConfig
 from raytrec.config.sections import PlanSection
+from raytrec.embeddings.planner.disk import free_disk
 from raytrec.embeddings.planner.footprint import GIB
 
 if TYPE_CHECKING:  # the driver asks for host_memory without torch
@@ -34,6 +36,7 @@ class Place:
         device: as processes of this host number it: cpu, or cuda:INDEX.
         device_memory: bytes of its GPU; None on CPU.
         host_memory: bytes of its host.
+        disk: bytes that are free where its host has tables with compute_kernel fused_mmap.
     """
 
     host: str
@@ -41,6 +44,7 @@ class Place:
     device: str
     device_memory: int | None
     host_memory: int
+    disk: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,17 @@ class Hosts:
         devices: each rank's device, as processes of its host number them.
         memory: bytes of the smallest rank's device: of its GPU, on CPU of its share of its host.
         host_share: bytes of main memory that each rank has, where the ranks of a host share it evenly.
+        disk_share: the same of the disk for tables with compute_kernel fused_mmap.
     """
 
     ranks_per_host: int
     devices: tuple[str, ...]
     memory: int
     host_share: int
+    disk_share: int = 0
 
 
-def settle_hosts(config: PlanSection, device: torch.device) -> Hosts:
+def settle_hosts(config: RunConfig, device: torch.device) -> Hosts:
     """Where the ranks are, the same on every rank; a collective.
 
     TorchRec reads LOCAL_WORLD_SIZE wherever it needs the number of ranks of a host, and each rank would go
@@ -70,12 +76,12 @@ def settle_hosts(config: PlanSection, device: torch.device) -> Hosts:
 
     places = [_place(config, device)] * dist.get_world_size()
     dist.all_gather_object(places, places[0])
-    hosts = agree(places, config)
+    hosts = agree(places, config.plan)
     os.environ["LOCAL_WORLD_SIZE"] = str(hosts.ranks_per_host)
     return hosts
 
 
-def _place(config: PlanSection, device: torch.device) -> Place:
+def _place(config: RunConfig, device: torch.device) -> Place:
     import torch
     import torch.distributed as dist
 
@@ -87,10 +93,11 @@ def _place(config: PlanSection, device: torch.device) -> Place:
     return Place(
         # Ray's number of the node, too: machines that were copied may have one name.
         f"{socket.gethostname()}/{os.environ.get('NODE_RANK', '')}",
-        config.ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        config.plan.ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
         str(device),
         memory,
         host_memory(),
+        free_disk(config),
     )
 
 
@@ -105,12 +112,12 @@ def agree(places: list[Place], config: PlanSection) -> Hosts:
     """
     on_host, counts = Counter(place.host for place in places), {place.ranks_per_host for place in places}
     share = min(place.host_memory // on_host[place.host] for place in places)
+    disk = min(place.disk // on_host[place.host] for place in places)
     local = counts.pop() if len(counts) == 1 else 1
     on_devices = [place.device_memory for place in places if place.device_memory is not None]
     memory = int(config.memory_gib * GIB) if config.memory_gib else min(on_devices, default=share)
-    return Hosts(
-        local if len(places) % local == 0 else 1, tuple(place.device for place in places), memory, share
-    )
+    devices = tuple(place.device for place in places)
+    return Hosts(local if len(places) % local == 0 else 1, devices, memory, share, disk)
 
 
 def host_memory() -> int:
@@ -118,11 +125,14 @@ def host_memory() -> int:
     return system_memory()
 
 
-def capacity(device: str, memory: int, room: int) -> dict:
+def capacity(device: str, memory: int, room: int, disk: int = 0) -> dict:
     """What TorchRec's Topology takes: capacity of a rank in bytes and, on CPU, bandwidths in bytes per ms.
 
     Args:
         device: cpu or cuda.
         memory: of each rank's device. room: for tables in host memory, of each rank on a GPU.
+        disk: for tables in files, of each rank on a CPU.
     """
-    return {"hbm_cap": memory, "ddr_cap": room} if device == "cuda" else {"ddr_cap": memory, **CPU_BANDWIDTHS}
+    if device == "cuda":
+        return {"hbm_cap": memory, "ddr_cap": room}
+    return {"ddr_cap": memory, "ssd_cap": disk, **CPU_BANDWIDTHS}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -11,10 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Storage
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from raytrec.common.errors import ConfigError
@@ -26,9 +23,12 @@ from raytrec.config.sections import Sharding
 from raytrec.embeddings.codecs import Codecs, make_codecs
 from raytrec.embeddings.per_table import has_fused, table_optimizers
 from raytrec.embeddings.planner.constraints import BY_ID_TYPES, TableConstraint, column_parts
-from raytrec.embeddings.planner.footprint import GIB, ROW_STATE_BYTES, STATE_BYTES, UVM_KERNELS
+from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, UVM_KERNELS
 from raytrec.embeddings.planner.hosts import capacity, settle_hosts
-from raytrec.embeddings.planner.search import estimate_once_per_size, narrow, proposers
+from raytrec.embeddings.planner.options import Enumerator, torchrec_constraints
+from raytrec.embeddings.planner.partitioner import PinnedPartitioner
+from raytrec.embeddings.planner.search import narrow, proposers
+from raytrec.embeddings.planner.tiers import kernels_to_choose, move_to_files
 from raytrec.embeddings.planner.validation import host_room, validate_constraints
 
 
@@ -89,7 +89,7 @@ def make_plan(
         ConfigError: a constraint that cannot be kept, tables that do not fit, or no allowed sharding type
             that fits a table.
     """
-    world, hosts = dist.get_world_size(), settle_hosts(config.plan, device)
+    world, hosts = dist.get_world_size(), settle_hosts(config, device)
     constraints = validate_constraints(
         config,
         schema,
@@ -104,7 +104,7 @@ def make_plan(
         world_size=world,
         local_world_size=hosts.ranks_per_host,
         compute_device=device.type,
-        **capacity(device.type, hosts.memory, room),
+        **capacity(device.type, hosts.memory, room, hosts.disk_share),
     )
     # From the first rank, on every rank alike: TorchRec's collective_plan would leave the others waiting for
     # a plan that there is not.
@@ -150,10 +150,16 @@ def plan_for(
     """
     storage = topology.devices[0].storage
     memory = storage.hbm if topology.compute_device == "cuda" else storage.ddr
-    narrowed = narrow(constraints, schema, topology.world_size, memory)
-    plan = _search(topology, narrowed, schema, config, model, sharders)
-    if isinstance(plan, ConfigError) and narrowed != constraints:
-        return _search(topology, constraints, schema, config, model, sharders)
+    world, choices = topology.world_size, iter([constraints])
+    if topology.compute_device == "cpu":
+        choices = move_to_files(constraints, schema, config, world * memory)
+    for chosen in choices:
+        narrowed = narrow(chosen, schema, world, memory)
+        plan = _search(topology, narrowed, schema, config, model, sharders)
+        if isinstance(plan, ConfigError) and narrowed != chosen:
+            plan = _search(topology, chosen, schema, config, model, sharders)
+        if not isinstance(plan, ConfigError):
+            break
     return plan
 
 
@@ -168,21 +174,27 @@ def _search(
     world, local = topology.world_size, topology.local_world_size
     partitioner, batch = PinnedPartitioner(constraints), -(-config.data.global_batch_size // world)
     lengths = ids_of_features(resolve_features(schema, config.model))
+    kernels = kernels_to_choose(config, topology.compute_device)
     of_torchrec = {
-        table: _constraints(
-            pin, schema.tables[table].dim, world, local, topology.compute_device, lengths.get(table)
+        table: torchrec_constraints(
+            pin if topology.compute_device == "cuda" else TableConstraint(pin.sharding),
+            kernels,
+            min_partition=dim // column_parts(dim, pin.sharding, pin.ranks, world, local),
+            pooling_factors=lengths.get(table) or [1.0],
         )
         for table, pin in constraints.items()
+        for dim in [schema.tables[table].dim]
     }
     fused = {
         table: optimizer.name
         for table, optimizer in table_optimizers(config, schema).items()
         if has_fused(optimizer.name, topology.compute_device)
     }
+    on_disk = {table for table, pin in constraints.items() if pin.kernel == MMAP_KERNEL}
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch,
-        enumerator=Enumerator(topology, batch, of_torchrec, fused),
+        enumerator=Enumerator(topology, batch, of_torchrec, fused, on_disk),
         constraints=of_torchrec,
         partitioner=partitioner,
         proposer=proposers(),
@@ -212,12 +224,13 @@ def _search(
 
 
 def _room(topology: Topology, constraints: dict[str, TableConstraint]) -> str:
-    """What a worker on a GPU has for tables, in words."""
+    """What a worker has for tables, in words."""
+    has, kernels = topology.devices[0].storage, {pin.kernel for pin in constraints.values()}
     if topology.compute_device != "cuda":
-        return ""
-    has = topology.devices[0].storage
+        words = f" in {has.ddr / GIB:.1f} GiB of memory for each worker"
+        return words + (f", and {has.ssd / GIB:.1f} GiB of disk" if MMAP_KERNEL in kernels else "")
     words = f" in {has.hbm / GIB:.1f} GiB on each GPU, less 15 %"
-    if any(pin.kernel in UVM_KERNELS for pin in constraints.values()):
+    if kernels & {*UVM_KERNELS}:
         words += f", and {has.ddr / GIB:.1f} GiB of host memory for each (plan.host_memory_gib)"
     return words
 
@@ -229,140 +242,6 @@ def ids_of_features(features: Features) -> dict[str, list[float]]:
         table: [float(features.sequences.get(name, 1)) for name in names]
         for table, names in features.tables_by_id.items()
     }
-
-
-def _constraints(
-    pin: TableConstraint, dim: int, world: int, local: int, device: str, lengths: list[float] | None = None
-) -> ParameterConstraints:
-    """TorchRec's, of a table.
-
-    Args:
-        lengths: ids of a row, of each feature that reads it; default: TorchRec's.
-    """
-    known = device == "cuda" and pin.kernel not in (None, "dense")
-    return ParameterConstraints(
-        sharding_types=list(pin.sharding),
-        compute_kernels=[pin.kernel] if known else ["dense", "fused"],
-        min_partition=dim // column_parts(dim, pin.sharding, pin.ranks, world, local),
-        pooling_factors=lengths or [1.0],
-    )
-
-
-class Enumerator(EmbeddingEnumerator):
-    """Counts optimizer state as FBGEMM holds it.
-
-    TorchRec (1.8.0) takes state to be of the weights' dtype, which is half of what it is beside fp16 tables,
-    and to be where the weights are, although one value a row is on the GPU even if the weights are not.
-
-    Args:
-        fused: table → the optimizer that updates it in backward; of the others TorchRec counts no state.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        batch_size: int,
-        constraints: dict[str, ParameterConstraints],
-        fused: Mapping[str, str],
-    ):
-        super().__init__(topology, batch_size, constraints)
-        self._on_gpus, self._fused = topology.compute_device == "cuda", fused
-
-    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        estimate_once_per_size(sharding_options, super().populate_estimates)
-        for option in sharding_options:
-            if option.name in self._fused:
-                for shard in option.shards:
-                    shard.storage += self._uncounted_state(option, *shard.size)
-
-    def _uncounted_state(self, option: ShardingOption, rows: int, dim: int) -> Storage:
-        optimizer = self._fused[option.name]
-        per_row = rows * ROW_STATE_BYTES[optimizer]
-        per_value = rows * dim * STATE_BYTES[optimizer]
-        counted = (per_row + per_value) * option.tensor.element_size() // 4
-        if self._on_gpus and option.compute_kernel in UVM_KERNELS:
-            return Storage(hbm=per_row, ddr=per_value - counted)
-        missing = per_row + per_value - counted
-        return Storage(hbm=missing, ddr=0) if self._on_gpus else Storage(hbm=0, ddr=missing)
-
-
-class PinnedPartitioner(GreedyPerfPartitioner):
-    """First tables whose ranks are given and groups that must be together, then the rest as TorchRec does.
-
-    Args:
-        constraints: table → TableConstraint.
-
-    Attributes:
-        refusal: the last reason why a pin could not be kept; the planner drops it for one of its own.
-    """
-
-    def __init__(self, constraints: dict[str, TableConstraint]):
-        super().__init__()
-        self._settled, self.refusal = constraints, ""
-
-    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology, hbm_per_device=None):
-        groups: dict[int, list[ShardingOption]] = {}
-        pinned, columns, rest = [], [], []
-        for option in proposal:
-            pin = self._settled[option.name]
-            if pin.ranks and pin.sharding[0] not in ("row_wise", "data_parallel"):
-                pinned.append((option, pin.ranks))
-            elif pin.group is not None:
-                groups.setdefault(pin.group, []).append(option)
-            elif option.sharding_type in ("column_wise", "table_column_wise"):
-                columns.append(option)
-            else:
-                rest.append(option)
-        if len(rest) == len(proposal):
-            return super().partition(proposal, storage_constraint, hbm_per_device)
-        topology = copy.deepcopy(storage_constraint)
-        for option, ranks in pinned:
-            self._place(option, ranks, topology)
-        for group in sorted(groups.values(), key=_storage, reverse=True):
-            self._place_together(group, topology)
-        for option in columns:
-            self._spread(option, topology)
-        super().partition(rest, topology, hbm_per_device)
-        return proposal
-
-    def _place(self, option: ShardingOption, ranks: tuple[int, ...], topology: Topology) -> None:
-        for shard, rank in zip(option.shards, ranks, strict=True):
-            device = topology.devices[rank]
-            if not shard.storage.fits_in(device.storage):
-                self._refuse(f"table {option.name} does not fit on rank {rank} beside what must be there")
-            shard.rank = rank
-            device.storage -= shard.storage
-            device.perf += shard.perf
-
-    def _spread(self, option: ShardingOption, topology: Topology) -> None:
-        """Column shards on different ranks, the least busy first. TorchRec's partitioner may put two on one,
-        where dense kernels and their optimizers cannot tell them apart."""
-        devices, local = topology.devices, topology.local_world_size
-        size = local if option.sharding_type == "table_column_wise" else len(devices)
-        hosts = [devices[start : start + size] for start in range(0, len(devices), size)]
-        host = min(hosts, key=lambda host: sum(device.perf.total for device in host))
-        chosen = sorted(host, key=lambda device: device.perf.total)[: option.num_shards]
-        self._place(option, tuple(device.rank for device in chosen), topology)
-
-    def _place_together(self, group: list[ShardingOption], topology: Topology) -> None:
-        """On the least busy rank with room for all of them."""
-        for device in sorted(topology.devices, key=lambda d: d.perf.total):
-            if _storage(group).fits_in(device.storage):
-                for option in group:
-                    self._place(option, (device.rank,), topology)
-                return
-        self._refuse(f"no rank has room for {', '.join(option.name for option in group)} together")
-
-    def _refuse(self, reason: str) -> None:
-        self.refusal = reason
-        raise PlannerError(error_type=PlannerErrorType.PARTITION, message=reason)
-
-
-def _storage(group: list[ShardingOption]):
-    first, *others = (option.total_storage for option in group)
-    for other in others:
-        first = first + other
-    return first
 
 
 def describe(plan: ShardingPlan) -> list[dict]:

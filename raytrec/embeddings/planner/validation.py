@@ -16,7 +16,7 @@ from raytrec.embeddings.planner.constraints import (
     refused,
     resolve_constraints,
 )
-from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint
+from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, Footprint, footprint, kernel_on
 from raytrec.embeddings.planner.qcomms import check_qcomms
 
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
@@ -58,6 +58,12 @@ def validate_constraints(
             expected="workers = hosts × ranks_per_host",
         )
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
+    if device == "cuda" and {*config.plan.compute_kernels} == {MMAP_KERNEL}:
+        raise ConfigError(
+            "plan.compute_kernels leaves nothing but fused_mmap, which no GPU has",
+            where="plan.compute_kernels",
+            expected="fused, fused_uvm or fused_uvm_caching among them",
+        )
     check_decay(constraints, optimizers, device)
     check_qcomms(config, schema, constraints, world, ranks_per_host)
     for table, pin in constraints.items():
@@ -96,10 +102,14 @@ def _footprints(
     config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], device: str
 ) -> dict[str, Footprint]:
     """Of the tables that these constraints are of."""
-    optimizers, on_gpu = table_optimizers(config, schema), device == "cuda"
+    optimizers = table_optimizers(config, schema)
     return {
         table: footprint(
-            schema.tables[table], pin.dtype, optimizers[table].name, pin.kernel if on_gpu else None
+            schema.tables[table],
+            pin.dtype,
+            optimizers[table].name,
+            kernel_on(device, pin.kernel),
+            pin.load_factor,
         )
         for table, pin in constraints.items()
     }
@@ -115,6 +125,18 @@ def _check_kernel(table: str, pin: TableConstraint, sharding: str, optimizer: st
         )
     if sharding == "data_parallel" and pin.kernel not in (None, "dense"):
         raise refused(table, f"data_parallel with kernel {pin.kernel}", "the dense kernel, or none said")
+    if (pin.load_factor or pin.algorithm) and pin.kernel != "fused_uvm_caching":
+        raise refused(
+            table,
+            f"cache_load_factor or cache_algorithm with kernel {pin.kernel or 'fused'}, which has no cache",
+            "compute_kernel: fused_uvm_caching",
+        )
+    if pin.kernel == MMAP_KERNEL and device == "cuda":
+        raise refused(
+            table,
+            "kernel fused_mmap on a GPU, which reads no files",
+            "fused_uvm or fused_uvm_caching, in host memory; fused_mmap is for workers on CPU",
+        )
     if not has_fused(optimizer, device) and pin.kernel not in (None, "dense"):
         raise refused(
             table, f"kernel {pin.kernel} with adam on CPU, where FBGEMM has none", "compute_kernel: dense"

@@ -7,6 +7,7 @@ from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.embeddings.planner.constraints import column_parts, resolve_constraints
 from raytrec.embeddings.planner.footprint import CACHED, GIB, footprint
+from raytrec.embeddings.planner.tiers import kernels_to_choose, move_to_files
 from raytrec.embeddings.planner.validation import HOST_RESERVE, host_room, validate_constraints
 
 ROWS = {"user": 100, "user_tag": 50, "item": 1000, "shop": 7}
@@ -229,16 +230,81 @@ def test_tables_in_host_memory_do_not_count_against_the_gpu(kernel):
 
 def test_a_cache_and_state_of_one_value_a_row_lie_on_the_gpu():
     item = schema().tables["item"]
-    assert footprint(item, "fp32", "adagrad", "fused_uvm") == (0, ITEM)
-    assert footprint(item, "fp16", "adam", "fused_uvm") == (0, 1000 * 16 * (2 + 8))
-    assert footprint(item, "fp32", "rowwise_adagrad", "fused_uvm") == (4000, 64_000)
+    assert footprint(item, "fp32", "adagrad", "fused_uvm") == (0, ITEM, 0)
+    assert footprint(item, "fp16", "adam", "fused_uvm") == (0, 1000 * 16 * (2 + 8), 0)
+    assert footprint(item, "fp32", "rowwise_adagrad", "fused_uvm") == (4000, 64_000, 0)
     cache = 1000 * 4 + 200 * (16 + 64)  # FBGEMM's: a number for each row, and 20 % of the rows
-    assert footprint(item, "fp32", "adagrad", "fused_uvm_caching") == (cache, ITEM)
+    assert footprint(item, "fp32", "adagrad", "fused_uvm_caching") == (cache, ITEM, 0)
     for kernel in (None, "fused", "dense"):
-        assert footprint(item, "fp16", "rowwise_adagrad", kernel) == (4000 + 32_000, 0)
+        assert footprint(item, "fp16", "rowwise_adagrad", kernel) == (4000 + 32_000, 0, 0)
     from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 
     assert CACHED == UVM_CACHING_RATIO
+
+
+def test_tables_in_files_take_disk_and_no_memory():
+    item = schema().tables["item"]
+    assert footprint(item, "fp16", "rowwise_adagrad", "fused_mmap") == (0, 0, 4000 + 32_000)
+    assert footprint(item, "fp32", "adagrad", "fused_mmap") == (0, 0, ITEM)
+    pin = {"item": {"compute_kernel": "fused_mmap", "ranks": [0]}}
+    check(pin, memory=ITEM // 2)
+
+
+@pytest.mark.parametrize(
+    "line,options,says",
+    [
+        ({}, {"device": "cuda"}, "kernel fused_mmap on a GPU, which reads no files"),
+        ({}, {"optimizer": "adam"}, "kernel fused_mmap with adam on CPU"),
+        ({"sharding_type": "data_parallel"}, {}, "data_parallel with kernel fused_mmap"),
+    ],
+)
+def test_where_tables_cannot_be_in_files(line, options, says):
+    with pytest.raises(ConfigError, match=says):
+        check({"item": line | {"compute_kernel": "fused_mmap"}}, **options)
+
+
+def test_a_cache_has_the_size_that_is_set():
+    item = schema().tables["item"]
+    cache = 1000 * 4 + 500 * (16 + 64)
+    assert footprint(item, "fp32", "adagrad", "fused_uvm_caching", 0.5) == (cache, ITEM, 0)
+    line = {"compute_kernel": "fused_uvm_caching", "cache_load_factor": 0.5, "cache_algorithm": "lfu"}
+    pin = check({"item": line}, device="cuda")["item"]
+    assert (pin.load_factor, pin.algorithm) == (0.5, "lfu")
+    for kernel in ({}, {"compute_kernel": "fused_uvm"}):
+        with pytest.raises(ConfigError, match="which has no cache"):
+            check({"item": {"cache_algorithm": "lru"} | kernel}, device="cuda")
+
+
+def moved(memory, kernels=("fused", "fused_mmap"), tables=None, optimizer="adagrad"):
+    """The tables in files, of each attempt at a plan."""
+    settings = config(tables, optimizer=optimizer, compute_kernels=list(kernels))
+    constraints = resolve_constraints(settings, schema())
+    attempts = move_to_files(constraints, schema(), settings, memory)
+    return [[name for name, pin in each.items() if pin.kernel == "fused_mmap"] for each in attempts]
+
+
+def test_tables_move_to_files_as_memory_wants_and_the_largest_first():
+    whole = sum(ROWS.values()) * 16 * 8  # bytes with state
+    assert moved(whole, ["fused"]) == [[]]
+    assert moved(whole) == [[], ["item"], ["user", "item"], ["user", "user_tag", "item", "shop"]]
+    assert moved(whole - 1)[0] == ["item"] and moved(whole - ITEM - 1)[0] == ["user", "item"]
+    assert moved(0)[-1] == ["user", "user_tag", "item", "shop"] == moved(whole, ["fused_mmap"])[0]
+    assert moved(0, optimizer="adam") == [[]], "whose update is dense on CPU"
+    fixed = {"item": {"compute_kernel": "fused"}, "shop": {"sharding_type": "data_parallel"}}
+    assert moved(0, tables=fixed)[-1] == ["user", "user_tag"]
+
+
+def test_gpus_have_no_files():
+    with pytest.raises(ConfigError, match="which no GPU has"):
+        check(device="cuda", compute_kernels=["fused_mmap"])
+    both = config(compute_kernels=["fused_mmap", "fused", "fused_uvm"])
+    assert kernels_to_choose(both, "cuda") == ["fused", "fused_uvm"]
+    assert kernels_to_choose(both, "cpu") == ["fused"]
+
+
+def test_files_of_tables_are_on_disks_of_nodes():
+    with pytest.raises(ConfigError, match=r"plan\.mmap_dir: no table trains in an object store"):
+        load_config({"data": {"train": "d/train"}, "plan": {"mmap_dir": "s3://bucket/tables"}})
 
 
 def test_room_in_host_memory_is_left_for_checkpoints():

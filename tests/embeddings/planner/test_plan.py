@@ -95,6 +95,36 @@ def test_column_shards_lie_on_different_ranks(sharding):
             assert entry["offsets"] == [[0, 0], [50, 0], [0, 4], [50, 4]]
 
 
+def test_tables_in_files_take_the_disk_of_the_plan():
+    """Four tables of 0.06 GiB, with state, where there are 0.1 GiB of memory; then as little disk."""
+    plan = {"sharding_types": ["table_wise"], "memory_gib": 0.1, "tables": {}}
+    assert "in 0.1 GiB of memory for each worker" in on_ranks(1, planned, plan, 10**6)[0]
+    plan["tables"] = {"t[0-2]": {"compute_kernel": "fused_mmap"}}
+    found = on_ranks(1, planned, plan, 10**6)[0]
+    assert [table["compute_kernel"] for table in found] == ["fused_mmap"] * 3 + ["fused"]
+    message = on_ranks(1, planned_on_small_disk, plan, 10**6)[0]
+    assert "no plan for 4 tables" in message and "and 0.1 GiB of disk" in message
+
+
+def test_the_planner_chooses_files_where_memory_is_short():
+    plan = {"memory_gib": 0.1, "compute_kernels": ["fused", "fused_mmap"]}
+    found = on_ranks(2, planned, plan, 10**6)[0]  # 0.06 GiB each, with state
+    assert [t["compute_kernel"] for t in found] == ["fused_mmap", "fused", "fused", "fused"]
+    plan["memory_gib"] = 0.15
+    assert {t["compute_kernel"] for t in on_ranks(2, planned, plan, 10**6)[0]} == {"fused"}
+    plan |= {"memory_gib": 0.1, "sharding_types": ["table_wise"]}  # one table for each of two workers
+    found = on_ranks(2, planned, plan, 10**6)[0]
+    assert [t["compute_kernel"] for t in found] == ["fused_mmap", "fused_mmap", "fused", "fused"]
+
+
+def planned_on_small_disk(rank, world, plan, rows):
+    from raytrec.embeddings.planner import hosts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosts, "free_disk", lambda config: GIB // 10)
+        return planned(rank, world, plan, rows)
+
+
 def test_a_group_without_room_is_refused():
     # 4 tables of 0.03 GiB.
     plan = {"sharding_types": ["table_wise"], "colocate": [["t*"]], "memory_gib": 0.1}
@@ -213,13 +243,24 @@ def test_steps_run_on_the_gpus_that_ranks_have(gpus, says, ranks_per_host):
     assert on_ranks(3, trained_on, gpus, says, ranks_per_host, device="cuda") == [expected] * 3
 
 
-def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gib=4, **memory):
+def dry(
+    tables,
+    optimizer="adagrad",
+    rows=10_000_000,
+    hosts=1,
+    gpus=2,
+    memory_gib=4,
+    device="auto",
+    kernels=("fused",),
+    **memory,
+):
     from raytrec.embeddings.planner.dry_run import dry_run
 
     values = {
         "data": {"train": "d/train"},
         "optim": {"embeddings": {"name": optimizer}},
-        "plan": {"sharding_types": ["row_wise"], "tables": tables},
+        "plan": {"sharding_types": ["row_wise"], "tables": tables, "compute_kernels": list(kernels)},
+        "scaling": {"device": device},
         "checkpoint": {"async_save": False},
     }
     plan = dry_run(RunConfig.model_validate(values), schema(rows), hosts, gpus, memory_gib, **memory)
@@ -267,6 +308,31 @@ def test_tables_in_host_memory_are_counted_there():
     with pytest.raises(ConfigError, match=r"no plan for 4 tables(.|\n)*2.0 GiB on each GPU.*0.5 GiB of host"):
         dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=1.2)
     dry(tables | {"t*": {"compute_kernel": "fused_uvm"}}, memory_gib=0.3, host_memory_gib=8)
+
+
+def test_a_plan_for_cpus_counts_memory_and_disks():
+    from raytrec.embeddings.planner.dry_run import gib_of_hosts, gib_of_ranks
+
+    size = 10_000_000 * 8 * 4 * 2 / GIB  # 0.6 GiB
+    tables = {"t0": {"compute_kernel": "fused_mmap"}, "t1": {"compute_kernel": "fused_uvm"}}
+    found = dry(tables, hosts=2, gpus=1, memory_gib=1, device="cpu")
+    assert found["t0"].gib == [0, 0] and found["t0"].disk_gib == pytest.approx([size / 2] * 2)
+    assert found["t1"].host_gib == found["t1"].disk_gib == [0, 0]
+    held = list(found.values())
+    assert gib_of_hosts(held, 2, 1, "disk_gib") == pytest.approx([size / 2] * 2)
+    assert gib_of_ranks(held, 2) == pytest.approx([3 * size / 2] * 2)
+    with pytest.raises(ConfigError, match=r"no plan for 4 tables(.|\n)*0.2 GiB of disk"):
+        dry(tables, hosts=2, gpus=1, memory_gib=1, device="cpu", disk_gib=0.2)
+
+
+def test_the_planner_chooses_host_memory_where_a_gpu_is_short():
+    size = 10_000_000 * 8 * 4 * 2 / GIB
+    kernels = ["fused", "fused_uvm"]
+    roomy = dry({}, memory_gib=4 * size, kernels=kernels)
+    assert {table.compute_kernel for table in roomy.values()} == {"fused"}
+    scarce = dry({}, memory_gib=1.6 * size, kernels=kernels)
+    assert {table.compute_kernel for table in scarce.values()} == {"fused", "fused_uvm"}
+    assert all(table.host_gib != [0, 0] for table in scarce.values() if table.compute_kernel == "fused_uvm")
 
 
 @pytest.mark.parametrize("optimizer,bytes_", [("adagrad", 6), ("adam", 10), ("sgd", 2)])

@@ -1,0 +1,81 @@
+"""Tables that are in files on a node's own disk, mapped into memory: compute_kernel fused_mmap.
+
+The same kernel updates them that updates tables in memory, through pages of the file that the system brings
+in, and writes back when it wants their memory for something else.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torchrec.distributed.types import ShardingPlan
+
+from raytrec.common.errors import RunError
+from raytrec.compat.fbgemm_lookups import map_table
+from raytrec.config.run_config import RunConfig
+from raytrec.embeddings.bags import Collection, tables_in
+from raytrec.embeddings.planner.disk import memory_filesystem, mmap_folder
+from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL
+
+
+class MappedFiles:
+    """Makes the files of this rank's tables.
+
+    They have no names, and are gone when the process ends, however it ends: checkpoints are what is kept.
+
+    Args:
+        config: says in which folder (plan.mmap_dir).
+    """
+
+    def __init__(self, config: RunConfig):
+        self._folder = mmap_folder(config)
+
+    def zeros(self, tables: list[str], count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Values in a new file, all 0: [count], shared with the file.
+
+        Its place on the disk is reserved at once: a disk that is full would end the process when a page is
+        written back.
+
+        Args:
+            tables: which they are of, for people.
+
+        Raises:
+            RunError: the folder cannot be written to, has no room, or is itself in memory.
+        """
+        size, folder = count * dtype.itemsize, self._folder
+        try:
+            if kind := memory_filesystem(folder):
+                raise _refused(tables, size, folder, f"the folder is on {kind}, which is itself memory")
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+                pages = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise _refused(tables, size, folder, (error.strerror or str(error)).lower()) from None
+        return torch.frombuffer(pages, dtype=dtype)
+
+
+def mark_mapped(collections: Iterable[Collection], plan: ShardingPlan) -> None:
+    """Marks the tables that a plan gives to fused_mmap, before they are sharded.
+
+    Args:
+        collections: PooledEmbeddings.collections, marked by optim.fuse.
+    """
+    kernels = {table: spec.compute_kernel for module in plan.plan.values() for table, spec in module.items()}
+    for collection in collections:
+        for table, module in tables_in(collection).items():
+            if kernels[table] == MMAP_KERNEL:
+                map_table(module.weight)
+
+
+def _refused(tables: list[str], size: int, folder: Path, why: str) -> RunError:
+    return RunError(
+        f"no file of {size / GIB:,.2f} GiB for {', '.join(tables)}: {why}",
+        where=f"plan.mmap_dir, {folder}",
+        expected="a folder on a disk of the node with room for its tables and their optimizer state",
+        do="make room, or set plan.mmap_dir to another folder",
+    )

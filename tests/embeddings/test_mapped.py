@@ -1,0 +1,142 @@
+"""Tables in files: trained, saved and restored to the last bit as tables in memory are."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import sequence_schema
+import torch
+from ranks import on_ranks
+from small import SCHEMA, batches, build, config, train
+
+from raytrec.common.errors import RunError
+from raytrec.config.features import resolve_features
+from raytrec.config.run_config import load_config
+
+# (plan.tables, without the kernel where it is the one that is tried; optimizer; world)
+WAYS = {
+    "row-wise": ({"*": {"sharding_type": "row_wise"}}, "rowwise_adagrad", 2),
+    "one of two": (
+        {"*": {"sharding_type": "table_wise"}, "tag": {"compute_kernel": "fused"}},
+        "adagrad",
+        2,
+    ),
+    "columns, fp16": ({"*": {"sharding_type": "column_wise", "dtype": "fp16"}}, "adagrad", 2),
+    "fewer rows than ranks": ({"*": {"sharding_type": "row_wise"}}, "sgd", 3),
+    "one rank": ({"*": {"sharding_type": "table_wise"}}, "rowwise_adagrad", 1),
+}
+
+
+def settings(world, tables, optimizer, kernel, folder):
+    out = config(world, {}, optimizer)
+    plan = {name: {"compute_kernel": kernel} | line for name, line in tables.items()}
+    return load_config(out.model_dump(by_alias=True) | {"plan": {"tables": plan, "mmap_dir": folder}})
+
+
+def trained(rank, world, tables, optimizer, kernel, folder):
+    """Weights and state after some steps; those that this rank holds, and those that it holds in a file."""
+    from raytrec.embeddings.tables import tables as tables_of
+
+    schema = SCHEMA.model_copy(deep=True)
+    schema.tables["tag"].rows = 2 if world == 3 else 5
+    step = build(settings(world, tables, optimizer, kernel, folder), schema)
+    train(step, batches(4, rank, world, schema=schema)[1])
+    out, held, in_files, kernels = {}, set(), set(), {}
+    for name, table in tables_of(step.model, step.optimizer).items():
+        kernels[name] = table.kernel
+        for kind, parts in {"weight": table.weight, **table.state}.items():
+            out[name, kind] = parts.dense()
+            for shard in (shard for shard in parts.local if shard.values.numel()):
+                held.add((name, kind))
+                if is_in_file(shard.values, folder):
+                    in_files.add((name, kind))
+    return out, held, in_files, kernels, os.listdir(folder)
+
+
+def is_in_file(values, folder):
+    """Whether memory is that of a file below this folder which has no name any more."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, _, _, *name = line.split(maxsplit=5)
+        begin, end = (int(number, 16) for number in place.split("-"))
+        if begin <= values.data_ptr() < end:
+            return rights == "rw-s" and name[0].startswith(folder) and name[0].endswith("(deleted)")
+    return False
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_that_of_tables_in_memory(way, tmp_path):
+    tables, optimizer, world = WAYS[way]
+    expected = on_ranks(world, trained, tables, optimizer, "fused", str(tmp_path))
+    found = on_ranks(world, trained, tables, optimizer, "fused_mmap", str(tmp_path))
+    assert not any(in_files for _, _, in_files, *_ in expected) and any(held for _, held, *_ in found)
+    for (values, held, in_files, kernels, names), (wanted, *_) in zip(found, expected, strict=True):
+        assert values.keys() == wanted.keys() and not names
+        for key, tensor in values.items():
+            assert torch.equal(tensor, wanted[key]) and tensor.abs().sum() > 0, key
+        of_memory = {"tag"} if way == "one of two" else set()
+        assert in_files == {key for key in held if key[0] not in of_memory}
+        assert kernels == {n: "fused" if n in of_memory else "fused_mmap" for n in ("user", "tag")}
+
+
+def trained_by_id(rank, world, kernel, folder):
+    from raytrec.embeddings.tables import tables as tables_of
+
+    schema = sequence_schema.schema()
+    values = config(world, {"sharding_type": "row_wise", "compute_kernel": kernel}).model_dump(by_alias=True)
+    values |= {"model": {"name": "sequence", "max_length": 5}}
+    values["plan"]["mmap_dir"] = folder
+    settings = load_config(values)
+    features = resolve_features(schema, settings.model)
+    step = build(settings, schema)
+    train(step, batches(3, rank, world, schema=schema, features=features)[1])
+    found = tables_of(step.model)
+    return {name: table.weight.dense() for name, table in found.items()}, found["item"].kernel
+
+
+def test_so_is_that_of_tables_read_id_by_id(tmp_path):
+    ((expected, _), *_) = on_ranks(2, trained_by_id, "fused", str(tmp_path))
+    for found, kernel in on_ranks(2, trained_by_id, "fused_mmap", str(tmp_path)):
+        assert kernel == "fused_mmap"
+        for name, values in expected.items():
+            assert torch.equal(found[name], values)
+
+
+def unfilled(rank, world):
+    """Weights of tables that nothing has been written to."""
+    from raytrec.embeddings.tables import tables
+    from raytrec.worker.build import build_step
+
+    step, _ = build_step(config(world, {}), SCHEMA, torch.device("cpu"), fill=False)
+    return sum(float(table.weight.dense().abs().sum()) for table in tables(step.model).values())
+
+
+def test_upstream_draws_no_values_that_are_then_overwritten():
+    assert on_ranks(1, unfilled) == [0.0]
+
+
+def refused(rank, world, folder, why):
+    """What is said where a file cannot be made."""
+    from raytrec.embeddings.mapped import MappedFiles
+
+    values = {"data": {"train": "d/train"}, "plan": {"mmap_dir": folder}}
+    with pytest.MonkeyPatch.context() as patch:
+        if why:
+            patch.setattr(os, "posix_fallocate", fails)
+        try:
+            MappedFiles(load_config(values)).zeros(["user"], 1 << 20, torch.float32)
+        except RunError as error:
+            return str(error)
+
+
+def fails(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_and_one_in_memory_are_refused(tmp_path):
+    (message,) = on_ranks(1, refused, str(tmp_path / "new"), True)
+    assert "no file of 0.00 GiB for user: no space left on device" in message and str(tmp_path) in message
+    assert on_ranks(1, refused, str(tmp_path / "new"), False) == [None] and not os.listdir(tmp_path)
+    if Path("/dev/shm").is_dir():
+        (message,) = on_ranks(1, refused, "/dev/shm/tables", False)
+        assert "is on tmpfs, which is itself memory" in message
