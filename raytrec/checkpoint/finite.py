@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,17 +18,22 @@ if TYPE_CHECKING:
 SHOWN = 3  # tensors
 
 
-def not_finite(tensors: State, apart: frozenset[str] = frozenset()) -> list[str]:
+def not_finite(
+    tensors: State,
+    apart: frozenset[str] = frozenset(),
+    pieces: Callable[[torch.Tensor], Iterable[torch.Tensor]] | None = None,
+) -> list[str]:
     """The names of the tensors that are NaN or infinite somewhere in this rank's part of them.
 
     It reads every value once, in place, and keeps nothing.
 
     Args:
         apart: names that are not looked at (LogicalState.unbounded).
+        pieces: of a tensor, the values that are meant, some at a time; default: itself.
     """
     named = [(name, part) for name, value in tensors.items() if name not in apart for part in _parts(value)]
     named = [(name, part) for name, part in named if part.numel() and part.is_floating_point()]
-    good = read([_finite(part.detach()) for _, part in named])
+    good = read([_finite(pieces(part.detach()) if pieces else [part.detach()]) for _, part in named])
     return list(dict.fromkeys(name for (name, _), (fine,) in zip(named, good, strict=True) if not fine))
 
 
@@ -63,7 +69,12 @@ def _parts(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
     return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
 
 
-def _finite(values: torch.Tensor) -> torch.Tensor:
+def _finite(pieces: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Whether all values of all pieces are finite: bool scalar."""
+    return torch.stack([_are_finite(values) for values in pieces]).all()
+
+
+def _are_finite(values: torch.Tensor) -> torch.Tensor:
     """Whether all values are finite: bool scalar.
 
     NaN and infinity stay in a sum, and in the least and the greatest. Both are one pass without memory of

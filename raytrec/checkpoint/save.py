@@ -1,4 +1,4 @@
-"""Saving while training continues: a copy is taken at the step, a thread writes it."""
+"""Saving while training continues: what is to be written is kept as it is at the step, a thread writes it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
+from raytrec.checkpoint.blocks import blocks
 from raytrec.checkpoint.files import (
     discard,
     folder_of,
@@ -27,8 +29,9 @@ from raytrec.checkpoint.files import (
 from raytrec.checkpoint.finite import not_finite, on_any_rank
 from raytrec.checkpoint.hostcopy import HostCopy
 from raytrec.checkpoint.index import NoRoom
+from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import State
-from raytrec.checkpoint.storage import ShardWriter
+from raytrec.checkpoint.storage import BLOCK_BYTES, ShardWriter
 from raytrec.common.errors import RunError, root_cause
 from raytrec.compat.torch_ import ShardedTensor
 from raytrec.config.sections import CheckpointSection
@@ -50,7 +53,7 @@ class Saved:
         folder: the checkpoint.
         error: why there is none; the same on every rank.
         note: what else is to be said.
-        blocked_s: seconds that the step waited for the copy.
+        blocked_s: seconds that the step waited for copies.
         seconds: until it was committed.
     """
 
@@ -72,6 +75,7 @@ class Saver:
             RunError where these ranks are no longer the run's.
         unbounded: of LogicalState.
         best: the metric by which the best ones are kept (checkpoint.keep_best).
+        rows: keeps those of tables that training changes meanwhile; without it, tables are copied whole.
     """
 
     def __init__(
@@ -81,9 +85,10 @@ class Saver:
         confirm: Callable[[], None] = lambda: None,
         unbounded: frozenset[str] = frozenset(),
         best: Figure | None = None,
+        rows: RowSnapshot | None = None,
     ):
         self._root, self._config, self._confirm, self._unbounded = root, config, confirm, unbounded
-        self._best = best
+        self._best, self._rows = best, rows
         self._cramped = False  # older checkpoints have had to go first
         # A group of its own, because its collectives run beside those of training; gloo, for host memory.
         self._group = dist.new_group(backend="gloo")
@@ -110,12 +115,21 @@ class Saver:
         attempt = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(attempt, group=self._group)
         if self._config.async_save:
-            tensors = self._host.copy(tensors)
+            tensors = self._keep(tensors)
         blocked = perf_counter() - began
         self.last_step = step
         self._running = self._thread.submit(self._write, step, attempt[0], tensors, about, began, blocked)
         if not self._config.async_save:
             self._running.result()
+
+    def _keep(self, tensors: State) -> State:
+        """The same values, which training does not change."""
+        rows = self._rows
+        if rows is None:
+            return self._host.copy(tensors)
+        copies = self._host.copy({name: value for name, value in tensors.items() if not rows.holds(value)})
+        rows.begin()
+        return {name: copies.get(name, value) for name, value in tensors.items()}
 
     def taken(self) -> Saved | None:
         """The outcome of the last save, once; waits for it. None when there is none."""
@@ -138,11 +152,15 @@ class Saver:
             error = self._refused(tensors, step) or self._store(folder, attempt, tensors, about, notes)
         except Exception as failure:  # of the exchange between ranks
             error = RunError(str(failure), where=folder)
+        finally:
+            if self._rows:
+                self._rows.end()
         return Saved(step, folder, error, "; ".join(notes) or None, blocked, perf_counter() - began)
 
     def _refused(self, tensors: State, step: int) -> NotFinite | None:
         """Why this state is not to be saved; the same on all ranks."""
-        found = on_any_rank(not_finite(tensors, self._unbounded), self._group)
+        pieces = partial(self._rows.pieces, block_bytes=BLOCK_BYTES) if self._rows else None
+        found = on_any_rank(not_finite(tensors, self._unbounded, pieces), self._group)
         if found is None:
             return None
         return NotFinite(
@@ -177,7 +195,8 @@ class Saver:
 
     def _try(self, folder: str, attempt: str, tensors: State, about: dict) -> RunError | None:
         try:
-            writer = ShardWriter(folder, attempt, about, self._confirm)
+            read = self._rows.blocks if self._rows else blocks
+            writer = ShardWriter(folder, attempt, about, self._confirm, read)
             # Names are flat. Of nested ones the planner would note all, and every rank would send them.
             planner = DefaultSavePlanner(flatten_state_dict=False)
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)

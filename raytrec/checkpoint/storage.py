@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -81,15 +81,23 @@ class ShardWriter(StorageWriter):
         attempt: begins the names of files; never used before in this folder.
         about: what else the index is to say: JSON.
         confirm: called on rank 0 before it commits; what it raises, there is no checkpoint for.
+        read: of a tensor and a number of bytes, its blocks of so many bytes (blocks.blocks).
 
     Raises:
         CheckpointError: `about` is not JSON.
     """
 
-    def __init__(self, folder: str, attempt: str, about: dict, confirm: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        folder: str,
+        attempt: str,
+        about: dict,
+        confirm: Callable[[], None] = lambda: None,
+        read: Callable[[torch.Tensor, int], Iterator[memoryview]] = blocks,
+    ):
         self._folder, self._attempt, self._confirm = folder.rstrip("/"), attempt, confirm
         self._about = as_json(about, f"{self._folder}/{INDEX}: about")
-        self._block_bytes = BLOCK_BYTES
+        self._block_bytes, self._read = BLOCK_BYTES, read
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         if checkpoint_id is not None:
@@ -166,7 +174,7 @@ class ShardWriter(StorageWriter):
             for item in plan.items:
                 tensor = planner.resolve_data(item).detach().as_subclass(torch.Tensor)
                 start, crc32 = file.align(), []
-                for block in blocks(_checked(tensor, item), self._block_bytes):
+                for block in self._read(_checked(tensor, item), self._block_bytes):
                     crc = checks.submit(zlib.crc32, block)  # while it is written
                     file.write(block)
                     crc32.append(crc.result())

@@ -236,8 +236,8 @@ class CheckpointSection(Section):
     )
     async_save: bool = Field(
         True,
-        description="Write from a copy in host memory while training continues. false: no copy; training "
-        "waits.",
+        description="Write while training continues: from a copy in host memory, but for tables on CPUs that "
+        "are updated in backward, of which rows that change are set aside. false: training waits.",
     )
 
 

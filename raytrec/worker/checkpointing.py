@@ -14,6 +14,7 @@ from torchrec.distributed.types import ShardingPlan
 from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.restore import restore
 from raytrec.checkpoint.save import NotFinite, Saved, Saver
+from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.sound import why_no_progress
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
@@ -71,8 +72,9 @@ class CheckpointManager:
         self._config, self._last_step = context.task.config, last_step
         keeping = self._config.checkpoint
         best = progress.window.selection.best(keeping.best_metric) if keeping.keep_best else None
+        rows = RowSnapshot(step.model, state.tables, context.heartbeat.tick) if keeping.async_save else None
         self._saver = Saver(
-            context.task.checkpoint, keeping, context.heartbeat.confirm, state.unbounded, best
+            context.task.checkpoint, keeping, context.heartbeat.confirm, state.unbounded, best, rows
         )
         self._kept: int | None = progress.step or None  # the step of the newest checkpoint
         self._saver.last_step = self._kept

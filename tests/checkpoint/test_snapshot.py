@@ -1,0 +1,114 @@
+"""Tables that are saved while training changes them: what is saved is the moment at which the save began."""
+
+from threading import Event, Timer
+
+import checkpoints
+import pytest
+from ranks import on_ranks
+from small import batches, build, config, train
+
+WAYS = {
+    "rows": ({"sharding_type": "row_wise"}, "rowwise_adagrad", 2),
+    "columns": ({"sharding_type": "column_wise"}, "adagrad", 2),
+    "whole": ({"sharding_type": "table_wise"}, "sgd", 2),
+    "files": ({"sharding_type": "row_wise", "compute_kernel": "fused_mmap"}, "rowwise_adagrad", 3),
+    "a dense update": ({"sharding_type": "row_wise", "compute_kernel": "dense"}, "adagrad", 2),
+    "copies": ({"sharding_type": "data_parallel"}, "adagrad", 2),
+}
+
+
+def saved(rank, world, plan, optimizer, root, room):
+    """Saves once while nothing else happens, and once at the same step while training goes on.
+
+    Args:
+        room: bytes for rows that are set aside, or None.
+
+    Returns:
+        The folders, the names that were copied, and how often training has said that it waits.
+    """
+    from raytrec.checkpoint import snapshot
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.config.sections import CheckpointSection
+
+    step = build(config(world, plan, optimizer))
+    state, local = LogicalState(step.model, step.optimizer), batches(8, rank, world)[1]
+    go, waits = Event(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "LOOK_S", 0.01)
+        if room is not None:
+            patch.setattr(snapshot, "LEAST_BYTES", room)
+        rows = snapshot.RowSnapshot(step.model, state.tables, lambda: waits.append(1))
+        plain = rows.pieces
+        patch.setattr(rows, "pieces", lambda *a, **k: go.wait(20) and plain(*a, **k))
+        train(step, local[:3])
+        alone = Saver(f"{root}/alone", CheckpointSection(async_save=False))
+        alone.save(3, state.tensors(), {})
+        folders = [alone.taken().folder]
+        beside = Saver(f"{root}/beside", CheckpointSection(), rows=rows)
+        for number, batch in enumerate(local[3:5]):  # twice: places are used again
+            beside.save(3 + number, state.tensors(), {})
+            if room is not None:
+                Timer(0.3, go.set).start()
+            train(step, [batch])
+            go.set()
+            outcome = beside.taken()
+            if outcome.error:
+                raise outcome.error
+            folders.append(outcome.folder)
+            if not number:
+                alone.save(4, state.tensors(), {})
+                folders.append(alone.taken().folder)
+            go.clear()
+    copied = {name for name, *_ in beside._host._layout}
+    assert all(not shard._aside and not len(shard._slots) for shard in rows._shards.values())
+    return folders, copied, len(waits)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_saved_beside_training_is_what_would_be_saved_alone(way, tmp_path):
+    plan, optimizer, world = WAYS[way]
+    (folders, copied, waits), *_ = on_ranks(world, saved, plan, optimizer, str(tmp_path), None)
+    alone, beside, later_alone, later_beside = folders
+    assert checkpoints.equal(alone, beside) == [] == checkpoints.equal(later_alone, later_beside)
+    assert checkpoints.equal(alone, later_alone) != [], "the step in between has changed something"
+    assert any(name.startswith("tables/") for name in copied) == (way in ("a dense update", "copies"))
+    assert not waits
+
+
+def test_training_waits_where_no_more_rows_can_be_set_aside(tmp_path):
+    plan, optimizer, world = WAYS["rows"]
+    found = on_ranks(world, saved, plan, optimizer, str(tmp_path), 100)
+    alone, beside, later_alone, later_beside = found[0][0]
+    assert checkpoints.equal(alone, beside) == [] == checkpoints.equal(later_alone, later_beside)
+    assert all(waits for _, _, waits in found)
+
+
+def written(rank, world, root):
+    """A save during which rows are written to by somebody else than training."""
+    import torch
+
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.snapshot import RowSnapshot
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.config.sections import CheckpointSection
+
+    step = build(config(world, {"sharding_type": "row_wise"}))
+    state = LogicalState(step.model, step.optimizer)
+    rows, go = RowSnapshot(step.model, state.tables), Event()
+    plain = rows.pieces
+    rows.pieces = lambda *a, **k: go.wait(20) and plain(*a, **k)
+    saver = Saver(root, CheckpointSection(), rows=rows)
+    (shard,) = state.tables["user"].weight.local
+    whole = state.tables["user"].weight.dense()
+    saver.save(1, state.tensors(), {})
+    some = torch.tensor([4, 0, 4])
+    rows.set_aside("user", some)
+    shard.values[some] = 7.0
+    go.set()
+    return saver.taken().folder, whole
+
+
+def test_rows_that_others_write_can_be_set_aside(tmp_path):
+    folder, whole = on_ranks(2, written, str(tmp_path))[0]
+    assert (checkpoints.whole(folder)["tables/user/weight"] == whole).all()
