@@ -31,20 +31,13 @@ def lines_of(rows: list, results: dict) -> list[tuple[str, ...]]:
             first = (
                 (row.data, f"{row.model}, {row.note}" if row.note else row.model) if not place else ("", "")
             )
-            costs = (
-                f"{runs[0]['parameters']:,}",
-                "".join(f"{median:,.0f}" for median in _medians(runs, "rows_per_s")),
-                "".join(f"{median:,.0f}" for median in _medians(runs, "seconds")),
-            )
+            fastest = min(runs, key=lambda run: run["seconds"])
+            speed = f"{fastest['rows_per_s']:,}" if "rows_per_s" in fastest else ""
+            costs = f"{runs[0]['parameters']:,}", speed, f"{fastest['seconds']:,.0f}"
             beside = row.published.get("figures", {}).get(name)
             figures = (name, spread(values), str(len(values)), "" if beside is None else f"{beside:.4g}")
             lines.append((*first, *figures, *(costs if not place else ("", "", ""))))
     return lines
-
-
-def _medians(runs: list[dict], name: str) -> list[float]:
-    """The median over runs, or none where they have no such figure."""
-    return [statistics.median(values)] if (values := [run[name] for run in runs if name in run]) else []
 
 
 def spread(values: list[float]) -> str:
@@ -63,11 +56,15 @@ def document(rows: list, results: dict) -> str:
     table = [*head, *(f"| {' | '.join(line)} |" for line in lines)]
     there: list[Any] = [row for row in rows if results.get(row.name, {}).get("runs")]
     notes = [f"- `{row.data}`: {row.title}: `raytrec prepare {_shown(row.recipe)}`" for row in there]
-    sources = [f"- {row.data}, {row.model}: {row.published['source']}" for row in there if row.published]
+    models: dict[tuple[str, str], list[str]] = {}  # (data set, source) → models beside which its figure is
+    for row in there:
+        if row.published:
+            models.setdefault((row.data, row.published["source"]), []).append(row.model)
+    sources = [f"- `{data}`, {', '.join(names)}: {source}" for (data, source), names in models.items()]
     parts = [
         table,
         list(dict.fromkeys(notes)),
-        ["Published figures:", "", *dict.fromkeys(sources)] if sources else [],
+        ["Published figures:", "", *sources] if sources else [],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 

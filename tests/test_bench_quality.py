@@ -112,17 +112,19 @@ def test_the_table(quality):
         "mf", "toys", {"a": "eval.a", "b": "eval.b"}, "x --source {source}/y", "Toys", published
     )
     costs = {"parameters": 12345, "rows_per_s": 1000, "seconds": 9.6}
-    runs = [{"figures": {"a": 0.4, "b": 1}, **costs}, {"figures": {"a": 0.6, "b": 1}, **costs}]
+    slower = costs | {"rows_per_s": 500, "seconds": 18.0}
+    runs = [{"figures": {"a": 0.4, "b": 1}, **slower}, {"figures": {"a": 0.6, "b": 1}, **costs}]
     assert lines_of([row], {row.name: {"runs": runs}}) == [
         ("toys", "mf", "a", "0.5000 ± 0.1414", "2", "0.5", "12,345", "1,000", "10"),
         ("", "", "b", "1.0000 ± 0.0000", "2", "", "", "", ""),
     ]
     logistic = replace(row, model=quality.LOGISTIC)
-    without = {name: value for name, value in runs[0].items() if name != "rows_per_s"}
+    without = {name: value for name, value in runs[1].items() if name != "rows_per_s"}
     (line, _) = lines_of([logistic], {"toys_logistic": {"runs": [without]}})
     assert line[5:] == ("0.5", "12,345", "", "10")
-    text = document([row], {row.name: {"runs": runs}})
-    assert "raytrec prepare x --source SOURCE/y" in text and "toys, mf: somebody" in text
+    other = replace(row, model="ncf")
+    text = document([row, other], {row.name: {"runs": runs}, other.name: {"runs": runs}})
+    assert "raytrec prepare x --source SOURCE/y" in text and "`toys`, mf, ncf: somebody" in text
     assert lines_of([row], {}) == []
 
 
