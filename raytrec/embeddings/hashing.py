@@ -9,6 +9,7 @@ import torch
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # constants of 64 bits as torch's signed integers have them
 FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+UNDO_FIRST, UNDO_SECOND = 0x96DE1B173F119089 - 2**64, 0x319642B2D24D8EC3  # their inverses
 
 
 def hash_bits(values: torch.Tensor) -> torch.Tensor:
@@ -20,6 +21,18 @@ def hash_bits(values: torch.Tensor) -> torch.Tensor:
     bits *= SECOND
     bits ^= _shifted(bits, 31)
     return bits
+
+
+def unhash_bits(hashed: torch.Tensor) -> torch.Tensor:
+    """What `hash_bits` has made these of: int64 [...] → int64 [...]."""
+    bits = _unshifted(hashed, 31) * UNDO_SECOND
+    bits = _unshifted(bits, 27) * UNDO_FIRST
+    return _unshifted(bits, 30) - GOLDEN
+
+
+def _unshifted(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """x of x ^ (x shifted by 22 to 31 bits)."""
+    return bits ^ _shifted(bits, count) ^ _shifted(bits, 2 * count)
 
 
 def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,0 +1,144 @@
+"""Ids → rows of all managed tables together: one exchange of ids with their owners, one of rows back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from raytrec.embeddings.hashing import unhash_bits
+from raytrec.embeddings.managed.keys import first_keys, keys_of
+from raytrec.embeddings.managed.peers import Peers
+from raytrec.embeddings.managed.round_trip import RoundTrip, regrouped
+from raytrec.embeddings.managed.row_map import RowMap
+
+
+class NewRows(NamedTuple):
+    """Rows that have another id than before, of all ranks.
+
+    Attributes:
+        rows, ids: int64 [n].
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """Keys without repetitions.
+
+    Attributes:
+        keys: int64 [n], ascending. counts: int64 [n], occurrences of each.
+        places: int64 [N], which of them each key was that this was made of.
+    """
+
+    keys: torch.Tensor
+    counts: torch.Tensor
+    places: torch.Tensor
+
+
+class IdExchange:
+    """The maps of all managed tables. All ranks call its methods together.
+
+    Args:
+        maps: table → this rank's part of its map.
+    """
+
+    def __init__(self, maps: Mapping[str, RowMap], peers: Peers, device: torch.device):
+        self.maps, self._peers, self._device = dict(maps), peers, device
+        self._first_keys = first_keys(peers.world, device)
+
+    def train(
+        self, ids: Mapping[str, torch.Tensor], step: int, now: float = 0.0
+    ) -> tuple[dict[str, torch.Tensor], dict[str, NewRows]]:
+        """The rows of the ids of a global batch, some of which get one by it.
+
+        Args:
+            ids: table → int64 [n], this rank's ids of the batch.
+            step: of the run, from 0.
+            now: seconds; those of rank 0 count.
+
+        Returns:
+            (table → int64 [n], the row of each id; table → rows that ids have got, on all ranks).
+        """
+        maps = list(self.maps.values())
+        asked, trip, owned = self._ask(ids)
+        seen = [m.sight(step, d.keys, d.counts) for m, d in zip(maps, owned, strict=True)]
+        sizes = [[len(s.wanted) for s in seen], [m.waiting for m in maps], [int(now * 1000)] * len(maps)]
+        gathered = self._peers.gather(torch.tensor(sizes, device=self._device))
+        wanted, waiting = gathered[:, 0].T.tolist(), gathered[:, 1].sum(0).tolist()
+        seconds = int(gathered[0, 2, 0]) / 1000
+        rows, new, sizes_TW = [], [], []
+        for number, (of_table, its_keys) in enumerate(zip(maps, seen, strict=True)):
+            its_rows, admitted = of_table.admit(its_keys, wanted[number], waiting[number], seconds)
+            places = its_keys.wanted[: admitted[self._peers.rank]]
+            new.append(torch.stack([its_rows[places], unhash_bits(its_keys.keys[places])], 1))
+            rows.append(its_rows)
+            sizes_TW.append(admitted)
+        return self._answer(asked, trip, owned, rows), self._tell(new, sizes_TW)
+
+    def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """table → int64 [n], the row of each id; none gets one by it.
+
+        Args:
+            ids: table → int64 [n], on each rank its own.
+        """
+        asked, trip, owned = self._ask(ids)
+        rows = [m.look_up(d.keys) for m, d in zip(self.maps.values(), owned, strict=True)]
+        return self._answer(asked, trip, owned, rows)
+
+    def _ask(self, ids: Mapping[str, torch.Tensor]) -> tuple[list[Distinct], RoundTrip, list[Distinct]]:
+        """What this rank asks for of each table, and what it is asked for by all of them."""
+        asked = [_distinct(keys_of(ids[table])) for table in self.maps]
+        sizes = [self._of_ranks(d.keys) for d in asked]
+        trip = RoundTrip([torch.stack([d.keys, d.counts], 1) for d in asked], sizes, self._peers)
+        owned = asked if self._peers.world == 1 else [_merged(pairs) for pairs in trip.received]
+        return asked, trip, owned
+
+    def _answer(
+        self, asked: list[Distinct], trip: RoundTrip, owned: list[Distinct], rows: list[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The rows of what has been asked for.
+
+        Args:
+            rows: of each table, those of `owned.keys`; -1 where a key has none.
+        """
+        if self._peers.world > 1:
+            rows = trip.back([r[d.places] for r, d in zip(rows, owned, strict=True)])
+        out = {}
+        for (table, of_table), mine, its_rows in zip(self.maps.items(), asked, rows, strict=True):
+            out[table] = torch.where(its_rows >= 0, its_rows, of_table.fallback(mine.keys))[mine.places]
+        return out
+
+    def _tell(self, new: list[torch.Tensor], sizes_TW: list[list[int]]) -> dict[str, NewRows]:
+        """All ranks' new rows on every rank: the shards of a table are not where its ids are.
+
+        Args:
+            new: of each table (row, id) of this rank [n, 2].
+            sizes_TW: of each table, each rank's n.
+        """
+        of_ranks = [sum(sizes) for sizes in zip(*sizes_TW, strict=True)]
+        everything = self._peers.concatenate(torch.cat(new), of_ranks)
+        by_table = regrouped(torch.tensor(sizes_TW, device=self._device).T)
+        parts = everything[by_table].split([sum(sizes) for sizes in sizes_TW])
+        return {table: NewRows(*pairs.unbind(1)) for table, pairs in zip(self.maps, parts, strict=True)}
+
+    def _of_ranks(self, keys: torch.Tensor) -> torch.Tensor:
+        """How many of these keys, ascending, each rank owns: int64 [ranks]."""
+        ends = torch.searchsorted(keys, self._first_keys)
+        return torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_tensor([len(keys)]))
+
+
+def _distinct(keys: torch.Tensor) -> Distinct:
+    distinct, places, counts = torch.unique(keys, return_inverse=True, return_counts=True)
+    return Distinct(distinct, counts, places)
+
+
+def _merged(pairs: torch.Tensor) -> Distinct:
+    """Of (key, count) [N, 2], with the counts of equal keys added up."""
+    keys, places = torch.unique(pairs[:, 0], return_inverse=True)
+    counts = torch.zeros_like(keys).index_add_(0, places, pairs[:, 1])
+    return Distinct(keys, counts, places)

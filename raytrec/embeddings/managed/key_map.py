@@ -1,0 +1,172 @@
+"""A hash map of keys in torch: found, put in and removed many at a time, on any device.
+
+Keys stand in buckets of 8, a cache line each. A key's bucket is its place within the span of keys that this
+rank owns; where that bucket is full, the key is in the next one with room, and each bucket that it had to
+pass counts it, so that a search ends at the first bucket that nobody has passed. Removing a key takes it out
+of those counts again, so that the map stays as quick as it was however many keys come and go.
+
+What is in a map does not depend on which slots keys have: two maps with the same entries are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from raytrec.embeddings.managed.keys import NO_KEY, shares
+
+BUCKET = 8  # slots
+LOAD = 0.7  # of slots that are filled when a map is as full as it was made for
+MOST = 0.9  # of slots that may be filled before it grows
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Keys, each once, and what belongs to them.
+
+    Attributes:
+        keys: int64 [n].
+        fields: name → integers [n].
+    """
+
+    keys: torch.Tensor
+    fields: dict[str, torch.Tensor]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, which: torch.Tensor) -> Entries:
+        return Entries(self.keys[which], {name: values[which] for name, values in self.fields.items()})
+
+    def joined(self, other: Entries) -> Entries:
+        """These, then the others."""
+        fields = {name: torch.cat([values, other.fields[name]]) for name, values in self.fields.items()}
+        return Entries(torch.cat([self.keys, other.keys]), fields)
+
+    def in_order(self) -> Entries:
+        """In the order of keys."""
+        return self[self.keys.argsort()]
+
+
+class KeyMap:
+    """Keys of one rank's span, and integers that belong to each.
+
+    Args:
+        entries: how many it is made for; it grows where there are more.
+        dtypes: name → dtype of what belongs to a key.
+        world: number of ranks that share all keys.
+
+    Attributes:
+        fields: name → values of all slots, [slots]; what is in a slot without a key has no meaning.
+        count: keys that it has.
+    """
+
+    def __init__(self, entries: int, dtypes: Mapping[str, torch.dtype], world: int, device: torch.device):
+        self._world, self._device, self._dtypes = world, device, dict(dtypes)
+        self._make(entries)
+
+    def _make(self, entries: int) -> None:
+        self.count, self._buckets = 0, max(1, -(-int(entries / LOAD) // BUCKET))
+        buckets = self._buckets
+        self._keys = torch.full((buckets, BUCKET), NO_KEY, dtype=torch.int64, device=self._device)
+        self._passed = torch.zeros(buckets, dtype=torch.int32, device=self._device)
+        self.fields = {
+            name: torch.empty(buckets * BUCKET, dtype=dtype, device=self._device)
+            for name, dtype in self._dtypes.items()
+        }
+
+    @property
+    def slots(self) -> int:
+        """How many keys there is memory for."""
+        return self._buckets * BUCKET
+
+    def find(self, keys: torch.Tensor) -> torch.Tensor:
+        """The slot of each key [n], -1 where it is not there: int64 [n]."""
+        slots = torch.full_like(keys, -1)
+        bucket_M, place_M = self._home(keys), None  # place: which of the keys are still looked for; None: all
+        for _ in range(self._buckets):
+            sought_M = keys if place_M is None else keys[place_M]
+            which, column = (self._keys[bucket_M] == sought_M.unsqueeze(1)).nonzero(as_tuple=True)
+            found = bucket_M[which] * BUCKET + column
+            slots[which if place_M is None else place_M[which]] = found
+            goes_on_M = self._passed[bucket_M] > 0
+            goes_on_M[which] = False
+            rest = goes_on_M.nonzero().squeeze(1)
+            if not len(rest):
+                break
+            place_M = rest if place_M is None else place_M[rest]
+            bucket_M = (bucket_M[rest] + 1) % self._buckets
+        return slots
+
+    def insert(self, entries: Entries) -> None:
+        """Puts keys in, none of which is there. Slots that were found before may be others afterwards."""
+        needed = self.count + len(entries)
+        if needed > MOST * self.slots:
+            self._grow(2 * needed)
+        slots = self._take_slots(entries.keys)
+        for name, values in entries.fields.items():
+            self.fields[name][slots] = values.to(self.fields[name].dtype)
+        self.count = needed
+
+    def _grow(self, entries: int) -> None:
+        everything = self.entries()
+        self._make(entries)
+        self.insert(everything)
+
+    def _take_slots(self, keys: torch.Tensor) -> torch.Tensor:
+        """Writes keys into free slots: int64 [n]."""
+        slots = torch.empty_like(keys)
+        bucket_M, place_M = self._home(keys), torch.arange(len(keys), device=keys.device)
+        while len(place_M):
+            bucket_M, order = bucket_M.sort(stable=True)
+            place_M = place_M[order]
+            # The n-th of the keys that want the same bucket takes the n-th free slot of it.
+            nth_M = torch.arange(len(bucket_M), device=keys.device) - torch.searchsorted(bucket_M, bucket_M)
+            free_M8 = self._keys[bucket_M] == NO_KEY
+            taken_M8 = free_M8 & (free_M8.cumsum(1) == nth_M.unsqueeze(1) + 1)
+            which, column = taken_M8.nonzero(as_tuple=True)
+            slots[place_M[which]] = found = bucket_M[which] * BUCKET + column
+            self._keys.view(-1)[found] = keys[place_M[which]]
+            rest = (~taken_M8.any(1)).nonzero().squeeze(1)
+            self._count_passing(bucket_M[rest], 1)
+            place_M, bucket_M = place_M[rest], (bucket_M[rest] + 1) % self._buckets
+        return slots
+
+    def remove(self, slots: torch.Tensor) -> None:
+        """Takes keys out by their slots [n], each once."""
+        bucket = slots // BUCKET
+        home = self._home(self._keys.view(-1)[slots])
+        while len(passed := home[home != bucket]):
+            self._count_passing(passed, -1)
+            bucket = bucket[home != bucket]
+            home = (passed + 1) % self._buckets
+        self._keys.view(-1)[slots] = NO_KEY
+        self.count -= len(slots)
+
+    def occupied(self, most: int | None = None) -> torch.Tensor:
+        """The slots that have a key: int64 [count], ascending.
+
+        Args:
+            most: look at no more than so many slots, which lie evenly.
+        """
+        stride = 1 if most is None else max(1, self.slots // most)
+        return (self._keys.view(-1)[::stride] != NO_KEY).nonzero().squeeze(1) * stride
+
+    def at(self, slots: torch.Tensor) -> Entries:
+        """What is in these slots, each of which has a key."""
+        fields = {name: values[slots] for name, values in self.fields.items()}
+        return Entries(self._keys.view(-1)[slots], fields)
+
+    def entries(self) -> Entries:
+        """All there are, in no particular order."""
+        return self.at(self.occupied())
+
+    def _home(self, keys: torch.Tensor) -> torch.Tensor:
+        """The bucket in which each key is, unless that is full."""
+        return (shares(keys, self._world)[1] * self._buckets) >> 32
+
+    def _count_passing(self, buckets: torch.Tensor, by: int) -> None:
+        change = torch.full_like(buckets, by, dtype=self._passed.dtype)
+        self._passed.index_add_(0, buckets, change)

@@ -1,0 +1,37 @@
+"""Ids as keys: the order in which the ids of a table are dealt with, and the rank that each belongs to.
+
+A key is the hash of an id by splitmix64, which maps the integers of 64 bits one to one, so that keys are
+spread evenly whatever the ids are, and an id is found again from its key (`unhash_bits`). Ranks own equal
+spans of keys in their order: what is in the order of keys on each rank is so over all ranks, however many
+there are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from raytrec.embeddings.hashing import hash_bits
+
+NO_KEY = -(2**63)  # in the place of a key where there is none
+_BITS = 32  # of a key that decide on its owner
+
+
+def keys_of(ids: torch.Tensor) -> torch.Tensor:
+    """The keys of ids: int64 [...] → int64 [...], none of them NO_KEY.
+
+    Of the 2⁶⁴ ids two have the same key, that of NO_KEY's neighbour; all others have keys of their own.
+    """
+    return hash_bits(ids).clamp_(min=NO_KEY + 1)
+
+
+def shares(keys: torch.Tensor, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the rank that owns each key, where in that rank's span of keys it is: 0 to 2³² - 1); both int64, and
+    both together ascend with the keys."""
+    scaled = ((keys >> _BITS) + 2 ** (_BITS - 1)) * world
+    return scaled >> _BITS, scaled & (2**_BITS - 1)
+
+
+def first_keys(world: int, device: torch.device) -> torch.Tensor:
+    """The least key that each rank but the first owns: int64 [world - 1]."""
+    starts = [-(-rank * 2**_BITS // world) - 2 ** (_BITS - 1) for rank in range(1, world)]
+    return torch.tensor(starts, dtype=torch.int64, device=device) << _BITS

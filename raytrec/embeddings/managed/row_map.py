@@ -1,0 +1,274 @@
+"""The ids of one table that have rows, and how they come by them: one rank's part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from math import gcd, sqrt
+
+import torch
+
+from raytrec.config.managed import ManagedIds
+from raytrec.embeddings.managed.audit import MASK, Audit, hash_sum, share_sum
+from raytrec.embeddings.managed.journal import Journal
+from raytrec.embeddings.managed.key_map import Entries, KeyMap
+from raytrec.embeddings.managed.keys import shares
+from raytrec.embeddings.managed.lowest import lowest
+from raytrec.embeddings.managed.peers import Peers
+from raytrec.embeddings.managed.policy import Expiry, drawn, scores
+from raytrec.embeddings.managed.state import Free, MapState, Sighting
+
+EVICT_SHARE = 64  # an eviction frees at least this part of the rows, so that there are few of them
+EVICT_MOST = 2**20  # unless it is more rows than this, a list of which every rank keeps
+SAMPLE = 2**16  # slots that are looked at for the age of ids
+KEPT_SHARE = 8  # of the ids that wait for a row, this part leaves when there are too many
+
+
+class RowMap:
+    """This rank's part of the map from the ids of a table to its rows.
+
+    The map after a step is a function of the map before it and of the ids of the global batch, each with its
+    number of occurrences: ids are dealt with in the order of their keys, whichever rank has brought them.
+
+    1. `sight`: ids with a row keep it. Of the others, those are to be admitted that the policy takes.
+    2. `admit`: expired ids leave. If rows are missing, the ids with the lowest scores leave, those of this
+       batch excepted. Then ids get rows as far as there are some: at first each row once, in an order that
+       spreads over the table, later those of ids that have left.
+
+    Args:
+        rows: of the table, those of the fallback included.
+        policy: who gets a row, and who loses it.
+        seed: of draws.
+
+    Attributes:
+        capacity: rows that ids can have.
+        counted: since it began, ids of this rank that were admitted and evicted; ids of batches that were
+            looked up, those of the fallback among them.
+    """
+
+    def __init__(self, rows: int, policy: ManagedIds, seed: int, peers: Peers, device: torch.device):
+        self.capacity, self.policy, self.device = rows - policy.fallback_rows, policy, device
+        self._seed, self._peers = seed, peers
+        share = -(-self.capacity // peers.world)
+        row = torch.int32 if rows <= 2**31 else torch.int64
+        fields = {"row": row, "sightings": torch.int64, "last": torch.int32}
+        self._rows = KeyMap(share, fields, peers.world, device)
+        del fields["row"]
+        self._waiting = KeyMap(share if policy.admit_after > 1 else 0, fields, peers.world, device)
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self._free = Free(0, nothing, Expiry(policy.ttl_steps, policy.ttl_s))
+        self._stride, self._journal = _stride(self.capacity), Journal()
+        self.counted = dict.fromkeys(("admitted", "evicted", "lookups", "fallback"), 0)
+
+    def __len__(self) -> int:
+        return self._rows.count
+
+    @property
+    def waiting(self) -> int:
+        """Ids of this rank that have been seen, but not often enough."""
+        return self._waiting.count
+
+    def state(self, steps: int) -> MapState:
+        """This rank's part as it was after the first `steps` steps of the run.
+
+        Raises:
+            RunError: that was too long ago (journal.KEPT).
+        """
+        rows, waiting = (self._journal.entries(map, steps) for map in (self._rows, self._waiting))
+        return MapState(rows, waiting, self._journal.before(steps, self._free))
+
+    def load(self, state: MapState) -> None:
+        """Takes its part of a state; the map has nothing yet.
+
+        Args:
+            state: of any ranks, whose keys this rank need not own. Keys that it owns come once.
+        """
+        for map, entries in (self._rows, state.rows), (self._waiting, state.waiting):
+            owners, _ = shares(entries.keys, self._peers.world)
+            map.insert(entries[owners == self._peers.rank].in_order())
+        self._free = state.free
+
+    def ages(self, step: int) -> torch.Tensor:
+        """Steps since the last sighting of some of this rank's ids, one of many: int64 [n]."""
+        last = self._rows.at(self._rows.occupied(SAMPLE)).fields["last"]
+        return (step - last.long()).clamp(min=0)
+
+    def audit(self) -> Audit:
+        """What is needed to know whether ids and rows are one to one over all ranks."""
+        peers, free, entries = self._peers, self._free, self._rows.entries()
+        rows, (owners, _) = entries.fields["row"].long(), shares(entries.keys, peers.world)
+        total = hash_sum(rows)
+        part = peers.rank, peers.world
+        total += share_sum(free.handed, self.capacity, *part, self._nth_row, self.device)
+        total -= share_sum(0, self.capacity, *part, lambda numbers: numbers, self.device)
+        return Audit(
+            rank=peers.rank,
+            ids=len(entries),
+            outside=int(((rows < 0) | (rows >= self.capacity)).sum()),
+            strangers=int((owners != peers.rank).sum()),
+            repeated=len(entries) - len(entries.keys.unique()),
+            sum=total & MASK,
+            left=len(free.left),
+            left_sum=hash_sum(free.left),
+            unused=self.capacity - free.handed,
+        )
+
+    def look_up(self, keys: torch.Tensor) -> torch.Tensor:
+        """The row of each key [n], -1 where it has none; changes nothing."""
+        return self._rows_at(self._rows.find(keys))
+
+    def fallback(self, keys: torch.Tensor) -> torch.Tensor:
+        """The row that each key [n] has as long as it has none of its own."""
+        return self.capacity + keys.remainder(self.policy.fallback_rows)
+
+    def sight(self, step: int, keys: torch.Tensor, counts: torch.Tensor) -> Sighting:
+        """Counts the ids of a global batch that this rank owns.
+
+        Args:
+            step: of the run, from 0.
+            keys, counts: as in Sighting.
+        """
+        self._journal.begin(step, self._free)
+        slots = self._rows.find(keys)
+        has_row = slots >= 0
+        self._see(self._rows, slots[has_row], counts[has_row], step)
+        rows, wanted = self._rows_at(slots), (~has_row).nonzero().squeeze(1)
+        if self.policy.admit_after > 1:
+            sightings = self._see_waiting(keys[wanted], counts[wanted], step)
+            enough = sightings >= self.policy.admit_after
+        else:
+            sightings = counts[wanted]
+            enough = torch.ones_like(sightings, dtype=torch.bool)
+        if self.policy.admit_probability < 1:
+            enough = drawn(keys[wanted], sightings, step, self._seed, self.policy.admit_probability)
+        return Sighting(step, keys, counts, rows, wanted[enough], sightings[enough])
+
+    def admit(
+        self, seen: Sighting, wanted: list[int], waiting: int, now: float
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Gives rows to ids; a collective.
+
+        Args:
+            seen: of `sight`.
+            wanted: of each rank, how many of its ids are to be admitted.
+            waiting: ids of all ranks that have been seen, but not often enough.
+            now: seconds, the same on all ranks.
+
+        Returns:
+            (the row of each of `seen.keys`, -1 where it has none; of each rank, how many got a new one: the
+            first of `seen.wanted`).
+        """
+        self._expire(seen.step, now)
+        if waiting > self.capacity:
+            self._trim_waiting(waiting - self.capacity + self.capacity // KEPT_SHARE, seen.step)
+        missing = sum(wanted) - self._available
+        if missing > 0 and self.policy.eviction != "none":
+            self._evict(max(missing, min(self.capacity // EVICT_SHARE, EVICT_MOST)), seen.step)
+        given = min(sum(wanted), self._available)
+        starts = accumulate(wanted, initial=0)
+        of_ranks = [min(max(given - start, 0), size) for start, size in zip(starts, wanted, strict=False)]
+        first, mine = sum(of_ranks[: self._peers.rank]), of_ranks[self._peers.rank]
+        new_rows = self._take(given)[first : first + mine]
+        return self._enter(seen, seen.wanted[:mine], new_rows), of_ranks
+
+    def _see(self, map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> None:
+        self._journal.update(map, slots)
+        map.fields["sightings"][slots] += counts
+        map.fields["last"][slots] = step
+
+    def _see_waiting(self, keys: torch.Tensor, counts: torch.Tensor, step: int) -> torch.Tensor:
+        """Counts ids without a row: the sightings of each so far."""
+        slots = self._waiting.find(keys)
+        known = slots >= 0
+        self._see(self._waiting, slots[known], counts[known], step)
+        sightings = counts.clone()
+        sightings[known] = self._waiting.fields["sightings"][slots[known]]
+        new = Entries(keys, {"sightings": counts, "last": torch.full_like(keys, step)})[~known]
+        self._journal.insert(self._waiting, new.keys)
+        self._waiting.insert(new)
+        return sightings
+
+    def _enter(self, seen: Sighting, places: torch.Tensor, new_rows: torch.Tensor) -> torch.Tensor:
+        """Ids get these rows: the row of each of `seen.keys`."""
+        keys, count = seen.keys[places], len(places)
+        last = torch.full_like(keys, seen.step)
+        self._journal.insert(self._rows, keys)
+        self._rows.insert(Entries(keys, {"row": new_rows, "sightings": seen.sightings[:count], "last": last}))
+        if self.policy.admit_after > 1:
+            slots = self._waiting.find(keys)
+            self._journal.update(self._waiting, slots)
+            self._waiting.remove(slots)
+        rows = seen.rows.clone()
+        rows[places] = new_rows
+        self.counted["admitted"] += count
+        self.counted["lookups"] += int(seen.counts.sum())
+        self.counted["fallback"] += int(seen.counts[rows < 0].sum())
+        return rows
+
+    @property
+    def _available(self) -> int:
+        return self.capacity - self._free.handed + len(self._free.left)
+
+    def _take(self, count: int) -> torch.Tensor:
+        """The next rows without an id: int64 [count], the same on all ranks."""
+        free, device = self._free, self._free.left.device
+        fresh = min(count, self.capacity - free.handed)
+        numbers = torch.arange(free.handed, free.handed + fresh, device=device)
+        again = count - fresh
+        self._free = replace(free, handed=free.handed + fresh, left=free.left[again:])
+        return torch.cat([self._nth_row(numbers), free.left[:again]])
+
+    def _nth_row(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The rows that are handed out as the n-th, when each is for the first time."""
+        return numbers * self._stride % self.capacity
+
+    def _expire(self, step: int, now: float) -> None:
+        expiry, horizon = self._free.expiry.advance(step, now)
+        self._free = replace(self._free, expiry=expiry)
+        if horizon is not None:
+            slots = self._rows.occupied()
+            self._give_back(slots[self._rows.fields["last"][slots] < horizon])
+
+    def _evict(self, count: int, step: int) -> None:
+        entries, slots = self._unseen(self._rows, step)
+        fields = entries.fields
+        of_entries = scores(self.policy.eviction, fields["sightings"], fields["last"], step)
+        self._give_back(slots[lowest(of_entries, entries.keys, count, self._peers)])
+
+    def _trim_waiting(self, count: int, step: int) -> None:
+        """Forgets those that were not seen for longest."""
+        entries, slots = self._unseen(self._waiting, step)
+        slots = slots[lowest(entries.fields["last"].long() + 1, entries.keys, count, self._peers)]
+        self._journal.update(self._waiting, slots)
+        self._waiting.remove(slots)
+
+    def _unseen(self, map: KeyMap, step: int) -> tuple[Entries, torch.Tensor]:
+        """What has not been seen at this step, and its slots."""
+        slots = map.occupied()
+        slots = slots[map.fields["last"][slots] < step]
+        return map.at(slots), slots
+
+    def _give_back(self, slots: torch.Tensor) -> None:
+        """Ids lose their rows, which come to the end of those to be handed out in the order of keys; a
+        collective."""
+        self._journal.update(self._rows, slots)
+        rows = self._rows.at(slots).in_order().fields["row"].long()
+        self._rows.remove(slots)
+        sizes = self._peers.gather(torch.tensor([len(rows)], device=rows.device)).squeeze(1).tolist()
+        left = torch.cat([self._free.left, self._peers.concatenate(rows, sizes)])
+        self._free = replace(self._free, left=left)
+        self.counted["evicted"] += len(rows)
+
+    def _rows_at(self, slots: torch.Tensor) -> torch.Tensor:
+        """int64 [n]; -1 where there is no slot."""
+        rows = self._rows.fields["row"][slots.clamp(min=0)].long()
+        return torch.where(slots >= 0, rows, -1)
+
+
+def _stride(rows: int) -> int:
+    """How far apart rows are that are handed out one after the other: near the golden section of the table,
+    of which any number of them in a row divides it evenly, and without a common divisor, so that all come."""
+    stride = max(1, round(min(rows, 2**62 // max(rows, 1)) * (sqrt(5) - 1) / 2))
+    while gcd(stride, rows) > 1:
+        stride += 1
+    return stride

@@ -1,0 +1,88 @@
+"""What a map of managed ids is, in plain Python: dicts, sorted lists and integers without bounds."""
+
+from collections import Counter
+
+MASK = 2**64 - 1
+
+
+def key(number):
+    """splitmix64 as a signed integer."""
+    bits = (number + 0x9E3779B97F4A7C15) & MASK
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK
+    bits ^= bits >> 31
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+class PlainIds:
+    """A map of the ids of one table; of a row it knows only as the how many-th it was handed out.
+
+    Args:
+        rows: of the table. policy: a ManagedIds. seed: of draws.
+    """
+
+    def __init__(self, rows, policy, seed=0):
+        self.capacity, self.policy, self.seed = rows - policy.fallback_rows, policy, seed
+        self.rows, self.waiting = {}, {}  # id → [row, sightings, last]; id → [sightings, last]
+        self.free, self.swept, self.clock = list(range(self.capacity)), None, []
+        self.new, self.left = {}, []
+
+    def step(self, step, ids, now=0.0):
+        """id → its row (None: it has none), after a global batch of these ids."""
+        counts = Counter(ids)
+        self.new, self.left = {}, []
+        wanted = [i for i in sorted(counts, key=key) if self._wants(i, counts[i], step)]
+        self._expire(step, now)
+        self._trim(step)
+        missing = len(wanted) - len(self.free)
+        if missing > 0 and self.policy.eviction != "none":
+            old = sorted((i for i in self.rows if self.rows[i][2] < step), key=lambda i: self._worth(i, step))
+            self._leave(old[: max(missing, min(self.capacity // 64, 2**20))])
+        for i in wanted[: len(self.free)]:
+            sightings = self.waiting.pop(i, [counts[i]])[0]
+            self.new[i] = self.free.pop(0)
+            self.rows[i] = [self.new[i], sightings, step]
+        return {i: self.rows.get(i, [None])[0] for i in counts}
+
+    def _wants(self, i, count, step):
+        if i in self.rows:
+            self.rows[i][1:] = self.rows[i][1] + count, step
+            return False
+        sightings = count
+        if self.policy.admit_after > 1:
+            sightings += self.waiting.get(i, [0])[0]
+            self.waiting[i] = [sightings, step]
+        if self.policy.admit_probability < 1:
+            salt = key((self.seed ^ key(step)) & MASK)
+            uniform = (key((key(i) ^ salt) & MASK) & MASK) >> 11
+            return uniform * 2.0**-53 < 1 - (1 - self.policy.admit_probability) ** count
+        return sightings >= self.policy.admit_after
+
+    def _expire(self, step, now):
+        ttl_steps, ttl_s = self.policy.ttl_steps, self.policy.ttl_s
+        if ttl_steps and step % max(1, ttl_steps // 8) == 0:
+            self._leave([i for i in self.rows if self.rows[i][2] < step - ttl_steps])
+        if ttl_s and (self.swept is None or now >= self.swept + ttl_s / 8):
+            self.swept = now
+            self.clock.append((step, now))
+            before = [s for s, seconds in self.clock if seconds <= now - ttl_s]
+            self._leave([i for i in self.rows if before and self.rows[i][2] <= before[-1]])
+
+    def _trim(self, step):
+        if len(self.waiting) > self.capacity:
+            old = sorted(
+                (i for i in self.waiting if self.waiting[i][1] < step),
+                key=lambda i: (self.waiting[i][1], key(i)),
+            )
+            for i in old[: len(self.waiting) - self.capacity + self.capacity // 8]:
+                del self.waiting[i]
+
+    def _worth(self, i, step):
+        _, sightings, last = self.rows[i]
+        worth = {"lru": last, "lfu": (sightings, last), "distance_lfu": sightings / (step - last)}
+        return worth[self.policy.eviction], key(i)
+
+    def _leave(self, ids):
+        for i in sorted(ids, key=key):
+            self.free.append(self.rows.pop(i)[0])
+            self.left.append(i)
