@@ -17,6 +17,7 @@
 # make bench-metrics  what metrics of evaluations take of a rank's memory, at 100,000 to 10,000,000 rows
 # make bench-sequences  what a step over sequences costs as they get longer
 # make bench-precision  what fp16 tables and quantized collectives cost in AUC
+# make bench-ids  what managed ids cost, against a table without them
 # make quality DATA=DIR  every model on public data in DIR, with 5 seeds each (docs/quality.md)
 # make quality-smoke  every row of it for three steps, on made-up data
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
@@ -37,7 +38,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -83,6 +84,9 @@ bench-metrics: install
 
 bench-sequences: install
 	$(BIN)/python -W ignore benchmarks/sequences.py
+
+bench-ids: install
+	$(BIN)/python -W ignore benchmarks/ids.py
 
 quality: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/quality.py $(DATA)

@@ -2,10 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import subprocess
+import sys
+import tempfile
 import warnings
+from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+class Ranks:
+    """The processes of one side of a benchmark: each is told a line of JSON, and answers with one.
+
+    Args:
+        script: in benchmarks/, what each of them runs with RANK WORLD STORE.
+        tree: of the code, which may be an older one.
+    """
+
+    def __init__(self, script: str, tree: Path, world: int, stack: ExitStack):
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
+        path, place = os.pathsep.join([str(tree), str(HERE)]), str(HERE / script)
+        self._ranks = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", place, str(rank), str(world), f"{folder}/store"],
+                    env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    cwd=tree,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
+            )
+            for rank in range(world)
+        ]
+
+    def tell(self, **values: Any) -> dict[str, float]:
+        """What they answer: seconds of the slowest, CPU seconds of all."""
+        for rank in self._ranks:
+            rank.stdin.write(json.dumps(values) + "\n")
+            rank.stdin.flush()
+        answers = [json.loads(rank.stdout.readline() or "null") for rank in self._ranks]
+        if None in answers:
+            raise RuntimeError(f"a rank has ended: {values}")
+        return {"s": max(s for s, _ in answers), "cpu_s": sum(cpu for _, cpu in answers)}
 
 
 def join_group(rank: int, world: int, store: str) -> None:

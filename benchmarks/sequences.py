@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Annotated, Any
 
 import typer
 from documents import fill
+from rank_group import Ranks
 from sequences_side import BATCH
 
 HERE = Path(__file__).parent
@@ -33,38 +33,6 @@ BEFORE = "5d5682546e71"  # the last commit with one key for each place
 SIDES = {"before": "one key a place", "now": "one key a feature"}
 FILLS = {"full": 1.0, "short": 0.1}
 TURN_S = 0.4  # about
-
-
-class Ranks:
-    """The processes of one side."""
-
-    def __init__(self, tree: Path, world: int, stack: ExitStack):
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sequences-"))
-        path, script = os.pathsep.join([str(tree), str(HERE)]), str(HERE / "sequences_side.py")
-        self._ranks = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-W", "ignore", script, str(rank), str(world), f"{folder}/store"],
-                    env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                    cwd=tree,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                )
-            )
-            for rank in range(world)
-        ]
-
-    def tell(self, **values: Any) -> dict[str, float]:
-        """What they answer: seconds of the slowest, CPU seconds of all."""
-        for rank in self._ranks:
-            rank.stdin.write(json.dumps(values) + "\n")
-            rank.stdin.flush()
-        answers = [json.loads(rank.stdout.readline() or "null") for rank in self._ranks]
-        if None in answers:
-            raise RuntimeError(f"a rank has ended: {values}")
-        return {"s": max(s for s, _ in answers), "cpu_s": sum(cpu for _, cpu in answers)}
 
 
 def measure(sides: dict[str, Ranks], length: int, ids: int, world: int, rounds: int) -> dict[str, Any]:
@@ -141,7 +109,10 @@ def main(
     for world in [int(text) for text in ("1" if smallest else workers).split(",")]:
         with ExitStack() as stack:
             tree = HERE.parent if smallest else checkout(before, stack)
-            sides = {"before": Ranks(tree, world, stack), "now": Ranks(HERE.parent, world, stack)}
+            sides = {
+                "before": Ranks("sequences_side.py", tree, world, stack),
+                "now": Ranks("sequences_side.py", HERE.parent, world, stack),
+            }
             for length in chosen:
                 for fill_, share in FILLS.items():
                     ids = max(1, round(length * share))

@@ -93,6 +93,7 @@ def loop(
             scene.taps,
             torch.device(device),
             parameters,
+            maps=scene.step.maps,
         )
         outcomes, rows = scene.checks.at_start(scene.about), 0
         stream = (scene.local[i] for i in range(steps))  # taken as late as the pipeline takes it

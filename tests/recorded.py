@@ -132,6 +132,11 @@ def shard(table: int, parts: int) -> dict:
         "changed_share": None,
         "cache_hit_rate": None,
         "collision_rate": None,
+        "occupancy": None,
+        "admitted_ids": None,
+        "evicted_ids": None,
+        "fallback_share": None,
+        "id_age": None,
     }
 
 

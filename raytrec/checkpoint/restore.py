@@ -29,15 +29,20 @@ class Restored:
         folder: the checkpoint; None when there was none to begin with.
         about: what its index says beside the tensors.
         passed_over: why newer ones have not been taken.
+        more: tensors that have been read beside the model's.
     """
 
     folder: str | None = None
     about: dict[str, Any] = field(default_factory=dict)
     passed_over: list[str] = field(default_factory=list)
+    more: State = field(default_factory=dict)
 
 
 def restore(
-    root: str, state: LogicalState, why_not: Callable[[dict[str, Any]], str | None] = lambda about: None
+    root: str,
+    state: LogicalState,
+    why_not: Callable[[dict[str, Any]], str | None] = lambda about: None,
+    more: Callable[[dict[str, Any]], State] = lambda about: {},
 ) -> Restored:
     """Reads the newest checkpoint that is whole into a model; a collective.
 
@@ -45,6 +50,7 @@ def restore(
 
     Args:
         why_not: of what an index says beside the tensors, why it cannot be resumed from; None: it can.
+        more: of the same, tensors to be read beside the model's.
 
     Raises:
         CheckpointError: there are complete checkpoints, and none of them can be read.
@@ -56,7 +62,8 @@ def restore(
             out.passed_over.append(reason)
             continue
         try:
-            load(folder, state.tensors())
+            out.more = more(about)
+            load(folder, state.tensors() | out.more)
             _check_finite(folder, state)
         except CheckpointError as error:
             out.passed_over.append(f"{error.what} ({error.where})")

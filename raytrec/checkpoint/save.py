@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -102,13 +102,16 @@ class Saver:
         """Whether a save is being written."""
         return self._running is not None and not self._running.done()
 
-    def save(self, step: int, tensors: State, about: dict[str, Any]) -> None:
+    def save(
+        self, step: int, tensors: State, about: dict[str, Any], copied: Mapping[str, Any] | None = None
+    ) -> None:
         """Begins to save; returns when training may change the tensors.
 
         Args:
             step: of the run: steps that have been trained.
             tensors: LogicalState.tensors().
             about: what else belongs to the state, JSON; the same on every rank.
+            copied: more tensors, which nothing changes any more.
         """
         assert self._running is None, "the last save has not been taken"
         began = perf_counter()
@@ -116,6 +119,7 @@ class Saver:
         dist.broadcast_object_list(attempt, group=self._group)
         if self._config.async_save:
             tensors = self._keep(tensors)
+        tensors = {**tensors, **(copied or {})}
         blocked = perf_counter() - began
         self.last_step = step
         self._running = self._thread.submit(self._write, step, attempt[0], tensors, about, began, blocked)

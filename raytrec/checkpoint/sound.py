@@ -80,6 +80,18 @@ class _Progress(TypedDict):
     early_stopping: NotRequired[_EarlyStopping]
 
 
+class _MapSizes(TypedDict):
+    rows: Count
+    waiting: Count
+    left: Count
+    handed: Count
+    marks: list[tuple[Count, Annotated[float, Strict()]]]
+
+
+class _Ids(TypedDict):
+    ids: NotRequired[dict[Text, _MapSizes]]
+
+
 class _About(TypedDict):
     config: dict[Text, Any]
     schema: Text
@@ -104,7 +116,7 @@ def why_no_run(about: dict[str, Any]) -> str | None:
 
 def why_no_progress(about: dict[str, Any]) -> str | None:
     """The same of what a run resumes from."""
-    return _misfit(_Progress, about.get("progress"))
+    return _misfit(_Progress, about.get("progress")) or _misfit(_Ids, {"ids": about.get("ids", {})})
 
 
 def _why_not_whole(name: str, tensor: dict[str, Any], block_bytes: int) -> str | None:

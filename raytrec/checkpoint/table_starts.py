@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from raytrec.common.errors import SchemaError
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
+from raytrec.config.schema import Schema, Table
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,36 @@ def _policy(config: RunConfig, table: str) -> str:
 
 
 def _start(table: str, old, new, policy: str) -> TableStart:
-    had, has = (f"{t.rows:,} × {t.dim}" if t else "none" for t in (old, new))
+    had, has = (f"{t.rows:,} × {t.dim}{_of_ids(t)}" if t else "none" for t in (old, new))
     if new is None and policy == "drop":
         return TableStart("drop", 0, f"table {table} ({had}) of the checkpoint is dropped")
     if new is not None and policy == "new":
         return TableStart("new", 0, f"table {table} ({has}) gets its initial values")
-    if old and new and (old.rows, old.dim) == (new.rows, new.dim):
+    managed = [t for t in (old, new) if t and t.ids]
+    alike = len(managed) != 1 and (not managed or old.own_rows == new.own_rows)
+    if old and new and alike and (old.rows, old.dim) == (new.rows, new.dim):
         return TableStart("exact", new.rows, None)
-    if old and new and old.dim == new.dim and policy == "resize":
+    if old and new and not managed and old.dim == new.dim and policy == "resize":
         rest = (
             f"{new.rows - old.rows:,} rows get their initial values"
             if new.rows > old.rows
             else (f"the checkpoint's last {old.rows - new.rows:,} rows are dropped")
         )
         return TableStart("resize", min(old.rows, new.rows), f"table {table}: {rest}")
-    fitting = "drop" if new is None else "resize" if old and old.dim == new.dim else "new"
+    fits = old and new and not managed and old.dim == new.dim
+    fitting = "drop" if new is None else "resize" if fits else "new"
     raise SchemaError(
         f"tables.{table}: {has} now, {had} in the checkpoint",
         where="warm_start.from",
         expected="the checkpoint's tables, or a word on what becomes of those that differ",
         do=f"set warm_start.tables.{table}={fitting}, or train with the checkpoint's schema",
     )
+
+
+def _of_ids(table: Table) -> str:
+    if not table.ids:
+        return ""
+    return f" with managed ids, {table.ids.fallback_rows:,} of them for the fallback"
 
 
 def schema_of(about: dict) -> Schema:

@@ -9,11 +9,13 @@ A `schema.yaml` beside the data:
       genres:  {table: genre, pooling: mean}
       history: {table: item, pooling: sequence}
       tags:    {table: tag, weights: tag_weights, column: tag_ids}
+      film_id: {table: film}
     tables:
       user:  {rows: 944, dim: 16}
       genre: {rows: 19, dim: 16}
       item:  {rows: 1683, dim: 16, out_of_range: clamp}
       tag:   {rows: 5000, dim: 16, out_of_range: hash}
+      film:  {rows: 100000, dim: 16, ids: managed}
 
 No torch here: the driver reads schemas on machines without it.
 """
@@ -30,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from raytrec.common.errors import SchemaError, did_you_mean, some, some_of
 from raytrec.common.reading import NotReadable
 from raytrec.config.base import PositiveInt
+from raytrec.config.managed import Ids, ManagedIds
 
 # Tables are entries of a torch.nn.ModuleDict, which cannot have its own attributes' names as keys.
 RESERVED = frozenset(
@@ -63,6 +66,29 @@ class Table(BaseModel):
         description="What an id < 0 or ≥ rows becomes: an error, the nearest valid id, or a hash of it into "
         "[0, rows). Text ids need 'hash'. Valid ids are never changed.",
     )
+    ids: Ids = Field(
+        None,
+        description="static: an id is the number of its row. managed, or how: ids are any integers or text "
+        "and get rows as they come.",
+    )
+
+    @model_validator(mode="after")
+    def _fits_ids(self) -> Table:
+        if self.ids and self.out_of_range != "error":
+            raise ValueError("out_of_range has no meaning where ids are managed: none is out of range")
+        if self.ids and self.rows <= self.ids.fallback_rows:
+            raise ValueError(f"rows: more than ids.fallback_rows={self.ids.fallback_rows} are needed")
+        return self
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether ids may be text."""
+        return self.ids is not None or self.out_of_range == "hash"
+
+    @property
+    def own_rows(self) -> int:
+        """How many ids can have a row of their own."""
+        return self.rows - self.ids.fallback_rows if self.ids else self.rows
 
 
 class Sparse(BaseModel):
@@ -148,6 +174,11 @@ class Schema(BaseModel):
         return self.model_copy(update={"dense": dense, "sparse": sparse})
 
     @property
+    def managed(self) -> list[str]:
+        """Tables whose ids are managed."""
+        return [name for name, table in self.tables.items() if table.ids]
+
+    @property
     def has_weights(self) -> bool:
         """True when any sparse feature carries per-id weights."""
         return any(f.weights for f in self.sparse.values())
@@ -212,10 +243,15 @@ class Schema(BaseModel):
             lines.append(f"{section}:")
             for name, spec in getattr(self, section).items():
                 values = spec.model_dump(exclude_defaults=True)
-                inner = ", ".join(f"{k}: {scalar(v)}" for k, v in values.items())
+                inner = ", ".join(f"{k}: {_ids(v) if k == 'ids' else scalar(v)}" for k, v in values.items())
                 comment = comments.get((section, name))
                 lines.append(f"  {scalar(name)}: {{{inner}}}" + (f"  # {comment}" if comment else ""))
         return "\n".join(lines) + "\n"
+
+
+def _ids(settings: dict) -> str:
+    """`ids` of a table as YAML."""
+    return scalar(settings) if settings else "managed"
 
 
 def scalar(value: object) -> str:
@@ -228,7 +264,8 @@ def scalar(value: object) -> str:
 def _explain(error: dict) -> str:
     place = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = {0: Schema, 2: Sparse if error["loc"][0] == "sparse" else Table}.get(len(error["loc"]) - 1)
+        of_part = Sparse if error["loc"][0] == "sparse" else Table
+        known = {0: Schema, 2: of_part, 3: ManagedIds}.get(len(error["loc"]) - 1)
         near = did_you_mean(str(error["loc"][-1]), list(known.model_fields)) if known else None
         return f"{place}: unknown key" + (f"; did you mean '{near}'?" if near else "")
     if error["type"] == "missing":

@@ -565,6 +565,9 @@ class ChecksSection(Section):
     conservation: Reaction = Field(
         "stop", description="No id and no row is lost between ranks; all ranks are at the same step."
     )
+    managed_ids: Reaction = Field(
+        "stop", description="Managed ids and their rows are one to one over all ranks."
+    )
     finite: Reaction = Field(
         "stop",
         description="No weight and no optimizer state is NaN or infinite. Whatever is set here, such a state "

@@ -15,7 +15,7 @@ from torchrec.streamable import Pipelineable
 class Batch(Pipelineable):
     """One rank's part of a global batch, B rows of which some may be padding.
 
-    The last four are None where nothing that is configured needs them.
+    The last five are None where nothing that is configured needs them.
 
     Attributes:
         dense: float32 [B, number of dense columns].
@@ -37,6 +37,9 @@ class Batch(Pipelineable):
             host.
         sides: sequence that is read id by id and has sides → float64 [N, sides], in the order of its ids in
             `sparse`; None where there is no such feature.
+        new_rows: managed table → (rows int64 [n], ids int64 [n]): rows that this batch has given to ids, on
+            the device of the maps, the same on all ranks. None: `sparse` has the ids of managed tables as
+            they were read; otherwise their rows.
     """
 
     dense: torch.Tensor
@@ -50,6 +53,7 @@ class Batch(Pipelineable):
     keys: torch.Tensor | None = None
     carried: pa.Table | None = None
     sides: Mapping[str, torch.Tensor] | None = None
+    new_rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The batch on another device."""
@@ -58,7 +62,8 @@ class Batch(Pipelineable):
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory until a CUDA stream has read it."""
         parts = self.dense, self.sparse, self.labels, self.weights, self.task_weights, self.keys
-        for part in (*parts, *(self.sides or {}).values()):
+        new = [part for pair in (self.new_rows or {}).values() for part in pair]
+        for part in (*parts, *(self.sides or {}).values(), *new):
             if part is not None:
                 part.record_stream(stream)
 

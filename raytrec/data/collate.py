@@ -207,7 +207,8 @@ class Collator:
         lengths[:, rows:] = 0
         ids, weights = [], []
         singles = np.concatenate([p.matrix("ids") for p in pieces]) if rows and self._column else None
-        some_missing = singles is not None and singles.min() < 0
+        no_id = self._form.no_id
+        some_missing = singles is not None and singles.min() <= no_id
         for key, name in enumerate(self._keys if rows else ()):
             if name not in self._form.schema.sparse:
                 lengths[key, :rows] = 0
@@ -217,8 +218,8 @@ class Collator:
             if name in self._column:
                 column, out[:] = singles[:, self._column[name]], 1
                 if some_missing:
-                    out[:] = column >= 0
-                    column = column[column >= 0]
+                    out[:] = column > no_id
+                    column = column[column > no_id]
                 ids.append(column)
             else:
                 out[:] = lists.lengths(f"ids.{name}")

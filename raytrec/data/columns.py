@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Sparse, Table, scalar
-from raytrec.data.form import one_array, unnest
-from raytrec.data.hashing import hash_integers, hash_text
+from raytrec.data.form import NO_MANAGED_ID, one_array, unnest
+from raytrec.data.hashing import hash_integers, hash_text, hash_text_bits
 from raytrec.data.kinds import is_list, is_text
 
 
@@ -91,9 +91,15 @@ class Tally(dict[str, list[int]]):
 
 
 def single(
-    column: pa.ChunkedArray, name: str, spec: Sparse, table: Table, place: Place, tally: Tally
+    column: pa.ChunkedArray,
+    name: str,
+    spec: Sparse,
+    table: Table,
+    place: Place,
+    tally: Tally,
+    no_id: int = -1,
 ) -> np.ndarray:
-    """A sparse column with one id a row: valid ids [n] of any integer type; -1 where there is none (null)."""
+    """A sparse column with one id a row: valid ids [n] of any integer type; `no_id` where there is none."""
     array = one_array(column)
     if is_list(array.type):
         raise DataError(
@@ -105,11 +111,10 @@ def single(
     if array.null_count == 0 and pa.types.is_integer(array.type):
         return _in_range(array.to_numpy(), name, spec, table, place, int, tally)
     offsets, flat = unnest(array)
-    ids = np.full(len(array), -1, np.int64)
+    ids = np.full(len(array), no_id, np.int64)
     valid = _in_range(_ids(flat, table), name, spec, table, place, RowsOf(offsets), tally)
     ids[np.diff(offsets) > 0] = valid
-    if is_text(flat.type):
-        tally.count(name, len(flat), len(flat))
+    _count_text(flat, name, table, tally)
     return ids
 
 
@@ -139,8 +144,7 @@ def bags(
             do=f"data.transforms: {{do: drop_null, columns: [{scalar(spec.column or name)}]}}",
         )
     ids = _in_range(_ids(flat, table), name, spec, table, place, rows, tally)
-    if is_text(flat.type):
-        tally.count(name, len(flat), len(flat))
+    _count_text(flat, name, table, tally)
     if weights is None:
         return offsets, ids, None
     weight_offsets, weight_values = unnest(one_array(weights))
@@ -174,13 +178,20 @@ class RowsOf:
         return int(np.searchsorted(self._offsets, at, side="right")) - 1
 
 
+def _count_text(flat: pa.Array, name: str, table: Table, tally: Tally) -> None:
+    """Text that has been hashed into a table's rows counts as brought into range."""
+    if is_text(flat.type) and not table.ids:
+        tally.count(name, len(flat), len(flat))
+
+
 def _ids(flat: pa.Array, table: Table) -> np.ndarray:
-    """Ids as integers of their own width (uint64 stays uint64); text hashed to rows."""
+    """Ids as integers of their own width (uint64 stays uint64); text hashed to rows, or where ids are managed
+    to 64 bits."""
     if pa.types.is_null(flat.type):  # all rows, or lists, are empty
         flat = flat.cast(pa.int64())
     if not is_text(flat.type):
         return flat.to_numpy(zero_copy_only=False)
-    return hash_text(flat, table.rows)
+    return hash_text_bits(flat) if table.ids else hash_text(flat, table.rows)
 
 
 def _in_range(
@@ -192,12 +203,15 @@ def _in_range(
     rows: Callable[[int], int],
     tally: Tally,
 ) -> np.ndarray:
-    """Ids that are all in [0, table.rows): the table's policy for others.
+    """Ids that are all in [0, table.rows): the table's policy for others. Managed ones are int64 of any
+    value, of the same bits.
 
     Args:
         rows: position in `ids` → row, for errors.
     """
     tally.count(name, 0, len(ids))
+    if table.ids:
+        return np.maximum(ids.astype(np.int64), NO_MANAGED_ID + 1)
     if not len(ids) or _all_below(ids, table.rows):
         return ids
     outside = (ids < 0) | (ids >= table.rows)

@@ -2,7 +2,7 @@
 
     labels     fixed_size_list<float32>[labels]            (absent where none are read)
     dense      fixed_size_list<float32>[dense columns]     (absent without dense columns)
-    ids        fixed_size_list<int>[single features]       one id a row, or -1 for none (absent without)
+    ids        fixed_size_list<int>[single features]       one id a row, or `no_id` for none (absent without)
     ids.NAME   list<int>                                   of each other feature
     weights.NAME  list<float32>                            of each feature that has weights
     sides.NAME    list<float64>              of each feature that has n sides: n values for each id
@@ -13,7 +13,7 @@
     changed    list<int32>  in one row of many, for all of those: for each sparse feature, how many ids were
                          brought into range, then how many there are (only where a table takes such ids)
 
-int is int32 where every table has at most 2³¹ rows, else int64. No torch here.
+int is int32 where every table has at most 2³¹ rows and none has managed ids, else int64. No torch here.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from raytrec.data.task_rows import TaskColumn, TaskRows
 
 Range = tuple[float, float]
 CARRIED = "carried."  # begins the names of carried columns
+NO_MANAGED_ID = -(2**63)
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,17 @@ class Form:
     @cached_property
     def id_dtype(self) -> type:
         """NumPy's type of ids on their way to the worker."""
-        return np.int32 if max(table.rows for table in self.schema.tables.values()) <= 2**31 else np.int64
+        tables = self.schema.tables.values()
+        small = max(table.rows for table in tables) <= 2**31 and not self.schema.managed
+        return np.int32 if small else np.int64
+
+    @cached_property
+    def no_id(self) -> int:
+        """What stands in the place of an id where there is none.
+
+        Among managed ids -1 is one. The least number of 64 bits is none: it is taken for the one after it.
+        """
+        return NO_MANAGED_ID if self.schema.managed else -1
 
     @cached_property
     def row_bytes(self) -> int:
@@ -232,7 +243,7 @@ class Form:
 
     def nothing(self, rows: int) -> pa.Table:
         """Rows in which there is nothing."""
-        zeros, none = np.zeros(rows, np.float32), np.full(rows, -1, self.id_dtype)
+        zeros, none = np.zeros(rows, np.float32), np.full(rows, self.no_id, self.id_dtype)
         bags = []
         for name in self.bags:
             weights = np.empty(0, np.float32) if self.schema.sparse[name].weights else None

@@ -85,7 +85,7 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
         _check_number(arrow.field(column).type, column, "dense column", uri)
     for feature, spec in schema.sparse.items():
         column = schema.column_of(feature)
-        text_allowed = schema.tables[spec.table].out_of_range == "hash"
+        text_allowed = schema.tables[spec.table].takes_text
         _check_ids(arrow.field(column).type, feature, column, spec.table, text_allowed, uri)
         if spec.weights:
             _check_weights(arrow.field(spec.weights).type, spec.weights, uri)
@@ -131,7 +131,7 @@ def _check_ids(
     raise DataError(
         f"sparse feature '{feature}' holds {_short(value)}{deep}",
         where=f"{uri}, column {column}",
-        expected="integer ids, text (where out_of_range is hash), or lists of them",
+        expected="integer ids, text (where out_of_range is hash, or ids are managed), or lists of them",
         do=f"for text, set tables.{table}.out_of_range to hash"
         if is_text(value)
         else _as_ids(plain(kind), value, column),

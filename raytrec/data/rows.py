@@ -191,7 +191,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
     return form.table(
         [values for values, _ in labels.values()],
         [numbers(table[name], name, place) for name in schema.dense],
-        [single(table[schema.column_of(name)], *spec(name)) for name in form.singles],
+        [single(table[schema.column_of(name)], *spec(name), form.no_id) for name in form.singles],
         lists,
         table.num_rows,
         tally,

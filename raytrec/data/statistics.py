@@ -101,7 +101,7 @@ def _questions(form: Form, made: set[str]) -> Iterator[Question]:
             yield read.column, partial(_is_wrong, allowed=(0, 1 if mask else MOST_FLOAT32), null=mask)
     for name, spec in schema.sparse.items():
         table, column = schema.tables[spec.table], schema.column_of(name)
-        if column not in made and table.out_of_range == "error":
+        if column not in made and table.out_of_range == "error" and not table.ids:
             yield column, partial(_outside, low=0, high=table.rows - 1)
 
 

@@ -72,8 +72,9 @@ def check_drawn(config: RunConfig, schema: Schema) -> None:
             continue
         for feature, spec in schema.sparse.items():
             table = schema.tables[spec.table]
-            drawn_for = schema.column_of(feature) == transform.column and table.out_of_range == "error"
-            if drawn_for and transform.rows > table.rows:
+            drawn_for = schema.column_of(feature) == transform.column
+            bounded = table.out_of_range == "error" and not table.ids
+            if drawn_for and bounded and transform.rows > table.rows:
                 raise ConfigError(
                     f"ids up to {transform.rows - 1:,} are drawn for {feature}, and table {spec.table} has "
                     f"{table.rows:,} rows",

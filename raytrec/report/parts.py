@@ -135,6 +135,11 @@ def tables(history: History) -> Sheet | None:
         "ids changed": lambda row: _share(row["changed_share"]),
         "cache hits": lambda row: _share(row["cache_hit_rate"]),
         "collisions": lambda row: _share(row["collision_rate"]),
+        "rows with an id": lambda row: _share(row["occupancy"]),
+        "ids admitted": lambda row: _number(row["admitted_ids"]),
+        "ids evicted": lambda row: _number(row["evicted_ids"]),
+        "at the fallback": lambda row: _share(row["fallback_share"]),
+        "steps since seen": lambda row: _number(row["id_age"]),
     }
     return _sheet(columns, rows) if rows else None
 

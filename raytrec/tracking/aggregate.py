@@ -16,11 +16,13 @@ LOADS = ("lookups", "lookup_bytes")
 SUMMED = ("weight_bytes", "state_bytes", "lookups", "lookup_bytes", "touched_rows")
 LARGEST = ("max_abs", "row_norm_max")
 NORMS = ("weight_norm", "gradient_norm", "update_norm", "state_norm")
+# Of managed ids: what all ranks know together, and each of them says.
+OF_IDS = ("occupancy", "admitted_ids", "evicted_ids", "fallback_share", "id_age")
 # Figures that are averaged over shards, and what each shard counts for: what its figure is a share of.
 WEIGHTS: dict[str, Callable[[dict[str, Any]], float]] = {
     **dict.fromkeys(
         # Ids that are hashed fall on all rows alike.
-        ("dead_share", "row_norm_p05", "row_norm_p50", "row_norm_p95", "collision_rate"),
+        ("dead_share", "row_norm_p05", "row_norm_p50", "row_norm_p95", "collision_rate", *OF_IDS),
         lambda entry: or_0(entry.get("rows")),
     ),
     "unique_ratio": lambda entry: _ids_of_step(entry),

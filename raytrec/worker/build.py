@@ -27,6 +27,7 @@ from raytrec.models.recommender import build_recommender
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import columns_of, needs_vectors
 from raytrec.worker.compiled import compile_dense
+from raytrec.worker.managed import ManagedRows
 from raytrec.worker.nonfinite import SkipBad
 from raytrec.worker.numerics import Numerics, prepare_process
 from raytrec.worker.step import LossModel, Step
@@ -79,6 +80,9 @@ def build_step(
         optimizer = DenseAverage(optimizer, sharded, config.train.ema)
     if config.train.on_nan == "skip":
         optimizer = SkipBad(optimizer, model.head)
+    managed = None
+    if schema.managed:
+        managed = ManagedRows(sharded, optimizer, schema, config.run.seed, device)
     step = Step(
         sharded,
         optimizer,
@@ -88,6 +92,7 @@ def build_step(
         Phases(device) if config.tracking.every_steps else None,
         Numerics(config.train, device),
         prefetch=bool(cache and cache["prefetch_pipeline"]),
+        managed=managed,
     )
     return step, plan
 

@@ -12,6 +12,7 @@ import torch
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.managed import ids_to_read, saved_ids, take_over_ids
 from raytrec.checkpoint.restore import restore
 from raytrec.checkpoint.save import NotFinite, Saved, Saver
 from raytrec.checkpoint.snapshot import RowSnapshot
@@ -37,10 +38,12 @@ class Stopped(Exception):
 
 def restore_run(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> bool:
     """Resumes from the newest checkpoint that is whole; False where there is none. A collective."""
-    found = restore(context.task.checkpoint, state, why_no_progress)
+    maps = step.maps
+    found = restore(context.task.checkpoint, state, why_no_progress, lambda about: ids_to_read(about, maps))
     for reason in found.passed_over:
         context.report(messages.Warn(text=f"passed over a checkpoint: {reason}"))
     if found.folder:
+        take_over_ids(maps, found.more, found.about)
         progress.resume(found.about["progress"])
         step.trained = progress.step
     return bool(found.folder)
@@ -136,7 +139,8 @@ class CheckpointManager:
             heartbeat.tick("save")
             self._take()
             self._before_save()
-            self._saver.save(step, self._state.tensors(), self._about())
+            ids, about_ids = saved_ids(self._step.maps, step)
+            self._saver.save(step, self._state.tensors(), self._about() | about_ids, ids)
             self._saved_at, self._asked = monotonic(), False
         if wait:
             heartbeat.tick("save")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raytrec.checkpoint.finite import not_finite, on_any_rank
 from raytrec.checkpoint.index import read_index
+from raytrec.checkpoint.managed import ids_to_read, take_over_ids
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.state import LogicalState, State, is_average
 from raytrec.checkpoint.table_starts import schema_of, table_starts
@@ -28,7 +29,10 @@ def begin(step: Step, config: RunConfig, schema: Schema) -> None:
     tensors = {name: v for name, v in state.tensors(rows, anew).items() if not is_average(name)}
     if config.warm_start.dense == "matching":
         tensors = _matching(tensors, index["tensors"])
-    load(config.warm_start.from_, tensors, rows)
+    taken = {table: m for table, m in step.maps.items() if starts[table].policy == "exact"}
+    ids = ids_to_read(index["about"], taken)
+    load(config.warm_start.from_, tensors | ids, rows)
+    take_over_ids(taken, ids, index["about"], anew=True)
     if found := on_any_rank(not_finite(tensors, state.unbounded)):
         raise RunError(
             f"the checkpoint is NaN or infinite: {found}",

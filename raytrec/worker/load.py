@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raytrec.checkpoint.finite import not_finite, on_any_rank
+from raytrec.checkpoint.index import read_index
+from raytrec.checkpoint.managed import ids_to_read, take_over_ids
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
@@ -26,7 +28,10 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
     context.enter_phase("loading the checkpoint", "restore")
     step, _ = build_step(task.config, task.schema, context.device, fill=False, objective=objective)
     state = LogicalState(step.model, step.optimizer, with_optimizer=False)
-    load(task.checkpoint, state.tensors())
+    about = read_index(task.checkpoint)["about"]
+    ids = ids_to_read(about, step.maps)
+    load(task.checkpoint, state.tensors() | ids)
+    take_over_ids(step.maps, ids, about)
     if found := on_any_rank(not_finite(state.tensors(), state.unbounded)):
         context.report(
             messages.Warn(text=f"the checkpoint is NaN or infinite, its figures mean nothing: {found}")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.checkpoint.managed import stored_rows
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.rows import StoredTable
 from raytrec.config.evaluation import TowerName
@@ -49,18 +50,24 @@ def vectors_of(
     Args:
         config, schema: of the checkpoint, `folder`, whose index `index` is.
     """
-    used, sparse = _renumbered(batch.sparse, schema)
+    used, sparse = _renumbered(batch.sparse, schema, folder, index)
     model = _model(config, schema, folder, index, used)
     with torch.no_grad():
         found = model.embeddings(sparse)
         return model.call(model.model, batch.dense, found, sparse, tower=tower, sides=batch.sides).numpy()
 
 
-def _renumbered(sparse: KeyedJaggedTensor, schema: Schema) -> tuple[Used, KeyedJaggedTensor]:
+def _renumbered(
+    sparse: KeyedJaggedTensor, schema: Schema, folder: str, index: dict[str, Any]
+) -> tuple[Used, KeyedJaggedTensor]:
     """(rows that are looked up, the same with their places among these as ids)."""
     keys = sparse.keys()
     table_of = [schema.sparse[key].table for key in keys]
-    parts = [part.numpy() for part in sparse.values().split(sparse.length_per_key())]
+    of_keys = list(sparse.values().split(sparse.length_per_key()))
+    for place, table in enumerate(table_of):
+        if schema.tables[table].ids:
+            of_keys[place] = stored_rows(folder, index, table, schema.tables[table], of_keys[place])
+    parts = [part.numpy() for part in of_keys]
     used = {
         table: np.unique(np.concatenate([p for p, t in zip(parts, table_of, strict=True) if t == table]))
         for table in set(table_of)

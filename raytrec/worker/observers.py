@@ -261,13 +261,14 @@ def make_observers(
     taps = Taps(step.model, head, list(schema.sparse))
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:
-        statistics = Statistics(schema, state.tables, taps)
+        of_ids = step.managed.figures if step.managed is not None else dict
+        statistics = Statistics(schema, state.tables, taps, of_ids)
         spread = SpreadTables(state.tables.values())
         limits = Limits(config, schema, head, state.tables, context.device)
         watched = context, statistics, step.phases, progress, batches, last_step
         probing.append(RankRecorder(*watched, spread, taps, limits))
     if checked:
-        checks = _live_checks(context, state, taps, head)
+        checks = _live_checks(context, step, state, taps, head)
         probing.append(CheckRunner(context, checks, progress, batches))
     return Observers([*observers, *probing, Prober(taps, progress, probing)])
 
@@ -296,7 +297,9 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _live_checks(context: WorkerContext, state: LogicalState, taps: Taps, head: Head) -> LiveChecks:
+def _live_checks(
+    context: WorkerContext, step: Step, state: LogicalState, taps: Taps, head: Head
+) -> LiveChecks:
     parameters = dict(head.model.named_parameters())
     return LiveChecks(
         context.task.config,
@@ -307,4 +310,5 @@ def _live_checks(context: WorkerContext, state: LogicalState, taps: Taps, head: 
         context.device,
         parameters,
         state.unbounded,
+        step.maps,
     )

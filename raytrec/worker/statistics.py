@@ -6,6 +6,7 @@ of ids and updates is of one probed step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -52,12 +53,19 @@ class Statistics:
     Args:
         tables: embeddings.tables.tables(model, optimizer).
         taps: on the same model.
+        of_ids: what ManagedBatches.figures gives; a collective.
 
     `watch` goes before a step that is probed, `collect` after it.
     """
 
-    def __init__(self, schema: Schema, tables: dict[str, Table], taps: Taps):
-        self._schema, self._taps, self._turn = schema, taps, 0
+    def __init__(
+        self,
+        schema: Schema,
+        tables: dict[str, Table],
+        taps: Taps,
+        of_ids: Callable[[], dict[str, dict[str, Any]]] = dict,
+    ):
+        self._schema, self._taps, self._of_ids, self._turn = schema, taps, of_ids, 0
         self._tables = {name: table for name, table in tables.items() if _shard(table) is not None}
         self._counted = {id(lookup): lookup.received.clone() for lookup in taps.lookups}
         self._changed = torch.zeros(2, len(schema.sparse), dtype=torch.int64)
@@ -78,11 +86,11 @@ class Statistics:
     @torch.no_grad()
     def collect(self) -> dict[str, dict[str, Any]]:
         """Figures of each table since the last call (see docs/monitoring.md); ends the probe."""
-        lookups, hits = self._lookups(), self._cache_hits()
+        lookups, hits, ids = self._lookups(), self._cache_hits(), self._of_ids()
         probed = {id(p.lookup): p.lookup for p in self._probed.values()}
         self._parts = {i: lookup.gradients() for i, lookup in probed.items()}
         figures = {
-            name: self._of(table, lookups.get(name, 0)) | hits.get(name, {})
+            name: self._of(table, lookups.get(name, 0)) | hits.get(name, {}) | ids.get(name, {})
             for name, table in self._tables.items()
         }
         self._turn += 1

@@ -20,10 +20,12 @@ from raytrec.config.sections import Schedule
 from raytrec.data.batch import Batch
 from raytrec.embeddings.averages import average_of
 from raytrec.embeddings.gradients import PieceByPiece
+from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.models.recommender import ModelCall, Recommender
 from raytrec.tasks.global_batch import Whole
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.outputs import Outputs
+from raytrec.worker.managed import ManagedRows
 from raytrec.worker.nonfinite import Gate, Verdict
 from raytrec.worker.numerics import Numerics
 from raytrec.worker.pipeline import pipeline
@@ -176,6 +178,7 @@ class Step:
     Args:
         numerics: how steps are computed, in training and evaluation; default: as torch is set.
         prefetch: whether a table of the plan has a cache on the GPUs; see pipeline.pipeline.
+        managed: where tables have managed ids.
     """
 
     def __init__(
@@ -188,6 +191,7 @@ class Step:
         phases: Phases | None = None,
         numerics: Numerics | None = None,
         prefetch: bool = False,
+        managed: ManagedRows | None = None,
     ):
         self.model = model
         self.optimizer, self._device = optimizer, device
@@ -196,20 +200,34 @@ class Step:
         average = average_of(optimizer)
         self._averaged = average.applied if average else nullcontext
         self.phases = phases or Phases(device)
-        self._numerics = numerics or nullcontext
+        self._numerics, self.managed = numerics or nullcontext, managed
         self._pipeline = pipeline(model, optimizer, device, phases, prefetch=prefetch)
+
+    @property
+    def maps(self) -> dict[str, RowMap]:
+        """Table with managed ids → this rank's part of its map."""
+        return self.managed.maps if self.managed is not None else {}
 
     def train(self, batches: Iterator[Batch], steps: int) -> Iterator[Outputs]:
         """Trains on the next `steps` batches, yielding after each."""
         self.model.train()
         self.phases.resume()
         batches = islice(batches, steps)
+        if self.managed is not None:
+            batches = self._assigned(self.managed, batches)
         while True:
             self._set_out()
             if (outputs := self._progress(batches)) is None:
                 return self.phases.pause()
             self.trained += 1
             yield outputs
+
+    def _assigned(self, managed: ManagedRows, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same, with rows in the place of managed ids; the first of them is that of the next step."""
+        for step, batch in enumerate(batches, self.trained):
+            with self.phases.phase("input_exchange"):
+                managed.assign(batch, step)
+            yield batch
 
     def _set_out(self) -> None:
         """What a step depends on beside its batch and the model: learning rates and random numbers."""
@@ -238,6 +256,8 @@ class Step:
             vectors_alone: give nothing else, of rows that have this tower's features alone.
         """
         self.model.eval()
+        if self.managed is not None:
+            batches = map(self.managed.find, batches)
         with (
             torch.no_grad(),
             updates_uncounted(self.model),

@@ -57,6 +57,36 @@ def test_mistakes_are_named(path, value, says):
     assert says in str(error.value) and "my.yaml" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "ids,text",
+    [("managed", "ids: managed"), ({"admit_after": 3, "ttl_s": 5}, "ids: {admit_after: 3, ttl_s: 5.0}")],
+)
+def test_managed_ids(tmp_path, ids, text):
+    schema = Schema.parse(changed(("tables", "user", "ids"), ids), "test")
+    assert f"user: {{rows: 10, dim: 8, {text}}}" in schema.to_yaml()
+    (tmp_path / "schema.yaml").write_text(schema.to_yaml())
+    assert Schema.load(tmp_path / "schema.yaml") == schema == Schema.parse(schema.model_dump(), "test")
+    assert schema.managed == ["user"] and schema.tables["user"].own_rows == 9
+    assert Schema.parse(changed(("tables", "user", "ids"), "static"), "test") == Schema.parse(VALUES, "test")
+
+
+@pytest.mark.parametrize(
+    "table,ids,says",
+    [
+        ("user", "manged", "tables.user.ids: expected static, managed, or some of admit_after"),
+        ("user", {"admit_afte": 2}, "did you mean 'admit_after'"),
+        ("user", {"fallback_rows": 10}, "rows: more than ids.fallback_rows=10 are needed"),
+        ("user", {"admit_after": 2, "admit_probability": 0.5}, "exclude each other"),
+        ("user", {"eviction": "fifo"}, "'lru', 'lfu', 'distance_lfu' or 'none'"),
+        ("tag", "managed", "out_of_range has no meaning where ids are managed"),
+    ],
+)
+def test_mistakes_in_managed_ids(table, ids, says):
+    with pytest.raises(SchemaError) as error:
+        Schema.parse(changed(("tables", table, "ids"), ids), "my.yaml")
+    assert says in str(error.value) and "my.yaml" in str(error.value)
+
+
 def test_names_that_tables_cannot_have_are_torchs_own():
     from torch import nn
 

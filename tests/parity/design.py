@@ -50,6 +50,7 @@ class Case:
     kernel: str = "fused"
     model: str = "dlrm"
     dtype: str = "fp32"
+    ids: str = "static"
 
     groups = (*FACTORS, *EXTRAS, "dtype")
 
@@ -91,7 +92,8 @@ class Case:
         if self.model == "sequence":
             sparse["friends"]["pooling"] = sparse["tags"]["pooling"] = "sequence"
         rows = {"user": 53, "tag": 5, "word": 23}
-        tables = {name: {"rows": n, "dim": 8} for name, n in rows.items()}
+        more = 1 if self.ids == "managed" else 0  # the row of ids that have none
+        tables = {name: {"rows": n + more, "dim": 8, "ids": self.ids} for name, n in rows.items()}
         return Schema.parse(
             {"labels": ["y"], "dense": ["a", "b"], "sparse": sparse, "tables": tables}, "case"
         )

@@ -109,6 +109,11 @@ COLUMNS = {
     "ids changed": "changed_share",
     "cache hits": "cache_hit_rate",
     "collisions": "collision_rate",
+    "rows with an id": "occupancy",
+    "ids admitted": "admitted_ids",
+    "ids evicted": "evicted_ids",
+    "at the fallback": "fallback_share",
+    "steps since seen": "id_age",
 }
 
 

@@ -15,6 +15,7 @@ from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
+from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.embeddings.tables import Table
 from raytrec.embeddings.taps import Taps
 
@@ -76,6 +77,7 @@ class Watched:
         tables, dense: live values, of checkpoint.state.LogicalState.
         parameters: the dense layers', for their gradients; may be empty.
         unbounded: names of `dense` that are infinite by design.
+        maps: table with managed ids → this rank's part of its map.
     """
 
     config: RunConfig
@@ -86,6 +88,7 @@ class Watched:
     device: torch.device
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     unbounded: frozenset[str] = frozenset()
+    maps: Mapping[str, RowMap] = field(default_factory=dict)
 
     @cached_property
     def features(self) -> Features:
@@ -114,6 +117,11 @@ class Check:
 
     def __init__(self, run: Watched):
         self.run = run
+
+    @classmethod
+    def applies(cls, run: Watched) -> bool:
+        """Whether there is something to check in this run."""
+        return True
 
     def prepare(self, batch: Batch) -> None:
         """Before a probed step, with this rank's part of its batch in CPU memory; a collective."""

@@ -22,6 +22,7 @@ from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import shard_origin
 from raytrec.config.sections import QCommsSection
 from raytrec.data.batch import Batch
+from raytrec.embeddings.initial import initial_values
 from raytrec.embeddings.planner.qcomms import Rounding, backward_rounding, forward_rounding, gradient_factor
 from raytrec.embeddings.row_gradients import add_row_gradients, found, keys_of
 from raytrec.embeddings.tables import Table
@@ -74,6 +75,7 @@ class Parity(Check):
         bags = self._bags(batch)
         self._rows = self._wanted(bags)
         values = self._gathered()
+        self._begin(values, batch)
         for feature, some in bags.items():
             table = self.run.schema.sparse[feature].table
             vectors_ND = values[table][torch.searchsorted(self._rows[table], some.ids)]
@@ -124,6 +126,16 @@ class Parity(Check):
     @cached_property
     def _roundings(self) -> Roundings:
         return _roundings(self.run)
+
+    def _begin(self, values: dict[str, torch.Tensor], batch: Batch) -> None:
+        """Puts what rows will begin with that the batch has given to ids in the place of what they hold."""
+        for name, (rows, ids) in (batch.new_rows or {}).items():
+            known, table = self._rows[name], self.run.tables[name]
+            places = torch.searchsorted(known, rows)
+            wanted = known[places.clamp(max=len(known) - 1)] == rows if len(known) else rows < 0
+            columns = range(table.shape[1])
+            begun = initial_values(self.run.config.run.seed, name, ids[wanted], columns, table.shape[0])
+            values[name][places[wanted]] = begun.to(table.dtype).float()
 
     def _bags(self, batch: Batch) -> dict[str, Bags]:
         """A few bags of each feature: of the first rows, and the longest that is not too long. None on ranks

@@ -28,6 +28,7 @@ from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
+from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.embeddings.tables import Table
 from raytrec.embeddings.taps import Taps
 
@@ -41,6 +42,7 @@ class LiveChecks:
         device: of this rank.
         parameters: the dense layers' parameters by name, so that `numerics` sees their gradients, too.
         unbounded: of LogicalState.
+        maps: table with managed ids → this rank's part of its map.
 
     Attributes:
         probes: whether a check needs the step before `after_step` to be probed.
@@ -56,9 +58,10 @@ class LiveChecks:
         device: torch.device,
         parameters: Mapping[str, nn.Parameter] | None = None,
         unbounded: frozenset[str] = frozenset(),
+        maps: Mapping[str, RowMap] | None = None,
     ):
-        run = Watched(config, schema, tables, dense, taps, device, parameters or {}, unbounded)
-        self._checks = [chosen.check(run) for chosen in choose(config).values()]
+        run = Watched(config, schema, tables, dense, taps, device, parameters or {}, unbounded, maps or {})
+        self._checks = [c.check(run) for c in choose(config).values() if c.check.applies(run)]
         self.probes = any(check.probes for check in self._checks)
         # Looks are exchanged as objects, which the GPUs' backend cannot do by itself.
         self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")

@@ -44,8 +44,9 @@ def random_batches(
         bags = {}
         for feature, spec in schema.sparse.items():
             lengths = torch.randint(0, 5, (rows,), generator=g)
-            ids = torch.randint(0, schema.tables[spec.table].rows, (int(lengths.sum()),), generator=g)
-            ids[:1], ids[1:2] = schema.tables[spec.table].rows - 1, 0
+            most = schema.tables[spec.table].own_rows
+            ids = torch.randint(0, most, (int(lengths.sum()),), generator=g)
+            ids[:1], ids[1:2] = most - 1, 0
             weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
             bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
         sides = _random_sides(schema, bags, g)

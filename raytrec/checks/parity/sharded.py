@@ -1,4 +1,8 @@
-"""A sharded model seen from outside: whole tensors on rank 0, and the reference that starts like it."""
+"""A sharded model seen from outside: whole tensors on rank 0, and the reference that starts like it.
+
+Tables with managed ids are seen by id: the row of an id comes at the place that the id is the number of. Ids
+that have no row yet have what it would begin with. So they are those of a table without managed ids.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
+from raytrec.embeddings.initial import initial_values
 from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.tables import tables
 from raytrec.models import build_model
@@ -50,6 +55,8 @@ class Sharded:
         """Pooled embeddings of the whole batch on rank 0."""
         rank = dist.get_rank()
         local = self._local(batch).to(self.device)
+        if self.step.managed is not None:  # the first batch that is trained finds that its ids have rows
+            self.step.managed.begin_rows(self.step.managed.assign(local, 0))
         out = self.step.model.module.embeddings(local.sparse)
         mine = {f: v[: self.bounds[rank + 1] - self.bounds[rank]].cpu() for f, v in out.items()}
         parts: list | None = [None] * dist.get_world_size() if rank == 0 else None
@@ -69,8 +76,33 @@ class Sharded:
             else:
                 values = table.weight.dense(first_only=True)
                 whole[table.name] = values if values is None else values.cpu()
+        for name in self.schema.managed:
+            whole[name] = self._by_id(name, whole[name], self._begun_with(name))
         self._read = whole
         return whole
+
+    def _begun_with(self, table: str) -> torch.Tensor:
+        """What rows of managed ids begin with: [rows, dim], of ids from 0 on."""
+        spec = self.schema.tables[table]
+        ids = torch.arange(spec.rows)
+        return initial_values(self.config.run.seed, table, ids, range(spec.dim), spec.rows)
+
+    def _by_id(
+        self, table: str, values: torch.Tensor | None, without_row: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Values of a managed table's rows in the order of their ids, then of the fallback.
+
+        Args:
+            values: [rows, ...], or None on ranks that do not have them.
+            without_row: the same of ids that have no row.
+        """
+        own = self.schema.tables[table].own_rows
+        rows = self.step.managed.rows_of(table, torch.arange(own)).cpu()
+        if values is None:
+            return None
+        out = without_row.to(values.dtype)
+        out[:own][rows < own], out[own:] = values[rows[rows < own]], values[own:]
+        return out
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Optimizer state of every table, whole, on rank 0."""
@@ -78,7 +110,10 @@ class Sharded:
         for table in tables(self.step.model, self.step.optimizer).values():
             for kind, parts in sorted(table.state.items()):
                 values = parts.dense(first_only=True)
-                out.setdefault(table.name, {})[kind] = values if values is None else values.cpu()
+                values = values if values is None else values.cpu()
+                if table.name in self.schema.managed:
+                    values = self._by_id(table.name, values, torch.zeros(parts.shape))
+                out.setdefault(table.name, {})[kind] = values
         return out
 
     def reference(self) -> Reference | None:

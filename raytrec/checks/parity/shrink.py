@@ -6,6 +6,7 @@ from typing import Any
 
 from torchrec.distributed.types import ShardingPlan
 
+from raytrec.config.managed import ManagedIds
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import TablePlan
@@ -20,11 +21,11 @@ EPS = 1e-6
 
 def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunConfig, Schema]:
     """The same features, dims, dtypes, ways of sharding, ranks and kernels; at most 199 rows a table, and an
-    eps of at least 1e-6."""
+    eps of at least 1e-6. Managed ids get rows at once."""
     config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
     constraints = resolve_constraints(config, schema)
     for table in schema.tables.values():
-        table.rows = min(table.rows, ROWS)
+        table.rows, table.ids = min(table.rows, ROWS), table.ids and ManagedIds()
     optims: list[Any] = [config.optim.embeddings, config.optim.dense, *config.optim.tables.values()]
     for optim in optims:
         optim.eps = optim.eps and max(optim.eps, EPS)

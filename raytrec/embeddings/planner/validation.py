@@ -69,6 +69,12 @@ def validate_constraints(
     for table, pin in constraints.items():
         for sharding in pin.sharding:
             _check_kernel(table, pin, sharding, optimizers[table].name, device)
+        if schema.tables[table].ids and pin.kernel == "fused_uvm_caching":
+            raise refused(
+                table,
+                "managed ids with kernel fused_uvm_caching, in whose cache rows that begin anew would stay",
+                "fused, fused_uvm or dense",
+            )
         _check_dtype(table, pin, optimizers[table].name, device)
         if pin.ranks:
             _check_ranks(table, schema.tables[table], pin, world, ranks_per_host)

@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from types import SimpleNamespace
 
+import managed_ids
 import numpy as np
 import pytest
 import torch
@@ -251,7 +252,8 @@ def test_records_are_json():
 
 
 def off(rank, world, names):
-    return loop(rank, world, {"sharding_type": "row_wise"}, checks=dict.fromkeys(names, "off"))
+    chosen = dict.fromkeys(names, "off")
+    return loop(rank, world, {"sharding_type": "row_wise"}, checks=chosen, schema=managed_ids.schema())
 
 
 def test_checks_that_are_off_are_not_made():

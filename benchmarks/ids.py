@@ -1,0 +1,102 @@
+"""What managed ids cost: a step against one of a table without them, and a stream of ids without an end.
+
+    python benchmarks/ids.py [--workers 1,2] [--stream 10000000]
+
+Steps of 2,048 rows a rank, 12 ids a row, on CPU, out of memory, with a row-wise table of 100,000 × 16 and
+next to no dense work; collating is counted. Sides take turns of some steps each, and of each side the best
+turn counts: a static table; managed ids all of which have their rows; managed ids of which a tenth has never
+been seen, so that in a table that is full as many lose their rows.
+
+The stream sends distinct ids through a map of 100,000 rows, 16,384 at a time.
+
+Prints a table; writes benchmarks/results/ids.json and the tables in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from documents import fill
+from ids_side import BATCH
+from rank_group import Ranks
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "ids.json"
+SIDES = {
+    "static": {"ids": "static", "new_share": 0.0},
+    "known": {"ids": "managed", "new_share": 0.0},
+    "new": {"ids": "managed", "new_share": 0.1},
+}
+TURN_S = 0.5  # about
+
+
+def measure(world: int, rounds: int) -> dict[str, Any]:
+    """ms of a step and CPU-µs of a row, of each side."""
+    with ExitStack() as stack:
+        sides = {side: Ranks("ids_side.py", HERE.parent, world, stack) for side in SIDES}
+        begun = {side: ranks.tell(**SIDES[side])["s"] / 20 for side, ranks in sides.items()}
+        turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+        for _ in range(rounds):
+            for side, ranks in sides.items():
+                steps = max(2, min(40, round(TURN_S / begun[side])))
+                told = ranks.tell(steps=steps)
+                turns[side].append({name: value / steps for name, value in told.items()})
+    return {
+        side: {
+            "step_ms": 1e3 * min(turn["s"] for turn in of_side),
+            "cpu_us_per_row": 1e6 * min(turn["cpu_s"] for turn in of_side) / (BATCH * world),
+        }
+        for side, of_side in turns.items()
+    }
+
+
+def stream(world: int, ids: int) -> dict[str, float]:
+    """Of distinct ids through a map: seconds, ids a second, MiB that all processes have grown by."""
+    with ExitStack() as stack:
+        told = Ranks("ids_side.py", HERE.parent, world, stack).tell(stream=ids)
+    return {"ids": ids, "s": told["s"], "ids_per_s": ids / told["s"], "grown_mib": told["cpu_s"] / 2**20}
+
+
+def table_of(points: list[dict[str, Any]]) -> str:
+    """A line for each number of workers, as Markdown."""
+    lines = [
+        "| workers | ms a step: static | ids known | | a tenth new | | ids/s through the map | grown, MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for point in points:
+        static, *others = (point["sides"][side]["step_ms"] for side in SIDES)
+        cells = [str(point["workers"]), f"{static:,.1f}"]
+        for managed in others:
+            cells += [f"{managed:,.1f}", f"{managed / static:.2f} ×"]
+        through = point["stream"]
+        cells += [f"{through['ids_per_s']:,.0f}", f"{through['grown_mib']:,.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(
+    workers: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2",
+    rounds: Annotated[int, typer.Option(help="Turns of each side.")] = 7,
+    ids: Annotated[int, typer.Option("--stream", help="Distinct ids of the stream.")] = 10_000_000,
+    smallest: Annotated[bool, typer.Option("--smallest", help="One point, and write nothing.")] = False,
+) -> None:
+    """Prints the table; writes benchmarks/results/ids.json."""
+    points = []
+    for world in [int(text) for text in ("1" if smallest else workers).split(",")]:
+        sides = measure(world, 1 if smallest else rounds)
+        through = stream(world, 200_000 if smallest else ids)
+        points.append({"workers": world, "sides": sides, "stream": through})
+        print(json.dumps(points[-1]), flush=True)
+    print(table_of(points))
+    if not smallest:
+        RESULTS.write_text(json.dumps({"cpus": os.cpu_count(), "points": points}, indent=1) + "\n")
+        fill("docs/benchmarks.md", "ids", table_of(points))
+
+
+if __name__ == "__main__":
+    typer.run(main)

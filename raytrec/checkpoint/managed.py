@@ -1,0 +1,163 @@
+"""Managed ids in checkpoints: under names that neither the plan nor the number of ranks changes.
+
+    ids/TABLE/id            int64 [n], the ids that have a row
+    ids/TABLE/row, sightings, last
+                            int64 [n], of each: its row, how often it has been seen, the step of the last time
+    ids/TABLE/waiting_id, waiting_sightings, waiting_last
+                            int64 [m], the same of ids that were not seen often enough
+    ids/TABLE/left          int64 [l], rows of ids that have left, as they are handed out again
+
+Ids stand in the order of their keys (embeddings/managed/keys.py). What has no values is not there. How long
+these are, and what else belongs to a map, the index says under `ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from raytrec.checkpoint.restore import load
+from raytrec.checkpoint.state import State
+from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
+from raytrec.config.schema import Table
+from raytrec.embeddings.hashing import unhash_bits
+from raytrec.embeddings.managed.key_map import Entries
+from raytrec.embeddings.managed.keys import first_keys, keys_of
+from raytrec.embeddings.managed.peers import Peers
+from raytrec.embeddings.managed.policy import Expiry
+from raytrec.embeddings.managed.round_trip import RoundTrip
+from raytrec.embeddings.managed.row_map import RowMap
+from raytrec.embeddings.managed.state import Free, MapState
+
+ROWS, WAITING = ("row", "sightings", "last"), ("sightings", "last")
+
+
+def saved_ids(maps: Mapping[str, RowMap], steps: int) -> tuple[State, dict[str, Any]]:
+    """(tensors in host memory, which nothing changes any more; what the index says): a collective.
+
+    Args:
+        maps: table → this rank's part of its map.
+        steps: that have been trained.
+    """
+    peers, tensors, about = Peers(), {}, {}
+    for table, part in maps.items():
+        state = part.state(steps)
+        rows, waiting = state.rows.in_order(), state.waiting.in_order()
+        device = rows.keys.device
+        sizes = peers.gather(torch.tensor([len(rows), len(waiting)], device=device)).T.tolist()
+        tensors |= _columns(f"ids/{table}/", rows, ROWS, sizes[0], peers)
+        tensors |= _columns(f"ids/{table}/waiting_", waiting, WAITING, sizes[1], peers)
+        if len(state.free.left):
+            tensors[f"ids/{table}/left"] = state.free.left.cpu().clone()
+        about[table] = {
+            "rows": sum(sizes[0]),
+            "waiting": sum(sizes[1]),
+            "left": len(state.free.left),
+            "handed": state.free.handed,
+            "marks": [list(mark) for mark in state.free.expiry.marks],
+        }
+    return tensors, {"ids": about} if about else {}
+
+
+def ids_to_read(about: Mapping[str, Any], tables: Mapping[str, object]) -> State:
+    """Room for what `saved_ids` has saved, of which each rank reads a part.
+
+    Args:
+        about: what the index says.
+        tables: that are wanted.
+    """
+    peers, tensors = Peers(), {}
+    for table in tables:
+        sizes = about["ids"][table]
+        for names, count in _names(table, sizes):
+            starts = [count * rank // peers.world for rank in range(peers.world + 1)]
+            parts = [end - start for start, end in pairwise(starts)]
+            for name in names if count else ():
+                tensors[name] = _sharded(torch.empty(parts[peers.rank], dtype=torch.int64), parts, peers)
+        if sizes["left"]:
+            tensors[f"ids/{table}/left"] = torch.empty(sizes["left"], dtype=torch.int64)
+    return tensors
+
+
+def take_over_ids(
+    maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, anew: bool = False
+) -> None:
+    """Gives maps, which have nothing yet, what `ids_to_read` has made room for; a collective.
+
+    Args:
+        anew: for a run that begins, before whose first step all ids were seen last.
+    """
+    for table, part in maps.items():
+        sizes, device = about["ids"][table], part.device
+        rows, waiting = (_owned(names, tensors, device) for names, _ in _names(table, sizes))
+        left = tensors.get(f"ids/{table}/left", torch.empty(0, dtype=torch.int64)).to(device)
+        if anew:
+            for entries in (rows, waiting):
+                entries.fields["last"].fill_(-1)
+        marks = () if anew else tuple((int(step), float(seconds)) for step, seconds in sizes["marks"])
+        expiry = Expiry(part.policy.ttl_steps, part.policy.ttl_s, marks)
+        part.load(MapState(rows, waiting, Free(sizes["handed"], left, expiry)))
+
+
+def stored_rows(
+    folder: str, index: Mapping[str, Any], name: str, table: Table, ids: torch.Tensor
+) -> torch.Tensor:
+    """The rows that ids have in a checkpoint, int64 [n], without any process group.
+
+    Args:
+        folder, index: of the checkpoint.
+        name, table: with managed ids.
+        ids: int64 [n].
+    """
+    names = [f"ids/{name}/id", f"ids/{name}/row"]
+    count, keys = index["about"]["ids"][name]["rows"], keys_of(ids)
+    fallback = table.own_rows + keys.remainder(table.ids.fallback_rows)
+    if not count:
+        return fallback
+    tensors: State = {each: torch.empty(count, dtype=torch.int64) for each in names}
+    load(folder, tensors)
+    known, rows = keys_of(tensors[names[0]]), tensors[names[1]]
+    places = torch.searchsorted(known, keys).clamp(max=count - 1)
+    return torch.where(known[places] == keys, rows[places], fallback)
+
+
+def _names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[str], int]]:
+    """(names, how many values each has) of ids with a row, and of those that wait."""
+    of_rows = [f"ids/{table}/{name}" for name in ("id", *ROWS)]
+    of_waiting = [f"ids/{table}/waiting_{name}" for name in ("id", *WAITING)]
+    return [(of_rows, sizes["rows"]), (of_waiting, sizes["waiting"])]
+
+
+def _columns(prefix: str, entries: Entries, names: tuple[str, ...], sizes: list[int], peers: Peers) -> State:
+    """Entries of all ranks, one rank after the other: name → int64 [Σ sizes]."""
+    if not sum(sizes):
+        return {}
+    columns = {"id": unhash_bits(entries.keys)} | {name: entries.fields[name].long() for name in names}
+    return {f"{prefix}{name}": _sharded(values.cpu(), sizes, peers) for name, values in columns.items()}
+
+
+def _sharded(values: torch.Tensor, sizes: list[int], peers: Peers) -> ShardedTensor:
+    """[Σ sizes], of which each rank has as many values, in their order."""
+    everywhere, start, mine = [], 0, []
+    for rank, size in enumerate(sizes):
+        if size:
+            everywhere.append(ShardMetadata([start], [size], f"rank:{rank}/cpu"))
+            mine += [Shard(values, everywhere[-1])] if rank == peers.rank else []
+        start += size
+    return sharded_tensor(mine, everywhere, (start,), values.dtype)
+
+
+def _owned(names: list[str], tensors: State, device: torch.device) -> Entries:
+    """The entries that this rank owns, of those that all ranks have read; a collective."""
+    peers = Peers()
+    local = [tensors[name].local_shards() if name in tensors else [] for name in names]
+    nothing = torch.empty(0, dtype=torch.int64)
+    columns = torch.stack([shards[0].tensor if shards else nothing for shards in local], 1).to(device)
+    ends = torch.searchsorted(keys_of(columns[:, 0]), first_keys(peers.world, device))
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_tensor([len(columns)]))
+    ids, *fields = RoundTrip([columns], [sizes], peers).received[0].unbind(1)
+    kinds = [name.rpartition("/")[2].removeprefix("waiting_") for name in names[1:]]
+    return Entries(keys_of(ids), dict(zip(kinds, fields, strict=True)))

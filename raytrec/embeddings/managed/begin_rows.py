@@ -1,0 +1,39 @@
+"""Rows that get another id begin anew: with that id's initial values, and without optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from raytrec.config.schema import Schema
+from raytrec.embeddings.initial import initial_values
+from raytrec.embeddings.tables import Table
+
+
+@torch.no_grad()
+def begin_rows(
+    new_rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    tables: Mapping[str, Table],
+    schema: Schema,
+    seed: int,
+) -> None:
+    """Writes what these rows begin with into this rank's shards; not a collective.
+
+    To be called between two steps: rows are trained as those of their last id until then.
+
+    Args:
+        new_rows: table → (rows int64 [n], ids int64 [n]).
+        tables: of the sharded model, with their optimizer state.
+        seed: of the run.
+    """
+    for name, (rows, ids) in new_rows.items():
+        table, spec = tables[name], schema.tables[name]
+        for shard in table.weight.local:
+            mine = (rows >= shard.rows.start) & (rows < shard.rows.stop)
+            values = initial_values(seed, name, ids[mine], shard.columns, spec.rows)
+            shard.values[rows[mine] - shard.rows.start] = values.to(shard.values.dtype)
+        for parts in table.state.values():
+            for shard in parts.local:
+                mine = (rows >= shard.rows.start) & (rows < shard.rows.stop)
+                shard.values[rows[mine] - shard.rows.start] = 0

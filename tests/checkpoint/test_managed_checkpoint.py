@@ -1,0 +1,98 @@
+"""Managed ids are saved in the middle of a run whose pipeline is ahead, and taken over by other ranks."""
+
+import checkpoints
+import pytest
+import torch
+from managed_ids import ROWS, SEED, SPARSE, STEPS, raw_batches, schema, settings
+from plain_ids import PlainIds, key
+from ranks import on_ranks
+
+from raytrec.checkpoint.files import folder_of
+
+MIDDLE = 3
+
+
+def run(rank, world, sharding, root, first, last):
+    """Trains from step `first`, from what is in `root`; saves at the middle and at the end."""
+    from raytrec.checkpoint.managed import ids_to_read, saved_ids, take_over_ids
+    from raytrec.checkpoint.restore import restore
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.checks.parity.batches import cuts, local_batch
+    from raytrec.worker.build import build_step
+
+    made = settings(world, {"sharding_type": sharding}, "adagrad")
+    step, _ = build_step(made, schema(), torch.device("cpu"))
+    state, saver = LogicalState(step.model, step.optimizer), Saver(root, made.checkpoint)
+    found = restore(root, state, more=lambda about: ids_to_read(about, step.maps))
+    assert bool(found.folder) == bool(first)
+    if found.folder:
+        take_over_ids(step.maps, found.more, found.about)
+        step.trained = first
+    local = [local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
+    # All batches are there to be taken ahead, and some have been when the one of the middle is trained.
+    for number, _ in enumerate(step.train(iter(local[first:]), STEPS - first), first + 1):
+        if number in (MIDDLE, STEPS):
+            ids, about = saved_ids(step.maps, number)
+            saver.save(number, state.tensors(), about, ids)
+            assert saver.taken().error is None
+        if number == last:
+            break
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Folder of the checkpoints of a run on two ranks."""
+    root = str(tmp_path_factory.mktemp("whole"))
+    on_ranks(2, run, "row_wise", root, 0, STEPS)
+    return root
+
+
+def ids_of(folder):
+    return {name: v.tolist() for name, v in checkpoints.whole(folder).items() if name.startswith("ids/")}
+
+
+def test_a_checkpoint_has_the_ids_that_were_trained(undisturbed):
+    for step in (MIDDLE, STEPS):
+        stored = ids_of(folder_of(undisturbed, step))
+        sizes = checkpoints.about(folder_of(undisturbed, step))["ids"]
+        for name in schema().managed:
+            plain = PlainIds(schema().tables[name].rows, schema().tables[name].ids, SEED)
+            features = [feature for feature, spec in SPARSE.items() if spec["table"] == name]
+            for number, batch in enumerate(raw_batches()[:step]):
+                plain.step(number, [i for f in features for i in batch.bags[f][0].tolist()])
+            ids = sorted(plain.rows, key=key)
+            assert stored[f"ids/{name}/id"] == ids
+            assert stored[f"ids/{name}/sightings"] == [plain.rows[i][1] for i in ids]
+            assert stored[f"ids/{name}/last"] == [plain.rows[i][2] for i in ids]
+            waiting = sorted(plain.waiting, key=key)
+            assert stored.get(f"ids/{name}/waiting_id", []) == waiting
+            counts = [plain.waiting[i][0] for i in waiting]
+            assert stored.get(f"ids/{name}/waiting_sightings", []) == counts
+            assert sizes[name]["rows"] == len(ids) and sizes[name]["waiting"] == len(waiting)
+            assert len(stored.get(f"ids/{name}/left", [])) == sizes[name]["left"]
+
+
+@pytest.mark.parametrize("world,sharding", [(2, "row_wise"), (3, "table_wise"), (1, "row_wise")])
+def test_other_ranks_go_on(undisturbed, world, sharding, tmp_path):
+    root = str(tmp_path)
+    on_ranks(2, run, "row_wise", root, 0, MIDDLE)
+    on_ranks(world, run, sharding, root, MIDDLE, STEPS)
+    one, other = (checkpoints.whole(folder_of(place, STEPS)) for place in (undisturbed, root))
+    assert ids_of(folder_of(root, STEPS)) == ids_of(folder_of(undisturbed, STEPS))
+    if world == 2:
+        assert checkpoints.equal(folder_of(root, STEPS), folder_of(undisturbed, STEPS)) == []
+    for name in one:
+        torch.testing.assert_close(other[name], one[name], rtol=0, atol=2e-6)
+
+
+def test_rows_of_a_checkpoint_without_any_ranks(undisturbed):
+    from raytrec.checkpoint.index import read_index
+    from raytrec.checkpoint.managed import stored_rows
+
+    folder = folder_of(undisturbed, STEPS)
+    stored, index = ids_of(folder), read_index(folder)
+    for name in schema().managed:
+        ids, table = stored[f"ids/{name}/id"], schema().tables[name]
+        found = stored_rows(folder, index, name, table, torch.tensor([*ids, 5, 6])).tolist()
+        assert found[:-2] == stored[f"ids/{name}/row"] and min(found[-2:]) >= table.own_rows

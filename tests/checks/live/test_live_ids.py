@@ -1,0 +1,85 @@
+"""Faults in the maps of managed ids: the check finds each, and says what and where."""
+
+from dataclasses import replace
+
+import managed_ids
+import pytest
+from loops import ROW_WISE, failed, loop
+from ranks import on_ranks
+
+
+def run(rank, world, fault, settings):
+    return loop(rank, world, ROW_WISE, fault, schema=managed_ids.schema(), **settings)
+
+
+def two_ids_of_a_row(scene):
+    """The first id of each rank gets the row of that rank's second one."""
+    if scene.rank == 1:
+        one = scene.step.maps["user"]._rows
+        slots = one.occupied()
+        one.fields["row"][slots[0]] = one.fields["row"][slots[1]]
+
+
+def row_of_the_fallback(scene):
+    if scene.rank == 1:
+        one = scene.step.maps["user"]._rows
+        one.fields["row"][one.occupied()[0]] = scene.step.maps["user"].capacity
+
+
+def a_row_that_is_free_as_well(scene):
+    import torch
+
+    one = scene.step.maps["user"]
+    one._free = replace(one._free, left=torch.cat([one._free.left, torch.tensor([3])]))
+
+
+def other_free_rows(scene):
+    if scene.rank == 1:
+        a_row_that_is_free_as_well(scene)
+
+
+def an_id_of_another_rank(scene):
+    import torch
+
+    from raytrec.embeddings.managed.key_map import Entries
+    from raytrec.embeddings.managed.keys import first_keys
+
+    if scene.rank == 0:
+        one = scene.step.maps["user"]
+        keys = first_keys(2, torch.device("cpu"))
+        fields = {name: torch.zeros(1, dtype=torch.int64) for name in ("row", "sightings", "last")}
+        one._rows.insert(Entries(keys, fields))
+
+
+@pytest.mark.parametrize(
+    "fault,says",
+    [
+        (two_ids_of_a_row, "table user: there are rows that have two ids"),
+        (row_of_the_fallback, "table user: rank 1 has 1 ids with rows that they cannot have"),
+        (a_row_that_is_free_as_well, "free rows are 15, and not 14"),
+        (other_free_rows, "table user: rank 1 knows of other free rows than rank 0"),
+        (an_id_of_another_rank, "table user: rank 0 has 1 ids of other ranks"),
+    ],
+)
+def test_faults_of_maps(fault, says):
+    found = failed(on_ranks(2, run, fault, {}), "managed_ids")
+    assert found[0]["step"] == 6 and says in found[0]["text"]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_nothing_is_wrong_without_a_fault(world):
+    answers = on_ranks(world, run, None, {"steps": 8, "every": 2})  # at the first checks many ids are new
+    assert not failed(answers)
+    assert {"managed_ids", "parity", "conservation"} <= {o["check"] for o in answers[0]}
+
+
+def test_audits_are_joined_as_they_are_judged_apart():
+    from raytrec.embeddings.managed.audit import MASK, Audit, problems
+
+    good = [Audit(rank, 5, 0, 0, 0, (-1) ** rank * 7 & MASK, 2, 9, 3) for rank in range(4)]
+    good[3] = replace(good[3], sum=(good[3].sum - 9) & MASK)
+    assert problems(good, 25) == [] and problems(good, 24) != []
+    one = good[0].joined(good[1]).joined(good[2]).joined(good[3])
+    assert problems([one], 25) == [] and one.ids == 20
+    assert good[0].joined(replace(good[1], strangers=1)) is None
+    assert good[0].joined(replace(good[1], unused=4)) is None

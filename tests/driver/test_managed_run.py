@@ -1,0 +1,77 @@
+"""A whole run whose users are text without a vocabulary: trained, resumed, evaluated, predicted with."""
+
+import json
+import shutil
+
+import checkpoints
+import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from raytrec.driver import run as driver
+from raytrec.driver.predict import predict
+
+SCHEMA_YAML = parquet.SCHEMA_YAML.replace(
+    "user: {rows: 40, dim: 8}", "user: {rows: 31, dim: 8, ids: {eviction: lfu}}"
+).replace("tag: {rows: 12, dim: 8}", "tag: {rows: 13, dim: 8, ids: managed}")
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """40 users, of whom 30 can have a row at a time."""
+    folder = parquet.dataset(tmp_path_factory.mktemp("text"))
+    (folder / "schema.yaml").write_text(SCHEMA_YAML)
+    for path in folder.rglob("*.parquet"):
+        table = pq.read_table(path)
+        users = pa.array([f"user {user}" for user in table["user"].to_pylist()])
+        pq.write_table(table.set_column(table.column_names.index("user"), "user", users), path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory):
+    often = {"checks__every_steps": 5, "tracking__every_steps": 5, "checkpoint__every_steps": 20}
+    place = tmp_path_factory.mktemp("run") / "run"
+    return driver.train(parquet.settings(folder, place, train__epochs=3, **often))
+
+
+def lines(run, name):
+    return [json.loads(line) for line in (run.path / name).read_text().splitlines()]
+
+
+def test_it_learns_and_says_how_ids_fare(run):
+    assert run.metrics["eval.auc"] > 0.8
+    figures = lines(run, "ranks.jsonl")[-1]["tables"]["user"]
+    assert figures["occupancy"] == 1 and figures["admitted_ids"] == figures["evicted_ids"] > 0
+    assert 0 < figures["fallback_share"] < 0.3 and figures["id_age"] < 5
+    checks = [line for line in lines(run, "checks.jsonl") if line["check"] == "managed_ids"]
+    assert len(checks) > 3 and all(line["passed"] for line in checks)
+
+
+def test_the_checkpoint_has_the_ids(run, folder, tmp_path):
+    again = driver.evaluate(run.path, str(folder / "test"), workers=1)
+    assert again.metrics["eval.auc"] == pytest.approx(run.metrics["eval.auc"], abs=1e-6)
+    predict(run.path, folder / "test", tmp_path / "out", columns=["label"])
+    out = pa.concat_tables([pq.read_table(path) for path in sorted((tmp_path / "out").rglob("*.parquet"))])
+    assert len(out) == 1003
+
+
+@pytest.mark.survive
+@pytest.mark.parametrize("workers", [2, 3, 1])
+def test_other_workers_go_on_as_the_run_did(run, tmp_path, workers):
+    other = tmp_path / "run"
+    shutil.copytree(run.path, other)
+    (other / "result.json").unlink()
+    shutil.rmtree(checkpoints.newest(other))
+    again = driver.train(None, [f"scaling.num_workers={workers}"], resume=other)
+    assert again.metrics["eval.auc"] == pytest.approx(run.metrics["eval.auc"], abs=1e-4)
+    one, new = (checkpoints.whole(checkpoints.newest(place)) for place in (run.path, other))
+    for name, values in one.items():
+        if name.startswith("ids/") or workers == 2:
+            assert torch.equal(new[name], values), name
+        else:
+            torch.testing.assert_close(new[name], values, rtol=0, atol=1e-4)

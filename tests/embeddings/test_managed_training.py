@@ -1,0 +1,149 @@
+"""Training with managed ids, rows of which change hands at most steps, against one process that has a row for
+every life of every id."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from managed_ids import ROWS, SEED, SPARSE, STEPS, raw_batches, schema, settings
+from plain_ids import PlainIds, key
+from ranks import on_ranks
+
+
+class Lives:
+    """Ids of one table as rows of a table without bounds: each life of an id has one, then come those for
+    ids that have none."""
+
+    def __init__(self, batches, name):
+        table = schema().tables[name]
+        self.plain, self.steps, self.ids, live = PlainIds(table.rows, table.ids, SEED), [], [], {}
+        self.fallback = table.ids.fallback_rows
+        features = [feature for feature, spec in SPARSE.items() if spec["table"] == name]
+        admitted = evicted = lookups = without = 0
+        for step, batch in enumerate(batches):
+            seen = [i for f in features for i in batch.bags[f][0].tolist()]
+            rows = self.plain.step(step, seen)
+            admitted, evicted = admitted + len(self.plain.new), evicted + len(self.plain.left)
+            lookups, without = lookups + len(seen), without + sum(rows[i] is None for i in seen)
+            for i in self.plain.left:
+                del live[i]
+            for i in self.plain.new:
+                live[i] = len(self.ids)
+                self.ids.append(i)
+            self.steps.append(dict(live))
+        self.figures = {
+            "occupancy": len(self.plain.rows) / self.plain.capacity,
+            "admitted_ids": admitted,
+            "evicted_ids": evicted,
+            "fallback_share": without / lookups,
+            "id_age": len(batches) - sum(row[2] for row in self.plain.rows.values()) / len(self.plain.rows),
+        }
+
+    def places(self, ids, step):
+        known = self.steps[step]
+        rest = len(self.ids)
+        return torch.tensor([known.get(i, rest + key(i) % self.fallback) for i in ids.tolist()]).long()
+
+
+def a_run(rank, world, sharding, optimizer, train):
+    """On rank 0: what was trained, and what one process makes of the same batches."""
+    from raytrec.checks.parity import compare
+    from raytrec.checks.parity import reference as plain
+    from raytrec.checks.parity.batches import cuts
+    from raytrec.checks.parity.sharded import Sharded
+    from raytrec.embeddings.tables import tables
+    from raytrec.worker.build import build_step
+
+    batches, made = raw_batches(), settings(world, sharding, optimizer, **train)
+    run = Sharded(build_step, made, schema(), torch.device("cpu"), cuts(ROWS, world, "unequal"))
+    start = {n: None if v is None else v.clone() for n, v in run.weights().items()}
+    ahead = raw_batches()[-1]  # looked up without being trained
+    run.train(batches)
+    figures, nothing = run.step.managed.figures(), run.step.managed.figures()
+    assert nothing["user"]["fallback_share"] is None and nothing["user"]["admitted_ids"] == 0
+    (outputs,) = run.step.evaluate(iter([run._local(ahead)]))
+    evaluated = outputs["y"].logits
+    parts, known = [None] * world, {}
+    torch.distributed.all_gather_object(parts, evaluated[: run.bounds[rank + 1] - run.bounds[rank]])
+    for name in schema().managed:
+        features = [feature for feature, spec in SPARSE.items() if spec["table"] == name]
+        ids = torch.cat([batch.bags[feature][0] for batch in batches for feature in features]).unique()
+        known[name] = dict(zip(ids.tolist(), run.step.managed.rows_of(name, ids).tolist(), strict=True))
+    after = tables(run.step.model, run.step.optimizer)
+    raw = {n: [t.weight.dense(), *(t.state[k].dense() for k in sorted(t.state))] for n, t in after.items()}
+    if rank:
+        return None
+    one, lives = reference(run, start, batches)
+    optimizers = list(compare._optimizers(run, one).values())
+    whole = [renumbered(batch, lives, step) for step, batch in enumerate(batches)]
+    plain.train(one, whole, optimizers, **train)
+    expected = {n: [w.detach(), *states(optimizers, w)] for n, w in one.tables.items()}
+    logits = one(renumbered(ahead, lives, STEPS - 1)).detach()
+    return raw, expected, known, logits, torch.cat(parts), figures
+
+
+def states(optimizers, weight):
+    kept = next((o.state[weight] for o in optimizers if weight in o.state), {})
+    return [kept[k] for k in sorted(kept) if k != "step"]
+
+
+def reference(run, start, batches):
+    """(a Reference with a row for each life, table → Lives)."""
+    from raytrec.checks.parity.reference import Reference
+    from raytrec.embeddings.initial import initial_values
+    from raytrec.models import build_model
+
+    lives = {n: Lives(batches, n) for n in schema().managed}
+    begin = {}
+    for name, table in schema().tables.items():
+        if name in lives:
+            ids = torch.tensor(lives[name].ids)
+            own = initial_values(SEED, name, ids, range(table.dim), table.rows)
+            begin[name] = torch.cat([own, start[name][table.own_rows :]])
+        else:
+            begin[name] = start[name]
+    one = Reference(schema(), begin, build_model(schema(), run.config.model).train())
+    with torch.no_grad():
+        for name, parameter in one.model.named_parameters():
+            parameter.copy_(start[name])
+    return one, lives
+
+
+def renumbered(batch, lives, step):
+    bags = {}
+    for feature, (ids, bag, weights) in batch.bags.items():
+        table = SPARSE[feature]["table"]
+        bags[feature] = lives[table].places(ids, step) if table in lives else ids, bag, weights
+    return replace(batch, bags=bags)
+
+
+CASES = [
+    (1, "row_wise", "adagrad", {}),
+    (2, "row_wise", "rowwise_adagrad", {"max_grad_norm": 0.05, "micro_batches": 3}),
+    (2, "table_wise", "sgd", {}),
+    (3, "row_wise", "sgd", {"micro_batches": 2}),
+    pytest.param(3, "table_wise", "adagrad", {"max_grad_norm": 0.05}, marks=pytest.mark.parity),
+    pytest.param(2, "data_parallel", "adagrad", {}, marks=pytest.mark.parity),
+    pytest.param(2, "column_wise", "adagrad", {}, marks=pytest.mark.parity),
+]
+
+
+@pytest.mark.parametrize("world,sharding,optimizer,train", CASES)
+def test_rows_that_change_hands(world, sharding, optimizer, train):
+    got, expected, known, logits, evaluated, figures = on_ranks(
+        world, a_run, {"sharding_type": sharding}, optimizer, train
+    )[0]
+    lives = {n: Lives(raw_batches(), n) for n in schema().managed}
+    assert figures == {name: pytest.approx(of_table.figures) for name, of_table in lives.items()}
+    for name, spec in schema().tables.items():
+        assert len(got[name]) == len(expected[name])
+        for whole, plain in zip(got[name], expected[name], strict=True):
+            if name in lives:
+                last = lives[name].steps[-1]
+                rows = [known[name][i] for i in last] + list(range(spec.own_rows, spec.rows))
+                places = [*last.values(), *range(len(lives[name].ids), len(plain))]
+                whole, plain = whole[rows], plain[places]
+                assert len(set(rows)) == len(rows) > spec.own_rows / 2
+            torch.testing.assert_close(whole.float(), plain, rtol=1e-4, atol=1e-6)
+    assert len(lives["user"].plain.left) and len(lives["user"].ids) > 2 * schema().tables["user"].rows
+    torch.testing.assert_close(evaluated.view(-1), logits.view(-1), rtol=1e-4, atol=1e-5)
