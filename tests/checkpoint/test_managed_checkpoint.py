@@ -3,11 +3,13 @@
 import checkpoints
 import pytest
 import torch
-from managed_ids import ROWS, SEED, SPARSE, STEPS, raw_batches, schema, settings
+from managed_ids import ROWS, SEED, SPARSE, STEPS, TABLES, raw_batches, schema, settings
 from plain_ids import PlainIds, key
 from ranks import on_ranks
 
 from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.table_starts import table_starts
+from raytrec.common.errors import SchemaError
 
 MIDDLE = 3
 
@@ -34,7 +36,7 @@ def run(rank, world, sharding, root, first, last):
     for number, _ in enumerate(step.train(iter(local[first:]), STEPS - first), first + 1):
         if number in (MIDDLE, STEPS):
             ids, about = saved_ids(step.maps, number)
-            saver.save(number, state.tensors(), about, ids)
+            saver.save(number, state.tensors(), about | {"schema": schema().to_yaml()}, ids)
             assert saver.taken().error is None
         if number == last:
             break
@@ -96,3 +98,49 @@ def test_rows_of_a_checkpoint_without_any_ranks(undisturbed):
         ids, table = stored[f"ids/{name}/id"], schema().tables[name]
         found = stored_rows(folder, index, name, table, torch.tensor([*ids, 5, 6])).tolist()
         assert found[:-2] == stored[f"ids/{name}/row"] and min(found[-2:]) >= table.own_rows
+
+
+def warmed(rank, world, folder):
+    """Begins with what is in a checkpoint, and trains from its own first step; (ids and rows, last steps)."""
+    from raytrec.checks.parity.batches import cuts, local_batch
+    from raytrec.worker.build import build_step
+    from raytrec.worker.initial_state import begin
+
+    made = settings(world, {"sharding_type": "row_wise"}, "adagrad")
+    made.warm_start.from_ = folder
+    step, _ = build_step(made, schema(), torch.device("cpu"), fill=False)
+    begin(step, made, schema())
+    states = {name: part.state(0).rows.in_order() for name, part in step.maps.items()}
+    local = [local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
+    assert len(list(step.train(iter(local), STEPS))) == STEPS
+    return {name: (e.keys.tolist(), e.fields["row"].tolist(), e.fields["last"].tolist())
+            for name, e in states.items()}  # fmt: skip
+
+
+def test_a_warm_start_takes_the_ids_over(undisturbed):
+    folder = folder_of(undisturbed, STEPS)
+    stored, got = ids_of(folder), on_ranks(3, warmed, folder)
+    for name in schema().managed:
+        keys, rows, last = ([v for answer in got for v in answer[name][i]] for i in range(3))
+        assert keys == [key(i) for i in stored[f"ids/{name}/id"]]
+        assert rows == stored[f"ids/{name}/row"] and set(last) == {-1}
+
+
+@pytest.mark.parametrize(
+    "table,policy,says",
+    [
+        ({"rows": 15, "dim": 8}, "exact", "15 × 8 now, 15 × 8 with managed ids"),
+        ({"rows": 15, "dim": 8}, "resize", "warm_start.tables.user=new"),
+        ({"rows": 20, "dim": 8, "ids": "managed"}, "resize", "warm_start.tables.user=new"),
+        ({"rows": 15, "dim": 8, "ids": {"fallback_rows": 2}}, "exact", "2 of them for the fallback now"),
+    ],
+)
+def test_tables_that_a_warm_start_cannot_take_over(table, policy, says):
+    made = settings(1, {"sharding_type": "row_wise"}, "sgd")
+    made.warm_start.tables = {"user": policy}
+    new = schema({**TABLES, "user": table})
+    with pytest.raises(SchemaError) as error:
+        table_starts(made, schema(), new)
+    assert says in str(error.value)
+    made.warm_start.tables = {"user": "new"}
+    assert table_starts(made, schema(), new)["user"].policy == "new"
