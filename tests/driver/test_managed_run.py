@@ -17,7 +17,7 @@ SCHEMA_YAML = parquet.SCHEMA_YAML.replace(
     "user: {rows: 40, dim: 8}", "user: {rows: 31, dim: 8, ids: {eviction: lfu}}"
 ).replace("tag: {rows: 12, dim: 8}", "tag: {rows: 13, dim: 8, ids: managed}")
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.survive]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,6 @@ def test_the_checkpoint_has_the_ids(run, folder, tmp_path):
     assert len(out) == 1003
 
 
-@pytest.mark.survive
 @pytest.mark.parametrize("workers", [2, 3, 1])
 def test_other_workers_go_on_as_the_run_did(run, tmp_path, workers):
     other = tmp_path / "run"
