@@ -47,6 +47,7 @@ def plan(
 
     from raytrec.driver.prepare import resolve
     from raytrec.embeddings.planner.dry_run import ENOUGH_GIB, dry_run, gib_of_hosts, gib_of_ranks
+    from raytrec.embeddings.planner.footprint import GIB, map_share
 
     config = resolve(load_config(source, overrides), source)
     workers = config.scaling.max_workers
@@ -63,14 +64,14 @@ def plan(
     with catch_warnings():  # of what TorchRec will change
         simplefilter("ignore", FutureWarning)
         tables = dry_run(config, schema, hosts, gpus, memory_gib, host_memory_gib, disk_gib or ENOUGH_GIB)
-    memory_gib = config.plan.memory_gib or memory_gib
+    memory_gib, maps_gib = config.plan.memory_gib or memory_gib, map_share(schema, workers) / GIB
     return {
         "hosts": hosts,
         "gpus": gpus,
         "device": "cpu" if config.scaling.device == "cpu" else "cuda",
         "memory_gib": memory_gib,
         "tables": [asdict(table) for table in tables],
-        "gib": gib_of_ranks(tables, workers),
+        "gib": [gib + maps_gib for gib in gib_of_ranks(tables, workers)],
         "host_gib": gib_of_hosts(tables, hosts, gpus),
         "disk_gib": gib_of_hosts(tables, hosts, gpus, "disk_gib"),
     }

@@ -20,7 +20,7 @@ from raytrec.config.transforms import Sample
 from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.planner.disk import free_disk, memory_filesystem, mmap_folder
-from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, footprint, kernel_on
+from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, footprint, kernel_on, map_share
 from raytrec.embeddings.planner.validation import check_decay
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_carried
@@ -169,7 +169,7 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     }
     _check_disk(config, {name: size.disk for name, size in found.items() if size.disk})
     sizes = {name: size.device for name, size in found.items()}
-    have, need = host_memory(), sum(sizes.values())
+    have, need = host_memory(), sum(sizes.values()) + map_share(schema, 1)
     if need > have + (free_disk(config) if MMAP_KERNEL in config.plan.compute_kernels else 0):
         names = " and ".join(dict.fromkeys(optimizer.name for optimizer in optimizers.values()))
         largest = max(sizes, key=sizes.get)

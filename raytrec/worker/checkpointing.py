@@ -49,6 +49,18 @@ def restore_run(context: WorkerContext, step: Step, state: LogicalState, progres
     return bool(found.folder)
 
 
+def watch_rows(step: Step, state: LogicalState, patient: Callable[[], None]) -> RowSnapshot:
+    """What keeps rows that change while they are saved: by training, or because another id gets them.
+
+    Args:
+        patient: of RowSnapshot.
+    """
+    rows = RowSnapshot(step.model, state.tables, patient)
+    if step.managed is not None:
+        step.managed.before_writing = rows.set_aside
+    return rows
+
+
 class CheckpointManager:
     """Saves a run, and does what the coordinator asks for; every method is a collective.
 
@@ -75,7 +87,7 @@ class CheckpointManager:
         self._config, self._last_step = context.task.config, last_step
         keeping = self._config.checkpoint
         best = progress.window.selection.best(keeping.best_metric) if keeping.keep_best else None
-        rows = RowSnapshot(step.model, state.tables, context.heartbeat.tick) if keeping.async_save else None
+        rows = watch_rows(step, state, context.heartbeat.tick) if keeping.async_save else None
         self._saver = Saver(
             context.task.checkpoint, keeping, context.heartbeat.confirm, state.unbounded, best, rows
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ class ManagedRows(ManagedBatches):
 
     Args:
         model, optimizer: of build.build_step.
+
+    Attributes:
+        before_writing: as `before` of begin_rows.begin_rows.
     """
 
     def __init__(
@@ -35,12 +39,13 @@ class ManagedRows(ManagedBatches):
         device: torch.device,
     ):
         super().__init__(schema, seed, device)
+        self.before_writing: Callable[[str, torch.Tensor], None] = lambda table, rows: None
         self._tables, self._schema, self._seed = LogicalState(model, optimizer).tables, schema, seed
         model.register_forward_pre_hook(self._before_forward)
 
     def begin_rows(self, batch: Batch) -> None:
         """Rows that a batch has given to ids begin anew."""
-        begin_rows(batch.new_rows or {}, self._tables, self._schema, self._seed)
+        begin_rows(batch.new_rows or {}, self._tables, self._schema, self._seed, self.before_writing)
 
     def _before_forward(self, model: Any, inputs: tuple[Batch, ...]) -> None:
         self.begin_rows(inputs[0])

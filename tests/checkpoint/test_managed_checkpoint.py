@@ -100,6 +100,39 @@ def test_rows_of_a_checkpoint_without_any_ranks(undisturbed):
         assert found[:-2] == stored[f"ids/{name}/row"] and min(found[-2:]) >= table.own_rows
 
 
+def saved_beside(rank, world, root):
+    """Saves at the middle while nothing else happens, and once more while ids get rows of others; folders."""
+    from threading import Event
+
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.checks.parity.batches import cuts, local_batch
+    from raytrec.config.sections import CheckpointSection
+    from raytrec.worker.build import build_step
+    from raytrec.worker.checkpointing import watch_rows
+
+    made = settings(world, {"sharding_type": "row_wise"}, "adagrad")
+    step, _ = build_step(made, schema(), torch.device("cpu"))
+    state, go = LogicalState(step.model, step.optimizer), Event()
+    rows = watch_rows(step, state, lambda: None)
+    plain = rows.pieces
+    rows.pieces = lambda *a, **k: go.wait(20) and plain(*a, **k)
+    alone = Saver(f"{root}/alone", CheckpointSection(async_save=False))
+    beside = Saver(f"{root}/beside", CheckpointSection(), rows=rows)
+    local = [local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
+    for number, _ in enumerate(step.train(iter(local), STEPS), 1):
+        if number == MIDDLE:
+            alone.save(number, state.tensors(), {})
+            beside.save(number, state.tensors(), {})
+    go.set()
+    return [saver.taken().folder for saver in (alone, beside)]
+
+
+def test_rows_that_begin_anew_while_they_are_saved(tmp_path):
+    alone, beside = on_ranks(2, saved_beside, str(tmp_path))[0]
+    assert checkpoints.equal(alone, beside) == []
+
+
 def warmed(rank, world, folder):
     """Begins with what is in a checkpoint, and trains from its own first step; (ids and rows, last steps)."""
     from raytrec.checks.parity.batches import cuts, local_batch

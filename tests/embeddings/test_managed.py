@@ -205,3 +205,19 @@ def test_groups_change_their_order():
     values = [f"{a}{b}{n}" for a in range(2) for b in range(3) for n in range(sizes[a, b])]
     expected = [f"{a}{b}{n}" for b in range(3) for a in range(2) for n in range(sizes[a, b])]
     assert [values[i] for i in regrouped(sizes)] == expected
+
+
+@pytest.mark.parametrize("ids", ["managed", {"admit_after": 2}])
+def test_a_full_map_takes_what_a_plan_counts(ids):
+    from raytrec.config.schema import Schema
+    from raytrec.embeddings.planner.footprint import map_share
+
+    rows, parts = 100_001, {"labels": ["y"], "sparse": {"f": {"table": "t"}}}
+    schema = Schema.parse({**parts, "tables": {"t": {"rows": rows, "dim": 4, "ids": ids}}}, "here")
+    part = RowMap(rows, schema.tables["t"].ids, 0, Peers(alone=True), torch.device("cpu"))
+    keys = keys_of(torch.arange(rows - 1))
+    part._rows.insert(Entries(keys, dict.fromkeys(("row", "sightings", "last"), torch.ones_like(keys))))
+    maps = [value for value in vars(part).values() if isinstance(value, KeyMap)]
+    held = sum(v.nbytes for m in maps for v in (m._keys, m._passed, *m.fields.values()))
+    assert held == pytest.approx(map_share(schema, 1), rel=0.05)
+    assert map_share(schema, 4) == -(-map_share(schema, 1) // 4)

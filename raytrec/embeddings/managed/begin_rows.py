@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -17,6 +17,7 @@ def begin_rows(
     tables: Mapping[str, Table],
     schema: Schema,
     seed: int,
+    before: Callable[[str, torch.Tensor], None] = lambda table, rows: None,
 ) -> None:
     """Writes what these rows begin with into this rank's shards; not a collective.
 
@@ -26,12 +27,17 @@ def begin_rows(
         new_rows: table → (rows int64 [n], ids int64 [n]).
         tables: of the sharded model, with their optimizer state.
         seed: of the run.
+        before: called before anything is written to rows of a shard: (table, rows int64 [n], counted from the
+            shard's first).
     """
     for name, (rows, ids) in new_rows.items():
+        if not len(rows):
+            continue
         table, spec = tables[name], schema.tables[name]
         for shard in table.weight.local:
             mine = (rows >= shard.rows.start) & (rows < shard.rows.stop)
             values = initial_values(seed, name, ids[mine], shard.columns, spec.rows)
+            before(name, rows[mine] - shard.rows.start)
             shard.values[rows[mine] - shard.rows.start] = values.to(shard.values.dtype)
         for parts in table.state.values():
             for shard in parts.local:

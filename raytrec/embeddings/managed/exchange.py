@@ -121,6 +121,8 @@ class IdExchange:
             sizes_TW: of each table, each rank's n.
         """
         of_ranks = [sum(sizes) for sizes in zip(*sizes_TW, strict=True)]
+        if not any(of_ranks):
+            return {table: NewRows(*pairs.unbind(1)) for table, pairs in zip(self.maps, new, strict=True)}
         everything = self._peers.concatenate(torch.cat(new), of_ranks)
         by_table = regrouped(torch.tensor(sizes_TW, device=self._device).T)
         parts = everything[by_table].split([sum(sizes) for sizes in sizes_TW])

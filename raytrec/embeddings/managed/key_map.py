@@ -18,7 +18,7 @@ import torch
 from raytrec.embeddings.managed.keys import NO_KEY, shares
 
 BUCKET = 8  # slots
-LOAD = 0.7  # of slots that are filled when a map is as full as it was made for
+LOAD = 0.6  # of slots that are filled when a map is as full as it was made for
 MOST = 0.9  # of slots that may be filled before it grows
 
 
@@ -88,10 +88,11 @@ class KeyMap:
         bucket_M, place_M = self._home(keys), None  # place: which of the keys are still looked for; None: all
         for _ in range(self._buckets):
             sought_M = keys if place_M is None else keys[place_M]
-            which, column = (self._keys[bucket_M] == sought_M.unsqueeze(1)).nonzero(as_tuple=True)
-            found = bucket_M[which] * BUCKET + column
+            same_M8 = self._keys.index_select(0, bucket_M) == sought_M.unsqueeze(1)
+            which, column = same_M8.nonzero(as_tuple=True)
+            found = bucket_M.index_select(0, which) * BUCKET + column
             slots[which if place_M is None else place_M[which]] = found
-            goes_on_M = self._passed[bucket_M] > 0
+            goes_on_M = self._passed.index_select(0, bucket_M) > 0
             goes_on_M[which] = False
             rest = goes_on_M.nonzero().squeeze(1)
             if not len(rest):
@@ -107,7 +108,7 @@ class KeyMap:
             self._grow(2 * needed)
         slots = self._take_slots(entries.keys)
         for name, values in entries.fields.items():
-            self.fields[name][slots] = values.to(self.fields[name].dtype)
+            self.fields[name].index_copy_(0, slots, values.to(self.fields[name].dtype))
         self.count = needed
 
     def _grow(self, entries: int) -> None:
@@ -124,7 +125,7 @@ class KeyMap:
             place_M = place_M[order]
             # The n-th of the keys that want the same bucket takes the n-th free slot of it.
             nth_M = torch.arange(len(bucket_M), device=keys.device) - torch.searchsorted(bucket_M, bucket_M)
-            free_M8 = self._keys[bucket_M] == NO_KEY
+            free_M8 = self._keys.index_select(0, bucket_M) == NO_KEY
             taken_M8 = free_M8 & (free_M8.cumsum(1) == nth_M.unsqueeze(1) + 1)
             which, column = taken_M8.nonzero(as_tuple=True)
             slots[place_M[which]] = found = bucket_M[which] * BUCKET + column
@@ -156,8 +157,8 @@ class KeyMap:
 
     def at(self, slots: torch.Tensor) -> Entries:
         """What is in these slots, each of which has a key."""
-        fields = {name: values[slots] for name, values in self.fields.items()}
-        return Entries(self._keys.view(-1)[slots], fields)
+        fields = {name: values.index_select(0, slots) for name, values in self.fields.items()}
+        return Entries(self._keys.view(-1).index_select(0, slots), fields)
 
     def entries(self) -> Entries:
         """All there are, in no particular order."""

@@ -168,13 +168,17 @@ class RowMap:
         starts = accumulate(wanted, initial=0)
         of_ranks = [min(max(given - start, 0), size) for start, size in zip(starts, wanted, strict=False)]
         first, mine = sum(of_ranks[: self._peers.rank]), of_ranks[self._peers.rank]
-        new_rows = self._take(given)[first : first + mine]
-        return self._enter(seen, seen.wanted[:mine], new_rows), of_ranks
+        rows = seen.rows
+        if given:
+            rows = self._enter(seen, seen.wanted[:mine], self._take(given)[first : first + mine])
+        self.counted["lookups"] += int(seen.counts.sum())
+        self.counted["fallback"] += int(seen.counts[rows < 0].sum())
+        return rows, of_ranks
 
     def _see(self, map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> None:
         self._journal.update(map, slots)
-        map.fields["sightings"][slots] += counts
-        map.fields["last"][slots] = step
+        map.fields["sightings"].index_add_(0, slots, counts)
+        map.fields["last"].index_fill_(0, slots, step)
 
     def _see_waiting(self, keys: torch.Tensor, counts: torch.Tensor, step: int) -> torch.Tensor:
         """Counts ids without a row: the sightings of each so far."""
@@ -201,8 +205,6 @@ class RowMap:
         rows = seen.rows.clone()
         rows[places] = new_rows
         self.counted["admitted"] += count
-        self.counted["lookups"] += int(seen.counts.sum())
-        self.counted["fallback"] += int(seen.counts[rows < 0].sum())
         return rows
 
     @property
@@ -245,7 +247,7 @@ class RowMap:
     def _unseen(self, map: KeyMap, step: int) -> tuple[Entries, torch.Tensor]:
         """What has not been seen at this step, and its slots."""
         slots = map.occupied()
-        slots = slots[map.fields["last"][slots] < step]
+        slots = slots[map.fields["last"].index_select(0, slots) < step]
         return map.at(slots), slots
 
     def _give_back(self, slots: torch.Tensor) -> None:
@@ -261,7 +263,7 @@ class RowMap:
 
     def _rows_at(self, slots: torch.Tensor) -> torch.Tensor:
         """int64 [n]; -1 where there is no slot."""
-        rows = self._rows.fields["row"][slots.clamp(min=0)].long()
+        rows = self._rows.fields["row"].index_select(0, slots.clamp(min=0)).long()
         return torch.where(slots >= 0, rows, -1)
 
 

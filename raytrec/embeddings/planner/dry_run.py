@@ -16,7 +16,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.embeddings.optim import fuse
 from raytrec.embeddings.per_table import table_optimizers
-from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint, kernel_on
+from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint, kernel_on, map_share
 from raytrec.embeddings.planner.hosts import capacity
 from raytrec.embeddings.planner.plan import describe, plan_for, sharders_for_planning
 from raytrec.embeddings.planner.validation import host_room, validate_constraints
@@ -80,9 +80,10 @@ def dry_run(
             where="plan.ranks_per_host",
             expected=f"{gpus}, or nothing",
         )
+    free = memory - map_share(schema, world)
     share = int(host_memory_gib * GIB) // gpus if host_memory_gib else 2 * memory
     constraints = validate_constraints(
-        config, schema, device, world=world, ranks_per_host=gpus, memory=memory, host_share=share
+        config, schema, device, world=world, ranks_per_host=gpus, memory=free, host_share=share
     )
     room = host_room(config, schema, constraints, world, share)
     dtypes = {table: pin.dtype for table, pin in constraints.items()}
@@ -94,7 +95,7 @@ def dry_run(
             world_size=world,
             local_world_size=gpus,
             compute_device=device,
-            **capacity(device, memory, room, int(disk_gib * GIB) // gpus),
+            **capacity(device, free, room, int(disk_gib * GIB) // gpus),
         )
         offered = sharders_for_planning(config, schema, world)
         plan = plan_for(topology, constraints, schema, config, tables, offered)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from raytrec.config.schema import Table
+from raytrec.config.schema import Schema, Table
 
 GIB = 1024**3
 DTYPE_BYTES = {"fp32": 4, "fp16": 2}
@@ -13,6 +13,9 @@ STATE_BYTES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 4, "adam": 8}
 ROW_STATE_BYTES = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 0, "adam": 0}
 UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
 MMAP_KERNEL = "fused_mmap"
+# Bytes in a map of managed ids (embeddings/managed/key_map.py), six in ten slots of which are used: of a row
+# (key, sightings, last step, row), and of an id that waits for one.
+ID_BYTES, WAITING_BYTES = 41, 35
 CACHED = 0.2  # of a table's rows, in the GPU's cache of fused_uvm_caching: FBGEMM's default (1.8.0)
 
 
@@ -61,3 +64,18 @@ def footprint(
     cached = CACHED if load_factor is None else load_factor
     cache = table.rows * (4 + cached * (16 + table.dim * width)) if kernel == "fused_uvm_caching" else 0
     return Footprint(int(cache) + row_state, host)
+
+
+def map_share(schema: Schema, world: int) -> int:
+    """Bytes of each rank's device, beside its tables, for the maps of managed ids: of every map each rank has
+    an equal part, wherever the table's rows are.
+
+    Args:
+        world: number of ranks.
+    """
+    of_tables = (
+        table.rows * (ID_BYTES + (WAITING_BYTES if table.ids.admit_after > 1 else 0))
+        for table in schema.tables.values()
+        if table.ids
+    )
+    return -(-sum(of_tables) // world)

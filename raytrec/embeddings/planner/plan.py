@@ -23,7 +23,7 @@ from raytrec.config.sections import Sharding
 from raytrec.embeddings.codecs import Codecs, make_codecs
 from raytrec.embeddings.per_table import has_fused, table_optimizers
 from raytrec.embeddings.planner.constraints import BY_ID_TYPES, TableConstraint, column_parts
-from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, UVM_KERNELS
+from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, UVM_KERNELS, map_share
 from raytrec.embeddings.planner.hosts import capacity, settle_hosts
 from raytrec.embeddings.planner.options import Enumerator, torchrec_constraints
 from raytrec.embeddings.planner.partitioner import PinnedPartitioner
@@ -90,13 +90,14 @@ def make_plan(
             that fits a table.
     """
     world, hosts = dist.get_world_size(), settle_hosts(config, device)
+    memory = hosts.memory - map_share(schema, world)
     constraints = validate_constraints(
         config,
         schema,
         device.type,
         world=world,
         ranks_per_host=hosts.ranks_per_host,
-        memory=hosts.memory,
+        memory=memory,
         host_share=hosts.host_share,
     )
     room = host_room(config, schema, constraints, world, hosts.host_share)
@@ -104,7 +105,7 @@ def make_plan(
         world_size=world,
         local_world_size=hosts.ranks_per_host,
         compute_device=device.type,
-        **capacity(device.type, hosts.memory, room, hosts.disk_share),
+        **capacity(device.type, memory, room, hosts.disk_share),
     )
     # From the first rank, on every rank alike: TorchRec's collective_plan would leave the others waiting for
     # a plan that there is not.
