@@ -267,8 +267,7 @@ def make_observers(
         limits = Limits(config, schema, head, state.tables, context.device)
         watched = context, statistics, step.phases, progress, batches, last_step
         probing.append(RankRecorder(*watched, spread, taps, limits))
-    if checked:
-        checks = _live_checks(context, step, state, taps, head)
+    if checked and len(checks := _live_checks(context, step, state, taps, head)):
         probing.append(CheckRunner(context, checks, progress, batches))
     return Observers([*observers, *probing, Prober(taps, progress, probing)])
 

@@ -34,7 +34,8 @@ from raytrec.embeddings.taps import Taps
 
 
 class LiveChecks:
-    """The checks of a run that are not off; making it is a collective, and so is every method.
+    """The checks of a run that are not off and have something to check; making it is a collective, and so is
+    every method.
 
     Args:
         tables, dense: of checkpoint.state.LogicalState; live values.
@@ -65,6 +66,9 @@ class LiveChecks:
         self.probes = any(check.probes for check in self._checks)
         # Looks are exchanged as objects, which the GPUs' backend cannot do by itself.
         self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def __len__(self) -> int:
+        return len(self._checks)
 
     def at_start(self, about: Mapping[str, Any], step: int = 0) -> list[Outcome]:
         """Before the first step.
