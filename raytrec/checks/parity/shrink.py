@@ -15,13 +15,14 @@ from raytrec.embeddings.planner.plan import describe
 
 ROWS = 199  # of a shrunk table: a prime, so that no number of ranks divides it
 # Adam and Adagrad divide by the root of the second moment. Where a first gradient is nothing but the rounding
-# of larger terms that cancel, about 1e-9, they step by rounding ÷ eps; a larger eps makes nothing of that.
-EPS = 1e-6
+# of larger terms that cancel, about 1e-9 (that of an attention's bias of keys always is), they step by
+# rounding ÷ eps; a larger eps makes nothing of that.
+EPS = 1e-5
 
 
 def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunConfig, Schema]:
     """The same features, dims, dtypes, ways of sharding, ranks and kernels; at most 199 rows a table, and an
-    eps of at least 1e-6. Managed ids get rows at once."""
+    eps of at least 1e-5. Managed ids get rows at once."""
     config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
     constraints = resolve_constraints(config, schema)
     for table in schema.tables.values():
