@@ -15,6 +15,7 @@
 # make bench-scale  the control plane with up to 1,024 simulated ranks and 1,000 tables (docs/scaling.md)
 # make bench-memory  what each process of a run has over 30 minutes, and who grows
 # make bench-metrics  what metrics of evaluations take of a rank's memory, at 100,000 to 10,000,000 rows
+# make bench-tiers  what tables in memory and in files take of memory, and how fast they train (docs/sharding.md)
 # make bench-sequences  what a step over sequences costs as they get longer
 # make bench-precision  what fp16 tables and quantized collectives cost in AUC
 # make bench-ids  what managed ids cost, against a table without them
@@ -38,7 +39,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean bench-tiers
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -75,6 +76,9 @@ bench-watching: install
 
 bench-memory: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/memory.py
+
+bench-tiers: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/tiers.py
 
 bench-start: install
 	$(BIN)/python -W ignore benchmarks/start.py

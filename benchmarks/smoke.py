@@ -54,6 +54,7 @@ TARGETS = {
     "bench-metrics": "-W ignore benchmarks/metric_memory.py --smallest",
     "bench-sequences": "-W ignore benchmarks/sequences.py --smallest",
     "bench-ids": "-W ignore benchmarks/ids.py --smallest",
+    "bench-tiers": "-W ignore benchmarks/tiers.py --smallest --folder {folder}/tiers",
     "quality": "-W ignore benchmarks/quality.py --smallest --only ml100k_dlrm",
     "bench-start": "-W ignore benchmarks/start.py --smallest",
     "bench-scale": "-W ignore benchmarks/scale.py --smallest",
