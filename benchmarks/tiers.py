@@ -5,27 +5,31 @@
 One rank without Ray trains DLRM over one table with row-wise Adagrad, of --gib with its state, from 8
 features of 0 to 4 ids a row, 2,048 rows a step. Ids are uniform (the worst for a table in a file: nearly each
 is of another page) and skewed (half of all ids are of 3 % of the rows). For each kernel, a process
-initialises the table, trains, saves it, and saves it once more while it trains; another one restores it and
-trains on.
+initialises the table, trains, saves it, and saves it once more while it trains; another one restores that
+and trains on.
 
 memory ÷ table  the most memory of the process's own in that phase, less what it had before it made the table,
                 over the bytes of weights and state. Pages of a table's file are not the process's own: the
                 system takes them away when it wants them.
 steps/s         the best of the rounds, in which the kernels take turns; the first steps are not counted
 equal           whether the losses of all steps are those of the first kernel, bit for bit
+resumed         whether the losses after restoring are those that the first process went on with, bit for bit
 
-A table larger than memory: --gib 30 --kernels fused_mmap --rounds 1, with room for twice that in --folder.
+A table larger than memory: --gib 30 --kernels fused_mmap --rounds 1 --steps 30, with room for twice that in
+--folder.
 Prints a table and writes benchmarks/results/tiers.json.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from threading import Event, Thread
 from time import perf_counter
@@ -43,7 +47,6 @@ SAMPLE_S = 0.002
 PIECE = 10  # steps between two looks at whether it is saved
 IDS = {"uniform": 1.0, "skewed": 5.0}  # the power to which a uniform number is raised
 PHASES = ("initialise", "train", "save", "save while training", "restore")
-LONGEST_S = 3600
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,22 @@ class Phase:
 
     memory: int = 0
     seconds: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """What a process has found.
+
+    Attributes:
+        losses: of the steps that are measured.
+        seconds: of these, but for the first few.
+        after: losses of steps after the last save, or after restoring it.
+    """
+
+    phases: dict[str, Phase]
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    after: list[float] = field(default_factory=list)
 
 
 def own_memory() -> int:
@@ -131,20 +150,24 @@ class Trained:
         torch.manual_seed(0)
         return found
 
-    def save(self, ids: str | None = None) -> None:
-        """Saves; with `ids`, trains until it is saved."""
+    def save(self, ids: str | None = None) -> list[float]:
+        """Saves, in the place of what was saved before; with `ids`, trains until it is saved, and gives the
+        losses."""
         from raytrec.checkpoint.save import Saver
         from raytrec.checkpoint.snapshot import RowSnapshot
 
         keeping = self.config.checkpoint.model_copy(update={"async_save": bool(ids), "keep_last": 1})
         rows = RowSnapshot(self.step.model, self.state.tables) if ids else None
-        saver = Saver(f"{self.config.run.dir}/checkpoints", keeping, rows=rows)
-        saver.save(2 if ids else 1, self.state.tensors(), {})
-        while ids and saver.busy:
-            self.train(PIECE, ids)
+        folder, losses = f"{self.config.run.dir}/checkpoints", []
+        shutil.rmtree(folder, ignore_errors=True)
+        saver = Saver(folder, keeping, rows=rows)
+        saver.save(1, self.state.tensors(), {})
+        while ids and (saver.busy or not losses):
+            losses += self.train(PIECE, ids)[0]
         if error := saver.taken().error:
             raise error
         saver.close()
+        return losses
 
     def restore(self) -> None:
         from raytrec.checkpoint.restore import restore
@@ -182,42 +205,35 @@ def begin(store: str, settings: Settings) -> int:
     return own_memory()
 
 
-def first_run(store: str, settings: Settings, answers: Any) -> None:
+def first_run(store: str, settings: Settings) -> Outcome:
     """Initialises, trains and saves."""
-    before, found = begin(store, settings), {name: Phase() for name in PHASES[:4]}
-    with watched(found["initialise"], before):
+    before, found = begin(store, settings), Outcome({name: Phase() for name in PHASES[:4]})
+    with watched(found.phases["initialise"], before):
         made = Trained(settings, settings.rows, fill=True)
-    with watched(found["train"], before):
-        losses, seconds = made.train(settings.steps, settings.ids)
+    with watched(found.phases["train"], before):
+        found.losses, found.seconds = made.train(settings.steps, settings.ids)
     if settings.save:
-        with watched(found["save"], before):
+        with watched(found.phases["save"], before):
             made.save()
-        with watched(found["save while training"], before):
-            made.save(settings.ids)
-    answers.put((found, losses, seconds))
+        with watched(found.phases["save while training"], before):
+            found.after = made.save(settings.ids)
+    return found
 
 
-def second_run(store: str, settings: Settings, answers: Any) -> None:
+def second_run(store: str, settings: Settings) -> Outcome:
     """Restores, and trains on."""
-    before, found = begin(store, settings), Phase()
+    before, found = begin(store, settings), Outcome({"restore": Phase()})
     made = Trained(settings, settings.rows, fill=False)
-    with watched(found, before):
+    with watched(found.phases["restore"], before):
         made.restore()
-    answers.put(({"restore": found}, *made.train(settings.steps, settings.ids)))
+    found.after = made.train(PIECE, settings.ids)[0]
+    return found
 
 
-def answer_of(run: Any, settings: Settings) -> Any:
+def outcome_of(run: Callable[[str, Settings], Outcome], settings: Settings) -> Outcome:
     """What a run, in a process of its own, has found."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        answers = context.Queue()
-        process = context.Process(target=run, args=(f"{folder}/store", settings, answers))
-        process.start()
-        try:
-            return answers.get(timeout=LONGEST_S)
-        finally:
-            process.join(30)
-            process.kill()
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(run, f"{folder}/store", settings).result()
 
 
 def main(
@@ -248,25 +264,25 @@ def main(
 
 def measure(found: dict[str, Any], settings: Settings) -> None:
     """Adds one round of a kernel to what was found of it before."""
-    runs = [first_run, second_run] if settings.save else [first_run]
-    for run in runs:
-        phases, losses, seconds = answer_of(run, settings)
-        if settings.save:
-            found.setdefault("phases", {}).update(phases)
-        found.setdefault("losses", {})[run.__name__] = losses
-        if run is first_run:
-            found["seconds"] = min(seconds, found.get("seconds", seconds))
+    first = outcome_of(first_run, settings)
+    found["seconds"] = min(first.seconds, found.get("seconds", first.seconds))
+    found.setdefault("losses", []).append(first.losses)
+    if settings.save:
+        second = outcome_of(second_run, settings)
+        found["phases"] = first.phases | second.phases
+        found["resumed"] = first.after[:PIECE] == second.after
 
 
 def line_of(kernel: str, ids: str, found: dict, first: str, size: int) -> dict[str, Any]:
     """A line of the table."""
-    own, steps = found[kernel, ids], len(found[kernel, ids]["losses"]["first_run"]) - WARM_UP
-    phases = {name: asdict(phase) for name, phase in own.get("phases", {}).items() if phase.seconds}
+    own, steps = found[kernel, ids], len(found[kernel, ids]["losses"][0]) - WARM_UP
+    phases = {name: asdict(phase) for name, phase in own.get("phases", {}).items()}
     return {
         "kernel": kernel,
         "ids": ids,
         "steps_per_s": steps / own["seconds"],
         "equal": own["losses"] == found[first, ids]["losses"],
+        "resumed": own.get("resumed"),
         "memory": {name: phase["memory"] / size for name, phase in phases.items()},
         "seconds": {name: phase["seconds"] for name, phase in phases.items()},
     }
@@ -275,15 +291,16 @@ def line_of(kernel: str, ids: str, found: dict, first: str, size: int) -> dict[s
 def show(lines: list[dict[str, Any]], rows: int) -> None:
     """Prints the lines."""
     table = Table(title=f"{rows:,} rows of {DIM}, {rows * ROW_BYTES / 2**30:.2f} GiB with their state")
-    for column in ("kernel", "ids", "steps/s", "equal", *(f"{name}: ÷ table, s" for name in PHASES)):
+    phases = [f"{name}: ÷ table, s" for name in PHASES]
+    for column in ("kernel", "ids", "steps/s", "equal", "resumed", *phases):
         table.add_column(column)
     for line in lines:
         cells = [
             f"{line['memory'][name]:.2f}, {line['seconds'][name]:.1f}" if name in line["memory"] else ""
             for name in PHASES
         ]
-        equal = "yes" if line["equal"] else "no"
-        table.add_row(line["kernel"], line["ids"], f"{line['steps_per_s']:.1f}", equal, *cells)
+        same = [{True: "yes", False: "no", None: ""}[line[name]] for name in ("equal", "resumed")]
+        table.add_row(line["kernel"], line["ids"], f"{line['steps_per_s']:.1f}", *same, *cells)
     Console(width=160).print(table)
 
 
