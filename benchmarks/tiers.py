@@ -1,23 +1,26 @@
 """What a table takes of memory, and how fast it trains: in memory (fused), and in a file (fused_mmap).
 
-    python benchmarks/tiers.py [--gib 1] [--steps 200] [--rounds 3] [--kernels fused,fused_mmap]
+    python benchmarks/tiers.py [--gib 1] [--steps 100] [--turns 20] [--kernels fused,fused_mmap]
 
 One rank without Ray trains DLRM over one table with row-wise Adagrad, of --gib with its state, from 8
-features of 0 to 4 ids a row, 2,048 rows a step. Ids are uniform (the worst for a table in a file: nearly each
-is of another page) and skewed (half of all ids are of 3 % of the rows). For each kernel, a process
-initialises the table, trains, saves it, and saves it once more while it trains; another one restores that
-and trains on.
+features of 0 to 4 ids a row, 2,048 rows a step.
 
-memory ÷ table  the most memory of the process's own in that phase, less what it had before it made the table,
-                over the bytes of weights and state. Pages of a table's file are not the process's own: the
-                system takes them away when it wants them.
-steps/s         the best of the rounds, in which the kernels take turns; the first steps are not counted
-equal           whether the losses of all steps are those of the first kernel, bit for bit
-resumed         whether the losses after restoring are those that the first process went on with, bit for bit
+Memory: for each kernel, a process initialises the table, trains --steps, saves it, and saves it once more
+while it trains; another one restores that and trains on.
 
-A table larger than memory: --gib 30 --kernels fused_mmap --rounds 1 --steps 30, with room for twice that in
---folder.
-Prints a table and writes benchmarks/results/tiers.json.
+÷ table   the most memory of the process's own in that phase, less what it had before it made the table, over
+          the bytes of weights and state. Pages of a table's file are not the process's own: the system takes
+          them away when it wants them.
+resumed   whether the losses after restoring are those that the first process went on with, bit for bit
+
+Speed: one process trains a table of each kernel, 16 steps at a time, in turns. Ids are uniform (the worst for
+a table in a file: nearly each is of another page) and skewed (half of all ids are of 3 % of the rows).
+
+ms a step the median over turns
+equal     whether all losses are those of the first kernel, bit for bit
+
+A table larger than memory: --gib 30 --kernels fused_mmap --turns 0, with room for twice that in --folder.
+Prints two tables and writes benchmarks/results/tiers.json.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from threading import Event, Thread
 from time import perf_counter
 from typing import Annotated, Any
@@ -37,10 +41,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from tiers_side import DIM, IDS, PIECE, ROW_BYTES, WARM_UP, Settings, Trained, begin
+from tiers_side import BATCHES, DIM, IDS, ROW_BYTES, Settings, Trained, begin
 
 RESULTS = Path(__file__).parent / "results" / "tiers.json"
 SAMPLE_S = 0.002
+WARM_UP = 2  # turns that are not counted
 PHASES = ("initialise", "train", "save", "save while training", "restore")
 
 
@@ -50,22 +55,6 @@ class Phase:
 
     memory: int = 0
     seconds: float = 0.0
-
-
-@dataclass
-class Outcome:
-    """What a process has found.
-
-    Attributes:
-        losses: of the steps that are measured.
-        seconds: of these, but for the first few.
-        after: losses of steps after the last save, or after restoring it.
-    """
-
-    phases: dict[str, Phase]
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    after: list[float] = field(default_factory=list)
 
 
 def own_memory() -> int:
@@ -93,105 +82,117 @@ def watched(phase: Phase, before: int) -> Iterator[None]:
         thread.join()
 
 
-def first_run(store: str, settings: Settings) -> Outcome:
-    """Initialises, trains and saves."""
+def first_run(store: str, settings: Settings) -> tuple[dict[str, Phase], list[float]]:
+    """Initialises, trains and saves: the phases, and the losses since the last save began."""
     begin(store, settings)
-    before, found = own_memory(), Outcome({name: Phase() for name in PHASES[:4]})
-    with watched(found.phases["initialise"], before):
+    before, phases = own_memory(), {name: Phase() for name in PHASES[:4]}
+    with watched(phases["initialise"], before):
         made = Trained(settings, settings.rows, fill=True)
-    with watched(found.phases["train"], before):
-        found.losses, found.seconds = made.train(settings.steps, settings.ids)
-    if settings.save:
-        with watched(found.phases["save"], before):
-            made.save()
-        with watched(found.phases["save while training"], before):
-            found.after = made.save(settings.ids)
-    return found
+    with watched(phases["train"], before):
+        made.train(settings.steps)
+    with watched(phases["save"], before):
+        made.save()
+    with watched(phases["save while training"], before):
+        losses = made.save_while_training()
+    return phases, losses
 
 
-def second_run(store: str, settings: Settings) -> Outcome:
-    """Restores, and trains on."""
+def second_run(store: str, settings: Settings) -> tuple[dict[str, Phase], list[float]]:
+    """Restores and trains on: the phase, and the losses."""
     begin(store, settings)
-    before, found = own_memory(), Outcome({"restore": Phase()})
+    before, phase = own_memory(), Phase()
     made = Trained(settings, settings.rows, fill=False)
-    with watched(found.phases["restore"], before):
+    with watched(phase, before):
         made.restore()
-    found.after = made.train(PIECE, settings.ids)[0]
-    return found
+    return {"restore": phase}, made.train(BATCHES)
 
 
-def outcome_of(run: Callable[[str, Settings], Outcome], settings: Settings) -> Outcome:
+def run_in_turns(store: str, each: list[Settings], turns: int) -> list[dict[str, Any]]:
+    """Trains all kernels in turns; a line of the second table for each kind of ids."""
+    begin(store, each[0])
+    made = [Trained(settings, settings.rows, fill=True) for settings in each]
+    lines = []
+    for ids in IDS:
+        seconds, losses = [[] for _ in each], [[] for _ in each]
+        for turn in range(-WARM_UP, turns):
+            for number in range(len(each)) if turn % 2 else reversed(range(len(each))):
+                began = perf_counter()
+                losses[number] += made[number].train(BATCHES, ids)
+                if turn >= 0:
+                    seconds[number].append((perf_counter() - began) / BATCHES)
+        medians = {settings.kernel: median(took) for settings, took in zip(each, seconds, strict=True)}
+        lines.append({"ids": ids, "seconds": medians, "equal": all(one == losses[0] for one in losses)})
+    return lines
+
+
+def outcome_of(run: Callable[..., Any], *inputs: Any) -> Any:
     """What a run, in a process of its own, has found."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(run, f"{folder}/store", settings).result()
+        return pool.submit(run, f"{folder}/store", *inputs).result()
 
 
 def main(
     gib: Annotated[float, typer.Option(help="Of the table, with its state.")] = 1.0,
-    steps: Annotated[int, typer.Option(help="Of training, in each run.")] = 200,
-    rounds: Annotated[int, typer.Option(help="In which the kernels take turns.")] = 3,
+    steps: Annotated[int, typer.Option(help="Of training, before the table is saved.")] = 100,
+    turns: Annotated[int, typer.Option(help="Of each kernel, to see its speed; 0: not looked at.")] = 20,
     kernels: Annotated[str, typer.Option(help="With commas between.")] = "fused,fused_mmap",
     folder: Annotated[Path, typer.Option(help="Checkpoints and files of tables go there.")] = Path("data"),
     smallest: Annotated[bool, typer.Option(help="Does it still run?")] = False,
 ) -> None:
-    """Prints a table; see the top of this file."""
+    """Prints the tables; see the top of this file."""
     rows = int((0.01 if smallest else gib) * 2**30) // ROW_BYTES
-    steps, rounds = (WARM_UP + 5, 1) if smallest else (steps, rounds)
+    steps, turns = (5, 2) if smallest else (steps, turns)
     folder.mkdir(parents=True, exist_ok=True)
-    names, found = kernels.split(","), {}
-    for number in range(rounds):
-        for ids in IDS:
-            for kernel in names:
-                with tempfile.TemporaryDirectory(dir=folder.absolute()) as place:
-                    save = number == 0 and ids == "uniform"
-                    settings = Settings(kernel, ids, rows, steps, place, save)
-                    measure(found.setdefault((kernel, ids), {}), settings)
-    lines = [line_of(kernel, ids, found, names[0], rows * ROW_BYTES) for kernel in names for ids in IDS]
-    show(lines, rows)
+    each, lines = [], []
+    for kernel in kernels.split(","):
+        with tempfile.TemporaryDirectory(dir=folder.absolute()) as place:
+            each.append(Settings(kernel, rows, steps, place))
+            lines.append(memory_of(each[-1]))
+    show_memory(lines, rows)
+    with tempfile.TemporaryDirectory(dir=folder.absolute()) as place:
+        each = [replace(settings, folder=place) for settings in each]
+        speed = outcome_of(run_in_turns, each, turns) if turns else []
+    if speed:
+        show_speed(speed)
     if not smallest:
-        RESULTS.write_text(json.dumps({"rows": rows, "dim": DIM, "steps": steps, "lines": lines}, indent=1))
+        found = {"rows": rows, "dim": DIM, "steps": steps, "turns": turns, "memory": lines, "speed": speed}
+        RESULTS.write_text(json.dumps(found, indent=1))
 
 
-def measure(found: dict[str, Any], settings: Settings) -> None:
-    """Adds one round of a kernel to what was found of it before."""
-    first = outcome_of(first_run, settings)
-    found["seconds"] = min(first.seconds, found.get("seconds", first.seconds))
-    found.setdefault("losses", []).append(first.losses)
-    if settings.save:
-        second = outcome_of(second_run, settings)
-        found["phases"] = first.phases | second.phases
-        found["resumed"] = first.after[:PIECE] == second.after
-
-
-def line_of(kernel: str, ids: str, found: dict, first: str, size: int) -> dict[str, Any]:
-    """A line of the table."""
-    own, steps = found[kernel, ids], len(found[kernel, ids]["losses"][0]) - WARM_UP
-    phases = {name: asdict(phase) for name, phase in own.get("phases", {}).items()}
+def memory_of(settings: Settings) -> dict[str, Any]:
+    """A line of the first table."""
+    first, after = outcome_of(first_run, settings)
+    second, resumed = outcome_of(second_run, settings)
+    phases, size = first | second, settings.rows * ROW_BYTES
     return {
-        "kernel": kernel,
-        "ids": ids,
-        "steps_per_s": steps / own["seconds"],
-        "equal": own["losses"] == found[first, ids]["losses"],
-        "resumed": own.get("resumed"),
-        "memory": {name: phase["memory"] / size for name, phase in phases.items()},
-        "seconds": {name: phase["seconds"] for name, phase in phases.items()},
+        "kernel": settings.kernel,
+        "resumed": after[:BATCHES] == resumed,
+        "memory": {name: phase.memory / size for name, phase in phases.items()},
+        "seconds": {name: phase.seconds for name, phase in phases.items()},
     }
 
 
-def show(lines: list[dict[str, Any]], rows: int) -> None:
-    """Prints the lines."""
+def show_memory(lines: list[dict[str, Any]], rows: int) -> None:
+    """Prints the first table."""
     table = Table(title=f"{rows:,} rows of {DIM}, {rows * ROW_BYTES / 2**30:.2f} GiB with their state")
-    phases = [f"{name}: ÷ table, s" for name in PHASES]
-    for column in ("kernel", "ids", "steps/s", "equal", "resumed", *phases):
+    for column in ("kernel", *(f"{name}: ÷ table, s" for name in PHASES), "resumed"):
         table.add_column(column)
     for line in lines:
-        cells = [
-            f"{line['memory'][name]:.2f}, {line['seconds'][name]:.1f}" if name in line["memory"] else ""
-            for name in PHASES
-        ]
-        same = [{True: "yes", False: "no", None: ""}[line[name]] for name in ("equal", "resumed")]
-        table.add_row(line["kernel"], line["ids"], f"{line['steps_per_s']:.1f}", *same, *cells)
-    Console(width=160).print(table)
+        cells = [f"{line['memory'][name]:.2f}, {line['seconds'][name]:.1f}" for name in PHASES]
+        table.add_row(line["kernel"], *cells, "yes" if line["resumed"] else "no")
+    Console(width=120).print(table)
+
+
+def show_speed(lines: list[dict[str, Any]]) -> None:
+    """Prints the second table."""
+    table = Table(title="ms a step")
+    for column in ("ids", *lines[0]["seconds"], "last ÷ first", "equal"):
+        table.add_column(column)
+    for line in lines:
+        each = list(line["seconds"].values())
+        cells = [*(f"{1000 * seconds:.1f}" for seconds in each), f"{each[-1] / each[0]:.2f}"]
+        table.add_row(line["ids"], *cells, "yes" if line["equal"] else "no")
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from raytrec.config.schema import Schema
 from raytrec.worker.build import build_step
 from raytrec.worker.memory import keep_freed_memory
 
-DIM, FEATURES, BATCH, BATCHES, WARM_UP = 32, 8, 2048, 16, 20
+DIM, FEATURES, BATCH, BATCHES = 32, 8, 2048, 16
 ROW_BYTES = DIM * 4 + 4  # float32, and one value of state
-PIECE = 10  # steps between two looks at whether it is saved
 IDS = {"uniform": 1.0, "skewed": 5.0}  # the power to which a uniform number is raised
 
 
@@ -32,11 +30,9 @@ class Settings:
     """Of one run of one kernel."""
 
     kernel: str
-    ids: str
     rows: int
     steps: int
     folder: str
-    save: bool
 
 
 class Trained:
@@ -44,20 +40,17 @@ class Trained:
 
     def __init__(self, settings: Settings, rows: int, *, fill: bool):
         self.config, self.schema = described(settings, rows)
+        self._folder = f"{settings.folder}/checkpoints"
         self.step, _ = build_step(self.config, self.schema, torch.device("cpu"), fill=fill)
         self.state = LogicalState(self.step.model, self.step.optimizer)
+        self._batches = {ids: self._random_batches(power) for ids, power in IDS.items()}
 
-    def train(self, steps: int, ids: str) -> tuple[list[float], float]:
-        """The losses of all steps, and seconds of those after the first few."""
-        batches = islice(cycle(self._batches(IDS[ids])), steps)
-        losses, began = [], perf_counter()
-        for number, outputs in enumerate(self.step.train(batches, steps)):
-            losses.append(float(outputs.loss.detach()))
-            if number == WARM_UP - 1:
-                began = perf_counter()
-        return losses, perf_counter() - began
+    def train(self, steps: int, ids: str = "uniform") -> list[float]:
+        """The losses of all steps, which begin with the first batch."""
+        batches = islice(cycle(self._batches[ids]), steps)
+        return [float(outputs.loss.detach()) for outputs in self.step.train(batches, steps)]
 
-    def _batches(self, power: float) -> list[Any]:
+    def _random_batches(self, power: float) -> list[Any]:
         found = []
         for whole in random_batches(self.schema, BATCH, BATCHES, seed=1):
             batch, rows = local_batch(whole, self.schema, [0, BATCH], 0), self.schema.tables["t"].rows
@@ -68,25 +61,33 @@ class Trained:
         torch.manual_seed(0)
         return found
 
-    def save(self, ids: str | None = None) -> list[float]:
-        """Saves, in the place of what was saved before; with `ids`, trains until it is saved, and gives the
-        losses."""
-        keeping = self.config.checkpoint.model_copy(update={"async_save": bool(ids), "keep_last": 1})
-        rows = RowSnapshot(self.step.model, self.state.tables) if ids else None
-        folder, losses = f"{self.config.run.dir}/checkpoints", []
-        shutil.rmtree(folder, ignore_errors=True)
-        saver = Saver(folder, keeping, rows=rows)
+    def save(self) -> None:
+        """Saves, in the place of what was saved before."""
+        self._end_save(self._begin_save())
+
+    def save_while_training(self) -> list[float]:
+        """The same while training goes on, all batches at a time; the losses."""
+        saver, losses = self._begin_save(RowSnapshot(self.step.model, self.state.tables)), []
+        while saver.busy or not losses:
+            losses += self.train(BATCHES)
+        self._end_save(saver)
+        return losses
+
+    def _begin_save(self, rows: RowSnapshot | None = None) -> Saver:
+        keeping = self.config.checkpoint.model_copy(update={"async_save": rows is not None, "keep_last": 1})
+        shutil.rmtree(self._folder, ignore_errors=True)
+        saver = Saver(self._folder, keeping, rows=rows)
         saver.save(1, self.state.tensors(), {})
-        while ids and (saver.busy or not losses):
-            losses += self.train(PIECE, ids)[0]
+        return saver
+
+    def _end_save(self, saver: Saver) -> None:
         if error := saver.taken().error:
             raise error
         saver.close()
-        return losses
 
     def restore(self) -> None:
         """Reads what was saved."""
-        assert restore(f"{self.config.run.dir}/checkpoints", self.state).folder
+        assert restore(self._folder, self.state).folder
 
 
 def described(settings: Settings, rows: int) -> tuple[Any, Any]:
@@ -108,6 +109,6 @@ def begin(store: str, settings: Settings) -> None:
     join_group(0, 1, store)
     keep_freed_memory()
     small = Trained(replace(settings, folder=f"{settings.folder}/small"), 1000, fill=True)
-    small.train(3, settings.ids)
-    small.save(settings.ids)
+    small.train(3)
+    small.save_while_training()
     small.restore()
