@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from raytrec.checkpoint.index import CheckpointError
+from raytrec.common.pages import bring_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,10 @@ def blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
     """The bytes of a tensor, block by block; each is there until the next one is asked for."""
     if is_plain(tensor):
         data = memory(tensor)
-        yield from (data[i : i + block_bytes] for i in range(0, len(data), block_bytes))
+        for begin in range(0, len(data), block_bytes):
+            block = data[begin : begin + block_bytes]
+            bring_in(tensor.data_ptr() + begin, len(block))
+            yield block
         return
     count = block_bytes // tensor.element_size()
     buffer = torch.empty(min(count, tensor.numel()), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -100,6 +104,16 @@ def blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
         for values, box in overlaps(block, first, tensor.shape, (0,) * tensor.dim(), tensor):
             values.copy_(box)
         yield memory(block)
+
+
+def pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
+    """The values of a tensor, as views of some rows at a time if it is a plain one."""
+    if not is_plain(tensor) or not tensor.dim() or not tensor.numel():
+        yield tensor
+        return
+    for piece in tensor.split(max(1, block_bytes // tensor[0].nbytes)):
+        bring_in(piece.data_ptr(), piece.nbytes)
+        yield piece
 
 
 def overlaps(

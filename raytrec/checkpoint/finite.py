@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from raytrec.checkpoint.blocks import pieces
 from raytrec.checks.live.outcome import ranks
 from raytrec.checks.live.readout import read
 from raytrec.compat.torch_ import ShardedTensor
@@ -16,12 +18,13 @@ if TYPE_CHECKING:
     from raytrec.checkpoint.state import State
 
 SHOWN = 3  # tensors
+PIECE_BYTES = 4 << 20
 
 
 def not_finite(
     tensors: State,
     apart: frozenset[str] = frozenset(),
-    pieces: Callable[[torch.Tensor], Iterable[torch.Tensor]] | None = None,
+    pieces_of: Callable[[torch.Tensor], Iterable[torch.Tensor]] = partial(pieces, block_bytes=PIECE_BYTES),
 ) -> list[str]:
     """The names of the tensors that are NaN or infinite somewhere in this rank's part of them.
 
@@ -29,11 +32,11 @@ def not_finite(
 
     Args:
         apart: names that are not looked at (LogicalState.unbounded).
-        pieces: of a tensor, the values that are meant, some at a time; default: itself.
+        pieces_of: of a tensor, the values that are meant, some at a time; default: its own.
     """
     named = [(name, part) for name, value in tensors.items() if name not in apart for part in _parts(value)]
     named = [(name, part) for name, part in named if part.numel() and part.is_floating_point()]
-    good = read([_finite(pieces(part.detach()) if pieces else [part.detach()]) for _, part in named])
+    good = read([_finite(pieces_of(part.detach())) for _, part in named])
     return list(dict.fromkeys(name for (name, _), (fine,) in zip(named, good, strict=True) if not fine))
 
 

@@ -163,8 +163,10 @@ class Saver:
 
     def _refused(self, tensors: State, step: int) -> NotFinite | None:
         """Why this state is not to be saved; the same on all ranks."""
-        pieces = partial(self._rows.pieces, block_bytes=BLOCK_BYTES) if self._rows else None
-        found = on_any_rank(not_finite(tensors, self._unbounded, pieces), self._group)
+        look = partial(not_finite, tensors, self._unbounded)
+        if self._rows:
+            look = partial(look, pieces_of=partial(self._rows.pieces, block_bytes=BLOCK_BYTES))
+        found = on_any_rank(look(), self._group)
         if found is None:
             return None
         return NotFinite(

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checkpoint.blocks import blocks, is_plain, memory
+from raytrec.checkpoint.blocks import blocks, is_plain, memory, pieces
+from raytrec.common.pages import bring_in
 from raytrec.compat.fbgemm import fbgemm_of
 from raytrec.compat.torch_ import ShardedTensor
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of
@@ -103,7 +104,7 @@ class RowSnapshot:
         """The values of a tensor at that moment, some rows at a time; each piece is there until the next one
         is asked for."""
         if not self._begun or tensor.data_ptr() not in self._place:
-            yield tensor
+            yield from pieces(tensor, block_bytes)
             return
         count = max(1, block_bytes // tensor[0].nbytes)
         buffer = tensor.new_empty(min(len(tensor), count), *tensor.shape[1:])
@@ -127,8 +128,10 @@ class RowSnapshot:
 
     def _read(self, tensor: torch.Tensor, first: int, last: int, buffer: torch.Tensor) -> torch.Tensor:
         shard, number = self._place[tensor.data_ptr()]
+        wanted = tensor[first:last]
+        bring_in(wanted.data_ptr(), wanted.nbytes)
         # Rows that change while they are copied were set aside before, and are put back after.
-        part = buffer[: last - first].copy_(tensor[first:last])
+        part = buffer[: last - first].copy_(wanted)
         with self._changed:
             shard.put_back(number, first, part)
         return part

@@ -54,6 +54,7 @@ class MappedFiles:
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
                 pages = mmap.mmap(file.fileno(), size)
+            pages.madvise(mmap.MADV_RANDOM)  # a row brings in its page, not the megabytes beside it
         except OSError as error:
             raise _refused(tables, size, folder, (error.strerror or str(error)).lower()) from None
         return torch.frombuffer(pages, dtype=dtype)

@@ -1,8 +1,12 @@
 """Tables in files: trained, saved and restored to the last bit as tables in memory are."""
 
+import ctypes
 import errno
+import mmap
 import os
+import sys
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 import sequence_schema
@@ -11,8 +15,12 @@ from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 
 from raytrec.common.errors import RunError
+from raytrec.common.pages import bring_in
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import load_config
+from raytrec.embeddings.mapped import MappedFiles
+
+LIBC = ctypes.CDLL(None)
 
 # (plan.tables, without the kernel where it is the one that is tried; optimizer; world)
 WAYS = {
@@ -115,16 +123,17 @@ def test_upstream_draws_no_values_that_are_then_overwritten():
     assert on_ranks(1, unfilled) == [0.0]
 
 
+def plan_in(folder):
+    return load_config({"data": {"train": "d/train"}, "plan": {"mmap_dir": str(folder)}})
+
+
 def refused(rank, world, folder, why):
     """What is said where a file cannot be made."""
-    from raytrec.embeddings.mapped import MappedFiles
-
-    values = {"data": {"train": "d/train"}, "plan": {"mmap_dir": folder}}
     with pytest.MonkeyPatch.context() as patch:
         if why:
             patch.setattr(os, "posix_fallocate", fails)
         try:
-            MappedFiles(load_config(values)).zeros(["user"], 1 << 20, torch.float32)
+            MappedFiles(plan_in(folder)).zeros(["user"], 1 << 20, torch.float32)
         except RunError as error:
             return str(error)
 
@@ -140,3 +149,31 @@ def test_a_full_disk_and_one_in_memory_are_refused(tmp_path):
     if Path("/dev/shm").is_dir():
         (message,) = on_ranks(1, refused, "/dev/shm/tables", False)
         assert "is on tmpfs, which is itself memory" in message
+
+
+def resident(values):
+    """How many pages of memory are in memory."""
+    pages = (ctypes.c_ubyte * (values.nbytes // mmap.PAGESIZE))()
+    LIBC.mincore(ctypes.c_void_p(values.data_ptr()), ctypes.c_size_t(values.nbytes), pages)
+    return sum(page & 1 for page in pages)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages are in memory")
+def test_rows_bring_in_their_pages_and_blocks_all_at_once(tmp_path):
+    values = MappedFiles(plan_in(tmp_path)).zeros(["user"], 1 << 20, torch.float32)
+    values.fill_(1)
+    place, size, count = ctypes.c_void_p(values.data_ptr()), ctypes.c_size_t(values.nbytes), 1024
+    assert resident(values) == count == values.nbytes // mmap.PAGESIZE
+    LIBC.msync(place, size, 4)  # MS_SYNC
+    LIBC.madvise(place, size, 21)  # MADV_PAGEOUT
+    if resident(values):
+        pytest.skip("this system does not let go of pages when asked to")
+    values[[0, 300_000, 700_000]].sum()
+    assert resident(values) == 3
+    bring_in(values.data_ptr(), values.nbytes // 2)
+    deadline = monotonic() + 10
+    while (found := resident(values)) < count // 2 + 1 and monotonic() < deadline:
+        sleep(0.01)
+    assert found == count // 2 + 1
+    other = torch.ones(10)  # of no file
+    bring_in(other.data_ptr(), other.nbytes)
