@@ -20,7 +20,8 @@ ms a step the median over turns
 equal     whether all losses are those of the first kernel, bit for bit
 
 A table larger than memory: --gib 30 --kernels fused_mmap --turns 0, with room for twice that in --folder.
-Prints two tables and writes benchmarks/results/tiers.json.
+Prints two tables; with both kernels, writes benchmarks/results/tiers.json and the tables of
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from time import perf_counter
 from typing import Annotated, Any
 
 import typer
+from documents import fill
 from rich.console import Console
 from rich.table import Table
 from tiers_side import BATCHES, DIM, IDS, ROW_BYTES, Settings, Trained, begin
@@ -154,9 +156,10 @@ def main(
         speed = outcome_of(run_in_turns, each, turns) if turns else []
     if speed:
         show_speed(speed)
-    if not smallest:
+    if not smallest and speed:
         found = {"rows": rows, "dim": DIM, "steps": steps, "turns": turns, "memory": lines, "speed": speed}
         RESULTS.write_text(json.dumps(found, indent=1))
+        fill("docs/benchmarks.md", "tiers", in_document(found))
 
 
 def memory_of(settings: Settings) -> dict[str, Any]:
@@ -193,6 +196,22 @@ def show_speed(lines: list[dict[str, Any]]) -> None:
         cells = [*(f"{1000 * seconds:.1f}" for seconds in each), f"{each[-1] / each[0]:.2f}"]
         table.add_row(line["ids"], *cells, "yes" if line["equal"] else "no")
     Console(width=120).print(table)
+
+
+def in_document(found: dict[str, Any]) -> str:
+    """Both tables in Markdown."""
+    lines = [f"| memory ÷ table | {' | '.join(PHASES)} |", "|---|" + "---:|" * len(PHASES)]
+    for line in found["memory"]:
+        cells = " | ".join(f"{line['memory'][name]:.2f}" for name in PHASES)
+        lines.append(f"| `{line['kernel']}` | {cells} |")
+    kernels = list(found["speed"][0]["seconds"])
+    lines += ["", f"| ids | {' | '.join(f'`{name}`, ms a step' for name in kernels)} | ratio |"]
+    lines.append("|---|" + "---:|" * (len(kernels) + 1))
+    for line in found["speed"]:
+        each = list(line["seconds"].values())
+        cells = " | ".join(f"{1000 * seconds:.1f}" for seconds in each)
+        lines.append(f"| {line['ids']} | {cells} | {each[-1] / each[0]:.2f} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
