@@ -1,10 +1,11 @@
-"""A rank of `benchmarks/ids.py`: steps of training over a table, when it is told to.
+"""A rank of `benchmarks/ids.py` and `benchmarks/ids_resume.py`: it trains a table when it is told to.
 
     python benchmarks/ids_side.py RANK WORLD STORE
 
 It reads lines of JSON: {"ids", "new_share"} builds a model and batches, {"steps"} trains so many steps,
-{"stream"} sends so many distinct ids through a map alone. To each it answers with a line, [seconds, CPU
-seconds]; of a stream, [seconds, bytes that the process has grown by].
+{"stream"} sends so many distinct ids through a map alone, {"resume", "first", "saves"} trains on distinct
+ids from one checkpoint to others. To each it answers with a line, [seconds, CPU seconds]; of the last two,
+[seconds, bytes that the process has grown by].
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 DIM, ROWS, BATCH, BAG, SINGLES, PIECES = 16, 100_000, 2048, 8, 4, 16
 FEATURES = [f"f{i}" for i in range(SINGLES)]
 AT_ONCE = 16_384  # ids of a stream
+RESUME_ROWS = 12_288  # of a step of a run that is resumed
 
 
 class Sum(nn.Module):
@@ -116,6 +118,65 @@ def stream(ids: int, world: int) -> tuple[float, int]:
     return perf_counter() - began, memory().rss - before
 
 
+def resume(rank: int, world: int, root: str, first: int, saves: list[int]) -> tuple[float, int]:
+    """(seconds, bytes that this process has grown by since a tenth of them) of the steps after `first`, from
+    the checkpoint of that step, and with a checkpoint at each of `saves`."""
+    from raytrec.checkpoint.managed import ids_to_read, saved_ids, take_over_ids
+    from raytrec.checkpoint.restore import restore
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.config.run_config import RunConfig
+    from raytrec.config.schema import Schema
+    from raytrec.data.form import Form
+    from raytrec.worker.build import build_step
+
+    features = {name: {"table": "item"} for name in ("new", "known")}
+    tables = {"item": {"rows": ROWS, "dim": DIM, "ids": "managed"}}
+    schema = Schema.parse({"labels": ["y"], "sparse": features, "tables": tables}, "ids")
+    config = RunConfig.model_validate(
+        {
+            "data": {"train": "unused", "global_batch_size": RESUME_ROWS},
+            "scaling": {"num_workers": world},
+            "model": {"name": "ids_side:Sum"},
+            "optim": {"embeddings": {"name": "adagrad"}},
+            "checkpoint": {"async_save": False},
+        }
+    )
+    torch.manual_seed(0)
+    step, _ = build_step(config, schema, torch.device("cpu"))
+    state = LogicalState(step.model, step.optimizer)
+    saver = Saver(root, config.checkpoint)
+    if first:
+        found = restore(root, state, more=lambda about: ids_to_read(about, step.maps))
+        take_over_ids(step.maps, found.more, found.about)
+        step.trained = first
+    batches, memory = _distinct(Form(schema), rank, world, first), psutil.Process().memory_info
+    before, began, early = 0, perf_counter(), first + (saves[-1] - first) // 10
+    for number, _ in enumerate(step.train(batches, saves[-1] - first), first + 1):
+        if number == early:
+            before = memory().rss
+        if number in saves:
+            ids, about = saved_ids(step.maps, number)
+            saver.save(number, state.tensors(), about, ids)
+            if error := saver.taken().error:
+                raise error
+    return perf_counter() - began, memory().rss - before
+
+
+def _distinct(form: Any, rank: int, world: int, first: int) -> Iterator[Any]:
+    """This rank's batches from step `first` on, of ids that are functions of the step alone."""
+    from raytrec.data.collate import Collator, Rows
+
+    collate, size = Collator(form), RESUME_ROWS // world
+    places = np.arange(rank * size, (rank + 1) * size)
+    for number in range(first, sys.maxsize):
+        new = number * RESUME_ROWS + places
+        ids = [new, np.maximum(new - RESUME_ROWS * (1 + places % 4), places)]
+        labels = (new * 7919 % 13 < 6).astype(np.float32)
+        rows = Rows.of(form.table([labels], [], ids, [], size).to_batches()[0])
+        yield collate([rows], size, RESUME_ROWS, number)
+
+
 def serve(rank: int, world: int, store: str) -> None:
     """Does what the lines say, until there are none."""
     join_group(rank, world, store)
@@ -124,6 +185,8 @@ def serve(rank: int, world: int, store: str) -> None:
         told = json.loads(line)
         if "stream" in told:
             answer = stream(told["stream"], world)
+        elif "resume" in told:
+            answer = resume(rank, world, told["resume"], told["first"], told["saves"])
         elif "steps" in told:
             answer = side.train(told["steps"])
         else:

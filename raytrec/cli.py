@@ -381,6 +381,32 @@ def index(
 
 
 @app.command()
+def convert(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint folder.")],
+    tables: Annotated[
+        list[str],
+        typer.Option(
+            "--table",
+            metavar="TABLE=KIND",
+            help="What becomes of a table: managed, resize:ROWS or hash (repeatable).",
+        ),
+    ],
+    out: Annotated[str, typer.Option(help="Folder to write the new checkpoint to.")],
+    checkpoint: Checkpoint = None,
+    allow_code: AllowCode = False,
+):
+    """Change the kind of a trained checkpoint's tables, for a warm start: --table user=managed"""
+    from raytrec.common.redaction import hide
+    from raytrec.driver.convert import convert as run_convert
+
+    converted = run_convert(run, tables, out, checkpoint=checkpoint, allow_code=allow_code)
+    for line in converted.lines:
+        print(line)
+    print(f"checkpoint   {hide(converted.path)}")
+    print(f"train on     raytrec train --warm-start {hide(converted.path)} data.train=DIR")
+
+
+@app.command()
 def check(
     config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False
 ):

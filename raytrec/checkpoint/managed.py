@@ -124,6 +124,16 @@ def stored_rows(
     return torch.where(known[places] == keys, rows[places], fallback)
 
 
+def ids_of(folder: str, index: Mapping[str, Any], table: str) -> dict[str, torch.Tensor]:
+    """id, row, sightings and last of all ids with a row in a checkpoint, int64 [n] each, in the order of
+    their keys; without any process group."""
+    (names, count), _ = _names(table, index["about"]["ids"][table])
+    tensors: State = {name: torch.empty(count, dtype=torch.int64) for name in names}
+    if count:
+        load(folder, tensors)
+    return {name.rpartition("/")[2]: values for name, values in tensors.items()}
+
+
 def _names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[str], int]]:
     """(names, how many values each has) of ids with a row, and of those that wait."""
     of_rows = [f"ids/{table}/{name}" for name in ("id", *ROWS)]

@@ -17,7 +17,7 @@ from raytrec.common.errors import RunError, did_you_mean
 
 BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
-PLACE = "tables/{}/weight"
+PLACE = "tables/{}/{}"
 
 
 class StoredTable:
@@ -29,6 +29,7 @@ class StoredTable:
         folder: of the checkpoint, a local path or a URI.
         index: what `read_index` gives for it.
         name: of the table.
+        kind: weight, or an optimizer's state of it; one value a row is a table with one column.
 
     Attributes:
         rows, dim: its shape.
@@ -37,13 +38,13 @@ class StoredTable:
         RunError: there is no such table. CheckpointError: it cannot be read.
     """
 
-    def __init__(self, folder: str, index: dict[str, Any], name: str):
-        entry = index["tensors"].get(PLACE.format(name))
+    def __init__(self, folder: str, index: dict[str, Any], name: str, kind: str = "weight"):
+        entry = index["tensors"].get(PLACE.format(name, kind))
         if entry is None:
             raise _unknown(name, table_names(index), folder)
         if entry["dtype"] not in STORED:
             raise CheckpointError(f"table {name} is of {entry['dtype']}", expected=", ".join(STORED))
-        self.rows, self.dim = entry["shape"]
+        self.rows, self.dim = _two(entry["shape"], 1)
         self._files = ExitStack()
         sources: dict[str, Source] = {}
         for part in entry["chunks"]:
@@ -128,7 +129,7 @@ class StoredTable:
 
 def table_names(index: dict[str, Any]) -> list[str]:
     """Tables that a checkpoint holds, in the order of their names."""
-    head, tail = PLACE.split("{}")
+    head, tail = PLACE.format("\0", "weight").split("\0")
     names = [n for n in index["tensors"] if n.startswith(head) and n.endswith(tail)]
     return sorted(name.removeprefix(head).removesuffix(tail) for name in names)
 
@@ -139,8 +140,8 @@ class _Chunk:
     def __init__(self, source: Source, part: dict[str, Any], dtype: str, block_bytes: int, where: str):
         self._source, self._part, self._bfloat = source, part, dtype == "bfloat16"
         self._dtype, self._block_bytes, self._where = np.dtype(STORED[dtype]), block_bytes, where
-        self._first, self._column = part["offsets"]
-        self._rows, self._columns = part["sizes"]
+        self._first, self._column = _two(part["offsets"], 0)
+        self._rows, self._columns = _two(part["sizes"], 1)
         self._number, self._block = -1, memoryview(b"")
 
     def into(self, band: np.ndarray, first: int) -> None:
@@ -172,6 +173,11 @@ class _Chunk:
             read_block(self._source, start, block, self._part["crc32"][number], where)
             self._number, self._block = number, block
         return self._block
+
+
+def _two(numbers: list[int], second: int) -> tuple[int, int]:
+    """Of rows and columns; of rows alone, with this in the place of the other."""
+    return numbers[0], numbers[1] if len(numbers) > 1 else second
 
 
 def _unknown(name: str, names: list[str], folder: str) -> RunError:

@@ -1,0 +1,116 @@
+"""`raytrec convert`: a trained checkpoint some of whose tables change their kind or their size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytrec.checkpoint.index import INDEX
+from raytrec.common.errors import ConfigError, SchemaError, did_you_mean
+from raytrec.common.storage import absolute, open_filesystem
+from raytrec.config.schema import Schema
+from raytrec.driver.predict import resolve_checkpoint
+
+if TYPE_CHECKING:
+    from raytrec.checkpoint.table_changes import TableChange
+
+KINDS = "managed, resize:ROWS or hash"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert` came to.
+
+    Attributes:
+        path: the folder of the new checkpoint.
+        lines: what has become of each table.
+    """
+
+    path: str
+    lines: list[str]
+
+
+def convert(
+    place: str | Path,
+    tables: Sequence[str],
+    out: str,
+    *,
+    checkpoint: str | int | None = None,
+    allow_code: bool = False,
+) -> Converted:
+    """Writes a checkpoint in which tables are of another kind; weights and optimizer state of the rows that
+    stay are kept to the last bit. A new run begins with it (`--warm-start`), and it can be evaluated and
+    predicted with.
+
+    Memory: a few blocks, 8 bytes for each row of a table that changes, and 32 for each managed id of it.
+
+    Args:
+        place: run folder or checkpoint folder. Nothing is written there.
+        tables: TABLE=KIND, where KIND is managed, resize:ROWS or hash (docs/data.md).
+        out: the folder to write to, local or s3:// or gs://.
+        checkpoint: of a run, a step, or "best"; default: the newest.
+        allow_code: the run's configuration may name code, where somebody else has written it.
+
+    Raises:
+        RunError: no checkpoint there. ConfigError, SchemaError: a table that there is not, or that cannot
+            become this. CheckpointError: damaged, or no room.
+    """
+    config, schema, folder, index = resolve_checkpoint(place, checkpoint, [], allow_code)
+    wanted, out = _parse(tables, schema), absolute(out).rstrip("/")
+    _check_free(out)
+    from raytrec.checkpoint.rewrite import rewrite
+
+    changes = {table: _change(folder, index, schema, table, kind) for table, kind in wanted.items()}
+    new = {table: change.table for table, change in changes.items()}
+    schema = schema.model_copy(update={"tables": {**schema.tables, **new}})
+    about = {**index["about"], "schema": schema.to_yaml()}
+    about["ids"] = dict(about.get("ids", {})) | {t: dict(c.about) for t, c in changes.items() if c.about}
+    rewrite(folder, index, out, changes, about, config.run.seed)
+    return Converted(out, [change.told for change in changes.values()])
+
+
+def _parse(tables: Sequence[str], schema: Schema) -> dict[str, str]:
+    """Table → kind."""
+    found: dict[str, str] = {}
+    for text in tables:
+        table, equals, kind = text.partition("=")
+        if not equals or not (kind in ("managed", "hash") or kind.partition(":")[0] == "resize"):
+            raise ConfigError(f"--table {text}", expected=f"TABLE=KIND, where KIND is {KINDS}")
+        if table not in schema.tables:
+            near = did_you_mean(table, list(schema.tables))
+            raise SchemaError(
+                f"there is no table '{table}'" + (f"; did you mean '{near}'?" if near else ""),
+                where=f"--table {text}",
+                expected=", ".join(schema.tables),
+            )
+        if table in found:
+            raise ConfigError(f"--table names {table} twice", expected="one kind for each table")
+        found[table] = kind
+    if not found:
+        raise ConfigError("no table was given", expected=f"--table TABLE=KIND, where KIND is {KINDS}")
+    return found
+
+
+def _change(folder: str, index: dict, schema: Schema, name: str, kind: str) -> TableChange:
+    from raytrec.checkpoint.table_changes import resized, to_hash, to_managed
+
+    table = schema.tables[name]
+    if kind == "managed":
+        return to_managed(name, table)
+    if kind == "hash":
+        return to_hash(name, table)
+    rows = kind.partition(":")[2].replace("_", "")
+    if not rows.isdecimal() or not 0 < int(rows) < 2**62:
+        raise ConfigError(f"--table {name}={kind}", expected="resize:ROWS, such as resize:100000")
+    return resized(folder, index, name, table, int(rows))
+
+
+def _check_free(out: str) -> None:
+    from pyarrow import fs
+
+    filesystem, path = open_filesystem(out)
+    if filesystem.get_file_info(f"{path}/{INDEX}").type == fs.FileType.NotFound:
+        return
+    raise ConfigError("there is a checkpoint already", where=f"--out {out}", expected="a folder without one")

@@ -1,0 +1,216 @@
+"""`raytrec convert`: a trained table becomes another kind of table, and goes on learning as it would have."""
+
+import checkpoints
+import numpy as np
+import pytest
+import torch
+from plain_ids import key
+from ranks import on_ranks
+from small import SCHEMA, build, config, train
+from typer.testing import CliRunner
+
+from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.index import CheckpointError, read_index
+from raytrec.common.errors import ConfigError, SchemaError
+from raytrec.config.schema import Schema
+from raytrec.driver.convert import convert
+
+STEPS = 3
+PROGRESS = {"step": STEPS, "rows": 36, "trained": 36.0, "nan_steps": 0, "window": {}, "seconds": 1.0,
+            "timed_rows": 36, "evaluation": None}  # fmt: skip
+
+
+def with_tables(**tables):
+    return Schema.parse(
+        {**SCHEMA.model_dump(), "tables": {**SCHEMA.model_dump()["tables"], **tables}}, "here"
+    )
+
+
+def begun(rank, world, root, schema, optimizer):
+    """A checkpoint after three steps on these ranks."""
+    from raytrec.checkpoint.managed import saved_ids
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+
+    made = config(world, {"sharding_type": "row_wise"}, optimizer)
+    step = build(made, schema)
+    train(step, parts(rank, world))
+    state, saver = LogicalState(step.model, step.optimizer), Saver(root, made.checkpoint)
+    about = {"config": made.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml()}
+    ids, about_ids = saved_ids(step.maps, STEPS)
+    saver.save(STEPS, state.tensors(), about | {"data": "", "progress": PROGRESS} | about_ids, ids)
+    assert saver.taken().error is None
+
+
+def parts(rank, world, seed=1):
+    """Batches of ids that all tables have."""
+    from raytrec.checks.parity.batches import cuts, local_batch, random_batches
+
+    whole = random_batches(SCHEMA, 12, STEPS, seed=seed)
+    return [local_batch(b, SCHEMA, cuts(12, world, "unequal"), rank) for b in whole]
+
+
+def goes_on(rank, world, folder, optimizer):
+    """A warm start from a checkpoint, three steps of it; losses, tables, and (ids, rows) of managed ones."""
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.checkpoint.table_starts import schema_of
+    from raytrec.embeddings.hashing import unhash_bits
+    from raytrec.worker.initial_state import begin
+
+    schema, made = (
+        schema_of(read_index(folder)["about"]),
+        config(world, {"sharding_type": "row_wise"}, optimizer),
+    )
+    made.warm_start.from_, made.warm_start.optimizer = folder, True
+    step = build(made, schema)
+    begin(step, made, schema)
+    losses = [outputs.loss.item() for outputs in train(step, parts(rank, world, seed=2))]
+    parts_of = LogicalState(step.model, step.optimizer).tables
+    tables = {n: {"weight": t.weight.dense()} | {k: p.dense() for k, p in t.state.items()}
+              for n, t in parts_of.items()}  # fmt: skip
+    held = {n: m.state(step.trained).rows for n, m in step.maps.items()}
+    return losses, tables, {n: (unhash_bits(e.keys), e.fields["row"].long()) for n, e in held.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Optimizer → folder of a checkpoint of tables without managed ids."""
+    root = tmp_path_factory.mktemp("trained")
+    for optimizer in ("rowwise_adagrad", "adam"):
+        on_ranks(2, begun, str(root / optimizer), SCHEMA, optimizer)
+    return {name: folder_of(str(root / name), STEPS) for name in ("rowwise_adagrad", "adam")}
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+def test_a_table_with_managed_ids_learns_as_it_would_have_without(trained, optimizer, tmp_path):
+    out = str(tmp_path / "out")
+    lines = convert(trained[optimizer], ["user=managed"], out).lines
+    assert lines == ["table user: ids 0 to 22 keep their rows; one more is for ids that have none"]
+    before, after = (on_ranks(2, goes_on, f, optimizer) for f in (trained[optimizer], out))
+    assert [r[0] for r in before] == [r[0] for r in after]
+    ids = torch.cat([r[2]["user"][0] for r in after])
+    rows = torch.cat([r[2]["user"][1] for r in after])
+    assert sorted(ids.tolist()) == list(range(23))
+    for kind, values in before[0][1]["user"].items():
+        assert torch.equal(after[0][1]["user"][kind][rows], values[ids]), kind
+        assert after[0][1]["user"][kind].shape[0] == 24
+
+
+@pytest.mark.parametrize("kind", ["resize:40", "resize:20", "hash"])
+def test_tables_without_managed_ids(trained, kind, tmp_path):
+    out = str(tmp_path / "out")
+    convert(trained["adam"], [f"user={kind}"], out)
+    one, other = checkpoints.whole(trained["adam"]), checkpoints.whole(out)
+    assert one.keys() == other.keys()
+    changed = {name for name in one if not torch.equal(one[name], other[name])} if kind == "hash" else None
+    table = Schema.parse(__import__("yaml").safe_load(checkpoints.about(out)["schema"]), "out").tables["user"]
+    if kind == "hash":
+        assert changed == set() and table.out_of_range == "hash" and table.rows == 23
+        return
+    rows = int(kind.partition(":")[2])
+    for name, values in one.items():
+        if not name.startswith("tables/user/") or not values.dim():
+            assert torch.equal(other[name], values), name
+            continue
+        assert len(other[name]) == rows == table.rows
+        assert torch.equal(other[name][: min(rows, 23)], values[:rows])
+        if rows > 23:
+            from raytrec.embeddings.initial import initial_rows
+
+            fresh = initial_rows(with_tables(user={"rows": 40, "dim": 8}), "user", 3, 23, 40)
+            assert torch.equal(
+                other[name][23:], fresh if name.endswith("weight") else torch.zeros_like(fresh)
+            )
+
+
+@pytest.fixture(scope="module")
+def managed(tmp_path_factory):
+    """The same of tables with managed ids, all of which have been seen: 22 in the table of users."""
+    root = str(tmp_path_factory.mktemp("managed"))
+    ids = {"eviction": "lfu", "fallback_rows": 2}
+    schema = with_tables(user={"rows": 25, "dim": 8, "ids": ids}, tag={"rows": 6, "dim": 8, "ids": "managed"})
+    on_ranks(2, begun, root, schema, "adagrad")
+    return folder_of(root, STEPS)
+
+
+@pytest.mark.parametrize("rows", [7, 24, 60])
+def test_managed_ids_of_another_number_of_rows(managed, rows, tmp_path):
+    out = str(tmp_path / "out")
+    (line,) = convert(managed, [f"user=resize:{rows}"], out).lines
+    one, other = checkpoints.whole(managed), checkpoints.whole(out)
+    stored = {kind: one[f"ids/user/{kind}"] for kind in ("id", "row", "sightings", "last")}
+    columns = zip(*(values.tolist() for values in stored.values()), strict=True)
+    worth = sorted(columns, key=lambda c: (-c[2], -c[3], key(c[0])))
+    kept = sorted(worth[: rows - 2], key=lambda c: key(c[0]))
+    assert other["ids/user/id"].tolist() == [c[0] for c in kept]
+    assert other["ids/user/sightings"].tolist() == [c[2] for c in kept]
+    assert ("dropped" in line) == (len(kept) < len(worth))
+    old, new = torch.tensor([c[1] for c in kept]), other["ids/user/row"]
+    for kind in ("weight", "sum"):
+        assert torch.equal(other[f"tables/user/{kind}"][new], one[f"tables/user/{kind}"][old])
+        assert torch.equal(other[f"tables/user/{kind}"][-2:], one[f"tables/user/{kind}"][-2:])
+        assert torch.equal(other[f"tables/tag/{kind}"], one[f"tables/tag/{kind}"])
+    free = other.get("ids/user/left", torch.empty(0)).tolist()
+    assert sorted([*new.tolist(), *free]) == list(range(rows - 2))
+    losses, _, maps = on_ranks(1, goes_on, out, "adagrad")[0]
+    assert np.isfinite(losses).all() and len(maps["user"][0]) == min(rows - 2, 23)
+
+
+@pytest.mark.parametrize(
+    "tables,says",
+    [
+        (["user=managed", "user=hash"], "names user twice"),
+        (["usr=managed"], "did you mean 'user'"),
+        (["user"], "TABLE=KIND"),
+        (["user=bigger"], "managed, resize:ROWS or hash"),
+        (["user=resize:"], "resize:100000"),
+        (["user=resize:0"], "resize:100000"),
+        (["user=resize:23"], "it has 23 rows already"),
+        ([], "no table was given"),
+    ],
+)
+def test_what_cannot_be_asked_for(trained, tables, says, tmp_path):
+    with pytest.raises((ConfigError, SchemaError)) as error:
+        convert(trained["adam"], tables, str(tmp_path / "out"))
+    assert says in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_what_a_table_cannot_become(managed, trained, tmp_path):
+    out = str(tmp_path / "hashed")
+    convert(trained["adam"], ["user=hash"], out)
+    for place, table, why in (
+        (managed, "user=managed", "managed already"),
+        (managed, "user=hash", "whether they were text"),
+        (managed, "user=resize:2", "2 rows are none for ids"),
+        (out, "user=hash", "hashed already"),
+        (out, "user=managed", "hashed to it"),
+        (out, "user=resize:30", "other rows for the ids"),
+    ):
+        with pytest.raises(SchemaError, match=why):
+            convert(place, [table], str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="there is a checkpoint already"):
+        convert(trained["adam"], ["user=managed"], out)
+
+
+def test_damage_is_seen(trained, tmp_path):
+    import shutil
+
+    place = tmp_path / "step-0000000003"
+    shutil.copytree(trained["adam"], place)
+    file = max(place.glob("*.bin"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="checksum"):
+        convert(str(place), ["user=managed"], str(tmp_path / "out"))
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_the_command(trained, tmp_path):
+    from raytrec.cli import app
+
+    arguments = ["convert", trained["adam"], "--table", "user=managed", "--table", "tag=resize:9"]
+    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert "table tag: its first 5 rows stay, 4 more begin" in done.output
+    assert f"--warm-start {tmp_path / 'out'}" in done.output
