@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 from documents import fill
 from ids_side import BATCH
-from rank_group import Ranks
+from rank_group import Ranks, take_turns
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "ids.json"
@@ -32,7 +32,6 @@ SIDES = {
     "known": {"ids": "managed", "new_share": 0.0},
     "new": {"ids": "managed", "new_share": 0.1},
 }
-TURN_S = 0.5  # about
 
 
 def measure(world: int, rounds: int) -> dict[str, Any]:
@@ -40,19 +39,7 @@ def measure(world: int, rounds: int) -> dict[str, Any]:
     with ExitStack() as stack:
         sides = {side: Ranks("ids_side.py", HERE.parent, world, stack) for side in SIDES}
         begun = {side: ranks.tell(**SIDES[side])["s"] / 20 for side, ranks in sides.items()}
-        turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-        for _ in range(rounds):
-            for side, ranks in sides.items():
-                steps = max(2, min(40, round(TURN_S / begun[side])))
-                told = ranks.tell(steps=steps)
-                turns[side].append({name: value / steps for name, value in told.items()})
-    return {
-        side: {
-            "step_ms": 1e3 * min(turn["s"] for turn in of_side),
-            "cpu_us_per_row": 1e6 * min(turn["cpu_s"] for turn in of_side) / (BATCH * world),
-        }
-        for side, of_side in turns.items()
-    }
+        return take_turns(sides, begun, rounds, BATCH * world)
 
 
 def stream(world: int, ids: int) -> dict[str, float]:

@@ -54,6 +54,31 @@ class Ranks:
         return {"s": max(s for s, _ in answers), "cpu_s": sum(cpu for _, cpu in answers)}
 
 
+def take_turns(
+    sides: dict[str, Ranks], step_s: dict[str, float], rounds: int, rows: int, turn_s: float = 0.4
+) -> dict[str, dict[str, float]]:
+    """ms of a step and CPU-µs of a row, of each side: the best of its turns.
+
+    Args:
+        step_s: about how long a step of each takes.
+        rows: of a step.
+        turn_s: about how long a turn takes.
+    """
+    turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, ranks in sides.items():
+            steps = max(2, min(40, round(turn_s / step_s[side])))
+            told = ranks.tell(steps=steps)
+            turns[side].append({name: value / steps for name, value in told.items()})
+    return {
+        side: {
+            "step_ms": 1e3 * min(turn["s"] for turn in of_side),
+            "cpu_us_per_row": 1e6 * min(turn["cpu_s"] for turn in of_side) / rows,
+        }
+        for side, of_side in turns.items()
+    }
+
+
 def join_group(rank: int, world: int, store: str) -> None:
     """Makes this process a quiet rank, with one thread, of a gloo group on this machine.
 

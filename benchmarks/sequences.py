@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 from documents import fill
-from rank_group import Ranks
+from rank_group import Ranks, take_turns
 from sequences_side import BATCH
 
 HERE = Path(__file__).parent
@@ -32,25 +32,12 @@ RESULTS, PICTURE = HERE / "results" / "sequences.json", HERE.parent / "docs" / "
 BEFORE = "5d5682546e71"  # the last commit with one key for each place
 SIDES = {"before": "one key a place", "now": "one key a feature"}
 FILLS = {"full": 1.0, "short": 0.1}
-TURN_S = 0.4  # about
 
 
 def measure(sides: dict[str, Ranks], length: int, ids: int, world: int, rounds: int) -> dict[str, Any]:
     """ms of a step and CPU-µs of a row, of each side."""
     begun = {side: ranks.tell(length=length, ids=ids)["s"] / 2 for side, ranks in sides.items()}
-    turns: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side, ranks in sides.items():
-            steps = max(2, min(40, round(TURN_S / begun[side])))
-            told = ranks.tell(steps=steps)
-            turns[side].append({name: value / steps for name, value in told.items()})
-    return {
-        side: {
-            "step_ms": 1e3 * min(turn["s"] for turn in of_side),
-            "cpu_us_per_row": 1e6 * min(turn["cpu_s"] for turn in of_side) / (BATCH * world),
-        }
-        for side, of_side in turns.items()
-    }
+    return take_turns(sides, begun, rounds, BATCH * world)
 
 
 def checkout(commit: str, stack: ExitStack) -> Path:
