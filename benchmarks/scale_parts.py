@@ -294,6 +294,7 @@ def checks(world: int, tables: int, folder: Path) -> dict:
     from raytrec.checks.live import conservation, finite, numerics, probe, replicas, shards
     from raytrec.checks.live.exchange import FEW, Repeated, join
     from raytrec.checks.live.outcome import Position
+    from raytrec.config.sections import PlanSection
 
     held, draw = defaultdict(list), random.Random(0)
     for table, on in planned(folder).items():
@@ -302,6 +303,7 @@ def checks(world: int, tables: int, folder: Path) -> dict:
     names = [f"t{i}" for i in range(tables)]
     cut = SimpleNamespace(replicated=False, shards=[SimpleNamespace(columns=range(DIM), rows=range(9))])
     run = SimpleNamespace(
+        config=SimpleNamespace(plan=PlanSection()),
         tables={name: SimpleNamespace(weight=cut) for name in names},
         schema=SimpleNamespace(sparse={f"f{i}": SimpleNamespace(table=f"t{i}") for i in range(tables)}),
     )
