@@ -5,6 +5,7 @@ The place for one is between `<!-- benchmarks/results/NAME.json -->` and `<!-- e
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -19,6 +20,13 @@ def fill(page: str, name: str, text: str) -> None:
     """Puts a text where the page has its place for these results."""
     path = REPO / page
     path.write_text(_block(name).sub(lambda found: f"{found[1]}\n{text}\n{found[3]}", path.read_text()))
+
+
+def keep(results: Path, content: dict) -> None:
+    """Writes results as a whole, or not at all."""
+    partial = results.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(results)
 
 
 def filled(page: str, name: str) -> list[str]:

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from documents import fill
+from documents import fill, keep
 from rank_group import join_group
 
 RESULTS = Path(__file__).parent / "results" / "ids_quality.json"
@@ -87,6 +87,7 @@ class Ratings:
 def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
     """Of the test pairs, after one epoch."""
     import torch
+    from sklearn.metrics import roc_auc_score
 
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
@@ -124,7 +125,7 @@ def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
         outputs.tasks["y"].logits[: int(outputs.rows.sum())].numpy()
         for outputs in step.evaluate(_batches(Form(schema), codes, test, labels))
     ]
-    return _auc(np.concatenate(logits), labels)
+    return float(roc_auc_score(labels, np.concatenate(logits)))
 
 
 def _batches(form: Any, codes: list[np.ndarray], pairs: np.ndarray, labels: np.ndarray) -> Iterator[Any]:
@@ -136,16 +137,6 @@ def _batches(form: Any, codes: list[np.ndarray], pairs: np.ndarray, labels: np.n
         ids, count = [c[pairs[some, i]] for i, c in enumerate(codes)], len(labels[some])
         rows = Rows.of(form.table([labels[some]], [], ids, [], count).to_batches()[0])
         yield collate([rows], BATCH, count, number)
-
-
-def _auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Of pairs of a positive and a negative, the share in the right order; equal ones count half."""
-    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    below = np.cumsum(counts) - counts
-    ranks = (below + (counts - 1) / 2)[places]
-    positive = labels > 0
-    n, m = int(positive.sum()), int((~positive).sum())
-    return float((ranks[positive].sum() - n * (n - 1) / 2) / (n * m))
 
 
 def table_of(found: dict[str, list[float]]) -> str:
@@ -180,7 +171,7 @@ def main(
             values.append(auc_of(ratings, kind, share, seed))
             print(f"seed {seed}, {kind}, {share:.0%}: {values[-1]:.5f}", flush=True)
             if not smallest:
-                RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+                keep(RESULTS, found)
     print(table_of(found))
     if not smallest:
         fill("docs/benchmarks.md", "ids_quality", table_of(found))

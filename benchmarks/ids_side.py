@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
-from rank_group import join_group
+from rank_group import join_group, time_steps
 from torch import nn
 
 DIM, ROWS, BATCH, BAG, SINGLES, PIECES = 16, 100_000, 2048, 8, 4, 16
@@ -74,10 +74,7 @@ class Side:
 
     def train(self, steps: int) -> tuple[float, float]:
         """(seconds, CPU seconds) of so many steps."""
-        began, used = perf_counter(), process_time()
-        for _ in self._step.train(self._batches(), steps):
-            pass
-        return perf_counter() - began, process_time() - used
+        return time_steps(self._step, self._batches(), steps)
 
     def _ids(self) -> np.ndarray:
         return (self._random.zipf(1.05, BATCH * (SINGLES + BAG)) * 7919) % 90_000

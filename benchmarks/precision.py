@@ -19,7 +19,7 @@ from statistics import mean, stdev
 from typing import Annotated
 
 import typer
-from documents import fill
+from documents import fill, keep
 from rich.console import Console
 from rich.table import Table
 
@@ -64,13 +64,6 @@ def kept(about: dict) -> Runs:
     """The runs of before, if they are of this configuration."""
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     return before["runs"] if before and before | about == before else {}
-
-
-def keep(about: dict, runs: Runs) -> None:
-    """Writes all runs."""
-    partial = RESULTS.with_suffix(".partial")
-    partial.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
-    partial.replace(RESULTS)
 
 
 def rows_of(runs: Runs) -> list[list[str]]:
@@ -121,7 +114,7 @@ def main(
                     own = [*settings, *VARIANTS[names], f"run.seed={seed}"]
                     of_variant[seed] = run(config, own)
                     if not smallest:
-                        keep(about, runs)
+                        keep(RESULTS, about | {"runs": runs})
     rows, workers = rows_of(runs), load_config(config, settings).scaling.max_workers
     title = f"`{config}`, {workers} workers, table-wise, {1 if smallest else seeds} seeds"
     table = Table(title=title)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import documents
 import typer
 import yaml
 from quality_logistic import measure_logistic
@@ -101,9 +102,7 @@ def main(
             measure(row, folder, seeds, row.budget_s if budget_s is None else budget_s)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     print_table(read_rows(), results)
-    from documents import fill
-
-    fill("docs/quality.md", "quality", document(read_rows(), results))
+    documents.fill("docs/quality.md", "quality", document(read_rows(), results))
     return None
 
 
@@ -194,9 +193,7 @@ def kept_runs(row: Row, about: dict) -> list[dict]:
 def keep(row: Row, result: dict) -> None:
     """Writes a row's runs; those of others stay."""
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    partial = RESULTS.with_suffix(".partial")
-    partial.write_text(json.dumps(before | {row.name: result}, indent=1) + "\n")
-    partial.replace(RESULTS)
+    documents.keep(RESULTS, before | {row.name: result})
 
 
 def run(row: Row, settings: list[str], seed: int) -> dict:

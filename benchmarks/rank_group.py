@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from time import perf_counter, process_time
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -44,14 +46,27 @@ class Ranks:
         ]
 
     def tell(self, **values: Any) -> dict[str, float]:
-        """What they answer: seconds of the slowest, CPU seconds of all."""
+        """What they answer of seconds: those of the slowest, CPU seconds of all."""
+        answers = self.ask(**values)
+        return {"s": max(s for s, _ in answers), "cpu_s": sum(cpu for _, cpu in answers)}
+
+    def ask(self, **values: Any) -> list[list[float]]:
+        """What each of them answers."""
         for rank in self._ranks:
             rank.stdin.write(json.dumps(values) + "\n")
             rank.stdin.flush()
         answers = [json.loads(rank.stdout.readline() or "null") for rank in self._ranks]
         if None in answers:
             raise RuntimeError(f"a rank has ended: {values}")
-        return {"s": max(s for s, _ in answers), "cpu_s": sum(cpu for _, cpu in answers)}
+        return answers
+
+
+def time_steps(step: Any, batches: Iterator[Any], steps: int) -> tuple[float, float]:
+    """(seconds, CPU seconds) of so many steps of training, in a rank."""
+    began, used = perf_counter(), process_time()
+    for _ in step.train(batches, steps):
+        pass
+    return perf_counter() - began, process_time() - used
 
 
 def take_turns(

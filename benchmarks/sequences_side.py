@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import json
 import sys
-from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
 import torch
-from rank_group import join_group
+from rank_group import join_group, time_steps
 from torch import nn
 
 DIM, ROWS, BATCH, PIECES = 16, 100_000, 512, 4
@@ -68,10 +67,7 @@ class Side:
 
     def train(self, steps: int) -> tuple[float, float]:
         """(seconds, CPU seconds) of so many steps."""
-        began, used = perf_counter(), process_time()
-        for _ in self._step.train(self._batches(), steps):
-            pass
-        return perf_counter() - began, process_time() - used
+        return time_steps(self._step, self._batches(), steps)
 
     def _batches(self) -> Any:
         while True:

@@ -42,6 +42,6 @@ def test_runs_of_another_configuration_are_not_kept(precision, monkeypatch, tmp_
     monkeypatch.setattr(precision, "RESULTS", tmp_path / "precision.json")
     about = {"config": "a", "settings": []}
     assert precision.kept(about) == {}
-    precision.keep(about, {"fp32 fp32 fp32": of(0.8)})
+    precision.keep(precision.RESULTS, about | {"runs": {"fp32 fp32 fp32": of(0.8)}})
     assert precision.kept(about) == {"fp32 fp32 fp32": of(0.8)}
     assert precision.kept(about | {"config": "b"}) == {}

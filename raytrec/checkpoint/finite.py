@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +23,7 @@ PIECE_BYTES = 4 << 20
 def not_finite(
     tensors: State,
     apart: frozenset[str] = frozenset(),
-    pieces_of: Callable[[torch.Tensor], Iterable[torch.Tensor]] = partial(pieces, block_bytes=PIECE_BYTES),
+    pieces_of: Callable[[torch.Tensor, int], Iterable[torch.Tensor]] = pieces,
 ) -> list[str]:
     """The names of the tensors that are NaN or infinite somewhere in this rank's part of them.
 
@@ -32,11 +31,11 @@ def not_finite(
 
     Args:
         apart: names that are not looked at (LogicalState.unbounded).
-        pieces_of: of a tensor, the values that are meant, some at a time; default: its own.
+        pieces_of: of a tensor, the values that are meant, so many bytes at a time; default: its own.
     """
     named = [(name, part) for name, value in tensors.items() if name not in apart for part in _parts(value)]
     named = [(name, part) for name, part in named if part.numel() and part.is_floating_point()]
-    good = read([_finite(pieces_of(part.detach())) for _, part in named])
+    good = read([_finite(pieces_of(part.detach(), PIECE_BYTES)) for _, part in named])
     return list(dict.fromkeys(name for (name, _), (fine,) in zip(named, good, strict=True) if not fine))
 
 

@@ -25,7 +25,7 @@ from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_t
 from raytrec.config.schema import Table
 from raytrec.embeddings.hashing import unhash_bits
 from raytrec.embeddings.managed.key_map import Entries
-from raytrec.embeddings.managed.keys import first_keys, keys_of
+from raytrec.embeddings.managed.keys import count_by_owner, fallback_of, first_keys, keys_of
 from raytrec.embeddings.managed.peers import Peers
 from raytrec.embeddings.managed.policy import Expiry
 from raytrec.embeddings.managed.round_trip import RoundTrip
@@ -114,7 +114,7 @@ def stored_rows(
     """
     names = [f"ids/{name}/id", f"ids/{name}/row"]
     count, keys = index["about"]["ids"][name]["rows"], keys_of(ids)
-    fallback = table.own_rows + keys.remainder(table.ids.fallback_rows)
+    fallback = fallback_of(keys, table.own_rows, table.ids.fallback_rows)
     if not count:
         return fallback
     tensors: State = {each: torch.empty(count, dtype=torch.int64) for each in names}
@@ -166,8 +166,7 @@ def _owned(names: list[str], tensors: State, device: torch.device) -> Entries:
     local = [tensors[name].local_shards() if name in tensors else [] for name in names]
     nothing = torch.empty(0, dtype=torch.int64)
     columns = torch.stack([shards[0].tensor if shards else nothing for shards in local], 1).to(device)
-    ends = torch.searchsorted(keys_of(columns[:, 0]), first_keys(peers.world, device))
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_tensor([len(columns)]))
+    sizes = count_by_owner(keys_of(columns[:, 0]), first_keys(peers.world, device))
     ids, *fields = RoundTrip([columns], [sizes], peers).received[0].unbind(1)
     kinds = [name.rpartition("/")[2].removeprefix("waiting_") for name in names[1:]]
     return Entries(keys_of(ids), dict(zip(kinds, fields, strict=True)))

@@ -132,6 +132,23 @@ class Source:
         return len(data)
 
 
+def open_source(folder: str, name: str, where: str | None = None) -> Source:
+    """A file of a checkpoint, to be read.
+
+    Args:
+        where: for people; default: its place.
+
+    Raises:
+        CheckpointError: it cannot be opened, or is none of this folder's.
+    """
+    if "/" in name:
+        raise unreadable(f"damaged (it names a file of another folder: {name})", folder)
+    try:
+        return Source(folder, name)
+    except OSError as error:
+        raise unreadable(reason(error), where or f"{folder}/{name}") from None
+
+
 def read_block(source: Source, start: int, into: memoryview, crc32: int, where: str) -> None:
     """Fills memory with a block of a chunk, and checks it.
 

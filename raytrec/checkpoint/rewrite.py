@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from raytrec.checkpoint.blocks import blocks
-from raytrec.checkpoint.index import is_local, make_folder, reason, unreadable, write_index, writing
-from raytrec.checkpoint.rawfile import Sink, Source, read_block
+from raytrec.checkpoint.index import is_local, make_folder, write_index, writing
+from raytrec.checkpoint.rawfile import Sink, Source, open_source, read_block
 from raytrec.checkpoint.rows import BAND_BYTES, StoredTable
 from raytrec.checkpoint.sound import ITEM_BYTES
 from raytrec.checkpoint.storage import DTYPES
@@ -42,7 +42,7 @@ def rewrite(
     filesystem, path = open_filesystem(out)
     attempt = uuid.uuid4().hex[:8]
     with ExitStack() as stack:
-        sources = {name: stack.enter_context(_opened(folder, name)) for name in _files(index)}
+        sources = {name: stack.enter_context(open_source(folder, name)) for name in _files(index)}
         stack.enter_context(writing(out))
         if is_local(filesystem):
             make_folder(Path(path))
@@ -132,13 +132,6 @@ def _rows(stored: StoredTable, name: str, change: TableChange, seed: int | None)
             if source[begin] >= 0:
                 band[begin:end] = stored.read(int(source[begin]), int(source[end - 1]) + 1)
         yield torch.from_numpy(band)
-
-
-def _opened(folder: str, name: str) -> Source:
-    try:
-        return Source(folder, name)
-    except OSError as error:
-        raise unreadable(reason(error), f"{folder}/{name}") from None
 
 
 def _files(index: dict[str, Any]) -> set[str]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from raytrec.checkpoint.index import CheckpointError, unreadable
-from raytrec.checkpoint.rawfile import Source, read_block
+from raytrec.checkpoint.index import CheckpointError
+from raytrec.checkpoint.rawfile import Source, open_source, read_block
 from raytrec.common.errors import RunError, did_you_mean
 
 BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time
@@ -49,7 +49,8 @@ class StoredTable:
         sources: dict[str, Source] = {}
         for part in entry["chunks"]:
             if part["file"] not in sources:
-                sources[part["file"]] = self._open(folder, part["file"])
+                source = open_source(folder, part["file"])
+                sources[part["file"]] = self._files.enter_context(source)
         self._chunks = [
             _Chunk(
                 sources[part["file"]], part, entry["dtype"], index["block_bytes"], f"{folder}/{part['file']}"
@@ -117,14 +118,6 @@ class StoredTable:
             best, rows = best[kept], rows[kept]
         found = best >= -1.5  # neither zeros nor skipped rows
         return rows[found].tolist(), best[found].tolist()
-
-    def _open(self, folder: str, name: str) -> Source:
-        if "/" in name:
-            raise unreadable(f"damaged (it names a file of another folder: {name})", folder)
-        try:
-            return self._files.enter_context(Source(folder, name))
-        except OSError as error:
-            raise unreadable(error.strerror or str(error), f"{folder}/{name}") from None
 
 
 def table_names(index: dict[str, Any]) -> list[str]:

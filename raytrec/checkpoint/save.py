@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -16,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
-from raytrec.checkpoint.blocks import blocks
+from raytrec.checkpoint.blocks import blocks, pieces
 from raytrec.checkpoint.files import (
     discard,
     folder_of,
@@ -31,7 +30,7 @@ from raytrec.checkpoint.hostcopy import HostCopy
 from raytrec.checkpoint.index import NoRoom
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import State
-from raytrec.checkpoint.storage import BLOCK_BYTES, ShardWriter
+from raytrec.checkpoint.storage import ShardWriter
 from raytrec.common.errors import RunError, root_cause
 from raytrec.compat.torch_ import ShardedTensor
 from raytrec.config.sections import CheckpointSection
@@ -163,10 +162,8 @@ class Saver:
 
     def _refused(self, tensors: State, step: int) -> NotFinite | None:
         """Why this state is not to be saved; the same on all ranks."""
-        look = partial(not_finite, tensors, self._unbounded)
-        if self._rows:
-            look = partial(look, pieces_of=partial(self._rows.pieces, block_bytes=BLOCK_BYTES))
-        found = on_any_rank(look(), self._group)
+        pieces_of = self._rows.pieces if self._rows else pieces
+        found = on_any_rank(not_finite(tensors, self._unbounded, pieces_of), self._group)
         if found is None:
             return None
         return NotFinite(

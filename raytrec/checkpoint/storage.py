@@ -49,12 +49,10 @@ from raytrec.checkpoint.index import (
     is_local,
     make_folder,
     read_index,
-    reason,
-    unreadable,
     write_index,
     writing,
 )
-from raytrec.checkpoint.rawfile import Sink, Source, read_block
+from raytrec.checkpoint.rawfile import Sink, Source, open_source, read_block
 from raytrec.checkpoint.sound import ITEM_BYTES
 from raytrec.common.storage import open_filesystem
 
@@ -265,10 +263,7 @@ class ShardReader(StorageReader):
         return isinstance(checkpoint_id, str | os.PathLike)
 
     def _read_file(self, chunks: list[StoredChunk], wanted: dict, planner: LoadPlanner) -> None:
-        try:
-            source = Source(self._folder, chunks[0].file)
-        except OSError as error:
-            raise unreadable(reason(error), chunks[0].where(self._folder)) from None
+        source = open_source(self._folder, chunks[0].file, chunks[0].where(self._folder))
         buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
         largest = max(min(chunk.nbytes, self._block_bytes) for chunk in chunks)
         for _ in range(source.reads):

@@ -20,8 +20,8 @@ from raytrec.config.transforms import Sample
 from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.planner.disk import free_disk, memory_filesystem, mmap_folder
-from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, footprint, kernel_on, map_share
-from raytrec.embeddings.planner.validation import check_decay
+from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, map_share
+from raytrec.embeddings.planner.validation import check_decay, footprints
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_carried
 from raytrec.tasks.options import check_model_learns
@@ -161,12 +161,7 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     from raytrec.embeddings.planner.hosts import host_memory
 
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
-    found = {
-        name: footprint(
-            table, constraints[name].dtype, optimizers[name].name, kernel_on("cpu", constraints[name].kernel)
-        )
-        for name, table in schema.tables.items()
-    }
+    found = footprints(config, schema, constraints, "cpu")
     _check_disk(config, {name: size.disk for name, size in found.items() if size.disk})
     sizes = {name: size.device for name, size in found.items()}
     have, need = host_memory(), sum(sizes.values()) + map_share(schema, 1)

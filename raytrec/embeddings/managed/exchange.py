@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from raytrec.embeddings.hashing import unhash_bits
-from raytrec.embeddings.managed.keys import first_keys, keys_of
+from raytrec.embeddings.managed.keys import count_by_owner, first_keys, keys_of
 from raytrec.embeddings.managed.peers import Peers
 from raytrec.embeddings.managed.round_trip import RoundTrip, regrouped
 from raytrec.embeddings.managed.row_map import RowMap
@@ -93,7 +93,7 @@ class IdExchange:
     def _ask(self, ids: Mapping[str, torch.Tensor]) -> tuple[list[Distinct], RoundTrip, list[Distinct]]:
         """What this rank asks for of each table, and what it is asked for by all of them."""
         asked = [_distinct(keys_of(ids[table])) for table in self.maps]
-        sizes = [self._of_ranks(d.keys) for d in asked]
+        sizes = [count_by_owner(d.keys, self._first_keys) for d in asked]
         trip = RoundTrip([torch.stack([d.keys, d.counts], 1) for d in asked], sizes, self._peers)
         owned = asked if self._peers.world == 1 else [_merged(pairs) for pairs in trip.received]
         return asked, trip, owned
@@ -127,11 +127,6 @@ class IdExchange:
         by_table = regrouped(torch.tensor(sizes_TW, device=self._device).T)
         parts = everything[by_table].split([sum(sizes) for sizes in sizes_TW])
         return {table: NewRows(*pairs.unbind(1)) for table, pairs in zip(self.maps, parts, strict=True)}
-
-    def _of_ranks(self, keys: torch.Tensor) -> torch.Tensor:
-        """How many of these keys, ascending, each rank owns: int64 [ranks]."""
-        ends = torch.searchsorted(keys, self._first_keys)
-        return torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_tensor([len(keys)]))
 
 
 def _distinct(keys: torch.Tensor) -> Distinct:

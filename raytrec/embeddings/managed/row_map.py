@@ -12,7 +12,7 @@ from raytrec.config.managed import ManagedIds
 from raytrec.embeddings.managed.audit import MASK, Audit, hash_sum, share_sum
 from raytrec.embeddings.managed.journal import Journal
 from raytrec.embeddings.managed.key_map import Entries, KeyMap
-from raytrec.embeddings.managed.keys import shares
+from raytrec.embeddings.managed.keys import fallback_of, shares
 from raytrec.embeddings.managed.lowest import lowest
 from raytrec.embeddings.managed.peers import Peers
 from raytrec.embeddings.managed.policy import Expiry, drawn, scores
@@ -119,7 +119,7 @@ class RowMap:
 
     def fallback(self, keys: torch.Tensor) -> torch.Tensor:
         """The row that each key [n] has as long as it has none of its own."""
-        return self.capacity + keys.remainder(self.policy.fallback_rows)
+        return fallback_of(keys, self.capacity, self.policy.fallback_rows)
 
     def sight(self, step: int, keys: torch.Tensor, counts: torch.Tensor) -> Sighting:
         """Counts the ids of a global batch that this rank owns.

@@ -12,7 +12,8 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.per_table import has_fused, table_optimizers
 from raytrec.embeddings.planner.constraints import TableConstraint
-from raytrec.embeddings.planner.footprint import MMAP_KERNEL, footprint, kernel_on
+from raytrec.embeddings.planner.footprint import MMAP_KERNEL
+from raytrec.embeddings.planner.validation import footprints
 
 Constraints = dict[str, TableConstraint]
 
@@ -41,13 +42,8 @@ def move_to_files(
         memory: bytes for tables of all ranks together.
     """
     movable = _movable(constraints, schema, config)
-    optimizers = table_optimizers(config, schema)
-    sizes = {
-        table: footprint(
-            schema.tables[table], pin.dtype, optimizers[table].name, kernel_on("cpu", pin.kernel)
-        ).device
-        for table, pin in constraints.items()
-    }
+    found = footprints(config, schema, constraints, "cpu")
+    sizes = {table: size.device for table, size in found.items()}
     left, count = sum(sizes.values()), 0 if "fused" in config.plan.compute_kernels else len(movable)
     while count < len(movable) and left - sum(sizes[table] for table in movable[:count]) > memory:
         count += 1

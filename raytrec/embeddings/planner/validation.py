@@ -99,12 +99,12 @@ def host_room(
         return int(config.plan.host_memory_gib * GIB)
     room = (1 - HOST_RESERVE) * host_share - config.data.buffer_gib * GIB
     if config.checkpoint.async_save:
-        sizes = _footprints(config, schema, constraints, "cuda")
+        sizes = footprints(config, schema, constraints, "cuda")
         room = (room - sum(size.device for size in sizes.values() if not size.host) / world) / 2
     return max(0, int(room))
 
 
-def _footprints(
+def footprints(
     config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], device: str
 ) -> dict[str, Footprint]:
     """Of the tables that these constraints are of."""
@@ -252,7 +252,7 @@ def _check_memory(
             held.setdefault(place, []).append(table)
     room = None if host_share is None else host_room(config, schema, constraints, world, host_share)
     for tables in held.values():
-        sizes = _footprints(config, schema, {table: constraints[table] for table in tables}, device)
+        sizes = footprints(config, schema, {table: constraints[table] for table in tables}, device)
         _check_fits({table: size.device for table, size in sizes.items()}, memory, ON_DEVICE)
         if room is not None:
             _check_fits({table: size.host for table, size in sizes.items()}, room, ON_HOST)
