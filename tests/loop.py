@@ -25,10 +25,10 @@ class Heartbeat:
     def __init__(self):
         from raytrec.common.messages import Command
 
-        self.command, self.unfinished = Command.GO, lambda: None
+        self.command, self.unfinished, self.phase = Command.GO, lambda: None, "start"
 
     def tick(self, phase=None, step=None):
-        pass
+        self.phase = phase or self.phase
 
     def confirm(self):
         pass

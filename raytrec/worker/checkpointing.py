@@ -173,6 +173,7 @@ class CheckpointManager:
         """
         self._context.enter_phase("saving the checkpoint", "save")
         self.save(again=again)
+        self._context.heartbeat.tick("save")
         saved = self._take()
         error = saved.error if saved else None
         if error is None or again:
