@@ -20,6 +20,7 @@
 # make bench-precision  what fp16 tables and quantized collectives cost in AUC
 # make bench-ids  what managed ids cost, against a table without them
 # make bench-ids-resume  distinct ids through few rows, resumed by other numbers of workers: what is equal
+# make bench-ids-quality DATA=DIR  AUC on MovieLens-1M with managed ids, against hashing and a vocabulary
 # make quality DATA=DIR  every model on public data in DIR, with 5 seeds each (docs/quality.md)
 # make quality-smoke  every row of it for three steps, on made-up data
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
@@ -40,7 +41,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean bench-tiers bench-ids-resume
+.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean bench-tiers bench-ids-resume bench-ids-quality
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -95,6 +96,9 @@ bench-ids: install
 
 bench-ids-resume: install
 	$(BIN)/python -W ignore benchmarks/ids_resume.py
+
+bench-ids-quality: install
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/ids_quality.py $(DATA)
 
 quality: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/quality.py $(DATA)

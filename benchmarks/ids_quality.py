@@ -1,8 +1,8 @@
 """AUC on MovieLens-1M with managed ids and no vocabulary, against hashing into the same rows.
 
-    python benchmarks/ids_quality.py DATA [--seeds 5]
+    make bench-ids-quality DATA=DIR    (python benchmarks/ids_quality.py DIR [--seeds 5])
 
-DATA is a folder with ml-1m/pairs.parquet: userID and movieID, both text, one row for each of 1,000,209
+DIR is a folder with ml-1m/pairs.parquet: userID and movieID, both text, one row for each of 1,000,209
 ratings. It has no stars, so what is predicted is which film a user has rated: each pair is a positive, beside
 one film drawn evenly from those that this user has not rated. A tenth of the pairs, chosen by a hash, are for
 the test.
@@ -10,8 +10,9 @@ The model is `mf` with 16 numbers, one epoch in batches of 4,096 rows, in one pr
 
 - vocabulary: users and films numbered before, one row each, and one more.
 - numbers: managed ids, which are those numbers, in tables of the same rows: the very same model.
-- managed: managed ids, which are the texts. Where there are fewer rows than ids, those seen least often lose
-  theirs, and a tenth of the rows is for the fallback.
+- managed: managed ids, which are the texts. Where there are fewer rows than ids, one that was seen five times
+  gets a row, those seen least often lose theirs (lfu), and a tenth of the rows is for the fallback.
+- lru: the same as by default: a row at once, and those not seen for longest lose theirs.
 - hashed: the texts, hashed into the same rows.
 
 Prints a table; writes benchmarks/results/ids_quality.json and the table in docs/benchmarks.md. What that file
@@ -30,6 +31,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from documents import fill, keep
+from quality_sources import write_sources
 from rank_group import join_group
 
 RESULTS = Path(__file__).parent / "results" / "ids_quality.json"
@@ -40,10 +42,17 @@ SIDES = (
     ("managed", 1.0),
     ("hashed", 1.0),
     ("managed", 0.5),
+    ("lru", 0.5),
     ("hashed", 0.5),
     ("managed", 0.1),
+    ("lru", 0.1),
     ("hashed", 0.1),
 )
+KINDS: dict[str, dict[str, Any]] = {  # managed ids, and how where there are fewer rows than ids
+    "numbers": {},
+    "managed": {"eviction": "lfu", "admit_after": 5},
+    "lru": {},
+}
 
 
 class Ratings:
@@ -54,7 +63,7 @@ class Ratings:
         train, test: int64 [n, 2], pairs.
     """
 
-    def __init__(self, data: Path, most: int | None = None):
+    def __init__(self, data: Path):
         import pyarrow.parquet as pq
 
         from raytrec.data.hashing import hash_bits
@@ -62,7 +71,7 @@ class Ratings:
         table = pq.read_table(data / "ml-1m" / "pairs.parquet", columns=["userID", "movieID"])
         columns = [table[name].combine_chunks().dictionary_encode() for name in table.column_names]
         self.texts = [column.dictionary for column in columns]
-        pairs = np.stack([column.indices.to_numpy().astype(np.int64) for column in columns], 1)[:most]
+        pairs = np.stack([column.indices.to_numpy().astype(np.int64) for column in columns], 1)
         self._films = len(self.texts[1])
         places = pairs[:, 0] * self._films + pairs[:, 1]
         self._rated = np.sort(places)
@@ -97,9 +106,10 @@ def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
 
     rows = {name: int(len(t) * share) + 1 for name, t in zip(("user", "item"), ratings.texts, strict=True)}
     tables: dict[str, dict[str, Any]] = {name: {"rows": n, "dim": DIM} for name, n in rows.items()}
-    for table in tables.values() if kind in ("numbers", "managed") else ():
-        spare = 1 if share == 1 else table["rows"] // 10
-        table["ids"] = {"eviction": "lfu", "fallback_rows": spare}
+    for table in tables.values() if kind in KINDS else ():
+        table["ids"] = (
+            KINDS[kind] | {"fallback_rows": max(1, table["rows"] // 10)} if share < 1 else "managed"
+        )
     sparse = {name: {"table": name} for name in tables}
     schema = Schema.parse({"labels": ["y"], "sparse": sparse, "tables": tables}, "ids")
     config = RunConfig.model_validate(
@@ -111,7 +121,7 @@ def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
         }
     )
     codes = [np.arange(len(texts)) for texts in ratings.texts]
-    if kind == "managed":
+    if kind in ("managed", "lru"):
         codes = [hash_text_bits(texts).view(np.int64) for texts in ratings.texts]
     elif kind == "hashed":
         codes = [hash_text(texts, n) for texts, n in zip(ratings.texts, rows.values(), strict=True)]
@@ -153,13 +163,21 @@ def table_of(found: dict[str, list[float]]) -> str:
 
 
 def main(
-    data: Annotated[Path, typer.Argument(help="Folder with ml-1m/pairs.parquet.")],
+    data: Annotated[Path | None, typer.Argument(help="Folder with ml-1m/pairs.parquet.")] = None,
     seeds: Annotated[int, typer.Option(help="Seeds of each side.")] = 5,
-    smallest: Annotated[bool, typer.Option("--smallest", help="Few rows, and write nothing.")] = False,
+    smallest: Annotated[
+        bool, typer.Option("--smallest", help="A seed on made-up data; writes nothing.")
+    ] = False,
 ) -> None:
     """Prints the table; writes benchmarks/results/ids_quality.json."""
-    join_group(0, 1, tempfile.mkdtemp() + "/store")
-    ratings = Ratings(data, 20_000 if smallest else None)
+    with tempfile.TemporaryDirectory() as folder:
+        join_group(0, 1, f"{folder}/store")
+        if smallest:
+            data = Path(folder)
+            write_sources(data)
+        elif data is None:
+            raise typer.BadParameter("the folder with ml-1m/pairs.parquet is missing", param_hint="DATA")
+        ratings = Ratings(data)
     found: dict[str, list[float]] = {}
     if RESULTS.exists() and not smallest:
         found = json.loads(RESULTS.read_text())

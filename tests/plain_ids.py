@@ -37,8 +37,8 @@ class PlainIds:
         missing = len(wanted) - len(self.free)
         if missing > 0 and self.policy.eviction != "none":
             old = sorted((i for i in self.rows if self.rows[i][2] < step), key=lambda i: self._worth(i, step))
-            self._leave(old[: max(missing, min(self.capacity // 64, 2**20))])
-        for i in wanted[: len(self.free)]:
+            self._leave(old[: self._to_free(missing)])
+        for i in self._chosen(wanted, counts, step):
             sightings = self.waiting.pop(i, [counts[i]])[0]
             self.new[i] = self.free.pop(0)
             self.rows[i] = [self.new[i], sightings, step]
@@ -53,10 +53,28 @@ class PlainIds:
             sightings += self.waiting.get(i, [0])[0]
             self.waiting[i] = [sightings, step]
         if self.policy.admit_probability < 1:
-            salt = key((self.seed ^ key(step)) & MASK)
-            uniform = (key((key(i) ^ salt) & MASK) & MASK) >> 11
+            uniform = self._draw(i, step) >> 11
             return uniform * 2.0**-53 < 1 - (1 - self.policy.admit_probability) ** count
         return sightings >= self.policy.admit_after
+
+    def _draw(self, i, step):
+        salt = key((self.seed ^ key(step)) & MASK)
+        return key((key(i) ^ salt) & MASK) & MASK
+
+    def _to_free(self, missing):
+        least = max(1, self.capacity // 64)
+        if self.policy.eviction != "lru":
+            return least
+        return max(missing, least, min(4 * missing, self.capacity // 4))
+
+    def _chosen(self, wanted, counts, step):
+        """Those that get a row, in the order of their keys."""
+
+        def claim(i):
+            return self.waiting.get(i, [counts[i]])[0], self._draw(i, step) >> 33, key(i)
+
+        best = sorted(wanted, key=claim)[max(0, len(wanted) - len(self.free)) :]
+        return sorted(best, key=key)
 
     def _expire(self, step, now):
         ttl_steps, ttl_s = self.policy.ttl_steps, self.policy.ttl_s

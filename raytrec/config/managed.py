@@ -8,6 +8,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from raytrec.config.base import PositiveInt
 
+Eviction = Literal["lru", "lfu", "distance_lfu", "none"]
+
 
 class ManagedIds(BaseModel):
     """Who gets a row of a table, and whose row is taken when there is none left."""
@@ -19,11 +21,11 @@ class ManagedIds(BaseModel):
     admit_probability: float = Field(
         1.0, gt=0, le=1, description="The probability that a sighting of an id without a row gives it one."
     )
-    eviction: Literal["lru", "lfu", "distance_lfu", "none"] = Field(
+    eviction: Eviction = Field(
         "lru",
         description="Which ids lose their rows when all are taken: those that were not seen for longest, "
         "those seen least often, those with the fewest sightings for each step since the last one, or none: "
-        "then ids that come later get no row.",
+        "then ids that come later get no row. With lfu and distance_lfu at most a 64th of them at a step.",
     )
     ttl_steps: PositiveInt | None = Field(
         None,

@@ -104,6 +104,25 @@ def test_a_batch_with_more_ids_than_rows():
     assert one.counted == {"admitted": 30, "evicted": 20, "lookups": 75, "fallback": 45}
 
 
+@pytest.mark.parametrize(("eviction", "left"), [("lru", 0), ("lfu", 63 - 4), ("distance_lfu", 63 - 4)])
+def test_a_flood_of_new_ids(eviction, left):
+    one = IdExchange({"t": make(65, ManagedIds(eviction=eviction))}, Peers(alone=True), CPU)
+    for step in range(6):  # the last one is seen once only
+        one.train({"t": torch.arange(64 if step == 0 else 63)}, step)
+    for step in range(6, 11):
+        one.train({"t": torch.arange(1000 * step, 1000 * step + 200)}, step)
+    rows = one.look_up({"t": torch.arange(64)})["t"]
+    assert int((rows < 64).sum()) >= left and len(one.maps["t"]) == 64
+    if eviction == "lru":
+        assert (rows == 64).all()
+
+
+def test_ids_seen_most_often_are_first_where_rows_are_few():
+    one = IdExchange({"t": make(11, ManagedIds(eviction="none"))}, Peers(alone=True), CPU)
+    rows, new = one.train({"t": torch.tensor([*range(40), *range(30, 37), *range(30, 33)])}, 0)
+    assert set(range(30, 37)) <= set(new["t"].ids.tolist()) and int((rows["t"][:40] < 10).sum()) == 10
+
+
 @pytest.mark.parametrize("name", ["lru", "after, lfu", "ttl in seconds"])
 def test_what_it_was_some_steps_ago(name):
     policy, batches = ManagedIds(**POLICIES[name]), random_batches(40)

@@ -1,4 +1,4 @@
-"""The last checkpoint of a run takes as long as it takes: phase_timeout_s is its limit, not that of a step."""
+"""The last checkpoint of a run takes as long as it takes: phase_timeout_s is its limit, no step's."""
 
 import loop
 from ranks import on_ranks

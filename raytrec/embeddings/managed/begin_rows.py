@@ -8,7 +8,7 @@ import torch
 
 from raytrec.config.schema import Schema
 from raytrec.embeddings.initial import initial_values
-from raytrec.embeddings.tables import Table
+from raytrec.embeddings.tables import Shard, Table
 
 
 @torch.no_grad()
@@ -35,11 +35,16 @@ def begin_rows(
             continue
         table, spec = tables[name], schema.tables[name]
         for shard in table.weight.local:
-            mine = (rows >= shard.rows.start) & (rows < shard.rows.stop)
-            values = initial_values(seed, name, ids[mine], shard.columns, spec.rows)
-            before(name, rows[mine] - shard.rows.start)
-            shard.values[rows[mine] - shard.rows.start] = values.to(shard.values.dtype)
+            places = _within(shard, rows)
+            its_rows = rows[places] - shard.rows.start
+            values = initial_values(seed, name, ids[places], shard.columns, spec.rows)
+            before(name, its_rows)
+            shard.values.index_copy_(0, its_rows, values.to(shard.values.dtype))
         for parts in table.state.values():
             for shard in parts.local:
-                mine = (rows >= shard.rows.start) & (rows < shard.rows.stop)
-                shard.values[rows[mine] - shard.rows.start] = 0
+                shard.values.index_fill_(0, rows[_within(shard, rows)] - shard.rows.start, 0)
+
+
+def _within(shard: Shard, rows: torch.Tensor) -> torch.Tensor:
+    """Which of these rows a shard has: int64 [n], places."""
+    return ((rows >= shard.rows.start) & (rows < shard.rows.stop)).nonzero().squeeze(1)

@@ -73,8 +73,7 @@ class IdExchange:
         seconds = int(gathered[0, 2, 0]) / 1000
         rows, new, sizes_TW = [], [], []
         for number, (of_table, its_keys) in enumerate(zip(maps, seen, strict=True)):
-            its_rows, admitted = of_table.admit(its_keys, wanted[number], waiting[number], seconds)
-            places = its_keys.wanted[: admitted[self._peers.rank]]
+            its_rows, places, admitted = of_table.admit(its_keys, wanted[number], waiting[number], seconds)
             new.append(torch.stack([its_rows[places], unhash_bits(its_keys.keys[places])], 1))
             rows.append(its_rows)
             sizes_TW.append(admitted)

@@ -57,10 +57,11 @@ class Journal:
         """A step, before it changes anything."""
         self._steps.append(Step(step, before))
 
-    def update(self, map: KeyMap, slots: torch.Tensor) -> None:
-        """What these slots, each given once, have is about to be changed, or removed."""
+    def update(self, map: KeyMap, slots: torch.Tensor) -> Entries:
+        """What these slots, each given once, have is about to be changed, or removed: what they have."""
         entries = map.at(slots)
         self._steps[-1].changes.append(Change(map, entries.keys, entries))
+        return entries
 
     def insert(self, map: KeyMap, keys: torch.Tensor) -> None:
         """These keys are about to be put in."""

@@ -84,22 +84,25 @@ class KeyMap:
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """The slot of each key [n], -1 where it is not there: int64 [n]."""
-        slots = torch.full_like(keys, -1)
-        bucket_M, place_M = self._home(keys), None  # place: which of the keys are still looked for; None: all
-        for _ in range(self._buckets):
-            sought_M = keys if place_M is None else keys[place_M]
-            same_M8 = self._keys.index_select(0, bucket_M) == sought_M.unsqueeze(1)
-            which, column = same_M8.nonzero(as_tuple=True)
-            found = bucket_M.index_select(0, which) * BUCKET + column
-            slots[which if place_M is None else place_M[which]] = found
-            goes_on_M = self._passed.index_select(0, bucket_M) > 0
-            goes_on_M[which] = False
-            rest = goes_on_M.nonzero().squeeze(1)
+        bucket_M = self._home(keys)
+        slots, rest = self._find_in(bucket_M, keys)
+        place_M = rest  # which of the keys are still looked for
+        for _ in range(1, self._buckets):
             if not len(rest):
                 break
-            place_M = rest if place_M is None else place_M[rest]
             bucket_M = (bucket_M[rest] + 1) % self._buckets
+            found_M, rest = self._find_in(bucket_M, keys[place_M])
+            slots.index_copy_(0, place_M, found_M)
+            place_M = place_M[rest]
         return slots
+
+    def _find_in(self, bucket_M: torch.Tensor, keys_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the slot of each key, -1 where it is not in its bucket; which of these may be in the next one)."""
+        column_M = _column(self._keys.index_select(0, bucket_M) == keys_M.unsqueeze(1))
+        missing_M = column_M < 0
+        goes_on_M = missing_M & (self._passed.index_select(0, bucket_M) > 0)
+        slots_M = (bucket_M * BUCKET + column_M).masked_fill_(missing_M, -1)
+        return slots_M, goes_on_M.nonzero().squeeze(1)
 
     def insert(self, entries: Entries) -> None:
         """Puts keys in, none of which is there. Slots that were found before may be others afterwards."""
@@ -127,10 +130,11 @@ class KeyMap:
             nth_M = torch.arange(len(bucket_M), device=keys.device) - torch.searchsorted(bucket_M, bucket_M)
             free_M8 = self._keys.index_select(0, bucket_M) == NO_KEY
             taken_M8 = free_M8 & (free_M8.cumsum(1) == nth_M.unsqueeze(1) + 1)
-            which, column = taken_M8.nonzero(as_tuple=True)
-            slots[place_M[which]] = found = bucket_M[which] * BUCKET + column
-            self._keys.view(-1)[found] = keys[place_M[which]]
-            rest = (~taken_M8.any(1)).nonzero().squeeze(1)
+            column_M = _column(taken_M8)
+            which, rest = ((column_M >= 0).nonzero().squeeze(1), (column_M < 0).nonzero().squeeze(1))
+            found, its_place = bucket_M[which] * BUCKET + column_M[which], place_M[which]
+            slots.index_copy_(0, its_place, found)
+            self._keys.view(-1).index_copy_(0, found, keys[its_place])
             self._count_passing(bucket_M[rest], 1)
             place_M, bucket_M = place_M[rest], (bucket_M[rest] + 1) % self._buckets
         return slots
@@ -146,13 +150,18 @@ class KeyMap:
         self._keys.view(-1)[slots] = NO_KEY
         self.count -= len(slots)
 
-    def occupied(self, most: int | None = None) -> torch.Tensor:
-        """The slots that have a key: int64 [count], ascending.
+    def occupied(self, which: torch.Tensor | None = None) -> torch.Tensor:
+        """The slots that have a key: int64 [n], ascending.
 
         Args:
-            most: look at no more than so many slots, which lie evenly.
+            which: bool [slots], those that are looked at; default: all.
         """
-        stride = 1 if most is None else max(1, self.slots // most)
+        taken = self._keys.view(-1) != NO_KEY
+        return (taken if which is None else taken.logical_and_(which)).nonzero().squeeze(1)
+
+    def sample(self, most: int) -> torch.Tensor:
+        """Some of the slots that have a key, of no more than so many, which lie evenly: int64 [n]."""
+        stride = max(1, self.slots // most)
         return (self._keys.view(-1)[::stride] != NO_KEY).nonzero().squeeze(1) * stride
 
     def at(self, slots: torch.Tensor) -> Entries:
@@ -171,3 +180,14 @@ class KeyMap:
     def _count_passing(self, buckets: torch.Tensor, by: int) -> None:
         change = torch.full_like(buckets, by, dtype=self._passed.dtype)
         self._passed.index_add_(0, buckets, change)
+
+
+def _column(chosen_M8: torch.Tensor) -> torch.Tensor:
+    """Which of a bucket's slots is chosen, -1 where none is: int64 [M].
+
+    Args:
+        chosen_M8: bool, at most one of each row. Its eight bytes are one integer of 64 bits, 256 to the power
+            of the column; this power moves the column's number into the highest byte of a constant.
+    """
+    power_M = chosen_M8.view(torch.int64).squeeze(1)
+    return (power_M * 0x0001020304050607 >> 56) - (power_M == 0).long()

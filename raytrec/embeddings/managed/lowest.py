@@ -6,7 +6,7 @@ import torch
 
 from raytrec.embeddings.managed.peers import Peers
 
-BINS = 4096  # of a histogram that ranks add up: 32 KiB
+BITS = 12  # of a score that a histogram, which ranks add up, tells apart: 32 KiB
 
 
 def lowest(scores: torch.Tensor, keys: torch.Tensor, count: int, peers: Peers) -> torch.Tensor:
@@ -41,11 +41,12 @@ def _threshold(scores: torch.Tensor, count: int, low: int, high: int, peers: Pee
         low, high: the least and the greatest score of all.
     """
     while low < high:
-        width = -(-(high - low + 1) // BINS)
-        within = scores[(scores >= low) & (scores <= high)]
-        histogram = peers.sum(torch.bincount((within - low) // width, minlength=BINS))
+        shift = max(0, (high - low).bit_length() - BITS)
+        bins = (scores - low) >> shift
+        histogram = peers.sum(torch.bincount(bins, minlength=2**BITS))
         upto = histogram.cumsum(0)
         place = int(torch.searchsorted(upto, count))
         count -= int(upto[place] - histogram[place])
-        low, high = low + place * width, min(high, low + (place + 1) * width - 1)
+        low, high = low + (place << shift), min(high, low + ((place + 1) << shift) - 1)
+        scores = scores[bins == place]
     return low, count

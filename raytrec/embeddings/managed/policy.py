@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from raytrec.config.managed import Eviction
 from raytrec.embeddings.hashing import hash_bits
 
 SWEEPS = 8  # looks for expired ids in the time after which an id expires
 LARGEST = 2**31 - 1
+FREED = 64  # the part of the rows that is freed at least, so that ids are rarely looked through
+STEPS, MOST_FREED = 4, 4  # with lru: for so many steps like this one, up to this part of the rows
+MOST_ROWS = 2**20  # that are freed ahead, a list of which every rank keeps
 
 
-def scores(
-    eviction: Literal["lru", "lfu", "distance_lfu", "none"],
-    sightings: torch.Tensor,
-    last: torch.Tensor,
-    step: int,
-) -> torch.Tensor:
+def scores(eviction: Eviction, sightings: torch.Tensor, last: torch.Tensor, step: int) -> torch.Tensor:
     """What ids with rows are worth: int64 [n], 0 or more; the lowest leave first.
 
     lru: the step of the last sighting. lfu: sightings, and among equals the last step. distance_lfu:
@@ -43,9 +41,39 @@ def drawn(keys: torch.Tensor, counts: torch.Tensor, step: int, seed: int, probab
     Args:
         counts: int64 [n], how often each was seen at this step.
     """
-    salt = hash_bits(torch.tensor([seed]) ^ hash_bits(torch.tensor([step]))).to(keys.device)
-    uniform = ((hash_bits(keys ^ salt) >> 11) & (2**53 - 1)).double() * 2.0**-53
+    uniform = _draw(keys, step, seed, 53).double() * 2.0**-53
     return uniform < 1 - (1 - probability) ** counts.double()
+
+
+def claims(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
+    """What ids without a row are worth to one another, where rows are too few for all: int64 [n], 0 or more.
+    Those seen more often go first; among equals a draw decides, anew at each step.
+
+    Args:
+        sightings: int64 [n], those of this step included.
+    """
+    return (sightings.clamp(max=LARGEST) << 31) | _draw(keys, step, seed, 31)
+
+
+def rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
+    """How many ids lose their rows at a step that lacks some.
+
+    With lru they are as many as are missing. With the others, a 64th of the rows at most changes hands at a
+    step: else a batch with many new ids would take rows from those that are seen often.
+
+    Args:
+        rows: that ids can have.
+    """
+    least = min(max(1, rows // FREED), MOST_ROWS)
+    if eviction != "lru":
+        return least
+    return max(missing, least, min(STEPS * missing, rows // MOST_FREED, MOST_ROWS))
+
+
+def _draw(keys: torch.Tensor, step: int, seed: int, bits: int) -> torch.Tensor:
+    """A function of (seed, step, key) alone, even: int64 [n] of so many bits."""
+    salt = hash_bits(torch.tensor([seed]) ^ hash_bits(torch.tensor([step]))).to(keys.device)
+    return (hash_bits(keys ^ salt) >> (64 - bits)) & (2**bits - 1)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 from math import gcd, sqrt
 
 import torch
@@ -15,11 +14,9 @@ from raytrec.embeddings.managed.key_map import Entries, KeyMap
 from raytrec.embeddings.managed.keys import fallback_of, shares
 from raytrec.embeddings.managed.lowest import lowest
 from raytrec.embeddings.managed.peers import Peers
-from raytrec.embeddings.managed.policy import Expiry, drawn, scores
+from raytrec.embeddings.managed.policy import Expiry, claims, drawn, rows_to_free, scores
 from raytrec.embeddings.managed.state import Free, MapState, Sighting
 
-EVICT_SHARE = 64  # an eviction frees at least this part of the rows, so that there are few of them
-EVICT_MOST = 2**20  # unless it is more rows than this, a list of which every rank keeps
 SAMPLE = 2**16  # slots that are looked at for the age of ids
 KEPT_SHARE = 8  # of the ids that wait for a row, this part leaves when there are too many
 
@@ -32,8 +29,9 @@ class RowMap:
 
     1. `sight`: ids with a row keep it. Of the others, those are to be admitted that the policy takes.
     2. `admit`: expired ids leave. If rows are missing, the ids with the lowest scores leave, those of this
-       batch excepted. Then ids get rows as far as there are some: at first each row once, in an order that
-       spreads over the table, later those of ids that have left.
+       batch excepted. Then ids get rows; where there are too few, those that were seen most often. At first
+       each row is handed out once, in an order that spreads over the table, later those of ids that have
+       left.
 
     Args:
         rows: of the table, those of the fallback included.
@@ -90,7 +88,7 @@ class RowMap:
 
     def ages(self, step: int) -> torch.Tensor:
         """Steps since the last sighting of some of this rank's ids, one of many: int64 [n]."""
-        last = self._rows.at(self._rows.occupied(SAMPLE)).fields["last"]
+        last = self._rows.at(self._rows.sample(SAMPLE)).fields["last"]
         return (step - last.long()).clamp(min=0)
 
     def audit(self) -> Audit:
@@ -130,9 +128,9 @@ class RowMap:
         """
         self._journal.begin(step, self._free)
         slots = self._rows.find(keys)
-        has_row = slots >= 0
-        self._see(self._rows, slots[has_row], counts[has_row], step)
-        rows, wanted = self._rows_at(slots), (~has_row).nonzero().squeeze(1)
+        known, wanted = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
+        before = self._see(self._rows, slots[known], counts[known], step)
+        rows = torch.full_like(keys, -1).index_copy_(0, known, before.fields["row"].long())
         if self.policy.admit_after > 1:
             sightings = self._see_waiting(keys[wanted], counts[wanted], step)
             enough = sightings >= self.policy.admit_after
@@ -145,7 +143,7 @@ class RowMap:
 
     def admit(
         self, seen: Sighting, wanted: list[int], waiting: int, now: float
-    ) -> tuple[torch.Tensor, list[int]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Gives rows to ids; a collective.
 
         Args:
@@ -155,56 +153,69 @@ class RowMap:
             now: seconds, the same on all ranks.
 
         Returns:
-            (the row of each of `seen.keys`, -1 where it has none; of each rank, how many got a new one: the
-            first of `seen.wanted`).
+            (the row of each of `seen.keys`, -1 where it has none; places of those that got a new one; of each
+            rank, how many these are).
         """
         self._expire(seen.step, now)
         if waiting > self.capacity:
             self._trim_waiting(waiting - self.capacity + self.capacity // KEPT_SHARE, seen.step)
         missing = sum(wanted) - self._available
         if missing > 0 and self.policy.eviction != "none":
-            self._evict(max(missing, min(self.capacity // EVICT_SHARE, EVICT_MOST)), seen.step)
-        given = min(sum(wanted), self._available)
-        starts = accumulate(wanted, initial=0)
-        of_ranks = [min(max(given - start, 0), size) for start, size in zip(starts, wanted, strict=False)]
-        first, mine = sum(of_ranks[: self._peers.rank]), of_ranks[self._peers.rank]
-        rows = seen.rows
-        if given:
-            rows = self._enter(seen, seen.wanted[:mine], self._take(given)[first : first + mine])
+            self._evict(missing, seen.step)
+        chosen, of_ranks = self._choose(seen, wanted)
+        rows, places = seen.rows, seen.wanted[chosen]
+        if given := sum(of_ranks):
+            first = sum(of_ranks[: self._peers.rank])
+            new_rows = self._take(given)[first : first + len(places)]
+            rows = self._enter(seen, places, seen.sightings[chosen], new_rows)
         self.counted["lookups"] += int(seen.counts.sum())
-        self.counted["fallback"] += int(seen.counts[rows < 0].sum())
-        return rows, of_ranks
+        self.counted["fallback"] += int((seen.counts * (rows < 0)).sum())
+        return rows, places, of_ranks
 
-    def _see(self, map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> None:
-        self._journal.update(map, slots)
-        map.fields["sightings"].index_add_(0, slots, counts)
+    def _choose(self, seen: Sighting, wanted: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """(which of `seen.wanted` get a row; of each rank, how many these are); a collective."""
+        which, refused = torch.arange(len(seen.wanted), device=self.device), sum(wanted) - self._available
+        if refused <= 0:
+            return which, wanted
+        keys = seen.keys[seen.wanted]
+        of_keys = claims(keys, seen.sightings, seen.step, self._seed)
+        which = which[~torch.isin(which, lowest(of_keys, keys, refused, self._peers))]
+        count = torch.tensor([len(which)], device=self.device)
+        return which, self._peers.gather(count).squeeze(1).tolist()
+
+    def _see(self, map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> Entries:
+        """Counts keys, each once: what the map had of them before."""
+        before = self._journal.update(map, slots)
+        map.fields["sightings"].index_copy_(0, slots, before.fields["sightings"] + counts)
         map.fields["last"].index_fill_(0, slots, step)
+        return before
 
     def _see_waiting(self, keys: torch.Tensor, counts: torch.Tensor, step: int) -> torch.Tensor:
         """Counts ids without a row: the sightings of each so far."""
         slots = self._waiting.find(keys)
-        known = slots >= 0
-        self._see(self._waiting, slots[known], counts[known], step)
-        sightings = counts.clone()
-        sightings[known] = self._waiting.fields["sightings"][slots[known]]
-        new = Entries(keys, {"sightings": counts, "last": torch.full_like(keys, step)})[~known]
+        known, unknown = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
+        before = self._see(self._waiting, slots[known], counts[known], step)
+        sightings = counts.index_add(0, known, before.fields["sightings"])
+        new = Entries(keys, {"sightings": counts, "last": torch.full_like(keys, step)})[unknown]
         self._journal.insert(self._waiting, new.keys)
         self._waiting.insert(new)
         return sightings
 
-    def _enter(self, seen: Sighting, places: torch.Tensor, new_rows: torch.Tensor) -> torch.Tensor:
+    def _enter(
+        self, seen: Sighting, places: torch.Tensor, sightings: torch.Tensor, new_rows: torch.Tensor
+    ) -> torch.Tensor:
         """Ids get these rows: the row of each of `seen.keys`."""
-        keys, count = seen.keys[places], len(places)
+        keys = seen.keys[places]
         last = torch.full_like(keys, seen.step)
         self._journal.insert(self._rows, keys)
-        self._rows.insert(Entries(keys, {"row": new_rows, "sightings": seen.sightings[:count], "last": last}))
+        self._rows.insert(Entries(keys, {"row": new_rows, "sightings": sightings, "last": last}))
         if self.policy.admit_after > 1:
             slots = self._waiting.find(keys)
             self._journal.update(self._waiting, slots)
             self._waiting.remove(slots)
         rows = seen.rows.clone()
         rows[places] = new_rows
-        self.counted["admitted"] += count
+        self.counted["admitted"] += len(keys)
         return rows
 
     @property
@@ -228,33 +239,32 @@ class RowMap:
         expiry, horizon = self._free.expiry.advance(step, now)
         self._free = replace(self._free, expiry=expiry)
         if horizon is not None:
-            slots = self._rows.occupied()
-            self._give_back(slots[self._rows.fields["last"][slots] < horizon])
+            self._give_back(self._rows.occupied(self._rows.fields["last"] < horizon))
 
-    def _evict(self, count: int, step: int) -> None:
-        entries, slots = self._unseen(self._rows, step)
+    def _evict(self, missing: int, step: int) -> None:
+        """Frees rows, some of them for the steps to come."""
+        slots, entries = self._unseen(self._rows, step)
         fields = entries.fields
         of_entries = scores(self.policy.eviction, fields["sightings"], fields["last"], step)
+        count = rows_to_free(self.policy.eviction, missing, self.capacity)
         self._give_back(slots[lowest(of_entries, entries.keys, count, self._peers)])
 
     def _trim_waiting(self, count: int, step: int) -> None:
         """Forgets those that were not seen for longest."""
-        entries, slots = self._unseen(self._waiting, step)
+        slots, entries = self._unseen(self._waiting, step)
         slots = slots[lowest(entries.fields["last"].long() + 1, entries.keys, count, self._peers)]
         self._journal.update(self._waiting, slots)
         self._waiting.remove(slots)
 
-    def _unseen(self, map: KeyMap, step: int) -> tuple[Entries, torch.Tensor]:
-        """What has not been seen at this step, and its slots."""
-        slots = map.occupied()
-        slots = slots[map.fields["last"].index_select(0, slots) < step]
-        return map.at(slots), slots
+    def _unseen(self, map: KeyMap, step: int) -> tuple[torch.Tensor, Entries]:
+        """The slots that have not been seen at this step, and what is in them."""
+        slots = map.occupied(map.fields["last"] < step)
+        return slots, map.at(slots)
 
     def _give_back(self, slots: torch.Tensor) -> None:
         """Ids lose their rows, which come to the end of those to be handed out in the order of keys; a
         collective."""
-        self._journal.update(self._rows, slots)
-        rows = self._rows.at(slots).in_order().fields["row"].long()
+        rows = self._journal.update(self._rows, slots).in_order().fields["row"].long()
         self._rows.remove(slots)
         sizes = self._peers.gather(torch.tensor([len(rows)], device=rows.device)).squeeze(1).tolist()
         left = torch.cat([self._free.left, self._peers.concatenate(rows, sizes)])
