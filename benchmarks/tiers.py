@@ -19,9 +19,10 @@ a table in a file: nearly each is of another page) and skewed (half of all ids a
 ms a step the median over turns
 equal     whether all losses are those of the first kernel, bit for bit
 
-A table larger than memory: --gib 30 --kernels fused_mmap --turns 0, with room for twice that in --folder.
-Prints two tables; with both kernels, writes benchmarks/results/tiers.json and the tables of
-docs/benchmarks.md.
+A table larger than memory: --gib 30 --steps 32 --kernels fused_mmap --turns 0, with room for twice that in
+--folder.
+
+Prints two tables; writes benchmarks/results/tiers.json and the tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from time import perf_counter
 from typing import Annotated, Any
 
 import typer
-from documents import fill
+from documents import fill, keep
+from psutil import virtual_memory
 from rich.console import Console
 from rich.table import Table
 from tiers_side import BATCHES, DIM, IDS, ROW_BYTES, Settings, Trained, begin
@@ -156,9 +158,12 @@ def main(
         speed = outcome_of(run_in_turns, each, turns) if turns else []
     if speed:
         show_speed(speed)
-    if not smallest and speed:
+    if not smallest:
         found = {"rows": rows, "dim": DIM, "steps": steps, "turns": turns, "memory": lines, "speed": speed}
-        RESULTS.write_text(json.dumps(found, indent=1))
+        before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        found = before | (found if speed else {"alone": found | {"host_memory": virtual_memory().total}})
+        keep(RESULTS, found)
+    if not smallest and "speed" in found:
         fill("docs/benchmarks.md", "tiers", in_document(found))
 
 
@@ -211,7 +216,19 @@ def in_document(found: dict[str, Any]) -> str:
         each = list(line["seconds"].values())
         cells = " | ".join(f"{1000 * seconds:.1f}" for seconds in each)
         lines.append(f"| {line['ids']} | {cells} | {each[-1] / each[0]:.2f} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(alone_in_document(found["alone"]) if "alone" in found else [])])
+
+
+def alone_in_document(found: dict[str, Any]) -> list[str]:
+    """A table that was measured by itself, in Markdown."""
+    size, memory = found["rows"] * ROW_BYTES / 2**30, found["host_memory"] / 2**30
+    lines = ["", f"| {size:,.0f} GiB, on a machine of {memory:,.0f} | {' | '.join(PHASES)} |"]
+    lines.append("|---|" + "---:|" * len(PHASES))
+    for line in found["memory"]:
+        for title, of, digits in (("memory ÷ table", "memory", 2), ("s", "seconds", 0)):
+            cells = " | ".join(f"{line[of][name]:,.{digits}f}" for name in PHASES)
+            lines.append(f"| `{line['kernel']}`: {title} | {cells} |")
+    return lines
 
 
 if __name__ == "__main__":
