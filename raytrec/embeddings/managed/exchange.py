@@ -89,27 +89,34 @@ class IdExchange:
         rows = [m.look_up(d.keys) for m, d in zip(self.maps.values(), owned, strict=True)]
         return self._answer(asked, trip, owned, rows)
 
-    def _ask(self, ids: Mapping[str, torch.Tensor]) -> tuple[list[Distinct], RoundTrip, list[Distinct]]:
-        """What this rank asks for of each table, and what it is asked for by all of them."""
+    def _ask(
+        self, ids: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Distinct], RoundTrip | None, list[Distinct]]:
+        """What this rank asks for of each table, its way there, and what it is asked for by all of them; a
+        single rank asks itself."""
         asked = [_distinct(keys_of(ids[table])) for table in self.maps]
+        if self._peers.world == 1:
+            return asked, None, asked
         sizes = [count_by_owner(d.keys, self._first_keys) for d in asked]
         trip = RoundTrip([torch.stack([d.keys, d.counts], 1) for d in asked], sizes, self._peers)
-        owned = asked if self._peers.world == 1 else [_merged(pairs) for pairs in trip.received]
-        return asked, trip, owned
+        return asked, trip, [_merged(pairs) for pairs in trip.received]
 
     def _answer(
-        self, asked: list[Distinct], trip: RoundTrip, owned: list[Distinct], rows: list[torch.Tensor]
+        self, asked: list[Distinct], trip: RoundTrip | None, owned: list[Distinct], rows: list[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The rows of what has been asked for.
 
         Args:
             rows: of each table, those of `owned.keys`; -1 where a key has none.
         """
-        if self._peers.world > 1:
+        if trip:
             rows = trip.back([r[d.places] for r, d in zip(rows, owned, strict=True)])
         out = {}
         for (table, of_table), mine, its_rows in zip(self.maps.items(), asked, rows, strict=True):
-            out[table] = torch.where(its_rows >= 0, its_rows, of_table.fallback(mine.keys))[mine.places]
+            without = (its_rows < 0).nonzero().squeeze(1)
+            if len(without):
+                its_rows = its_rows.index_copy(0, without, of_table.fallback(mine.keys[without]))
+            out[table] = its_rows.index_select(0, mine.places)
         return out
 
     def _tell(self, new: list[torch.Tensor], sizes_TW: list[list[int]]) -> dict[str, NewRows]:
