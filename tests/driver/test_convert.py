@@ -14,6 +14,7 @@ from raytrec.checkpoint.index import CheckpointError, read_index
 from raytrec.common.errors import ConfigError, SchemaError
 from raytrec.config.schema import Schema
 from raytrec.driver.convert import convert
+from raytrec.embeddings.initial import initial_rows
 
 STEPS = 3
 PROGRESS = {"step": STEPS, "rows": 36, "trained": 36.0, "nan_steps": 0, "window": {}, "seconds": 1.0,
@@ -24,6 +25,10 @@ def with_tables(**tables):
     return Schema.parse(
         {**SCHEMA.model_dump(), "tables": {**SCHEMA.model_dump()["tables"], **tables}}, "here"
     )
+
+
+def wider(rows):
+    return with_tables(user={"rows": rows, "dim": 8})
 
 
 def begun(rank, world, root, schema, optimizer):
@@ -86,6 +91,12 @@ def test_a_table_with_managed_ids_learns_as_it_would_have_without(trained, optim
     out = str(tmp_path / "out")
     lines = convert(trained[optimizer], ["user=managed"], out).lines
     assert lines == ["table user: ids 0 to 22 keep their rows; one more is for ids that have none"]
+    new = checkpoints.whole(out)
+    assert new["ids/user/id"].tolist() == sorted(range(23), key=key)
+    assert set(new["ids/user/last"].tolist()) == {-1} and set(new["ids/user/sightings"].tolist()) == {1}
+    assert torch.equal(new["tables/user/weight"][23:], initial_rows(wider(24), "user", 3, 23, 24))
+    state = [v for n, v in new.items() if n.startswith("tables/user/") and "weight" not in n and v.dim()]
+    assert state and not any(values[23:].any() for values in state)
     before, after = (on_ranks(2, goes_on, f, optimizer) for f in (trained[optimizer], out))
     assert [r[0] for r in before] == [r[0] for r in after]
     ids = torch.cat([r[2]["user"][0] for r in after])
@@ -96,7 +107,7 @@ def test_a_table_with_managed_ids_learns_as_it_would_have_without(trained, optim
         assert after[0][1]["user"][kind].shape[0] == 24
 
 
-@pytest.mark.parametrize("kind", ["resize:40", "resize:20", "hash"])
+@pytest.mark.parametrize("kind", ["resize:40", "resize:140000", "resize:20", "hash"])
 def test_tables_without_managed_ids(trained, kind, tmp_path):
     out = str(tmp_path / "out")
     convert(trained["adam"], [f"user={kind}"], out)
@@ -115,9 +126,7 @@ def test_tables_without_managed_ids(trained, kind, tmp_path):
         assert len(other[name]) == rows == table.rows
         assert torch.equal(other[name][: min(rows, 23)], values[:rows])
         if rows > 23:
-            from raytrec.embeddings.initial import initial_rows
-
-            fresh = initial_rows(with_tables(user={"rows": 40, "dim": 8}), "user", 3, 23, 40)
+            fresh = initial_rows(wider(rows), "user", 3, 23, rows)
             assert torch.equal(
                 other[name][23:], fresh if name.endswith("weight") else torch.zeros_like(fresh)
             )
@@ -151,9 +160,26 @@ def test_managed_ids_of_another_number_of_rows(managed, rows, tmp_path):
         assert torch.equal(other[f"tables/user/{kind}"][-2:], one[f"tables/user/{kind}"][-2:])
         assert torch.equal(other[f"tables/tag/{kind}"], one[f"tables/tag/{kind}"])
     free = other.get("ids/user/left", torch.empty(0)).tolist()
+    told = checkpoints.about(out)["ids"]["user"]
+    assert told["left"] == len(free) and told["rows"] == len(kept) and told["handed"] == rows - 2
     assert sorted([*new.tolist(), *free]) == list(range(rows - 2))
     losses, _, maps = on_ranks(1, goes_on, out, "adagrad")[0]
     assert np.isfinite(losses).all() and len(maps["user"][0]) == min(rows - 2, 23)
+
+
+def test_ids_that_wait_go_on_waiting(tmp_path):
+    ids = {"admit_after": 4}
+    schema = with_tables(user={"rows": 25, "dim": 8, "ids": ids})
+    on_ranks(2, begun, str(tmp_path / "run"), schema, "adagrad")
+    place, out = folder_of(str(tmp_path / "run"), STEPS), str(tmp_path / "out")
+    convert(place, ["user=resize:30"], out)
+    one, other = checkpoints.whole(place), checkpoints.whole(out)
+    waiting = {name for name in one if name.startswith("ids/user/waiting_")}
+    assert waiting and all(len(one[name]) for name in waiting)
+    assert all(torch.equal(one[name], other[name]) for name in waiting)
+    assert (
+        checkpoints.about(out)["ids"]["user"]["waiting"] == checkpoints.about(place)["ids"]["user"]["waiting"]
+    )
 
 
 @pytest.mark.parametrize(
