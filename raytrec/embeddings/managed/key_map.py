@@ -131,7 +131,7 @@ class KeyMap:
             free_M8 = self._keys.index_select(0, bucket_M) == NO_KEY
             taken_M8 = free_M8 & (free_M8.cumsum(1) == nth_M.unsqueeze(1) + 1)
             column_M = _column(taken_M8)
-            which, rest = ((column_M >= 0).nonzero().squeeze(1), (column_M < 0).nonzero().squeeze(1))
+            which, rest = (column_M >= 0).nonzero().squeeze(1), (column_M < 0).nonzero().squeeze(1)
             found, its_place = bucket_M[which] * BUCKET + column_M[which], place_M[which]
             slots.index_copy_(0, its_place, found)
             self._keys.view(-1).index_copy_(0, found, keys[its_place])
