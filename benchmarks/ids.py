@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from documents import fill
+from documents import fill, keep
 from ids_side import BATCH
 from rank_group import Ranks, take_turns
 
@@ -51,14 +51,14 @@ def stream(world: int, ids: int) -> dict[str, float]:
     return {"ids": ids, "s": seconds, "ids_per_s": ids / seconds, "grown_mib": grown / 2**20}
 
 
-def table_of(points: list[dict[str, Any]]) -> str:
+def document(found: dict[str, Any]) -> str:
     """A line for each number of workers, as Markdown."""
     lines = [
         "| workers | ms a step: static | ids known | | a hundredth new | | a tenth new | "
         "| ids/s through the map | grown, MiB |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for point in points:
+    for point in found["points"]:
         static, *others = (point["sides"][side]["step_ms"] for side in SIDES)
         cells = [str(point["workers"]), f"{static:,.1f}"]
         for managed in others:
@@ -82,10 +82,11 @@ def main(
         through = stream(world, 200_000 if smallest else ids)
         points.append({"workers": world, "sides": sides, "stream": through})
         print(json.dumps(points[-1]), flush=True)
-    print(table_of(points))
+    found = {"cpus": os.cpu_count(), "points": points}
+    print(document(found))
     if not smallest:
-        RESULTS.write_text(json.dumps({"cpus": os.cpu_count(), "points": points}, indent=1) + "\n")
-        fill("docs/benchmarks.md", "ids", table_of(points))
+        keep(RESULTS, found)
+        fill("docs/benchmarks.md", "ids", document(found))
 
 
 if __name__ == "__main__":

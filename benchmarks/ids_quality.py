@@ -149,7 +149,7 @@ def _batches(form: Any, codes: list[np.ndarray], pairs: np.ndarray, labels: np.n
         yield collate([rows], BATCH, count, number)
 
 
-def table_of(found: dict[str, list[float]]) -> str:
+def document(found: dict[str, list[float]]) -> str:
     """A line for each side, as Markdown."""
     lines = [
         "| ids | rows ÷ distinct ids | AUC, mean | standard deviation | seeds |",
@@ -190,9 +190,9 @@ def main(
             print(f"seed {seed}, {kind}, {share:.0%}: {values[-1]:.5f}", flush=True)
             if not smallest:
                 keep(RESULTS, found)
-    print(table_of(found))
+    print(document(found))
     if not smallest:
-        fill("docs/benchmarks.md", "ids_quality", table_of(found))
+        fill("docs/benchmarks.md", "ids_quality", document(found))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
+from documents import keep
 from ids_side import RESUME_ROWS
 from rank_group import Ranks
 
@@ -100,7 +101,7 @@ def main(
     two, others = found["differences"].values()
     print(f"{found['ids']:,} ids; 2 → 2 workers: {two or 'equal to the last bit'}; 2 → 3 → 1: {others}")
     if not smallest:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        keep(RESULTS, found)
     if two or any(name.startswith("ids/") for name in others):
         raise SystemExit("what was resumed is not what was trained without a break")
 

@@ -164,7 +164,7 @@ def main(
         found = before | (found if speed else {"alone": found | {"host_memory": virtual_memory().total}})
         keep(RESULTS, found)
     if not smallest and "speed" in found:
-        fill("docs/benchmarks.md", "tiers", in_document(found))
+        fill("docs/benchmarks.md", "tiers", document(found))
 
 
 def memory_of(settings: Settings) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def show_speed(lines: list[dict[str, Any]]) -> None:
     Console(width=120).print(table)
 
 
-def in_document(found: dict[str, Any]) -> str:
+def document(found: dict[str, Any]) -> str:
     """Both tables in Markdown."""
     lines = [f"| memory ÷ table | {' | '.join(PHASES)} |", "|---|" + "---:|" * len(PHASES)]
     for line in found["memory"]:
@@ -216,10 +216,10 @@ def in_document(found: dict[str, Any]) -> str:
         each = list(line["seconds"].values())
         cells = " | ".join(f"{1000 * seconds:.1f}" for seconds in each)
         lines.append(f"| {line['ids']} | {cells} | {each[-1] / each[0]:.2f} |")
-    return "\n".join([*lines, *(alone_in_document(found["alone"]) if "alone" in found else [])])
+    return "\n".join([*lines, *(_alone(found["alone"]) if "alone" in found else [])])
 
 
-def alone_in_document(found: dict[str, Any]) -> list[str]:
+def _alone(found: dict[str, Any]) -> list[str]:
     """A table that was measured by itself, in Markdown."""
     size, memory = found["rows"] * ROW_BYTES / 2**30, found["host_memory"] / 2**30
     lines = ["", f"| {size:,.0f} GiB, on a machine of {memory:,.0f} | {' | '.join(PHASES)} |"]
