@@ -31,7 +31,7 @@ def _diverged(here: Here, name: str, max_steps: int | None) -> tuple[int, int]:
     values = here.settings(
         name, checkpoint__every_steps=1, train__max_steps=max_steps, tracking__every_steps=None
     )
-    values["optim"] = {"dense": {"name": "sgd", "lr": 1e30}}
+    values["optim"] = {"dense": {"name": "sgd", "lr": 1e9}}
     values["checks"] = {"finite": "off", "numerics": "off"}
     try:
         driver.train(values)
