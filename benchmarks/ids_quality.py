@@ -48,7 +48,7 @@ SIDES = (
     ("lru", 0.1),
     ("hashed", 0.1),
 )
-KINDS: dict[str, dict[str, Any]] = {  # managed ids, and how where there are fewer rows than ids
+KINDS: dict[str, dict[str, Any]] = {  # with managed ids → their policy where there are fewer rows than ids
     "numbers": {},
     "managed": {"eviction": "lfu", "admit_after": 5},
     "lru": {},
@@ -107,9 +107,8 @@ def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
     rows = {name: int(len(t) * share) + 1 for name, t in zip(("user", "item"), ratings.texts, strict=True)}
     tables: dict[str, dict[str, Any]] = {name: {"rows": n, "dim": DIM} for name, n in rows.items()}
     for table in tables.values() if kind in KINDS else ():
-        table["ids"] = (
-            KINDS[kind] | {"fallback_rows": max(1, table["rows"] // 10)} if share < 1 else "managed"
-        )
+        fallback = {"fallback_rows": max(1, table["rows"] // 10)}
+        table["ids"] = KINDS[kind] | fallback if share < 1 else "managed"
     sparse = {name: {"table": name} for name in tables}
     schema = Schema.parse({"labels": ["y"], "sparse": sparse, "tables": tables}, "ids")
     config = RunConfig.model_validate(

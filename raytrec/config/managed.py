@@ -25,7 +25,8 @@ class ManagedIds(BaseModel):
         "lru",
         description="Which ids lose their rows when all are taken: those that were not seen for longest, "
         "those seen least often, those with the fewest sightings for each step since the last one, or none: "
-        "then ids that come later get no row. With lfu and distance_lfu at most a 64th of them at a step.",
+        "then ids that come later get no row. With lfu and distance_lfu, at most a 64th of the rows changes "
+        "hands at a step.",
     )
     ttl_steps: PositiveInt | None = Field(
         None,

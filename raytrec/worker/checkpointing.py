@@ -130,12 +130,15 @@ class CheckpointManager:
         if self._config.checkpoint.keep_best:
             self.save(again=True)
 
-    def save(self, *, wait: bool = False, again: bool = False) -> None:
+    def save(self, *, wait: bool = False, again: bool = False) -> Saved | None:
         """Begins a checkpoint of this step, unless there is one.
 
         Args:
             wait: until it is committed.
             again: even if there is one.
+
+        Returns:
+            What came of it, where it was waited for.
 
         Raises:
             RunError: a loss was not finite up to this step, so that this state must not be kept.
@@ -154,10 +157,12 @@ class CheckpointManager:
             ids, about_ids = saved_ids(self._step.maps, step)
             self._saver.save(step, self._state.tensors(), self._about() | about_ids, ids)
             self._saved_at, self._asked = monotonic(), False
+        saved = None
         if wait:
             heartbeat.tick("save")
-            self._take()
+            saved = self._take()
         heartbeat.tick("step")
+        return saved
 
     def finish(self, *, again: bool = False) -> RunError | None:
         """The last checkpoint of the run.
@@ -172,9 +177,7 @@ class CheckpointManager:
             RunError: the state is not finite, and checks.finite is to stop the run for that.
         """
         self._context.enter_phase("saving the checkpoint", "save")
-        self.save(again=again)
-        self._context.heartbeat.tick("save")
-        saved = self._take()
+        saved = self.save(wait=True, again=again)
         error = saved.error if saved else None
         if error is None or again:
             self._saver.close()

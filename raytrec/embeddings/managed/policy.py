@@ -45,7 +45,7 @@ def drawn(keys: torch.Tensor, counts: torch.Tensor, step: int, seed: int, probab
     return uniform < 1 - (1 - probability) ** counts.double()
 
 
-def claims(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
+def admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
     """What ids without a row are worth to one another, where rows are too few for all: int64 [n], 0 or more.
     Those seen more often go first; among equals a draw decides, anew at each step.
 
@@ -58,8 +58,8 @@ def claims(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) ->
 def rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
     """How many ids lose their rows at a step that lacks some.
 
-    With lru they are as many as are missing. With the others, a 64th of the rows at most changes hands at a
-    step: else a batch with many new ids would take rows from those that are seen often.
+    With lru they are as many as are missing, and some ahead. With the others, at most a 64th of the rows
+    changes hands at a step: else a batch with many new ids would take rows from ids that are seen often.
 
     Args:
         rows: that ids can have.

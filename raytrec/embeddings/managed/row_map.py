@@ -14,7 +14,7 @@ from raytrec.embeddings.managed.key_map import Entries, KeyMap
 from raytrec.embeddings.managed.keys import fallback_of, shares
 from raytrec.embeddings.managed.lowest import lowest
 from raytrec.embeddings.managed.peers import Peers
-from raytrec.embeddings.managed.policy import Expiry, claims, drawn, rows_to_free, scores
+from raytrec.embeddings.managed.policy import Expiry, admission_scores, drawn, rows_to_free, scores
 from raytrec.embeddings.managed.state import Free, MapState, Sighting
 
 SAMPLE = 2**16  # slots that are looked at for the age of ids
@@ -178,7 +178,7 @@ class RowMap:
         if refused <= 0:
             return which, wanted
         keys = seen.keys[seen.wanted]
-        of_keys = claims(keys, seen.sightings, seen.step, self._seed)
+        of_keys = admission_scores(keys, seen.sightings, seen.step, self._seed)
         which = which[~torch.isin(which, lowest(of_keys, keys, refused, self._peers))]
         count = torch.tensor([len(which)], device=self.device)
         return which, self._peers.gather(count).squeeze(1).tolist()

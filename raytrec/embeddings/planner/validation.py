@@ -107,7 +107,11 @@ def host_room(
 def footprints(
     config: RunConfig, schema: Schema, constraints: dict[str, TableConstraint], device: str
 ) -> dict[str, Footprint]:
-    """Of the tables that these constraints are of."""
+    """Table → the bytes that it takes with its optimizer state, of each table with a constraint.
+
+    Args:
+        device: that ranks train on, cpu or cuda.
+    """
     optimizers = table_optimizers(config, schema)
     return {
         table: footprint(
