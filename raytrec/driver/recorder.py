@@ -124,10 +124,8 @@ class Record:
         return {"train.checks_passed": passed, "train.checks_failed": failed}
 
     def bound(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The figures of a run, and what has bounded it, for which they have the ranks' limits."""
-        limits = metrics.get("limits", {})
-        found = find_bound(self.times, limits, metrics["seconds"], metrics["train.samples_per_s"])
-        return {key: value for key, value in metrics.items() if key != "limits"} | found
+        """What the time of a run went into, by its figures."""
+        return find_bound(self.times, metrics["seconds"], metrics["train.samples_per_s"])
 
     def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:
         """Writes result.json, by which a run counts as finished, if the trained model has been saved.

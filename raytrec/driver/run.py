@@ -61,7 +61,7 @@ class Result:
     Attributes:
         metrics: the content of result.json: eval.NAME of each metric (eval.TASK.NAME where there are several
             tasks), metrics (what they are called, and which values are better), eval.rows, train.rows,
-            bound.by and more on what bounds the run (report.bounds),
+            bound.by and more on what the time went into (report.bounds),
             train.steps, train.samples_per_s, train.checks_passed, train.checks_failed, world_size,
             seconds, name, mlflow_run_id (None without MLflow), and code, the module:name of the user's that
             the run was made of, if any.
@@ -181,7 +181,7 @@ def _drive(
             "mlflow_run_id": tracker.run_id,
             "name": config.run.name,
         }
-        metrics = record.bound(metrics)
+        metrics |= record.bound(metrics)
         if code := own_code(config.model_dump(by_alias=True)):
             metrics["code"] = code
         missing = record.result(metrics, watch.unsaved)

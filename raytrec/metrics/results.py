@@ -30,7 +30,6 @@ AFTER = {  # the metrics, in this order
     "seconds": ("seconds in all", "{:.1f}"),
     "bound.by": ("bound by", "{}"),
     "bound.share": ("share of the time", "{:.0%}"),
-    "bound.of_limit": ("share of that limit reached", "{:.0%}"),
 }
 COUNTS = {  # beside a task's metrics of groups
     GROUPS: "groups",
@@ -45,7 +44,6 @@ WHEN_ANY = (  # 0 is not worth a line
     "train.nan_steps",
     "train.checks_passed",
     "train.checks_failed",
-    "bound.of_limit",
 )
 BRIEF = ("train.samples_per_s", "seconds")  # with the metrics that have a direction: what matters most
 

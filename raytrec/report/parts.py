@@ -60,7 +60,6 @@ def bounds(history: History) -> Sheet:
         "part": lambda row: Cell(row[0]),
         "seconds": lambda row: _number(number(row[1].get("seconds"))),
         "share of the time": lambda row: _share(number(row[1].get("share"))),
-        "of its limit": lambda row: _share(number(row[1].get("of_limit"))),
     }
     return _sheet(columns, rows)
 

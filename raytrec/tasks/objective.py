@@ -162,10 +162,6 @@ class Objective:
         """The keys of a column, int64 [B]; None where a task names none."""
         return None if column is None or keys is None else keys[:, self.keys.index(column)]
 
-    def alone(self) -> Objective:
-        """The same of a world of one: nothing of it is a collective."""
-        return Objective(self.tasks, self.reduction, 1, self.keys, self.own_loss)
-
     def outputs(
         self,
         loss: torch.Tensor,

@@ -98,7 +98,6 @@ def train_worker(task: WorkerTask) -> None:
         figures, curves = evaluate(step, test, context.device, selection, items)
         context.report(messages.Final(step=progress.step, figures=figures, curves=curves))
         result |= selection.result(figures)
-    result |= observers.result()
     if unsaved:  # there may be room by now
         unsaved = checkpoints.finish(again=True)
     parts = unsaved.parts if unsaved else None

@@ -21,7 +21,6 @@ from raytrec.common.versions import installed_versions
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.heartbeat import Heartbeat
-from raytrec.worker.limits import Limits, Probe, bytes_of_step
 from raytrec.worker.nonfinite import Recent
 from raytrec.worker.progress import Progress
 from raytrec.worker.spread_tables import SpreadTables
@@ -50,10 +49,6 @@ class Observer:
     def close(self) -> None:
         """At the end of training, however it ends."""
 
-    def result(self) -> dict[str, Any]:
-        """What the result has of it, when everything has been trained and evaluated; a collective."""
-        return {}
-
 
 class Observers(Observer):
     """Several observers as one, called in their order."""
@@ -77,9 +72,6 @@ class Observers(Observer):
         for observer in self._observers:
             observer.close()
 
-    def result(self) -> dict[str, Any]:
-        return {key: value for observer in self._observers for key, value in observer.result().items()}
-
 
 class StepHeartbeat(Observer):
     """Each step is a sign of progress."""
@@ -94,8 +86,7 @@ class StepHeartbeat(Observer):
 class RankRecorder(Observer):
     """Every tracking.every_steps steps and at the last one, reports this rank's line (docs/monitoring.md).
 
-    In it are the time in each phase of a step, the machine's load, and statistics of this rank's shards. The
-    result has the limits of the machine, for the work of the last step (limits.py).
+    In it are the time in each phase of a step, the machine's load, and statistics of this rank's shards.
     """
 
     def __init__(
@@ -107,12 +98,8 @@ class RankRecorder(Observer):
         batches: Recent,
         last_step: int,
         spread: SpreadTables,
-        taps: Taps,
-        limits: Limits,
     ):
         self._context, self._every = context, context.task.config.tracking.every_steps
-        self._taps, self._limits = taps, limits
-        self._last: Probe | None = None  # of the run's last step
         self._first: dict[str, float] = {}  # seconds of the phases of the first step
         self._statistics, self._phases, self._progress = statistics, phases, progress
         self._batches, self._last_step, self._first_step = batches, last_step, progress.step
@@ -133,17 +120,10 @@ class RankRecorder(Observer):
     def close(self) -> None:
         self._system.close()
 
-    def result(self) -> dict[str, Any]:
-        return {"limits": self._limits.measure(self._last)} if self._last else {}
-
     def wants_probe(self, step: int) -> bool:
         """Whether a step is the last of an interval: it is recorded, with what it looked up."""
-        return step % self._every == 0 or self._may_end(step)
-
-    def _may_end(self, step: int) -> bool:
-        """Whether the run ends at this step, or may do so early."""
-        every = self._may_end_every
-        return step == self._last_step or (every is not None and step % every == 0)
+        ends_early = self._may_end_every is not None and step % self._may_end_every == 0
+        return step % self._every == 0 or step == self._last_step or ends_early
 
     def _record(self, step: int) -> None:
         context, phases, first = self._context, self._phases.take(), self._first
@@ -160,15 +140,10 @@ class RankRecorder(Observer):
             phases_s=phases,
             system=self._system.sample(),
             first_s=first,
-            **self._spread.reduce(figures := self._statistics.collect()),
+            **self._spread.reduce(self._statistics.collect()),
         )
         context.report_from_all(line)
         self._first_step, self._first = step, {}
-        if self._may_end(step) and self._taps.input:
-            pooled = {name: values.shape for name, values in self._taps.input.pooled.items()}
-            dense_s = (phases["forward"] + phases["backward"]) / line.steps
-            moved = bytes_of_step(figures, line.steps)
-            self._last = Probe(pooled, self._taps.input.batch, dense_s, moved)
 
 
 class CheckRunner(Observer):
@@ -264,9 +239,8 @@ def make_observers(
         of_ids = step.managed.figures if step.managed is not None else dict
         statistics = Statistics(schema, state.tables, taps, of_ids)
         spread = SpreadTables(state.tables.values())
-        limits = Limits(config, schema, head, state.tables, context.device)
         watched = context, statistics, step.phases, progress, batches, last_step
-        probing.append(RankRecorder(*watched, spread, taps, limits))
+        probing.append(RankRecorder(*watched, spread))
     if checked and len(checks := _live_checks(context, step, state, taps, head)):
         probing.append(CheckRunner(context, checks, progress, batches))
     return Observers([*observers, *probing, Prober(taps, progress, probing)])

@@ -117,20 +117,17 @@ class Head(nn.Module):
         batch: Batch,
         rows: slice = slice(None),
         whole: Whole | None = None,
-        alone: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and logits of some rows.
 
         Args:
             pooled: of these rows; batch: the whole one.
             whole: what the objective says of all rows; default: these are all that it looks at.
-            alone: take these rows for a global batch, so that nothing is a collective.
         """
         logits = self._call(self.model, batch.dense[rows], pooled, batch.sparse, rows, sides=batch.sides)
         labels, weights = batch.labels[rows], batch.weights[rows]
         task_weights, keys = (None if x is None else x[rows] for x in (batch.task_weights, batch.keys))
-        objective = self._objective.alone() if alone else self._objective
-        loss = objective.loss(logits, labels, weights, batch.global_rows, task_weights, keys, whole, rows)
+        loss = self._objective.loss(logits, labels, weights, batch.global_rows, task_weights, keys, whole, rows)
         return loss, logits
 
     def _in_pieces(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
