@@ -19,8 +19,9 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
 from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.constraints import resolve_constraints
-from raytrec.embeddings.planner.disk import free_disk, memory_filesystem, mmap_folder
+from raytrec.embeddings.planner.disk import free_disk
 from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, map_share
+from raytrec.embeddings.planner.tiers import disk_refusal
 from raytrec.embeddings.planner.validation import check_decay, footprints
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_carried
@@ -161,11 +162,12 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
     from raytrec.embeddings.planner.hosts import host_memory
 
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
-    found = footprints(config, schema, constraints, "cpu")
-    _check_disk(config, {name: size.disk for name, size in found.items() if size.disk})
-    sizes = {name: size.device for name, size in found.items()}
-    have, need = host_memory(), sum(sizes.values()) + map_share(schema, 1)
-    if need > have + (free_disk(config) if MMAP_KERNEL in config.plan.compute_kernels else 0):
+    sizes = {table: size.device for table, size in footprints(config, schema, constraints, "cpu").items()}
+    have, free, maps = host_memory(), free_disk(config), map_share(schema, 1)
+    if refusal := disk_refusal(constraints, schema, config, have - maps, free):
+        raise refusal
+    need = sum(sizes.values()) + maps
+    if need > have + (free if MMAP_KERNEL in config.plan.compute_kernels else 0):
         names = " and ".join(dict.fromkeys(optimizer.name for optimizer in optimizers.values()))
         largest = max(sizes, key=sizes.get)
         table = schema.tables[largest]
@@ -177,24 +179,3 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
             do="lower rows (out_of_range: hash brings any id into range) or dim; train on a cluster; or put "
             f"large tables on the disk: plan.tables.{largest}.compute_kernel=fused_mmap",
         )
-
-
-def _check_disk(config: RunConfig, sizes: dict[str, int]) -> None:
-    """Whether tables with compute_kernel fused_mmap fit the disk.
-
-    Args:
-        sizes: table → bytes.
-    """
-    if not sizes:
-        return
-    folder = mmap_folder(config)
-    kind, have, need = memory_filesystem(folder), free_disk(config), sum(sizes.values())
-    if kind is None and need <= have:
-        return
-    why = f"{have / GIB:,.1f} GiB are free there" if kind is None else f"it is on {kind}, in memory itself"
-    raise ConfigError(
-        f"tables {', '.join(sizes)} take {need / GIB:,.1f} GiB of disk, with optimizer state, and {why}",
-        where=f"plan.mmap_dir, {folder}",
-        expected="a folder on a disk with room for them, and for checkpoints beside them if those go there",
-        do="make room, or set plan.mmap_dir to a folder on another disk",
-    )

@@ -10,17 +10,17 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.common.errors import RunError
+from raytrec.common.formatting import bytes_text
 from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
 from raytrec.embeddings.bags import Collection, tables_in
-from raytrec.embeddings.planner.disk import memory_filesystem, mmap_folder
-from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL
+from raytrec.embeddings.planner.disk import make_room, memory_filesystem, mmap_folder
+from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 
 
 class MappedFiles:
@@ -33,7 +33,7 @@ class MappedFiles:
     """
 
     def __init__(self, config: RunConfig):
-        self._folder = mmap_folder(config)
+        self._config, self._folder = config, mmap_folder(config)
 
     def zeros(self, tables: list[str], count: int, dtype: torch.dtype) -> torch.Tensor:
         """Values in a new file, all 0: [count], shared with the file.
@@ -50,14 +50,22 @@ class MappedFiles:
         size, folder = count * dtype.itemsize, self._folder
         try:
             if kind := memory_filesystem(folder):
-                raise _refused(tables, size, folder, f"the folder is on {kind}, which is itself memory")
+                raise self._refused(tables, size, f"the folder is on {kind}, which is itself memory")
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
                 pages = mmap.mmap(file.fileno(), size)
             pages.madvise(mmap.MADV_RANDOM)  # a row brings in its page, not the megabytes beside it
         except OSError as error:
-            raise _refused(tables, size, folder, (error.strerror or str(error)).lower()) from None
+            raise self._refused(tables, size, (error.strerror or str(error)).lower()) from None
         return torch.frombuffer(pages, dtype=dtype)
+
+    def _refused(self, tables: list[str], size: int, why: str) -> RunError:
+        return RunError(
+            f"no file of {bytes_text(size)} for {', '.join(tables)}: {why}",
+            where=f"plan.mmap_dir, {self._folder}",
+            expected="a folder on a disk of the node with room for its tables and their optimizer state",
+            do=make_room(self._config),
+        )
 
 
 def mark_mapped(collections: Iterable[Collection], plan: ShardingPlan) -> None:
@@ -71,12 +79,3 @@ def mark_mapped(collections: Iterable[Collection], plan: ShardingPlan) -> None:
         for table, module in tables_in(collection).items():
             if kernels[table] == MMAP_KERNEL:
                 map_table(module.weight)
-
-
-def _refused(tables: list[str], size: int, folder: Path, why: str) -> RunError:
-    return RunError(
-        f"no file of {size / GIB:,.2f} GiB for {', '.join(tables)}: {why}",
-        where=f"plan.mmap_dir, {folder}",
-        expected="a folder on a disk of the node with room for its tables and their optimizer state",
-        do="make room, or set plan.mmap_dir to another folder",
-    )

@@ -93,8 +93,12 @@ def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
     check(100_000, mmap_dir=str(tmp_path))  # 3.4 MiB, of which memory has 1
     with pytest.raises(ConfigError, match="compute_kernel=fused_mmap"):
         check(100_000, tables={})
-    with pytest.raises(ConfigError, match=r"tables user take [\d,.]+ GiB of disk.*are free there"):
+    with pytest.raises(ConfigError, match=r"tables user take [\d,.]+ TiB of disk.*are free there"):
         check(10**12, mmap_dir=str(tmp_path))
+    movable = {"tables": {}, "compute_kernels": ["fused", "fused_mmap"]}
+    check(100_000, mmap_dir=str(tmp_path), **movable)
+    with pytest.raises(ConfigError, match=r"tables user take [\d,.]+ TiB of disk.*are free there"):
+        check(10**12, mmap_dir=str(tmp_path), **movable)
 
 
 def test_the_command_says_it_once_without_ray(tmp_path):

@@ -144,7 +144,7 @@ def fails(*_):
 
 def test_a_full_disk_and_one_in_memory_are_refused(tmp_path):
     (message,) = on_ranks(1, refused, str(tmp_path / "new"), True)
-    assert "no file of 0.00 GiB for user: no space left on device" in message and str(tmp_path) in message
+    assert "no file of 4 MiB for user: no space left on device" in message and str(tmp_path) in message
     assert on_ranks(1, refused, str(tmp_path / "new"), False) == [None] and not os.listdir(tmp_path)
     if Path("/dev/shm").is_dir():
         (message,) = on_ranks(1, refused, "/dev/shm/tables", False)

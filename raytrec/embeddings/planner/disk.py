@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from raytrec.common.storage import relative
 from raytrec.config.run_config import RunConfig
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
@@ -22,6 +23,13 @@ def mmap_folder(config: RunConfig) -> Path:
 def free_disk(config: RunConfig) -> int:
     """Bytes that are free there."""
     return shutil.disk_usage(mmap_folder(config)).free
+
+
+def make_room(config: RunConfig) -> str:
+    """What to do about a disk without room for these tables; in a run that has begun, with --resume."""
+    do, run = "make room, or set plan.mmap_dir to a folder on another disk", Path(config.run.dir or "")
+    begun = config.run.dir and (run / "config.yaml").is_file()
+    return f"{do}; then resume the run: raytrec train --resume {relative(run)}" if begun else do
 
 
 def memory_filesystem(folder: Path) -> str | None:

@@ -28,7 +28,7 @@ from raytrec.embeddings.planner.hosts import capacity, settle_hosts
 from raytrec.embeddings.planner.options import Enumerator, torchrec_constraints
 from raytrec.embeddings.planner.partitioner import PinnedPartitioner
 from raytrec.embeddings.planner.search import narrow, proposers
-from raytrec.embeddings.planner.tiers import kernels_to_choose, move_to_files
+from raytrec.embeddings.planner.tiers import disk_refusal, kernels_to_choose, move_to_files
 from raytrec.embeddings.planner.validation import host_room, validate_constraints
 
 
@@ -111,7 +111,9 @@ def make_plan(
     # a plan that there is not.
     outcome: list = [None]
     if dist.get_rank() == 0:
-        outcome[0] = plan_for(topology, constraints, schema, config, model, sharders)
+        if device.type == "cpu":
+            outcome[0] = disk_refusal(constraints, schema, config, world * memory, world * hosts.disk_share)
+        outcome[0] = outcome[0] or plan_for(topology, constraints, schema, config, model, sharders)
     dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], ConfigError):
         raise outcome[0]

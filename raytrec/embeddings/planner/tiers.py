@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import bytes_text
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.per_table import has_fused, table_optimizers
 from raytrec.embeddings.planner.constraints import TableConstraint
+from raytrec.embeddings.planner.disk import make_room, memory_filesystem, mmap_folder
 from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 from raytrec.embeddings.planner.validation import footprints
 
@@ -52,6 +55,32 @@ def move_to_files(
         if count == len(movable):
             return
         count = min(max(1, 2 * count), len(movable))
+
+
+def disk_refusal(
+    constraints: Constraints, schema: Schema, config: RunConfig, memory: int, free: int
+) -> ConfigError | None:
+    """On CPU, why the disk does not hold the tables that have to be in files; None where it does.
+
+    Args:
+        memory: bytes for tables of all ranks together.
+        free: the same of the disk.
+    """
+    chosen = next(move_to_files(constraints, schema, config, memory))
+    sizes = {
+        table: size.disk for table, size in footprints(config, schema, chosen, "cpu").items() if size.disk
+    }
+    need, folder = sum(sizes.values()), mmap_folder(config)
+    kind = memory_filesystem(folder) if sizes else None
+    if kind is None and need <= free:
+        return None
+    why = f"it is on {kind}, in memory itself" if kind else f"{bytes_text(free)} are free there"
+    return ConfigError(
+        f"tables {', '.join(sizes)} take {bytes_text(need)} of disk, with optimizer state, and {why}",
+        where=f"plan.mmap_dir, {folder}",
+        expected="a folder on a disk with room for them, and for checkpoints beside them if those go there",
+        do=make_room(config),
+    )
 
 
 def _movable(constraints: Constraints, schema: Schema, config: RunConfig) -> list[str]:

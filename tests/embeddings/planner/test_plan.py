@@ -16,13 +16,14 @@ def schema(rows=100):
     return Schema.parse({"labels": ["y"], "sparse": {t: {"table": t} for t in tables}, "tables": tables}, "t")
 
 
-def planned(rank, world, plan, rows=100, optimizer="adagrad"):
+def planned(rank, world, plan, rows=100, optimizer="adagrad", run=None):
     """describe(plan), and for each table the offsets of its shards; or the error."""
     from raytrec.embeddings.planner.plan import describe
     from raytrec.worker.build import build_step
 
     config = RunConfig.model_validate(
         {
+            "run": {"dir": run},
             "data": {"train": "d/train"},
             "scaling": {"num_workers": world},
             "optim": {"embeddings": {"name": optimizer}},
@@ -96,14 +97,31 @@ def test_column_shards_lie_on_different_ranks(sharding):
 
 
 def test_tables_in_files_take_the_disk_of_the_plan():
-    """Four tables of 0.06 GiB, with state, where there are 0.1 GiB of memory; then as little disk."""
+    """Four tables of 0.06 GiB, with state, where there are 0.1 GiB of memory."""
     plan = {"sharding_types": ["table_wise"], "memory_gib": 0.1, "tables": {}}
     assert "in 0.1 GiB of memory for each worker" in on_ranks(1, planned, plan, 10**6)[0]
     plan["tables"] = {"t[0-2]": {"compute_kernel": "fused_mmap"}}
     found = on_ranks(1, planned, plan, 10**6)[0]
     assert [table["compute_kernel"] for table in found] == ["fused_mmap"] * 3 + ["fused"]
-    message = on_ranks(1, planned_on_small_disk, plan, 10**6)[0]
-    assert "no plan for 4 tables" in message and "and 0.1 GiB of disk" in message
+
+
+@pytest.mark.parametrize("chosen", ["by hand", "by the planner"])
+@pytest.mark.parametrize("free", [0, GIB // 10])
+def test_a_full_disk_is_named_with_what_the_tables_need_and_how_the_run_is_resumed(chosen, free, tmp_path):
+    """Four tables of 0.06 GiB, with state, of which memory holds one, and the disk one or none."""
+    plan = {"sharding_types": ["table_wise"], "memory_gib": 0.1, "mmap_dir": str(tmp_path)}
+    if chosen == "by hand":
+        plan["tables"] = {"t[0-2]": {"compute_kernel": "fused_mmap"}}
+    else:
+        plan["compute_kernels"] = ["fused", "fused_mmap"]
+    (message,) = on_ranks(1, planned_on_small_disk, plan, free, None)
+    assert "tables t0, t1, t2 take 183 MiB of disk" in message
+    assert f"{'102 MiB' if free else '0 B'} are free there" in message
+    assert f"plan.mmap_dir, {tmp_path}" in message and "make room" in message
+    assert "add workers" not in message and "--resume" not in message
+    (tmp_path / "config.yaml").touch()
+    (message,) = on_ranks(1, planned_on_small_disk, plan, free, str(tmp_path))
+    assert f"raytrec train --resume {tmp_path}" in message
 
 
 def test_the_planner_chooses_files_where_memory_is_short():
@@ -117,12 +135,12 @@ def test_the_planner_chooses_files_where_memory_is_short():
     assert [t["compute_kernel"] for t in found] == ["fused_mmap", "fused_mmap", "fused", "fused"]
 
 
-def planned_on_small_disk(rank, world, plan, rows):
+def planned_on_small_disk(rank, world, plan, free, run):
     from raytrec.embeddings.planner import hosts
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosts, "free_disk", lambda config: GIB // 10)
-        return planned(rank, world, plan, rows)
+        patch.setattr(hosts, "free_disk", lambda config: free)
+        return planned(rank, world, plan, 10**6, run=run)
 
 
 def test_a_group_without_room_is_refused():
