@@ -8,8 +8,10 @@ each at a random moment after the run has got over the last one. recorder.py not
 
 A run that ends by design (the process group was ended, the cluster's GCS has gone) is resumed as it said.
 
-Needs the right to mount a tmpfs. Writes benchmarks/results/chaos.json. The exit code is 1 if a row is lost or
-doubled, the AUC is another one, the run does not finish, or less happened to it than it should.
+Needs the right to mount a tmpfs. Writes benchmarks/results/chaos.json; where it ends early, or few faults
+were asked for, chaos.json in its own folder, which is left when something went wrong. The exit code is 1 if
+a row is lost or doubled, the AUC is another one, the run does not finish, or less happened to it than it
+should.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from traceback import format_exception
 from typing import Annotated
 
 import typer
@@ -78,7 +81,12 @@ def disturbed(run: Run, wanted: list[str], total: int, rng: random.Random, fault
             run.pace(min(0.5, max(0.01, SECONDS_EACH * left / max(steps, 1))))
             until = time.time() + rng.uniform(0, 2)
             run.wait("training", lambda until=until: time.time() > until)
-            faults.append(inject(run, choose(wanted, len(run.nodes.all)), rng))
+            kind = choose(wanted, len(run.nodes.all))
+            try:
+                faults.append(inject(run, kind, rng))
+            except Exception as error:
+                error.add_note(f"at fault {len(faults) + 1}, {kind}; {len(wanted)} were still to come")
+                raise
         run.pace(0)
         run.finish()
 
@@ -138,24 +146,19 @@ def main(
         outcome = compare(run.record.trained(), calm.record.trained(), rows, EPOCHS)
         outcome["loss_delta_same_workers"] = loss_delta(run, calm)
         outcome |= {"auc": auc, "auc_undisturbed": expected, "auc_delta": abs(auc - expected)}
-    except Problem as error:
-        problem = str(error)
+    except Exception as error:  # any: what has been seen until then is kept
+        known = isinstance(error, Problem)
+        story = [str(error), *getattr(error, "__notes__", [])] if known else format_exception(error)
+        problem = "\n".join(story)
     finally:
         nodes.close()
     seconds = round(time.monotonic() - began)
     show(done, outcome, seconds)
-    if not problem and not only and len(done) >= LEAST_FAULTS:
-        values = {
-            "faults": len(done),
-            **outcome,
-            "steps": total,
-            "rows": rows,
-            "epochs": EPOCHS,
-            "seed": seed,
-        }
-        values |= {"cpus": os.cpu_count(), "seconds": seconds, "after_a_killed_worker": recovery(done)}
-        values |= {"kinds": medians(done), "list": [asdict(fault) for fault in done]}
-        RESULTS.write_text(json.dumps(values, indent=1) + "\n")
+    values = {"faults": len(done), **outcome, "steps": total, "rows": rows, "epochs": EPOCHS, "seed": seed}
+    values |= {"cpus": os.cpu_count(), "seconds": seconds, "after_a_killed_worker": recovery(done)}
+    values |= {"kinds": medians(done), "list": [asdict(fault) for fault in done]}
+    whole = not problem and not only and len(done) >= LEAST_FAULTS
+    (RESULTS if whole else folder / RESULTS.name).write_text(json.dumps(values, indent=1) + "\n")
     wrong = [k for k in ("rows_lost", "rows_doubled", "steps_with_other_rows") if outcome.get(k)]
     largest = {"auc_delta": LARGEST_AUC_DELTA, "loss_delta_same_workers": LARGEST_LOSS_DELTA}
     wrong += [k for k, limit in largest.items() if outcome.get(k, 0) > limit]

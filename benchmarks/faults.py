@@ -89,7 +89,7 @@ def _corrupt(run: Run, rng: random.Random, step: int, path: Path, at: int) -> fl
 
 def kill_node(run: Run, rng: random.Random) -> float:
     """Where it was the last, another one comes a little later."""
-    node = run.nodes.of(run.worker(rng)[1])
+    node = run.node(rng)
     run.say(f"a node goes without notice; {len(run.nodes.all) - 1} left")
     done = time.time()
     run.nodes.kill(node)
@@ -107,7 +107,7 @@ def add_node(run: Run, rng: random.Random) -> float:
 
 
 def drain_node(run: Run, rng: random.Random) -> float:
-    node = run.nodes.of(run.worker(rng)[1])
+    node = run.node(rng)
     run.say(f"a node will go in {NOTICE_S:.0f} s")
     done = time.time()
     run.nodes.drain(node, NOTICE_S)
@@ -148,13 +148,13 @@ def end_group(run: Run, rng: random.Random) -> float:
 
 def kill_coordinator(run: Run, rng: random.Random) -> float:
     """The run goes on without help: Ray starts another coordinator."""
-    pid = run.nodes.coordinator()
+    pid = run.wait("a coordinator", run.nodes.coordinator)
     run.say(f"SIGKILL for the coordinator (pid {pid})")
     return _send(pid, signal.SIGKILL)
 
 
 def kill_raylet(run: Run, rng: random.Random) -> float:
-    node = run.nodes.of(run.worker(rng)[1])
+    node = run.node(rng)
     run.say("SIGKILL for the raylet of a node")
     done = time.time()
     run.nodes.kill_raylet(node)

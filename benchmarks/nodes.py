@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +70,17 @@ class Nodes:
         accepted, why = self._gcs.drain_node(node.node_id, PREEMPTION, "chaos", deadline)
         assert accepted, why
 
-    def of(self, pid: int) -> Any:
-        """The node that a worker is on, which its raylet has started, or a process below it has forked."""
-        above = {process.pid for process in psutil.Process(pid).parents()}
-        return next(node for node in self.all if self._raylet(node) in above)
+    def of(self, raylet: int) -> Any | None:
+        """The node of a raylet; None where it has gone."""
+        return next((node for node in self.all if self._raylet(node) == raylet), None)
 
-    def coordinator(self) -> int:
-        """The process of the coordinator, which is on the driver's node, the head."""
-        head = psutil.Process(self._raylet(self._cluster.head_node))
-        return next(
-            p.pid
-            for p in head.children(recursive=True)
-            if "".join(p.cmdline()[:1]).startswith("ray::Coordinator")
-        )
+    def coordinator(self) -> int | None:
+        """The coordinator's process, which is on the driver's node, the head; None while there is none."""
+        with suppress(psutil.Error):  # a process that ends meanwhile
+            for process in psutil.Process(self._raylet(self._cluster.head_node)).children(recursive=True):
+                if "".join(process.cmdline()[:1]).startswith("ray::Coordinator"):
+                    return process.pid
+        return None
 
     def kill_raylet(self, node: Any) -> None:
         """Ends the raylet of a node alone, without notice; what is left of the node goes a little later."""

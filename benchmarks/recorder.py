@@ -4,9 +4,9 @@
 
 Every rank appends a line for each step to a file of its own, ATTEMPT-RANK-PID.jsonl in the folder that the
 environment variable CHAOS_RECORDS names and, there, the run's name, before anything else can happen at that
-step: number of ranks, step, time, ids of the rows, their loss; not in the run folder, whose disk may be full.
-The ids come from the batch that has been trained, so the data needs a sparse feature `row` with one id, the
-row's own.
+step: number of ranks, raylet, step, time, ids of the rows, their loss; not in the run folder, whose disk may
+be full. The ids come from the batch that has been trained, so the data needs a sparse feature `row` with one
+id, the row's own.
 
 The file `pace` there, if there is one, has the seconds that each step is to take longer.
 """
@@ -53,7 +53,8 @@ class Writer:
         assert len(rows) == int((batch.weights > 0).sum()), "each row has one id"
         (task,) = outputs.tasks.values()
         loss = entropy(task.logits.double(), task.labels.double(), task.weights, reduction="sum")
-        line = {"world": self._world, "step": step, "unix_s": time.time(), "rows": rows, "loss": float(loss)}
+        line = {"world": self._world, "raylet": int(os.environ["RAY_RAYLET_PID"]), "step": step}
+        line |= {"unix_s": time.time(), "rows": rows, "loss": float(loss)}
         self._file.write(json.dumps(line).encode() + b"\n")
         with suppress(OSError, ValueError):
             time.sleep(float((self._folder / PACE).read_text()))
@@ -82,6 +83,8 @@ class Attempt:
 
     Attributes:
         ranks: rank → process id.
+        raylets: rank → process id of its node's raylet, which its parents do not show: it may have been
+            forked by a process that has ended since.
         rows: step → rank → ids of the rows.
         times: step → when the first rank had trained it.
         losses: step → rank → sum of the rows' losses, before the step's update.
@@ -90,6 +93,7 @@ class Attempt:
     name: str
     world: int = 0
     ranks: dict[int, int] = field(default_factory=dict)
+    raylets: dict[int, int] = field(default_factory=dict)
     rows: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
     times: dict[int, float] = field(default_factory=dict)
     losses: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -131,13 +135,13 @@ class Record:
                 self._add(*path.stem.split("-"), **json.loads(line))
         return sorted(self._attempts.values(), key=lambda attempt: attempt.began)
 
-    def _add(
-        self, name: str, rank: str, pid: str, world: int, step: int, unix_s: float, rows: list, loss: float
-    ) -> None:
+    def _add(self, name: str, rank: str, pid: str, **line: Any) -> None:
         attempt = self._attempts.setdefault(name, Attempt(name))
-        attempt.world, attempt.ranks[int(rank)] = world, int(pid)
-        attempt.rows.setdefault(step, {})[int(rank)] = np.array(rows, np.int64)
-        attempt.losses.setdefault(step, {})[int(rank)] = loss
+        attempt.world, attempt.ranks[int(rank)] = line["world"], int(pid)
+        attempt.raylets[int(rank)] = line["raylet"]
+        step, unix_s = line["step"], line["unix_s"]
+        attempt.rows.setdefault(step, {})[int(rank)] = np.array(line["rows"], np.int64)
+        attempt.losses.setdefault(step, {})[int(rank)] = line["loss"]
         attempt.times[step] = min(unix_s, attempt.times.get(step, unix_s))
 
     def trained(self) -> dict[int, np.ndarray]:

@@ -174,6 +174,13 @@ class Run:
         """(rank, process id) of any worker."""
         return rng.choice(sorted(self.attempt().ranks.items()))
 
+    def node(self, rng: random.Random) -> Any:
+        """The node of any worker."""
+        return self.wait(
+            "a worker's node",
+            lambda: self.nodes.of(rng.choice(sorted(self.attempt().raylets.items()))[1]),
+        )
+
     def saved(self) -> list[int]:
         """Steps of complete checkpoints, the newest first."""
         return [

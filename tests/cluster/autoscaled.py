@@ -118,10 +118,9 @@ class Autoscaled:
         found.pop(FAKE_HEAD_NODE_ID, None)
         return found
 
-    def node_of(self, pid: int) -> str:
-        """The name of the machine that a worker is on."""
-        above = psutil.Process(pid).ppid()
-        return next(name for name, raylet in self.nodes().items() if raylet.pid == above)
+    def node_of(self, raylet: int) -> str:
+        """The name of a raylet's machine."""
+        return next(name for name, process in self.nodes().items() if process.pid == raylet)
 
     def take_away(self, name: str) -> None:
         """What happens to a spot machine without notice."""

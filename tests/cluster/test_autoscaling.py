@@ -74,7 +74,7 @@ class Run:
 
     def node(self):
         """The machine of rank 0."""
-        return self.cluster.node_of(self.record.look()[-1].ranks[0])
+        return self.cluster.node_of(self.record.look()[-1].raylets[0])
 
     def saved(self, after):
         """Whether a step after this one has been saved."""
