@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.storage import absolute
+from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset, list_files, read_footer
@@ -35,7 +37,8 @@ class Indexed:
     Attributes:
         metrics: the content of index.json: index.items, index.width, index.faiss (None: exact search alone),
             index.recall@10 and @100 of faiss, index.queries that it was measured with and index.queried,
-            where they are from; item, name, checkpoint, world_size, seconds and what `predict` counts.
+            where they are from, index.faiss_sha256 of its file; item, name, checkpoint, world_size, seconds
+            and what `predict` counts.
         path: the folder.
     """
 
@@ -54,7 +57,7 @@ def index(
     queries: str | None = None,
     workers: int | None = None,
     checkpoint: str | int | None = None,
-    overrides: list[str] | None = None,
+    overrides: Overrides | None = None,
     allow_code: bool = False,
 ) -> Indexed:
     """Computes the vectors of items with a run's model, and an index that can be searched
@@ -79,7 +82,8 @@ def index(
     began, out, items = perf_counter(), absolute(str(out)), absolute(str(items))
     if faiss:
         require_faiss()
-    config, schema, folder, about = resolve_checkpoint(place, checkpoint, overrides or [], allow_code)
+    overrides = as_texts(overrides)
+    config, schema, folder, about = resolve_checkpoint(place, checkpoint, overrides, allow_code)
     key = item or (config.eval.retrieval.item if config.eval.retrieval else "item")
     asked = _queries(config, schema, queries) if faiss else None
     part = part_of_tower(config, schema, "item", "raytrec index")
@@ -98,7 +102,9 @@ def index(
             if asked:
                 console.phase("comparing it with exact search")
                 metrics |= _recall(found, _sampled(config, schema, folder, about, asked), asked.uri)
-            _write(out, FAISS, to_bytes(found.faiss))
+            data = to_bytes(found.faiss)
+            _write(out, FAISS, data)
+            metrics["index.faiss_sha256"] = sha256(data).hexdigest()
     metrics |= {name: value for name, value in made.items() if name not in ("name", "seconds")}
     metrics |= {"name": f"{config.run.name}: {items}", "seconds": round(perf_counter() - began, 3)}
     _write(out, MANIFEST, manifest_text({"item": key, "faiss": faiss, **metrics}).encode())

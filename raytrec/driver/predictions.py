@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem
@@ -56,31 +58,29 @@ class Manifest:
         """The text of the file."""
         return json.dumps({"format": FORMAT, **self.__dict__}, indent=2) + "\n"
 
-    def difference(self, before: dict[str, Any]) -> tuple[str, str] | None:
+    def difference(self, before: Manifest) -> tuple[str, str] | None:
         """(how a folder that another manifest stands in differs, what to do); None: it is of the same.
 
         A table's rule may have been `error`: what is complete held no id that it would have changed.
         """
-        if before.get("checkpoint_id") != self.checkpoint_id:
-            of = f"of {before.get('checkpoint')}"
+        if before.checkpoint_id != self.checkpoint_id:
+            of = f"of {before.checkpoint}"
             return f"this folder holds predictions {of}", f"predict with that checkpoint, or {OTHER}"
-        if before.get("vectors") != self.vectors:
-            what = f"vectors of the {before['vectors']} tower" if before.get("vectors") else "scores"
+        if before.vectors != self.vectors:
+            what = f"vectors of the {before.vectors} tower" if before.vectors else "scores"
             return f"this folder holds {what}", OTHER
         for key, what in {"columns": "--columns", "scores": "tasks"}.items():
-            if before.get(key) != getattr(self, key):
-                told = ", ".join(before.get(key) or ["none"])
+            if (names := getattr(before, key)) != getattr(self, key):
                 return (
-                    f"this folder holds predictions with other {what}: {told}",
+                    f"this folder holds predictions with other {what}: {', '.join(names or ['none'])}",
                     f"give the same, or {OTHER}",
                 )
-        if before.get("input") != self.input:
-            where = before.get("data")
-            what = f"this folder holds predictions of other rows, from {where}"
-            if where == self.data:
+        if before.input != self.input:
+            what = f"this folder holds predictions of other rows, from {before.data}"
+            if before.data == self.data:
                 what = "the input's files have changed since predictions were written here"
             return what, f"predict all of it again, into a new folder: {OTHER}"
-        rules = before.get("rules") or {}
+        rules = before.rules
         changed = [name for name, rule in self.rules.items() if rules.get(name, rule) not in (rule, "error")]
         if changed:
             rule = f"tables.{changed[0]}.out_of_range={rules[changed[0]]}"
@@ -126,7 +126,7 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
         ConfigError: it holds something else. RunError: it cannot be read or written.
     """
     try:
-        names, text = folder.names(), folder.read_text(MANIFEST)
+        names, text = folder.names(), folder.read(MANIFEST)
         if text is None and (others := sorted(n for n in names if not n.startswith(MANIFEST))):
             raise ConfigError(
                 f"this folder holds other files, such as {others[0]}",
@@ -138,7 +138,7 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
         if before is not None and (found := manifest.difference(before)):
             what, do = found
             raise ConfigError(what, where=f"--out {folder.uri}", expected="the same predictions", do=do)
-        if before is None or before != json.loads(manifest.to_json()):
+        if before != manifest:
             folder.write(MANIFEST, manifest.to_json().encode())
     except OSError as error:
         raise RunError(
@@ -149,17 +149,17 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
     return names
 
 
-def _read(text: str, folder: PredictionFolder) -> dict[str, Any]:
+def _read(text: bytes, folder: PredictionFolder) -> Manifest:
     try:
         values = json_values(text)
         if isinstance(values, dict) and values.get("format") == FORMAT:
-            return values
+            return TypeAdapter(Manifest).validate_python(values)
         why = "of another format"
     except NotReadable as error:
         why = str(error)
-    raise ConfigError(
-        f"{MANIFEST} cannot be read: {why}", where=f"--out {folder.uri}", do="choose another --out"
-    )
+    except ValidationError as error:
+        why = ", ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+    raise ConfigError(f"{MANIFEST} cannot be read: {why}", where=f"--out {folder.uri}", do=OTHER)
 
 
 @contextmanager

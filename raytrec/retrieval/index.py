@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.errors import ConfigError, DataError, RunError, some
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.data.fragments import list_files
@@ -74,15 +75,17 @@ class Index:
             score; query after query, the highest score first.
 
         Raises:
-            ConfigError: k is not above 0; vectors of another width.
+            ConfigError: k is not above 0; vectors of another width; keys of another type.
         """
         queries = self._checked(vectors, k)
         asked = [None] * len(queries) if leave_out is None else leave_out
-        wanted = [self._rows_of(() if keys is None else keys) for keys in asked]
-        if len(wanted) != len(queries):
+        if len(asked) != len(queries):
             raise ConfigError(
-                f"leave_out has {len(wanted)} entries for {len(queries)} queries", expected="one for each"
+                f"leave_out has {len(asked)} entries for {len(queries)} queries",
+                where="search",
+                expected="one for each",
             )
+        wanted = [self._rows_of(() if keys is None else keys) for keys in asked]
         most = min(len(self), k + max((len(rows) for rows in wanted), default=0))
         found, scores = self.nearest(queries, most, exact=exact)
         of, rows, places = [], [], []
@@ -123,7 +126,16 @@ class Index:
 
     def _rows_of(self, keys: Sequence[Any]) -> np.ndarray:
         """The rows of those keys that there are."""
-        places = self._places.get_indexer(pd.Index(list(keys), dtype=self._places.dtype))
+        try:
+            if isinstance(keys, str):
+                raise TypeError
+            places = self._places.get_indexer(pd.Index(list(keys), dtype=self._places.dtype))
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(
+                f"leave_out has {some(keys)} for a query",
+                where="search",
+                expected=f"a list of values of column {self.key}, {self.items[self.key].type}; or None",
+            ) from None
         return np.unique(places[places >= 0])
 
     @cached_property
@@ -142,7 +154,7 @@ def load_index(folder: str) -> Index:
             that you trust.
 
     Raises:
-        RunError: there is none, or it cannot be read. ConfigError: it needs faiss, which is not installed.
+        RunError: there is none, or it is damaged. ConfigError: it needs faiss, which is not installed.
     """
     uri = absolute(str(folder))
     about = read_manifest(uri)
@@ -152,12 +164,39 @@ def load_index(folder: str) -> Index:
             where=uri,
             expected=f"a folder that `raytrec index` has filled, with its {MANIFEST}",
         )
+    try:
+        return _read(uri, about)
+    except ConfigError:  # of faiss, which is not installed
+        raise
+    except (DataError, OSError, ValueError, LookupError, RuntimeError, pa.ArrowException) as error:
+        why = error.what if isinstance(error, DataError) else (str(error).splitlines() or [repr(error)])[0]
+        raise RunError(
+            f"the index is damaged: {why}",
+            where=uri,
+            expected=f"{ITEMS}/, {MANIFEST} and, with faiss, {FAISS}, as `raytrec index` has written them",
+            do="remove the folder, and give the command again",
+        ) from None
+
+
+def _read(uri: str, about: dict[str, Any]) -> Index:
+    """An index whose files are those of its manifest; errors of many kinds where they are not."""
     items, vectors = read_vectors(f"{uri}/{ITEMS}")
-    faiss = None
-    if about.get("faiss"):
-        filesystem, path = open_filesystem(f"{uri}/{FAISS}")
-        with filesystem.open_input_stream(path) as stream:
-            faiss = from_bytes(stream.read())
+    if len(vectors) != about.get("index.items", len(vectors)):
+        raise ValueError(f"{ITEMS} has {len(vectors):,} vectors, and {MANIFEST} says {about['index.items']}")
+    if about["item"] not in items.column_names:
+        raise LookupError(f"{ITEMS} has no column '{about['item']}'")
+    if not about.get("faiss"):
+        return Index(items, vectors, about["item"], about)
+    filesystem, path = open_filesystem(f"{uri}/{FAISS}")
+    with filesystem.open_input_stream(path) as stream:
+        data = stream.read()
+    if about.get("index.faiss_sha256", found := sha256(data).hexdigest()) != found:
+        raise ValueError(f"{FAISS} is not the file that was written with {MANIFEST}")
+    faiss = from_bytes(data)
+    if (faiss.ntotal, faiss.d) != vectors.shape:
+        raise ValueError(
+            f"{FAISS} is of {faiss.ntotal:,} vectors of width {faiss.d}, {ITEMS} of {vectors.shape}"
+        )
     return Index(items, vectors, about["item"], about, faiss)
 
 
@@ -171,7 +210,7 @@ def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
             tables.append(pq.ParquetFile(opened, page_checksum_verification=True).read())
     table = pa.concat_tables(tables)
     table = table.filter(table[VECTOR].is_valid())
-    column = table[VECTOR].combine_chunks()
+    column = table[VECTOR].cast(pa.list_(pa.float32())).combine_chunks()
     flat = column.flatten().to_numpy(zero_copy_only=False)
     return table.drop_columns([VECTOR]), flat.reshape(len(table), -1)
 

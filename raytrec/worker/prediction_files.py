@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -28,7 +27,7 @@ from pyarrow import fs
 
 from raytrec.common.errors import DataError
 from raytrec.common.reading import NotReadable, json_values
-from raytrec.common.storage import open_filesystem, sync
+from raytrec.common.storage import open_filesystem, read_bytes, sync
 from raytrec.config.evaluation import TowerName
 from raytrec.data.fragments import read_footer
 from raytrec.data.prediction_columns import CarriedColumns
@@ -188,11 +187,10 @@ class PredictionFolder:
         sync(partial)
         os.replace(partial, f"{self._path}/{name}")
 
-    def read_text(self, name: str) -> str | None:
+    def read(self, name: str) -> bytes | None:
         """A small file; None where there is none."""
         try:
-            with self._filesystem.open_input_stream(f"{self._path}/{name}") as stream:
-                return BytesIO(stream.read()).getvalue().decode()
+            return read_bytes(self.uri_of(name))
         except FileNotFoundError:
             return None
 

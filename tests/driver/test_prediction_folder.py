@@ -205,8 +205,30 @@ def test_what_is_refused(run, data, tmp_path):
     refused(ConfigError, f"predictions of other rows, from {data}", data=other)
     with hold_folder(PredictionFolder(str(out))):
         refused(RunError, "somebody is predicting into this folder")
-    (out / "_predictions.json").write_text("{")
-    refused(ConfigError, "_predictions.json cannot be read")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda values: b"{",
+        lambda values: b"\xff\xfe{",
+        lambda values: b"[]",
+        lambda values: json.dumps({"format": 1}).encode(),
+        lambda values: json.dumps(values | {"columns": 5}).encode(),
+        lambda values: json.dumps(values | {"columns": ["row", None]}).encode(),
+        lambda values: json.dumps(values | {"scores": "score"}).encode(),
+        lambda values: json.dumps(values | {"rules": ["error"]}).encode(),
+        lambda values: json.dumps(values | {"vectors": [1]}).encode(),
+        lambda values: json.dumps(values | {"checkpoint_id": None}).encode(),
+    ],
+)
+def test_a_damaged_manifest_is_an_error_for_people(run, data, tmp_path, damage):
+    manifest = tmp_path / "out" / "_predictions.json"
+    predict(run, data, tmp_path / "out", columns=["row"])
+    manifest.write_bytes(damage(json.loads(manifest.read_text())))
+    with pytest.raises(ConfigError, match=r"_predictions\.json cannot be read: ") as error:
+        predict(run, data, tmp_path / "out", columns=["row"])
+    assert "choose another --out, or remove the folder yourself" in error.value.do
 
 
 def test_input_that_has_changed(run, data, tmp_path):

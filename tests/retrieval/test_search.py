@@ -1,6 +1,7 @@
 """Search over vectors: exactly, against sorting all scores, and with faiss."""
 
 import json
+from hashlib import sha256
 from unittest.mock import patch
 
 import numpy as np
@@ -86,21 +87,90 @@ def test_an_index_that_faiss_does_not_make():
         build_faiss("PQ4", vectors(50, 0))  # 4 does not divide the width
 
 
-def test_a_folder_is_read_as_it_was_written(tmp_path):
+@pytest.fixture
+def folder(tmp_path):
+    """An index of 50 films, and one item that could not be read, as `raytrec index` writes it."""
     films = index("Flat")
     (tmp_path / "items").mkdir()
-    listed = pa.array([*films.vectors.tolist(), None], pa.list_(pa.float32()))  # a row that could not be read
+    listed = pa.array([*films.vectors.tolist(), None], pa.list_(pa.float32()))
     table = pa.concat_tables([films.items, films.items.slice(0, 1)]).append_column("vector", listed)
-    pq.write_table(table, tmp_path / "items/part-0.parquet", row_group_size=20)
-    with pytest.raises(RunError, match="there is no index here"):
-        load_index(tmp_path)
-    (tmp_path / FAISS).write_bytes(to_bytes(films.faiss))
-    (tmp_path / MANIFEST).write_text(manifest_text({"item": "item", "faiss": "Flat"}))
-    same = load_index(tmp_path)
+    pq.write_table(
+        table,
+        tmp_path / "items/part-0.parquet",
+        row_group_size=20,
+        write_page_checksum=True,
+        compression="zstd",
+    )
+    data = to_bytes(films.faiss)
+    (tmp_path / FAISS).write_bytes(data)
+    written = {"index.items": 50, "index.faiss_sha256": sha256(data).hexdigest()}
+    (tmp_path / MANIFEST).write_text(manifest_text({"item": "item", "faiss": "Flat", **written}))
+    return tmp_path
+
+
+def test_a_folder_is_read_as_it_was_written(folder):
+    films, same = index("Flat"), load_index(folder)
     assert np.array_equal(same.vectors, films.vectors) and same.items.equals(films.items)
     assert same.faiss.ntotal == len(same) == 50 and same.key == "item"
     assert repr(same) == "<Index: 50 items × 6, Flat>"
+    (folder / MANIFEST).unlink()
+    with pytest.raises(RunError, match="there is no index here"):
+        load_index(folder)
     for text in ("[", json.dumps({"format": 99, "item": "item"}), '{"format": 1}'):
-        (tmp_path / MANIFEST).write_text(text)
+        (folder / MANIFEST).write_text(text)
         with pytest.raises(RunError, match=MANIFEST):
-            load_index(tmp_path)
+            load_index(folder)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, FAISS, "items/part-0.parquet"])
+def test_a_damaged_index_is_an_error_for_people_or_as_it_was(folder, name):
+    """Files that are cut off, or in which bits are flipped."""
+    before, draw = load_index(folder), np.random.default_rng(5)
+    data, refused = (folder / name).read_bytes(), 0
+    for attempt in range(60):
+        changed = bytearray(data)
+        if attempt % 3:
+            changed[draw.integers(len(data))] ^= 1 << draw.integers(8)
+        else:
+            changed = changed[: draw.integers(len(data))]
+        (folder / name).write_bytes(changed)
+        try:
+            after = load_index(folder)
+        except RunError:
+            refused += 1
+        else:
+            assert np.array_equal(after.vectors, before.vectors)
+    assert refused >= 20
+
+
+def test_an_index_that_lacks_a_file_or_a_column_is_damaged(folder):
+    table = pq.read_table(folder / "items/part-0.parquet")
+    for changed, words in (
+        (table.drop(["vector"]), "vector"),
+        (table.drop(["item"]), "items has no column 'item'"),
+        (table.slice(0, 20), "items has 20 vectors, and index.json says 50"),
+        (table.set_column(2, "vector", pa.array(range(51))), "list"),
+        (table.set_column(2, "vector", pa.array([[0.0] * (1 + i % 2) for i in range(51)])), "reshape"),
+        (None, "no Parquet files"),
+    ):
+        (folder / "items/part-0.parquet").unlink()
+        if changed is not None:
+            pq.write_table(changed, folder / "items/part-0.parquet")
+        with pytest.raises(RunError, match=f"the index is damaged: .*{words}"):
+            load_index(folder)
+    pq.write_table(table, folder / "items/part-0.parquet")
+    (folder / FAISS).write_bytes(to_bytes(build_faiss("Flat", vectors(50, 2))))
+    with pytest.raises(RunError, match=r"index\.faiss is not the file that was written with index\.json"):
+        load_index(folder)
+    (folder / FAISS).unlink()
+    with pytest.raises(RunError, match="the index is damaged"):
+        load_index(folder)
+
+
+@pytest.mark.parametrize("keys", [["a film", 2.5], "7", 7, [2**70], [None]])
+def test_keys_of_another_type_to_leave_out_are_an_error_for_people(keys):
+    films = Index(pa.table({"item": np.arange(50)}), vectors(50, 0), "item")
+    with pytest.raises(ConfigError, match="leave_out has") as error:
+        films.search(vectors(2, 1), 5, leave_out=[[1, 2], keys])
+    assert "column item, int64" in error.value.expected
+    assert 7 not in films.search(vectors(1, 1), 50, leave_out=[[7]])["item"].tolist()
