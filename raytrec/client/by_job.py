@@ -15,6 +15,7 @@ from raytrec.client.jobs import ENDED, Jobs
 from raytrec.client.known_run import Seen
 from raytrec.client.package import code
 from raytrec.common.errors import RunError
+from raytrec.config.overrides import as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.driver.progress_log import FOLDER, for_people, parse
 
@@ -65,7 +66,8 @@ class ByJob:
         """What a command prints as JSON, run as a job."""
         words = [command, self.call("news", run, {})["folder"], *words, "--json"]
         options = {key: value for key, value in options.items() if value is not None}
-        words += [word for override in options.pop("overrides", ()) for word in ("--set", override)]
+        overrides = as_texts(options.pop("overrides", None))
+        words += [word for override in overrides for word in ("--set", override)]
         if (columns := options.pop("columns", None)) is not None:
             words += ["--columns", ",".join(columns)]
         words += [

@@ -17,6 +17,7 @@ from typing import Any
 
 from raytrec.client.run import Run
 from raytrec.common.errors import ConfigError
+from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 
 
@@ -47,7 +48,7 @@ class Cluster:
     def train(
         self,
         source: str | Path | dict | RunConfig,
-        overrides: list[str] | None = None,
+        overrides: Overrides | None = None,
         include: list[str | Path] | tuple = (),
     ) -> Run:
         """Starts a run, or resumes it if the same one was interrupted; returns at once.
@@ -57,10 +58,10 @@ class Cluster:
         Args:
             source: a config file, its values, or a RunConfig. Its paths are those of the cluster, relative
                 ones from its RAYTREC_ROOT.
-            overrides: `section.key=value` strings.
+            overrides: `section.key=value` strings, or a mapping: {"train.epochs": 3}.
             include: further files and folders that it needs.
         """
-        return Run(self._way, self._way.begin(source, overrides or [], tuple(map(Path, include))))
+        return Run(self._way, self._way.begin(source, as_texts(overrides), tuple(map(Path, include))))
 
     def run(self, run: str | Path) -> Run:
         """A run that is there: by its name in RAYTREC_ROOT/runs, or by its folder."""

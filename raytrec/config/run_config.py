@@ -5,6 +5,7 @@ No torch or Ray here: `raytrec config` answers in well under a second.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -13,11 +14,12 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from raytrec.common.errors import LONGEST_WORD, ConfigError, did_you_mean, some, some_of
 from raytrec.common.reading import NotReadable, yaml_values
-from raytrec.common.redaction import hide, hide_all, hide_yaml
+from raytrec.common.redaction import hide_all
 from raytrec.common.storage import read_yaml
 from raytrec.config.evaluation import EvalSection
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.dlrm import DlrmSection
+from raytrec.config.overrides import Overrides, apply_override, as_texts, without_secrets
 from raytrec.config.sections import (
     CheckpointSection,
     ChecksSection,
@@ -35,6 +37,8 @@ from raytrec.config.tasks import TaskSection
 from raytrec.config.trust import code_in, refuse_code, strange_run
 
 MOST_MISTAKES = 20  # that are told at once
+EXPECTED = "Input should be "  # as pydantic's messages begin
+MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
 class RunConfig(Section):
@@ -102,7 +106,7 @@ class RunConfig(Section):
 
 def load_config(
     source: str | Path | dict | RunConfig,
-    overrides: list[str] | None = None,
+    overrides: Overrides | None = None,
     *,
     elsewhere: str | None = None,
     allow_code: bool = False,
@@ -111,7 +115,8 @@ def load_config(
 
     Args:
         source: path of a YAML file (local, s3:// or gs://), or its values.
-        overrides: `section.key=value` strings; values are YAML (`train.epochs=3`, `model.top_mlp=[64,32]`).
+        overrides: `section.key=value` strings, whose values are YAML (`train.epochs=3`, `model={name: mf}`),
+            or a mapping of such keys (overrides.py).
         elsewhere: where values come from that may not be the user's own (trust.py); a URI is such a place.
         allow_code: such values may name code all the same.
 
@@ -127,15 +132,16 @@ def load_config(
         values, where = _read(str(source)), str(source)
         elsewhere = where if "://" in where else elsewhere or strange_run(where)
     named = code_in(values) if elsewhere and not allow_code else {}
-    for override in overrides or []:
-        _apply(values, override)
+    overrides = as_texts(overrides)
+    for override in overrides:
+        apply_override(values, override, RunConfig.model_fields)
     refuse_code(named, values, elsewhere or where)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(
-            some_of([_explain(dict(e)) for e in error.errors()[:MOST_MISTAKES]], error.error_count()),
-            where=where + (f" with {' '.join(map(_without_secrets, overrides))}" if overrides else ""),
+            _mistakes(error, values),
+            where=where + (f" with {' '.join(map(without_secrets, overrides))}" if overrides else ""),
             do="`raytrec config --schema` lists every key",
         ) from None
 
@@ -170,50 +176,47 @@ def _plain(values: dict) -> dict:
         ) from None
 
 
-def _without_secrets(override: str) -> str:
-    key, equals, text = override.partition("=")
-    return f"{key}{equals}{hide_yaml(text).strip().removesuffix(chr(10) + '...')}"
+def _mistakes(error: ValidationError, values: dict) -> str:
+    """What is wrong, one line for each place; a place inside another says more than that one."""
+    first = [dict(mistake) for mistake in error.errors()[:MOST_MISTAKES]]
+    places: dict[tuple[str, ...], list[dict]] = {}
+    for mistake in first:
+        places.setdefault(_place(mistake, values), []).append(mistake)
+    above = {place[:depth] for place in places for depth in range(len(place))}
+    lines = [_explain(".".join(place), found) for place, found in places.items() if place not in above]
+    return some_of(lines, error.error_count() - len(first) + len(lines))
 
 
-def _apply(values: dict, override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts) or (len(parts) < 2 and parts != ["tasks"]):
-        shown = some(key.strip()) if equals else some(hide(override))  # what is after = may be a secret
-        raise ConfigError(f"{shown} is not an override", where="command line", expected="section.key=value")
-    try:
-        value = yaml_values(text) if text else None
-    except NotReadable as error:
-        raise ConfigError(
-            f"{some(text)} is not a YAML value: {error}", where=f"command line, {some(key)}"
-        ) from None
-    for part in parts[:-1]:
-        if values.get(part) is None:
-            values[part] = {}
-        values = values[part]
-        if not isinstance(values, dict):
-            raise ConfigError(f"'{part}' is a value, not a section", where=f"command line, {key}")
-    values[parts[-1]] = value
+def _place(mistake: dict, values: Any) -> tuple[str, ...]:
+    """The keys of the file that lead to a mistake: pydantic's, without the members of unions."""
+    place = []
+    for part in mistake["loc"]:
+        if part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int):
+            values = values[part]
+            place.append(str(part))
+    return (*place, str(mistake["loc"][-1])) if mistake["type"] == "missing" else tuple(place)
 
 
-def _explain(error: dict) -> str:
-    # pydantic names the member of a union, too, which is no key of a file.
-    place = ".".join(str(p) for p in error["loc"] if not str(p).startswith(("constrained-int", "tuple[")))
-    loc: tuple = error["loc"]
-    section, kind, *rest = (*loc, None, None)
-    if section == "model" and kind in SECTIONS:  # pydantic names the kind of model, too
-        place = place.replace(f".{kind}", "", 1)
-        if error["type"] == "extra_forbidden" and rest[1:] == [None, None]:
-            near = did_you_mean(str(rest[0]), list(SECTIONS[kind].model_fields))
-            return f"{place}: {kind} has no such key" + (f"; did you mean model.{near}?" if near else "")
-    if error["type"] == "extra_forbidden":
+def _explain(place: str, mistakes: list[dict]) -> str:
+    """One line.
+
+    Args:
+        mistakes: one, or those of each member of a union.
+    """
+    error, kind = mistakes[0], mistakes[0]["type"]
+    section, model, *rest = (*error["loc"], None, None)
+    if kind == "extra_forbidden" and section == "model" and model in SECTIONS and rest[1:] == [None, None]:
+        near = did_you_mean(str(rest[0]), list(SECTIONS[model].model_fields))
+        return f"{place}: {model} has no such key" + (f"; did you mean model.{near}?" if near else "")
+    if kind == "extra_forbidden":
         near = _nearest(place)
         return f"{place}: unknown key" + (f"; did you mean {near}?" if near else "")
-    if error["type"] == "missing":
+    if kind == "missing":
         return f"{place}: missing"
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return message
+    if kind == "value_error":
+        return error["msg"].removeprefix("Value error, ")
+    texts = dict.fromkeys(MAPPING.sub("a mapping of keys", mistake["msg"]) for mistake in mistakes)
+    message = " or ".join(texts).replace(f" or {EXPECTED}", " or ")
     return f"{place}: {message} (got {some(hide_all({place: error['input']})[place])})"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Compared
+from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.console import RunConsole
@@ -75,7 +76,7 @@ class CheckResult:
         }
 
 
-def check(source: str | Path | dict | RunConfig, overrides: list[str] | None = None) -> CheckResult:
+def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = None) -> CheckResult:
     """Holds a configuration to a plain torch.nn process: forward, gradient, weights and optimizer state.
 
     Its schema, plan, kernels, optimizers and collectives are the real ones, on its own cluster and number of

@@ -15,6 +15,7 @@ from raytrec.checkpoint.files import folder_of, newest
 from raytrec.checkpoint.table_starts import schema_of
 from raytrec.common.errors import ConfigError, DataError, RaytrecError
 from raytrec.common.storage import relative
+from raytrec.config.overrides import section_of
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import code_in
@@ -42,7 +43,7 @@ def evaluation_config(
     of_tables = [override for override in overrides if override.startswith("tables.")]
     others = [override for override in overrides if override not in of_tables]
     for override in others:
-        if override.partition(".")[0] not in SECTIONS:
+        if section_of(override) not in SECTIONS:
             raise ConfigError(
                 f"'{override}' has no part in an evaluation",
                 where="command line, --set",

@@ -17,6 +17,7 @@ from raytrec.checkpoint.files import find, find_best, find_step
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.common.storage import absolute
 from raytrec.config.evaluation import TowerName
+from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.carried import in_folders, type_of_folders
@@ -68,7 +69,7 @@ def predict(
     vectors: TowerName | None = None,
     workers: int | None = None,
     checkpoint: str | int | None = None,
-    overrides: list[str] | None = None,
+    overrides: Overrides | None = None,
     allow_code: bool = False,
 ) -> Predictions:
     """Predicts every row of a folder of Parquet: for each input file one of the same name, with its rows in
@@ -94,7 +95,7 @@ def predict(
     """
     began, out, data = perf_counter(), absolute(str(out)), absolute(str(data))
     changes = [f"scaling.num_workers={workers}"] if workers else []
-    changes += overrides or []
+    changes += as_texts(overrides)
     config, schema, folder, index = resolve_checkpoint(place, checkpoint, changes, allow_code)
     tasks = resolve_tasks(config.tasks, schema)
     scores, below = [VECTOR] if vectors else score_names(tasks), check_place(out, data)

@@ -17,6 +17,7 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.messages import METRICS
 from raytrec.common.redaction import hide
 from raytrec.common.storage import absolute, relative
+from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.trust import own_code
@@ -87,7 +88,7 @@ class Unfinished(RunError):
 
 def train(
     source: str | Path | dict | RunConfig | None,
-    overrides: list[str] | None = None,
+    overrides: Overrides | None = None,
     start_from: str | Path | None = None,
     resume: str | Path | None = None,
     resume_latest: bool = False,
@@ -97,7 +98,7 @@ def train(
 
     Args:
         source: a config file, its values, or a RunConfig; None: that of `start_from` or `resume`.
-        overrides: `section.key=value` strings.
+        overrides: `section.key=value` strings, or a mapping: {"train.epochs": 3}.
         start_from: a run or checkpoint folder whose weights training begins with (warm_start.from).
         resume: the folder of an interrupted run, to resume.
         resume_latest: resume the newest interrupted run of the same config and data, if there is one.
@@ -113,7 +114,7 @@ def train(
             or the result could not be written.
     """
     began = perf_counter()
-    config, resume = resolve_run(source, overrides or [], start_from, resume, resume_latest, allow_code)
+    config, resume = resolve_run(source, as_texts(overrides), start_from, resume, resume_latest, allow_code)
     check_nothing_hidden(config)
     folder, root = Path(config.run.dir), config.checkpoint_root
     schema, datasets = open_data(config)
@@ -293,7 +294,7 @@ def evaluate(
     *,
     workers: int | None = None,
     batch_size: int | None = None,
-    overrides: list[str] | None = None,
+    overrides: Overrides | None = None,
     allow_code: bool = False,
 ) -> Result:
     """Evaluates a finished run, or a checkpoint, on a folder of Parquet. Nothing is written there.
@@ -318,7 +319,7 @@ def evaluate(
     folder, index = find(place)
     changes = [f"scaling.num_workers={workers}"] if workers else []
     changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
-    changes += overrides or []
+    changes += as_texts(overrides)
     config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
     places = absolute(data) if data else config.data.test or config.data.valid
     if not places:

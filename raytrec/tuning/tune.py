@@ -8,6 +8,7 @@ from raytrec.cluster.lifeline import RayLost
 from raytrec.cluster.session import in_job
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import absolute, relative
+from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.driver.driver_state import record_driver
 from raytrec.driver.lock import hold_run_lock
@@ -24,7 +25,7 @@ from raytrec.tuning.space import Space
 def tune(
     source: str | Path | dict | RunConfig | None = None,
     space: str | None = None,
-    overrides: list[str] | None = None,
+    overrides: Overrides | None = None,
     *,
     trials: int | None = None,
     metric: str | None = None,
@@ -74,7 +75,7 @@ def tune(
             "a search needs a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml"
         )
     settings = Settings(10 if trials is None else trials, metric, seed, grace_steps, reduction_factor)
-    config, fingerprint, named = load_base(source, overrides or [], allow_code)
+    config, fingerprint, named = load_base(source, as_texts(overrides), allow_code)
     read = Space.read(str(space))  # as CONFIG, of a job from what was submitted with it
     if resume_latest:
         note = {"fingerprint": fingerprint, "settings": settings, "text": read.text}

@@ -4,8 +4,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, SchemaError
 from raytrec.common.reading import yaml_values
+from raytrec.config.overrides import as_texts
 from raytrec.config.run_config import RunConfig, json_schema, load_config
 from raytrec.config.schema import Schema
 
@@ -20,6 +22,53 @@ def test_overrides_win_and_are_yaml():
     assert (config.train.epochs, config.model.top_mlp, config.run.name) == (3, [64, 32], "x")
     assert config.data.schema_uri == "s.yaml"
     assert load_config(BASE).data.schema_uri == "d/schema.yaml"
+
+
+def test_a_whole_section_is_an_override():
+    values = BASE | {"model": {"name": "dlrm", "bottom_mlp": [8]}, "train": {"epochs": 2}}
+    config = load_config(
+        values, ["model={name: deepfm, top_mlp: [64], dropout: 0.2}", "train.log_every_steps=5"]
+    )
+    assert (config.model.name, config.model.top_mlp, config.model.dropout) == ("deepfm", [64], 0.2)
+    assert (config.train.epochs, config.train.log_every_steps) == (2, 5)
+    assert load_config(values, ["train={}", "model.name=dcn"]).train.epochs == 1
+
+
+def test_a_mapping_of_dotted_keys_is_overrides():
+    wanted = {
+        "train.epochs": 3,
+        "optim.dense.lr": 1e-5,
+        "model": {"name": "mf"},
+        "data.carry": ["a, 'b'", "no"],
+    }
+    config = load_config(BASE | {"train": {"epochs": 1, "max_steps": 4}}, wanted | {"train.max_steps": None})
+    assert (config.train.epochs, config.train.max_steps) == (3, None)
+    assert (config.optim.dense.lr, config.model.name, config.data.carry) == (1e-5, "mf", ["a, 'b'", "no"])
+    assert as_texts({"train.epochs": 3}) == as_texts(["train.epochs=3"])
+    for command in (raytrec.train, raytrec.check, raytrec.tune):
+        with pytest.raises(ConfigError, match=r"did you mean train\.epochs"):
+            command(BASE, **{"space": "x"} if command is raytrec.tune else {}, overrides={"train.epocs": 3})
+    with pytest.raises(ConfigError, match="a value is not plain"):
+        load_config(BASE, {"train.epochs": object()})
+
+
+def test_the_members_of_a_union_are_one_mistake():
+    def mistakes(*overrides):
+        with pytest.raises(ConfigError) as error:
+            load_config(BASE, overrides)
+        return error.value.what.split("\n")
+
+    assert mistakes("scaling.num_workers=two") == [
+        "scaling.num_workers: Input should be a valid integer or a mapping of keys (got 'two')"
+    ]
+    assert mistakes("scaling.num_workers={min: x}") == [
+        "scaling.num_workers.min: Input should be a valid integer (got 'x')",
+        "scaling.num_workers.max: missing",
+    ]
+    assert mistakes("data.train=[3]") == ["data.train.0: Input should be a valid string (got 3)"]
+    assert mistakes("data.transforms=[{do: clip, columns: [a], low: .nan}]") == [
+        "data.transforms.0.low: Input should be a finite number (got nan)"
+    ]
 
 
 def test_a_plan_on_the_command_line():
@@ -45,7 +94,10 @@ def test_resolved_yaml_loads_to_the_same():
         ("scaling.wokers=2", "scaling.wokers: unknown key; did you mean scaling.num_workers?"),
         ("train.batch_size=2", "did you mean data.global_batch_size"),
         ("trian.epochs=2", "did you mean train"),
-        ("scaling.num_workers=two", "scaling.num_workers: Input should be a valid integer"),
+        ("scaling.num_workers=two", "scaling.num_workers: Input should be a valid integer or a mapping"),
+        ("epochs=2", "there is no section 'epochs'"),
+        ("modle={name: mf}", "did you mean model?"),
+        ("model={name: mf, mlp: [3]}", "model.mlp: mf has no such key"),
         ("scaling.num_workers=0", "scaling.num_workers"),
         ("data.shuffle=rows", "data.shuffle"),
         ("model.name=drlm", "model.name"),

@@ -1,0 +1,80 @@
+"""Overrides of a configuration: `section.key=value`, or a whole section as `section={key: value}`.
+
+Values are YAML. From Python, a mapping does as well: {"train.epochs": 3, "model": {"name": "deepfm"}}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from raytrec.common.errors import ConfigError, did_you_mean, some
+from raytrec.common.reading import NotReadable, yaml_values
+from raytrec.common.redaction import hide, hide_yaml
+from raytrec.config.schema import scalar
+
+Overrides = Iterable[str] | Mapping[str, Any]
+
+
+def as_texts(overrides: Overrides | None) -> list[str]:
+    """Overrides as the command line has them.
+
+    Raises:
+        ConfigError: a value of a mapping is not plain.
+    """
+    if not isinstance(overrides, Mapping):
+        return [*(overrides or [])]
+    try:
+        return [f"{key}={scalar(value)}" for key, value in overrides.items()]
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(
+            f"a value is not plain: {' '.join(str(error).split()) or 'it contains itself'}",
+            where="overrides",
+            expected="mappings, lists, text, numbers, true, false and None",
+        ) from None
+
+
+def apply_override(values: dict, override: str, sections: Collection[str]) -> None:
+    """Sets one key of a configuration's plain values, or replaces a whole section.
+
+    Raises:
+        ConfigError: the text is not an override, its value is not YAML, or its key is inside a value.
+    """
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        shown = some(key.strip()) if equals else some(hide(override))  # what is after = may be a secret
+        raise ConfigError(f"{shown} is not an override", where="command line", expected="section.key=value")
+    if len(parts) == 1 and parts[0] not in sections:
+        near = did_you_mean(parts[0], list(sections))
+        raise ConfigError(
+            f"there is no section {some(parts[0])}" + (f"; did you mean {near}?" if near else ""),
+            where="command line",
+            expected="section.key=value, or section={key: value, …} for a whole section",
+        )
+    try:
+        value = yaml_values(text) if text else None
+    except NotReadable as error:
+        raise ConfigError(
+            f"{some(text)} is not a YAML value: {error}", where=f"command line, {some(key)}"
+        ) from None
+    for part in parts[:-1]:
+        if values.get(part) is None:
+            values[part] = {}
+        values = values[part]
+        if not isinstance(values, dict):
+            raise ConfigError(f"'{part}' is a value, not a section", where=f"command line, {key}")
+    values[parts[-1]] = value
+
+
+def section_of(override: str) -> str:
+    """The section that an override changes."""
+    return override.partition("=")[0].strip().partition(".")[0]
+
+
+def without_secrets(override: str) -> str:
+    """An override as an error may show it."""
+    key, equals, text = override.partition("=")
+    return f"{key}{equals}{hide_yaml(text).strip().removesuffix(chr(10) + '...')}"
