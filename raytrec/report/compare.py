@@ -64,6 +64,7 @@ def write(comparison: Comparison, out: str | Path) -> Path:
     from raytrec.report.html import write_page
 
     drawn = overlay(comparison.runs, comparison.names)
+    pictures = [Markup(to_svg(picture, picture.get_suptitle())) for picture in drawn]
     return write_page(
         Path(out),
         "compare.html.j2",
@@ -71,7 +72,7 @@ def write(comparison: Comparison, out: str | Path) -> Path:
         folders=[str(run.folder.absolute()) for run in comparison.runs],
         results=[(comparison.titles[key], texts) for key, texts in comparison.results.items()],
         config=comparison.config,
-        picture=Markup(to_svg(drawn, "Curves of the runs over steps")) if drawn else None,
+        pictures=pictures,
     )
 
 

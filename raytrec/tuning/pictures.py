@@ -5,16 +5,30 @@ from __future__ import annotations
 from math import isnan
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
+from matplotlib.ticker import LogLocator, NullLocator
 
-from raytrec.common.formatting import short
 from raytrec.metrics.selection import Figure
-from raytrec.report.figures.style import BLUE, GREY, LINES, PLAIN, few_ticks, new_figure, step_axis, styled
+from raytrec.report.figures.style import (
+    BLUE,
+    GREY,
+    LINES,
+    PANEL,
+    PLAIN,
+    STYLE,
+    few_ticks,
+    fitted,
+    new_figure,
+    step_axis,
+    styled,
+)
 from raytrec.tuning.space import Draw
 from raytrec.tuning.trials import FINISHED, Trial, best_of
 
 MOST_NAMES = 12  # trials in a legend
 MOST_KEYS = 12
+MOST_CHOICES = 6  # that have a label
 COLUMNS = 2
 
 
@@ -54,7 +68,11 @@ def over_keys(trials: list[Trial], draws: tuple[Draw, ...], figure: Figure) -> P
         return None
     best, rows = best_of(trials, figure), -(-len(draws) // COLUMNS)
     made, panels = new_figure(
-        f"{figure.label} over what was drawn; filled: trained to the end", 0.6 + 1.7 * rows, rows, COLUMNS
+        f"{figure.label} over what was drawn; filled: trained to the end",
+        0.6 + 1.5 * rows,
+        rows,
+        COLUMNS,
+        sharey=True,
     )
     for axes, draw in zip(panels, draws, strict=False):
         places, names = _places(draw, shown)
@@ -62,19 +80,41 @@ def over_keys(trials: list[Trial], draws: tuple[Draw, ...], figure: Figure) -> P
             face = BLUE if trial.state == FINISHED else "none"
             marker, size = ("*", 9) if trial is best else ("o", 4)
             axes.plot([place], [trial.value], marker, color=BLUE, markerfacecolor=face, markersize=size)
+        axes.margins(0.1)  # so that no marker is cut
         if names:
-            axes.set_xticks(range(len(names)), [short(name, 12) for name in names])
-            axes.set_xlim(-0.5, len(names) - 0.5)
+            _choice_axis(axes, names)
         elif draw.kind == "log_uniform":
-            axes.set_xscale("log")
+            _log_axis(axes)
         else:
             few_ticks(axes.xaxis, 4, whole=draw.kind == "integer")
-        axes.set_xlabel(short(draw.key, 34))
+            axes.xaxis.set_major_formatter(PLAIN)
+        axes.set_xlabel(fitted(draw.key, PANEL, STYLE["axes.labelsize"]))
         axes.yaxis.set_major_formatter(PLAIN)
         few_ticks(axes.yaxis)
     for axes in panels[len(draws) :]:
         axes.set_axis_off()
     return made
+
+
+def _choice_axis(axes: Axes, names: list[str]) -> None:
+    apart = -(-len(names) // MOST_CHOICES)
+    places = range(0, len(names), apart)
+    width = PANEL / len(places) - 4
+    axes.set_xticks(places, [fitted(names[place], width) for place in places])
+    axes.set_xlim(-0.5, len(names) - 0.5)
+
+
+def _log_axis(axes: Axes) -> None:
+    """Round values as plain numbers, few enough for a panel."""
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    if high < 4 * low:
+        few_ticks(axes.xaxis)
+    else:
+        between = (1, 2, 5) if high < 10 * low else (1, 3) if high < 100 * low else (1,)
+        axes.xaxis.set_major_locator(LogLocator(subs=between, numticks=4))
+    axes.xaxis.set_major_formatter(PLAIN)
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _places(draw: Draw, trials: list[Trial]) -> tuple[list[float], list[str]]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from drawn_texts import collisions
 from recorded import CONFIG, record
 from test_report import HOSTILE, Page
 
@@ -68,11 +69,12 @@ def test_a_run_without_a_result_has_its_place(runs):
 def test_curves_lie_over_one_another(runs):
     comparison = compare(runs)
     made = overlay(comparison.runs, comparison.names)
-    labels = [axes.get_ylabel().replace("\n", " ") for axes in made.axes]
-    assert labels == [
-        "training NE", "training log loss", "evaluation AUC", "evaluation NE", "evaluation log loss"
+    final = "in evaluations (diamonds: final ones)"
+    assert [picture.get_suptitle() for picture in made] == [
+        "NE in training", "log loss in training", f"AUC {final}", f"NE {final}", f"log loss {final}"
     ]  # fmt: skip
-    _, training, auc, _, _ = made.axes
+    assert [collisions(picture) for picture in made] == [[]] * 5
+    _, training, auc, _, _ = (axes for picture in made for axes in picture.axes)
     assert [line.get_label() for line in training.lines] == ["first", "second"]
     for line, run in zip(training.lines, comparison.runs, strict=True):
         assert list(line.get_ydata()) == [m["logloss"] for m in run.figures("train")]
@@ -83,7 +85,7 @@ def test_curves_lie_over_one_another(runs):
 def test_the_page(runs, tmp_path):
     runs.append(another(tmp_path / "c", HOSTILE))
     page = Page(write(compare(runs), tmp_path / "compare.html"))
-    assert page.tags.count("svg") == 1
+    assert page.tags.count("svg") == page.tags.count("figure") == 5  # side by side, as many as fit
     for text in ("0.8052 (-0.0048)", "optim.embeddings.lr", "0.05", HOSTILE[:25], str(runs[1])):
         assert text in page.text, text
     assert "sesame" not in (tmp_path / "compare.html").read_text()

@@ -1,10 +1,12 @@
 """Pictures have the data: what is drawn is held to what was written, artist by artist."""
 
 import json
+import warnings
 
 import matplotlib
 import numpy as np
 import pytest
+from drawn_texts import collisions
 from matplotlib.colors import to_hex
 from recorded import PHASE_S, PHASES, interval, record, write_lines
 
@@ -228,6 +230,24 @@ def test_all_have_the_style_and_leave_nothing_of_it_behind(history):
         style.to_svg(made, picture.label)
     for key in style.STYLE:
         assert matplotlib.rcParams[key] == matplotlib.rcParamsDefault[key], key
+
+
+LONG_NAMES = ["W" * 30, "item_brand_and_manufacturer", "campaign_" + "w" * 20, "类" * 30, "a"]
+
+
+@pytest.mark.parametrize("names, ranks", [(LONG_NAMES, 1), (LONG_NAMES[:2], 4), (LONG_NAMES, 40)])
+def test_no_texts_of_a_picture_run_into_each_other(tmp_path, names, ranks):
+    history = History.read(record(tmp_path, names=names, ranks=ranks))
+    with warnings.catch_warnings(action="ignore"):  # of characters that the font lacks
+        for draw in (tables.row_norms, tables.health, shards.by_memory, shards.by_load, phases.over_steps):
+            assert collisions(draw(history)) == []
+
+
+def test_a_name_that_does_not_fit_loses_its_middle():
+    assert style.fitted("user_id", 90) == "user_id"
+    assert style.fitted("w" * 40, 90) == "wwwwwww…wwwwww"
+    assert len(style.fitted("i" * 40, 90)) > 2 * len(style.fitted("W" * 40, 90))
+    assert style.fitted("abcd", 0) == "a…d"
 
 
 def test_long_lines_are_means_of_neighbours():

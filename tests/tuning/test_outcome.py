@@ -5,12 +5,14 @@ import re
 
 import parquet
 import pytest
+from drawn_texts import collisions, drawn_texts
 
 from raytrec.config.run_config import load_config
 from raytrec.driver.prepare import resolve
 from raytrec.tuning.console import print_outcome
 from raytrec.tuning.folder import write_search
 from raytrec.tuning.outcome import outcome_of, write_outcome
+from raytrec.tuning.pictures import curves, over_keys
 from raytrec.tuning.search import Settings, prepare
 from raytrec.tuning.space import Space
 from raytrec.tuning.trials import FAILED, FINISHED, STOPPED, WAITING
@@ -72,6 +74,37 @@ def test_what_is_written(search, data, capsys):
     table = capsys.readouterr().out
     assert table.index("0.8123") < table.index("stopped") < table.index("failed")
     assert "trial 3 failed: the loss is not a finite number" in table and "best.yaml" in table
+
+
+WIDE_SPACE = """\
+optim.dense.lr: {log_uniform: [0.05, 0.2]}
+optim.embeddings.lr: {log_uniform: [0.0001, 0.1]}
+optim.dense.weight_decay: {log_uniform: [0.001, 0.012]}
+model.dropout: {uniform: [0, 0.5]}
+train.epochs: {integer: [1, 2]}
+data.global_batch_size: {choice: [32, 40, 48, 56, 64, 72, 80, 96]}
+model.top_mlp: {choice: [[16], [32, 16], [128, 64, 32, 16]]}
+optim.schedule: {choice: [{}, {decay: linear, decay_steps: 1000}]}
+"""
+
+
+def test_pictures_have_plain_tick_labels_and_whole_markers_in_wide_panels(data, tmp_path):
+    values = parquet.settings(data, tmp_path / "s", train__eval_every_steps=2, tracking__enabled=False)
+    config = resolve(load_config(values), "own.yaml", "tune")
+    made = prepare(config, Space.parse(WIDE_SPACE, "space.yaml"), Settings(trials=12))
+    for trial in made.trials:
+        trial.state, trial.points = FINISHED, {100: 0.7 + 0.01 * trial.number, 200: 0.8}
+    picture = over_keys(made.trials, made.space.draws, made.figure)
+    assert collisions(picture) == [] == collisions(curves(made.trials, made.figure))
+    texts = [drawn.text for drawn in drawn_texts(picture)]
+    assert not any("$" in text or "math" in text for text in texts)
+    for axes, draw in zip(picture.axes, made.space.draws, strict=True):
+        assert axes.get_window_extent().width > 140 and len(axes.get_xticks()) > 1, draw.key
+        for line in axes.lines:
+            (x, y), reach = axes.transData.transform(line.get_xydata()[0]), line.get_markersize() / 2
+            box, reach = axes.get_window_extent(), reach * picture.dpi / 72
+            assert box.x0 <= x - reach and x + reach <= box.x1, draw.key
+            assert box.y0 <= y - reach and y + reach <= box.y1, draw.key
 
 
 def test_a_search_has_ended_when_all_trials_have(search):

@@ -11,13 +11,15 @@ from matplotlib.colors import LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from raytrec.common.formatting import bytes_text, number, percent, short
+from raytrec.common.formatting import bytes_text, number, percent
 from raytrec.report.figures.style import (
     BLUE,
     BYTES,
+    NAME,
     PERCENT,
     ROUND,
     VERMILION,
+    fitted,
     new_figure,
     styled,
 )
@@ -76,7 +78,7 @@ def _matrix(ranks: list[dict], value: Callable[[dict], float]) -> tuple[np.ndarr
         return np.zeros((0, len(ranks))), []
     names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
     own, others = names[:MOST_TABLES], names[MOST_TABLES:]
-    rows, labels = [cells[name] for name in own], [short(name) for name in own]
+    rows, labels = [cells[name] for name in own], [fitted(name, NAME) for name in own]
     if others:
         rows.append(np.sum([cells[name] for name in others], axis=0))
         labels.append(f"{len(others)} other tables")

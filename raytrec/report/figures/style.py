@@ -10,7 +10,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 
 import matplotlib
@@ -18,12 +18,16 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from raytrec.common.formatting import bytes_text, percent
+from raytrec.common.formatting import bytes_text, percent, short
 
 WIDTH = 4.2  # inches
 TITLE_WIDTH = 54  # characters
+# Points: the width of a panel of two that share an axis at their left; the most of a name beside a panel.
+PANEL, NAME = 112, 90
+FONT = "DejaVu Sans"
 MOST_POINTS = 1000  # of one line
 ROUND = (1, 2, 2.5, 5, 10)  # what ticks are multiples of
 
@@ -38,7 +42,7 @@ LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
 STYLE = {
     "font.size": 8.5,
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
+    "font.sans-serif": [FONT],
     "axes.titlesize": 8.5,
     "axes.titlelocation": "left",
     "axes.labelsize": 8.5,
@@ -164,6 +168,24 @@ def step_axis(axes: Axes) -> None:
 def few_ticks(axis: Axis, most: int = 4, whole: bool = False) -> None:
     """At most so many round values on an axis."""
     axis.set_major_locator(MaxNLocator(most, integer=whole, steps=ROUND))
+
+
+def fitted(name: object, points: float, size: float = STYLE["xtick.labelsize"]) -> str:
+    """A name, its middle cut out where it would be wider than so many points in a font of that size."""
+    text, most = short(name, 60), 60
+    while most > 3 and sum(map(_em, text)) * size > points:
+        most = min(most, len(text)) - 1
+        text = short(name, most)
+    return text
+
+
+@cache
+def _em(character: str) -> float:
+    """Width of a character; one that the font lacks is as wide as any."""
+    font = get_font(findfont(FONT))
+    font.set_size(100, 72)
+    known = font.get_char_index(ord(character))
+    return font.load_char(ord(character)).linearHoriAdvance / 65536 / 100 if known else 1.2
 
 
 def lowest_panels(panels: list[Axes], used: int, columns: int) -> None:

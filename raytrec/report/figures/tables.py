@@ -9,14 +9,17 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from raytrec.common.formatting import short
 from raytrec.report.figures.style import (
     BLUE,
     GREY,
     LINES,
+    NAME,
+    PANEL,
     PERCENT,
     PLAIN,
+    STYLE,
     few_ticks,
+    fitted,
     lowest_panels,
     new_figure,
     restart_lines,
@@ -66,7 +69,7 @@ def row_norms(history: History) -> Figure | None:
         steps = sorted(measured[name])
         shares = np.array([np.array(measured[name][s]) / sum(measured[name][s]) for s in steps]).T
         axes.pcolormesh(_borders(steps), EDGES, shares, cmap=FADING, vmin=0, rasterized=True)
-        axes.set_title(short(name, 22))
+        axes.set_title(fitted(name, PANEL, STYLE["axes.titlesize"]))
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator([1e-4, 1e-2, 1, 100]))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -96,7 +99,7 @@ def health(history: History) -> Figure | None:
                 *zip(*points, strict=True),
                 color=LINES[place] if named else GREY,
                 linewidth=1.3 if named else 0.6,
-                label=short(name) if named else None,
+                label=fitted(name, NAME) if named else None,
             )
         axes.set_ylabel(label)
         axes.yaxis.set_major_formatter(PERCENT if is_share else PLAIN)

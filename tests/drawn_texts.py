@@ -1,0 +1,59 @@
+"""The texts of a picture, and where they are: what overlaps or is cut can be told without looking at it."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import NamedTuple
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from raytrec.report.figures.style import styled
+
+TOLERANCE = 1.0  # pixels
+
+
+class Drawn(NamedTuple):
+    """A line of text and its box, in pixels from the upper left corner."""
+
+    text: str
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+
+@styled
+def drawn_texts(figure: Figure) -> list[Drawn]:
+    """All lines of text in a picture, as they are drawn."""
+    found = []
+    renderer = FigureCanvasAgg(figure).get_renderer()
+
+    def note(_gc, x, y, text, font, angle, ismath=False, mtext=None):
+        width, height, descent = renderer.get_text_width_height_descent(text, font, ismath)
+        assert angle in (0, 90)
+        box = (x, x + width, y - height + descent, y + descent)
+        if angle:
+            box = (x - height + descent, x + descent, y - width, y)
+        found.append(Drawn(text, *box))
+
+    renderer.draw_text = note
+    figure.draw(renderer)
+    return found
+
+
+def collisions(figure: Figure) -> list[str]:
+    """Texts of a picture that run into each other, or out of it."""
+    width, height = figure.get_size_inches() * figure.dpi
+    texts = [each for each in drawn_texts(figure) if each.text]
+    out = [
+        f"{each.text!r} is cut"
+        for each in texts
+        if min(each.left, each.top, width - each.right, height - each.bottom) < -TOLERANCE
+    ]
+    return out + [
+        f"{one.text!r} runs into {two.text!r}"
+        for one, two in combinations(texts, 2)
+        if min(one.right, two.right) - max(one.left, two.left) > TOLERANCE
+        and min(one.bottom, two.bottom) - max(one.top, two.top) > TOLERANCE
+    ]
