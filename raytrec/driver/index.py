@@ -14,7 +14,6 @@ import numpy as np
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.storage import absolute
 from raytrec.config.overrides import Overrides, as_texts
-from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset, list_files, read_footer
