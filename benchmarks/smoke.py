@@ -25,7 +25,7 @@ from rich.table import Table
 REPO = Path(__file__).parents[1]
 LIMIT_S = 300
 
-# What follows `python`; {folder} is one that is removed afterwards, in which there is data of a few rows.
+# What follows `python`, by target (and part of it); {folder} is one that is removed afterwards, in which there is data of a few rows.
 PYTEST = "-m pytest -q -p no:cacheprovider"
 DATA = "data.train={folder}/data/train data.valid={folder}/data/valid data.test={folder}/data/test"
 COMBINATIONS = "tests/parity/test_suite.py::test_every_combination"
@@ -39,9 +39,12 @@ TARGETS = {
     "test-survive": f"{PYTEST} tests/worker/test_nonfinite.py -m survive -k leaves_the_steps_out",
     "mutations": f"{PYTEST} '{MUTATIONS}[3]' -m mutations",
     "cluster-test": f"{PYTEST} tests/cluster/test_lines.py -m 'cluster or not cluster'",
+    "cluster-test: notebooks": f"{PYTEST} tests/cluster/test_notebooks.py -m cluster -k 'jobs or own_model'",
+    "cluster-test: nodes": f"{PYTEST} tests/cluster/test_autoscaling.py -m cluster",
     "golden": f"{PYTEST} tests/golden -k own",
     "parity": f"{PYTEST} '{COMBINATIONS}[1 ranks, from case 0]' -m parity",
-    "chaos": "-W ignore benchmarks/chaos.py --faults 1",
+    "chaos": "-W ignore benchmarks/chaos.py --faults 2 --only 'coordinator killed' --only 'node killed'",
+    "chaos: ends early": f"{PYTEST} tests/cluster/test_chaos.py -m cluster",
     "bench": "-W ignore benchmarks/step.py --smallest {folder}/data/train",
     "bench-growth": "-W ignore benchmarks/growth.py --smallest",
     "overhead": "benchmarks/overhead.py --smallest",
@@ -68,6 +71,11 @@ TARGETS = {
 NONE = ("format", "lock", "clean", "smoke", "test-all", "quality-smoke")
 
 
+def target_of(name: str) -> str:
+    """The make target of an entry."""
+    return name.partition(":")[0]
+
+
 def run(smallest: str, folder: Path) -> tuple[float, subprocess.CompletedProcess]:
     """(seconds, what came of it)."""
     began = time.monotonic()
@@ -86,8 +94,9 @@ def run(smallest: str, folder: Path) -> tuple[float, subprocess.CompletedProcess
 
 def main(only: Annotated[str, typer.Option(help="These targets alone, with commas between.")] = "") -> None:
     """Prints a table: target, seconds, whether it passed."""
-    chosen = {name: command for name, command in TARGETS.items() if not only or name in only.split(",")}
-    if unknown := set(filter(None, only.split(","))) - set(TARGETS):
+    wanted = set(filter(None, only.split(",")))
+    chosen = {name: command for name, command in TARGETS.items() if not only or target_of(name) in wanted}
+    if unknown := wanted - {target_of(name) for name in TARGETS}:
         raise typer.BadParameter(f"no target {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
     table = Table(title="make smoke")
     for column in ("target", "s", "result"):

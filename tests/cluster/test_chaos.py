@@ -33,7 +33,8 @@ chaos.main(faults=2, seed=0, only=kinds, minutes=8, keep=False)
 
 
 def test_what_was_seen_before_the_benchmark_broke_down_is_kept():
-    env = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    paths = [os.environ.get("PYTHONPATH"), str(BENCHMARKS)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BROKEN], env=env, capture_output=True, text=True, timeout=540
     )
