@@ -15,12 +15,13 @@ def owner() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def remove_leftovers(folder: str | Path, pattern: str) -> None:
+def remove_leftovers(folder: str | Path, pattern: str, keep: str | None = None) -> None:
     """Removes what processes of this host that have ended left in a folder, as far as that is possible.
 
     Args:
         pattern: of names: {owner} is where they have `owner()`, * is anything. Names that have another
             host's owner stay, because its processes cannot be seen from here.
+        keep: folders in which there is a file of this name stay.
     """
     parts = {"{owner}": rf"{re.escape(socket.gethostname())}-(\d+)", "*": ".*"}
     split = re.split(r"(\{owner\}|\*)", pattern)
@@ -28,7 +29,7 @@ def remove_leftovers(folder: str | Path, pattern: str) -> None:
     with suppress(OSError):
         for path in Path(folder).iterdir():
             found = names.fullmatch(path.name)
-            if found and _has_ended(int(found[1])):
+            if found and _has_ended(int(found[1])) and not (keep and (path / keep).exists()):
                 _remove(path)
 
 

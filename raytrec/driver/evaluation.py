@@ -14,15 +14,17 @@ from typing import Any
 from raytrec.checkpoint.files import folder_of, newest
 from raytrec.checkpoint.table_starts import schema_of
 from raytrec.common.errors import ConfigError, DataError, RaytrecError
+from raytrec.common.leftovers import owner, remove_leftovers
 from raytrec.common.storage import relative
 from raytrec.config.overrides import section_of
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.config.trust import code_in
+from raytrec.config.trust import checkpoint_origin, code_in
 
 # What plays a part in an evaluation, and is not the model.
 SECTIONS = ("data", "scaling", "plan", "train", "eval")
 RULE = "out_of_range"
+SCRATCH, TRACEBACK = "raytrec-evaluate-", "error.txt"
 
 
 def evaluation_config(
@@ -49,7 +51,8 @@ def evaluation_config(
                 where="command line, --set",
                 expected=f"a key of {', '.join(SECTIONS)}, or tables.NAME.{RULE}: the model is fixed",
             )
-    config = load_config(about["config"], others, elsewhere=folder, allow_code=allow_code)
+    elsewhere = checkpoint_origin(folder, about["config"])
+    config = load_config(about["config"], others, elsewhere=elsewhere, allow_code=allow_code)
     values = schema_of(about).model_dump()
     for override in of_tables:
         _set_rule(values["tables"], override)
@@ -80,13 +83,15 @@ def _set_rule(tables: dict[str, dict[str, Any]], override: str) -> None:
 def scratch_folder() -> Iterator[str]:
     """A folder for what an evaluation writes: a run or a checkpoint that is evaluated may be somebody else's.
 
-    It goes with the block, unless there is a traceback in it that an error speaks of.
+    It goes with the block, or where its process was killed with the next one, unless there is a traceback in
+    it that an error speaks of.
     """
-    folder = tempfile.mkdtemp(prefix="raytrec-evaluate-")
+    remove_leftovers(tempfile.gettempdir(), f"{SCRATCH}{{owner}}-*", keep=TRACEBACK)
+    folder = tempfile.mkdtemp(prefix=f"{SCRATCH}{owner()}-")
     try:
         yield folder
     finally:
-        if not (Path(folder) / "error.txt").exists():
+        if not (Path(folder) / TRACEBACK).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 

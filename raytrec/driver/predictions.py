@@ -138,6 +138,7 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
         if before is not None and (found := manifest.difference(before)):
             what, do = found
             raise ConfigError(what, where=f"--out {folder.uri}", expected="the same predictions", do=do)
+        folder.sweep()
         if before != manifest:
             folder.write(MANIFEST, manifest.to_json().encode())
     except OSError as error:

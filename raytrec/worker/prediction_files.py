@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from raytrec.common.errors import DataError
+from raytrec.common.leftovers import owner, remove_leftovers
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem, read_bytes, sync
 from raytrec.config.evaluation import TowerName
@@ -151,7 +152,7 @@ class PredictionFolder:
         if not self.is_local:
             yield from self._writing_object(name, schema, options)
             return
-        partial = f"{self._path}/{PARTS}/{uuid4().hex}.tmp"
+        partial = f"{self._path}/{PARTS}/{uuid4().hex}.{owner()}.tmp"
         os.makedirs(os.path.dirname(partial), exist_ok=True)
         try:
             with pq.ParquetWriter(partial, schema, **options) as writer:
@@ -182,10 +183,16 @@ class PredictionFolder:
                 stream.write(data)
             return
         os.makedirs(self._path, exist_ok=True)
-        partial = f"{self._path}/{name}.{uuid4().hex}.tmp"
+        self.sweep()
+        partial = f"{self._path}/{name}.{owner()}.tmp"
         Path(partial).write_bytes(data)
         sync(partial)
         os.replace(partial, f"{self._path}/{name}")
+
+    def sweep(self) -> None:
+        """Removes what writers that were killed have left, of a folder on disk."""
+        for place in (self._path, f"{self._path}/{PARTS}") if self.is_local else ():
+            remove_leftovers(place, "*.{owner}.tmp")
 
     def read(self, name: str) -> bytes | None:
         """A small file; None where there is none."""

@@ -54,7 +54,11 @@ def test_what_is_not_a_leftover_stays(tmp_path):
     for name in stay - {"elsewhere"}:
         (tmp_path / name).touch()
     (tmp_path / f"page.html.{gone}.partial").touch()
+    for name in ("kept", "empty"):
+        (tmp_path / f"scratch-{gone}-{name}").mkdir()
+    (tmp_path / f"scratch-{gone}-kept/error.txt").touch()
     remove(tmp_path)
+    stay.add(f"scratch-{gone}-kept")
     assert {path.name for path in tmp_path.iterdir()} == stay
     assert (tmp_path / "elsewhere/file").exists()
 
@@ -65,5 +69,5 @@ def test_a_folder_that_is_not_there_has_no_leftovers(tmp_path):
 
 
 def remove(folder):
-    remove_leftovers(folder, "scratch-{owner}-*")
+    remove_leftovers(folder, "scratch-{owner}-*", keep="error.txt")
     remove_leftovers(folder, "page.html.{owner}.partial")

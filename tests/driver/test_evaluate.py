@@ -1,5 +1,8 @@
 """Evaluation on GPUs: exact, in host memory, and without letting the GPU run dry."""
 
+import subprocess
+import sys
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +19,7 @@ from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import write_index
 from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError
 from raytrec.config.run_config import load_config
-from raytrec.driver.evaluation import evaluation_config, with_recovery_hint
+from raytrec.driver.evaluation import evaluation_config, scratch_folder, with_recovery_hint
 
 ROWS = 6 * 12
 
@@ -157,3 +160,23 @@ def test_what_an_evaluation_can_change():
 def test_what_an_evaluation_cannot_change(change, says):
     with pytest.raises((ConfigError, SchemaError), match=says):
         evaluation_config(ABOUT, "there", [change], allow_code=False)
+
+
+def test_a_killed_evaluations_folder_is_removed_by_the_next_and_one_with_a_traceback_stays(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import os, signal, sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
+        "from raytrec.driver.evaluation import scratch_folder\n"
+        "with scratch_folder() as one, scratch_folder() as other:\n"
+        "    open(one + '/ray.log', 'w').close()\n"
+        "    open(other + '/error.txt', 'w').close()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
+    assert len(list(tmp_path.iterdir())) == 2
+    with scratch_folder() as folder:
+        assert {path.parent == Path(folder) for path in tmp_path.glob("*/*")} == {False}
+        assert len(list(tmp_path.iterdir())) == 2
+    assert [path.name for path in tmp_path.glob("*/*")] == ["error.txt"]

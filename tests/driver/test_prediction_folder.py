@@ -1,6 +1,9 @@
 """The driver's side of `raytrec predict`, with workers that only write: what it refuses, keeps and counts."""
 
 import json
+import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import write_index
 from raytrec.cli import app
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
+from raytrec.common.leftovers import owner
 from raytrec.config.run_config import load_config
 from raytrec.data.spans import cut_spans
 from raytrec.driver import predict as predicting
@@ -144,6 +148,22 @@ def test_what_is_written_stays(run, data, tmp_path, group):
     assert predict(run, data, out, columns=["row"]).metrics["predict.rows_per_s"] == 125, "a file was cut off"
     group.stop_after = 0
     assert predict(run, data, out, columns=["row"]).metrics["predict.rows_per_s"] is None
+
+
+def test_what_killed_writers_have_left_is_removed_by_the_next_command(run, data, tmp_path, group):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(60)
+    gone = re.sub(r"\d+$", str(ended.pid), owner())
+    out, group.stop_after = tmp_path / "out", 2
+    with pytest.raises(RunError, match="died"):
+        predict(run, data, out, columns=["row"])
+    left = [out / f"_parts/1.{gone}.tmp", out / f"_predictions.json.{gone}.tmp"]
+    others = [out / f"_parts/1.{owner()}.tmp", out / "notes.tmp"]
+    for path in left + others:
+        path.touch()
+    with pytest.raises(RunError, match="died"):
+        predict(run, data, out, columns=["row"])
+    assert [path.exists() for path in left + others] == [False, False, True, True]
 
 
 def test_other_batches_leave_complete_files_and_no_parts(run, data, tmp_path, group):
