@@ -24,20 +24,33 @@ VALUE = re.compile(r"[^&\s]*+")
 SETTING = re.compile(
     r"(?<![\w.%-])([\w.%-]++)(\s*+=\s*+|['\"]\s*+:\s*+)('[^']*+'|\"[^\"]*+\"|[^\s&,;'\"<>(){}\[\]]++)"
 )
+FIELD = re.compile(
+    r"(?<![\w.%-])([\w.%-]++)(:[ \t]++)('[^'\n]*+'|\"[^\"\n]*+\"|(?:(?:Bearer|Basic|Token)[ \t]++)?+\S++)",
+    re.IGNORECASE,
+)
+COOKIE = re.compile(r"(\bcookie:[ \t]*+)[^\n'\"]++", re.IGNORECASE)
+# --password X, -p X, and as items of a list: '--password', 'X'.
+OPTION = re.compile(
+    r"(?<![\w.-])(--?[A-Za-z][\w-]*+)([ \t]++|['\"][ \t]*+,[ \t]*+['\"])"
+    r"('[^'\n]*+'|\"[^\"\n]*+\"|[^\s'\"-][^\s'\"]*+)"
+)
+PORT = re.compile(r"\d{1,5}(?::\d{1,5})?")  # after -p
 HEADER = re.compile(r"(\b(?:Bearer|Basic|Token)\s++)[\w.~+/=-]{8,}+", re.IGNORECASE)
 PEM = re.compile(
     r"-----BEGIN [A-Z ]{0,40}?PRIVATE KEY-----(?:.*?-----END [A-Z ]{0,40}?PRIVATE KEY-----|.*+)", re.DOTALL
 )
 SHAPES = re.compile(
     r"(?<![A-Za-z0-9])(?:gh[opusr]_\w{10,}+|github_pat_\w{10,}+|glpat-[\w-]{10,}+|xox[abeprs]-[\w-]{10,}+"
-    r"|sk-[\w-]{20,}+|hf_[A-Za-z0-9]{20,}+|dapi[0-9a-f]{32}|AIza[\w-]{35}|(?:AKIA|ASIA)[A-Z0-9]{16}"
+    r"|sk-[\w-]{20,}+|(?:hf|npm)_[A-Za-z0-9]{20,}+|pypi-[\w-]{32,}+|ya29\.[\w-]{10,}+|dapi[0-9a-f]{32}|AIza[\w-]{35}|(?:AKIA|ASIA)[A-Z0-9]{16}"
     r"|eyJ[\w-]{10,}+\.[\w-]++\.[\w-]*+)"
 )
 # Parts of a name that say what it is, and words that do so alone.
 PASSWORD = r"passw(?:or)?d|passphrase|pwd|(?:private|api|access|account|shared|secret|encryption)[_-]?key"
 SECRET_NAME = re.compile(rf"{PASSWORD}|secret|token(?!i[sz])|credential|signature", re.IGNORECASE)
 PASSWORD_NAME = re.compile(PASSWORD, re.IGNORECASE)
-WORDS = frozenset(["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization"])
+WORDS = frozenset(["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization", "cookie", "bearer"])
+TAGS = frozenset(["session"])  # such words as names of values, but not in text: session=3 may be a partition
+MOST_COUNTED = 99_999  # a number after `token`; larger ones are tokens
 PLACES = frozenset(
     ["path", "file", "dir", "mode"]
 )  # at a name's end: where a secret is kept, or how it is used
@@ -45,7 +58,7 @@ WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # whose addresses begin with CONTAINER@ACCOUNT
 NO_PASSWORD = ("", "x-oauth-basic")  # after a token that is in the user's place
 MOST_USER = 20  # characters of a user's name; longer ones are tokens
-NAMES_OF_TABLES = ("tables", "sparse")  # of settings whose keys are names of the user's
+USERS_NAMES = ("tables", "sparse", "relations", "custom")  # settings whose keys are names that the user chose
 TRACE = re.compile(r"//\*\*\*|:\*\*\*@|=\*\*\*(&|$)|^\*\*\*$")
 
 
@@ -67,7 +80,7 @@ def hide(text: str) -> str:
         text = PEM.sub(HIDDEN, text)
     if "://" in text:
         text = ADDRESS.sub(_address, text)
-    text = SETTING.sub(_setting, text)
+    text = OPTION.sub(_option, FIELD.sub(_field, COOKIE.sub(rf"\1{HIDDEN}", SETTING.sub(_setting, text))))
     return SHAPES.sub(HIDDEN, HEADER.sub(rf"\1{HIDDEN}", text))
 
 
@@ -125,9 +138,9 @@ def _hidden(value: Any, *, secret: bool, password: bool, judged: bool) -> Any:
         return {
             key: _hidden(
                 each,
-                secret=secret or (judged and is_secret(str(key))),
-                password=password or (judged and bool(PASSWORD_NAME.search(str(key)))),
-                judged=str(key) not in NAMES_OF_TABLES,
+                secret=secret or (judged and (is_secret(str(key)) or str(key).lower() in TAGS)),
+                password=password or (judged and not _counts(str(key), each)),
+                judged=str(key) not in USERS_NAMES,
             )
             for key, each in value.items()
         }
@@ -183,12 +196,33 @@ def _is_secret_parameter(name: str) -> bool:
 def _setting(found: re.Match) -> str:
     name, equals, value = found.groups()
     plain = unquote_plus(name)
-    if any(part in NAMES_OF_TABLES for part in plain.split(".")[:-1]) or not is_secret(plain):
+    if any(part in USERS_NAMES for part in plain.split(".")[:-1]) or not is_secret(plain):
         return found.group()
     bare = value.strip("'\"")
     if not bare or bare in ("None", "null", "true", "false", "True", "False"):
         return found.group()
-    if re.fullmatch(r"[\d.]+", bare) and not PASSWORD_NAME.search(plain):  # as in tokens=5
+    if re.fullmatch(r"[\d.]+", bare) and _counts(plain, float(bare.replace(".", ""))):
         return found.group()
     quote = value[0] if value[0] in "'\"" else ""
     return f"{name}{equals}{quote}{HIDDEN}{quote}"
+
+
+def _field(found: re.Match) -> str:
+    """name: value in a text, where a word after a name that is no password's may be part of a sentence."""
+    is_sentence = not PASSWORD_NAME.search(found[1]) and re.fullmatch(r"[a-z]+[.,;:]?", found[3])
+    return found.group() if is_sentence else _setting(found)
+
+
+def _option(found: re.Match) -> str:
+    name, between, value = found.groups()
+    if name == "-p":
+        return found.group() if PORT.fullmatch(value) else f"{name}{between}{HIDDEN}"
+    return f"{name}{between}{HIDDEN}" if is_secret(name) else found.group()
+
+
+def _counts(name: str, number: Any) -> bool:
+    """Whether a number counts something, as in tokens=5, rather than being a secret itself."""
+    if PASSWORD_NAME.search(name):
+        return False
+    is_token = name.lower().endswith("token") and isinstance(number, int | float)
+    return not (is_token and abs(number) > MOST_COUNTED)

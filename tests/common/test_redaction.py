@@ -75,6 +75,8 @@ SECRETS = st.one_of(
     st.builds(lambda n: json.dumps({n: f"{SEED} x"}), st.sampled_from(NAMES)),
     st.just(f"-----BEGIN PRIVATE KEY-----\nabc{SEED}\n-----END PRIVATE KEY-----"),
     st.just(f"Authorization: Bearer {SEED}abc.def"),
+    st.builds(lambda n, v: f"--{n} {v}{SEED}", st.sampled_from(NAMES), st.text("abc123._/+", max_size=5)),
+    st.builds(lambda n: f"{n}: {SEED}-1", st.sampled_from(NAMES)),
 )
 
 
@@ -147,6 +149,30 @@ def test_every_output(address, tmp_path_factory):
     assert SEED not in str(refused.value)
 
 
+SHOWN_BEFORE = [
+    f"mysql --password {SEED} -h host",
+    f"docker login -u me -p {SEED} registry",
+    f"Command ['mysql', '--password', '{SEED}'] failed",
+    f"login failed (user: me, password: {SEED})",
+    f"api_key: '{SEED} and more', region: eu",
+    f"Cookie: a={SEED}; b={SEED}",
+    f"npm_{SEED}{'a1' * 15}",
+    f"pypi-AgEIcHlwaS5vcmc{SEED}{'a-1' * 10}",
+    f"ya29.a0AfH6_{SEED}-x",
+]
+
+
+@pytest.mark.parametrize("text", SHOWN_BEFORE)
+def test_options_fields_and_tokens_of_registries_are_hidden_in_any_text(text):
+    assert SEED not in hide(text) and hide(hide(text)) == hide(text)
+
+
+def test_tags_for_sessions_and_long_numbers_called_token_are_hidden():
+    tags = {"cookie": SEED, "bearer": SEED, "session": SEED, "token": 123_456_789, "team": "ads"}
+    assert hide_all(tags) == {name: "***" for name in tags if name != "team"} | {"team": "ads"}
+    assert hide("token=123456789") == "token=***"
+
+
 def test_what_holds_no_secret_stays():
     for text in (
         *(
@@ -171,12 +197,22 @@ def test_what_holds_no_secret_stays():
             "set RAY_AUTH_TOKEN_PATH=FILE, or RAY_AUTH_MODE=disabled",
             "credentials_file=/home/me/key.json",
         ),
+        *(
+            "ssh -p 2222 host",
+            "docker run -p 80:8080 image",
+            "tokens=500000, max_token=100",
+            "token_ids: no such column",
+            "s3://b/session=abc/part-0.parquet",
+            "raytrec check config.yaml --password-file x",
+        ),
     ):
         assert hide(text) == text
     values = {
         "num_tokens": 5,
         "warm_start": {"tables": {"query_token": "new"}},
         "plan": {"tables": {"pass": {"dim": "a"}}},
+        "model": {"eos_token": 5, "relations": {"session": ["click"]}},
+        "checks": {"custom": {"mine.token:Check": "warn"}},
     }
     assert hide_all(values) == values
     assert hide_all({"password": 12345, "pwd": None, "secret": True}) == {
@@ -197,6 +233,8 @@ def test_long_text_takes_no_time():
         "?a=b",
         " ",
         "eyJaaaaaaaaaaa.",
+        "-p ",
+        "password: ",
     ):
         hide(piece * (300_000 // len(piece)))
         hide("http://" + piece * (300_000 // len(piece)))
