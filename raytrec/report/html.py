@@ -3,7 +3,6 @@ escaped, and without the secrets of addresses."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from raytrec.common.errors import RunError
+from raytrec.common.leftovers import owner, remove_leftovers
 from raytrec.common.redaction import hide
 
 
@@ -48,7 +48,8 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         lstrip_blocks=True,
     )
     text = pages.get_template(template).render(**values)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f"{path.name}.{owner()}.partial")
+    remove_leftovers(path.parent, f"{path.name}.{{owner}}.partial")
     with writing(path):
         partial.write_text(text, encoding="utf-8", errors="replace")
         partial.replace(path)

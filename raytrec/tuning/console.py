@@ -128,18 +128,31 @@ def print_outcome(outcome: Any) -> None:
     Args:
         outcome: tune.Outcome.
     """
-    console, figure = open_console(), outcome.figure
+    console = open_console()
     console.print(bold(outcome.name), soft_wrap=True)
-    keys = list(outcome.trials[0].values)
-    table = Table()
-    for column in ("trial", figure.label, "step", *keys, "state"):
-        table.add_column(plain(column), justify="left" if column == "state" else "right", overflow="fold")
-    for trial in ranked(outcome.trials, figure):
-        cells = [str(trial.number), figure.text(trial.value), f"{trial.step:,}"]
-        table.add_row(*map(plain, [*cells, *(trial.values[key] for key in keys), trial.state]))
+    table = _table(outcome, list(outcome.trials[0].values))
+    if console.measure(table, options=console.options.update_width(10_000)).maximum > console.width:
+        table = _table(outcome, [])
     console.print(table)
+    if outcome.caution:
+        console.print(f"warning: {outcome.caution}", soft_wrap=True)
     for trial in outcome.trials:
         if trial.error:
             console.print(plain(f"trial {trial.number} failed: {trial.error}"), soft_wrap=True)
     for line in outcome.next_steps:
         console.print(plain(line), soft_wrap=True)
+
+
+def _table(outcome: Any, keys: list[str]) -> Table:
+    """The trials, with a column for each key; without keys, one for all that was drawn, whose lines break."""
+    table, figure = Table(), outcome.figure
+    for column in ("trial", figure.label, "step", *keys, "state"):
+        justify = "left" if column == "state" else "right"
+        table.add_column(plain(column), justify=justify, no_wrap=True)
+    if not keys:
+        table.add_column("values", overflow="fold")
+    for trial in ranked(outcome.trials, figure):
+        cells = [str(trial.number), figure.text(trial.value), f"{trial.step:,}"]
+        drawn = [trial.values[key] for key in keys]
+        table.add_row(*map(plain, [*cells, *drawn, trial.state, *([] if keys else [values_text(trial)])]))
+    return table

@@ -31,6 +31,8 @@ from raytrec.tuning.trials import (
     with_values,
 )
 
+# Of a trial in trials.json, what resuming needs.
+KINDS: dict[str, Any] = {"state": str, "values": dict, "error": (str, type(None))}
 SEARCH, TRIALS, SPACE, BASE, OUTCOME = "search.json", "trials.json", "space.yaml", "base", "outcome.json"
 
 
@@ -73,14 +75,14 @@ def read_note(folder: Path) -> dict[str, Any]:
     """
     try:
         note = json_values(read_bytes(folder / SEARCH))
-        return {**note, "settings": Settings(**note["settings"])}
+        return {"fingerprint": note["fingerprint"], "settings": Settings(**note["settings"])}
     except FileNotFoundError:
         raise RunError(
             "there is no search here",
             where=str(folder),
             expected="the folder that `raytrec tune` printed",
         ) from None
-    except (OSError, NotReadable, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunError(f"{SEARCH} of the search cannot be read: {error}", where=str(folder)) from None
 
 
@@ -105,7 +107,7 @@ def reopen(folder: Path, trials: int | None, allow_code: bool) -> tuple[Search, 
     settings = Settings(**{**asdict(settings), "trials": trials or settings.trials})
     config = _trusted(folder / BASE, allow_code)
     config.run.dir = str(folder)  # it may have been moved
-    space = Space.parse(read_text(folder / SPACE), str(folder / SPACE))
+    space = Space.read(str(folder / SPACE))
     if not allow_code and not is_ours(folder / BASE):
         _refuse_drawn_code(space, before, folder)
     search = prepare(config, space, settings, before)
@@ -138,10 +140,25 @@ def _refuse_drawn_code(space: Space, before: list[dict], folder: Path) -> None:
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
+    """What trials.json has of each trial.
+
+    Raises:
+        RunError: it cannot be read, or a trial lacks something.
+    """
     try:
-        return json_values(read_bytes(folder / TRIALS))
+        records = json_values(read_bytes(folder / TRIALS))
     except (OSError, NotReadable) as error:
         raise RunError(f"{TRIALS} of the search cannot be read: {error}", where=str(folder)) from None
+    for number, record in enumerate(records if isinstance(records, list) else [None], 1):
+        found = record if isinstance(record, dict) else {}
+        if lacks := [name for name, kind in KINDS.items() if not isinstance(found.get(name, 0), kind)]:
+            raise RunError(
+                f"trial {number} of the search lacks {', '.join(lacks)}",
+                where=str(folder / TRIALS),
+                expected=f"{', '.join(KINDS)} of each trial",
+                do="restore the file, or begin a new search",
+            )
+    return records
 
 
 def _take_up(trial: Trial, record: dict[str, Any], key: str) -> None:

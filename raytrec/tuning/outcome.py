@@ -37,6 +37,7 @@ class Outcome:
         trials: all of them, in their order.
         best: the best of those that were trained to their end (where none was, of those that were stopped).
         figures: of the best: eval.NAME of its last evaluation.
+        caution: a warning about them; may be empty.
         next_steps: lines that say where to look.
     """
 
@@ -46,6 +47,7 @@ class Outcome:
     trials: list[Trial]
     best: Trial | None
     figures: dict[str, Any]
+    caution: str
     next_steps: list[str] = field(default_factory=list)
 
     @property
@@ -67,7 +69,9 @@ def outcome_of(search: Search) -> Outcome:
     """What there is by now, also of a search that was interrupted."""
     best = best_of(search.trials, search.figure)
     figures = _figures(best) if best else {}
-    outcome = Outcome(search.config.run.name, search.folder, search.figure, search.trials, best, figures)
+    outcome = Outcome(
+        search.config.run.name, search.folder, search.figure, search.trials, best, figures, search.caution
+    )
     outcome.next_steps.append(f"search       {relative(search.folder)}")
     if best:
         outcome.next_steps.append(f"best         raytrec train {relative(search.folder / BEST)}")
@@ -105,9 +109,11 @@ def write_outcome(search: Search, outcome: Outcome, warn: Callable[[str], None])
 def best_text(search: Search, outcome: Outcome) -> str:
     """The best configuration as YAML, with its figures in comments."""
     best, figure = outcome.best, search.figure
+    data = "test" if outcome.caution else "validation"
     lines = [
         f"# Trial {best.number} of {outcome.name}, {best.state} at step {best.step}: "
-        f"{figure.label} {figure.text(best.value)} on the validation data.",
+        f"{figure.label} {figure.text(best.value)} on the {data} data.",
+        *([f"# Warning: {outcome.caution}."] if outcome.caution else []),
         *(f"# {key}: {value}" for key, value in outcome.figures.items() if not isnan(_number(value))),
         *(f"# {key} = {value}" for key, value in best.values.items()),
     ]
@@ -150,6 +156,7 @@ def _write_page(search: Search, outcome: Outcome) -> Path:
         name=outcome.name,
         folder=str(search.folder.absolute()),
         summary=_summary(outcome),
+        caution=outcome.caution,
         trials=_sheet(search, outcome),
         pictures=drawn,
         best=best_text(search, outcome) if best else "",

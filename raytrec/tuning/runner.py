@@ -10,13 +10,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from math import isnan
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from time import monotonic
 from typing import Any
 
 from raytrec.cluster.lifeline import Lifeline, RayLost
 from raytrec.cluster.session import started_here
 from raytrec.common.errors import RunError
+from raytrec.common.leftovers import owner, remove_leftovers
 from raytrec.driver.driver_state import ask_to_stop, driver_of, is_alive
 from raytrec.driver.session import run_in_session
 from raytrec.driver.stop import SAME_S
@@ -107,8 +108,9 @@ class _Runner:
             most_rows=search.most_rows,
             factor=search.settings.factor,
         )
+        remove_leftovers(gettempdir(), "raytrec-tune-{owner}-*")
         with (
-            TemporaryDirectory(prefix="raytrec-tune-") as scratch,
+            TemporaryDirectory(prefix=f"raytrec-tune-{owner()}-") as scratch,
             _quiet(),
             self.signals(),
             _with_its_error(),

@@ -28,6 +28,10 @@ from raytrec.worker.loop import total_steps
 
 KIND = "tune"  # in the name of a search that nobody has named
 MOST_TRIALS = 10_000
+ON_TEST = (
+    "data.valid is not set, so trials are compared on the test data: figures of the best one are better than "
+    "they would be on data that took no part in the search"
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,11 @@ class Search:
     @property
     def folder(self) -> Path:
         return Path(self.config.run.dir)
+
+    @property
+    def caution(self) -> str:
+        """A warning about the figures of the best trial, for all that show them; empty: there is none."""
+        return "" if self.config.data.valid else ON_TEST
 
     @property
     def left(self) -> list[Trial]:
@@ -143,6 +152,14 @@ def prepare(config: RunConfig, space: Space, settings: Settings, before: list[di
 
 def _drawn(space: Space, settings: Settings, before: list[dict]) -> list[dict[str, Any]]:
     """Key → value of each trial; those that have been drawn before are as they were."""
+    for number, record in enumerate(before, 1):
+        if lacks := [draw.key for draw in space.draws if draw.key not in record["values"]]:
+            raise ConfigError(
+                f"trial {number} of the search lacks {', '.join(lacks)}",
+                where=space.place,
+                expected="the keys that its trials were drawn with",
+                do="restore the files of the search as they were, or begin a new one",
+            )
     drawn = space.configurations(settings.trials, settings.seed)
     return [record["values"] for record in before] + drawn[len(before) :]
 
@@ -166,7 +183,7 @@ def _checked(
             where=f"{space.place}, {error.where}" if error.where else space.place,
             expected=error.expected,
             do="draw what only goes together as one: a choice of whole sections, such as "
-            "optim.schedule: {choice: [{}, {decay: linear, decay_steps: 1000}]}",
+            "optim.schedule: {choice: [{}, {decay: linear}]}",
         ) from None
     return config
 

@@ -110,6 +110,8 @@ def _run(search: Search, fingerprint: str, at_once: int | None) -> Outcome:
     with TuneConsole(search.config.run.name) as console, hold_run_lock(folder, 0, console.phase):
         write_search(search, fingerprint)
         console.follow(search.trials, search.figure)
+        if search.caution:
+            console.warn(search.caution)
         if in_job():
             console.note(f"search folder {folder}")
         with record_driver(folder):

@@ -88,12 +88,19 @@ optim.schedule: {choice: [{}, {decay: linear, decay_steps: 1000}]}
 """
 
 
-def test_pictures_have_plain_tick_labels_and_whole_markers_in_wide_panels(data, tmp_path):
+def wide_search(data, tmp_path):
+    """12 trials of many keys, which have ended."""
     values = parquet.settings(data, tmp_path / "s", train__eval_every_steps=2, tracking__enabled=False)
     config = resolve(load_config(values), "own.yaml", "tune")
     made = prepare(config, Space.parse(WIDE_SPACE, "space.yaml"), Settings(trials=12))
     for trial in made.trials:
-        trial.state, trial.points = FINISHED, {100: 0.7 + 0.01 * trial.number, 200: 0.8}
+        trial.state, trial.step = FINISHED, 200
+        trial.points = {100: 0.7, 200: 0.7 + 0.01 * trial.number}
+    return made
+
+
+def test_pictures_have_plain_tick_labels_and_whole_markers_in_wide_panels(data, tmp_path):
+    made = wide_search(data, tmp_path)
     picture = over_keys(made.trials, made.space.draws, made.figure)
     assert collisions(picture) == [] == collisions(curves(made.trials, made.figure))
     texts = [drawn.text for drawn in drawn_texts(picture)]
@@ -105,6 +112,36 @@ def test_pictures_have_plain_tick_labels_and_whole_markers_in_wide_panels(data, 
             box, reach = axes.get_window_extent(), reach * picture.dpi / 72
             assert box.x0 <= x - reach and x + reach <= box.x1, draw.key
             assert box.y0 <= y - reach and y + reach <= box.y1, draw.key
+
+
+@pytest.mark.parametrize("kind", ["valid", "test"])
+def test_what_is_said_of_the_best_names_the_data_that_it_was_chosen_on(search, capsys, kind):
+    if kind == "test":
+        search.config.data.valid = None
+    outcome = outcome_of(search)
+    write_outcome(search, outcome, print)
+    print_outcome(outcome)
+    best, page = ((search.folder / name).read_text() for name in ("best.yaml", "tune.html"))
+    warned = ["compared on the test data" in " ".join(text.split()) for text in (best, page)]
+    warned.append("warning: data.valid is not set" in capsys.readouterr().out)
+    assert warned == [kind == "test"] * 3
+    assert "on the test data." in best if kind == "test" else "on the validation data." in best
+    assert load_config(search.folder / "best.yaml").data.valid == search.config.data.valid
+
+
+def test_a_table_that_is_too_wide_for_the_terminal_breaks_no_words(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    made = wide_search(data, tmp_path)
+    print_outcome(outcome_of(made))
+    table = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in table.splitlines() if "│" in line)
+    for trial in made.trials:
+        for key, value in trial.values.items():
+            assert key in table and all(part in table for part in str(value).split()), key
+    assert len(re.findall(r"\b200 │ finished\b", table)) == 12
+    monkeypatch.setenv("COLUMNS", "300")
+    print_outcome(outcome_of(made))
+    assert "│ optim.dense.lr" in capsys.readouterr().out.replace("┃", "│")  # a column
 
 
 def test_a_search_has_ended_when_all_trials_have(search):

@@ -184,6 +184,40 @@ def test_a_search_is_taken_up_where_it_was(data, tmp_path):
         reopen(tmp_path, None, allow_code=False)
 
 
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda trial: trial.pop("state"), "trial 2 of the search lacks state"),
+        (lambda trial: trial.pop("values"), "trial 2 of the search lacks values"),
+        (lambda trial: trial.pop("error"), "trial 2 of the search lacks error"),
+        (lambda trial: trial["values"].pop("model.dropout"), "trial 2 of the search lacks model.dropout"),
+        (lambda trial: trial.update(values=[]), "trial 2 of the search lacks values"),
+        (lambda trial: trial["values"].update({"model.dropout": "much"}), "trial 2 .*model.dropout"),
+    ],
+)
+def test_a_trial_that_lacks_a_key_cannot_be_resumed(data, tmp_path, change, says):
+    search = prepared(data, tmp_path)
+    write_search(search, "print")
+    file = search.folder / "trials.json"
+    records = json.loads(file.read_text())
+    change(records[1])
+    file.write_text(json.dumps(records))
+    with pytest.raises((RunError, ConfigError), match=says):
+        reopen(search.folder, None, allow_code=False)
+
+
+@pytest.mark.parametrize("name", ["search.json", "trials.json", "space.yaml", "base/config.yaml"])
+@pytest.mark.parametrize("text", [None, "", "{}", "[{}]", "null", '{"settings": {"factor": "x"}}'])
+def test_a_damaged_file_of_a_search_is_an_error_for_people(data, tmp_path, name, text):
+    search = prepared(data, tmp_path)
+    write_search(search, "print")
+    (search.folder / name).unlink()
+    if text is not None:
+        (search.folder / name).write_text(text)
+    with pytest.raises((RunError, ConfigError, DataError)):
+        reopen(search.folder, None, allow_code=False)
+
+
 def test_a_search_of_somebody_elses_may_not_bring_code(data, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from tempfile import gettempdir
 
 import parquet
 import pytest
@@ -117,6 +119,11 @@ def saved(folder):
     return index["about"]["progress"]["step"] if index else 0
 
 
+def scratch_of(process):
+    """What a search that ran in this process has left in the folder for temporary files."""
+    return list(Path(gettempdir()).glob(f"raytrec-tune-*-{process.pid}-*"))
+
+
 def starts(folder):
     """The steps at which a trial began to train, once each time."""
     lines = (folder / "events.jsonl").read_text().splitlines()
@@ -141,6 +148,7 @@ def test_a_search_is_ended_and_resumed(data, tmp_path, number):
     os.kill(process.pid, number)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), said
+    assert len(scratch_of(process)) == (number == signal.SIGKILL)
     reached = saved(second)
     assert 0 < reached < 160 and not (second / "result.json").exists()
     if number != signal.SIGKILL:
@@ -150,6 +158,7 @@ def test_a_search_is_ended_and_resumed(data, tmp_path, number):
     resumed = command("tune", "--resume", folder, "--json")
     out, said = resumed.communicate(timeout=240)
     assert resumed.returncode == 0, said
+    assert scratch_of(process) == [] == scratch_of(resumed)
     outcome = json.loads(out)
     assert [trial["state"] for trial in outcome["trials"]] == ["finished", "finished"]
     assert (first / "result.json").read_bytes() == before and starts(first) == [0]
