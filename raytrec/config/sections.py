@@ -279,15 +279,23 @@ class Schedule(Section):
     warmup_steps: NonNegativeInt = Field(0, description="Steps in which the factor grows to 1, in a line.")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows.")
     decay_steps: PositiveInt | None = Field(
-        None, description="Steps after the warm-up in which the factor falls to floor, where it stays."
+        None,
+        description="Steps after the warm-up in which the factor falls to floor, where it stays; default: "
+        "until the end of the run.",
     )
     floor: Number = Field(0.0, ge=0, le=1, description="The lowest factor of the decay.")
 
     @model_validator(mode="after")
     def _known(self) -> Schedule:
-        if (self.decay == "constant") != (self.decay_steps is None):
-            raise ValueError("optim.schedule: linear and cosine need decay_steps, and constant has none")
+        if self.decay == "constant" and self.decay_steps:
+            raise ValueError("optim.schedule: decay_steps is set, but decay is constant")
         return self
+
+    def over(self, steps: int) -> Schedule:
+        """The schedule of a run of so many steps."""
+        if self.decay == "constant" or self.decay_steps:
+            return self
+        return self.model_copy(update={"decay_steps": max(1, steps - self.warmup_steps)})
 
     def factor(self, step: int) -> float:
         """The factor at a step, counted from 0."""

@@ -12,7 +12,7 @@
       - {do: age, columns: [joined], until_column: seen_at, unit: days}
       - {do: cast, columns: [zip], to: int64}
       - {do: drop_null, columns: [tags]}
-      - {do: sample, column: negatives, count: 100, rows: 3706, exclude: [item, history]}
+      - {do: sample, column: negatives, count: 100, exclude: [item, history]}
       - {do: "mine.features:ratio", reads: [clicks, views], writes: [ratio], options: {smooth: 10}}
 
 They run one after the other, on whole Arrow columns, in the tasks that read. Numbers inside of lists are
@@ -21,14 +21,17 @@ treated like numbers in plain columns. Columns are named as in a schema: `user.j
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import date
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from raytrec.common.errors import ConfigError
 from raytrec.common.python_path import PYTHON_PATH
 from raytrec.config.base import Few, PositiveInt, Section
+from raytrec.config.schema import Schema
 
 OWN = "module:function"
 
@@ -213,7 +216,7 @@ class DropNull(OnColumns):
 
 
 class Sample(Section):
-    """Ids are drawn for each row, uniformly from [0, rows), without those that its other columns hold.
+    """Ids are drawn for each row, all with the same chance, without those that its other columns hold.
 
     Each row draws by itself, other ids in each epoch; in evaluations and predictions always the same.
     """
@@ -221,7 +224,14 @@ class Sample(Section):
     do: Literal["sample"] = Field(description="sample")
     column: str = Field(min_length=1, description="The column to write: a list of ids in each row.")
     count: Few = Field(description="How many ids; one may come twice.")
-    rows: PositiveInt = Field(description="Of the table that the ids look up.")
+    rows: PositiveInt | None = Field(
+        None, description="Ids are drawn from [0, rows); default: the rows of the table that they look up."
+    )
+    vocabulary: str | None = Field(
+        None,
+        description="A file of the ids to draw from, as of lookup_vocabulary, where they are not numbers "
+        "from 0 on: text, or ids of a managed table.",
+    )
     exclude: list[str] = Field(
         default_factory=list,
         description="Columns of ids, or of lists of them; a row draws none of those that it has there.",
@@ -231,6 +241,12 @@ class Sample(Section):
         description="Draw in evaluations and predictions, too; false: lists are empty there, for models that "
         "only learn from them.",
     )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Sample:
+        if self.rows and self.vocabulary:
+            raise ValueError("sample takes rows or vocabulary, not both")
+        return self
 
     @property
     def reads(self) -> list[str]:
@@ -259,6 +275,7 @@ class Python(Section):
 
 # A new one is a class above and its function in data/transform.py.
 _SECTIONS: list[type[Section]] = [*OnColumns.__subclasses__(), Sample]
+WITH_VOCABULARY = (LookupVocabulary, Sample)
 BUILT_IN = {get_args(cls.model_fields["do"].annotation)[0]: cls for cls in _SECTIONS}
 
 
@@ -290,6 +307,42 @@ def columns_before(transforms: list[Transform] | tuple[Transform, ...], columns:
             needed.pop(name, None)
         needed |= dict.fromkeys(transform.reads)
     return list(needed)
+
+
+def with_rows(transforms: Iterable[Transform], schema: Schema) -> tuple[Transform, ...]:
+    """Transforms that draw from as many ids as the tables have that look them up, where they set no `rows`.
+
+    Raises:
+        ConfigError: no feature looks the ids up; or the table's are managed, which no number gives.
+    """
+    return tuple(
+        transform.model_copy(update={"rows": _rows_of(transform, schema)})
+        if isinstance(transform, Sample) and not transform.rows and not transform.vocabulary
+        else transform
+        for transform in transforms
+    )
+
+
+def _rows_of(transform: Sample, schema: Schema) -> int:
+    features = [name for name in schema.sparse if schema.column_of(name) == transform.column]
+    tables = {schema.sparse[name].table for name in features}
+    where = f"data.transforms, do: sample, column: {transform.column}"
+    if not tables:
+        raise ConfigError(
+            f"ids are drawn into {transform.column}, and no feature of the schema reads that column",
+            where=where,
+            expected="a feature that looks the ids up",
+            do=f"add {transform.column}: {{table: TABLE, pooling: sequence}} to the schema; or set rows",
+        )
+    for table in tables:
+        if schema.tables[table].ids:
+            raise ConfigError(
+                f"ids are drawn for table {table}, whose ids are managed: any numbers or text",
+                where=where,
+                expected="vocabulary: FILE, a text file or Parquet of the ids to draw from",
+                do="write the ids into a file, one in each line; or set rows where the ids are 0 to rows - 1",
+            )
+    return min(schema.tables[table].rows for table in tables)
 
 
 def needed_transforms(transforms: tuple[Transform, ...], columns: list[str]) -> tuple[Transform, ...]:

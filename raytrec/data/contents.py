@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
-from raytrec.config.transforms import LookupVocabulary, columns_before
+from raytrec.config.transforms import WITH_VOCABULARY, columns_before
 from raytrec.data.faults import retry_read, storage_hint
 from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
@@ -108,7 +108,7 @@ def look(dataset: Dataset) -> list[Content]:
     return found + [
         _look_at_vocabulary(number, transform.vocabulary)
         for number, transform in enumerate(dataset.form.transforms)
-        if isinstance(transform, LookupVocabulary)
+        if isinstance(transform, WITH_VOCABULARY) and transform.vocabulary
     ]
 
 

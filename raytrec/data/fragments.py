@@ -15,7 +15,7 @@ from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
 from raytrec.config.schema import Schema
 from raytrec.config.sections import folders
-from raytrec.config.transforms import Transform
+from raytrec.config.transforms import Transform, with_rows
 from raytrec.data.carried import CarriedInFile, agree, find_in_folders
 from raytrec.data.footers import read_footer
 from raytrec.data.form import Form, Range
@@ -96,7 +96,7 @@ def scan(
     files, left_out = list_files(places, key, between), []
     form = Form(
         schema,
-        transforms=transforms,
+        transforms=with_rows(transforms, schema),
         label_ranges=label_ranges or {},
         folder=os.getcwd(),
         tasks=tasks,

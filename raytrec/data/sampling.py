@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from raytrec.common.errors import DataError
 from raytrec.config.transforms import Sample
+from raytrec.common.errors import DataError
 from raytrec.data.form import one_array, unnest
 from raytrec.data.hashing import hash_bits
+from raytrec.data.kinds import is_text
 
 AT_ONCE = 1 << 20  # ids that are drawn together: 8 MiB for each number about them
 
@@ -34,32 +38,37 @@ class Draw:
 ALIKE = Draw()  # also where only types, or what is there already, are looked at
 
 
-def sample(spec: Sample, table: pa.Table, draw: Draw) -> pa.ListArray:
-    """`count` ids for each row, uniform over [0, rows) without those in the row's columns `exclude`.
+def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = None) -> pa.ListArray:
+    """`count` ids for each row, uniform over [0, rows) or a vocabulary, without those in columns `exclude`.
 
-    Draws are independent, so that an id may come twice. Excluded ids that are out of range change nothing; a
-    row that excludes all ids gets none.
+    Draws are independent, so that an id may come twice. Excluded ids that are out of range, or not in the
+    vocabulary, change nothing; a row that excludes all ids gets none.
+
+    Args:
+        known: the vocabulary.
 
     Raises:
-        TypeError: a column to exclude does not hold integers.
+        DataError: a column to exclude holds other ids than those that are drawn.
     """
-    rows, (owners, ids) = table.num_rows, _excluded(spec, table)
+    among = spec.rows if known is None else len(known)
+    rows, (owners, ids) = table.num_rows, _excluded(spec, table, among, known)
     seed = hash_bits(_seed(spec, draw))
     lengths, parts = np.full(rows, spec.count, np.int64), [np.empty(0, np.int64)]
     if not draw.key and not spec.in_evaluations:
         lengths[:], rows = 0, 0
-    size = max(1, min(AT_ONCE // spec.count, (1 << 62) // (spec.rows + 1)))
+    size = max(1, min(AT_ONCE // spec.count, (1 << 62) // (among + 1)))
     for first in range(0, rows, size):
         stop = min(first + size, rows)
         begin, end = (int(np.searchsorted(owners, place)) for place in (first, stop))
         numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
         bits = hash_bits(hash_bits(numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
-        drawn, some = _others(bits, spec.rows, owners[begin:end] - first, ids[begin:end])
+        drawn, some = _others(bits, among, owners[begin:end] - first, ids[begin:end])
         lengths[first:stop][~some] = 0
         parts.append(drawn[some].ravel())
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(offsets, np.concatenate(parts))
+    found = pa.array(np.concatenate(parts))
+    return pa.ListArray.from_arrays(offsets, found if known is None else known.take(found))
 
 
 def _seed(spec: Sample, draw: Draw) -> np.ndarray:
@@ -68,20 +77,36 @@ def _seed(spec: Sample, draw: Draw) -> np.ndarray:
     return np.random.SeedSequence(numbers, spawn_key=(len(draw.key),)).generate_state(1, np.uint64)
 
 
-def _excluded(spec: Sample, table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """(row int64 [N] rising, id int64 [N]) of what rows exclude, as far as it is in range."""
+def _excluded(
+    spec: Sample, table: pa.Table, among: int, known: pa.Array | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(row int64 [N] rising, id int64 [N]) of what rows exclude, as far as it could be drawn; an id of a
+    vocabulary is its place."""
     owners, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for name in spec.exclude:
         offsets, flat = unnest(one_array(table[name]))
-        if not pa.types.is_integer(flat.type) and not pa.types.is_null(flat.type):
-            raise TypeError(f"exclude takes columns of ids, and {name} holds {flat.type}")
-        values = flat.cast(pa.int64(), safe=False).fill_null(-1).to_numpy(zero_copy_only=False)
-        within = (values >= 0) & (values < spec.rows)
+        values = _places(flat, name, known).fill_null(-1).to_numpy(zero_copy_only=False)
+        within = (values >= 0) & (values < among)
         owners.append(np.repeat(np.arange(table.num_rows), np.diff(offsets))[within])
         ids.append(values[within])
     owner, value = np.concatenate(owners), np.concatenate(ids)
     order = np.argsort(owner, kind="stable")
     return owner[order], value[order]
+
+
+def _places(ids: pa.Array, name: str, known: pa.Array | None) -> pa.Array:
+    """Ids as int64, as they are drawn: of a vocabulary, their places in it."""
+    if pa.types.is_null(ids.type) or (known is None and pa.types.is_integer(ids.type)):
+        return ids.cast(pa.int64(), safe=False)
+    if known is not None and (is_text if is_text(known.type) else pa.types.is_integer)(ids.type):
+        return pc.index_in(ids.cast(known.type), value_set=known, skip_nulls=True).cast(pa.int64())
+    raise DataError(
+        f"sample draws {'whole numbers' if known is None else known.type}, and {name} holds {ids.type}",
+        where=f"data.transforms, do: sample, exclude: {name}",
+        expected="columns of such ids as are drawn",
+        do="name a file of the ids to draw from, text with one in each line or Parquet: vocabulary: FILE; or "
+        "make numbers of the column first: {do: lookup_vocabulary, …}",
+    )
 
 
 def _others(

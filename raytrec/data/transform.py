@@ -46,7 +46,9 @@ def apply_transforms(
             raise
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
-            raise _failed(number, transform, where, f"{type(error).__name__}: {first}") from error
+            own = isinstance(transform, t.Python) or not isinstance(error, (TypeError, ValueError))
+            kind = f"{type(error).__name__}: " if own or not first else ""
+            raise _failed(number, transform, where, f"{kind}{first}") from error
         if not isinstance(after, pa.Table) or after.num_rows != table.num_rows:
             got = (
                 f"{after.num_rows} rows for {table.num_rows}" if isinstance(after, pa.Table) else type(after)
@@ -67,7 +69,8 @@ def _failed(number: int, transform: Any, where: str, why: str) -> DataError:
 
 def _apply(transform: t.Transform, table: pa.Table, folder: str | None, draw: Draw) -> pa.Table:
     if isinstance(transform, t.Sample):
-        return _with_columns(table, [transform.column], [sample(transform, table, draw)])
+        drawn = sample(transform, table, draw, _known(transform, table))
+        return _with_columns(table, [transform.column], [drawn])
     if isinstance(transform, t.Python):
         return _function(transform.do, folder)(table, **transform.options)
     on_values = partial(BUILT_IN[type(transform)], transform)
@@ -181,15 +184,24 @@ def _lookup_vocabulary(spec: t.LookupVocabulary, array: pa.Array) -> pa.Array:
     return pc.if_else(array.is_valid(), pc.fill_null(ids, spec.unknown), ids)
 
 
+def _known(spec: t.Sample, table: pa.Table) -> pa.Array | None:
+    """The vocabulary to draw from, in the type of the first column of ids to exclude."""
+    if spec.vocabulary is None:
+        return None
+    kinds = (value_type(table.schema.field(name).type) for name in spec.exclude)
+    kind = next((kind for kind in kinds if not pa.types.is_null(kind)), None)
+    return _vocabulary(spec.vocabulary, pa.int64() if kind and pa.types.is_integer(kind) else kind)
+
+
 @lru_cache
-def _vocabulary(uri: str, kind: pa.DataType) -> pa.Array:
-    """The values of a vocabulary in a column's type; each once."""
+def _vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
+    """The values of a vocabulary in a column's type, or in that of the file; each once."""
     if uri.endswith(".parquet"):
         filesystem, path = open_filesystem(uri)
         values = one_array(pq.read_table(path, filesystem=filesystem).column(0))
     else:
         values = pa.array(read_text(uri).splitlines(), pa.string())
-    values = values.cast(kind)
+    values = values.cast(kind or values.type)
     if len(values.unique()) != len(values):
         raise ValueError(f"{uri} has a value twice")
     return values

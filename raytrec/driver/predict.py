@@ -20,6 +20,7 @@ from raytrec.config.evaluation import TowerName
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
+from raytrec.config.transforms import Transform, with_rows
 from raytrec.data.carried import in_folders, type_of_folders
 from raytrec.data.contents import fingerprint, look
 from raytrec.data.fragments import Dataset, list_files, read_footer
@@ -101,7 +102,7 @@ def predict(
     scores, below = [VECTOR] if vectors else score_names(tasks), check_place(out, data)
     chosen = choose_columns(columns, config.data.carry, scores)
     dataset, files = _open(data, config, schema, vectors)
-    carried = _carried(chosen, config, files)
+    carried = _carried(chosen, with_rows(config.data.transforms, schema), files)
     manifest = Manifest(
         run=config.run.name,
         checkpoint=folder,
@@ -194,7 +195,7 @@ def _is_broken(path: str, wheres: set[str]) -> bool:
         return True
 
 
-def _carried(names: list[str], config: RunConfig, files: dict[str, int]) -> CarriedColumns:
+def _carried(names: list[str], transforms: tuple[Transform, ...], files: dict[str, int]) -> CarriedColumns:
     """The columns to carry, which every file has.
 
     Raises:
@@ -203,7 +204,7 @@ def _carried(names: list[str], config: RunConfig, files: dict[str, int]) -> Carr
     of_paths = [in_folders(path) for path in files]
     keys = set.intersection(*map(set, of_paths)) if of_paths else set()
     folders = {key: type_of_folders(values[key] for values in of_paths) for key in keys & set(names)}
-    carried = CarriedColumns(tuple(names), tuple(config.data.transforms), folders, os.getcwd())
+    carried = CarriedColumns(tuple(names), transforms, folders, os.getcwd())
     with ThreadPoolExecutor(16) as pool:
         for _ in pool.map(carried.schema, files):
             pass

@@ -75,13 +75,13 @@ def check_drawn(config: RunConfig, schema: Schema) -> None:
             table = schema.tables[spec.table]
             drawn_for = schema.column_of(feature) == transform.column
             bounded = table.out_of_range == "error" and not table.ids
-            if drawn_for and bounded and transform.rows > table.rows:
+            if drawn_for and bounded and (transform.rows or 0) > table.rows:
                 raise ConfigError(
                     f"ids up to {transform.rows - 1:,} are drawn for {feature}, and table {spec.table} has "
                     f"{table.rows:,} rows",
                     where=f"data.transforms[{place}].rows",
                     expected=f"at most {table.rows:,}",
-                    do=f"set rows: {table.rows}",
+                    do="leave rows out: the table's are the default",
                 )
 
 

@@ -16,7 +16,7 @@ from raytrec.common.storage import absolute, relative
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.sections import name_like
-from raytrec.config.transforms import LookupVocabulary
+from raytrec.config.transforms import WITH_VOCABULARY
 from raytrec.config.trust import mark
 from raytrec.data.faults import SKIPPED, Faults
 from raytrec.data.fragments import Dataset, list_files, scan
@@ -80,7 +80,7 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
         if value := getattr(data, key):
             setattr(data, key, place(value) if isinstance(value, str) else [*map(place, value)])
     for transform in data.transforms:
-        if isinstance(transform, LookupVocabulary):
+        if isinstance(transform, WITH_VOCABULARY) and transform.vocabulary:
             transform.vocabulary = place(transform.vocabulary)
     if config.eval.retrieval:
         config.eval.retrieval.items = place(config.eval.retrieval.items)

@@ -24,6 +24,7 @@ from raytrec.config.trust import own_code
 from raytrec.data.contents import Content, fingerprint, in_background, look_at_all
 from raytrec.data.fragments import Dataset
 from raytrec.data.verify import check_accused
+from raytrec.driver.advice import copied_numbers
 from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import record_driver
 from raytrec.driver.evaluation import evaluation_config, scratch_folder, with_recovery_hint
@@ -118,7 +119,8 @@ def train(
     check_nothing_hidden(config)
     folder, root = Path(config.run.dir), config.checkpoint_root
     schema, datasets = open_data(config)
-    lines = check_fits(config, schema) if config.warm_start.from_ and not resume else []
+    lines = copied_numbers(config, schema, total_steps(config, datasets["train"].rows))
+    lines += check_fits(config, schema) if config.warm_start.from_ and not resume else []
     check_fit(config, schema, here=stays_here(config.scaling.address))
     patience = PATIENCE_S + config.scaling.shutdown_grace_s if resume_latest else 0
     contents = in_background(look_at_all, datasets)

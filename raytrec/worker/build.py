@@ -40,6 +40,7 @@ def build_step(
     device: torch.device,
     *,
     fill: bool = True,
+    steps: int = 0,
     objective: type[Objective] = Objective,
 ) -> tuple[Step, ShardingPlan]:
     """Model, plan, optimizers and pipeline of this rank; a collective.
@@ -48,6 +49,7 @@ def build_step(
 
     Args:
         fill: whether tables get their initial values; a checkpoint that is read next brings others.
+        steps: of the whole run; 0: nothing is trained.
         objective: what becomes of the model's logits.
     """
     require_gradient_division()
@@ -88,7 +90,7 @@ def build_step(
         optimizer,
         device,
         config.run.seed,
-        config.optim.schedule,
+        config.optim.schedule.over(steps),
         Phases(device) if config.tracking.every_steps else None,
         Numerics(config.train, device),
         prefetch=bool(cache and cache["prefetch_pipeline"]),

@@ -34,7 +34,7 @@ def train_worker(task: WorkerTask) -> None:
     epoch_steps, total = order.steps(train.dataset.rows), total_steps(config, train.dataset.rows)
 
     context.enter_phase("building the model", "plan")
-    step, plan = build_step(config, task.schema, context.device, fill=False)
+    step, plan = build_step(config, task.schema, context.device, fill=False, steps=total)
     selection = Selection.of_config(config, task.schema)
     window = Sums(selection, context.device, config.eval.window_steps)
     state, progress = LogicalState(step.model, step.optimizer), Progress(window)

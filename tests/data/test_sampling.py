@@ -5,13 +5,14 @@ from collections import Counter
 import numpy as np
 import parquet
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from raytrec.common.errors import DataError
+from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import Transform, columns_before, needed_transforms
+from raytrec.config.transforms import Transform, columns_before, needed_transforms, with_rows
 from raytrec.data import sampling
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order, Part
@@ -93,11 +94,41 @@ def test_what_there_is_to_exclude():
     nothing = pa.table({"x": [1, 2], "tags": pa.nulls(2), "user": pa.nulls(2, pa.int32())})
     assert [len(own) for own in drawn(nothing)] == [5, 5]
     assert [len(own) for own in drawn(nothing, exclude=[])] == [5, 5]
-    with pytest.raises(DataError, match="exclude takes columns of ids, and user holds string"):
+    with pytest.raises(DataError, match="draws whole numbers, and user holds string") as error:
         drawn(pa.table({"tags": [[1]], "user": ["a"]}))
+    assert "vocabulary: FILE" in str(error.value) and "TypeError" not in str(error.value)
     only_training = {"in_evaluations": False, "exclude": []}
     assert drawn(nothing, Draw(), **only_training) == [[], []]
     assert drawn(nothing, **only_training) == drawn(nothing, exclude=[])
+
+
+def test_ids_of_a_vocabulary_are_drawn(tmp_path):
+    text, numbers = tmp_path / "text.txt", tmp_path / "numbers.parquet"
+    text.write_text("a\nb\nc\nd\n")
+    pq.write_table(pa.table({"id": pa.array([10**15, -3, 7, 9], pa.int64())}), numbers)
+    table = pa.table({"tags": [["a", "zz"], None, ["a", "b", "c", "d"]] * 40, "user": ["b", "c", None] * 40})
+    found = drawn(table, rows=None, vocabulary=str(text))
+    assert [{i for own in found[row::3] for i in own} for row in range(3)] == [{*"cd"}, {*"abd"}, set()]
+    table = pa.table({"tags": [[-3, 8]] * 40, "user": pa.array([10**15] * 40, pa.int64())})
+    assert {i for own in drawn(table, rows=None, vocabulary=str(numbers)) for i in own} == {7, 9}
+    assert len(set(drawn(table, rows=None, vocabulary=str(text), exclude=[])[0])) > 1
+    with pytest.raises(DataError, match="draws int64, and name holds string"):
+        both = table.append_column("name", pa.array(["a"] * 40))
+        drawn(both, rows=None, vocabulary=str(numbers), exclude=["user", "name"])
+    with pytest.raises(ValueError, match="not both"):
+        spec(vocabulary="x")
+
+
+def test_as_many_ids_as_the_table_that_looks_them_up():
+    made = with_rows(parse([{"do": "sample", "column": "negatives", "count": 5}]), SCHEMA)
+    assert made == (spec(exclude=[]),)
+    assert with_rows((spec(rows=7),), SCHEMA) == (spec(rows=7),)
+    with pytest.raises(ConfigError, match="no feature of the schema reads that column"):
+        with_rows((spec(rows=None, column="other"),), SCHEMA)
+    tables = VALUES["tables"] | {"tag": {"rows": 200, "dim": 8, "ids": "managed"}}
+    with pytest.raises(ConfigError, match="whose ids are managed") as error:
+        with_rows((spec(rows=None),), Schema.parse(VALUES | {"tables": tables}, "test"))
+    assert "vocabulary: FILE" in str(error.value)
 
 
 def test_columns_that_are_read():
@@ -124,9 +155,8 @@ def negatives(data, order, world=1, epoch=0, start_step=0, kind=Direct, **reader
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return scan(
-        str(parquet.write(tmp_path_factory.mktemp("drawn") / "d", 1003, 0, 90)), SCHEMA, transforms=(spec(),)
-    )
+    folder = parquet.write(tmp_path_factory.mktemp("drawn") / "d", 1003, 0, 90)
+    return scan(str(folder), SCHEMA, transforms=(spec(rows=None),))
 
 
 @pytest.mark.parametrize("shuffle", ["none", "groups", "window"])

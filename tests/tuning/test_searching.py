@@ -70,7 +70,7 @@ def test_longer_trials_have_more_rows(data, tmp_path):
         ("\nmodel.dropout: {uniform: [0, 2]}", 2, "model.dropout = 2"),
         ("train.epochs: {choice: [1, two]}", 1, "train.epochs = two"),
         ("model.bottom_mlp: {choice: [[16], 16]}", 1, "model.bottom_mlp = 16"),
-        ("optim.schedule.decay: {choice: [constant, linear]}", 1, "decay_steps"),
+        ("optim.schedule.decay_steps: {choice: [null, 5]}", 1, "decay is constant"),
         ("plan.tables: {choice: [{}, {nowhere: {ranks: [0]}}]}", 1, "nowhere"),
         ("tasks.x.weight: {uniform: [0.1, 1]}", 1, "tasks"),
         ("data.train.x: {choice: [1]}", 1, "a value"),

@@ -97,5 +97,8 @@ def test_the_schedule():
     assert [schedule.factor(s) for s in (0, 3, 4, 9, 14, 99)] == pytest.approx([0.2, 0.8, 1, 0.6, 0.2, 0.2])
     assert Schedule(decay="cosine", decay_steps=10).factor(5) == pytest.approx(0.5)
     assert Schedule().factor(10**6) == 1
-    with pytest.raises(ValueError, match="need decay_steps"):
-        Schedule(decay="cosine")
+    whole = Schedule(warmup_steps=4, decay="linear").over(14)
+    assert [whole.factor(step) for step in (3, 4, 9, 14)] == pytest.approx([0.8, 1, 0.5, 0])
+    assert schedule.over(1000) == schedule and Schedule().over(5) == Schedule()
+    with pytest.raises(ValueError, match="decay is constant"):
+        Schedule(decay_steps=3)
