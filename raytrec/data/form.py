@@ -53,6 +53,7 @@ class Form:
         groups: those of them whose rows are compared with each other, or counted: no floats.
         carry: columns that go along with their own types: Batch.carried.
         carried_lists: those of them whose values are lists, of what groups can be.
+        carried_by: carried column → what names it, for messages; default: data.carry.
         types: of key columns and carried ones in all files together; default: of each file, its own.
         from_folders: those that no column holds, but the folders that files are in: date=2026-11-07.
         read_labels: whether there are labels; without, they are 0.
@@ -68,6 +69,7 @@ class Form:
     groups: frozenset[str] = frozenset()
     carry: tuple[str, ...] = ()
     carried_lists: frozenset[str] = frozenset()
+    carried_by: Mapping[str, str] = field(default_factory=dict)
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
     from_folders: frozenset[str] = frozenset()
     read_labels: bool = True
@@ -124,9 +126,8 @@ class Form:
         if column in self.schema.columns:
             return None
         found = [c.named_by for c in self.columns_of_tasks if c.column == column]
-        if column in self.carried_lists:
-            return "eval.retrieval"
-        return found[0] if found else "data.carry" if column in self.carried else None
+        found += [self.carried_by.get(column, "data.carry")] if column in self.carried else []
+        return found[0] if found else None
 
     def skips_nulls(self, label: str) -> bool:
         """Whether a row may be without this label: all tasks that learn it take such rows, or it is only a

@@ -75,6 +75,7 @@ def scan(
     groups: Iterable[str] = (),
     carry: tuple[str, ...] = (),
     carried_lists: Iterable[str] = (),
+    carried_by: Mapping[str, str] | None = None,
     declared: Iterable[str] = (),
     read_labels: bool = True,
     skip: bool = False,
@@ -86,7 +87,8 @@ def scan(
         key: the config key that named them, for messages.
         transforms: what is done to columns before they are held to the schema.
         between: first and last partition to read.
-        label_ranges, whole_labels, tasks, key_columns, groups, carry, carried_lists, read_labels: see Form.
+        label_ranges, whole_labels, tasks, key_columns, groups, carry, carried_lists, carried_by: see Form.
+        read_labels: likewise.
         declared: further columns that are to be there and could be carried.
         skip: skip files that are not whole, or whose columns are not the schema's.
 
@@ -104,6 +106,7 @@ def scan(
         groups=frozenset(groups),
         carry=carry,
         carried_lists=frozenset(carried_lists),
+        carried_by=carried_by or {},
         read_labels=read_labels,
         whole_labels=frozenset(whole_labels),
     )

@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 
 from raytrec.common.errors import DataError
 from raytrec.config.transforms import Sample
-from raytrec.common.errors import DataError
 from raytrec.data.form import one_array, unnest
 from raytrec.data.hashing import hash_bits
 from raytrec.data.kinds import is_text

@@ -48,6 +48,7 @@ def open_inputs(
     places: str | list[str],
     key: str = "--data",
     carry: tuple[str, ...] = (),
+    carried_by: str = "--item",
 ) -> Dataset:
     """A dataset of which no labels are read; by its footers alone.
 
@@ -55,6 +56,7 @@ def open_inputs(
         schema: the run's, or a tower of it.
         key: what named the places, for messages.
         carry: columns that go along.
+        carried_by: what named those.
 
     Raises:
         DataError: files, columns or types that are not what the schema says.
@@ -67,6 +69,7 @@ def open_inputs(
         transforms=needed_transforms(tuple(config.data.transforms), [*inputs, *carry]),
         groups=carry,
         carry=carry,
+        carried_by=dict.fromkeys(carry, carried_by),
         read_labels=False,
         skip=config.data.on_error == "skip",
     )
@@ -80,6 +83,8 @@ def with_retrieval(columns: Mapping[str, Any], section: RetrievalSection) -> dic
         "carry": tuple(dict.fromkeys([*columns["carry"], *own])),
         "groups": tuple(dict.fromkeys([*columns["groups"], *own])),
         "carried_lists": tuple(section.seen),
+        "carried_by": {section.item: "eval.retrieval.item"}
+        | dict.fromkeys(section.seen, "eval.retrieval.seen"),
     }
 
 
@@ -98,7 +103,7 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
         return {}
     key = "eval.retrieval.items"
     part = part_of_tower(config, schema, "item", "eval.retrieval")
-    items = open_inputs(config, part, section.items, key, (section.item,))
+    items = open_inputs(config, part, section.items, key, (section.item,), "eval.retrieval.item")
     check_items(items, section.item)
     kind = items.form.types[section.item]
     for dataset in evaluated.values():

@@ -217,7 +217,8 @@ def test_items_that_are_none_are_refused_before_anything_starts(folder, tmp_path
             "'user', which says what rows have seen, is of type int64",
         ),
         ({"retrieval": {"at": [0]}}, ConfigError, "eval.retrieval.at"),
-        ({"retrieval": {"item": "title"}}, DataError, "column 'title' is missing"),
+        ({"retrieval": {"item": "title"}}, DataError, "what eval.retrieval.item reads"),
+        ({"retrieval": {"seen": ["met"]}}, DataError, "what eval.retrieval.seen reads"),
         ({"checkpoint": {"best_metric": "retrieval.mrrr"}}, ConfigError, "did you mean retrieval.mrr"),
     ],
 )
