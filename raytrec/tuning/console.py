@@ -147,8 +147,7 @@ def _table(outcome: Any, keys: list[str]) -> Table:
     """The trials, with a column for each key; without keys, one for all that was drawn, whose lines break."""
     table, figure = Table(), outcome.figure
     for column in ("trial", figure.label, "step", *keys, "state"):
-        justify = "left" if column == "state" else "right"
-        table.add_column(plain(column), justify=justify, no_wrap=True)
+        table.add_column(plain(column), justify="left" if column == "state" else "right", no_wrap=True)
     if not keys:
         table.add_column("values", overflow="fold")
     for trial in ranked(outcome.trials, figure):

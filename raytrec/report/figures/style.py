@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -39,7 +40,7 @@ PURPLE, SKY, YELLOW, GREY = "#cc79a7", "#56b4e9", "#f0e442", "#999999"
 THEME = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", BLUE: "var(--blue)"}
 LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
 
-STYLE = {
+STYLE: dict[str, Any] = {
     "font.size": 8.5,
     "font.family": "sans-serif",
     "font.sans-serif": [FONT],
