@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib.metadata import entry_points
 
 PARENT_RUN = "mlflow.parentRunId"
 # Else MLflow's pages show what training has measured as evaluations of an agent.
@@ -24,6 +25,18 @@ QUIET = {  # what these say of an outage, the caller says
     "mlflow.store.db.utils": logging.CRITICAL,
     "urllib3.connectionpool": logging.ERROR,
 }
+
+
+SCHEMES = ("", "file", "http", "https", "databricks", "databricks-uc", "uc")
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")  # with the name of a driver, such as mysql+pymysql
+PLUGINS = "mlflow.tracking_store"  # entry points of packages that bring stores
+
+
+def has_store(uri: str) -> bool:
+    """Whether MLflow, or a plugin that is installed, has stores of such addresses; without importing it."""
+    scheme = uri.partition("://")[0].lower() if "://" in uri else ""
+    known = (*SCHEMES, *(plugin.name for plugin in entry_points(group=PLUGINS)))
+    return scheme in known or scheme.partition("+")[0] in DATABASES
 
 
 def load_quietly() -> None:

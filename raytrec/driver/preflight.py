@@ -27,6 +27,7 @@ from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_carried
 from raytrec.tasks.options import check_model_learns
 from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
+from raytrec.tracking.store import check_address
 
 
 def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
@@ -38,12 +39,15 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     Raises:
         ConfigError, SchemaError: tasks, metrics, dims, features or a module that the model cannot take;
             tables, named in plan.tables or optim.tables, that there are not; weight decay that kernels do
-            not keep; train.compile without a compiler; tables larger than the machine.
+            not keep; train.compile without a compiler; tables larger than the machine; an address that no
+            MLflow store has.
     """
     # With `auto` on GPUs there is also adam to refuse, by the workers: only they know.
     device = "cuda" if config.scaling.device == "cuda" else "cpu"
     check_decay(resolve_constraints(config, schema), table_optimizers(config, schema), device)
     check_drawn(config, schema)
+    if config.tracking.enabled and config.tracking.uri:
+        check_address(config.tracking.uri)
     resolve_features(schema, config.model)
     tasks = resolve_tasks(config.tasks, schema)
     check_model(schema, config.model, needs_vectors(tasks), columns_of(tasks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.redaction import hide
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import is_ours, not_ours
 from raytrec.driver.console import RunConsole
@@ -14,7 +15,7 @@ from raytrec.driver.run import REPORT, open_tracker
 from raytrec.report.history import run_folder
 
 FILES = ("config.yaml", "schema.yaml", "plan.json", RESULT, REPORT)
-PATIENCE_S = 60.0
+ANSWER_S, PATIENCE_S = 15.0, 60.0  # for a first answer of the server, and for all that is missing
 
 
 def track(run: str | Path, allow_code: bool = False) -> RunConfig:
@@ -32,14 +33,15 @@ def track(run: str | Path, allow_code: bool = False) -> RunConfig:
         ConfigError: tracking.enabled is false; or the store cannot be opened.
     """
     folder = run_folder(run).absolute()
-    elsewhere = None if is_ours(folder) else not_ours(folder)
-    config = load_config(folder / "config.yaml", elsewhere=elsewhere, allow_code=allow_code)
+    file = folder / "config.yaml"
+    elsewhere = None if is_ours(file) else not_ours(file)
+    config = load_config(file, elsewhere=elsewhere, allow_code=allow_code)
     config.run.dir = str(folder)  # it may have been moved since
     if not config.tracking.enabled:
         raise ConfigError("this run is not tracked", where=str(folder), expected="tracking.enabled=true")
     with RunConsole(config.run.name) as console, hold_run_lock(folder, 0, console.phase):
         tracker = open_tracker(config, console)
-        tracker.ready()
+        patience = PATIENCE_S if tracker.ready(ANSWER_S) else 0
         tracker.params(config)
         for path in map(folder.joinpath, FILES):
             if path.is_file():
@@ -47,6 +49,10 @@ def track(run: str | Path, allow_code: bool = False) -> RunConfig:
         for picture in sorted(folder.glob("pictures/*.svg")):
             tracker.file(picture, "pictures")
         finished = (folder / RESULT).is_file()
-        if lost := tracker.close("FINISHED" if finished else "FAILED", PATIENCE_S):
-            raise RunError(lost, where=str(folder), do="the same command again, when the server is there")
+        if lost := tracker.close("FINISHED" if finished else "FAILED", patience):
+            raise RunError(
+                lost,
+                where=f"{folder}, tracking.uri={hide(config.tracking.uri)}",
+                do="mend that, or start the server; then give the same command again",
+            )
     return config

@@ -10,7 +10,7 @@ from raytrec.tracking.failures import may_pass, reason
 
 FIRST_S, LONGEST_S = 1.0, 30.0
 RECORDS, FILES = "records", "files"  # the two ways to a store: artifacts may be stored elsewhere
-KEPT = "training continues; what there is to record is kept, and written when it is back"
+KEPT = "what there is to record is kept in the run folder, and written when it is back"
 BACK = "MLflow is back; what waited is being written"
 
 

@@ -81,10 +81,11 @@ class Feed:
     Attributes:
         delivered: what the store has.
         dropped: lines that it will never have.
+        why: the last of them that is no line of its file.
     """
 
     def __init__(self, folder: Path, max_series: int):
-        self.folder, self._max_series, self.dropped = folder, max_series, 0
+        self.folder, self._max_series, self.dropped, self.why = folder, max_series, 0, ""
         self.delivered = Delivered.read(folder)
         self._direct: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MOST_DIRECT)
         self._start()
@@ -163,8 +164,9 @@ class Feed:
         """Adds what a line says to the records; the number of metrics."""
         try:
             record = self._translator.record(file, line, start)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             self.dropped += 1
+            self.why = f"{file} has a line that is none of a run's: {type(error).__name__} {error}"
             return 0
         if record is None or not record.figures:
             return 0

@@ -10,21 +10,19 @@ from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any
 
-from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import count
-from raytrec.common.redaction import hide, hide_all
+from raytrec.common.redaction import hide_all
 from raytrec.config.run_config import RunConfig
 from raytrec.tracking.calls import FILES, RECORDS, Calls
 from raytrec.tracking.failures import closed_to_us, reason, unreachable
 from raytrec.tracking.feed import NOTE, Feed
-from raytrec.tracking.store import Store, place_for_artifacts
+from raytrec.tracking.store import CORRECT, Store, cannot_open, place_for_artifacts
 from raytrec.tracking.tags import in_parts, parameters
 
 READY_S = 5.0  # a server that has not answered by then is waited for no longer
 EVERY_S = 1.0  # from the beginning of one round of writing to the next
 WRITE_S = 0.25  # of each round: writing shares the driver's processors with training
 PARAM_LENGTH, TAG_LENGTH = 6000, 8000  # characters
-CORRECT = "correct tracking.uri, or leave it out for a local sqlite store"
 LOG_IN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 
 
@@ -36,7 +34,7 @@ class NoTracker:
 
     def begin(self) -> None: ...
     def check(self) -> None: ...
-    def ready(self) -> None: ...
+    def ready(self, patience_s: float | None = None) -> None: ...
     def params(self, config: RunConfig) -> None: ...
     def tags(self, tags: Mapping[str, str]) -> None: ...
     def line(self, file: str, line: dict[str, Any]) -> None: ...
@@ -130,11 +128,14 @@ class Tracker:
         if self._thread.ident is None:
             self._thread.start()
 
-    def ready(self) -> str | None:
+    def ready(self, patience_s: float | None = None) -> str | None:
         """Waits until the store has the run.
 
+        Args:
+            patience_s: for which a server that does not answer is waited for; default: 5.
+
         Returns:
-            Its id; None when a server cannot be reached within 5 s: then everything waits until it is there.
+            Its id; None when a server cannot be reached: then everything waits until it is there.
 
         Raises:
             ConfigError: when the store cannot be opened: a wrong address, a file that is no database, a
@@ -142,12 +143,13 @@ class Tracker:
         """
         self.begin()
         self._loaded.wait()
-        tried = self._tried.wait(None if self._store.local else READY_S)
+        patience_s = patience_s or READY_S
+        tried = self._tried.wait(None if self._store.local else patience_s)
         with self._lock:
             self._started = True
         self.check()
         if not tried:
-            self._calls.failed(RECORDS, TimeoutError(f"no answer within {READY_S:.0f} s"))
+            self._calls.failed(RECORDS, TimeoutError(f"no answer within {patience_s:.0f} s"))
         return self.run_id
 
     def check(self) -> None:
@@ -156,12 +158,8 @@ class Tracker:
             ConfigError: the store cannot be opened (`ready`), as far as is known now.
         """
         if self._refusal:
-            raise ConfigError(
-                f"cannot open the MLflow store: {reason(self._refusal)}",
-                where=f"tracking.uri={hide(self.uri)}",
-                expected="sqlite:///FILE or the address of an MLflow server",
-                do=LOG_IN if closed_to_us(self._refusal) else CORRECT,
-            ) from None
+            do = LOG_IN if closed_to_us(self._refusal) else CORRECT
+            raise cannot_open(self.uri, reason(self._refusal), do) from None
 
     def params(self, config: RunConfig) -> None:
         """Every knob of the configuration as section.key, unless the MLflow run has them already."""
@@ -193,23 +191,24 @@ class Tracker:
         self.begin()
         self._calls.hurry()
         self._closing.set()
+        late = f"not written within {patience_s:g} s"
         try:
             self._thread.join(patience_s)
         except KeyboardInterrupt:
-            pass
+            late = "interrupted"
         finally:
             self._over.set()
-        return None if self._refusal else self._missing()
+        return None if self._refusal else self._missing(late)
 
-    def _missing(self) -> str | None:
+    def _missing(self, late: str) -> str | None:
         dropped = self._calls.dropped + self._feed.dropped
         records = self._feed.waiting + len(self._tags) + len(self._files) + dropped
         missing = [count(records, "record")] if records else []
         missing += [] if self._ended else ["the end of the run"]
         if not missing:
             return None
-        why = f" ({self._calls.why})" if self._calls.why else ""
-        return f"MLflow lacks {' and '.join(missing)}{why}"
+        why = self._calls.why or self._feed.why or late
+        return f"MLflow lacks {' and '.join(missing)} ({why})"
 
     def _work(self) -> None:
         """The thread: rounds until the run is ended, or `close` waits no longer."""

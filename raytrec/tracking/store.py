@@ -10,13 +10,15 @@ from pathlib import Path
 from time import sleep, time
 from typing import Any
 
-from raytrec.common.redaction import hide_yaml
-from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN, load_quietly
+from raytrec.common.errors import ConfigError
+from raytrec.common.redaction import hide, hide_yaml
+from raytrec.compat.mlflow_ import EXPERIMENT_TAGS, PARENT_RUN, has_store, load_quietly
 from raytrec.tracking.failures import may_pass
 from raytrec.tracking.translate import Record
 
 KEY, PARENT_NAME = "raytrec.key", "raytrec.parent_run"
 MOST_METRICS = 1000  # that MLflow takes in one call
+CORRECT = "correct tracking.uri, or leave it out for a local sqlite store"
 SETTLE_S = 1.0  # runs with one parent that start at once see each other's parent after that
 
 
@@ -195,6 +197,25 @@ class Store:
         self._asked = True
         tags = {**self._tags, KEY: self._key}
         return self._client.create_run(self._experiment_id, run_name=self._name, tags=tags).info.run_id
+
+
+def check_address(uri: str) -> None:
+    """
+    Raises:
+        ConfigError: MLflow has no store of such an address. It is not imported to find that out.
+    """
+    if not has_store(uri):
+        raise cannot_open(uri, "MLflow has no store of such an address", CORRECT)
+
+
+def cannot_open(uri: str, why: str, do: str) -> ConfigError:
+    """The error of a store that cannot be opened."""
+    return ConfigError(
+        f"cannot open the MLflow store: {why}",
+        where=f"tracking.uri={hide(uri)}",
+        expected="sqlite:///FILE or the address of an MLflow server",
+        do=do,
+    )
 
 
 def place_for_artifacts(uri: str, folder: Path) -> Path:

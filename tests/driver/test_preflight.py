@@ -101,6 +101,15 @@ def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
         check(10**12, mmap_dir=str(tmp_path), **movable)
 
 
+def test_an_address_that_no_mlflow_store_has_is_refused_before_anything_starts():
+    values = {"data": {"train": "d/train"}, "tracking": {"uri": "foo://here"}}
+    with pytest.raises(ConfigError, match="MLflow has no store of such an address") as error:
+        fit.check_fit(load_config(values), Schema.parse(SCHEMA, "test"), here=False)
+    assert error.value.where == "tracking.uri=foo://here"
+    values["tracking"]["enabled"] = False
+    fit.check_fit(load_config(values), Schema.parse(SCHEMA, "test"), here=False)
+
+
 def test_the_command_says_it_once_without_ray(tmp_path):
     data = parquet.dataset(tmp_path / "data", train=300, valid=60, test=60)
     (data / "schema.yaml").write_text(

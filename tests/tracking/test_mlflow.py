@@ -95,7 +95,7 @@ def test_what_the_store_refuses_is_dropped_and_said_and_the_rest_is_there(track,
     add(tmp_path, {"loss": 2.0}, 2)
     tracker.file(place / "missing.txt")
     lost = tracker.close("FAILED")
-    assert "lacks 2 records" in lost
+    assert lost.startswith("MLflow lacks 2 records (") and "missing.txt" in lost
     assert said == [], "nothing that waiting would help"
     again, _ = track()
     again.params(load_config(second))  # MLflow keeps a param as it was first written
@@ -234,6 +234,37 @@ def test_store_that_cannot_be_opened(tmp_path, wrong):
     add(tmp_path, {"loss": 1.0}, 1)
     assert tracker.close("FAILED") is None
     assert perf_counter() - began < 60, "MLflow itself tries for 100 s"
+
+
+def test_an_address_that_no_store_has_is_refused_without_importing_mlflow():
+    code = (
+        "import sys\nfrom raytrec.tracking.store import check_address\n"
+        "for uri in ('sqlite:///a', 'mysql+pymysql://a:b@c/d', 'HTTPS://a', 'http://[a', 'uc', 'mlruns'):\n"
+        "    check_address(uri)\n"
+        "try: check_address('foo://me:secret@here')\n"
+        "except Exception as error: print(error)\n"
+        "print('mlflow' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "cannot open the MLflow store: MLflow has no store of such an address" in done.stdout, done.stderr
+    assert "tracking.uri=foo://" in done.stdout and "secret" not in done.stdout
+    assert done.stdout.endswith("False\n")
+
+
+def test_what_a_slow_store_lacks_has_a_reason(track, tmp_path, monkeypatch):
+    monkeypatch.setattr(Store, "write_metrics", lambda *_: sleep(1))
+    tracker, said = track()
+    tracker.ready()
+    add(tmp_path, {"loss": 1.0}, 1)
+    lost = tracker.close("FINISHED", patience_s=0.1)
+    assert lost == "MLflow lacks 1 record and the end of the run (not written within 0.1 s)" and said == []
+
+
+def test_lines_that_are_none_of_a_runs_are_the_reason_that_is_given(track, tmp_path):
+    (tmp_path / METRICS).write_text('{"kind": "train"}\n' * 19)
+    tracker, _ = track()
+    lost = tracker.close("FINISHED")
+    assert lost.startswith(f"MLflow lacks 19 records ({METRICS} has a line that is none of a run's: "), lost
 
 
 @pytest.fixture

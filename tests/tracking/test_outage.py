@@ -109,7 +109,7 @@ def test_server_that_comes_after_the_start(server, tmp_path):
     tracker.file(tmp_path / "note.txt")
     for step in range(100):
         add(tmp_path, {"loss": step / 100}, step)
-    assert len(said) == 1 and "Connection refused" in said[0] and "training continues" in said[0]
+    assert len(said) == 1 and "Connection refused" in said[0] and "is kept in the run folder" in said[0]
     server.start()
     server.wait()
     wait_until(lambda: tracker.run_id)
