@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from raytrec.common.errors import RunError
-from raytrec.compat.versions import PINNED
+from raytrec.compat.versions import OTHERS
 
-RAY = PINNED["ray"]  # raytrec touches private parts of Ray, each place read for this version
+(RAY,) = OTHERS["ray"]  # raytrec touches private parts of Ray, each place read for this version
 
 
 def check_ray(cluster: str, *, where: str) -> None:

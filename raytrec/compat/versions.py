@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from typing import Any
@@ -9,48 +10,63 @@ from typing import Any
 from raytrec.common.errors import RunError
 from raytrec.common.versions import installed
 
-# Package → version, or how it begins: those of pyproject.toml and requirements/ (a test compares).
-PINNED = {
-    "ray": "2.60.0",
-    "torch": "2.13.0",
-    "torchrec": "1.8.0",
-    "fbgemm-gpu": "1.8.0",
-    "fbgemm-gpu-cpu": "1.8.0",
-    "mlflow": "3.17",
-    "pyarrow": "25",
-}
+# Releases of torch, TorchRec and FBGEMM belong together: FBGEMM is compiled for one torch, and TorchRec
+# calls its operators. Files of requirements/ → package → version, or how it begins (a test compares).
+PAIRS = {
+    "cpu.txt (or cuda.txt, notebook.txt)": {
+        "torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"
+    },
+    "next.txt": {"torch": "2.14", "torchrec": "1.9", "fbgemm-gpu": "1.9.0", "fbgemm-gpu-cpu": "1.9.0"},
+}  # fmt: skip
+PAIRED = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
+# Packages that go with every pair.
+OTHERS = {"ray": ("2.60.0",), "mlflow": ("3.17", "3.18"), "pyarrow": ("25", "26")}
 
 
 def require_versions() -> None:
-    """Compares what is installed here with PINNED; imports none of it. A driver does without some of them.
+    """Compares what is installed with PAIRS and OTHERS, without importing it. A driver needs only some of it.
 
     Raises:
-        RunError: names every package of another version.
+        RunError: names the packages of other versions, and the pair that is nearest to the installed one.
     """
-    wrong = {
-        package: found
-        for package, pin in PINNED.items()
-        if (found := installed(package)) is not None and not _matches(found, pin)
-    }
-    if wrong:
+    found = {name: version for name in (*OTHERS, *PAIRED) if (version := installed(name))}
+    wrong = [name for name in OTHERS if name in found and not _matches(found[name], *OTHERS[name])]
+    what = [f"{name} {found[name]}" for name in wrong]
+    expected = [f"{name} {' or '.join(OTHERS[name])}" for name in wrong]
+    paired = {name: found[name] for name in PAIRED if name in found}
+    files, pair = min(PAIRS.items(), key=lambda item: _distance(paired, item[1]))
+    if not all(_matches(version, pair[name]) for name, version in paired.items()):
+        what.append(" with ".join(f"{name} {version}" for name, version in paired.items()))
+        expected.append(" with ".join(f"{name} {pair[name]}" for name in paired))
+    if what:
         raise RunError(
-            f"this raytrec is not made for {', '.join(f'{name} {found}' for name, found in wrong.items())}",
+            f"this raytrec is not made for {', '.join(what)}",
             where=f"{sys.prefix} on {socket.gethostname()}",
-            expected=", ".join(f"{name} {PINNED[name]}" for name in wrong),
-            do="pip install --no-deps -r requirements/cpu.txt (or cuda.txt, notebook.txt) of this raytrec",
+            expected=", ".join(expected),
+            do=f"pip install --no-deps -r requirements/{files} of this raytrec (docs/install.md)",
         )
 
 
-def _matches(found: str, pin: str) -> bool:
+def _matches(found: str, *pins: str) -> bool:
     release = found.partition("+")[0].split(".")  # torch's builds end with +cpu or +cu130
-    return release[: pin.count(".") + 1] == pin.split(".")
+    return any(release[: pin.count(".") + 1] == pin.split(".") for pin in pins)
+
+
+def _distance(found: dict[str, str], pair: dict[str, str]) -> int:
+    """How many releases (of X.Y) lie between what is installed and a pair, summed over packages."""
+    return sum(abs(_release(version) - _release(pair[name])) for name, version in found.items())
+
+
+def _release(version: str) -> int:
+    major, minor = re.match(r"(\d+)(?:\.(\d+))?", version).groups("0")
+    return 100 * int(major) + int(minor)
 
 
 def private(owner: Any, name: str, package: str) -> Any:
     """A private attribute of an upstream object.
 
     Raises:
-        RunError: there is none of that name, because `package` is of another version than PINNED has.
+        RunError: there is none of that name, because `package` is of a version that raytrec is not made for.
     """
     try:
         return getattr(owner, name)
@@ -61,10 +77,11 @@ def private(owner: Any, name: str, package: str) -> Any:
 def missing(name: str, package: str) -> RunError:
     """The error for a name that upstream does not have any more."""
     found = installed(package) or installed(f"{package}-cpu") or "(not installed)"
+    pins = OTHERS.get(package) or [pair[package] for pair in PAIRS.values()]
     return RunError(
         f"{package} {found} has no {name}",
         where="raytrec/compat",
-        expected=f"{package} {PINNED[package]}, which has",
+        expected=f"{package} {' or '.join(pins)}, which has",
         do="install the versions of requirements/, or adapt raytrec/compat to the new one",
     )
 

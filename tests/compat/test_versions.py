@@ -8,23 +8,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
 from raytrec.common.errors import RunError
 from raytrec.compat import versions
 
 ROOT = Path(__file__).parents[2]
+CPU, NEXT = versions.PAIRS
 
 
 @pytest.fixture
 def other(monkeypatch):
-    """Lets packages seem to be of another version: torch="2.14.0"; None: not installed."""
+    """Lets packages seem to be of other versions than the pinned: torch="2.14.0"; None: not installed."""
 
     def install(**found):
-        known = versions.installed
-        by_name = {name.replace("_", "-"): version for name, version in found.items()}
-        monkeypatch.setattr(
-            versions, "installed", lambda name: by_name[name] if name in by_name else known(name)
-        )
+        pinned = versions.PAIRS[CPU] | {name: pins[0] for name, pins in versions.OTHERS.items()}
+        pinned |= {"fbgemm-gpu": None} | {name.replace("_", "-"): version for name, version in found.items()}
+        monkeypatch.setattr(versions, "installed", pinned.get)
 
     return install
 
@@ -37,13 +37,51 @@ def test_all_that_is_wrong_is_one_message(other):
     other(torch="2.14.0+cpu", ray="2.60.1", mlflow="3.17.9")
     with pytest.raises(RunError) as error:
         versions.require_versions()
-    assert "ray 2.60.1, torch 2.14.0+cpu" in error.value.what and "mlflow" not in error.value.what
-    assert error.value.expected == "ray 2.60.0, torch 2.13.0" and "requirements/" in error.value.do
+    assert error.value.what.endswith(
+        "ray 2.60.1, torch 2.14.0+cpu with torchrec 1.8.0 with fbgemm-gpu-cpu 1.8.0"
+    )
+    assert error.value.expected == "ray 2.60.0, torch 2.13.0 with torchrec 1.8.0 with fbgemm-gpu-cpu 1.8.0"
+    assert "requirements/cpu.txt" in error.value.do
+
+
+@pytest.mark.parametrize(
+    "torch, torchrec, fbgemm, nearest",
+    [
+        ("2.13.0+cpu", "1.8.0", "1.8.0", None),
+        ("2.14.0+cpu", "1.9.0", "1.9.0", None),
+        ("2.14.1+cu130", "1.9.2", "1.9.0", None),
+        ("2.14.1", "1.8.0", "1.8.0", CPU),
+        ("2.13.0", "1.9.2", "1.8.0", CPU),
+        ("2.13.1", "1.8.0", "1.8.0", CPU),
+        ("2.12.0", "1.7.0", "1.7.0", CPU),
+        ("2.14.1", "1.9.2", "1.8.0", NEXT),
+        ("2.14.1", "1.9.2", "1.9.1", NEXT),
+        ("2.15.0", "1.10.0", "1.10.0", NEXT),
+        ("3.0.0", "1.11.0rc1", "2026.10.1", NEXT),
+    ],
+)
+def test_the_message_names_the_nearest_pair_that_belongs_together(other, torch, torchrec, fbgemm, nearest):
+    other(torch=torch, torchrec=torchrec, fbgemm_gpu_cpu=None, fbgemm_gpu=fbgemm)
+    if not nearest:
+        return versions.require_versions()
+    with pytest.raises(RunError) as error:
+        versions.require_versions()
+    assert f"torch {torch} with torchrec {torchrec} with fbgemm-gpu {fbgemm}" in error.value.what
+    pair = versions.PAIRS[nearest]
+    expected = f"torch {pair['torch']} with torchrec {pair['torchrec']} with fbgemm-gpu {pair['fbgemm-gpu']}"
+    assert error.value.expected == expected and f"requirements/{nearest}" in error.value.do
 
 
 @pytest.mark.parametrize(
     "found, good",
-    [("25.0.1", True), ("25.9", True), ("26.0.0", False), ("2.5.0", False), ("250.1", False)],
+    [
+        ("25.0.1", True),
+        ("25.9", True),
+        ("26.0.0", True),
+        ("27.0.0", False),
+        ("2.5.0", False),
+        ("250.1", False),
+    ],
 )
 def test_a_series_is_any_of_its_versions(other, found, good):
     other(pyarrow=found)
@@ -71,8 +109,8 @@ def test_a_session_begins_with_it(other, monkeypatch):
 def test_each_rank_begins_with_it(other):
     from raytrec.worker.context import WorkerContext
 
-    other(torchrec="1.9.0")
-    with pytest.raises(RunError, match=r"torchrec 1\.9\.0"):
+    other(torchrec="1.7.0")
+    with pytest.raises(RunError, match=r"torchrec 1\.7\.0"):
         WorkerContext.enter(SimpleNamespace())
 
 
@@ -89,14 +127,30 @@ def test_one_list_of_versions():
     lines = project["dependencies"] + [
         line for extra in project["optional-dependencies"].values() for line in extra
     ]
-    for file in (ROOT / "requirements").glob("*.in"):
-        lines += file.read_text().splitlines()
-    pins = [re.match(r"([a-z-]+)(?:\[.*\])?==([\d.]+?)(?:\.\*)?$", line) for line in lines]
-    found = {(pin[1], pin[2]) for pin in pins if pin}
-    assert found == set(versions.PINNED.items())
+    for file in ("base.in", "cpu.in", "cuda.in", "notebook.in"):
+        lines += (ROOT / "requirements" / file).read_text().splitlines()
+    asked = {}
+    for line in lines:
+        if not line.startswith(("#", "-")):
+            requirement = Requirement(line)
+            asked.setdefault(requirement.name, set()).add(str(requirement.specifier))
+    for name, pin in versions.PAIRS[CPU].items():
+        assert asked[name] == {f"=={pin}"}
+    assert asked["ray"] == {f"=={pin}" for pin in versions.OTHERS["ray"]}
+    for name in ("mlflow", "pyarrow"):
+        first, last = versions.OTHERS[name]
+        *series, number = last.split(".")
+        after = ".".join([*series, str(int(number) + 1)])
+        assert asked[name] == {f"=={first}.*", f"<{after},>={first}"}
+    pinned = dict(
+        re.findall(r"^([a-z-]+)==(.+)$", (ROOT / "requirements/next.txt").read_text(), re.MULTILINE)
+    )
+    pair = {name: (pin,) for name, pin in versions.PAIRS[NEXT].items() if name != "fbgemm-gpu"}
+    for name, pins in (pair | versions.OTHERS).items():
+        assert versions._matches(pinned[name], pins[-1]), f"{name} {pinned[name]} in next.txt"
 
 
 def test_a_name_that_has_moved_is_said_with_its_version():
-    with pytest.raises(RunError, match=r"torchrec 1\.8\.0 has no SimpleNamespace\._lookups") as error:
+    with pytest.raises(RunError, match=r"torchrec 1\.[89]\.\d has no SimpleNamespace\._lookups") as error:
         versions.private(SimpleNamespace(), "_lookups", "torchrec")
-    assert "torchrec 1.8.0" in error.value.expected
+    assert error.value.expected == "torchrec 1.8.0 or 1.9, which has"

@@ -35,7 +35,7 @@ def data(tmp_path_factory):
 def test_losses_of_an_example_are_the_committed_ones(name, workers, data):
     kept = json.loads((HERE / f"{name}.json").read_text())
     expected, found = kept["workers"][str(workers)], record(name, workers, data)
-    if environment() != kept["environment"]:
+    if found != expected and environment() != kept["environment"]:
         there = pytest.approx(expected["losses"][:SAME_STEPS], rel=SAME)
         assert found["losses"][:SAME_STEPS] == there, f"recorded with {kept['environment']}"
         pytest.skip(f"equal to {SAME:g}; bit for bit only with {kept['environment']}")
