@@ -1,7 +1,7 @@
 """A run in the log of its job: lines for people, and messages as JSON for whoever follows it from elsewhere.
 
-movielens-20261122-101500  step 120/550 (22%)  80,000 rows/s  NE 0.9101  log loss 0.5123  ETA 0:42
-{"raytrec": "train", "step": 120, "rows_per_s": 80000.4, "ne": 0.9101, "logloss": 0.51234}
+movielens-20261122-101500  step 120/550 (22%)  80,000 rows/s  NE 0.9101  loss 0.5123  ETA 0:42
+{"raytrec": "train", "step": 120, "rows_per_s": 80000.4, "ne": 0.9101, "loss": 0.51234}
 movielens-20261122-101500  step 550: AUC 0.7885  NE 0.8093  log loss 0.5534  calibration 0.9992
 
 `raytrec follow` shows the lines for people alone.

@@ -28,6 +28,7 @@ from raytrec.metrics.registry import (
 from raytrec.tasks.task import Task, resolve_tasks
 
 ANY_FORMAT = "{:.4g}"
+LOSS = "loss"  # the key of the training loss; TASK.loss is a task's part of it
 EVAL = "eval."  # begins the keys of result.json that are of evaluations
 WORDS = {  # of Loss.predicts
     "probability": "probabilities",
@@ -138,9 +139,11 @@ class Selection:
         ]
         return of_tasks + [_figure(f"{PREFIX}.{m.name}", m, f"{PREFIX}: ") for m in self.of_ranking]
 
-    def described(self) -> list[dict[str, Any]]:
-        """`figures` as JSON, for the start of a run and its result; `figures_of` reads it back."""
-        return [figure.record() for figure in self.figures]
+    def described(self, training: bool = False) -> list[dict[str, Any]]:
+        """`figures` as JSON, for the result of a run and, with the losses of `training`, for its start;
+        `figures_of` reads it back."""
+        losses = [*(_loss(f"{task}.{LOSS}", f"{task}: ") for task in self.tasks), _loss(LOSS)]
+        return [figure.record() for figure in [*self.figures, *(losses if training else [])]]
 
     def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         """What result.json says of the last evaluation."""
@@ -216,6 +219,10 @@ def figures_of(*records: Any) -> list[Figure]:
         if isinstance(described, list) and (found := [f for each in described if (f := _read(each))]):
             return found
     return [_figure(name, metric, "") for name, metric in METRICS.parts.items()]
+
+
+def _loss(key: str, of_task: str = "") -> Figure:
+    return Figure(key, f"{of_task}training loss", f"{of_task}{LOSS}", "lower", "{:.4f}", sums=True)
 
 
 def _figure(key: str, metric: type[Metric], of_task: str) -> Figure:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from raytrec.metrics.registry import SumMetric
-from raytrec.metrics.selection import Selection
+from raytrec.metrics.selection import LOSS, Selection
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from raytrec.tasks.outputs import Outputs
 
 ROWS = "rows"
+LOSS_OF = "loss of "  # begins the names of the tasks' losses (Outputs.losses)
 
 
 class Sums:
@@ -45,6 +46,7 @@ class Sums:
         import torch
 
         found = {ROWS: outputs.rows.sum()}
+        found |= {LOSS_OF + task: loss for task, loss in outputs.losses.items()}
         for task, functions in self._functions.items():
             for function, prefix in functions.items():
                 given = function(outputs[task])
@@ -88,7 +90,8 @@ class Sums:
         collective. What is counted since the last call starts over then.
 
         Returns:
-            rows; each SumMetric of each task, NaN where it is not defined, and its counts.
+            rows; each SumMetric of each task, NaN where it is not defined, and its counts; of training the loss
+            of a step, and of each task where that has several parts, means in which steps count by rows.
         """
         sums = dict(zip(self._names, self._over_ranks(self._so_far()).cpu(), strict=True))
         self._before = {}
@@ -97,12 +100,17 @@ class Sums:
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
         if self._steps is not None:
             sums = dict(zip(self._names, self._over_ranks(self._matrix().sum(0)).cpu(), strict=True))
+        losses = self._own(sums, LOSS_OF)
         for task, metrics in self.selection.of.items():
+            if len(losses) > 1:
+                figures[f"{task}.{LOSS}"] = float(losses[task] / sums[ROWS])
             for metric in metrics:
                 if issubclass(metric, SumMetric):
                     own = self._own(sums, self._functions[task][metric.sums])
                     given = {metric.name: metric.figure(own), **metric.counts(own)} if own else {}
                     figures |= {self.selection.key(task, n): float(value) for n, value in given.items()}
+        if losses:
+            figures[LOSS] = float(sum(losses.values()) / sums[ROWS])
         return figures
 
     def _so_far(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,8 @@ from raytrec.tasks.losses import BatchLoss, Rows
 from raytrec.tasks.options import check_model_learns
 from raytrec.tasks.outputs import Outputs, TaskOutputs, Verdict
 from raytrec.tasks.task import Task, key_columns, resolve_tasks
+
+OF_MODEL = ""  # in the place of a task's name: the model's own loss, where no task has it
 
 
 class Objective:
@@ -60,7 +62,7 @@ class Objective:
         keys = key_columns(tasks, config.eval.slices)
         return cls(tasks, config.train.loss_reduction, world, keys, config.model.own_loss)
 
-    def loss(
+    def losses(
         self,
         logits: torch.Tensor,
         labels_BL: torch.Tensor,
@@ -70,8 +72,8 @@ class Objective:
         keys: torch.Tensor | None = None,
         whole: Whole | None = None,
         rows: slice = slice(None),
-    ) -> torch.Tensor:
-        """The scalar that a rank calls backward on, for some of its rows or all.
+    ) -> dict[str, torch.Tensor]:
+        """Task → its part of the scalar that a rank calls backward on (`total`), for some of its rows or all.
 
         Args:
             logits: float32 [B], or [B, columns]: side by side the columns of each task, one or as many as it
@@ -92,7 +94,7 @@ class Objective:
         """
         if whole is None:
             whole = self.whole(logits, labels_BL, weights_B, task_weights, keys)
-        total = None
+        parts: dict[str, torch.Tensor] = {}
         weights = self._weights(weights_B, task_weights)
         for task, logits_B, own_B in zip(self.tasks, self._of_tasks(logits), weights, strict=True):
             if task.name in whole.compared:
@@ -102,11 +104,12 @@ class Objective:
                 labels_B = labels_BL[:, task.column]
                 losses, own = task.loss.of_rows(logits_B, labels_B), task.factors(labels_B, own_B)
             divisor = whole.divisors.get(task.name, global_rows)
-            part = rank_loss(losses, own, divisor, self.world, self.reduction, task.weight)
-            total = part if total is None else total + part
+            parts[task.name] = rank_loss(losses, own, divisor, self.world, self.reduction, task.weight)
         if self.own_loss:
-            total = total + self._of_model(logits, labels_BL, weights_B, weights, global_rows, whole)
-        return total
+            own = self._of_model(logits, labels_BL, weights_B, weights, global_rows, whole)
+            name = OF_MODEL if self._own_task is None else self.tasks[self._own_task].name
+            parts[name] = parts[name] + own if name in parts else own
+        return parts
 
     def _of_model(
         self,
@@ -117,7 +120,7 @@ class Objective:
         global_rows: int,
         whole: Whole,
     ) -> torch.Tensor:
-        """What the model's own loss adds; arguments as in `loss`, and the rows' weights in each task."""
+        """What the model's own loss adds; arguments as in `losses`, and the rows' weights in each task."""
         losses_B, weight, divisor = logits[:, sum(self._widths)], 1.0, global_rows
         if self._own_task is not None:
             task = self.tasks[self._own_task]
@@ -134,7 +137,7 @@ class Objective:
         task_weights: torch.Tensor | None = None,
         keys: torch.Tensor | None = None,
     ) -> Whole:
-        """What `loss` has to know of the global batch, given all rows of this rank; shapes as there.
+        """What `losses` has to know of the global batch, given all rows of this rank; shapes as there.
 
         A collective where a task divides by weights, or its loss compares rows (`compares`); their gradient
         is computed here, if gradients are enabled.
@@ -171,11 +174,19 @@ class Objective:
         verdict: Verdict | None = None,
         task_weights: torch.Tensor | None = None,
         keys: torch.Tensor | None = None,
+        losses: Mapping[str, torch.Tensor] | None = None,
+        global_rows: int = 0,
     ) -> Outputs:
-        """What the metrics are given of a step; shapes as in `loss`."""
+        """What the metrics are given of a step; shapes as in `losses`.
+
+        Args:
+            losses: what that gave, of all rows of this rank; default: none is wanted.
+        """
         loss, logits = loss.detach(), logits.detach()
+        parts = {name: part.detach() * (global_rows / self.world) for name, part in (losses or {}).items()}
         if verdict is not None:
             loss, logits, weights_B = (x.masked_fill(verdict.mask, 0) for x in (loss, logits, weights_B))
+            parts = {name: part.masked_fill(verdict.mask, 0) for name, part in parts.items()}
             labels_BL = labels_BL.nan_to_num()
             if task_weights is not None:
                 task_weights = task_weights.masked_fill(verdict.mask, 0)
@@ -188,7 +199,7 @@ class Objective:
             tasks[task.name] = TaskOutputs(
                 logits_B, task.loss.predict(logits_B), labels_BL[:, task.column], own_B, of_column
             )
-        return Outputs(tasks, weights_B, loss, verdict)
+        return Outputs(tasks, weights_B, loss, verdict, parts)
 
     def predictions(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         """Task → its predictions, float32 [B] or [B, classes], of what the model gives."""
@@ -227,3 +238,11 @@ class Objective:
             do="give the model an output for each entry of tasks, and for each class, or change tasks"
             + ("; its own loss is the column after them" if self.own_loss else ""),
         )
+
+
+def total(losses: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The scalar that a rank calls backward on: the sum of `Objective.losses`."""
+    first, *others = losses.values()
+    for part in others:
+        first = first + part
+    return first

@@ -53,6 +53,8 @@ class Outputs:
         rows: float32 [B], 1 for a row and 0 for padding, whatever a task's own weights.
         loss: the scalar that this rank calls backward on (tasks/objective.py): its part × ranks.
         verdict: whether the step is skipped; None unless train.on_nan is skip.
+        losses: in training, task (or objective.OF_MODEL) → its part of the loss, so that the sum over ranks ÷
+            rows of the global batch is the loss of the step: × those rows ÷ ranks.
         vectors: float32 [B, width], of the tower that was asked for (worker.step.Step.evaluate), or None.
     """
 
@@ -60,6 +62,7 @@ class Outputs:
     rows: torch.Tensor
     loss: torch.Tensor
     verdict: Verdict | None = None
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)
     vectors: torch.Tensor | None = None
 
     def __getitem__(self, task: str) -> TaskOutputs:

@@ -13,9 +13,9 @@ from raytrec.tasks.outputs import Outputs
 class Scoring(Objective):
     """The tasks' predictions alone. There are no labels, and so no loss; no part of it is a collective."""
 
-    def loss(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def losses(self, logits: torch.Tensor, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
         """0."""
-        return logits.new_zeros(())
+        return {self.tasks[0].name: logits.new_zeros(())}
 
     def outputs(
         self,

@@ -57,7 +57,7 @@ def train_worker(task: WorkerTask) -> None:
             step=progress.step,
             workers=context.world,
             plan=describe(plan),
-            metrics=selection.described(),
+            metrics=selection.described(training=True),
         )
     )
     try:

@@ -23,7 +23,7 @@ from raytrec.embeddings.gradients import PieceByPiece
 from raytrec.embeddings.managed.row_map import RowMap
 from raytrec.models.recommender import ModelCall, Recommender
 from raytrec.tasks.global_batch import Whole
-from raytrec.tasks.objective import Objective
+from raytrec.tasks.objective import Objective, total
 from raytrec.tasks.outputs import Outputs
 from raytrec.worker.managed import ManagedRows
 from raytrec.worker.nonfinite import Gate, Verdict
@@ -102,23 +102,24 @@ class Head(nn.Module):
         if guarded:
             pooled = {feature: Gate.apply(values, self) for feature, values in pooled.items()}
         if self.training and self._micro_batches > 1:
-            loss, logits = self._in_pieces(pooled, batch)
+            loss, losses, logits = self._in_pieces(pooled, batch)
         else:
-            loss, logits = self.loss_of_rows(pooled, batch)
+            losses, logits = self.losses_of_rows(pooled, batch)
+            loss = total(losses)
         self.verdict = Verdict(loss) if guarded else None
-        outputs = self._objective.outputs(
-            loss, logits, batch.labels, batch.weights, self.verdict, batch.task_weights, batch.keys
-        )
+        labels, weights = batch.labels, batch.weights
+        given = loss, logits, labels, weights, self.verdict, batch.task_weights, batch.keys
+        outputs = self._objective.outputs(*given, losses if self.training else None, batch.global_rows)
         return loss, outputs
 
-    def loss_of_rows(
+    def losses_of_rows(
         self,
         pooled: dict[str, torch.Tensor],
         batch: Batch,
         rows: slice = slice(None),
         whole: Whole | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and logits of some rows.
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Losses of the tasks (Objective.losses) and logits of some rows.
 
         Args:
             pooled: of these rows; batch: the whole one.
@@ -127,22 +128,28 @@ class Head(nn.Module):
         logits = self._call(self.model, batch.dense[rows], pooled, batch.sparse, rows, sides=batch.sides)
         labels, weights = batch.labels[rows], batch.weights[rows]
         task_weights, keys = (None if x is None else x[rows] for x in (batch.task_weights, batch.keys))
-        loss = self._objective.loss(logits, labels, weights, batch.global_rows, task_weights, keys, whole, rows)
-        return loss, logits
+        given = logits, labels, weights, batch.global_rows, task_weights, keys, whole, rows
+        return self._objective.losses(*given), logits
 
-    def _in_pieces(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _in_pieces(
+        self, pooled: dict[str, torch.Tensor], batch: Batch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        """Loss, losses and logits of all rows."""
         size = -(-len(batch.labels) // self._micro_batches)
         pieces = [slice(start, start + size) for start in range(0, len(batch.labels), size)]
         whole = self._whole(pooled, batch, pieces)
         pieces_of_logits: list[torch.Tensor] = []
+        sums: dict[str, torch.Tensor] = {}
 
         def loss_of(rows: slice, inputs: list[torch.Tensor]) -> torch.Tensor:
-            loss, logits = self.loss_of_rows(dict(zip(pooled, inputs, strict=True)), batch, rows, whole)
+            losses, logits = self.losses_of_rows(dict(zip(pooled, inputs, strict=True)), batch, rows, whole)
             pieces_of_logits.append(logits.detach())
-            return loss
+            for name, part in losses.items():
+                sums[name] = sums[name] + part.detach() if name in sums else part.detach()
+            return total(losses)
 
         loss = PieceByPiece.apply(loss_of, pieces, len(pooled), *pooled.values(), *self.model.parameters())
-        return loss, torch.cat(pieces_of_logits)
+        return loss, sums, torch.cat(pieces_of_logits)
 
     def _whole(self, pooled: dict[str, torch.Tensor], batch: Batch, pieces: list[slice]) -> Whole:
         """What the objective says of all rows. Where it compares them, their logits are computed first,

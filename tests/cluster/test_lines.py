@@ -6,8 +6,12 @@ import pytest
 from recorded import METRICS
 
 from raytrec.compat.ray_core import JOB_CONFIG
+from raytrec.config.schema import Schema
+from raytrec.config.tasks import TaskSection
 from raytrec.driver import progress_log as lines
 from raytrec.driver.console import RunConsole
+from raytrec.metrics.selection import Selection
+from raytrec.tasks.task import resolve_tasks
 
 NAME, FOLDER = "movielens-20261122-101500", "/shared/my [red] :eye: runs/movielens-20261122-101500"
 
@@ -89,6 +93,18 @@ def test_metrics_of_the_users_own_and_of_several_tasks(written):
     said = people_see(out())
     assert "10 rows/s  click: hits 50.0%\n" in said
     assert "step 5: click: hits 50.0%  like: spread 10.0%\n" in said
+
+
+def test_the_training_loss_and_that_of_each_task_are_on_the_console(written):
+    console, out = written
+    task = TaskSection(label="item", name="next", loss="from_model", metrics=["auc"])
+    other = TaskSection(label="item", name="score", loss="mse", metrics=["mse"])
+    sparse, tables = {"user": {"table": "user"}}, {"user": {"rows": 9, "dim": 4}}
+    schema = Schema.parse({"labels": ["item"], "sparse": sparse, "tables": tables}, "here")
+    described = Selection(resolve_tasks([task, other], schema)).described(training=True)
+    console.start(total=10, metrics=described)
+    console.train(step=5, rows_per_s=10.0, **{"loss": 2.5, "next.loss": 2.0, "score.loss": 0.5})
+    assert "10 rows/s  next: loss 2.0000  score: loss 0.5000  loss 2.5000\n" in people_see(out())
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])

@@ -113,6 +113,20 @@ def test_mlflow_has_the_run(runs):
     assert len(client.list_artifacts(run.info.run_id, "pictures")) > 3
 
 
+def test_the_training_loss_is_in_the_metrics_in_mlflow_and_in_the_report(runs):
+    from mlflow import MlflowClient
+
+    run = runs[2]
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+    expected = {line["step"]: line["logloss"] for line in lines if line["kind"] == "train"}
+    assert losses == pytest.approx(expected, rel=1e-5) and [*losses] == [20, 40, 48]
+    client = MlflowClient(f"sqlite:///{run.path.parent}/mlflow.db")
+    history = client.get_metric_history(run.metrics["mlflow_run_id"], "train/loss")
+    assert {m.step: m.value for m in history} == pytest.approx(losses)
+    assert ">loss<" in (run.path / "report.html").read_text()
+
+
 @pytest.mark.parametrize("workers", OF_WORKERS)
 def test_what_the_ranks_did(runs, folder, workers):
     """Every id of every epoch was looked up once, on some rank; every check has passed."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from drawn_texts import collisions
 from matplotlib.colors import to_hex
-from recorded import PHASE_S, PHASES, interval, record, write_lines
+from recorded import METRICS, PHASE_S, PHASES, interval, record, write_lines
 
 from raytrec.metrics.selection import figures_of
 from raytrec.report.figures import checks, learning, phases, shards, style, tables, timeline
@@ -36,6 +36,20 @@ def test_curves_are_those_of_metrics(history):
             assert drawn(axes, label) == ([m["step"] for m in lines], [m[name] for m in lines])
     assert drawn(auc, "final evaluation") == ([500], [0.81])
     assert drawn(loss, "restart")[0] == [150, 150]
+
+
+def test_a_run_that_learns_by_the_loss_of_its_model_has_a_panel_of_it_and_a_legend_of_all_kinds(tmp_path):
+    loss = {"key": "loss", "title": "training loss", "label": "loss", "better": "lower", "sums": True}
+    start = {"event": "start", "step": 0, "metrics": [METRICS[0], {**loss, "format": "{:.4f}"}]}
+    train = [{"kind": "train", "step": step, "loss": 1 / step} for step in (10, 20)]
+    write_lines(tmp_path / "events.jsonl", [start])
+    write_lines(tmp_path / "metrics.jsonl", [*train, {"kind": "final", "step": 20, "auc": 0.8}])
+    figure = learning.curves(History.read(tmp_path))
+    above, below = figure.axes
+    assert [above.get_ylabel(), below.get_ylabel()] == ["loss", "AUC"]
+    assert drawn(above, "training") == ([10, 20], [0.1, 0.05])
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["training", "final evaluation"]
 
 
 def test_reliability_and_roc_are_those_of_the_last_evaluation(history, tmp_path):

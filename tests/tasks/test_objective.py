@@ -10,7 +10,7 @@ from small import SCHEMA, batches, build, config, train
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
-from raytrec.tasks.objective import Objective
+from raytrec.tasks.objective import Objective, total
 from raytrec.tasks.task import resolve_tasks
 
 HERE = str(Path(__file__).parent)
@@ -43,7 +43,7 @@ FORMULAS = {
 def test_losses_by_their_formulas(name, reduction, world, weight):
     made = objective([{"loss": name, "weight": weight}], reduction=reduction, world=world)
     rows = [FORMULAS[name](float(x), float(y)) for x, y in zip(LOGITS, LABELS, strict=True)]
-    found = made.loss(LOGITS, LABELS.unsqueeze(1), torch.tensor([1.0, 1.0, 0.0]), 7)
+    found = total(made.losses(LOGITS, LABELS.unsqueeze(1), torch.tensor([1.0, 1.0, 0.0]), 7))
     expected = weight * world * (rows[0] + rows[1]) / (7 if reduction == "mean" else 1)
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
@@ -71,7 +71,7 @@ def test_outputs_have_predictions_in_the_labels_units():
 def test_a_model_gives_a_logit_for_each_task(tasks, shape, says):
     made = objective(tasks, TWO if len(tasks) > 1 else SCHEMA)
     with pytest.raises(ConfigError, match=says):
-        made.loss(torch.zeros(shape), torch.zeros(3, 2), torch.ones(3), 3)
+        total(made.losses(torch.zeros(shape), torch.zeros(3, 2), torch.ones(3), 3))
 
 
 def trained(rank, world, tasks, logits, changes):

@@ -11,7 +11,7 @@ from raytrec.checks.parity.losses import loss_of
 from raytrec.checks.parity.reference import GlobalBatch
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
-from raytrec.tasks.objective import Objective
+from raytrec.tasks.objective import Objective, total
 from raytrec.tasks.task import resolve_tasks
 
 HERE = str(Path(__file__).parent)
@@ -47,10 +47,10 @@ def test_it_is_added_for_the_rows_of_its_task(tasks, reduction):
     made = Objective(resolve_tasks(settings(1, tasks).tasks, TWO), reduction, own_loss=True)
     logits, labels, weights = columns(made)
     rows = torch.tensor([1.0, 1, 1, 1, 0])
-    found = made.loss(logits, labels, rows, 4, weights)
+    found = total(made.losses(logits, labels, rows, 4, weights))
     place = sum(made._widths)
     without = torch.cat([logits[:, :place], logits[:, place + 1 :]], 1)
-    rest = Objective(made.tasks, reduction).loss(without, labels, rows, 4, weights)
+    rest = total(Objective(made.tasks, reduction).losses(without, labels, rows, 4, weights))
     task = [t.loss.from_model for t in made.tasks]
     if any(task):
         of_task = weights[:, task.index(True)]
@@ -70,7 +70,9 @@ def test_the_reference_has_the_same_definition(tasks):
     logits, labels, weights = columns(made)
     batch = GlobalBatch(torch.zeros(5, 0), labels, {}, weights)
     expected = loss_of(made.tasks, "mean", logits, batch, batch, own_loss=True)
-    assert float(made.loss(logits, labels, torch.ones(5), 5, weights)) == pytest.approx(float(expected))
+    assert float(total(made.losses(logits, labels, torch.ones(5), 5, weights))) == pytest.approx(
+        float(expected)
+    )
 
 
 def parity(rank, world, tasks, changes):

@@ -4,6 +4,7 @@ import torch
 
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
+from raytrec.tasks.objective import total
 from raytrec.tasks.scoring import Scoring
 from raytrec.tasks.task import resolve_tasks
 
@@ -27,7 +28,7 @@ def test_predictions_of_every_task_without_labels():
     scoring = Scoring(resolve_tasks([TaskSection.model_validate(task) for task in tasks], SCHEMA), world=2)
     logits = torch.tensor([[0.5, 1.0, 2.0, 3.0, -1.0], [-2.0, 0.0, 0.0, 0.0, 4.0]])
     labels, weights = torch.empty(2, 0), torch.tensor([1.0, 0.0])
-    loss = scoring.loss(logits, labels, weights, 1, None, None, None, slice(None))
+    loss = total(scoring.losses(logits, labels, weights, 1, None, None, None, slice(None)))
     outputs = scoring.outputs(loss, logits, labels, weights, None, None, None)
     found = {name: each.predictions for name, each in outputs.tasks.items()}
     p = torch.sigmoid(logits[:, 0])

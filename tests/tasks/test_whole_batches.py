@@ -10,7 +10,7 @@ from small import SCHEMA, batches, build, config, train
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.tasks.losses import Rows, loss
-from raytrec.tasks.objective import Objective
+from raytrec.tasks.objective import Objective, total
 from raytrec.tasks.task import resolve_tasks
 
 INF = float("inf")
@@ -95,9 +95,9 @@ def test_softmax_over_the_items_of_a_batch():
 @pytest.mark.parametrize("divisor,by", [("rows", 8), ("weights", 2.5)])
 def test_what_the_mean_divides_by(divisor, by):
     made = objective([{"loss": "mse", "divisor": divisor, "sample_weight": "w"}])
-    found = made.loss(X, Y.unsqueeze(1), torch.ones(3), 8, torch.tensor([[0.5], [0.0], [2.0]]))
+    found = total(made.losses(X, Y.unsqueeze(1), torch.ones(3), 8, torch.tensor([[0.5], [0.0], [2.0]])))
     assert float(found) == pytest.approx((0.5 * 0.25 + 2 * 4) / by)
-    nothing = made.loss(X, Y.unsqueeze(1), torch.ones(3), 8, torch.zeros(3, 1))
+    nothing = total(made.losses(X, Y.unsqueeze(1), torch.ones(3), 8, torch.zeros(3, 1)))
     assert float(nothing) == 0
 
 
@@ -106,8 +106,8 @@ def test_positives_weigh_more_in_the_loss_alone():
     plain = objective([{}])
     arguments = X, Y.unsqueeze(1), torch.tensor([1.0, 1.0, 0.0]), 3
     bce = loss.parts["bce"]().of_rows(X, Y)
-    assert float(made.loss(*arguments)) == pytest.approx(float(3 * bce[0] + bce[1]) / 3)
-    outputs = made.outputs(plain.loss(*arguments), *arguments[:3])
+    assert float(total(made.losses(*arguments))) == pytest.approx(float(3 * bce[0] + bce[1]) / 3)
+    outputs = made.outputs(total(plain.losses(*arguments)), *arguments[:3])
     assert outputs["y"].weights.tolist() == [1, 1, 0]
 
 
@@ -119,8 +119,8 @@ def test_down_sampled_negatives_are_corrected():
     torch.testing.assert_close(outputs["y"].predictions, expected)
     torch.testing.assert_close(outputs["y"].logits.sigmoid(), expected)
     torch.testing.assert_close(made.predictions(X)["y"], expected)
-    same = objective([{}]).loss(X, Y.unsqueeze(1), torch.ones(3), 3)
-    assert torch.equal(made.loss(X, Y.unsqueeze(1), torch.ones(3), 3), same)
+    same = total(objective([{}]).losses(X, Y.unsqueeze(1), torch.ones(3), 3))
+    assert torch.equal(total(made.losses(X, Y.unsqueeze(1), torch.ones(3), 3)), same)
 
 
 MIXED = [
@@ -143,7 +143,7 @@ def test_each_task_has_its_columns():
     assert list(made.predictions(logits)) == ["kind", "near", "click"]
     for width in (3, 4, 7):
         with pytest.raises(ConfigError, match=rf"\[3, {width}\] for 3 tasks"):
-            made.loss(torch.zeros(3, width), labels, torch.ones(3), 3)
+            total(made.losses(torch.zeros(3, width), labels, torch.ones(3), 3))
 
 
 def test_keys_reach_the_metrics_by_their_columns():
@@ -179,7 +179,7 @@ def collectives(rank, world, tasks):
         logits = (X + rank).requires_grad_()
         made = objective(tasks, world)
         keys = torch.tensor([[1], [1], [2]]) if tasks[0].get("group") else None
-        found = made.loss(logits, Y.unsqueeze(1), torch.ones(3), 3 * world, keys=keys)
+        found = total(made.losses(logits, Y.unsqueeze(1), torch.ones(3), 3 * world, keys=keys))
         (grad,) = torch.autograd.grad(found, logits)
     finally:
         for name, function in before.items():
@@ -200,7 +200,7 @@ def test_ranks_ask_each_other_only_where_they_have_to(task, expected):
     everyone = on_ranks(2, collectives, [task])
     logits = torch.cat([X, X + 1]).requires_grad_()
     keys = torch.tensor([[1], [1], [2]] * 2) if task.get("group") else None
-    whole = objective([task]).loss(logits, Y.repeat(2).unsqueeze(1), torch.ones(6), 6, keys=keys)
+    whole = total(objective([task]).losses(logits, Y.repeat(2).unsqueeze(1), torch.ones(6), 6, keys=keys))
     whole.backward()
     for rank, (calls, _, grad) in enumerate(everyone):
         assert calls == expected

@@ -112,7 +112,11 @@ def _over_steps(history: History, found: list[Metric], right: float | None = Non
         _draw(panel, history, metric.key)
         panel.set_ylabel(metric.label)
     step_axis(axes[-1])
-    made.legend(*axes[0].get_legend_handles_labels(), ncols=4, loc="outside lower left")
+    # The first panel may lack a kind: training has no AUC, and evaluations have no training loss.
+    kinds = {
+        label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    made.legend(kinds.values(), kinds.keys(), ncols=4, loc="outside lower left")
     return made
 
 
