@@ -14,7 +14,7 @@ from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
 from raytrec.data.faults import retry_read, storage_hint
 from raytrec.data.nested import pick, to_read
-from raytrec.data.pages import Version, read_rows
+from raytrec.data.pages import Damaged, Version, read_rows
 
 _footers: dict[Version, pq.FileMetaData] = {}  # of this process, whose threads share it
 _lock = threading.Lock()
@@ -35,7 +35,7 @@ def decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> 
             raise IndexError(
                 f"its pages hold fewer than {first + rows:,} rows, and its footer says otherwise"
             )
-    except (pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
+    except (Damaged, pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
         raise undecodable(error, path, group) from None
     return table
 

@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
@@ -25,21 +26,26 @@ Version = tuple[str, int, int | None]  # of a file: path, size, time of its last
 ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes, fewer only at the end of the file
 HEADER_BYTES = 1 << 20  # more than any page's header takes
 DATA, DATA_V2 = 0, 3  # PageType of parquet.thrift
-TYPE, UNCOMPRESSED, COMPRESSED, DATA_HEADER, DATA_HEADER_V2 = 1, 2, 3, 5, 8  # fields of PageHeader
+TYPE, UNCOMPRESSED, COMPRESSED, CRC, DATA_HEADER, DATA_HEADER_V2 = 1, 2, 3, 4, 5, 8  # fields of PageHeader
+DATA_HEADERS = {DATA: DATA_HEADER, DATA_V2: DATA_HEADER_V2}
 VALUES, ENCODING, LEVELS_ENCODING = 1, 2, 4  # fields of DataPageHeader, of which V2 has the first
 V2_ENCODING, V2_LEVELS_BYTES = 4, 6  # fields of DataPageHeaderV2
 RLE, DICTIONARY_CODED = 3, (2, 8)  # of Encoding; PLAIN_DICTIONARY and RLE_DICTIONARY
 # What comes of bytes that are not as expected. Errors of the storage are others: those are tried again.
 ODD = (ValueError, LookupError, TypeError, OverflowError, pa.ArrowException)
 
+UNCOUNTED_BYTES = 100  # of a dictionary's header, which Java's first writers left out of the size of chunks
 STREAMED_BYTES = 64 << 10  # that pyarrow reads at a time
 AHEAD_BYTES = 4 << 20  # that a search for pages reads of an object store at a time
-CODECS = {"UNCOMPRESSED", "SNAPPY", "GZIP", "ZSTD", "BROTLI"}  # with "LZ4", pyarrow means two
 BATCH_ROWS = 65_536  # that are decoded at a time where rows before the wanted ones have to be
 KNOWN_BYTES = 16 << 20  # that a process keeps of where pages are
 
 _known: dict[tuple[Version, int, int], Pages] = {}  # (file, row group, leaf column) → its pages
 _lock = Lock()
+
+
+class Damaged(Exception):
+    """Pages that contradict the footer: they would give other rows than were written."""
 
 
 def read_rows(
@@ -62,20 +68,21 @@ def read_rows(
         names: of columns, or of fields of structs.
 
     Raises:
-        ValueError, KeyError, OSError, pa.ArrowException: the file is damaged, or the storage fails.
+        Damaged, ValueError, KeyError, OSError, pa.ArrowException: the file is damaged, or the storage fails.
     """
-    columns, leaves = set(reader.schema_arrow.names), _leaves(reader.metadata)
-    paged = {
-        name: leaves[name][0]
-        for name in names
-        if name in columns and _countable(reader.metadata, group, leaves[name])
-    }
+    footer, whole = reader.metadata, set(reader.schema_arrow.names)
+    leaves = _leaves(footer)
+    # Leaves of structs have pages of their own, with other rows in each.
+    single = {name: leaves[name][0] for name in names if name in whole and len(leaves[name]) == 1}
+    looked_up = [leaf for name in names for leaf in leaves[name]]
+    pieces = _fetch(file, version, footer, group, first, last, looked_up, set(single.values()))
+    paged = {name: leaf for name, leaf in single.items() if leaf in pieces}
     try:
-        tables = _read_pages(file, version, reader.metadata, group, first, last, paged)
+        tables = _read_pages(pieces, version, footer, group, first, last, paged)
     except ODD:
         paged, tables = {}, []
     if others := [name for name in names if name not in paged]:
-        tables.append(_stream(_reader(file, reader.metadata), group, first, last - first, others))
+        tables.append(_stream(_reader(file, footer), group, first, last - first, others))
     rows = min(table.num_rows for table in tables)
     found = {name: table[name].slice(0, rows) for table in tables for name in table.column_names}
     return pa.table({name: found[name] for name in names if name in found} | found)
@@ -88,7 +95,7 @@ def _reader(file: pa.NativeFile, footer: pq.FileMetaData) -> pq.ParquetFile:
 
 
 def _read_pages(
-    file: pa.NativeFile,
+    pieces: dict[int, Piece],
     version: Version,
     footer: pq.FileMetaData,
     group: int,
@@ -102,15 +109,15 @@ def _read_pages(
         columns: name → leaf column.
 
     Raises:
-        OSError: the storage fails. One of ODD: the pages are not as expected.
+        One of ODD: the pages are not as expected.
     """
-    pieces, begins = _fetch(file, version, footer, group, first, last, list(columns.values()))
     by_skip = defaultdict(list)
     for name, leaf in columns.items():
-        by_skip[first - begins[leaf]].append(name)
+        by_skip[first - pieces[leaf].row].append(name)
     rows = min(last, footer.row_group(group).num_rows) - first
+    data = {piece.begin: piece.data for piece in pieces.values()}
     try:
-        with pa.PythonFile(Excerpts(pieces, version[1]), mode="r") as excerpts:
+        with pa.PythonFile(Excerpts(data, version[1]), mode="r") as excerpts:
             reader = _reader(excerpts, footer)
             tables = [_stream(reader, group, skip, rows, alike) for skip, alike in by_skip.items()]
     except OSError as error:  # of bytes in memory
@@ -131,13 +138,12 @@ def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
     return found
 
 
-def _countable(footer: pq.FileMetaData, group: int, leaves: list[int]) -> bool:
-    """Whether pages tell which rows of a column they hold: not of structs, whose leaves have pages of their
-    own, and not of lists in a compression that cannot be undone here."""
-    if len(leaves) != 1:
-        return False
-    codec = footer.row_group(group).column(leaves[0]).compression
-    return not footer.schema.column(leaves[0]).max_repetition_level or codec in CODECS
+class Piece(NamedTuple):
+    """What is read of a column chunk."""
+
+    begin: int  # of the chunk in the file
+    data: bytes
+    row: int  # that the pages begin with
 
 
 def _fetch(
@@ -148,16 +154,28 @@ def _fetch(
     first: int,
     last: int,
     leaves: list[int],
-) -> tuple[dict[int, bytes], dict[int, int]]:
-    """(where chunks begin in the file → what is read of them, leaf column → the row that begins there)."""
+    wanted: set[int],
+) -> dict[int, Piece]:
+    """Leaf column → the pages with rows [first, last), of those wanted whose pages are understood.
+
+    Args:
+        leaves: whose pages are looked up.
+
+    Raises:
+        Damaged: the pages of one contradict the footer. OSError: the storage fails.
+    """
     remote = "://" in version[0]
 
-    def fetch(leaf: int) -> tuple[int, bytes, int]:
+    def read_at(at: int, size: int) -> bytes:
+        return file.read_at(size, at)
+
+    def fetch(leaf: int) -> Piece | None:
         pages = _pages(version, footer, group, leaf)
-        data, row = pages.read(
-            lambda at, size: file.read_at(size, at), first, last, AHEAD_BYTES if remote else 0
-        )
-        return pages.begin, data, row
+        try:
+            pages.look_up(Ahead(read_at, AHEAD_BYTES) if remote else read_at)
+            return Piece(pages.begin, *pages.read(read_at, first, last)) if leaf in wanted else None
+        except ODD:
+            return None
 
     if remote:  # as pyarrow does by itself where it reads whole row groups
         with ThreadPoolExecutor(8) as pool:
@@ -165,15 +183,15 @@ def _fetch(
     else:
         found = list(map(fetch, leaves))
     _forget()
-    pieces = {begin: data for begin, data, _ in found}
-    return pieces, {leaf: row for leaf, (_, _, row) in zip(leaves, found, strict=True)}
+    return {leaf: piece for leaf, piece in zip(leaves, found, strict=True) if piece}
 
 
 def _pages(version: Version, footer: pq.FileMetaData, group: int, leaf: int) -> Pages:
     key = version, group, leaf
     with _lock:
         if key not in _known:
-            _known[key] = Pages(footer.row_group(group).column(leaf), footer.schema.column(leaf))
+            about = footer.row_group(group)
+            _known[key] = Pages(about.column(leaf), footer.schema.column(leaf), about.num_rows)
         return _known[key]
 
 
@@ -201,18 +219,20 @@ def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: l
 
 
 class Pages:
-    """The data pages of one column chunk at which a row begins, looked up as far as they are asked for.
+    """The data pages of one column chunk at which a row begins, all looked up when rows are first read.
 
-    Several threads may read.
+    Damage to one page would shift the rows of all later pages. So pages must add up to the footer's rows and
+    values, and those whose levels are counted must have their checksums. Several threads may read.
     """
 
-    def __init__(self, chunk: pq.ColumnChunkMetaData, column: pq.ColumnSchema):
+    def __init__(self, chunk: pq.ColumnChunkMetaData, column: pq.ColumnSchema, rows: int):
         self.begin = chunk.data_page_offset
         if chunk.has_dictionary_page and 0 < (chunk.dictionary_page_offset or 0) < self.begin:
             self.begin = chunk.dictionary_page_offset
         self._end = self.begin + chunk.total_compressed_size
         self._codec, self._depth = chunk.compression, column.max_repetition_level
         self._most_bytes, self._left = chunk.total_uncompressed_size, chunk.num_values
+        self._all_rows, self._name = rows, chunk.path_in_schema
         self._offsets: list[int] = []
         self._rows: list[int] = []  # that each page begins with
         self._coded: list[bool] = []  # whether the dictionary is needed from there to the next
@@ -224,26 +244,32 @@ class Pages:
         """About what this takes in memory."""
         return 500 + 80 * len(self._rows)
 
-    def read(self, read_at: ReadAt, first: int, last: int, ahead: int = 0) -> tuple[bytes, int]:
-        """(the dictionary, then the pages that hold rows [first, last); the row that they begin with).
-
-        Args:
-            ahead: bytes that are read at a time while pages are looked up.
+    def look_up(self, read_at: ReadAt) -> None:
+        """Finds the pages, and what rows they hold.
 
         Raises:
-            ValueError, pa.ArrowException: bytes that are no pages, or none that hold these rows.
+            Damaged: they contradict the footer. One of ODD: they are not understood.
         """
-        look = Ahead(read_at, ahead) if ahead else read_at
         with self._lock:
-            while self._left > 0 and self._at < self._end and not (self._rows and self._rows[-1] >= last):
-                self._walk(look)
-            if self._left and self._at == self._end:
-                raise ValueError("the pages end before the column")
-            start, stop = bisect_right(self._rows, first) - 1, bisect_left(self._rows, last)
-            if start < 0:
-                raise ValueError(f"no page holds row {first:,}")
-            begin, end = self._offsets[start], self._offsets[stop] if stop < len(self._rows) else self._end
-            coded, row = any(self._coded[start:stop]), self._rows[start]
+            while self._left > 0 and self._at < self._end:
+                self._walk(read_at)
+        if self._left or self._row != self._all_rows:
+            raise Damaged(
+                f"the pages of column {self._name} hold {self._row:,} rows, the footer has {self._all_rows:,}"
+            )
+
+    def read(self, read_at: ReadAt, first: int, last: int) -> tuple[bytes, int]:
+        """(the dictionary, then the pages that hold rows [first, last); the row that they begin with). Pages
+        must have been looked up.
+
+        Raises:
+            ValueError: none hold these rows.
+        """
+        start, stop = bisect_right(self._rows, first) - 1, bisect_left(self._rows, last)
+        if start < 0:
+            raise ValueError(f"no page holds row {first:,}")
+        begin, end = self._offsets[start], self._offsets[stop] if stop < len(self._rows) else self._end
+        coded, row = any(self._coded[start:stop]), self._rows[start]
         data = read_at(begin, end - begin)
         if coded:
             data = read_at(self.begin, self._first - self.begin) + data
@@ -253,13 +279,15 @@ class Pages:
         """Takes one more page."""
         header, size = self._header(read_at)
         kind, body = header[TYPE], header[COMPRESSED]
-        if not 0 <= body <= self._end - self._at - size:
-            raise ValueError(f"a page of {body} bytes")
-        if kind in (DATA, DATA_V2):
-            about = header[DATA_HEADER if kind == DATA else DATA_HEADER_V2]
+        room = self._end - self._at - size
+        if not 0 <= body <= room + UNCOUNTED_BYTES:  # pyarrow would take memory for it
+            raise Damaged(f"a page of column {self._name} has {body:,} bytes, of {room:,}")
+        if body > room:
+            raise ValueError("the column chunk ends within a page")
+        if about := header.get(DATA_HEADERS.get(kind, 0)):
             values, rows, begins_row = about[VALUES], about[VALUES], True
             if not 0 <= values <= self._left:
-                raise ValueError(f"a page of {values} values")
+                raise Damaged(f"a page of column {self._name} has {values:,} values, of {self._left:,}")
             if self._depth:
                 rows, begins_row = self._count(read_at, self._at + size, header, values)
             if begins_row:
@@ -284,12 +312,14 @@ class Pages:
 
     def _count(self, read_at: ReadAt, at: int, header: dict[int, Any], values: int) -> tuple[int, bool]:
         """(rows that begin in a page of lists, whether one begins with the page)."""
+        body = read_at(at, header[COMPRESSED])
+        if CRC in header and crc32(body) != header[CRC] % (1 << 32):
+            raise ValueError("a page's checksum is wrong")
         if header[TYPE] == DATA_V2:  # not its number of rows, which Arrow has long written as that of values
-            packed = read_at(at, max(0, min(header[DATA_HEADER_V2][V2_LEVELS_BYTES], header[COMPRESSED])))
+            packed = body[: max(0, header[DATA_HEADER_V2][V2_LEVELS_BYTES])]
         else:
-            packed = self._unpacked(read_at(at, header[COMPRESSED]), header)
-        levels = unpack_levels(packed, self._depth.bit_length(), values)
-        return int((levels == 0).sum()), bool(len(levels)) and levels[0] == 0
+            packed = self._unpacked(body, header)
+        return count_rows(packed, self._depth.bit_length(), values)
 
     def _unpacked(self, body: bytes, header: dict[int, Any]) -> bytes:
         """The levels of a page of version 1, which are compressed with its values."""
@@ -299,7 +329,8 @@ class Pages:
             if not 0 <= header[UNCOMPRESSED] <= self._most_bytes:
                 raise ValueError(f"a page of {header[UNCOMPRESSED]} bytes")
             try:
-                body = pa.decompress(body, header[UNCOMPRESSED], self._codec.lower(), asbytes=True)
+                codec = self._codec.lower().replace("lz4", "lz4_raw")  # or Hadoop's: an error here
+                body = pa.decompress(body, header[UNCOMPRESSED], codec, asbytes=True)
             except OSError as error:
                 raise ValueError(str(error)) from None
         return body[4 : 4 + int.from_bytes(body[:4], "little")]
@@ -318,14 +349,15 @@ class Ahead:
         return self._data[at - self._begin : at - self._begin + size]
 
 
-def unpack_levels(data: bytes, width: int, count: int) -> np.ndarray:
-    """Levels of `width` bits (1 to 8) out of Parquet's mix of runs and packed groups: uint8 [count].
+def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
+    """(rows that begin among repetition levels, which are those of 0; whether the first is one), of levels of
+    `width` bits (1 to 8) in Parquet's mix of runs and packed groups.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: there are fewer than `count`.
     """
-    parts: list[np.ndarray] = []
-    packed, levels = bytearray(), 0  # of groups that follow one another: their bytes, and how many levels
+    packed, levels = bytearray(), 0  # the groups' bytes, and how many levels; only the last may be cut
+    rows, begins_row = 0, False
     at, left = 0, count
     while left > 0:
         head = shift = 0
@@ -333,21 +365,24 @@ def unpack_levels(data: bytes, width: int, count: int) -> np.ndarray:
         while byte > 127:
             byte, at = data[at] if at < len(data) else 0, at + 1  # 0: a run of nothing
             head, shift = head | (byte & 127) << shift, shift + 7
+        level = data[at] if at < len(data) else 0
         if head & 1:  # groups of eight levels
             size = (head >> 1) * width
             groups = data[at : at + size]
             found = min(8 * len(groups) // width, left)
             packed += groups
             levels += found
+            level &= (1 << width) - 1
         else:  # one level many times
             size = 1
             found = min(head >> 1, left) if at < len(data) else 0
-            parts += [_unpack(packed, width, levels), np.full(found, data[at] if found else 0, np.uint8)]
-            packed, levels = bytearray(), 0
+            rows += 0 if level else found
         if not found:
             raise ValueError("a page's levels end too soon")
+        if left == count:
+            begins_row = level == 0
         at, left = at + size, left - found
-    return np.concatenate([*parts, _unpack(packed, width, levels)])
+    return rows + int((_unpack(packed, width, levels) == 0).sum()), begins_row
 
 
 def _unpack(packed: bytearray, width: int, count: int) -> np.ndarray:

@@ -1,0 +1,142 @@
+"""Damaged pages: an error, or rows as they were written; never rows of one column beside those of another."""
+
+import random
+from bisect import bisect_right
+
+import numpy as np
+import parquet
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrec.common.errors import DataError
+from raytrec.config.schema import Schema
+from raytrec.data import decode as decoding
+from raytrec.data import pages
+from raytrec.data.decode import decode
+from raytrec.data.faults import Faults
+from raytrec.data.fragments import scan
+from raytrec.data.order import Item, Part
+from raytrec.data.rows import read_item
+from raytrec.data.thrift import read_struct
+
+ROWS, PAGE = 1500, 100  # rows of the file, and of a page
+COPIES = 40
+CODECS = ["none", "snappy", "gzip", "brotli", "zstd", "lz4"]
+SPANS = [(230, 40), (610, 300), (ROWS - 30, 30)]  # first row, rows
+
+
+@pytest.fixture(autouse=True)
+def by_pages(monkeypatch):
+    """Reads even small row groups by their pages."""
+    monkeypatch.setattr(decoding, "WHOLE_ROWS", 10)
+
+
+def written(path, **how):
+    """Writes a column of each kind: flat, text, with nulls, lists, structs. Returns what is read of it."""
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, 50, ROWS)
+    table = pa.table(
+        {
+            "label": numbers % 2,
+            "many": np.arange(ROWS) * 7919,
+            "gaps": pa.array([None if i % 5 == 0 else i for i in range(ROWS)], pa.int32()),
+            "text": [f"n{i}" * (i % 4) for i in numbers],
+            "bag": pa.array(
+                [None if i % 9 == 0 else list(range(i % 8)) for i in numbers], pa.list_(pa.int64())
+            ),
+            "who": [{"city": int(i), "films": [int(i)] * (i % 3)} for i in numbers],
+        }
+    )
+    pq.write_table(table, path, max_rows_per_page=PAGE, **how)
+    names = [*table.column_names[:-1], "who.city", "who.films"]
+    return decode(str(path), 0, 0, ROWS, names)
+
+
+def places(path):
+    """(column, its pages) in the order of the file."""
+    footer, file = pq.read_metadata(path), pa.OSFile(str(path))
+    for i in range(footer.num_columns):
+        found = pages._pages((str(path), file.size(), 0), footer, 0, i)
+        found.look_up(lambda at, size: file.read_at(size, at))
+        yield footer.schema.column(i).path.removesuffix(".list.element"), found
+
+
+def rows_at(place, at):
+    """(column, rows) that damage to a byte may change."""
+    name, found = next((name, found) for name, found in place if at < found._end)
+    page = bisect_right(found._offsets, at) - 1
+    return name, range(page * PAGE, (page + 1) * PAGE) if page >= 0 else range(ROWS)  # of the dictionary: all
+
+
+def damaged(raw, chance, end):
+    """(a copy with one bit, or nine bytes, of its pages changed; the first and the last changed byte)."""
+    copy, at = bytearray(raw), chance.randrange(4, end - 9)
+    if chance.random() < 0.5:
+        copy[at] ^= 1 << chance.randrange(8)
+        return copy, at, at
+    copy[at : at + 9] = chance.randbytes(9)
+    return copy, at, at + 8
+
+
+@pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "no checksums"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_damaged_copies_give_an_error_or_the_rows_that_were_written(tmp_path, version, codec, checksums):
+    """Without checksums, values of the damaged page may differ, but rows of other pages are as written."""
+    path = tmp_path / "good.parquet"
+    how = {"data_page_version": version, "compression": codec, "write_page_checksum": checksums}
+    good, place = written(path, **how), list(places(path))
+    raw, chance, outcomes = path.read_bytes(), random.Random(f"{version} {codec}"), set()
+    for n in range(COPIES):
+        copy, first, last = damaged(raw, chance, place[-1][1]._end)
+        path = tmp_path / f"{n}.parquet"
+        path.write_bytes(copy)
+        changed = {rows_at(place, first), rows_at(place, last)}
+        names = sorted({"label"} | {name for name, _ in changed})
+        for begin, rows in SPANS:
+            try:
+                found = decode(str(path), 0, begin, rows, names)
+            except DataError as error:
+                outcomes.add("error")
+                assert f"{n}.parquet, row group 0" in str(error)
+                continue
+            outcomes.add("rows")
+            for name in names:
+                right = good[name].slice(begin, rows)
+                if found[name].equals(right):
+                    continue
+                assert not checksums, (name, n)
+                pairs = enumerate(zip(found[name].to_pylist(), right.to_pylist(), strict=True), begin)
+                wrong = [row for row, (got, expected) in pairs if got != expected]
+                assert all(any(name == c and row in r for c, r in changed) for row in wrong), (name, n)
+    assert outcomes == {"error", "rows"}
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "no checksums"])
+def test_rows_that_are_not_skipped_keep_their_lists_after_a_flipped_bit(tmp_path, version, checksums):
+    """In the levels of a page before them, where it begins or ends a list."""
+    path = tmp_path / "a.parquet"
+    how = {"data_page_version": version, "compression": "none", "write_page_checksum": checksums}
+    written(path, **how)
+    spec = {"labels": ["label"], "sparse": {"bag": {"table": "t"}}, "tables": {"t": {"rows": 50, "dim": 4}}}
+    form = scan(str(path), Schema.parse(spec, "test")).form
+
+    def read(begin):
+        return parquet.plain_rows(
+            read_item(Item(0, 0, (Part(str(path), 0, begin, 200),), None), form, Faults(True)), form
+        )
+
+    good = read(900)
+    raw, bag = bytearray(path.read_bytes()), dict(places(path))["bag"]
+    _, levels = read_struct(raw, bag._offsets[2])
+    raw[levels + (6 if version == "1.0" else 2)] ^= 4  # after the levels' size, and the first run's
+    path.write_bytes(raw)
+    pages._known.clear()
+    decoding._open.files.clear()
+    rows = read(900)
+    assert len(rows) == 200 and all(
+        row == right or not row["present"] for row, right in zip(rows, good, strict=True)
+    )
+    assert not any(row["present"] for row in read(250)), "the page itself is not used"
