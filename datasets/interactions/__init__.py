@@ -27,7 +27,7 @@ def prepare(
             parser=place,
             metavar="PATH",
             help="Parquet (also a folder), CSV, a text file with a user and its items in each line (S3-Rec), "
-            "a folder with train.txt and test.txt (LightGCN), or NAME.train.rating (NCF).",
+            "a folder with train, valid and test of these (LightGCN, RecBole), or NAME.train.rating (NCF).",
         ),
     ],
     user: Annotated[str, Option(help="Column of users, in Parquet and CSV.")] = "user",

@@ -11,6 +11,7 @@ from raytrec_datasets.interactions.vocabulary import Vocabulary
 from raytrec.common.errors import DataError
 
 TRAIN, VALID, TEST = 0, 1, 2
+VALID_NAMES = ("valid", "validation", "val", "dev")  # that sources give it
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 NAME.train.rating      user, item, rating, time, with tabs between them
 NAME.test.rating       the pair of each user that was left out
+NAME.valid.rating      pairs of the validation, if it is there
 NAME.test.negative     (user,item) of that pair, then the items that it is ranked with
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as csv
-from raytrec_datasets.interactions.events import TEST, TRAIN, Gathering, Pairs
+from raytrec_datasets.interactions.events import TEST, TRAIN, VALID, VALID_NAMES, Gathering, Pairs
 
 from raytrec.common.errors import DataError
 
@@ -29,14 +30,16 @@ def train_file(source: Path) -> Path | None:
 
 
 def read(train: Path, gathering: Gathering) -> dict[str, Any]:
-    """The three files; users of the test have the candidates of NAME.test.negative, if it is there.
+    """All files of a name; users of the test have the candidates of NAME.test.negative, if it is there.
 
     Raises:
         DataError: a line is not what it should be, or the files disagree.
     """
     name = train.name.removesuffix(TRAIN_END)
     test, negative = train.with_name(name + TEST_END), train.with_name(name + NEGATIVE_END)
-    parts = {TRAIN: _ratings(train), TEST: _ratings(test)}
+    places = [train.with_name(f"{name}.{word}.rating") for word in VALID_NAMES]
+    valid = next((path for path in places if path.is_file()), None)
+    parts = {TRAIN: _ratings(train)} | ({VALID: _ratings(valid)} if valid else {}) | {TEST: _ratings(test)}
     timed = all(part.shape[1] == 3 for part in parts.values())
     for split, part in parts.items():
         times = pa.array(part[:, 2]) if timed else None

@@ -16,8 +16,8 @@ def divide(data: Interactions, order: np.ndarray, how: str | None, seed: int, le
 
     leave-one-out: of each user's, the last is test and the last but one valid. time: of all together, the
     last tenth is test, and the tenth before it valid. random: as large, drawn from the seed. What the source
-    divides itself stays: of its train, one of each user with two or more becomes valid, the last if they
-    have an order.
+    divides itself stays; where it has no valid, one of train of each user with two or more becomes it, the
+    last if they have an order.
 
     Args:
         order: the interactions' positions, user after user (Interactions.order).
@@ -32,11 +32,11 @@ def divide(data: Interactions, order: np.ndarray, how: str | None, seed: int, le
     if data.split is not None:
         if how:
             raise ConfigError(
-                "the source divides its rows itself, into train and test",
+                "the source divides its rows itself",
                 where=f"--split {how}",
                 do="leave --split out; or give one file of the source",
             )
-        return _held_out_of_train(data, order, rng)
+        return data.split if VALID in data.split else _held_out_of_train(data, order, rng)
     if how == RANDOM:
         return _tenths(rng.permutation(len(data)))
     _check_order(data, how or LEAVE_ONE_OUT)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
-from raytrec_datasets.interactions.events import Columns, Gathering
+from raytrec_datasets.interactions.events import TRAIN, Columns, Gathering
 
 from raytrec.common.errors import ConfigError, DataError, did_you_mean
 
@@ -25,6 +25,7 @@ def read(
     batches: Callable[[Path, Columns], Iterator[Batch]],
     columns: Columns,
     gathering: Gathering,
+    split: int = TRAIN,
 ) -> dict[str, bool]:
     """All files, one after the other.
 
@@ -35,7 +36,7 @@ def read(
     lists = False
     for path in files:
         for users, items, times in batches(path, columns):
-            gathering.add(users, items, times)
+            gathering.add(users, items, times, split)
         lists = lists or (batches is parquet_batches and has_lists(path, columns))
     return {"of_all": not lists}
 
@@ -60,13 +61,14 @@ def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
 
 def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """The same of a CSV file (tabs in .tsv). Users and items are text, times what they look like."""
-    divider = "\t" if ".tsv" in path.suffixes else ","
+    """The same of CSV (tabs in .tsv and .inter). Users and items are text, times what they look like."""
+    divider = "\t" if {".tsv", ".inter"} & {*path.suffixes} else ","
     parse = csv.ParseOptions(delimiter=divider, newlines_in_values=True)
-    wanted = [name for name in (columns.user, columns.item, columns.time) if name]
     reading = csv.ReadOptions(block_size=BLOCK_BYTES)
     try:
         names = csv.open_csv(path, reading, parse).schema.names
+        columns = _of_inter(columns, names) if path.suffix == ".inter" else columns
+        wanted = [name for name in (columns.user, columns.item, columns.time) if name]
         check_columns(wanted, names, path)
         types = {name: pa.string() for name in (columns.user, columns.item)}
         options = csv.ConvertOptions(include_columns=wanted, column_types=types)
@@ -79,6 +81,15 @@ def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
                 done += len(batch)
     except (pa.ArrowException, OSError) as error:
         raise _broken(path, divider, columns.time, str(error)) from None
+
+
+def _of_inter(columns: Columns, names: list[str]) -> Columns:
+    """Columns under the names of a .inter file, name:type; where the command names none, RecBole's own."""
+    known = {name.partition(":")[0]: name for name in names}
+    user, item = (
+        known.get(name if name in known else f"{name}_id", name) for name in (columns.user, columns.item)
+    )
+    return Columns(user, item, known.get(columns.time or "timestamp", columns.time))
 
 
 def check_columns(wanted: list[str], there: list[str], path: Path) -> None:

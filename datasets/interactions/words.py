@@ -12,40 +12,20 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from raytrec_datasets.interactions.events import TEST, TRAIN, Gathering
+from raytrec_datasets.interactions.events import TRAIN, Gathering
 
 from raytrec.common.errors import DataError
 
-TRAIN_FILE, TEST_FILE = "train.txt", "test.txt"
 BLOCK_BYTES = 1 << 24
 NUMBER = r"^[0-9]{1,18}$"
 
 
-def read(path: Path, gathering: Gathering) -> dict[str, bool]:
-    """One file, its items in the order of time."""
-    _add(gathering, path, TRAIN)
+def read(files: list[Path], gathering: Gathering, split: int = TRAIN) -> dict[str, bool]:
+    """All files, one after the other; the items of a line are in the order of time."""
+    for path in files:
+        for users, items in lines(path):
+            gathering.add(users, items, split=split)
     return {"of_all": False}
-
-
-def read_divided(folder: Path, gathering: Gathering) -> dict[str, bool]:
-    """train.txt and test.txt of a folder.
-
-    Raises:
-        DataError: one is missing.
-    """
-    for name, split in ((TRAIN_FILE, TRAIN), (TEST_FILE, TEST)):
-        path = folder / name
-        if not path.is_file():
-            raise DataError(
-                f"{TRAIN_FILE} is there, and {name} is missing", where=str(folder), expected="both"
-            )
-        _add(gathering, path, split)
-    return {"in_order": False, "of_all": False}
-
-
-def _add(gathering: Gathering, path: Path, split: int) -> None:
-    for users, items in lines(path):
-        gathering.add(users, items, split=split)
 
 
 def lines(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:

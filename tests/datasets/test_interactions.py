@@ -240,6 +240,75 @@ def test_light_gcn_divides_its_rows_itself(tmp_path):
     )
 
 
+def as_text(path, found):
+    path.write_text("".join(f"{u} {' '.join(map(str, i))}\n" for u, i in by_user(found).items()))
+
+
+def as_table(path, found, line="user,item,time"):
+    between = "," if "," in line else "\t"
+    path.write_text("".join(between.join(map(str, row)) + "\n" for row in [line.split(between), *found]))
+
+
+def as_ratings(path, found):
+    path.write_text("".join(f"{user}\t{item}\t5\t{time}\n" for user, item, time in found))
+
+
+def as_parquet(path, found):
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table(dict(zip(("user", "item", "time"), zip(*found, strict=True), strict=True))), path)
+
+
+RECBOLE = "user_id:token\titem_id:token\ttimestamp:float"
+DIVIDED = {
+    "{}.txt": (as_text, []),
+    "clicks_{}.csv": (as_table, ["--time", "time"]),
+    "ml.{}.inter": (lambda path, found: as_table(path, found, RECBOLE), []),
+    "x.{}.rating": (as_ratings, []),
+    "{}/part-0.parquet": (as_parquet, ["--time", "time"]),
+    "{}-00000-of-00001.parquet": (as_parquet, ["--time", "time"]),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("valid", ["valid", "val", "dev", None])
+def test_a_source_with_train_valid_and_test_keeps_them(name, valid, tmp_path):
+    write, arguments = DIVIDED[name]
+    lists, when = by_user(events()), {(u, i): t for u, i, t in events()}
+    parts = {"train": slice(None, -2), valid: slice(-2, -1), "test": slice(-1, None)}
+    of = {
+        split: [(u, i, when[u, i]) for u, items in lists.items() for i in items[part]]
+        for split, part in parts.items()
+    }
+    source = tmp_path / "in"
+    source.mkdir()
+    for split, rows in of.items():
+        if split:
+            write(source / name.format(split), rows)
+    (source / "README.md").write_text("about")
+    rows = prepared(source, tmp_path / "out", *arguments, "--negatives", 2)
+    met = {split: {(r["user"], r["item"]) for r in rows[split] if r["label"]} for split in SPLITS}
+    assert met["test"] == {pair[:2] for pair in of["test"]}
+    if valid:
+        assert met["train"] == {pair[:2] for pair in of["train"]}
+        assert met["valid"] == {pair[:2] for pair in of[valid]}
+        for split, end in (("valid", -2), ("test", -1)):
+            for row in rows[split]:
+                assert row["history"] == lists[row["user"]][:end]
+    else:
+        assert met["train"] | met["valid"] == {pair[:2] for pair in of["train"]} and met["valid"]
+
+
+def test_sources_divided_in_part_or_twice_are_refused(tmp_path):
+    as_table(tmp_path / "a.train.csv", events())
+    as_table(tmp_path / "a.valid.csv", events())
+    assert "a file of the test is missing" in str(run(tmp_path, tmp_path / "out").exception)
+    as_table(tmp_path / "a.test.csv", events())
+    as_table(tmp_path / "b.train.csv", events())
+    assert "several data sets" in str(run(tmp_path, tmp_path / "out").exception)
+    rows = prepared(tmp_path / "a.train.csv", tmp_path / "out", "--split", "random", "--negatives", 0)
+    assert sum(map(len, rows.values())) == len(events()), "one file of them"
+
+
 def ncf(folder):
     """(events, candidates of each user) in NCF's files."""
     found, rng = events(), random.Random(8)
@@ -356,7 +425,7 @@ GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) 
         ("x.txt", "1 2 3 4\n", ["--split", "time"], "name one with --time"),
         ("x.pdf", "", [], "no layout of interactions"),
         ("x.parquet", "no", [], "cannot be read"),
-        ("train.txt", "1 2 3\n", [], "test.txt is missing"),
+        ("train.txt", "1 2 3\n", [], "train.txt is there, and a file of the test is missing"),
         ("x.train.rating", "1\t2\t3\t4\n1\tx\t3\t4\n", [], "x.train.rating, line 2"),
         ("x.train.rating", "1\t2\t3\t4\n", [], "x.test.rating"),
     ],
