@@ -29,6 +29,10 @@ _HOMES = {
 __all__ = [*_HOMES]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str):
     from importlib import import_module
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,11 +32,17 @@ __all__ = [
     "bind_store",
     "call_after_nodes",
     "multiply_",
+    "quiet_tracing",
     "rank_place",
     "sharded_tensor",
     "time_waits",
     "with_local_shards",
 ]
+
+
+def quiet_tracing() -> None:
+    """Keeps torch from a warning of what TorchRec (1.8.0) calls, which users cannot change."""
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def rank_place(rank: int, device: str) -> _remote_device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
@@ -21,7 +20,7 @@ from raytrec.cluster.session import in_job
 from raytrec.common.messages import ENDED_EARLY
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.driver import progress_log as lines
-from raytrec.metrics.results import format_result
+from raytrec.driver.figures import Pairs, of_index, of_predictions, of_result
 from raytrec.metrics.selection import figures_of
 from raytrec.metrics.slice_tables import slice_tables
 
@@ -164,12 +163,7 @@ def print_result(result: Any) -> None:
     """
     console = open_console()
     console.print(bold(result.metrics["name"]), soft_wrap=True)
-    table = Table(show_header=False)
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for row in format_result(result.metrics).values():
-        table.add_row(plain(row.title), plain(row.text))
-    console.print(table)
+    console.print(_table(of_result(result.metrics)))
     for each in slice_tables(result.metrics):
         of_slices = Table(
             *(plain(name) for name in each.columns), title=plain(each.title), title_justify="left"
@@ -189,32 +183,20 @@ def print_predictions(result: Any) -> None:
     Args:
         result: predict.Predictions.
     """
-    metrics, console = result.metrics, open_console()
-    console.print(bold(metrics["name"]), soft_wrap=True)
-    speed = metrics["predict.rows_per_s"]
-    lines = {
-        "rows": f"{metrics['predict.rows']:,}",
-        "files": f"{metrics['predict.files']:,}",
-        "rows per second": f"{speed:,.0f}" if speed else "nothing was left to do",
-        "seconds": f"{metrics['seconds']:,.1f}",
-    }
-    if ids := metrics["predict.ids"]:
-        lines["ids out of range"] = f"{metrics['predict.changed_ids']:,} of {ids:,}"
-    for key in ("skipped_rows", "skipped_files"):
-        if count := metrics[f"predict.{key}"]:
-            lines[key.replace("_", " ")] = f"{count:,}"
-    console.print(_figures(lines))
-    console.print(plain(f"predictions  {result.path}"), soft_wrap=True)
-    console.print(plain(f"columns      {', '.join(result.columns)}"), soft_wrap=True)
+    console = open_console()
+    console.print(bold(result.metrics["name"]), soft_wrap=True)
+    console.print(_table(of_predictions(result.metrics)))
+    for line in result.next_steps:
+        console.print(plain(line), soft_wrap=True)
 
 
-def _figures(lines: Mapping[str, Any]) -> Table:
-    """Name → value as a table without a head."""
+def _table(pairs: Pairs) -> Table:
+    """Names and texts as a table without a head."""
     table = Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")
-    for name, value in lines.items():
-        table.add_row(name, value)
+    for name, text in pairs:
+        table.add_row(plain(name), plain(text))
     return table
 
 
@@ -224,22 +206,11 @@ def print_index(result: Any) -> None:
     Args:
         result: index.Indexed.
     """
-    metrics, console = result.metrics, open_console()
-    console.print(bold(metrics["name"]), soft_wrap=True)
-    lines = {
-        "items": f"{metrics['index.items']:,}",
-        "width of a vector": f"{metrics['index.width']:,}",
-        "index of faiss": plain(metrics["index.faiss"] or "none: search is exact"),
-    }
-    for name, value in metrics.items():
-        if name.startswith("index.recall@"):
-            lines[f"its recall of the exact {name.partition('@')[2]}"] = f"{value:.4f}"
-    if count := metrics.get("index.queries"):
-        lines["measured with queries"] = f"{count:,}"
-    lines["seconds"] = f"{metrics['seconds']:,.1f}"
-    console.print(_figures(lines))
-    console.print(plain(f"index        {result.path}"), soft_wrap=True)
-    console.print(plain(f"ask it       raytrec.load_index({result.path!r}).search(vectors)"), soft_wrap=True)
+    console = open_console()
+    console.print(bold(result.metrics["name"]), soft_wrap=True)
+    console.print(_table(of_index(result.metrics)))
+    for line in result.next_steps:
+        console.print(plain(line), soft_wrap=True)
 
 
 CHECKS = {

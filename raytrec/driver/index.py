@@ -19,6 +19,7 @@ from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset, list_files, read_footer
 from raytrec.data.order import Item, Part
 from raytrec.driver.console import RunConsole
+from raytrec.driver.figures import as_html, of_index
 from raytrec.driver.predict import predict, resolve_checkpoint
 from raytrec.driver.towers import check_items, open_inputs, part_of_tower
 from raytrec.retrieval.faiss_index import build_faiss, require_faiss, to_bytes
@@ -44,6 +45,17 @@ class Indexed:
 
     metrics: dict[str, Any]
     path: str
+
+    @property
+    def next_steps(self) -> list[str]:
+        """Lines that say where to look."""
+        return [
+            f"index        {self.path}",
+            f"ask it       raytrec.load_index({self.path!r}).search(vectors)",
+        ]
+
+    def _repr_html_(self) -> str:
+        return as_html(self.metrics["name"], of_index(self.metrics), self.next_steps)
 
 
 def index(

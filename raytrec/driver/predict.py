@@ -29,6 +29,7 @@ from raytrec.data.spans import SPAN_ROWS
 from raytrec.data.verify import check_accused
 from raytrec.driver.console import RunConsole
 from raytrec.driver.evaluation import evaluation_config, scratch_folder
+from raytrec.driver.figures import as_html, of_predictions
 from raytrec.driver.launch import run_group
 from raytrec.driver.predictions import Manifest, check_place, choose_columns, claim, clean, hold_folder
 from raytrec.driver.recorder import Watch
@@ -59,6 +60,14 @@ class Predictions:
     metrics: dict[str, Any]
     path: str
     columns: list[str] = field(default_factory=list)
+
+    @property
+    def next_steps(self) -> list[str]:
+        """Lines that say where to look."""
+        return [f"predictions  {self.path}", f"columns      {', '.join(self.columns)}"]
+
+    def _repr_html_(self) -> str:
+        return as_html(self.metrics["name"], of_predictions(self.metrics), self.next_steps)
 
 
 def predict(

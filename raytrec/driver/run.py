@@ -29,6 +29,7 @@ from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import record_driver
 from raytrec.driver.evaluation import evaluation_config, scratch_folder, with_recovery_hint
 from raytrec.driver.evaluation_rows import reading_ahead
+from raytrec.driver.figures import as_html, of_result
 from raytrec.driver.launch import run_group
 from raytrec.driver.lock import hold_run_lock
 from raytrec.driver.preflight import check_fit
@@ -74,6 +75,9 @@ class Result:
     metrics: dict[str, Any]
     path: Path
     next_steps: list[str] = field(default_factory=list)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.metrics["name"], of_result(self.metrics), self.next_steps)
 
 
 class Unfinished(RunError):

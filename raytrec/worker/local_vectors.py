@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.checkpoint.managed import stored_rows
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.rows import StoredTable
+from raytrec.compat.torch_ import quiet_tracing
 from raytrec.config.evaluation import TowerName
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
@@ -36,6 +37,7 @@ def read_batch(config: RunConfig, schema: Schema, dataset: Dataset, items: list[
         dataset: which the rows are of; it may have some of the schema's features alone.
         items: the rows.
     """
+    quiet_tracing()
     tables = [read_item(item, dataset.form) for item in items]
     pieces = [Rows.of(part) for table in tables for part in table.combine_chunks().to_batches()]
     rows = sum(len(piece) for piece in pieces)

@@ -1,6 +1,7 @@
 """Retrieval from a trained run: full rankings, an index of items, vectors of a user's rows."""
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from torch.fx._symbolic_trace import is_fx_tracing_warning
 
 import raytrec
 from raytrec.common.errors import ConfigError, DataError, RunError
@@ -240,6 +242,16 @@ def test_searches_that_cannot_be_answered(run, made, tmp_path):
         raytrec.load_index(tmp_path)
     with pytest.raises(DataError, match="column 'age' is missing"):
         raytrec.query_vectors(run.path, {"user": 7, "history": []})
+
+
+def test_vectors_of_rows_come_without_warnings(run, monkeypatch, recwarn):
+    log, said = logging.getLogger("torch.fx._symbolic_trace"), []
+    log.setLevel(logging.NOTSET)
+    monkeypatch.setattr(log, "handle", said.append)
+    is_fx_tracing_warning.cache_clear()  # it comes once in a process
+    raytrec.query_vectors(run.path, {"user": 7, "history": [2, 12, 37], "age": 7 / USERS})
+    assert said == []
+    assert [w for w in recwarn if not issubclass(w.category, DeprecationWarning | ResourceWarning)] == []
 
 
 def test_without_faiss_it_says_what_to_install(run, folder, tmp_path, monkeypatch):

@@ -1,0 +1,42 @@
+"""What commands came to is a table in a notebook, and no name or text of a run's becomes HTML there."""
+
+from pathlib import Path
+
+import raytrec
+from raytrec.driver.index import Indexed
+from raytrec.driver.predict import Predictions
+from raytrec.driver.run import Result
+
+
+def test_a_result_is_a_table_with_where_to_look_below():
+    metrics = {"name": "<b>films</b>", "train.rows": 12000, "seconds": 25.3, "world_size": 2}
+    shown = Result(metrics, Path("runs/films"), ["run folder   runs/films"])._repr_html_()
+    assert "<tr><td>rows trained</td><td>12,000</td></tr>" in shown and "<td>25.3</td>" in shown
+    assert "<b>&lt;b&gt;films&lt;/b&gt;</b>" in shown and shown.endswith("<pre>run folder   runs/films</pre>")
+
+
+def test_so_are_predictions_and_an_index():
+    metrics = {
+        "name": "films on data",
+        "seconds": 2.0,
+        "predict.rows": 5000,
+        "predict.files": 2,
+        "predict.rows_per_s": None,
+        "predict.ids": 9,
+        "predict.changed_ids": 3,
+        "predict.skipped_rows": 0,
+        "predict.skipped_files": 1,
+    }
+    shown = Predictions(metrics, "out", ["row", "score"])._repr_html_()
+    for cells in ("rows</td><td>5,000", "ids out of range</td><td>3 of 9", "skipped files</td><td>1"):
+        assert f"<tr><td>{cells}</td></tr>" in shown
+    assert "skipped rows" not in shown and shown.endswith("columns      row, score</pre>")
+    metrics = {"name": "films", "seconds": 2.0, "index.items": 40, "index.width": 8, "index.faiss": None}
+    shown = Indexed(metrics | {"index.recall@10": 0.98}, "films")._repr_html_()
+    assert "recall of the exact 10</td><td>0.9800" in shown and "none: search is exact" in shown
+
+
+def test_the_names_of_the_package_can_be_completed():
+    assert {*raytrec.__all__, "__version__"} <= {*dir(raytrec)}
+    for name in raytrec.__all__:
+        assert hasattr(raytrec, name)
