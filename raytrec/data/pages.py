@@ -309,6 +309,8 @@ class Pages:
                 if size >= room:
                     raise
                 size *= 16
+            except ValueError as error:  # pyarrow may take it for another page
+                raise Damaged(f"a page of column {self._name} has no valid header: {error}") from None
 
     def _count(self, read_at: ReadAt, at: int, header: dict[int, Any], values: int) -> tuple[int, bool]:
         """(rows that begin in a page of lists, whether one begins with the page)."""

@@ -41,7 +41,7 @@ def written(path, **how):
             "label": numbers % 2,
             "many": np.arange(ROWS) * 7919,
             "gaps": pa.array([None if i % 5 == 0 else i for i in range(ROWS)], pa.int32()),
-            "text": [f"n{i}" * (i % 4) for i in numbers],
+            "text": [b"n%d" % i * (i % 4) for i in numbers],
             "bag": pa.array(
                 [None if i % 9 == 0 else list(range(i % 8)) for i in numbers], pa.list_(pa.int64())
             ),
