@@ -12,7 +12,8 @@ from raytrec.checkpoint.sound import why_no_run
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import number
 from raytrec.common.reading import MOST_YAML_BYTES, NotReadable, read_bytes, yaml_values
-from raytrec.common.storage import absolute, open_filesystem
+from raytrec.common.storage import absolute, chooses_server, open_filesystem
+from raytrec.config.trust import is_ours, not_ours
 from raytrec.metrics.selection import Figure
 
 PREFIX = "step-"
@@ -254,6 +255,20 @@ def _exists(uri: str) -> bool:
     return filesystem.get_file_info(path).type == fs.FileType.File
 
 
+def _check_trusted(root: str, config: Path) -> None:
+    """
+    Raises:
+        RunError: another user's run leads to a server, which would be sent the credentials of this one.
+    """
+    if chooses_server(root) and not is_ours(config):
+        raise RunError(
+            f"the checkpoints are at a server that the configuration of the run chooses: {root}",
+            where=not_ours(config),
+            expected="a run of your own, or a place that names no server",
+            do="if you trust its source, give the folder of a checkpoint there in place of the run's",
+        )
+
+
 def _roots(place: str) -> list[str]:
     """Where a run folder's checkpoints may be: where its configuration says, beside it, or here."""
     roots = [f"{place}/{FOLDER}", place]
@@ -270,5 +285,6 @@ def _roots(place: str) -> list[str]:
         ):  # whoever needs the configuration says what is wrong
             return roots
         if isinstance(away, str) and away:
+            _check_trusted(away, config)
             roots.insert(0, away)
     return roots

@@ -13,7 +13,7 @@ from pathlib import Path
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.sections import name_like
-from raytrec.config.trust import code_in
+from raytrec.config.trust import own_code
 
 OURS = ("raytrec", "raytrec_datasets")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".ipynb_checkpoints")
@@ -99,9 +99,8 @@ def config_name(source: str | Path | dict | RunConfig) -> str:
 def user_modules(config: RunConfig) -> list[Path]:
     """The files or folders, in the working directory, of modules that the configuration names. Others are
     installed, or they are missing, which the run says."""
-    named = code_in(config.model_dump(by_alias=True, mode="json"))
-    named.pop("scaling.address", None)
-    tops = {name.partition(":")[0].partition(".")[0] for name in named.values()}
+    named = own_code(config.model_dump(by_alias=True, mode="json"))
+    tops = {name.partition(":")[0].partition(".")[0] for name in named}
     places = [place for top in sorted(tops) for place in (Path(top), Path(f"{top}.py"))]
     return [place for place in places if place.exists() and place.stem not in OURS]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from raytrec.common.reading import MOST_JSON_BYTES, MOST_YAML_BYTES, yaml_values
 
 ROOT = "RAYTREC_ROOT"
 COPIES = "/runtime_resources/working_dir_files/"  # where Ray unpacks the working directories of jobs
+# URIs whose server is this machine, or the store's own. pyarrow takes others from parameters such as
+# endpoint_override, scheme and blob_storage_authority, and from the host of abfs:// and hdfs://.
+OWN_SERVER = re.compile(
+    r"file:///(?s:.*)"
+    r"|(?:s3|gs|gcs)://(?:[^@/?#\s]*@)?[\w.-]+(?:/[^?#]*)?(?:\?region=[\w-]+)?"
+    r"|abfss?://(?:[\w$-]+@)?[\w$-]+(?:\.(?:blob|dfs)\.core\.windows\.net)?(?:/[^?#]*)?",
+    re.ASCII,
+)
 
 
 def open_filesystem(uri: str):
@@ -45,6 +54,18 @@ def open_filesystem(uri: str):
             expected="a local path, s3://bucket/folder or gs://bucket/folder",
         ) from None
     return filesystem, path.rstrip("/") or "/"
+
+
+def chooses_server(uri: str) -> bool:
+    """Whether a URI decides which server is asked, and sent the credentials of this user.
+
+    Example:
+        >>> chooses_server("s3://bucket/train?region=eu-north-1")
+        False
+        >>> chooses_server("s3://bucket/train?endpoint_override=storage.example:9000")
+        True
+    """
+    return "://" in uri and not OWN_SERVER.fullmatch(uri)
 
 
 def read_bytes(uri: str, most: int = MOST_YAML_BYTES) -> bytes:

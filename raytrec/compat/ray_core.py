@@ -40,6 +40,12 @@ UNNEEDED = ("start_api_server", "start_monitor", "start_log_monitor")  # methods
 # Calls that exist on the two kinds of servers and change nothing; what matters is whether they are refused.
 GCS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 CLIENT_CALL = "/ray.rpc.RayletDriver/ClusterInfo"
+HEAD_PROCESSES = ("gcs_server", "ray.util.client.server")  # that listen at the addresses of a cluster
+
+
+def is_head(command: list[str]) -> bool:
+    """Whether a process of this command listens at HOST:PORT or ray://HOST:PORT of a cluster."""
+    return any(Path(word).name in HEAD_PROCESSES for word in command)
 
 
 def available_resources() -> dict[str, dict[str, float]]:

@@ -34,7 +34,7 @@ from raytrec.config.sections import (
     WarmStartSection,
 )
 from raytrec.config.tasks import TaskSection
-from raytrec.config.trust import code_in, refuse_code, strange_run
+from raytrec.config.trust import code_in, origin, refuse_code
 
 MOST_MISTAKES = 20  # that are told at once
 EXPECTED = "Input should be "  # as pydantic's messages begin
@@ -118,7 +118,7 @@ def load_config(
         overrides: `section.key=value` strings, whose values are YAML (`train.epochs=3`, `model={name: mf}`),
             or a mapping of such keys (overrides.py).
         elsewhere: where values come from that may not be the user's own (trust.py); a URI is such a place.
-        allow_code: such values may name code all the same.
+        allow_code: such values may name code and servers all the same.
 
     Raises:
         ConfigError: code is named that is not allowed. No file, not YAML, unknown keys (with the nearest
@@ -130,7 +130,7 @@ def load_config(
         values, where = _plain(source), "config"
     else:
         values, where = _read(str(source)), str(source)
-        elsewhere = where if "://" in where else elsewhere or strange_run(where)
+        elsewhere = elsewhere or origin(where)
     named = code_in(values) if elsewhere and not allow_code else {}
     overrides = as_texts(overrides)
     for override in overrides:

@@ -1,11 +1,12 @@
 """Configurations from elsewhere are data, never code.
 
-A configuration can name code that its run imports (`module:name`), and a cluster with whose processes it
-exchanges pickles. Both are honoured in a configuration that you wrote. In one from a URI, a run folder or a
-checkpoint, which may be somebody else's, they are refused without --allow-code.
+A configuration can name code that its run imports (`module:name`), a cluster with which it exchanges pickles
+and the token, and servers that receive this user's credentials. All are honoured in a configuration that you
+wrote. In one from a URI, a checkpoint, or the folder of a run or search, all of which may be another user's,
+they are refused without --allow-code.
 
-Your own run folders carry a mark: a MAC of their config.yaml under a key in your home that only you can read.
-It travels with the folder, and is void when somebody changes the configuration.
+The configurations in your own run and search folders carry a mark: a MAC of the file under a key in your home
+that only you can read. It travels with the folder, and is void when another user changes the file.
 """
 
 from __future__ import annotations
@@ -19,46 +20,43 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.reading import read_bytes, read_text
+from raytrec.common.reading import read_bytes, read_text, yaml_values
+from raytrec.common.redaction import hide_all
+from raytrec.common.storage import chooses_server
+from raytrec.compat.ray_core import is_head
 
-MARK = "config.yaml.mark"
-OF_RUNS = ("driver.json", "events.jsonl", "plan.json", "checkpoints", MARK)  # what is beside a run's config
+if TYPE_CHECKING:
+    from psutil import Process
+
+CONFIG, MARK = "config.yaml", ".mark"
+# What raytrec writes beside the configurations of a run and of a search.
+OF_RUNS = ("driver.json", "events.jsonl", "plan.json", "checkpoints", CONFIG + MARK)
+OF_SEARCHES = ("search.json", "trials.json", "outcome.json", "tune.html")
+FILES_OF_SEARCHES = ("best.yaml", "space.yaml")
 MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_AUTH")
+WITHOUT_PLACES = ("tracking", "scaling", "tasks")  # servers with their own rules, links, expressions
 
 
 def code_in(values: dict[str, Any]) -> dict[str, str]:
-    """What of a configuration's plain values is code, or leads to it: key → value; not checked yet."""
-    found = {}
-    model, data, scaling = (_mapping(values.get(section)) for section in ("model", "data", "scaling"))
-    if ":" in str(model.get("name", "")):
-        found["model.name"] = str(model["name"])
-    transforms = data.get("transforms")
-    for number, transform in enumerate(transforms if isinstance(transforms, list) else []):
-        do = str(_mapping(transform).get("do", ""))
-        if ":" in do:
-            found[f"data.transforms[{number}].do"] = do
-    for place, name in _of_tasks(values.get("tasks")):
-        if ":" in name:
-            found[place] = name
-    for check in _mapping(_mapping(values.get("checks")).get("custom")):
-        found[f"checks.custom.{check}"] = str(check)
-    address = scaling.get("address")
-    if address not in (None, "auto", "local") and not _is_here(str(address)):
+    """What of a configuration's plain values is code or a server to trust: key → value; not checked yet."""
+    places = {section: each for section, each in values.items() if section not in WITHOUT_PLACES}
+    found = _modules(values) | dict(_places(places))
+    address = _mapping(values.get("scaling")).get("address")
+    if address not in (None, "auto", "local") and not _is_own_head(str(address)):
         found["scaling.address"] = str(address)
-    store = str(_mapping(values.get("tracking")).get("uri") or "")
-    if _would_be_told_a_secret(store):
+    store = _text(_mapping(values.get("tracking")).get("uri"))
+    if _would_receive_a_secret(store):
         found["tracking.uri"] = store
     return found
 
 
 def own_code(values: dict[str, Any]) -> list[str]:
     """The user's code that a configuration names, as module:name."""
-    servers = ("scaling.address", "tracking.uri")
-    return list(dict.fromkeys(name for key, name in code_in(values).items() if key not in servers))
+    return list(dict.fromkeys(_modules(values).values()))
 
 
 def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> None:
@@ -71,53 +69,72 @@ def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> N
     Raises:
         ConfigError: lists all of it.
     """
-    now = code_in(values)
+    now = code_in(values) if before else {}
     named = [f"{key}: {value}" for key, value in before.items() if now.get(key) == value]
     if named:
-        servers = " or servers to trust" if {"scaling.address", "tracking.uri"} & before.keys() else ""
         raise ConfigError(
-            f"a configuration from elsewhere names code to run{servers}: {'; '.join(named)}",
+            f"a configuration from elsewhere names code to run or servers to trust: {'; '.join(named)}",
             where=where,
-            expected="data alone: no module:name, no cluster, no MLflow server while one's password is set",
+            expected="data alone: no module:name, no cluster, no URI that chooses its server, and no MLflow "
+            "server while a password for one is set",
             do="if you trust its source, say --allow-code, or make a copy of your own; else set these keys "
             "to something of your own",
         )
 
 
-def mark(folder: Path) -> None:
-    """Marks a run folder, whose config.yaml this user has just written or approved, as this user's.
+def mark(file: Path) -> None:
+    """Marks a file of settings, which this user has just written or approved, as this user's.
 
     Where no key can be kept (a home that cannot be written to) or the folder is full, there is no mark.
     """
     with suppress(OSError, RuntimeError):
-        (folder / MARK).write_text(_mac(folder, _key(create=True)))
+        file.with_name(file.name + MARK).write_text(_mac(file, _key(create=True)))
 
 
-def is_ours(folder: Path) -> bool:
-    """Whether this user wrote a run folder's config.yaml, as it is now, with this home."""
+def is_ours(file: Path) -> bool:
+    """Whether this user wrote a file of settings, as it is now, with this home."""
     try:
-        found = read_text(folder / MARK)
-        return hmac.compare_digest(found.encode(), _mac(folder, _key(create=False)).encode())
+        found = read_text(file.with_name(file.name + MARK))
+        return hmac.compare_digest(found.encode(), _mac(file, _key(create=False)).encode())
     except (OSError, RuntimeError):  # no mark, no key, or no home
         return False
 
 
-def strange_run(config: str) -> str | None:
-    """Where a configuration comes from, if it is that of a run that is not this user's; else None."""
-    path = Path(config)
-    if path.name != "config.yaml" or not any((path.parent / name).exists() for name in OF_RUNS):
-        return None
-    return None if is_ours(path.parent) else not_ours(path.parent)
+def origin(place: str) -> str | None:
+    """Where settings come from, if that is a URI or the folder of another user's run or search; else None."""
+    if "://" in place:
+        return place
+    file = Path(place).absolute()
+    of_run = file.name == CONFIG and (_holds(file.parent, OF_RUNS) or _holds(file.parent.parent, OF_SEARCHES))
+    of_search = file.name in FILES_OF_SEARCHES and _holds(file.parent, OF_SEARCHES)
+    return not_ours(file) if (of_run or of_search) and not is_ours(file) else None
 
 
-def not_ours(folder: Path) -> str:
-    """The place of a configuration in a run folder that is not this user's, for errors."""
-    return f"{folder / 'config.yaml'}, which you have not written with this home, or which was changed since"
+def checkpoint_origin(folder: str, values: dict[str, Any]) -> str | None:
+    """Where a checkpoint's configuration comes from; None: the run's config.yaml is ours and names the same.
+
+    Args:
+        folder: of the checkpoint.
+        values: its configuration, from which secrets have been taken out.
+    """
+    run = Path(folder).parent.parent / CONFIG
+    if "://" in folder or not is_ours(run):
+        return folder
+    own = code_in(hide_all(yaml_values(read_bytes(run))))
+    return None if code_in(values).items() <= own.items() else folder
 
 
-def _mac(folder: Path, key: bytes) -> str:
-    text = read_bytes(folder / "config.yaml")
-    return hmac.new(key, b"raytrec run\0" + text, hashlib.sha256).hexdigest()
+def not_ours(file: Path) -> str:
+    """The place of a file of settings that is not this user's, for errors."""
+    return f"{file}, which you have not written with this home, or which was changed since"
+
+
+def _holds(folder: Path, names: tuple[str, ...]) -> bool:
+    return any((folder / name).exists() for name in names)
+
+
+def _mac(file: Path, key: bytes) -> str:
+    return hmac.new(key, b"raytrec run\0" + read_bytes(file), hashlib.sha256).hexdigest()
 
 
 def _key(*, create: bool) -> bytes:
@@ -154,24 +171,80 @@ def _make_key(file: Path) -> None:
         partial.unlink()
 
 
-def _would_be_told_a_secret(store: str) -> bool:
+def _modules(values: dict[str, Any]) -> dict[str, str]:
+    """Key → module:name."""
+    found = {}
+    model, data = _mapping(values.get("model")), _mapping(values.get("data"))
+    if ":" in str(model.get("name", "")):
+        found["model.name"] = str(model["name"])
+    transforms = data.get("transforms")
+    for number, transform in enumerate(transforms if isinstance(transforms, list) else []):
+        do = str(_mapping(transform).get("do", ""))
+        if ":" in do:
+            found[f"data.transforms[{number}].do"] = do
+    for place, name in _of_tasks(values.get("tasks")):
+        if ":" in name:
+            found[place] = name
+    for check in _mapping(_mapping(values.get("checks")).get("custom")):
+        found[f"checks.custom.{check}"] = str(check)
+    return found
+
+
+def _places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, URI) of each place that chooses its server."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _places(each, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _places(each, f"{key}[{number}]")
+    elif chooses_server(_text(value)):
+        yield key, _text(value)
+
+
+def _would_receive_a_secret(store: str) -> bool:
     """Whether an MLflow server elsewhere would be sent the password or token that is meant for another."""
-    if not store.startswith(("http://", "https://")) or _is_here(store):
-        return False
-    mine = os.environ.get("MLFLOW_TRACKING_URI", "")
-    with suppress(ValueError):
-        if mine and urlsplit(mine).netloc.rpartition("@")[2] == urlsplit(store).netloc.rpartition("@")[2]:
-            return False
     file = os.path.expanduser("~/.mlflow/credentials")
-    return any(os.environ.get(name) for name in MLFLOW_SECRETS) or os.path.exists(file)
-
-
-def _is_here(address: str) -> bool:
-    try:
-        host = urlsplit(address if "://" in address else f"//{address}").hostname or ""
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:  # a name, or no address at all
+    if not any(os.environ.get(name) for name in MLFLOW_SECRETS) and not os.path.exists(file):
         return False
+    server, mine = _server(store), _server(os.environ.get("MLFLOW_TRACKING_URI", ""))
+    if server is None:
+        return True
+    if server.scheme not in ("http", "https") or _own_listeners(server):
+        return False
+    same = mine and (mine.scheme, mine.hostname, mine.port) == (server.scheme, server.hostname, server.port)
+    return not same
+
+
+def _is_own_head(address: str) -> bool:
+    """Whether an address is that of a Ray cluster which this user has started on this machine."""
+    server = _server(address if "://" in address else f"//{address}")
+    listeners = _own_listeners(server) if server else []
+    return bool(listeners) and all(is_head(process.cmdline()) for process in listeners)
+
+
+def _own_listeners(server: SplitResult) -> list[Process]:
+    """The processes that listen at a loopback address; none where one of them is another user's."""
+    import psutil
+
+    try:
+        if server.hostname != "localhost" and not ip_address(server.hostname).is_loopback:
+            return []
+        sockets = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        pids = [each.pid for each in sockets if each.laddr.port == server.port]  # None: it may not be seen
+        found = [psutil.Process(pid) for pid in pids if pid is not None]
+        ours = None not in pids and all(process.uids().effective == os.geteuid() for process in found)
+        return found if ours else []
+    except (ValueError, psutil.Error):  # a name; a process that has ended or cannot be looked at
+        return []
+
+
+def _server(uri: str) -> SplitResult | None:
+    """The parts of a URI; None: its port or its host cannot be one."""
+    with suppress(ValueError):
+        split = urlsplit(uri)
+        return split if split.port != 0 else None
+    return None
 
 
 def _of_tasks(tasks: Any) -> Iterator[tuple[str, str]]:
@@ -182,6 +255,17 @@ def _of_tasks(tasks: Any) -> Iterator[tuple[str, str]]:
         metrics = task.get("metrics")
         for place, metric in enumerate(metrics if isinstance(metrics, list) else []):
             yield f"tasks[{number}].metrics[{place}]", str(metric)
+
+
+def _text(value: Any) -> str:
+    """A text, as pydantic takes it: bytes, too."""
+    return (
+        value.decode(errors="replace")
+        if isinstance(value, bytes)
+        else value
+        if isinstance(value, str)
+        else ""
+    )
 
 
 def _mapping(value: Any) -> dict:

@@ -187,7 +187,7 @@ def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
 def write_config(folder: Path, config: RunConfig) -> None:
     """Writes a run's config.yaml, and marks it as this user's (trust.py)."""
     write_text(folder / "config.yaml", config.to_yaml())
-    mark(folder)
+    mark(folder / "config.yaml")
 
 
 def make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:

@@ -15,7 +15,7 @@ from raytrec.common.reading import json_values, read_bytes, read_text
 from raytrec.common.storage import absolute
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.config.trust import code_in, is_ours, not_ours
+from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
 from raytrec.data.contents import Content, differences, fingerprint, old_fingerprint, written_again
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Order
@@ -69,17 +69,18 @@ def resume_config(
         RunError: no run there, or a finished one. ConfigError: a change that would make it another run.
     """
     folder = Path(absolute(str(place)))
+    file = folder / "config.yaml"
     check_unfinished(folder)
-    if not (folder / "config.yaml").is_file():
+    if not file.is_file():
         raise RunError(
             "there is no run here",
             where=str(folder),
             expected="the folder of a run, with its config.yaml",
             do="give the folder that `raytrec train` printed (run.dir)",
         )
-    before = load_config(folder / "config.yaml", allow_code=True)  # nothing of it runs until it is allowed
-    trusted = allow_code or is_ours(folder)
-    elsewhere = None if trusted or source is not None else not_ours(folder)
+    before = load_config(file, allow_code=True)  # nothing of it runs until it is allowed
+    strange = {} if allow_code or is_ours(file) else code_in(before.model_dump(by_alias=True))
+    elsewhere = not_ours(file) if strange and source is None else None
     config = load_config(
         before if source is None else source, overrides, elsewhere=elsewhere, allow_code=allow_code
     )
@@ -87,13 +88,15 @@ def resume_config(
         part = getattr(config, section)
         if getattr(part, key) is None:
             setattr(part, key, getattr(getattr(before, section), key))
+    kept = {key: strange[key] for key in ("warm_start.from", "checkpoint.dir") if key in strange}
+    refuse_code(kept, config.model_dump(by_alias=True), not_ours(file))
     config.run.dir = str(folder)  # it may have been moved since
-    if trusted or "tracking.uri" not in code_in(before.model_dump(by_alias=True)):
+    if "tracking.uri" not in strange:
         config.tracking.uri = config.tracking.uri or before.tracking.uri
     if changed := _differences(before, config):
         raise ConfigError(
             "the configuration has changed in what decides the result:\n" + "\n".join(changed),
-            where=str(folder / "config.yaml"),
+            where=str(file),
             expected="the configuration that the run began with",
             do=f"restore these; or start a new run with its weights: raytrec train --warm-start {place}",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from raytrec.checkpoint.table_starts import schema_of, table_starts
 from raytrec.common.errors import ConfigError, SchemaError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
+from raytrec.config.trust import checkpoint_origin
 from raytrec.embeddings.per_table import table_optimizers
 
 
@@ -32,10 +34,11 @@ def config_from(
     values = whole.model_dump(by_alias=True, mode="json")
     name = re.sub(r"-\d{8}-\d{6}$", "", whole.run.name or "run")
     values["run"] |= {"name": None, "dir": None}
-    values["warm_start"] |= {"from": folder}
     values["checkpoint"]["dir"] = None
-    values["data"]["schema"] = f"{folder}/{INDEX}"
-    return load_config(values, overrides, elsewhere=folder, allow_code=allow_code), name
+    given = {"warm_start.from": folder, "data.schema": f"{folder}/{INDEX}"}
+    overrides = [*(f"{key}={json.dumps(each)}" for key, each in given.items()), *overrides]
+    elsewhere = checkpoint_origin(folder, index["about"]["config"])
+    return load_config(values, overrides, elsewhere=elsewhere, allow_code=allow_code), name
 
 
 def check_fits(config: RunConfig, schema: Schema) -> list[str]:

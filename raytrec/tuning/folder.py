@@ -15,7 +15,7 @@ from typing import Any
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.reading import NotReadable, json_values, read_bytes, read_text
 from raytrec.config.run_config import RunConfig, load_config
-from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
+from raytrec.config.trust import code_in, is_ours, mark, not_ours, origin, refuse_code
 from raytrec.driver.prepare import make_folder, write_config
 from raytrec.driver.recorder import RESULT, write_json, write_text
 from raytrec.tuning.search import Search, Settings, prepare
@@ -28,6 +28,7 @@ from raytrec.tuning.trials import (
     WAITING,
     Evaluations,
     Trial,
+    plain_values,
     with_values,
 )
 
@@ -47,6 +48,7 @@ def write_search(search: Search, fingerprint: str) -> None:
         (folder / BASE).mkdir(parents=True, exist_ok=True)
         write_config(folder / BASE, search.config)
         write_text(folder / SPACE, search.space.text)
+        mark(folder / SPACE)
         note = {"fingerprint": fingerprint, "space": search.space.place, "settings": asdict(search.settings)}
         write_json(folder / SEARCH, note)
         keep(search)
@@ -108,8 +110,8 @@ def reopen(folder: Path, trials: int | None, allow_code: bool) -> tuple[Search, 
     config = _trusted(folder / BASE, allow_code)
     config.run.dir = str(folder)  # it may have been moved
     space = Space.read(str(folder / SPACE))
-    if not allow_code and not is_ours(folder / BASE):
-        _refuse_drawn_code(space, before, folder)
+    if not allow_code:
+        refuse_drawn_code(config, space, before)
     search = prepare(config, space, settings, before)
     for trial, record in zip(search.trials, before, strict=False):
         if (trial.folder / "config.yaml").exists():
@@ -124,19 +126,32 @@ def _trusted(folder: Path, allow_code: bool) -> RunConfig:
     Raises:
         ConfigError: it names code, this user has not written it, and that is not allowed.
     """
-    elsewhere = None if is_ours(folder) else not_ours(folder)
-    return load_config(folder / "config.yaml", elsewhere=elsewhere, allow_code=allow_code)
+    file = folder / "config.yaml"
+    elsewhere = None if is_ours(file) else not_ours(file)
+    return load_config(file, elsewhere=elsewhere, allow_code=allow_code)
 
 
-def _refuse_drawn_code(space: Space, before: list[dict], folder: Path) -> None:
-    """
+def refuse_drawn_code(config: RunConfig, space: Space, before: list[dict] | tuple = ()) -> None:
+    """Looks whether a search draws code, or has drawn it, that neither its configuration nor its space names.
+
+    Args:
+        before: records of trials that have been drawn before.
+
     Raises:
-        ConfigError: what is drawn, or has been, names code: in a folder that this user has not written.
+        ConfigError: it does; what a space from elsewhere draws counts as what has been drawn before.
     """
-    drawn = [{draw.key: value} for draw, value in space.extremes()]
-    for each in drawn + [record["values"] for record in before]:
-        values = with_values({}, each)
-        refuse_code(code_in(values), values, not_ours(folder / BASE))
+    elsewhere, base = origin(space.place), plain_values(config)
+    if not (elsewhere or before):
+        return
+    known = set(code_in(base).items())
+    for draw, value in space.extremes():
+        drawn = with_values(base, {draw.key: value})
+        if elsewhere:
+            refuse_code(dict(code_in(drawn).items() - known), drawn, elsewhere)
+        known.update(code_in(drawn).items())
+    for record in before:
+        drawn = with_values(base, record["values"])
+        refuse_code(dict(code_in(drawn).items() - known), drawn, TRIALS)
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

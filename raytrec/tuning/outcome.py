@@ -15,6 +15,7 @@ import yaml
 from raytrec.common.formatting import count
 from raytrec.common.reading import NotReadable, json_values, read_bytes
 from raytrec.common.storage import relative
+from raytrec.config.trust import mark
 from raytrec.driver.recorder import RESULT, write_json, write_text
 from raytrec.metrics.results import EVAL
 from raytrec.metrics.selection import Figure
@@ -96,6 +97,7 @@ def write_outcome(search: Search, outcome: Outcome, warn: Callable[[str], None])
     folder = search.folder
     if outcome.best:
         write_text(folder / BEST, best_text(search, outcome))
+        mark(folder / BEST)
     try:
         outcome.next_steps.append(f"page         {relative(_write_page(search, outcome))}")
     except Exception as error:  # a search does not fail for its pictures

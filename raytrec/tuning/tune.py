@@ -15,7 +15,7 @@ from raytrec.driver.lock import hold_run_lock
 from raytrec.driver.run import PATIENCE_S
 from raytrec.driver.stop import Interrupted
 from raytrec.tuning.console import TuneConsole
-from raytrec.tuning.folder import is_search, newest_like, read_note, reopen, write_search
+from raytrec.tuning.folder import is_search, newest_like, read_note, refuse_drawn_code, reopen, write_search
 from raytrec.tuning.outcome import Outcome, outcome_of, write_outcome
 from raytrec.tuning.runner import run_trials
 from raytrec.tuning.search import Search, Settings, load_base, prepare
@@ -77,6 +77,8 @@ def tune(
     settings = Settings(10 if trials is None else trials, metric, seed, grace_steps, reduction_factor)
     config, fingerprint, named = load_base(source, as_texts(overrides), allow_code)
     read = Space.read(str(space))  # as CONFIG, of a job from what was submitted with it
+    if not allow_code:
+        refuse_drawn_code(config, read)
     if resume_latest:
         note = {"fingerprint": fingerprint, "settings": settings, "text": read.text}
         if earlier := newest_like(config, named, note):

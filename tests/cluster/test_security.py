@@ -20,6 +20,7 @@ from heads import PYTHON, RAYTREC, Head, descendants, free_ports
 from raytrec.cluster.token import use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hidden_keys, hide, hide_all, hide_yaml
+from raytrec.config.trust import code_in
 
 SECRET, KEY = "hunter2-correct-horse", "battery-staple-9"
 
@@ -144,6 +145,17 @@ def test_strangers_are_told_at_once(head, tmp_path, kind, way):
     assert f"error: the cluster {what}" in done.stderr, done.stderr
     assert f"scaling.address={address}" in done.stderr and "RAY_AUTH_TOKEN_PATH" in done.stderr
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.cluster
+def test_a_head_of_this_user_is_trusted_and_another_port_of_it_is_not(head):
+    deadline = time.monotonic() + 60  # its Ray client server is the last to listen
+    while code_in({"scaling": {"address": head.client}}):
+        assert time.monotonic() < deadline, "the head's Ray client is not trusted"
+        time.sleep(0.3)
+    assert code_in({"scaling": {"address": head.address}}) == {}
+    dashboard = head.url.removeprefix("http://")
+    assert code_in({"scaling": {"address": dashboard}}) == {"scaling.address": dashboard}
 
 
 GCS = """

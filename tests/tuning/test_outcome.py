@@ -8,6 +8,7 @@ import pytest
 from drawn_texts import collisions, drawn_texts
 
 from raytrec.config.run_config import load_config
+from raytrec.config.trust import is_ours
 from raytrec.driver.prepare import resolve
 from raytrec.tuning.console import print_outcome
 from raytrec.tuning.folder import write_search
@@ -60,6 +61,7 @@ def test_what_is_written(search, data, capsys):
 
     text = (search.folder / "best.yaml").read_text()
     assert "Trial 1 of" in text and "0.8123" in text and f"# eval.{key}: 0.8123" in text
+    assert is_ours(search.folder / "best.yaml")
     config = load_config(search.folder / "best.yaml")
     assert config.optim.dense.lr == search.trials[0].values["optim.dense.lr"]
     assert config.run.name is None and config.data.test == f"{data}/test"

@@ -243,6 +243,32 @@ def test_a_search_of_somebody_elses_may_not_bring_code(data, tmp_path, monkeypat
         reopen(search.folder, 4, allow_code=False)
 
 
+CODE = [
+    ("tasks.bought.metrics", ["theirs:Metric"]),
+    ("model", {"name": "theirs:Net"}),
+    ("data.train", "s3://b/x?endpoint_override=theirs:9000"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), CODE)
+def test_a_space_or_trials_from_elsewhere_may_not_draw_code(data, tmp_path, monkeypatch, key, value):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    tasks = [{"name": "bought"}]
+    search = prepared(data, tmp_path, tasks=tasks)
+    drawn = tmp_path / "drawn.yaml"
+    drawn.write_text(json.dumps({key: {"choice": [value]}}))
+    with pytest.raises(ConfigError, match="names code to run"):
+        tune(values(data, tmp_path, tasks=tasks), drawn.as_uri())
+    write_search(search, "print")
+    trials = search.folder / "trials.json"
+    records = json.loads(trials.read_text())
+    records[0]["values"][key] = value
+    trials.write_text(json.dumps(records))
+    with pytest.raises(ConfigError, match="names code to run"):
+        reopen(search.folder, None, allow_code=False)
+
+
 def test_the_same_command_finds_its_search(data, tmp_path):
     given = values(data, tmp_path)
     del given["run"]

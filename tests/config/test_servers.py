@@ -1,0 +1,352 @@
+"""No server that another user's configuration chooses receives a connection, and with it credentials."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import parquet
+import pytest
+import yaml
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from raytrec.checkpoint.index import write_index
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.storage import chooses_server
+from raytrec.config.run_config import load_config
+from raytrec.config.trust import code_in, mark
+from raytrec.driver import run as driver
+from raytrec.driver.evaluation import evaluation_config
+from raytrec.driver.prepare import write_config
+from raytrec.driver.resume import resume_config
+from raytrec.driver.warm_start import config_from
+
+URIS = {
+    "gs": "gs://b/x?endpoint_override=127.0.0.1:{port}&scheme=http&retry_limit_seconds=1",
+    "s3": "s3://b/x?endpoint_override=127.0.0.1:{port}&scheme=http&region=eu",
+    "abfs": "abfs://b@me.dfs.core.windows.net/x?enable_tls=false&credential_kind=anonymous"
+    "&blob_storage_authority=127.0.0.1:{port}&dfs_storage_authority=127.0.0.1:{port}",
+}
+
+
+class Listener:
+    """A server on loopback that refuses every request, and keeps what it receives."""
+
+    def __init__(self):
+        self.received = []
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                self.received.append(connection.recv(1 << 16))
+                connection.sendall(
+                    b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+                )
+
+    def close(self):
+        self._socket.close()
+
+
+@pytest.fixture
+def listener():
+    listener = Listener()
+    yield listener
+    listener.close()
+
+
+@pytest.fixture
+def account(tmp_path, monkeypatch):
+    """A user with credentials for three clouds, and a home without marks."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    about = {"type": "service_account", "client_email": "me@example.com", "private_key_id": "1"}
+    (tmp_path / "gcloud.json").write_text(json.dumps(about | {"private_key": key.decode()}))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "gcloud.json"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, "mine")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(params=URIS)
+def uri(request, listener):
+    return URIS[request.param].format(port=listener.port)
+
+
+def values(tmp_path, uri, key):
+    config = parquet.settings(tmp_path / "none", tmp_path / "run")
+    section, name = key.split(".")
+    return config | {section: config.get(section, {}) | {name: uri}}
+
+
+def foreign_run(tmp_path, uri, key):
+    """The folder of an interrupted run that this user has not written."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_config(folder, load_config(values(tmp_path, uri, key)))
+    (folder / "config.yaml.mark").unlink()
+    (folder / "driver.json").write_text("{}")
+    return folder
+
+
+def checkpoint(folder, config):
+    folder.mkdir(parents=True)
+    schema = parquet.SCHEMA_YAML
+    progress = {"step": 1, "rows": 8, "trained": 8.0, "nan_steps": 0, "window": {}, "seconds": 1.0}
+    progress |= {"timed_rows": 8, "evaluation": None}
+    about = {"progress": progress, "data": "", "config": config, "schema": schema}
+    write_index(str(folder), {"attempt": "a", "block_bytes": 1 << 22, "tensors": {}, "about": about})
+    return folder
+
+
+def evaluate(tmp_path, uri):
+    driver.evaluate(
+        checkpoint(tmp_path / "run/checkpoints/step-0000000001", values(tmp_path, uri, "data.test"))
+    )
+
+
+def evaluate_away(tmp_path, uri):
+    driver.evaluate(foreign_run(tmp_path, uri, "checkpoint.dir"))
+
+
+def resume(tmp_path, uri):
+    driver.train(None, resume=foreign_run(tmp_path, uri, "data.train"))
+
+
+def resume_with_ones_own_config(tmp_path, uri):
+    run = foreign_run(tmp_path, uri, "checkpoint.dir")
+    driver.train(parquet.settings(tmp_path / "none", run), resume=run)
+
+
+def train_uri(tmp_path, uri):
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(values(tmp_path, uri, "data.train")))
+    driver.train((tmp_path / "a.yaml").as_uri())
+
+
+def train_copied_run(tmp_path, uri):
+    driver.train(foreign_run(tmp_path, uri, "data.schema") / "config.yaml")
+
+
+def begin_with_weights(tmp_path, uri):
+    run = foreign_run(tmp_path, uri, "checkpoint.dir")
+    driver.train(parquet.settings(tmp_path / "none", tmp_path / "new"), start_from=run)
+
+
+WAYS = [
+    evaluate,
+    evaluate_away,
+    resume,
+    resume_with_ones_own_config,
+    train_uri,
+    train_copied_run,
+    begin_with_weights,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_server_that_a_foreign_configuration_chooses_is_never_asked(way, uri, tmp_path, account, listener):
+    with pytest.raises((ConfigError, RunError), match=r"servers to trust|a server that") as error:
+        way(tmp_path, uri)
+    assert uri.partition("?")[0] in str(error.value)
+    assert listener.received == []
+
+
+def test_in_ones_own_configurations_they_are_asked(uri, tmp_path, account, listener):
+    with pytest.raises(Exception, match=r"b/x|127\.0\.0\.1"):
+        driver.train(values(tmp_path, uri, "data.train"))
+    sent = b"".join(listener.received).lower()
+    assert (b"authorization: " in sent) == (not uri.startswith("abfs")) and sent, (
+        "else the tests above show nothing"
+    )
+
+
+PLACES = [
+    ("data", {"train": ["d", "X"]}, "data.train[1]"),
+    ("data", {"valid": "X"}, "data.valid"),
+    ("data", {"schema": "X"}, "data.schema"),
+    (
+        "data",
+        {"transforms": [{"do": "lookup_vocabulary", "vocabulary": "X"}]},
+        "data.transforms[0].vocabulary",
+    ),
+    ("eval", {"retrieval": {"items": "X"}}, "eval.retrieval.items"),
+    ("warm_start", {"from": "X"}, "warm_start.from"),
+    ("checkpoint", {"dir": "X"}, "checkpoint.dir"),
+]
+
+
+@pytest.mark.parametrize(("section", "names", "key"), PLACES)
+def test_every_place_of_a_configuration_is_looked_at(section, names, key):
+    uri = URIS["s3"].format(port=9)
+    found = yaml.safe_load(yaml.safe_dump({section: names}).replace("X", uri))
+    assert code_in(found) == {key: uri}
+    binary = yaml.safe_load(
+        yaml.safe_dump({section: names}).replace("X", "!!binary czM6Ly9iP2VuZHBvaW50X292ZXJyaWRlPWg=")
+    )
+    assert code_in(binary) == {key: "s3://b?endpoint_override=h"}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "runs/a?endpoint_override=x",
+        "file:///home/me/a b?c#d",
+        "s3://bucket/a/b=c",
+        "s3://key:secret@bucket/a?region=eu-north-1",
+        "gs://anonymous@bucket",
+        "abfs://box@account.dfs.core.windows.net/a",
+        "abfss://account.blob.core.windows.net/box/a",
+        "abfs://account@box/a",
+    ],
+)
+def test_a_place_in_its_own_cloud_needs_no_trust(place):
+    assert not chooses_server(place)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "s3://bucket/a?scheme=http",
+        "s3://bucket/a?region=eu&endpoint_override=host",
+        "s3://bucket?tls_ca_file_path=/x",
+        "s3://bucket?region=eu.example/",
+        "S3://bucket/a",
+        "gs://bucket/a?endpoint%5Foverride=host",
+        "gs://bu%63ket/a",
+        "abfs://box@account.dfs.core.windows.net.example/a",
+        "abfs://account@storage.example:443/box/a",
+        "abfs://box@account.dfs.core.windows.net/a?blob_storage_authority=host",
+        "abfs://evil%2Fx@box/a",
+        "hdfs://namenode:8020/a",
+        "fsspec+http://host/a",
+        "hf://datasets/a",
+        "file://host/a",
+    ],
+)
+def test_any_other_uri_chooses_its_server(place):
+    assert chooses_server(place)
+
+
+def test_a_place_of_the_users_own_takes_its_place(tmp_path, account):
+    (tmp_path / "a.yaml").write_text(
+        yaml.safe_dump(values(tmp_path, URIS["s3"].format(port=9), "data.train"))
+    )
+    mine = "s3://mine/x?endpoint_override=storage.mine:9000"
+    assert load_config((tmp_path / "a.yaml").as_uri(), [f"data.train={mine}"]).data.train == mine
+
+
+def test_what_ones_own_run_names_its_checkpoint_may_name(tmp_path, account):
+    uri = URIS["s3"].format(port=9)
+    run, config = tmp_path / "run", values(tmp_path, uri, "data.test") | {"model": {"name": "mine:Model"}}
+    folder = str(checkpoint(run / "checkpoints/step-0000000001", config))
+    about = {"config": config, "schema": parquet.SCHEMA_YAML}
+    write_config(run, load_config(config))
+    assert evaluation_config(about, folder, [], allow_code=False)[0].data.test == uri
+    assert config_from(run, ["data.train=d"])[0].model.name == "mine:Model"
+    about["config"] = config | {"model": {"name": "theirs:Model"}}
+    with pytest.raises(ConfigError, match=r"model\.name: theirs:Model"):
+        evaluation_config(about, folder, [], allow_code=False)
+    (run / "config.yaml.mark").unlink()
+    with pytest.raises(ConfigError, match=r"data\.test: s3.*model\.name|model\.name.*data\.test: s3"):
+        config_from(run, ["data.train=d"])
+
+
+def test_a_warm_start_from_a_place_that_the_user_gives_is_the_users_word(tmp_path, account):
+    config = parquet.settings(tmp_path / "none", tmp_path / "run")
+    checkpoint(tmp_path / "c", config)
+    assert config_from((tmp_path / "c").as_uri(), ["data.train=d"])[0].warm_start.from_.startswith("file://")
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_listener_on_this_machine_that_is_no_ray_head_receives_no_token(
+    scheme, host, tmp_path, account, listener, monkeypatch
+):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    run = foreign_run(tmp_path, f"{scheme}{host}:{listener.port}", "scaling.address")
+    parquet.dataset(tmp_path / "none")
+    for way in (
+        lambda: driver.train(None, resume=run),
+        lambda: driver.train(run / "config.yaml"),
+        lambda: driver.train((run / "config.yaml").as_uri()),
+    ):
+        with pytest.raises(ConfigError, match=r"scaling\.address"):
+            way()
+    assert listener.received == []
+
+
+OF_ANOTHER_USER = """
+import os, socket
+os.setuid(65534)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+listener.accept()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
+def test_a_server_of_another_user_on_this_machine_is_not_trusted(account, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
+    other = subprocess.Popen([sys.executable, "-c", OF_ANOTHER_USER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert code_in({"tracking": {"uri": f"http://127.0.0.1:{int(other.stdout.readline())}"}})
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_mlflow_on_this_machine_receives_a_password_only_from_its_owner(
+    tmp_path, account, listener, monkeypatch
+):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
+    here = f"http://127.0.0.1:{listener.port}"
+    assert code_in({"tracking": {"uri": here}}) == {}, "a server of this user's"
+    for uri in ("http://127.0.0.1:1", "HTTP://evil:5000", " http://evil:5000", b"http://evil:5000"):
+        assert "tracking.uri" in code_in({"tracking": {"uri": uri}})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:pass@mine")
+    assert code_in({"tracking": {"uri": "https://mine"}}) == {}
+    assert code_in({"tracking": {"uri": "http://mine"}}), "in clear"
+    assert listener.received == []
+
+
+def test_the_best_configuration_of_a_foreign_search_names_no_code(tmp_path, account):
+    folder = tmp_path / "search"
+    (folder / "base").mkdir(parents=True)
+    (folder / "search.json").write_text("{}")
+    config = parquet.settings(tmp_path / "none", tmp_path / "run") | {
+        "model": {"name": "theirs_search:Model"}
+    }
+    for file in (folder / "best.yaml", folder / "base/config.yaml"):
+        file.write_text(yaml.safe_dump(config))
+        with pytest.raises(
+            ConfigError, match=r"model\.name: theirs_search:Model.*\n.*--allow-code|--allow-code"
+        ):
+            driver.train(file)
+        assert "theirs_search" not in sys.modules
+        assert load_config(file, allow_code=True).model.name == "theirs_search:Model"
+        mark(file)
+        assert load_config(file).model.name == "theirs_search:Model"
+    (tmp_path / "best.yaml").write_text(yaml.safe_dump(config))
+    assert load_config(tmp_path / "best.yaml").model.name == "theirs_search:Model", "a copy of one's own"
+
+
+def test_a_resumed_run_keeps_the_places_of_ones_own_configuration(tmp_path, account):
+    run = foreign_run(tmp_path, URIS["s3"].format(port=9), "checkpoint.dir")
+    mine = values(tmp_path, "s3://mine/x?endpoint_override=storage.mine:9000", "checkpoint.dir")
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir: s3"):
+        resume_config(run, parquet.settings(tmp_path / "none", run), [])
+    with pytest.raises(ConfigError, match="has changed"):
+        resume_config(run, mine, [])
