@@ -3,6 +3,8 @@
 # make test-fast  those that need neither Ray nor several processes: under 90 s
 # make test-all  every test that there is: those of make test, test-survive, mutations, parity, golden, cluster-test
 # make smoke   the smallest form of every target here, one after the other
+# make test-next  the tests of upstream's parts with the newer torch, TorchRec, FBGEMM, MLflow and pyarrow of
+#              requirements/next.txt, in .venv-next (7 GB)
 # make mutations  2,000 broken configurations, schemas, run folders and checkpoints: each ends in a message
 # make parity  the sharded run against one process, in every combination; writes benchmarks/results/parity.json
 # make golden  the first 50 losses of every example configuration against the committed ones, bit for bit
@@ -25,7 +27,12 @@
 # make quality-smoke  every row of it for three steps, on made-up data
 # make bench-start  how long a run takes to start, and to train again when a worker has been killed
 # make gpu-check, make bench-gpu  whether a machine's GPU does what raytrec promises, and how fast (docs/gpu.md)
-PYTHON ?= python3.11
+# The newest of these that runs and has venv; PYTHON=… is another one. Looked for only where one is needed.
+PYTHONS := python3.13 python3.12 python3.11
+PYTHON ?= $(or $(shell for python in $(PYTHONS); do \
+	$$python -c 'import ensurepip, venv' 2>/dev/null && echo $$python && break; done), \
+	$(error found no Python 3.11 to 3.13 with venv: install one (Debian, Ubuntu: python3.12 and python3.12-venv), \
+	or name it: make PYTHON=/path/to/python3))
 BIN := .venv/bin
 # What .venv was installed for stays its device: packages for another one would break it.
 INSTALLED := $(patsubst .venv/installed-%,%,$(wildcard .venv/installed-*))
@@ -41,7 +48,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean bench-tiers bench-ids-resume bench-ids-quality
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean bench-tiers bench-ids-resume bench-ids-quality
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -51,6 +58,20 @@ test: install
 
 test-fast: install
 	$(BIN)/pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder -m "not processes and not parity and not survive and not cluster and not mutations"
+
+# Losses are held against those of the older pair, bit for bit or to 1e-4 over 10 steps (tests/golden).
+test-next: .venv-next/installed
+	.venv-next/bin/pytest tests/compat
+	.venv-next/bin/pytest tests/golden -m "parity or not parity"
+	.venv-next/bin/pytest tests/parity
+	.venv-next/bin/pytest -n $(AT_ONCE) --dist loadgroup --no-loadscope-reorder tests/tracking tests/data
+
+.venv-next/installed: requirements/next.txt requirements/dev.txt pyproject.toml
+	$(PYTHON) -m venv .venv-next
+	.venv-next/bin/python -m pip install --disable-pip-version-check --no-deps --only-binary :all: \
+		-r requirements/next.txt -r requirements/dev.txt
+	.venv-next/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
 
 test-all: test test-survive mutations parity golden cluster-test
 
@@ -169,7 +190,8 @@ install: .venv/installed-$(DEVICE)
 data/synthetic/schema.yaml: | install
 	$(BIN)/raytrec prepare synthetic --out data/synthetic --rows $(ROWS)
 
-# The commands stand in the heads of the files, too. uv must be installed.
+# The commands stand in the heads of the files, too. uv must be installed. Resolved for Python 3.11, the files
+# have to do for the newer ones: the last command names what has no wheel or would be missing.
 lock:
 	cd requirements && uv pip compile cpu.in --excludes cpu.excludes --python-version 3.11 -o cpu.txt
 	cd requirements && uv pip compile cuda.in --python-version 3.11 -o cuda.txt
@@ -177,6 +199,12 @@ lock:
 	cd requirements && uv pip compile dev.in --python-version 3.11 -o dev.txt
 	cd requirements && uv pip compile notebook.in --python-version 3.11 -o notebook.txt
 	cd requirements && uv pip compile faiss.in --python-version 3.11 -o faiss.txt
+	cd requirements && cp cpu.txt next.txt && uv pip compile cpu.in next.in --overrides next.in --excludes next.excludes --python-version 3.11 -o next.txt
+	cd requirements && for file in *.txt; do for python in 3.11 3.12 3.13 3.14; do \
+		pins=$$(uv pip compile -q --no-header --no-annotate --only-binary :all: --python-version $$python $$file \
+			$$(ls $${file%.txt}.excludes 2>/dev/null | sed 's/^/--excludes /')) \
+		&& ! echo "$$pins" | grep -vxFf $$file || { echo "$$file does not do for Python $$python"; exit 1; }; \
+	done; done
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-next build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

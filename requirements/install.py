@@ -29,6 +29,9 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 SOON = ["--retries", "1"]
 # Distributions of one device: they put their files into the same folder, so one breaks the other.
 FBGEMM = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
+# The oldest and the newest Python for which every pinned package has a wheel; pyproject.toml has the same.
+PYTHONS = (3, 11), (3, 14)
+INSTALL = ["install", "--no-deps", "--only-binary", ":all:"]
 
 LIST = """
 import json
@@ -52,14 +55,21 @@ def main(arguments: list[str]) -> None:
         "--torch-index", default=TORCH_INDEX, help="where torch's CPU build is, after pip's own"
     )
     options, more = parser.parse_known_args(arguments)
+    refuse_other_python(sys.version_info[:2])
     file = HERE / f"{options.device}.txt"
     torch = re.search(r"^torch==(\S+)", file.read_text(), re.MULTILINE)[1]
     before = installed_versions()
     refuse_other_device(options.device, before)
     if not is_right_torch(options.device, before.get("torch", ""), torch):
         install_torch(options.device, torch, options.torch_index)
-    if pip("install", "--no-deps", "-r", str(file), *more).returncode:
-        raise InstallError(f"pip could not install {file.name}", where="pip's messages above")
+    if pip(*INSTALL, "-r", str(file), *more).returncode:
+        raise InstallError(
+            f"pip could not install {file.name} for Python {sys.version_info[0]}.{sys.version_info[1]}",
+            where="pip's messages above",
+            expected="wheels of every package; 'No matching distribution found' names one that has none",
+            do="let pip reach an index with all of them, or use another Python: make clean, make install "
+            "PYTHON=python3.12",
+        )
     check_installed(options.device, installed_versions(), torch)
 
 
@@ -72,6 +82,21 @@ def installed_versions() -> dict[str, str]:
     python = os.environ.get("PIP_PYTHON") or sys.executable
     listed = subprocess.run([python, "-c", LIST], stdout=subprocess.PIPE, check=True)
     return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in json.loads(listed.stdout)}
+
+
+def refuse_other_python(version: tuple[int, int]) -> None:
+    """
+    Raises:
+        InstallError: the pinned packages have no wheels for this Python.
+    """
+    first, last = PYTHONS
+    if not first <= version <= last:
+        raise InstallError(
+            f"this is Python {version[0]}.{version[1]}, for which pinned packages have no wheels",
+            where=sys.executable,
+            expected=f"Python {first[0]}.{first[1]} to {last[0]}.{last[1]}",
+            do="make clean, then make install, or make install PYTHON=/path/to/python3.12",
+        )
 
 
 def refuse_other_device(device: str, installed: dict[str, str]) -> None:
@@ -101,12 +126,12 @@ def install_torch(device: str, version: str, index: str) -> None:
         InstallError: no place that was asked has that build.
     """
     if device == "cuda":  # === is equal to the letter: a +cpu beside it, which == would prefer, is not
-        if pip("install", "--no-deps", f"torch==={version}").returncode:
+        if pip(*INSTALL, f"torch==={version}").returncode:
             raise InstallError(f"pip could not install torch {version}", where="pip's messages above")
         return
     said = []
     for place in ([], ["--timeout", "15", "--index-url", index]):
-        done = pip("install", "--no-deps", *SOON, *place, f"torch=={version}+cpu", stderr=subprocess.PIPE)
+        done = pip(*INSTALL, *SOON, *place, f"torch=={version}+cpu", stderr=subprocess.PIPE)
         if not done.returncode:
             return
         said += [line for line in done.stderr.splitlines() if line.startswith(("ERROR", "WARNING: Retrying"))]

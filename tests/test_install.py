@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 REPOSITORY = Path(__file__).parents[1]
 NOWHERE = "http://127.0.0.1:9/simple"  # refuses connections
@@ -142,6 +144,20 @@ def test_a_torch_that_something_else_chose_is_noticed(place):
     assert "make clean" in done.stderr
 
 
+def test_a_package_without_a_wheel_for_this_python_is_named(place):
+    """A file of sources beside it is not compiled, which would end in pages of a compiler's messages."""
+    folder = place.folder / "pypi-simple/old-kernel"
+    folder.mkdir()
+    (folder / "index.html").write_text('<a href="old-kernel-1.0.tar.gz">old-kernel-1.0.tar.gz</a>')
+    with (place.folder / "requirements/cpu.txt").open("a") as file:
+        file.write("old-kernel==1.0\n")
+    done = place.install("cpu", index=place.pytorch)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "No matching distribution found for old-kernel==1.0" in done.stderr
+    version = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+    assert f"error: pip could not install cpu.txt for {version}" in done.stderr and "PYTHON=" in done.stderr
+
+
 @pytest.mark.parametrize(
     "device,other,torch", [("cpu", "cuda", f"{TORCH}+cpu"), ("cuda", "cpu", "libcublasLt")]
 )
@@ -155,10 +171,29 @@ def test_each_device_has_its_torch_and_an_environment_stays_with_it(place, devic
     assert f"error: this environment is for {device}" in done.stderr and "make clean" in done.stderr
 
 
-def test_the_pinned_torch_is_found_in_the_real_files():
+@pytest.fixture(scope="module")
+def script():
     spec = importlib.util.spec_from_file_location("install", REPOSITORY / "requirements/install.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+@pytest.mark.parametrize(
+    "version, good", [((3, 10), False), ((3, 11), True), ((3, 13), True), ((3, 14), True), ((3, 15), False)]
+)
+def test_a_python_without_wheels_is_refused_before_anything_is_installed(script, version, good):
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert (f"{version[0]}.{version[1]}" in SpecifierSet(project["requires-python"])) == good
+    if good:
+        return script.refuse_other_python(version)
+    with pytest.raises(
+        script.InstallError, match=r"Python 3\.1[05], .*\n.*\n  expected: Python 3\.11 to 3\.14"
+    ):
+        script.refuse_other_python(version)
+
+
+def test_the_pinned_torch_is_found_in_the_real_files(script):
     for device in script.FBGEMM:
         text = (REPOSITORY / f"requirements/{device}.txt").read_text()
         assert f"\n{script.FBGEMM[device]}==" in text and f"\ntorch=={TORCH}\n" in text
@@ -167,8 +202,10 @@ def test_the_pinned_torch_is_found_in_the_real_files():
     )
 
 
-def make(folder: Path, *arguments: str, stamps: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    """A dry run of the Makefile where .venv has been installed for some devices."""
+def make(
+    folder: Path, *arguments: str, stamps: tuple[str, ...] = (), path: Path | None = None
+) -> subprocess.CompletedProcess:
+    """A dry run of the Makefile where .venv has been installed for some devices; `path` is all of PATH."""
     shutil.copy(REPOSITORY / "Makefile", folder)
     for name in ("requirements/cpu.txt", "requirements/cuda.txt", "requirements/dev.txt", "pyproject.toml"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -177,9 +214,15 @@ def make(folder: Path, *arguments: str, stamps: tuple[str, ...] = ()) -> subproc
         stamp = folder / f".venv/installed-{device}"
         stamp.parent.mkdir(exist_ok=True)
         stamp.touch()
-    env = {name: value for name, value in os.environ.items() if name not in ("DEVICE", "MAKEFLAGS")}
+    env = {name: value for name, value in os.environ.items() if name not in ("DEVICE", "MAKEFLAGS", "PYTHON")}
+    env |= {"PATH": str(path)} if path else {}
     return subprocess.run(
-        ["make", "-n", *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=30
+        [shutil.which("make"), "-n", *arguments],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
 
 
@@ -203,3 +246,32 @@ def test_make_refuses_another_device(tmp_path, stamps):
     done = make(tmp_path, "test", "DEVICE=cpu", stamps=stamps)
     assert done.returncode and "make clean" in done.stderr and ".venv is for" in done.stderr
     assert make(tmp_path, "clean", "DEVICE=cpu", stamps=stamps).returncode == 0
+
+
+def pythons(folder: Path, **commands: str) -> Path:
+    """A folder with these commands: what each does with its arguments."""
+    folder.mkdir()
+    for name, text in commands.items():
+        file = folder / name.replace("_", ".")
+        file.write_text(f"#!/bin/sh\n{text}\n")
+        file.chmod(0o755)
+    return folder
+
+
+def test_make_takes_the_newest_python_that_runs_and_has_venv(tmp_path):
+    shim, without_venv, good = "exit 127", 'case "$*" in *ensurepip*) exit 1; esac', "exit 0"
+    path = pythons(tmp_path / "two", python3_13=shim, python3_12=good, python3_11=good)
+    assert make(tmp_path, "install", path=path).stdout.startswith("python3.12 -m venv .venv\n")
+    path = pythons(tmp_path / "one", python3_12=without_venv, python3_11=good)
+    assert make(tmp_path, "install", path=path).stdout.startswith("python3.11 -m venv .venv\n")
+    named = make(tmp_path, "install", "PYTHON=/opt/python3.14", path=path).stdout
+    assert named.startswith("/opt/python3.14 -m venv .venv\n")
+
+
+def test_make_says_which_pythons_do_where_there_is_none(tmp_path):
+    path = pythons(tmp_path / "old", python3="exit 0", python3_10="exit 0", python3_12="exit 1")
+    done = make(tmp_path, "train", path=path)
+    assert done.returncode and "found no Python 3.11 to 3.13 with venv" in done.stderr
+    assert "python3.12-venv" in done.stderr and "PYTHON=/path/to/python3" in done.stderr
+    done = make(tmp_path, "install", path=path, stamps=("cpu",))
+    assert done.returncode == 0, "what is installed needs none"
