@@ -223,7 +223,7 @@ def _in_range(
             where=place.of(name, rows(at)),
             expected=f"0 ≤ id < {table.rows} (tables.{spec.table}.rows)",
             do=f"correct the data or tables.{spec.table}.rows, or set tables.{spec.table}.out_of_range to "
-            "clamp or hash",
+            f"clamp or hash, or tables.{spec.table}.ids to managed",
         )
     if table.out_of_range == "clamp":
         return np.clip(ids, 0, table.rows - 1).astype(np.int64)

@@ -11,6 +11,7 @@ from raytrec.data.faults import retry_read, storage_hint
 
 MOST_ROWS = 2**31 - 1  # of a row group; no writer comes near
 CLOSELY_ROWS = 65_536  # row groups of more are looked at closely
+SIGNATURE_BYTES = 28  # after a footer in plain text, where columns are encrypted
 
 
 class Implausible(Exception):
@@ -41,17 +42,39 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
                 raise Implausible(f"{what} {chunk.num_values:,} values")
 
 
+def _check_plain(uri: str, tail: bytes, footer: pq.FileMetaData | None = None) -> None:
+    """Refuses an encrypted file: asked for the metadata of an encrypted column, pyarrow ends the process.
+
+    Args:
+        tail: the last 8 bytes of the file.
+
+    Raises:
+        DataError: the file is encrypted.
+    """
+    signature = int.from_bytes(tail[:4], "little") - footer.serialized_size if footer else 0
+    if tail[4:] == b"PARE" or signature == SIGNATURE_BYTES:
+        raise DataError(
+            "the file is encrypted, or some of its columns are",
+            where=uri,
+            expected="Parquet without encryption, as raytrec has no keys",
+            do="write the file again without encryption, or remove it",
+        )
+
+
 def read_footer(uri: str) -> pq.FileMetaData:
     """The metadata of a Parquet file.
 
     Raises:
-        DataError: when the file is cut off, empty or no Parquet.
+        DataError: when the file is cut off, empty, encrypted or no Parquet.
     """
 
     def read() -> pq.FileMetaData:
         filesystem, path = open_filesystem(uri)
         with filesystem.open_input_file(path) as file:
+            tail = file.read_at(8, max(0, file.size() - 8))
+            _check_plain(uri, tail)
             metadata = pq.read_metadata(file)
+            _check_plain(uri, tail, metadata)
             _check_claims(metadata, file.size())
             return metadata
 

@@ -16,6 +16,7 @@ from raytrec.config.transforms import Transform
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
+from raytrec.inspection.propose import inspect
 
 parse = TypeAdapter(list[Transform]).validate_python
 BASE = {"label": [0, 1, 1], "user": [1, 2, 3]}
@@ -263,6 +264,7 @@ def test_the_advice_works_when_it_is_followed(tmp_path, name):
         (pa.array([4, None, 6]).cast(pa.decimal128(20, 0)), [[4], [], [6]]),
         (pa.array([[4.0], None, [6.0, 7.0]]), [[4], [], [6, 7]]),
         (pa.array([[datetime(2026, 1, 1, 5)], None, []]), [[5], [], []]),
+        (pa.array([[True, None, False], None, []]), [[1, 0], [], []]),
     ],
 )
 def test_the_advice_for_ids_works_when_it_is_followed(tmp_path, column, expected):
@@ -273,6 +275,28 @@ def test_the_advice_for_ids_works_when_it_is_followed(tmp_path, column, expected
     (made,) = transform.get("into", ["x"])
     rows = rows_of(tmp_path, table, schema(x={"column": made}), [transform])
     assert [row["x"] for row in rows] == expected
+
+
+def test_inspect_advises_the_same_for_lists_of_bools(tmp_path):
+    table = {"label": [0, 1, 1] * 9, "user": [1, 2, 3] * 9, "x": [[True, None, False], None, []] * 9}
+    with pytest.raises(DataError) as error:
+        rows_of(tmp_path, table, schema(x={}))
+    (skipped,) = [f for f in inspect(str(tmp_path)).findings if f.stats.name == "x"]
+    assert yaml.safe_load(skipped.why.partition("; as ids: ")[2]) == followed(error)
+
+
+def test_of_ids_beyond_63_bits_the_advice_is_managed_too(tmp_path):
+    ids = pa.array([[2**63], [2**64 - 1, 5], [2**63]], pa.list_(pa.uint64()))
+    table = {**BASE, "x": ids}
+    with pytest.raises(
+        DataError, match=r"(?s)id 9223372036854775808 .* or tables\.t\.ids to managed"
+    ) as error:
+        rows_of(tmp_path, table, schema(x={}))
+    assert "row 0" in str(error.value)
+    spec = schema(x={})
+    spec["tables"] = {"t": {"rows": 400, "dim": 4, "ids": "managed"}}
+    first, second, third = (row["x"] for row in rows_of(tmp_path, table, spec))
+    assert first == third != second[:1] and second[1] == 5
 
 
 def test_the_advice_for_structs_works_when_it_is_followed(tmp_path):

@@ -1,10 +1,12 @@
 """Folders and footers: what is found, and each mistake's message."""
 
+import base64
 import tracemalloc
 
 import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
 import pytest
 
 from raytrec.common.errors import DataError
@@ -87,6 +89,33 @@ def test_truncated_file_among_good_ones(tmp_path):
     fails(tmp_path, "not a whole Parquet file", "part-1.parquet")
     path.write_bytes(b"")
     fails(tmp_path, "not a whole Parquet file", "part-1.parquet")
+
+
+class Keys(encryption.KmsClient):
+    """Wraps keys by nothing."""
+
+    def __init__(self):
+        super().__init__()
+
+    def wrap_key(self, key, name):
+        return base64.b64encode(key)
+
+
+@pytest.mark.parametrize("plaintext_footer", [True, False])
+def test_an_encrypted_file_is_named_as_such(tmp_path, plaintext_footer):
+    """With rows enough that the metadata of every column is looked at: pyarrow ends the process there."""
+    how = encryption.EncryptionConfiguration(
+        footer_key="f", column_keys={"c": ["user"]}, plaintext_footer=plaintext_footer
+    )
+    keys = encryption.CryptoFactory(lambda _: Keys())
+    table = pa.table({"label": [0] * 70_000, "user": [1] * 70_000})
+    with pq.ParquetWriter(
+        tmp_path / "a.parquet",
+        table.schema,
+        encryption_properties=keys.file_encryption_properties(encryption.KmsConnectionConfig(), how),
+    ) as out:
+        out.write_table(table)
+    fails(tmp_path, "the file is encrypted, or some of its columns are", "a.parquet", "without encryption")
 
 
 @pytest.mark.parametrize(
