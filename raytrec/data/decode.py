@@ -12,9 +12,10 @@ from pyarrow import fs
 
 from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
+from raytrec.data.chunk_pages import Damaged
 from raytrec.data.faults import retry_read, storage_hint
 from raytrec.data.nested import pick, to_read
-from raytrec.data.pages import Damaged, Version, read_rows
+from raytrec.data.pages import Version, read_rows
 
 _footers: dict[Version, pq.FileMetaData] = {}  # of this process, whose threads share it
 _lock = threading.Lock()

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytrec.common.errors import DataError
+from raytrec.data import chunk_pages, pages
 from raytrec.data import decode as decoding
-from raytrec.data import pages
+from raytrec.data.chunk_pages import Damaged, Pages, count_rows
 from raytrec.data.decode import decode
-from raytrec.data.pages import Damaged, count_rows, read_rows
+from raytrec.data.pages import read_rows
 from raytrec.data.thrift import Truncated, read_struct
 
 ROWS = 3000
@@ -102,12 +103,12 @@ def test_rows_that_arrow_counted_wrongly(tmp_path):
     raw, at, wrong = bytearray(path.read_bytes()), 4, 0
     while at < pq.read_metadata(path).row_group(0).column(0).total_compressed_size:
         header, end = read_struct(raw, at)
-        about = header[pages.DATA_HEADER_V2]
+        about = header[chunk_pages.DATA_HEADER_V2]
         counts = [b"\x15" + varint(about[field] * 2) for field in (1, 2, 3)]
         place = raw.index(b"".join(counts), at, end) + len(counts[0] + counts[1])
         raw[place : place + len(counts[0])] = counts[0]
         wrong += about[3] != about[1]
-        at = end + header[pages.COMPRESSED]
+        at = end + header[chunk_pages.COMPRESSED]
     path.write_bytes(raw)
     assert wrong == ROWS / 100 and pq.read_table(path)["bag"].to_pylist() == bag
     assert read(str(path), 0, 2040, 2090, ["bag"])["bag"].to_pylist() == bag[2040:2090]
@@ -126,7 +127,7 @@ def test_pages_that_are_not_understood(tmp_path, monkeypatch, error, after):
             raise error("not as expected")
         return read_struct(data)
 
-    monkeypatch.setattr(pages, "read_struct", read_some)
+    monkeypatch.setattr(chunk_pages, "read_struct", read_some)
     monkeypatch.setattr(pages, "BATCH_ROWS", 500)
     names = ["few", "bag", "text"]
     assert read(path, 0, 1700, 1790, names).equals(whole.select(names).slice(1700, 90).combine_chunks())
@@ -144,7 +145,7 @@ def test_a_page_without_a_valid_header_is_damage(tmp_path):
         read(str(path), 0, 1700, 1790, ["many"])
 
 
-@pytest.mark.parametrize("field", [pages.COMPRESSED, pages.UNCOMPRESSED, pages.VALUES])
+@pytest.mark.parametrize("field", [chunk_pages.COMPRESSED, chunk_pages.UNCOMPRESSED, chunk_pages.VALUES])
 @pytest.mark.parametrize("lie", [-1, 1 << 40])
 def test_headers_that_lie_take_no_memory(tmp_path, monkeypatch, field, lie):
     path, whole = str(tmp_path / "a.parquet"), table()
@@ -152,12 +153,12 @@ def test_headers_that_lie_take_no_memory(tmp_path, monkeypatch, field, lie):
 
     def read_lies(data):
         header, size = read_struct(data)
-        about = header.get(pages.DATA_HEADER, {}) if field == pages.VALUES else header
+        about = header.get(chunk_pages.DATA_HEADER, {}) if field == chunk_pages.VALUES else header
         about[field] = lie
         return header, size
 
-    monkeypatch.setattr(pages, "read_struct", read_lies)
-    if field != pages.UNCOMPRESSED:
+    monkeypatch.setattr(chunk_pages, "read_struct", read_lies)
+    if field != chunk_pages.UNCOMPRESSED:
         with pytest.raises(Damaged, match=r"a page of column bag\S+ has \S+ (values|bytes), of "):
             read(path, 0, 1700, 1790, ["bag"])
     else:
@@ -169,7 +170,7 @@ def test_chunks_that_end_later_than_they_are_said_to(tmp_path):
     path, whole = str(tmp_path / "a.parquet"), table()
     pq.write_table(whole, path, max_rows_per_page=100)
     chunk = pq.read_metadata(path).row_group(0).column(1)
-    walk = pages.Pages(chunk, pq.read_metadata(path).schema.column(1), ROWS)
+    walk = Pages(chunk, pq.read_metadata(path).schema.column(1), ROWS)
     walk._end -= 20
     file = pa.OSFile(path)
     pages._known[(path, file.size(), 0), 0, 1] = walk
