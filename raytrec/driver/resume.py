@@ -88,7 +88,7 @@ def resume_config(
         part = getattr(config, section)
         if getattr(part, key) is None:
             setattr(part, key, getattr(getattr(before, section), key))
-    kept = {key: strange[key] for key in ("warm_start.from", "checkpoint.dir") if key in strange}
+    kept = {key: named for key, named in strange.items() if key in ("warm_start.from", "checkpoint.dir")}
     refuse_code(kept, config.model_dump(by_alias=True), not_ours(file))
     config.run.dir = str(folder)  # it may have been moved since
     if "tracking.uri" not in strange:

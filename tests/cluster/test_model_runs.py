@@ -111,18 +111,21 @@ def test_a_model_of_ones_own_and_who_may_run_it(folder, tmp_path):
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["eval.auc"] > 0.75
     data, place = str(folder / "test"), str(tmp_path / "run")
+    again = raytrec(folder, "evaluate", place, "--data", data, "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["eval.auc"] == pytest.approx(json.loads(run.stdout)["eval.auc"], abs=1e-6)
+    (tmp_path / "run/config.yaml.mark").unlink()  # another user's
     for refused in (
         raytrec(folder, "evaluate", place, "--data", data),
         raytrec(folder, "train", "--warm-start", place, f"run.dir={tmp_path}/second"),
         raytrec(folder, "train", (tmp_path / "run.json").as_uri(), f"run.dir={tmp_path}/third"),
     ):
         assert refused.returncode == 1
-        assert "names code to run: model.name: models_of_mine:Mine" in refused.stderr
+        assert "servers to trust: model.name: models_of_mine:Mine" in refused.stderr
         assert "--allow-code" in refused.stderr and "Traceback" not in refused.stderr
     assert not (tmp_path / "second").exists() and not (tmp_path / "third").exists()
-    again = raytrec(folder, "evaluate", place, "--data", data, "--allow-code", "--json")
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["eval.auc"] == pytest.approx(json.loads(run.stdout)["eval.auc"], abs=1e-6)
+    allowed = raytrec(folder, "evaluate", place, "--data", data, "--allow-code")
+    assert allowed.returncode == 0, allowed.stderr
     mistyped = settings(folder, tmp_path, model | {"name": "models_of_mine:Mein"})
     wrong = raytrec(folder, "train", mistyped, f"run.dir={tmp_path}/fourth")
     assert wrong.returncode == 1 and "did you mean Mine" in wrong.stderr and "Traceback" not in wrong.stderr
