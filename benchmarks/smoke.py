@@ -68,7 +68,7 @@ TARGETS = {
     "lint": "-m ruff check benchmarks",
 }
 # These change the checkout or the environment, or run others, and have nothing smaller.
-NONE = ("format", "lock", "clean", "smoke", "test-all", "quality-smoke")
+NONE = ("format", "lock", "clean", "smoke", "test-all", "test-next", "quality-smoke")
 
 
 def target_of(name: str) -> str:
