@@ -32,12 +32,15 @@ def is_step(value: Any) -> bool:
 
 
 def percent(share: float) -> str:
-    """A share of 1: `0.708` is "71 %"; small ones keep digits. NaN is "–"."""
+    """A share of 1: `0.708` is "71 %"; small ones and those near 1 keep digits. NaN is "–"."""
     if isnan(share):
         return "–"
     if 0 < abs(share) < 0.0005:
         return f"{share * 100:.2g} %"
-    digits = 0 if abs(share) >= 0.0995 or share == 0 else 1
+    if 0.995 <= share < 1:
+        digits = next((digits for digits in range(1, 6) if round(share * 100, digits) < 100), 0)
+    else:
+        digits = 0 if abs(share) >= 0.0995 or share == 0 else 1
     return f"{share * 100:.{digits}f} %"
 
 

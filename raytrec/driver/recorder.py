@@ -19,7 +19,8 @@ from raytrec.common.formatting import null_nonfinite
 from raytrec.common.messages import ENDED_EARLY, Message, from_json
 from raytrec.common.redaction import hide_all, hide_yaml
 from raytrec.report.bounds import Times, find_bound
-from raytrec.report.diagnostics import hot_rank, low_utilisation, straggler
+from raytrec.report.diagnostics import SURE_S, hot_rank, low_utilisation, straggler
+from raytrec.tracking.aggregate import over_time
 from raytrec.tracking.gauges import Gauges
 from raytrec.tracking.journal import Journal, write_whole
 from raytrec.tracking.translate import RankLines
@@ -117,6 +118,7 @@ class Record:
         self._warnings: list[str] = []  # about the run folder
         self._journal = Journal(folder, self._warnings.append)
         self._attempt: int | None = None  # whose first interval is over
+        self._lately: list[dict[str, Any]] = []  # of each rank its intervals since then, or of SURE_S seconds
 
     def summary(self) -> dict[str, int]:
         """How many checks have passed and failed."""
@@ -188,11 +190,14 @@ class Record:
         waited = sum(each["phases_s"]["data"] for each in lines)
         self._gauges.set({"data_wait_share": waited / max(1e-9, sum(each["seconds"] for each in lines))})
         if line["attempt"] != self._attempt:  # the first interval waits for readers that are only starting
-            self._attempt = line["attempt"]
+            self._attempt, self._lately = line["attempt"], []
             return []
+        if any(each["seconds"] >= SURE_S for each in self._lately):
+            self._lately = []
+        self._lately = over_time([*self._lately, *lines])
         found = []
         for advise in (straggler, low_utilisation, hot_rank):
-            if advise not in self._advised and (sentence := advise(lines)):
+            if advise not in self._advised and (sentence := advise(self._lately)):
                 self._advised.add(advise)
                 found.append(sentence)
         return found

@@ -13,6 +13,7 @@ from typing import Any
 from raytrec.common.formatting import number, or_0, percent
 from raytrec.tracking.aggregate import PHASES, WAITING, lookup_bytes, own_time, phases_of
 
+SURE_S = 60.0  # of an interval: in less, what starts beside a rank takes a small machine's processors
 SLOWER = 0.15  # share of the interval by which a straggler's own time exceeds the median of the others'
 IDLE_GPU_PERCENT = 50
 DATA_WAIT = 0.30  # share of the time
@@ -45,11 +46,14 @@ CURES = {
 
 
 def straggler(lines: list[dict[str, Any]]) -> str | None:
-    """Names the rank whose own work takes longer than that of the others, and the phase that does it."""
+    """Names the rank whose own work takes longer than that of the others, and the phase that does it, of
+    SURE_S seconds at least."""
     timed = [line for line in lines if number(line.get("seconds")) > 0]
     if len(timed) < 2:
         return None
     slow = max(timed, key=own_time)
+    if slow["seconds"] < SURE_S:
+        return None
     others = [line for line in timed if line is not slow]
     excess = own_time(slow) - median(own_time(line) for line in others)
     if excess <= SLOWER * slow["seconds"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isnan
+from math import isnan, nan
 
 from raytrec.common.formatting import duration, number, percent
 from raytrec.metrics.results import EVAL
@@ -67,10 +67,13 @@ def _ranks(history: History) -> list[str]:
 def _tables(history: History) -> list[str]:
     lines = list(by_step(history.ranks).values())[-1] if history.ranks else []
     last = {name: history.over_ranks(lines, name) for name in load_order(lines)}
+    for name, figures in last.items():
+        if history.table_spec(name).get("out_of_range") == "hash":  # as text is: collisions are what it costs
+            figures["changed_share"] = nan
     found = []
     for key, limit, text in (
         ("dead_share", DEAD, "table {}: {} of rows never trained"),
-        ("changed_share", CHANGED, "table {}: {} of ids were outside the table, and clamped or hashed"),
+        ("changed_share", CHANGED, "table {}: {} of ids were outside the table, and clamped"),
         ("collision_rate", COLLIDED, "table {}: {} of ids share a row with others (collisions)"),
     ):
         over = {n: t[key] for n, t in last.items() if t[key] > limit}

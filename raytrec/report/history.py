@@ -113,11 +113,16 @@ class History:
 
     def table_size(self, table: str) -> tuple[int, int] | None:
         """(rows, columns) of a whole table, from schema.yaml."""
-        tables = self.schema.get("tables")
-        spec = tables.get(table) if isinstance(tables, dict) else None
-        if isinstance(spec, dict) and is_step(spec.get("rows")) and is_step(spec.get("dim")):
+        spec = self.table_spec(table)
+        if is_step(spec.get("rows")) and is_step(spec.get("dim")):
             return spec["rows"], spec["dim"]
         return None
+
+    def table_spec(self, table: str) -> dict[str, Any]:
+        """The table's entry in schema.yaml; empty where there is none."""
+        tables = self.schema.get("tables")
+        spec = tables.get(table) if isinstance(tables, dict) else None
+        return spec if isinstance(spec, dict) else {}
 
     def over_ranks(self, lines: list[dict[str, Any]], table: str) -> dict[str, Any]:
         """What a table's shards come to together, at one step (`aggregate.table_over_ranks`)."""

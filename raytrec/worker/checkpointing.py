@@ -17,7 +17,7 @@ from raytrec.checkpoint.restore import restore
 from raytrec.checkpoint.save import NotFinite, Saved, Saver
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.sound import why_no_progress
-from raytrec.checkpoint.state import LogicalState
+from raytrec.checkpoint.state import LogicalState, State
 from raytrec.common import messages
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Command, Restart
@@ -39,7 +39,12 @@ class Stopped(Exception):
 def restore_run(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> bool:
     """Resumes from the newest checkpoint that is whole; False where there is none. A collective."""
     maps = step.maps
-    found = restore(context.task.checkpoint, state, why_no_progress, lambda about: ids_to_read(about, maps))
+
+    def ids(about: dict[str, Any]) -> State:
+        context.enter_phase("restoring", "restore")
+        return ids_to_read(about, maps)
+
+    found = restore(context.task.checkpoint, state, why_no_progress, ids)
     for reason in found.passed_over:
         context.report(messages.Warn(text=f"passed over a checkpoint: {reason}"))
     if found.folder:

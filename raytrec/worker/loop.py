@@ -38,8 +38,8 @@ def train_worker(task: WorkerTask) -> None:
     selection = Selection.of_config(config, task.schema)
     window = Sums(selection, context.device, config.eval.window_steps)
     state, progress = LogicalState(step.model, step.optimizer), Progress(window)
-    context.enter_phase("restoring", "restore")
     if not restore_run(context, step, state, progress):
+        context.enter_phase("setting initial values", "plan")
         begin(step, config, task.schema)
     spare_what_stays()
     if context.device.type == "cpu":

@@ -113,6 +113,11 @@ def test_mlflow_has_the_run(runs):
     assert len(client.list_artifacts(run.info.run_id, "pictures")) > 3
 
 
+def test_a_new_run_restores_nothing(runs):
+    log = (runs[2].path / "run.log").read_text()
+    assert "restoring" not in log and "setting initial values" in log
+
+
 def test_the_training_loss_is_in_the_metrics_in_mlflow_and_in_the_report(runs):
     from mlflow import MlflowClient
 

@@ -70,6 +70,7 @@ def test_a_resumed_run_ends_where_the_undisturbed_one_does(ended, tmp_path, last
         if int(place.name.removeprefix("step-")) > last:
             shutil.rmtree(place)
     again = driver.train(None, resume=run).metrics
+    assert "restoring" in (run / "run.log").read_text()
     for key in ("train.steps", "train.rows", "train.ended", "eval.auc", "eval.ne"):
         assert again[key] == ended.metrics[key], key
     one, other = (checkpoints.whole(checkpoints.newest(each)) for each in (ended.path, run))

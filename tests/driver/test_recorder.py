@@ -4,10 +4,12 @@ import time
 from threading import enumerate as threads
 
 import pytest
+from recorded import interval
 
 from raytrec.cluster.lifeline import RayLost
-from raytrec.common.messages import ENDED_EARLY, Event
-from raytrec.driver.recorder import Watch, _Reading
+from raytrec.common.messages import ENDED_EARLY, Event, RankLine
+from raytrec.driver.recorder import Record, Watch, _Reading
+from raytrec.tracking.mlflow import NoTracker
 
 
 def test_no_thread_is_left_in_a_call_to_a_ray_that_was_lost(ray_cluster):
@@ -36,3 +38,21 @@ def test_the_step_at_which_training_was_over_is_kept():
     assert watch.ended_early_at is None
     watch.receive(Event(event=ENDED_EARLY, details={"step": 30, "reason": "no better"}))
     assert watch.ended_early_at == 30
+
+
+def intervals(count, slow=False):
+    """Messages of two ranks of 5.5 s each, of which rank 1 may spend 2 s in its own data."""
+    for number in range(1, count + 1):
+        for rank in range(2):
+            line = interval(["a"], rank, 2, 100 * number) | {"seconds": 5.5}
+            line["phases_s"]["data" if slow and rank else "collectives"] += 2.0
+            yield RankLine(**line)
+
+
+def test_a_rank_is_called_slow_once_it_has_been_for_a_minute(tmp_path):
+    record = Record(NoTracker(), tmp_path, "a")
+    first = [record.keep(message) for message in intervals(12, slow=True)]
+    # The first interval does not count, and rank 1 is the last of each: the 11 others are 60.5 s.
+    assert first[:-1] == [[]] * 23 and "rank 1 is slow" in first[-1][0]
+    record = Record(NoTracker(), tmp_path, "b")
+    assert [record.keep(message) for message in intervals(30)] == [[]] * 60

@@ -1,8 +1,12 @@
 """Sentences about who is slow, what GPUs wait for and who is hot, on intervals made to order."""
 
-from recorded import interval
+import json
+
+from recorded import interval, record, write_lines
 
 from raytrec.report.diagnostics import hot_rank, low_utilisation, straggler
+from raytrec.report.findings import findings
+from raytrec.report.history import History
 
 NAMES = ["user", "item", "tag"]
 
@@ -10,7 +14,8 @@ NAMES = ["user", "item", "tag"]
 def lines(*changes: dict, seconds: float = 3.5) -> list[dict]:
     """The lines of one step: the usual phases with these changes, a rank for each.
 
-    Ranks wait for the slowest: what a rank does not need of `seconds` is in its collectives.
+    Ranks wait for the slowest: what a rank does not need of `seconds` is in its collectives. All is of 100
+    such intervals, of 100 steps each.
     """
     out = []
     for rank, change in enumerate(changes):
@@ -18,7 +23,8 @@ def lines(*changes: dict, seconds: float = 3.5) -> list[dict]:
         phases = line["phases_s"] | change
         phases["collectives"] = 0.0
         phases["collectives"] = seconds - sum(phases.values())
-        out.append(line | {"seconds": seconds, "phases_s": phases})
+        many = {phase: 100 * s for phase, s in phases.items()}
+        out.append(line | {"steps": 10_000, "seconds": 100 * seconds, "phases_s": many})
     return out
 
 
@@ -36,10 +42,20 @@ def test_who_is_a_little_slower_is_no_straggler():
     assert straggler(lines({}, {"data": 0.1 + limit + 0.01}, {}, seconds=4.0))
 
 
+def test_less_than_a_minute_makes_no_straggler():
+    """What starts beside a rank takes the processors of a small machine for a while."""
+    quick, slow = lines({}, {"data": 2.0}, seconds=5.0)
+    assert "rank 1" in straggler([quick, slow])
+    for line in (quick, slow):
+        line["seconds"] /= 10
+        line["phases_s"] = {phase: s / 10 for phase, s in line["phases_s"].items()}
+    assert straggler([quick, slow]) is None
+
+
 def test_waiting_for_others_is_not_slowness():
     slow, quick = lines({}, {}, seconds=4.0)
-    quick["phases_s"]["input_exchange"] += 1.0
-    quick["phases_s"]["collectives"] -= 1.0
+    quick["phases_s"]["input_exchange"] += 100.0
+    quick["phases_s"]["collectives"] -= 100.0
     assert straggler([slow, quick]) is None
 
 
@@ -112,3 +128,27 @@ def test_a_rank_is_hot_above_one_and_a_half_times_the_mean():
     assert hot_rank(loaded(100)) is None
     assert hot_rank(loaded(0, 0)) is None
     assert hot_rank([]) is None
+
+
+def told(folder, **changes):
+    """The findings of a run whose only table has such figures, and ids that are hashed or clamped."""
+    found = {}
+    for rule in ("hash", "clamp"):
+        place = record(folder / rule, tables=1, ranks=1)
+        line = interval(["table_0"], 0, 1, 600)
+        line["tables"]["table_0"] |= changes
+        write_lines(place / "ranks.jsonl", [line])
+        spec = {"tables": {"table_0": {"rows": 100, "dim": 16, "out_of_range": rule}}}
+        (place / "schema.yaml").write_text(json.dumps(spec))
+        found[rule] = [said for said in findings(History.read(place)) if said.startswith("table ")]
+    return found
+
+
+def test_ids_that_are_meant_to_be_hashed_are_no_finding(tmp_path):
+    found = told(tmp_path, changed_share=1.0, read_ids=10)
+    assert found["hash"] == []
+    assert found["clamp"] == ["table table_0: 100 % of ids were outside the table, and clamped"]
+
+
+def test_nearly_all_rows_are_not_all(tmp_path):
+    assert told(tmp_path, dead_share=0.9996)["hash"] == ["table table_0: 99.96 % of rows never trained"]

@@ -136,4 +136,7 @@ def test_who_waits_for_whom():
     assert slow["phases_s"]["other"] > 0.18 > fast["phases_s"]["other"]
     waits = [m["phases_s"]["collectives"] + m["phases_s"]["input_exchange"] for m in (fast, slow)]
     assert waits[0] > waits[1] + 0.1
-    assert "rank 1" in straggler([fast, slow])
+    seconds = [1000 * m["seconds"] for m in (fast, slow)]
+    longer = [{p: 1000 * s for p, s in m["phases_s"].items()} for m in (fast, slow)]
+    long = [m | {"seconds": s, "phases_s": p} for m, s, p in zip((fast, slow), seconds, longer, strict=True)]
+    assert "rank 1" in straggler(long)
