@@ -510,7 +510,10 @@ def inspect(
 ):
     """Inspect Parquet and print a ready schema.yaml (and a table of its columns on stderr)."""
     from raytrec.inspection.propose import inspect as look
+    from raytrec.inspection.result import check_out
 
+    if out is not None:
+        check_out(out, force)
     look(path, dim=dim, labels=label, carry=carry, max_rows=rows).show(out, overwrite=force)
 
 

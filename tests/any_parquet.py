@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from raytrec.config.schema import Schema
+from raytrec.config.tasks import TaskSection
 from raytrec.config.transforms import Transform
 from raytrec.data.fragments import scan
 from raytrec.data.kinds import is_list, is_text
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
+from raytrec.tasks.columns import columns_to_read
+from raytrec.tasks.task import resolve_tasks
 
 LEAVES = [
     *(pa.int8(), pa.uint64(), pa.float16(), pa.float32(), pa.float64(), pa.bool_(), pa.string()),
@@ -90,23 +93,25 @@ def random_array(kind, rng, rows):
     return pa.array(whole, bits).cast(kind)
 
 
-def read_all(place, schema, transforms=()):
+def read_all(place, schema, transforms=(), tasks=({},)):
     """Reads all rows of a place as a run would."""
     parsed = tuple(TypeAdapter(list[Transform]).validate_python(list(transforms)))
-    data = scan(str(place), schema, transforms=parsed)
+    resolved = resolve_tasks([TaskSection(**task) for task in tasks], schema)
+    data = scan(str(place), schema, transforms=parsed, **columns_to_read(resolved, schema))
     for group in data.groups:
         part = Part(group.path, group.index, 0, group.rows)
         assert read_item(Item(0, 0, (part,), None), data.form).num_rows == group.rows
 
 
 def accepted(text, *places):
-    """Reads all rows of places as a run with this text's schema and transforms would; their schema."""
+    """Reads all rows of places as a run with this text's schema, transforms and tasks would; their schema."""
     comments = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
-    pasted = "\n".join(line for line in comments if line.startswith(("data:", "  ")))
-    transforms = (yaml.safe_load(pasted) or {"data": {"transforms": []}})["data"]["transforms"]
+    pasted = "\n".join(line for line in comments if line.startswith(("data:", "tasks:", "  ")))
+    values = yaml.safe_load(pasted) or {}
+    transforms, tasks = values.get("data", {}).get("transforms", ()), values.get("tasks", [{}])
     schema = Schema.parse(yaml.safe_load(text), "text")
     for place in places:
-        read_all(place, schema, transforms)
+        read_all(place, schema, transforms, tasks)
     return schema
 
 

@@ -28,7 +28,8 @@ def find(schema: pa.Schema, name: str) -> Path | None:
     Raises:
         Ambiguous: more than one column or field has it.
     """
-    return _find(list(schema), name)
+    exact = schema.get_all_field_indices(name)
+    return (exact[0],) if len(exact) == 1 else _find(list(schema), name)
 
 
 def _find(fields: list[pa.Field], name: str) -> Path | None:

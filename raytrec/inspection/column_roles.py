@@ -31,6 +31,7 @@ LABEL_VALUES = 20  # a text column with more values is no label
 TIMES = {"s": (10**8, 10**10), "ms": (10**11, 10**13), "us": (10**14, 10**16), "ns": (10**17, 10**19)}
 SPARSE_FILL = 10  # an id column's range is below this × its distinct values
 CODES = 100  # integers with at most so many values, each of them often, are codes
+ONE_VALUE = "the same in every row: nothing can be learned from it"
 EXACT = 2**53  # integers from here on are no quantities
 LONGEST_NAME = 1000  # YAML's keys have at most 1,024 characters
 
@@ -65,8 +66,8 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
         if s.is_probability or labels or not other_labels:
             return _label(s, "named with --label" if labels else "its name")
         return Finding(s, "skipped", f"called like a label, with other values than 0 to 1: {_values(s)}")
-    if s.trouble or len(scalar(s.name)) > LONGEST_NAME:
-        return Finding(s, "skipped", s.trouble or "its name is too long for YAML")
+    if s.trouble or s.lacking or len(scalar(s.name)) > LONGEST_NAME:
+        return Finding(s, "skipped", s.trouble or s.lacking or "its name is too long for YAML")
     return _with_hints(_feature(s))
 
 
@@ -76,7 +77,7 @@ def find_carried(s: ColumnStats) -> Finding:
     Raises:
         SchemaError: it cannot.
     """
-    if trouble := s.trouble or (f"it is of type {s.type}" if s.is_list else None):
+    if trouble := s.trouble or s.lacking or (f"it is of type {s.type}" if s.is_list else None):
         raise SchemaError(
             f"column '{s.name}' cannot be carried: {trouble}",
             where=s.name,
@@ -94,18 +95,23 @@ def is_called_label(name: str) -> bool:
 def _feature(s: ColumnStats) -> Finding:
     if not s.values:
         return Finding(s, "skipped", "only empty lists" if s.is_list and s.nulls < s.rows else "only nulls")
-    if s.distinct <= 1 and not s.nulls and not s.is_list:
+    if s.distinct <= 1 and not s.nulls and not s.nan and not s.is_list:
         return Finding(s, "skipped", "constant")
     if s.base == "time":
         return Finding(s, "skipped", f"a time; as a feature: {_time_hint(s)}")
     if s.base == "integer" and not s.is_list and (unit := _counts_since_1970(s)):
         return Finding(s, "skipped", f"a time; as a feature: {_time_hint(s, unit)}")
+    if s.base == "text" and s.is_unique:
+        return Finding(s, "skipped", "another value in each row")
     if s.base == "text" or (s.is_list and s.base == "integer"):
         return Finding(s, "sparse", "a list of ids" if s.is_list else "text")
     if s.base in ("float", "decimal") and s.whole and _is_named_id(s):
         return Finding(s, "sparse", "its name; whole numbers").needs("cast", to="int64")
     if s.is_list and s.base in ("float", "decimal"):
         return Finding(s, "skipped", "a list of floats that is no feature's weights")
+    if s.is_list and s.base == "bool":
+        hint = f"{{do: cast, columns: [{scalar(s.name)}], to: int64}}"
+        return Finding(s, "skipped", f"a list of bools; as ids: {hint}")
     if s.is_list:
         return Finding(s, "skipped", f"type {s.type} is not supported")
     if s.base == "integer" and (why := _why_id(s)):
@@ -172,11 +178,12 @@ def _label(s: ColumnStats, why: str) -> Finding:
             expected="a number or a text in each row of every file",
             do="name another column with --label COLUMN",
         )
-    if missing := s.count("nulls") + s.count("nan") + s.count("infinite"):
-        f.notes.append(
-            f"{missing:,} nulls, NaN or infinite: training refuses them; `nulls: skip` in its task takes "
-            "null and NaN for no label, data.on_error=skip skips such rows"
-        )
+    if s.distinct == 1:
+        f.notes.append(ONE_VALUE)
+    if missing := s.count_missing():
+        f.notes.append(f"{missing:,} nulls or NaN: rows without a label (`nulls: skip` in its task)")
+    if infinite := s.count("infinite"):
+        f.notes.append(f"{infinite:,} infinite: training refuses them; data.on_error=skip skips such rows")
     if s.base == "text":
         return _label_of_text(f)
     if s.mixed:

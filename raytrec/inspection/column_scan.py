@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from raytrec.common.errors import DataError
-from raytrec.common.storage import open_filesystem
+from raytrec.inspection.column_reading import read_columns
 from raytrec.inspection.column_stats import NUMBERS, ColumnStats
 
 
@@ -56,19 +56,16 @@ def scan_columns(
         if missing := labels - _names(footers[part]):
             not_seen[part] = f"it has no column {', '.join(sorted(missing))}"
             del footers[part]
-    columns = _columns({path: footer for files in footers.values() for path, footer in files.items()})
+    columns = _columns(footers)
     groups = {part: _groups(files) for part, files in footers.items()}
     if not sum(rows for *_, rows in groups[None]):
         raise DataError(
             "there are no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files"
         )
-    seen = {part: place for part, place in (also or {}).items() if part in footers}
-    for column in columns:
-        column.elsewhere = {part: replace(column, elsewhere={}, few=None) for part in seen}
     chosen = {part: _spread(of, max_rows) for part, of in groups.items()}
-    for part, path, index in _tracked(chosen):
-        _add_group([c if part is None else c.elsewhere[part] for c in columns], columns, path, index)
+    read_columns(columns, chosen, footers, [c for c in columns if c.name in labels])
     rows = sum(rows for *_, rows in chosen[None])
+    seen = {part: place for part, place in (also or {}).items() if part in footers}
     return Scan(columns, rows, chosen == groups, seen, not_seen, _folders(footers[None]))
 
 
@@ -106,88 +103,25 @@ def _spread(groups: list, max_rows: int | None) -> list:
     return [groups[i * len(groups) // count] for i in range(count)]
 
 
-def _tracked(chosen: dict) -> Iterator[tuple[str | None, str, int]]:
-    """(part, file, row group), with a bar on terminals."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    work = [(part, path, index) for part, groups in chosen.items() for path, index, _ in groups]
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        yield from bar.track(work, description="reading")
-
-
-def _add_group(targets: list[ColumnStats], columns: list[ColumnStats], path: str, index: int) -> None:
-    """Adds a row group to the statistics.
-
-    Args:
-        columns: those that are told what is wrong.
-
-    Raises:
-        DataError: no column can be read.
-    """
-    wanted = [i for i, c in enumerate(columns) if not c.trouble]
-    for i, data in zip(wanted, _read(path, index, [columns[i].name for i in wanted]), strict=True):
-        try:
-            if isinstance(data, Exception):
-                raise data
-            targets[i].add(data)
-        except Exception as error:  # whatever it is: one column must not stop the look at the others
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            columns[i].trouble = f"cannot be read in {path}, row group {index}: {first}"
-
-
-def _read(path: str, index: int, names: list[str]) -> list:
-    """A row group's columns, or for each what is wrong with it."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from raytrec.data.nested import pick, to_read
-
-    def read(reader, some: list[str]) -> list:
-        return pick(reader.read_row_group(index, columns=to_read(reader.schema_arrow, some)), some).columns
-
-    try:
-        filesystem, inner = open_filesystem(path)
-        with filesystem.open_input_file(inner) as file:
-            reader = pq.ParquetFile(file)
-            try:
-                return read(reader, names)
-            except (pa.ArrowException, OSError, KeyError):
-                found = [_attempt(read, reader, name) for name in names]
-        if not all(isinstance(data, Exception) for data in found):
-            return found
-        raise found[0]
-    except (pa.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"cannot read the row group: {(str(error).splitlines() or [type(error).__name__])[0]}",
-            where=f"{path}, row group {index}",
-            expected="a whole Parquet file",
-            do="write or copy the file again",
-        ) from None
-
-
-def _attempt(read, reader, name: str):
-    try:
-        return read(reader, [name])[0]
-    except Exception as error:
-        return error
-
-
-def _columns(footers: dict) -> list[ColumnStats]:
+def _columns(footers: dict[str | None, dict]) -> list[ColumnStats]:
     """Every column (of structs: their fields) with the type that all files agree on."""
     from raytrec.data import nested
 
-    schemas = {path: footer.schema.to_arrow_schema() for path, footer in footers.items()}
-    names = dict.fromkeys(name for schema in schemas.values() for name in nested.leaves(schema))
+    schemas = {
+        part: {path: footer.schema.to_arrow_schema() for path, footer in files.items()}
+        for part, files in footers.items()
+    }
+    names = dict.fromkeys(
+        name for files in schemas.values() for schema in files.values() for name in nested.leaves(schema)
+    )
     return [_column(name, schemas) for name in names]
 
 
-def _column(name: str, schemas: dict) -> ColumnStats:
+def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
     from raytrec.data import nested
 
-    types, missing, twice = {}, [], []
-    for path, schema in schemas.items():
+    types, missing, twice = {}, {part: [] for part in schemas}, []
+    for part, path, schema in ((part, *entry) for part, files in schemas.items() for entry in files.items()):
         try:
             place = nested.find(schema, name)
         except nested.Ambiguous:
@@ -196,20 +130,26 @@ def _column(name: str, schemas: dict) -> ColumnStats:
             types.setdefault("unknown" if first is None else schema.field(first).type, path)
             continue
         if place is None:
-            missing.append(path)
+            missing[part].append(path)
         else:
             types.setdefault(nested.type_at(schema, place), path)
     base, is_list, mixed = _agreed([] if twice else list(types))
     known = next((t for t in types if twice or _base(t)[0] != "null"), next(iter(types)))
     column = ColumnStats(name, str(known), base, is_list, {str(t): p for t, p in types.items()}, mixed)
+    column.elsewhere = {
+        part: replace(column, few=None, elsewhere={}) for part in schemas if part and not missing[part]
+    }
+    lacking = [path for paths in missing.values() for path in paths]
     if twice:
         column.trouble = f"there is more than one column of this name in {_and_more(twice)}"
-    elif missing:
-        column.trouble = f"there is no such column in {_and_more(missing)}"
+    elif missing[None]:
+        column.trouble = f"there is no such column in {_and_more(lacking)}"
     elif base == "other" and len(types) > 1:
         column.trouble = f"its type differs: {'; '.join(f'{t} in {p}' for t, p in column.types.items())}"
     elif base == "other":
         column.trouble = f"type {known} is not supported"
+    elif lacking:
+        column.lacking = f"there is no such column in {_and_more(lacking)}"
     return column
 
 

@@ -22,10 +22,13 @@ class ColumnStats:
         types: Arrow type → the first file that has it.
         mixed: whether files differ so that values have to be cast.
         trouble: why it cannot be used, where it cannot.
+        lacking: which validation and test data has no such column.
         rows, values, nulls: counts; of a list, `values` are its elements.
         nulls_inside: of lists. nan, infinite: of numbers.
         low, high: of finite numbers; whole: whether none of them has a fraction.
         few: value → how often, as long as there are few.
+        pairs: label → value → the label's value in the same rows; None where they are not one for one
+            (label_copies.py).
         elsewhere: the same of validation and test data, by folder.
     """
 
@@ -36,6 +39,7 @@ class ColumnStats:
     types: dict[str, str] = field(default_factory=dict)
     mixed: bool = False
     trouble: str | None = None
+    lacking: str | None = None
     rows: int = 0
     values: int = 0
     nulls: int = 0
@@ -46,9 +50,27 @@ class ColumnStats:
     high: float = -np.inf
     whole: bool = True
     few: dict | None = field(default_factory=dict)
-    hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    pairs: dict[str, dict | None] = field(default_factory=dict)
     elsewhere: dict[str, ColumnStats] = field(default_factory=dict)
+    _hashes: np.ndarray = field(init=False, default_factory=lambda: np.empty(0, np.uint64))
+    _new: list[np.ndarray] = field(init=False, default_factory=list)  # not yet among them
+    _new_count: int = field(init=False, default=0)
+
+    @property
+    def hashes(self) -> np.ndarray:
+        """The smallest hashes of values (uint64, rising)."""
+        if self._new:
+            self._merge()
+        return self._hashes
+
+    def _merge(self) -> None:
+        self._hashes = np.unique(np.concatenate([self._hashes, *self._new]))[:SMALLEST]
+        self._new, self._new_count = [], 0
+
+    def is_read_in(self, part: str | None) -> bool:
+        """Whether its values in the training data (None), or in validation or test data, are looked at."""
+        return not self.trouble and (part is None or part in self.elsewhere)
 
     @property
     def parts(self) -> list[ColumnStats]:
@@ -58,6 +80,10 @@ class ColumnStats:
     def count(self, what: str) -> int:
         """nulls, nan, … of all parts together."""
         return sum(getattr(part, what) for part in self.parts)
+
+    def count_missing(self) -> int:
+        """Nulls and NaN of all parts together."""
+        return self.count("nulls") + self.count("nan")
 
     @property
     def lowest(self) -> float:
@@ -86,8 +112,14 @@ class ColumnStats:
         return f"{'' if len(self.hashes) < SMALLEST else '~'}{self.distinct:,}"
 
     @property
+    def is_unique(self) -> bool:
+        """Whether each of many rows has another value, as far as the smallest hashes tell."""
+        least = self.values if len(self.hashes) < SMALLEST else 0.98 * self.values
+        return not self.is_list and self.values > 100 and self.distinct >= least
+
+    @property
     def nulls_text(self) -> str:
-        share = 100 * self.nulls / max(self.rows, 1)
+        share = 100 * (self.nulls + (0 if self.is_list else self.nan)) / max(self.rows, 1)
         return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"
 
     @property
@@ -131,7 +163,7 @@ class ColumnStats:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        array = _comparable(array, self.base, self.mixed)
+        array = comparable(array, self.base, self.mixed)
         if pa.types.is_floating(array.type):
             finite = pc.is_finite(array)
             nan = pc.sum(pc.is_nan(array)).as_py()
@@ -165,10 +197,16 @@ class ColumnStats:
             self.low = min(self.low, values.min().item())
             self.high = max(self.high, values.max().item())
             self.whole &= values.dtype.kind in "iu" or bool((values == np.floor(values)).all())
-        self.hashes = np.union1d(self.hashes, hash_array(values))[:SMALLEST]
+        hashes = hash_array(values)
+        if len(self._hashes) == SMALLEST:
+            hashes = hashes[hashes < self._hashes[-1]]
+        self._new.append(hashes)
+        self._new_count += len(hashes)
+        if self._new_count >= SMALLEST:  # not for each row group: to sort takes longer than to read one
+            self._merge()
 
 
-def _comparable(array, base: str, mixed: bool):
+def comparable(array, base: str, mixed: bool):
     """Values in the type in which those of all files are compared."""
     import pyarrow as pa
 
@@ -194,4 +232,11 @@ def share_of(inner: ColumnStats, outer: ColumnStats) -> float:
     """Which share of a column's distinct values are another's, too, as far as their smallest hashes tell."""
     known = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= SMALLEST]
     mine, theirs = (s.hashes[s.hashes <= min(known)] if known else s.hashes for s in (inner, outer))
+    first = mine[:FEW]  # most columns have nothing in common, which a few values show
+    if (
+        len(mine) > FEW
+        and len(theirs)
+        and not (theirs[np.searchsorted(theirs, first).clip(max=len(theirs) - 1)] == first).any()
+    ):
+        return 0.0
     return len(np.intersect1d(mine, theirs, assume_unique=True)) / max(len(mine), 1)

@@ -6,7 +6,8 @@ How a column's kind is inferred, in this order (column_roles.py):
                by a transform (binarize)
     carried    named with --carry: goes along with rows, and is no feature
     skipped    missing in a file, or of types that have nothing in common; constant or only nulls; integers
-               that differ in each row; dates and times (also integers that look like seconds since 1970)
+               and text that differ in each row; copies of the label (label_copies.py); dates and times (also
+               integers that look like seconds since 1970)
     sparse     lists of integers or text (mean pooling; sequences where they are called history, clicked, …);
                text; numbers called …id; integers that fill their range, from wherever it begins, and repeat;
                integers of few values, or too large for quantities
@@ -24,7 +25,7 @@ twice as many).
 
 from __future__ import annotations
 
-from raytrec.common.errors import SchemaError, did_you_mean
+from raytrec.common.errors import ConfigError, DataError, SchemaError, did_you_mean
 from raytrec.common.storage import parts_beside, train_part
 from raytrec.config.schema import Schema
 from raytrec.inspection.column_roles import (
@@ -37,6 +38,7 @@ from raytrec.inspection.column_roles import (
 )
 from raytrec.inspection.column_scan import scan_columns
 from raytrec.inspection.column_stats import ColumnStats
+from raytrec.inspection.label_copies import copied_label
 from raytrec.inspection.result import Inspection, as_flow
 from raytrec.inspection.shared_tables import SharedTable, find_tables, is_sequence
 
@@ -65,8 +67,14 @@ def inspect(
 
     Raises:
         DataError: nothing there, or not Parquet. SchemaError: no label or no sparse feature can be told; no
-            such column to predict or carry.
+            such column to predict or carry. ConfigError: fewer than one row is to be looked at.
     """
+    if not uri.strip():
+        raise DataError(
+            "the place has no name", where="raytrec inspect", expected="a folder or file of Parquet"
+        )
+    if max_rows is not None and max_rows < 1:
+        raise ConfigError(f"{max_rows} rows are to be read", where="--rows", expected="1 or more")
     uri = train_part(uri)
     scan = scan_columns(
         uri, max_rows, parts_beside(uri), lambda name: name in labels if labels else is_called_label(name)
@@ -82,6 +90,7 @@ def inspect(
         for column in scan.columns
     ]
     _check_some_label(findings, uri)
+    _skip_copies(findings)
     _pair_weights(findings)
     tables = find_tables(findings)
     all_seen = bool(scan.also) and scan.whole
@@ -117,6 +126,14 @@ def _check_some_label(findings: list[Finding], uri: str) -> None:
             else ""
         ),
     )
+
+
+def _skip_copies(findings: list[Finding]) -> None:
+    """Features that give the label away are none."""
+    labels = [f.stats.name for f in findings if f.kind == "label"]
+    for f in findings:
+        if f.kind in ("dense", "sparse") and (label := copied_label(f.stats, labels)):
+            f.kind, f.why, f.notes = "skipped", f"copies the label {label}", []
 
 
 def _could_be_rating(s: ColumnStats) -> bool:

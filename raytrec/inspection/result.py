@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.schema import Schema, scalar
-from raytrec.inspection.column_roles import Finding
+from raytrec.inspection.column_roles import ONE_VALUE, Finding
 from raytrec.inspection.column_scan import Scan
 from raytrec.inspection.shared_tables import SharedTable, is_sequence
 
@@ -44,6 +44,13 @@ class Inspection:
         return self.scan.rows
 
     @property
+    def tasks(self) -> list[dict]:
+        """The configuration's tasks, where one for the first label, which every row has, is not enough."""
+        of_labels = [f.stats for f in self.findings if f.kind == "label"]
+        found = [{"label": s.name} | ({"nulls": "skip"} if s.count_missing() else {}) for s in of_labels]
+        return found if len(found) > 1 or "nulls" in found[0] else []
+
+    @property
     def whole(self) -> bool:
         """Whether all rows were looked at."""
         return self.scan.whole
@@ -56,13 +63,17 @@ class Inspection:
             f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{beside}). Look it over before you train."
         ]
         lines += [f"{part} was not looked at: {why}" for part, why in self.scan.not_seen.items()]
+        if self.transforms or self.carry or self.tasks:
+            lines.append("Training needs these in its configuration, too:")
         if self.transforms or self.carry:
-            lines += ["Training needs these in its configuration, too:", "data:"]
+            lines.append("data:")
         if self.carry:
             lines.append(f"  carry: {as_flow(self.carry)}")
         if self.transforms:
             lines.append("  transforms:")
             lines += [f"    - {as_flow(transform)}" for transform in self.transforms]
+        if self.tasks:
+            lines += ["tasks:", *(f"  - {as_flow(task)}" for task in self.tasks)]
         out = [f"# {_printable(line)}" for line in lines]
         out.append(
             self.schema.to_yaml({key: _printable(text) for key, text in self._comments().items()}).rstrip()
@@ -93,19 +104,16 @@ class Inspection:
         Raises:
             ConfigError: the file exists, or cannot be written.
         """
+        if out is not None:
+            check_out(out, overwrite)
         self._print_table()
         if out is None:
             if hasattr(sys.stdout, "reconfigure"):
                 sys.stdout.reconfigure(encoding="utf-8")  # as a schema is read, whatever the terminal's is
             sys.stdout.write(self.schema_yaml())
             return
-        path = Path(out)
-        if path.exists() and not overwrite:
-            raise ConfigError(
-                "the file exists", where=out, do="choose another --out, or replace it with --force"
-            )
         try:
-            path.write_text(self.schema_yaml(), encoding="utf-8")
+            Path(out).write_text(self.schema_yaml(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write the schema: {error.strerror}", where=out) from None
         print(f"wrote {out}; look it over, then:", file=sys.stderr)
@@ -116,8 +124,8 @@ class Inspection:
         parts = {"test" if name == "test" else "valid": place for name, place in self.scan.also.items()}
         settings = [f"data.train={self.uri}", *(f"data.{name}={place}" for name, place in parts.items())]
         settings.append(f"data.schema={schema}")
-        if len(self.schema.labels) > 1:  # else only the first is learned
-            settings.append(f"tasks={as_flow([{'label': label} for label in self.schema.labels])}")
+        if self.tasks:
+            settings.append(f"tasks={as_flow(self.tasks)}")
         if self.carry:
             settings.append(f"data.carry={as_flow(self.carry)}")
         transforms = f"data.transforms=[{', '.join(map(as_flow, self.transforms))}]"
@@ -139,7 +147,26 @@ class Inspection:
         for f in self.findings:
             why = "; ".join([f.why, *f.notes])
             table.add_row(plain(f.stats.name), f.kind, plain(why), f.stats.nulls_text, f.stats.distinct_text)
-        open_console(stderr=True).print(table)
+        console = open_console(stderr=True)
+        console.print(table)
+        for f in self.findings:
+            if f.kind == "label" and ONE_VALUE in f.notes:
+                console.print(plain(f"warning: the label {f.stats.name} is {ONE_VALUE}"), soft_wrap=True)
+
+
+def check_out(out: str, overwrite: bool) -> None:
+    """Looks whether a schema can be written there, before anything is read.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    path = Path(out)
+    if path.is_dir():
+        raise ConfigError("this is a folder", where=out, expected="a file: --out schema.yaml")
+    if not path.parent.is_dir():
+        raise ConfigError("there is no such folder", where=str(path.parent), do="make it, or correct --out")
+    if path.exists() and not overwrite:
+        raise ConfigError("the file exists", where=out, do="choose another --out, or replace it with --force")
 
 
 def as_flow(value: object) -> str:

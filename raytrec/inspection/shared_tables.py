@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
 from raytrec.config.schema import table_name
 from raytrec.inspection.column_roles import SPARSE_FILL, Finding, table_size, words
-from raytrec.inspection.column_stats import SMALLEST, count_distinct, share_of
+from raytrec.inspection.column_stats import SMALLEST, ColumnStats, count_distinct, share_of
 
 # Words that say how ids are used, not what they stand for.
 HISTORY = frozenset(
@@ -61,10 +62,11 @@ def find_tables(findings: list[Finding]) -> list[SharedTable]:
     """The tables of sparse features, one feature an id before lists."""
     tables: list[SharedTable] = []
     for f in sorted((f for f in findings if f.kind == "sparse"), key=lambda f: f.stats.is_list):
+        telling = _is_telling(f.stats)
         found = [
             (why, share, t)
             for t in tables
-            if (why := _why_shared(f, t.members[0]))
+            if (why := _why_shared(f, t.members[0], telling))
             for share in [share_of(t.members[0].stats, f.stats)]
         ]
         if found:
@@ -76,29 +78,30 @@ def find_tables(findings: list[Finding]) -> list[SharedTable]:
     return tables
 
 
-def _why_shared(f: Finding, owner: Finding) -> str | None:
+def _why_shared(f: Finding, owner: Finding, telling: bool) -> str | None:
     """Why a feature looks up another one's table, if it should."""
     mine, theirs = f.stats, owner.stats
-    if (mine.base == "text") != (theirs.base == "text"):
+    nouns = _nouns(mine.name)
+    if nouns and nouns == _nouns(theirs.name):
+        least = 0.2
+    elif telling and len(theirs.hashes) >= 10:
+        least = 0.8
+    elif not nouns and mine.is_list:  # such as `history`
+        least = 0.9
+    else:
         return None
-    share = share_of(mine, theirs)
-    text = f"{100 * share:.0f} % of its values are in {theirs.name}, too"
-    nouns = _nouns(mine.name), _nouns(theirs.name)
-    if nouns[0] == nouns[1] and nouns[0] and share >= 0.2:
-        return text
-    if not nouns[0] and mine.is_list and share >= 0.9:  # such as `history`
-        return text
-    telling = mine.base == "text" or not _fills(mine)
-    if telling and share >= 0.8 and mine.distinct >= 10 and theirs.distinct >= 10:
-        return text
-    return None
+    if (mine.base == "text") != (theirs.base == "text") or (share := share_of(mine, theirs)) < least:
+        return None
+    return f"{100 * share:.0f} % of its values are in {theirs.name}, too"
 
 
-def _fills(s) -> bool:
-    """Integers from 0 on, which any two columns have in common."""
-    return s.lowest >= 0 and s.highest < SPARSE_FILL * s.distinct
+def _is_telling(s: ColumnStats) -> bool:
+    """Whether columns that share such values do so by more than chance: text, and integers with gaps."""
+    fills = s.lowest >= 0 and s.highest < SPARSE_FILL * s.distinct
+    return (s.base == "text" or not fills) and s.distinct >= 10
 
 
+@cache
 def _nouns(name: str) -> frozenset[str]:
     return frozenset(re.sub(r"(?<=\w\w\w)s$", "", word) for word in words(name) if word not in USE)
 

@@ -215,6 +215,7 @@ QUICK = settings(
 
 @QUICK
 @example([[("x", pa.map_(pa.string(), pa.decimal128(20, 0)))]], 0)  # weights that are decimals
+@example([[("click", pa.int8())]], 0)  # a label with a null in a later row group
 @given(st.lists(COLUMNS, min_size=1, max_size=2), st.integers(0, 99))
 def test_of_any_files_inspect_writes_what_is_read(tmp_path_factory, files, seed):
     folder = tmp_path_factory.mktemp("any")

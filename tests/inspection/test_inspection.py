@@ -275,7 +275,7 @@ def test_text_ids_share_a_table_and_names_of_tables_do_not_clash(tmp_path):
 @pytest.mark.parametrize("name", ["label", "stars: 1"])
 def test_labels_that_are_no_0_or_1_become_so(tmp_path, name, values, transform):
     values = [v for v in values if v is not None] * 100
-    write(tmp_path / "a.parquet", {name: values, "user_id": np.arange(len(values)) % 7})
+    write(tmp_path / "a.parquet", {name: values, "user_id": np.arange(len(values)) % 9})
     found = inspect(str(tmp_path), labels=None if name == "label" else [name])
     assert found.transforms == [{"do": "binarize", "columns": [name], **transform}]
     text = found.schema_yaml()

@@ -1,0 +1,91 @@
+"""Reading columns takes as long as there are row groups and columns, and shows how far it is."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from any_parquet import write
+from rich.progress import Progress
+
+from raytrec.common.errors import DataError
+from raytrec.inspection import column_stats
+from raytrec.inspection.propose import inspect
+
+
+def counted(monkeypatch, owner, name):
+    """The arguments of each call of a function, from now on."""
+    calls, function = [], getattr(owner, name)
+
+    def call(*args, **kwargs):
+        calls.append(args)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+def table(rows, **columns):
+    numbers = np.arange(rows)
+    return pa.table({"label": numbers * 7 % 5 % 2, "user_id": numbers * 7, **columns})
+
+
+def test_a_file_is_opened_once_for_all_of_its_row_groups(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.parquet", table(400), row_group_size=20)
+    opened = counted(monkeypatch, pq, "ParquetFile")
+    found = inspect(str(tmp_path))
+    assert found.rows == 800 and len(opened) == 2
+
+
+def test_hashes_are_sorted_once_for_many_row_groups(tmp_path, monkeypatch):
+    write(tmp_path / "a.parquet", table(20_000), row_group_size=100)
+    sorted_arrays = [counted(monkeypatch, column_stats.np, name) for name in ("union1d", "unique")]
+    stats = inspect(str(tmp_path)).findings[1].stats
+    assert stats.distinct == 20_000 and stats.low == 0 and stats.high == 19_999 * 7
+    assert sum(map(len, sorted_arrays)) < 20, "of 200 row groups"
+
+
+def test_the_columns_of_a_wide_row_group_are_read_in_parts(tmp_path, monkeypatch):
+    columns = {f"c{i}": np.arange(300) * 0.5 for i in range(250)}
+    write(tmp_path / "a.parquet", table(300, **columns))
+    steps = []
+
+    def track(self, sequence, **settings):
+        steps.extend(sequence)
+        return iter(sequence)
+
+    monkeypatch.setattr(Progress, "track", track)
+    found = inspect(str(tmp_path))
+    assert len(steps) == 3 and len(found.schema.dense) == 250
+    assert {f.stats.rows for f in found.findings} == {300}
+
+
+def test_columns_without_a_common_value_are_not_compared_in_full(tmp_path, monkeypatch):
+    columns = {f"c{i}": [f"{i} {row % 90}" for row in range(300)] for i in range(40)}
+    write(tmp_path / "a.parquet", table(300, **columns))
+    compared = counted(monkeypatch, column_stats.np, "intersect1d")
+    assert len(inspect(str(tmp_path)).schema.tables) == 41 and not compared
+
+
+def test_files_of_which_no_column_can_be_read_are_refused(tmp_path):
+    write(tmp_path / "a.parquet", table(300), compression="none", use_dictionary=False)
+    path = tmp_path / "a.parquet"
+    raw, footer = bytearray(path.read_bytes()), pq.read_metadata(path)
+    for i in range(footer.num_columns):
+        begin = footer.row_group(0).column(i).data_page_offset
+        raw[begin : begin + 20] = bytes(20)
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"(?s)cannot read the row group.*a\.parquet, row group 0"):
+        inspect(str(tmp_path))
+
+
+def test_a_column_that_only_the_training_data_has_is_shown_with_its_values(tmp_path, capsys):
+    write(tmp_path / "train" / "a.parquet", table(300, bid=[None, 0.5, 2.0] * 100))
+    write(tmp_path / "test" / "a.parquet", table(300))
+    found = inspect(str(tmp_path))
+    bid = next(f for f in found.findings if f.stats.name == "bid")
+    assert (bid.kind, bid.why) == ("skipped", f"there is no such column in {tmp_path / 'test' / 'a.parquet'}")
+    assert (bid.stats.rows, bid.stats.nulls, bid.stats.distinct) == (300, 100, 2)
+    found.show()
+    line = next(line for line in capsys.readouterr().err.splitlines() if "bid" in line)
+    assert "33 %" in line
