@@ -46,6 +46,7 @@ class Dataset:
         left_out: what was wrong with files that are skipped (data.on_error: skip).
         accused: row groups that a run will stop at, as far as footers say (statistics.py).
         empty_tasks: tasks in which no row counts, as far as footers say → why.
+        constant_labels: labels of one value, as far as footers say → that value.
     """
 
     uri: str
@@ -54,6 +55,7 @@ class Dataset:
     left_out: tuple[DataError, ...] = ()
     accused: tuple[RowGroup, ...] = ()
     empty_tasks: Mapping[str, str] = field(default_factory=dict)
+    constant_labels: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> int:
@@ -141,7 +143,9 @@ def scan(
     lists = frozenset().union(*(found.lists for found in seen))
     bad = tuple(g for found in seen for g in found.groups if not skip and g.index in found.accused)
     empty = why_empty(found.excluded for found in seen)
-    return Dataset(name_of(places), found_groups, replace(form, lists=lists), tuple(left_out), bad, empty)
+    constant = dict(set.intersection(*(set(found.constant.items()) for found in seen if found.groups)))
+    form = replace(form, lists=lists)
+    return Dataset(name_of(places), found_groups, form, tuple(left_out), bad, empty, constant)
 
 
 def name_of(places: str | list[str]) -> str:
@@ -213,7 +217,7 @@ class _Seen:
     Attributes:
         groups: with rows.
         lists: sparse features that are lists in it, after the transforms.
-        accused: indexes of row groups. excluded: see statistics.Footer.
+        accused: indexes of row groups. excluded, constant (labels): see statistics.Footer.
         carried: its key columns and carried ones.
     """
 
@@ -221,6 +225,7 @@ class _Seen:
     lists: set[str]
     accused: list[int]
     excluded: dict[str, list[set[str]]]
+    constant: dict[str, float]
     carried: CarriedInFile
 
 
@@ -241,4 +246,5 @@ def _look(uri: str, form: Form) -> _Seen:
     types = {name: plain(arrow.field(name).type) for name in form.carried if name not in form.from_folders}
     footer = Footer(metadata, form)
     carried = CarriedInFile(uri, types, form.from_folders)
-    return _Seen(groups, lists, footer.accused(), footer.excluded(), carried)
+    constant = footer.constant_labels()
+    return _Seen(groups, lists, footer.accused(), footer.excluded(), constant, carried)

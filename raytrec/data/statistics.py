@@ -1,5 +1,5 @@
-"""What footers' statistics say against row groups: ids beyond a table, labels out of range, nulls; and which
-tasks no row counts in. No torch.
+"""What footers' statistics say against row groups: ids beyond a table, labels out of range, nulls; which
+tasks no row counts in, and which labels have one value. No torch.
 
 They are in most footers, and cost nothing more to look at. Row groups that they accuse are read before a run
 starts (verify.py), so that its error names the row.
@@ -64,6 +64,26 @@ class Footer:
             for group in groups
             if group.num_rows
         ]
+
+    def constant_labels(self) -> dict[str, float]:
+        """Labels of one value in all rows that have one → that value, as far as statistics show it."""
+        columns = {name: self._columns(name) for name in self._form.labels if name not in self._made}
+        found = {name: self._one_value(places[0]) for name, places in columns.items() if len(places) == 1}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _one_value(self, place: int) -> float | None:
+        known = None
+        for group in (self._metadata.row_group(g) for g in range(self._metadata.num_row_groups)):
+            chunk, rows = group.column(place), group.num_rows
+            if not rows or _is_all_null(chunk, rows):
+                continue
+            found = chunk.statistics if chunk.is_stats_set else None
+            if not (found and found.has_min_max and _number(found.min) and found.min == found.max):
+                return None
+            if known not in (None, value := float(found.min)):
+                return None
+            known = value
+        return known
 
     def _columns(self, name: str) -> list[int]:
         """The places of a column's values, which may be those of a list."""

@@ -175,6 +175,17 @@ def _check_tasks_have_rows(dataset: Dataset) -> None:
         )
 
 
+def note_constant_labels(config: RunConfig, schema: Schema, dataset: Dataset) -> list[str]:
+    """A line for each task whose label has one value, and whose loss compares predictions with labels."""
+    return [
+        f"the label of task {task.name} is {dataset.constant_labels[task.label]:g} in every row of "
+        f"data.train, from which {section.loss} learns nothing; in_batch_softmax and from_model can learn "
+        "from positives alone"
+        for section, task in zip(config.tasks, resolve_tasks(config.tasks, schema), strict=True)
+        if task.label in dataset.constant_labels and not (task.loss.reads_vectors or task.loss.from_model)
+    ]
+
+
 def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
     """Files that data.on_error=skip leaves out: into skipped.jsonl, and a line for each to warn with."""
     faults = Faults(skip=True, log=str(folder / SKIPPED))

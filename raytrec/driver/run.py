@@ -36,6 +36,7 @@ from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import (
     check_nothing_hidden,
     make_folder,
+    note_constant_labels,
     note_left_out,
     open_data,
     open_dataset,
@@ -137,6 +138,7 @@ def train(
             make_folder(folder, config, schema)
         if in_job():
             console.folder(str(folder))
+        lines += note_constant_labels(config, schema, datasets["train"])
         for line in [*lines, *note_left_out(folder, datasets)]:
             console.warn(line)
         with record_driver(folder):
@@ -152,7 +154,7 @@ def _drive(
     began: float,
 ) -> Result:
     """The run itself, in a folder that is ready: Ray, workers, result."""
-    folder, status = Path(config.run.dir), "FAILED"
+    folder, status, page = Path(config.run.dir), "FAILED", None
     tracker = open_tracker(config, console, at_once=False)
     record, drawing = Record(tracker, folder, config.run.name), EarlyDrawing(folder)
     watch = Watch(console, record, drawing.begin if config.tracking.report else lambda: None)
@@ -209,10 +211,10 @@ def _drive(
     finally:
         if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
             console.phase("writing the report")
-            _write_report(drawing, tracker, console)
+            page = _write_report(drawing, tracker, console)
         for lost in record.close(status):
             console.warn(lost)
-    return Result(metrics, folder, _next_steps(config, folder, tracker))
+    return Result(metrics, folder, _next_steps(config, folder, tracker, page))
 
 
 def _describe_run(tracker: Tracker | NoTracker, config: RunConfig) -> None:
@@ -251,13 +253,15 @@ def begin_late(tracker: Tracker | NoTracker, watch: Watch) -> Callable[[], None]
     return look
 
 
-def _next_steps(config: RunConfig, folder: Path, tracker: Tracker | NoTracker) -> list[str]:
+def _next_steps(
+    config: RunConfig, folder: Path, tracker: Tracker | NoTracker, page: Path | None
+) -> list[str]:
     """Where to look at a run that has ended well."""
     lines = [f"run folder   {relative(folder)}"]
     if code := own_code(config.model_dump(by_alias=True)):
         lines.append(f"your code    {', '.join(code)}")
-    if config.tracking.report:
-        lines.append(f"pictures     {relative(folder / REPORT)}")
+    if page:
+        lines.append(f"pictures     {relative(page)}")
     if config.tracking.enabled:
         server = tracker.uri.startswith("http")
         at = "" if server else "mlflow ui --backend-store-uri "
@@ -282,16 +286,21 @@ def open_tracker(config: RunConfig, console: RunConsole, at_once: bool = True) -
     )
 
 
-def _write_report(drawing: EarlyDrawing, tracker: Tracker | NoTracker, console: RunConsole) -> None:
-    """The report and its pictures, in the run folder and in MLflow. A run does not fail for them."""
+def _write_report(
+    drawing: EarlyDrawing, tracker: Tracker | NoTracker, console: RunConsole
+) -> Path | None:
+    """Writes the report and its pictures, into the run folder and to MLflow; its path, or None where that is
+    not possible: a run does not fail for it."""
     try:
         page, pictures = drawing.write()
         tracker.file(page)
         for picture in pictures:
             tracker.file(picture, "pictures")
+        return page
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         console.warn(f"no report: {why}; try again with raytrec report {drawing.folder}")
+        return None
 
 
 def evaluate(
