@@ -64,7 +64,10 @@ def _read(path: str, group: int, first: int, rows: int, columns: list[str]) -> p
         if there < first + rows:
             raise IndexError(f"it has {there:,} rows, and had {first + rows:,} or more before")
         if there <= max(WHOLE_ROWS, 2 * rows):
-            table = reader.read_row_group(group, columns=asked, use_threads=False).slice(first, rows)
+            table = reader.read_row_group(group, columns=asked, use_threads=False)
+            if table.num_rows != there:
+                raise IndexError(f"its pages hold {table.num_rows:,} rows, its footer has {there:,}")
+            table = table.slice(first, rows)
         else:
             table = read_rows(file, version, reader, group, first, first + rows, asked)
         return pick(table, columns)

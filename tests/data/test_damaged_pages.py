@@ -113,6 +113,23 @@ def test_damaged_copies_give_an_error_or_the_rows_that_were_written(tmp_path, ve
     assert outcomes == {"error", "rows"}
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["read whole", "read by pages"])
+def test_a_page_of_no_known_type_does_not_shift_the_rows_after_it(tmp_path, monkeypatch, whole):
+    """pyarrow passes over it, and its checksum does not cover the header."""
+    path = tmp_path / "a.parquet"
+    written(path, write_page_checksum=True)
+    raw, at = bytearray(path.read_bytes()), dict(places(path))["many"]._offsets[2]
+    assert raw[at : at + 2] == b"\x15\x00"
+    raw[at + 1] = 8
+    path.write_bytes(raw)
+    pages._known.clear()
+    decoding._open.files.clear()
+    if whole:
+        monkeypatch.setattr(decoding, "WHOLE_ROWS", ROWS)
+    with pytest.raises(DataError, match=r"hold 1,400 rows, (its|the) footer has 1,500"):
+        decode(str(path), 0, 800, 30, ["many"])
+
+
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "no checksums"])
 def test_rows_that_are_not_skipped_keep_their_lists_after_a_flipped_bit(tmp_path, version, checksums):
