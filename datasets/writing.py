@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -99,19 +100,32 @@ class Output:
         """What `finish` wrote into a complete folder: options, rows and the recipe's own facts."""
         return json.loads((self.folder / MARKER).read_text())
 
-    def finish(self, schema: Schema, rows: dict[str, int], **facts: object) -> None:
-        """Writes schema.yaml and the marker with the rows of each split and other facts."""
-        (self.partial / "schema.yaml").write_text(schema.to_yaml())
+    def finish(
+        self,
+        schema: Schema,
+        rows: dict[str, int],
+        comments: Mapping[tuple[str, str], str] | None = None,
+        **facts: object,
+    ) -> None:
+        """Writes schema.yaml, with comments of Schema.to_yaml, and the marker with the rows of each split and
+        other facts."""
+        (self.partial / "schema.yaml").write_text(schema.to_yaml(comments))
         text = json.dumps({"options": self.options, "rows": rows, **facts}, indent=2)
         (self.partial / MARKER).write_text(text + "\n")
 
-    def summary(self, job: str = "own", *lines: str) -> None:
-        """Prints the rows of each split, further lines, and the next command."""
-        counts = ", ".join(f"{name} {count:,}" for name, count in self.facts()["rows"].items())
+    def summary(self, job: str = "own", settings: Sequence[str] = (), lines: Sequence[str] = ()) -> None:
+        """Prints the rows of each split, further lines, and the next command.
+
+        Args:
+            job: the example in jobs/ that fits the data.
+            settings: overrides that it needs beside the paths.
+        """
+        rows, place = self.facts()["rows"], relative(self.folder)
+        counts = ", ".join(f"{name} {count:,}" for name, count in rows.items())
+        paths = [f"data.{name}={place}/{name}" for name in SPLITS if rows.get(name)]
+        command = shlex.join(["raytrec", "train", f"jobs/{job}.yaml", *paths, *settings])
         console = open_console(stderr=True)
-        place = relative(self.folder)
-        paths = " ".join(f"data.{name}={place}/{name}" for name in SPLITS)
-        for line in (f"{place}: {counts} rows", *lines, f"next: raytrec train jobs/{job}.yaml {paths}"):
+        for line in (f"{place}: {counts} rows", *lines, f"next: {command}"):
             console.print(line, soft_wrap=True)
 
 

@@ -66,7 +66,7 @@ def write(
         sizes = [len(tables[c]) + 1 if tables else hash_rows for c in SPARSE]
         skipped = sum(w["skipped"] for w in written)
         output.finish(schema_of(sizes, dim), rows, skipped_lines=skipped)
-    output.summary("criteo", *([f"{skipped:,} malformed lines were skipped"] if skipped else []))
+    output.summary("criteo", lines=[f"{skipped:,} malformed lines were skipped"] if skipped else [])
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 from raytrec_datasets.interactions.events import TEST, VALID, Columns, Interactions, keep_core
+from raytrec_datasets.interactions.job import fitting_job
 from raytrec_datasets.interactions.layouts import read_interactions
 from raytrec_datasets.interactions.rows import Rows
 from raytrec_datasets.interactions.sides import Sides, read_sides
@@ -31,6 +32,10 @@ from raytrec_datasets.writing import Output, SplitWriter, progress
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.schema import Schema
+
+DRAWN = {
+    ("sparse", "negatives"): "made by data.transforms, {do: sample, …}, as in jobs/interactions/sasrec.yaml"
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ def write(out: Path, files: Files, columns: Columns, chosen: Choices, force: boo
             read_sides(files.item_features, columns.item) if files.item_features else [],
         )
         write_rows(output, data, chosen, sides)
-    output.summary("own")
+    output.summary(*fitting_job(output.folder, chosen))
 
 
 def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides) -> None:
@@ -125,7 +130,8 @@ def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides
         _write_keys(output.partial / "items", "item", data.items, frequent | of_item)
         _write_keys(output.partial / "users", "user", data.users, of_user)
         schema = make_schema(len(data.users), len(data.items), chosen, sides)
-        output.finish(schema, counts, users=len(data.users), items=len(data.items), interactions=len(data))
+        sizes = {"users": len(data.users), "items": len(data.items), "interactions": len(data)}
+        output.finish(schema, counts, DRAWN, **sizes)
 
 
 def _core(data: Interactions, least: int | None) -> Interactions:
@@ -150,7 +156,16 @@ def _write_keys(folder: Path, name: str, keys: pa.Array, columns: dict[str, pa.A
 
 
 def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema:
-    """schema.yaml: item and history share a table."""
+    """schema.yaml: item and history share a table. Rows of whole users are for models of the next item, which
+    read these alone, and items that are drawn when rows are read."""
+    if chosen.rows == "user":
+        sequence = {"table": "item", "pooling": "sequence"}
+        values = {
+            "labels": ["label"],
+            "sparse": {"item": {"table": "item"}, "history": sequence, "negatives": sequence},
+            "tables": {"item": {"rows": items, "dim": chosen.dim}},
+        }
+        return Schema.parse(values, "interactions")
     tables = {"user": {"rows": users, "dim": chosen.dim}, "item": {"rows": items, "dim": chosen.dim}}
     sparse: dict[str, dict] = {"user": {"table": "user"}, "item": {"table": "item"}}
     if chosen.max_length:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from raytrec_datasets.interactions.job import fitting_job
 from raytrec_datasets.interactions.recipe import Choices
 from raytrec_datasets.interactions.rows import slices
 from raytrec_datasets.movielens.candidates import has_candidates, write_candidates
@@ -51,7 +52,7 @@ def write(
         output = Output(out, "movielens", {**asdict(chosen), "source": str(source), "split": split}, force)
         if not output.is_ready():
             write_leave_one_out(output, source, chosen)
-        return output.summary()
+        return output.summary(*fitting_job(output.folder, chosen))
     if has_candidates(source) and not has_ratings(source):
         options = {
             "source": str(source),

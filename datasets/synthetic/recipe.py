@@ -48,7 +48,9 @@ def write(
             }
             output.finish(schema_of(shape, dim), counts, best_auc=best)
     best = output.facts()["best_auc"]
-    output.summary("synthetic", f"best reachable AUC (the planted model itself): test {best['test']:.4f}")
+    output.summary(
+        "synthetic", lines=[f"best reachable AUC (the planted model itself): test {best['test']:.4f}"]
+    )
 
 
 def schema_of(shape: Shape, dim: int) -> Schema:

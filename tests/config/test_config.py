@@ -45,6 +45,8 @@ def test_a_mapping_of_dotted_keys_is_overrides():
     assert (config.train.epochs, config.train.max_steps) == (3, None)
     assert (config.optim.dense.lr, config.model.name, config.data.carry) == (1e-5, "mf", ["a, 'b'", "no"])
     assert as_texts({"train.epochs": 3}) == as_texts(["train.epochs=3"])
+    tables = {"item*": {"ranks": [1]}, "item": {"ranks": [0]}}  # later lines override earlier ones
+    assert [*load_config(BASE, {"plan.tables": tables}).plan.tables] == ["item*", "item"]
     for command in (raytrec.train, raytrec.check, raytrec.tune):
         with pytest.raises(ConfigError, match=r"did you mean train\.epochs"):
             command(BASE, **{"space": "x"} if command is raytrec.tune else {}, overrides={"train.epocs": 3})

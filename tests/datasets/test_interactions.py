@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from raytrec.common.errors import RaytrecError
 from raytrec.config.schema import Schema
+from raytrec.config.transforms import Sample
 from raytrec.data.fragments import scan
 
 USERS, ITEMS, LONGEST = 9, 40, 4
@@ -40,9 +41,9 @@ def prepared(source, out, *arguments):
         items = {n: [int(keys["item"][i]) for i in row[n]] for n in ("history", "seen") if n in row}
         return row | {"user": int(keys["user"][row["user"]]), "item": int(keys["item"][row["item"]])} | items
 
-    schema = Schema.load(out / "schema.yaml")
+    schema, drawn = Schema.load(out / "schema.yaml"), Sample(do="sample", column="negatives", count=3)
     for split in SPLITS:
-        scan(str(out / split), schema)
+        scan(str(out / split), schema, transforms=(drawn,) if "negatives" in schema.sparse else ())
     return {split: [named(row) for row in pq.read_table(out / split).to_pylist()] for split in SPLITS}
 
 

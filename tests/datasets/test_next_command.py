@@ -1,0 +1,101 @@
+"""`raytrec prepare interactions` names a job that fits what it has written."""
+
+import random
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from raytrec_datasets import app
+from typer.testing import CliRunner
+
+from raytrec.config.run_config import load_config
+from raytrec.driver.preflight import check_fit
+from raytrec.driver.prepare import open_data, resolve
+
+REPO = Path(__file__).parents[2]
+USERS, ITEMS = 60, 150
+SIDES = ["--user-features", "users.csv", "--item-features", "items.csv"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("source"), random.Random(3)
+    rows = [(u, i) for u in range(USERS) for i in rng.sample(range(ITEMS), rng.randint(4, 9))]
+    (folder / "x.csv").write_text("user,item\n" + "".join(f"{u},{i}\n" for u, i in rows))
+    (folder / "users.csv").write_text("user,city\n" + "".join(f"{u},{u % 3}\n" for u in range(USERS)))
+    (folder / "items.csv").write_text(
+        "item,brand,price\n" + "".join(f"{i},{i % 7},{i / 4}\n" for i in range(ITEMS))
+    )
+    return folder
+
+
+def next_command(source, *arguments):
+    """(job below jobs/, overrides), printed the first time and when all is there already."""
+    arguments = ["interactions", "--source", "x.csv", "--out", "data/x", *map(str, arguments)]
+    said = [CliRunner().invoke(app, arguments) for _ in range(2)]
+    assert [result.exit_code for result in said] == [0, 0], said[0].exception
+    lines = [result.stderr.splitlines()[-1] for result in said]
+    assert lines[0] == lines[1]
+    words = shlex.split(lines[0].removeprefix("next: "))
+    assert words[:2] == ["raytrec", "train"]
+    return words[2].removeprefix("jobs/"), words[3:]
+
+
+def opened(job, overrides):
+    """(configuration, schema, datasets) as a run has them before it starts."""
+    config = resolve(load_config(REPO / "jobs" / job, overrides), job)
+    schema, datasets = open_data(config)
+    check_fit(config, schema, here=True)
+    return config, schema, datasets
+
+
+@pytest.mark.parametrize(
+    "arguments, job",
+    [
+        ([], "interactions/two_tower.yaml"),
+        (["--max-length", 0], "interactions/two_tower.yaml"),
+        (["--negatives", 0], "interactions/two_tower.yaml"),
+        (SIDES, "interactions/two_tower.yaml"),
+        (["--rows", "user"], "interactions/sasrec.yaml"),
+        (["--rows", "user", "--negatives", 0, "--max-length", 5], "interactions/sasrec.yaml"),
+        (["--rows", "user", *SIDES], "interactions/sasrec.yaml"),
+        (["--train-negatives", 2], "own.yaml"),
+        (["--train-negatives", 2, "--negatives", 0], "interactions/two_tower.yaml"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else None,
+)
+def test_the_next_command_fits_what_was_written(source, tmp_path, monkeypatch, arguments, job):
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    named, overrides = next_command(source, *arguments)
+    assert named == job
+    config, schema, datasets = opened(named, overrides)
+    assert {"train", "valid", "test"} <= datasets.keys()
+    labels = {split: np.unique(pq.read_table(f"data/x/{split}")["label"]) for split in ("train", "test")}
+    if config.tasks[0].loss == "bce":
+        assert labels["train"].tolist() == [0, 1], "a loss of labels that differ"
+    if config.tasks[0].metrics == []:
+        assert config.eval.retrieval and labels["test"].tolist() == [1]
+    elif config.tasks[0].group:
+        assert labels["test"].tolist() == [0, 1]
+    if config.model.name == "two_tower":
+        alone = [text for text in overrides if not text.startswith("model.towers=")]
+        opened("interactions/mf.yaml", alone)
+        assert {*config.model.towers.query, *config.model.towers.item} == {*schema.sparse, *schema.dense}
+    else:
+        assert set(schema.tables) == {"item"} or named == "own.yaml"
+
+
+def test_a_split_without_rows_is_not_named(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "x"
+    folder.mkdir()
+    (folder / "train.txt").write_text("".join(f"{user} {user}\n" for user in range(9)))
+    (folder / "test.txt").write_text("".join(f"{user} {(user + 1) % 9}\n" for user in range(9)))
+    arguments = ["interactions", "--source", "x", "--out", "data/x", "--negatives", "2"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.exception
+    assert "data.test=data/x/test" in result.stderr and "data.valid=" not in result.stderr
