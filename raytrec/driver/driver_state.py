@@ -6,15 +6,19 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import time
+from time import perf_counter, time
 from typing import Any, TextIO
 
 from raytrec.common.errors import RaytrecError, RunError
+from raytrec.common.formatting import or_0
+from raytrec.common.messages import EVENTS, METRICS
 from raytrec.common.reading import NotReadable, json_values, read_bytes
 from raytrec.compat.ray_core import job_id
+from raytrec.report.history import read_lines
 
 # What a signal becomes; while Ray is only starting, it has handlers of its own, which end the process.
 ASKED = (KeyboardInterrupt, SystemExit)
@@ -26,31 +30,37 @@ KINDS: dict[str, Any] = {
     "status": str,
     "job": str,
     "unix_s": (int, float),
+    "seconds": (int, float),
 }
 PARTS = ("what", "where", "expected", "do")  # of an error
 
 
 @contextmanager
-def record_driver(folder: Path) -> Iterator[None]:
+def record_driver(folder: Path) -> Iterator[float]:
     """Notes in a run folder that this process drives the run, and, at the end of the block, how it ended.
 
+    Gives the seconds that the drivers of before have taken.
+
     driver.json: {"pid", "started" (the process), "host", "job" (of Ray's Job API, or null), "unix_s",
-    "status": "RUNNING", "FINISHED", "STOPPED" or "FAILED", "error": null or its parts}. Where stderr is no
+    "seconds" (of all drivers that have ended), "status": "RUNNING", "FINISHED", "STOPPED" or "FAILED",
+    "error": null or its parts}. Where stderr is no
     terminal, what goes there goes to run.log, too.
     """
+    began, before_s = perf_counter(), _seconds(folder)
     note: dict[str, Any] = {
         "pid": os.getpid(),
         "started": _started(os.getpid()),
         "host": socket.gethostname(),
         "job": job_id(),
         "unix_s": time(),
+        "seconds": before_s,
         "status": "RUNNING",
         "error": None,
     }
     _write(folder, note)
     try:
         with _logged(folder / LOG):
-            yield
+            yield before_s
     except BaseException as error:
         note["status"] = "STOPPED" if isinstance(error, ASKED) else "FAILED"
         note["error"] = None if note["status"] == "STOPPED" else _parts(error)
@@ -58,6 +68,7 @@ def record_driver(folder: Path) -> Iterator[None]:
     else:
         note["status"] = "FINISHED"
     finally:
+        note["seconds"] += perf_counter() - began
         _write(folder, note)
 
 
@@ -74,6 +85,16 @@ def driver_of(folder: Path) -> dict[str, Any]:
         sound["error"] = {key: str(error[key]) if error.get(key) else None for key in PARTS}
         sound["error"]["what"] = sound["error"]["what"] or ""
     return sound
+
+
+def _seconds(folder: Path) -> float:
+    """Seconds of all drivers so far: of one that was killed, those up to the last line of the run folder."""
+    note = driver_of(folder)
+    seconds, begin = or_0(note.get("seconds")), or_0(note.get("unix_s"))
+    if note.get("status") != "RUNNING":
+        return seconds
+    last = [line for name in (METRICS, EVENTS) for line in deque(read_lines(folder / name), 1)]
+    return seconds + max([0.0, *(or_0(line.get("unix_s")) - begin for line in last)])
 
 
 def is_alive(note: dict[str, Any]) -> bool | None:

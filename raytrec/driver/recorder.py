@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -16,10 +17,11 @@ from raytrec.cluster.lifeline import RayLost
 from raytrec.common import messages
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import null_nonfinite
-from raytrec.common.messages import ENDED_EARLY, Message, from_json
+from raytrec.common.messages import CHECKS, ENDED_EARLY, RANKS, Message, from_json
 from raytrec.common.redaction import hide_all, hide_yaml
 from raytrec.report.bounds import Times, find_bound
 from raytrec.report.diagnostics import SURE_S, hot_rank, low_utilisation, straggler
+from raytrec.report.history import read_lines
 from raytrec.tracking.aggregate import over_time
 from raytrec.tracking.gauges import Gauges
 from raytrec.tracking.journal import Journal, write_whole
@@ -106,13 +108,15 @@ class Record:
         name: of the run.
 
     Attributes:
-        checks: check → [passed, failed], counted.
-        times: of the steps so far.
+        checks: how many have passed (True) and failed; of a resumed run, since its beginning.
+        times: of the steps so far, likewise.
     """
 
     def __init__(self, tracker: Any, folder: Path, name: str):
-        self.checks: dict[str, list[int]] = {}
+        self.checks = Counter(line.get("passed") is True for line in read_lines(folder / CHECKS))
         self.times = Times()
+        for line in read_lines(folder / RANKS):
+            self.times.add(line)
         self._tracker, self._folder = tracker, folder
         self._gauges, self._lines, self._advised = Gauges(name), RankLines(), set()
         self._warnings: list[str] = []  # about the run folder
@@ -122,8 +126,7 @@ class Record:
 
     def summary(self) -> dict[str, int]:
         """How many checks have passed and failed."""
-        passed, failed = map(sum, zip(*self.checks.values(), strict=True)) if self.checks else (0, 0)
-        return {"train.checks_passed": passed, "train.checks_failed": failed}
+        return {"train.checks_passed": self.checks[True], "train.checks_failed": self.checks[False]}
 
     def bound(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """What the time of a run went into, by its figures."""
@@ -173,7 +176,7 @@ class Record:
         if isinstance(message, messages.Measured):
             self._gauges.set({"step": message.step, **message.figures})
         elif isinstance(message, messages.Check):
-            self.checks.setdefault(message.check, [0, 0])[not message.passed] += 1
+            self.checks[message.passed] += 1
         elif isinstance(message, messages.RankLine):
             self.times.add(line := message.line())
             advice = self._advise(line)

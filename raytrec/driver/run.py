@@ -141,8 +141,8 @@ def train(
         lines += note_constant_labels(config, schema, datasets["train"])
         for line in [*lines, *note_left_out(folder, datasets)]:
             console.warn(line)
-        with record_driver(folder):
-            return _drive(config, schema, datasets, contents, console, began)
+        with record_driver(folder) as before_s:
+            return _drive(config, schema, datasets, contents, console, began - before_s)
 
 
 def _drive(
@@ -153,7 +153,11 @@ def _drive(
     console: RunConsole,
     began: float,
 ) -> Result:
-    """The run itself, in a folder that is ready: Ray, workers, result."""
+    """The run itself, in a folder that is ready: Ray, workers, result.
+
+    Args:
+        began: by perf_counter; for a resumed run, as if the drivers of before had ended just then.
+    """
     folder, status, page = Path(config.run.dir), "FAILED", None
     tracker = open_tracker(config, console, at_once=False)
     record, drawing = Record(tracker, folder, config.run.name), EarlyDrawing(folder)
@@ -286,9 +290,7 @@ def open_tracker(config: RunConfig, console: RunConsole, at_once: bool = True) -
     )
 
 
-def _write_report(
-    drawing: EarlyDrawing, tracker: Tracker | NoTracker, console: RunConsole
-) -> Path | None:
+def _write_report(drawing: EarlyDrawing, tracker: Tracker | NoTracker, console: RunConsole) -> Path | None:
     """Writes the report and its pictures, into the run folder and to MLflow; its path, or None where that is
     not possible: a run does not fail for it."""
     try:

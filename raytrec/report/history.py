@@ -63,9 +63,9 @@ class History:
     def read(cls, folder: str | Path) -> History:
         """Reads what there is; an empty folder is a history in which nothing has happened."""
         folder = Path(folder)
-        metrics, checks = (list(_lines(folder / name, steps=True)) for name in (METRICS, CHECKS))
+        metrics, checks = (list(read_lines(folder / name, steps=True)) for name in (METRICS, CHECKS))
         intervals = _Intervals()
-        for line in _lines(folder / RANKS, steps=True):
+        for line in read_lines(folder / RANKS, steps=True):
             intervals.add(_sound(line))
         plan, result = (_json(folder / name) for name in ("plan.json", "result.json"))
         return cls(
@@ -78,7 +78,7 @@ class History:
             ranks=intervals.lines(),
             checks=_newest(checks, "check"),
             failures=[line for line in checks if line.get("passed") is False],
-            events=list(_lines(folder / EVENTS)),
+            events=list(read_lines(folder / EVENTS)),
             progress=[(when(m), m["step"]) for m in metrics if m.get("kind") == "train"],
         )
 
@@ -230,7 +230,7 @@ def _newest(lines: Iterable[dict], key: str) -> list[dict]:
     return [line for series in kept.values() for line in series]
 
 
-def _lines(path: Path, steps: bool = False) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, steps: bool = False) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines; with `steps`, those that say their step."""
     if not path.is_file():
         return

@@ -69,6 +69,7 @@ def story(history: History) -> Story:
     """The story of a run; empty where nothing was recorded."""
     events = [e for e in history.events if not isnan(when(e))]
     trained = [(t, step) for t, step in history.progress if not isnan(t)]
+    events, trained = _forward(events, trained)
     records = sorted([e["unix_s"] for e in events] + [t for t, _ in trained])
     if not records:
         return Story([], [], [])
@@ -78,6 +79,26 @@ def story(history: History) -> Story:
     progress = [(clock(t), step) for t, step in trained] + [(clock(e["unix_s"]), e["step"]) for e in known]
     marks = [_mark(e, clock) for e in events if e.get("event") not in ("start", "started")]
     return Story(groups, marks, sorted(progress))
+
+
+def _forward(
+    events: list[dict[str, Any]], trained: list[tuple[float, int]]
+) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
+    """Both with times that never go back. Where the clock of a new group of workers is behind that of the
+    group before, later times are moved as if no time had passed in between."""
+    later, latest = [0.0], 0.0  # seconds by which times are moved, up to each place where the clock went back
+    moved = []
+    for event in events:
+        if event.get("event") == "started" and event["unix_s"] + later[-1] < latest:
+            later.append(latest - event["unix_s"])
+        moved.append({**event, "unix_s": event["unix_s"] + later[-1]})
+        latest = max(latest, moved[-1]["unix_s"])
+    place, before, steps = 0, 0.0, []
+    for at, step in trained:
+        place = min(place + (at < before), len(later) - 1)
+        before = at
+        steps.append((at + later[place], step))
+    return moved, steps
 
 
 class _Clock:
@@ -104,8 +125,8 @@ def _groups(events: list[dict], records: list[float], clock: _Clock) -> list[Gro
         if pause:
             clock.cut(before, begin)
         following = starts[index + 1]["unix_s"] if index + 1 < len(starts) else float("inf")
-        down = [e["unix_s"] for e in events if e.get("event") in DOWN and begin < e["unix_s"] < following]
-        last = max(t for t in records if t < following)
+        down = [e["unix_s"] for e in events if e.get("event") in DOWN and begin < e["unix_s"] <= following]
+        last = max((t for t in records if begin < t < following), default=begin)
         workers = number(start.get("workers"))
         groups.append(
             Group(clock(begin), clock(min(down, default=last)), int(0 if isnan(workers) else workers), pause)

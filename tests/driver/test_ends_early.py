@@ -71,6 +71,14 @@ def test_a_resumed_run_ends_where_the_undisturbed_one_does(ended, tmp_path, last
             shutil.rmtree(place)
     again = driver.train(None, resume=run).metrics
     assert "restoring" in (run / "run.log").read_text()
+    assert again["seconds"] > ended.metrics["seconds"] > 0, "of the whole run, as rows are"
+    checks, lines = ((run / name).read_text().splitlines() for name in ("checks.jsonl", "ranks.jsonl"))
+    assert again["train.checks_passed"] == len(checks) > ended.metrics["train.checks_passed"]
+    timed = [json.loads(line) for line in lines]
+    data = [line["phases_s"]["data"] + line["phases_s"]["copy"] for line in timed]
+    first = [line["first_s"].get("data", 0) + line["first_s"].get("copy", 0) for line in timed]
+    spent = (sum(data) - sum(first)) / again["world_size"]
+    assert again["bound.parts"]["ingest"]["seconds"] == pytest.approx(spent)
     for key in ("train.steps", "train.rows", "train.ended", "eval.auc", "eval.ne"):
         assert again[key] == ended.metrics[key], key
     one, other = (checkpoints.whole(checkpoints.newest(each)) for each in (ended.path, run))

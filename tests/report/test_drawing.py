@@ -10,6 +10,29 @@ from raytrec.report import drawing
 from raytrec.report.drawing import EarlyDrawing
 
 
+class Warned(list):
+    """A console that keeps what it warns of."""
+
+    warn = list.append
+
+
+def test_pictures_are_named_only_where_they_were_drawn(tmp_path, drawn):
+    from raytrec.config.run_config import RunConfig
+    from raytrec.driver.run import _next_steps, _write_report
+    from raytrec.tracking.mlflow import NoTracker
+
+    config = RunConfig.model_validate({"data": {"train": "unused"}, "tracking": {"enabled": False}})
+    for name in ("good", "bad"):
+        warned, folder = Warned(), record(tmp_path / name)
+        if name == "bad":
+            (folder / "report.html").mkdir()
+        page = _write_report(EarlyDrawing(folder), NoTracker(), warned)
+        said = [
+            line for line in _next_steps(config, folder, NoTracker(), page) if line.startswith("pictures ")
+        ]
+        assert [len(said), len(warned)] == ([1, 0] if name == "good" else [0, 1])
+
+
 @pytest.fixture
 def drawn():
     """How often the gallery was drawn; a small one."""

@@ -9,6 +9,7 @@ from recorded import BEGIN_S, holders, interval, metrics, record, write_lines
 from raytrec.common.errors import RunError
 from raytrec.report import history as history_module
 from raytrec.report.history import History, run_folder
+from raytrec.report.report import build
 from raytrec.report.run_timeline import story
 from raytrec.tracking.aggregate import last_group, over_time, skip_warmup
 
@@ -194,6 +195,37 @@ def test_the_story_of_a_run_that_failed_and_was_resumed_a_day_later(tmp_path):
     ]  # fmt: skip
     assert told.restarts == 2
     assert told.progress == sorted(told.progress) and told.progress[-1] == (65, 700)
+
+
+def test_a_clock_that_went_back_before_a_resume_leaves_the_story_as_it_was(tmp_path):
+    began = [
+        {"event": "started", "unix_s": 5000, "attempt": 1, "workers": 2},
+        {"event": "start", "unix_s": 5002, "step": 0},
+        {"event": "stopped", "unix_s": 5040, "step": 20},
+    ]
+    again = [
+        {"event": "started", "unix_s": 1000, "attempt": 1, "workers": 3},
+        {"event": "start", "unix_s": 1002, "step": 20},
+        {"event": "saved", "unix_s": 1030, "step": 40, "error": None},
+    ]
+    write_lines(tmp_path / "events.jsonl", began + again)
+    steps = {5020: 10, 5038: 20, 1010: 30, 1030: 40}
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [{"kind": "train", "step": step, "unix_s": at} for at, step in steps.items()],
+    )
+    told = story(History.read(tmp_path))
+    assert [(g.begin_s, g.end_s, g.workers) for g in told.groups] == [(0, 40, 2), (40, 70, 3)]
+    assert [step for _, step in told.progress] == [0, 10, 20, 20, 30, 40, 40]
+    assert [(mark.kind, mark.at_s) for mark in told.marks] == [("stopped", 40), ("saved", 70)]
+    build(tmp_path)
+
+
+@pytest.mark.parametrize("after", [5000, 4000])
+def test_a_group_that_has_done_nothing_is_told_whatever_the_clock(tmp_path, after):
+    starts = [{"event": "started", "unix_s": at, "attempt": 1, "workers": 2} for at in (5000, after)]
+    write_lines(tmp_path / "events.jsonl", starts)
+    assert [(g.begin_s, g.end_s) for g in story(History.read(tmp_path)).groups] == [(0, 0), (0, 0)]
 
 
 def test_folders_that_are_no_runs_are_errors_for_people(tmp_path):
