@@ -204,7 +204,8 @@ def _explain(place: str, mistakes: list[dict]) -> str:
         mistakes: one, or those of each member of a union.
     """
     error, kind = mistakes[0], mistakes[0]["type"]
-    section, model, *rest = (*error["loc"], None, None)
+    loc: tuple = error["loc"]
+    section, model, *rest = (*loc, None, None)
     if kind == "extra_forbidden" and section == "model" and model in SECTIONS and rest[1:] == [None, None]:
         near = did_you_mean(str(rest[0]), list(SECTIONS[model].model_fields))
         return f"{place}: {model} has no such key" + (f"; did you mean model.{near}?" if near else "")

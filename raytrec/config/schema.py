@@ -258,8 +258,8 @@ def scalar(value: object) -> str:
     """A scalar as YAML flow text, quoted where YAML needs it."""
     odd = isinstance(value, str) and not value.isprintable()  # escaped, on one line
     style = {"default_style": '"'} if odd else {"allow_unicode": True}
-    style |= {"default_flow_style": True, "width": 10**6, "sort_keys": False}
-    return yaml.safe_dump([value], **style).strip()[1:-1]
+    flow = yaml.safe_dump([value], default_flow_style=True, width=10**6, sort_keys=False, **style)
+    return flow.strip()[1:-1]
 
 
 def _explain(error: dict) -> str:
