@@ -90,8 +90,8 @@ class Sums:
         collective. What is counted since the last call starts over then.
 
         Returns:
-            rows; each SumMetric of each task, NaN where it is not defined, and its counts; of training the loss
-            of a step, and of each task where that has several parts, means in which steps count by rows.
+            rows; each SumMetric of each task, NaN where it is not defined, and its counts; of training the
+            loss of a step, and of each task where that has several parts: means in which steps count by rows.
         """
         sums = dict(zip(self._names, self._over_ranks(self._so_far()).cpu(), strict=True))
         self._before = {}

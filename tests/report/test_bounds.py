@@ -22,6 +22,7 @@ PHASES = {
     "other": 1.5,
 }
 
+
 def of(*lines):
     times = Times()
     for line in lines:
