@@ -1,4 +1,4 @@
-"""Names of MLflow's (3.17) that are no part of its interface: loggers, tags that its pages read."""
+"""Names of MLflow's (3.17, 3.18) that are no part of its interface: loggers, tags that its pages read."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def has_store(uri: str) -> bool:
     scheme = uri.partition("://")[0].lower() if "://" in uri else ""
     known = (*SCHEMES, *(plugin.name for plugin in entry_points(group=PLUGINS)))
     return scheme in known or scheme.partition("+")[0] in DATABASES
+
+
+def server_failed(error: BaseException) -> bool:
+    """Whether a server has answered 5xx to the end: since 3.18 MLflow's exception, before requests'."""
+    from mlflow.exceptions import MlflowException, RestException
+
+    if isinstance(error, RestException):  # its status is 500, too, where the answer has no code
+        return "error_code" in error.json and error.get_http_status_code() >= 500
+    return isinstance(error, MlflowException) and "failed with error code 5" in str(error)
 
 
 def load_quietly() -> None:

@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Iterator
 
 from raytrec.common.redaction import hide
+from raytrec.compat.mlflow_ import server_failed
 
 SQLITE_PASSES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 WAITING_HELPS = (401, 403, 408, 409, 429, 499)  # of the 4xx: those that are not about what was sent
@@ -51,7 +52,9 @@ def _no_answer(error: BaseException) -> bool:
     from sqlalchemy.exc import OperationalError
 
     kinds = (ConnectionError, RetryError, Timeout, OperationalError)
-    return any(isinstance(cause, kinds) or _sqlite_code(cause) in SQLITE_PASSES for cause in _chain(error))
+    return server_failed(error) or any(
+        isinstance(cause, kinds) or _sqlite_code(cause) in SQLITE_PASSES for cause in _chain(error)
+    )
 
 
 def _sqlite_code(error: BaseException) -> int | None:

@@ -277,6 +277,8 @@ TEXTS = [
     ("ray/_private/workers/setup_worker.py", "--language"),
     ("torch/fx/_symbolic_trace.py", "is_fx_tracing will return true"),
     ("mlflow/utils/mlflow_tags.py", '"mlflow.parentRunId"'),
+    ("mlflow/utils/rest_utils.py", "failed with error code {response.status_code}"),
+    ("mlflow/exceptions.py", "self.json = json"),
     ("mlflow/demo/generators/traces.py", '"mlflow.experimentKind"'),
     ("mlflow/environment_variables.py", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"),
     ("mlflow/environment_variables.py", "MLFLOW_HTTP_REQUEST_TIMEOUT"),

@@ -6,6 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from threading import Barrier, Thread
 from time import perf_counter, sleep, time
@@ -16,6 +17,7 @@ import pytest
 from raytrec.common.errors import ConfigError
 from raytrec.common.messages import METRICS, Compared
 from raytrec.config.run_config import load_config
+from raytrec.tracking.failures import may_pass, unreachable
 from raytrec.tracking.feed import Feed
 from raytrec.tracking.journal import append_line
 from raytrec.tracking.mlflow import NoTracker, Tracker
@@ -322,12 +324,33 @@ def test_server_that_fails_is_asked_again_at_our_pace(answers, tmp_path):
     assert 4 <= len(asked) <= 10, "at once and after about 1 s, 2 s, each time twice"
 
 
+def test_a_server_that_fails_is_waited_for_and_one_that_is_no_mlflow_server_is_refused():
+    """MLflow 3.18 raises its own exceptions for both; 3.17 had requests' RetryError for the first."""
+    from mlflow.exceptions import MlflowException, RestException
+
+    failed = "API request to endpoint /api/x failed with error code {} != 200. Response body: ''"
+    for error in (
+        MlflowException(failed.format(502)),
+        MlflowException(failed.format(503)),
+        RestException({"error_code": "INTERNAL_ERROR", "message": "no connection to the database"}),
+        RestException({"error_code": "TEMPORARILY_UNAVAILABLE"}),
+    ):
+        assert unreachable(error) and may_pass(error), error
+    for error in (
+        MlflowException(failed.format(404)),
+        RestException({"detail": "Not Found"}),
+        RestException({"error_code": "PERMISSION_DENIED"}),
+        MlflowException("the response body was not in a valid JSON format"),
+    ):
+        assert not unreachable(error), error
+
+
 def test_run_tags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["/home/me/bin/raytrec", "train", "tracking.uri=http://me:secret@host"])
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
     tags = run_tags()
-    assert tags["version.torch"].startswith("2.13") and tags["version.python"].startswith("3.")
+    assert tags["version.torch"] == version("torch") and tags["version.python"].startswith("3.")
     assert tags["mlflow.source.name"] == "raytrec" and "secret" not in str(tags)
     assert "mlflow.source.git.commit" not in tags and "cluster.nodes" not in tags
 
