@@ -8,10 +8,12 @@ from typing import Any
 
 from here import ROOT, CannotRun, Here
 
-CUDA, DRIVER = "13.0", 580  # of the pinned torch; the oldest driver that CUDA 13 runs on
-# fbgemm-gpu 1.8.0 on PyPI holds machine code, and no PTX, for sm_80, sm_90a and sm_100a
-# (.github/scripts/fbgemm_gpu_build.bash at v1.8.0): that for 8.0 runs on any 8.x, the others on theirs alone.
-SERVED = {(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)}
+CUDA, DRIVER = "13.0", 580  # of torch 2.13 and 2.14; the oldest driver that CUDA 13 runs on
+# fbgemm-gpu on PyPI holds machine code and no PTX (cuobjdump --list-elf, --list-ptx): 1.8.0 for sm_80, sm_90a
+# and sm_100a, 1.9.0 for sm_80, sm_90a and sm_100. Code with an "a" runs on that capability alone, the other on
+# newer ones of its major version, too.
+BOTH = {(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)}
+SERVED = {"1.8.0": BOTH, "1.9.0": BOTH | {(10, 3)}}
 PACKAGES = ("torch", "torchrec", "ray", "nvidia-nccl-cu13", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
@@ -19,11 +21,15 @@ def run(here: Here) -> None:
     import fbgemm_gpu  # noqa: F401
     import torch
 
+    from raytrec.compat.versions import require_versions
+
     if here.stand_in:
         raise CannotRun("a stand-in has neither a driver nor kernels")
     others = _others() if here.kind == "cuda" else []  # before this process is one of them
     fbgemm = "fbgemm-gpu" if here.kind == "cuda" else "fbgemm-gpu-cpu"
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / f"requirements/{here.kind}.txt").read_text(), re.M))
+    require_versions()
+    file = "next" if (version("torchrec") or "").startswith("1.9.") else here.kind
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / f"requirements/{file}.txt").read_text(), re.M))
     wrong = [
         f"{name} is {version(name)}, pinned is {pins[name]}"
         for name in PACKAGES
@@ -51,7 +57,8 @@ def _check_gpu(here: Here) -> None:
     assert int(driver.split(".")[0]) >= DRIVER, f"driver {driver}; CUDA {CUDA} needs {DRIVER} or newer"
     assert torch.cuda.is_available(), "torch finds no GPU that it can use"
     capability = torch.cuda.get_device_capability(0)
-    assert capability in SERVED, f"compute capability {capability}; FBGEMM has code for {sorted(SERVED)}"
+    served = sorted(SERVED[version("fbgemm-gpu")])
+    assert capability in served, f"compute capability {capability}; FBGEMM has code for {served}"
     # The first kernels of both libraries that run.
     ones = torch.ones(8, device=here.device)
     sums = torch.ops.fbgemm.asynchronous_complete_cumsum(ones.int())
