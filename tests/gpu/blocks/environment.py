@@ -10,7 +10,7 @@ from here import ROOT, CannotRun, Here
 
 CUDA, DRIVER = "13.0", 580  # of torch 2.13 and 2.14; the oldest driver that CUDA 13 runs on
 # fbgemm-gpu on PyPI holds machine code and no PTX (cuobjdump --list-elf, --list-ptx): 1.8.0 for sm_80, sm_90a
-# and sm_100a, 1.9.0 for sm_80, sm_90a and sm_100. Code with an "a" runs on that capability alone, the other on
+# and sm_100a, 1.9.0 for sm_80, sm_90a and sm_100. Code with an "a" runs on that capability alone, other on
 # newer ones of its major version, too.
 BOTH = {(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0)}
 SERVED = {"1.8.0": BOTH, "1.9.0": BOTH | {(10, 3)}}
