@@ -67,7 +67,7 @@ def test_train_warns_of_it_at_its_start(folder, tmp_path, monkeypatch):
     with_labels(folder, lambda row: 1)
     warnings = []
     monkeypatch.setattr(RunConsole, "warn", lambda self, text: warnings.append(text))
-    monkeypatch.setattr(run, "record_driver", lambda folder: nullcontext())
+    monkeypatch.setattr(run, "record_driver", lambda folder: nullcontext(0.0))
     monkeypatch.setattr(run, "_drive", lambda *args: None)
     run.train(parquet.settings(folder, tmp_path / "run"))
     assert any("is 1 in every row of data.train" in text for text in warnings)

@@ -124,7 +124,7 @@ def sharded_run(rank, world, optimizer, sharding, loss):
     for outputs in step.train(iter(local_batches(rank, world)), STEPS):
         sums.add(outputs)
         losses.append(sums.reduce()[{"bce": "logloss", "mse": "mse"}[loss]])
-    logits, labels = [], []
+    logits, labels, sums = [], [], Sums(Selection([task]), device)
     for outputs in step.evaluate(iter(local_batches(rank, world))):
         sums.add(outputs)
         logits.append(outputs["y"].logits[outputs.rows > 0])
