@@ -25,7 +25,7 @@ from rich.table import Table
 REPO = Path(__file__).parents[1]
 LIMIT_S = 300
 
-# What follows `python`, by target (and part of it). {folder} is removed afterwards; it has data of a few rows.
+# What follows `python`, by target (and part of it). {folder} has data of a few rows, and is removed.
 PYTEST = "-m pytest -q -p no:cacheprovider"
 DATA = "data.train={folder}/data/train data.valid={folder}/data/valid data.test={folder}/data/test"
 COMBINATIONS = "tests/parity/test_suite.py::test_every_combination"
