@@ -389,12 +389,14 @@ def test_another_ray_here(head, tmp_path):
 
 def test_another_python_here(head):
     """There is no other Python on this machine: Ray is told that this one is."""
-    pretend = """
+    ours = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    other = "3.12" if ours != "3.12" else "3.11"
+    pretend = f"""
 import ray._private.utils as utils
 ours = utils.compute_version_info
-utils.compute_version_info = lambda: (ours()[0], "3.12.1")
-sys.version_info = (3, 12, 1)
+utils.compute_version_info = lambda: (ours()[0], "{other}.1")
+sys.version_info = (3, {other[2:]}, 1)
 """
     said = light.run(pretend + CONNECT, head.env, head.client)
-    assert said["error"].startswith("the cluster runs Python 3.11.")
-    assert "and this is Python 3.12" in said["error"] and "http://" in said["error"]
+    assert said["error"].startswith(f"the cluster runs Python {ours}.")
+    assert f"and this is Python {other}" in said["error"] and "http://" in said["error"]
