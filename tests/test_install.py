@@ -214,7 +214,8 @@ def make(
         stamp = folder / f".venv/installed-{device}"
         stamp.parent.mkdir(exist_ok=True)
         stamp.touch()
-    env = {name: value for name, value in os.environ.items() if name not in ("DEVICE", "MAKEFLAGS", "PYTHON")}
+    left_out = ("DEVICE", "MAKEFLAGS", "MAKELEVEL", "PYTHON")  # of the make that runs the tests
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
     env |= {"PATH": str(path)} if path else {}
     return subprocess.run(
         [shutil.which("make"), "-n", *arguments],
