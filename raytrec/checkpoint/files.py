@@ -129,7 +129,7 @@ def keep(root: str, last: int, best: int, by: Figure | None) -> list[str]:
     return [folder_of(root, step) for step in gone]
 
 
-def remove_leftovers(root: str) -> list[str]:
+def remove_incomplete(root: str) -> list[str]:
     """Removes what saves that were interrupted have left behind; what has been removed.
 
     To be called by the only writer, before it begins to write.

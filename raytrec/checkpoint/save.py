@@ -21,7 +21,7 @@ from raytrec.checkpoint.files import (
     folder_of,
     free_bytes,
     keep,
-    remove_leftovers,
+    remove_incomplete,
     remove_oldest,
     remove_others,
 )
@@ -216,7 +216,7 @@ class Saver:
         try:
             if dist.get_rank() == 0 and self._is_short(needed):
                 self._confirm()
-                remove_leftovers(self._root)
+                remove_incomplete(self._root)
                 while self._is_short(needed) and self._remove_oldest(notes):
                     pass
         except (OSError, RunError) as failure:

@@ -259,13 +259,9 @@ def _of_tasks(tasks: Any) -> Iterator[tuple[str, str]]:
 
 def _text(value: Any) -> str:
     """A text, as pydantic takes it: bytes, too."""
-    return (
-        value.decode(errors="replace")
-        if isinstance(value, bytes)
-        else value
-        if isinstance(value, str)
-        else ""
-    )
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return value if isinstance(value, str) else ""
 
 
 def _mapping(value: Any) -> dict:

@@ -129,7 +129,7 @@ def _check_some_label(findings: list[Finding], uri: str) -> None:
 
 
 def _skip_copies(findings: list[Finding]) -> None:
-    """Features that give the label away are none."""
+    """Skips features that copy a label."""
     labels = [f.stats.name for f in findings if f.kind == "label"]
     for f in findings:
         if f.kind in ("dense", "sparse") and (label := copied_label(f.stats, labels)):
