@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import psutil
-from pip._internal.models.index import PyPI
 
 REPOSITORY = Path(__file__).parents[2]
 COMPOSE = Path(sys.executable).with_name("podman-compose")
@@ -152,6 +151,9 @@ def pip_of_this_machine(folder: Path) -> tuple[Path, list[str], str]:
 
     All of it comes from pip itself, so that a build finds what an installation beside it would.
     """
+    # Here alone: a process that has imported pip cannot import setuptools, which torch's compiler needs.
+    from pip._internal.models.index import PyPI
+
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
     values: dict[str, str] = {}
     for line in sorted(listed.stdout.splitlines(), reverse=True):  # :env: comes last, and counts
