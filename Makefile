@@ -11,6 +11,8 @@
 # make chaos   a run on several nodes with at least 20 faults, and what faults cost; writes benchmarks/results/
 # make cluster-test  every way to run on a cluster, from a notebook and in an image, for real
 # make test-survive  the slower tests of whole runs, most of which disturb them
+# make weight   lines of code, files, keys, words and lines of tests; make map: the list of modules in
+#              ARCHITECTURE.md
 # make bench   how fast training is, against the loop you would write by hand
 # make bench-growth, make overhead, make curves, make bench-ingest, make bench-checkpoint, make bench-watching
 #              what the figures of docs/benchmarks.md come from
@@ -48,7 +50,7 @@ DATA ?= .
 # Tests that run at the same time; those that share the Ray cluster run one after the other.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean bench-tiers bench-ids-resume bench-ids-quality
+.PHONY: train test test-fast test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench bench-growth overhead curves bench-ingest bench-checkpoint bench-watching bench-memory bench-scale bench-start bench-metrics bench-sequences bench-ids bench-precision quality quality-smoke gpu-check bench-gpu lint format install lock clean bench-tiers bench-ids-resume bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -166,6 +168,12 @@ bench-ingest: install data/ingest/schema.yaml
 
 data/ingest/schema.yaml: | install
 	$(BIN)/raytrec prepare synthetic --out data/ingest --rows 1250000
+
+weight: install
+	@$(BIN)/python benchmarks/weight.py
+
+map: install
+	$(BIN)/python benchmarks/module_map.py
 
 lint: install
 	$(BIN)/ruff check .

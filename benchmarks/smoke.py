@@ -41,6 +41,7 @@ TARGETS = {
     "cluster-test": f"{PYTEST} tests/cluster/test_lines.py -m 'cluster or not cluster'",
     "cluster-test: notebooks": f"{PYTEST} tests/cluster/test_notebooks.py -m cluster -k 'jobs or own_model'",
     "cluster-test: nodes": f"{PYTEST} tests/cluster/test_autoscaling.py -m cluster",
+    "weight": "benchmarks/weight.py",
     "golden": f"{PYTEST} tests/golden -k own",
     "parity": f"{PYTEST} '{COMBINATIONS}[1 ranks, from case 0]' -m parity",
     "chaos": "-W ignore benchmarks/chaos.py --faults 2 --only 'coordinator killed' --only 'node killed'",
@@ -68,7 +69,7 @@ TARGETS = {
     "lint": "-m ruff check benchmarks",
 }
 # These change the checkout or the environment, or run others, and have nothing smaller.
-NONE = ("format", "lock", "clean", "smoke", "test-all", "test-next", "quality-smoke")
+NONE = ("format", "map", "lock", "clean", "smoke", "test-all", "test-next", "quality-smoke")
 
 
 def target_of(name: str) -> str:

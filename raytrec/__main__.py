@@ -1,3 +1,5 @@
+"""`python -m raytrec`: the command line."""
+
 from raytrec.cli import main
 
 main()

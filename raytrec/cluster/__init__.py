@@ -1,0 +1,1 @@
+"""The Ray that a run uses: addresses, tokens, local nodes, forked workers."""

@@ -1,0 +1,1 @@
+"""The configuration and the schema. No torch."""

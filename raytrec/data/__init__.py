@@ -1,0 +1,1 @@
+"""From Parquet to batches. No torch up to collate.py."""

@@ -1,0 +1,1 @@
+"""A run on the driver's side: data, Ray, the worker group, the result."""

@@ -1,0 +1,1 @@
+"""Embedding tables: pooling, gradients, optimizers, sharding plans and managed ids."""

@@ -1,0 +1,1 @@
+"""`raytrec inspect`: a schema proposed from Parquet files."""

@@ -1,0 +1,1 @@
+"""A run folder as figures and one page."""

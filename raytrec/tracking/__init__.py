@@ -1,0 +1,1 @@
+"""From the run folder to MLflow and Ray's dashboard."""

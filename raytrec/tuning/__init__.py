@@ -1,0 +1,1 @@
+"""`raytrec tune`: many runs of one configuration."""

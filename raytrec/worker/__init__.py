@@ -1,0 +1,1 @@
+"""A run on one rank's side: start with loop.py."""

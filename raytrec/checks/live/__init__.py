@@ -1,0 +1,1 @@
+"""Live checks: one file each, run while training runs."""

@@ -1,0 +1,1 @@
+"""Parity: a sharded run against an independent single-process reference."""

@@ -1,0 +1,1 @@
+"""The sharding plan: constraints, costs and the search."""

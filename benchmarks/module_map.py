@@ -1,0 +1,65 @@
+"""The map in ARCHITECTURE.md: every module of raytrec/ with the first sentence of its docstring.
+
+    python benchmarks/module_map.py
+
+Rooms come in the order of imports, as the contract in pyproject.toml has them. tests/test_map.py fails where
+the page has another map than this one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import tomllib
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+PAGE = REPO / "ARCHITECTURE.md"
+PLACE = re.compile(r"(?s)(<!-- map -->\n).*?(<!-- end of the map -->)")
+WIDTH = 116
+
+
+def rooms() -> list[str]:
+    """Rooms and files at the top of raytrec/, in the order of imports."""
+    settings = tomllib.loads((REPO / "pyproject.toml").read_text())
+    return settings["tool"]["importlinter"]["contracts"][0]["layers"]
+
+
+def first_sentence(path: Path) -> str:
+    """The first sentence of a module's docstring; empty: it has none."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=[^.]\.)\s(?=[A-Z`])", text)[0]
+
+
+def module_map() -> str:
+    """The map as Markdown: a list for each room."""
+    parts = []
+    for room in rooms():
+        place = REPO / "raytrec" / room
+        if not place.is_dir():
+            parts.append(_entry(f"{room}.py", first_sentence(place.with_suffix(".py"))))
+            continue
+        parts.append(f"\n### {room}/\n\n{textwrap.fill(first_sentence(place / '__init__.py'), WIDTH)}\n")
+        parts += _entries(place, place)
+    return "\n".join(parts).replace("\n\n\n", "\n\n").strip()
+
+
+def _entries(folder: Path, room: Path) -> list[str]:
+    found = []
+    for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
+        name = path.relative_to(room).as_posix()
+        if path.suffix == ".py" and path.name != "__init__.py":
+            found.append(_entry(name, first_sentence(path)))
+        elif path.is_dir() and list(path.glob("*.py")):
+            found += [_entry(f"{name}/", first_sentence(path / "__init__.py")), *_entries(path, room)]
+    return found
+
+
+def _entry(name: str, sentence: str) -> str:
+    return textwrap.fill(f"- `{name}`: {sentence}", WIDTH, subsequent_indent="  ")
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text()
+    PAGE.write_text(PLACE.sub(lambda found: f"{found[1]}\n{module_map()}\n\n{found[2]}", page))
