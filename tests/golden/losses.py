@@ -122,7 +122,7 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "helpers")]
     from golden.losses import main  # by its own name, under which ranks can import it
 
     main(sys.argv[1:])

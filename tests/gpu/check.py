@@ -25,7 +25,8 @@ from typing import Annotated, Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "parity"), str(ROOT / "benchmarks")]
+TESTS = HERE.parent
+sys.path[:0] = [str(HERE), str(TESTS / "helpers"), str(TESTS / "parity"), str(ROOT / "benchmarks")]
 
 import typer  # noqa: E402
 from blocks import BLOCKS, Block  # noqa: E402
@@ -135,7 +136,7 @@ def _why(error: BaseException) -> str:
 
 
 def _device(stand_in: bool) -> Any:
-    """With the stand-in for a GPU (tests/standin), or as the machine is."""
+    """With the stand-in for a GPU (tests/helpers/standin), or as the machine is."""
     if not stand_in:
         return nullcontext()
     from standin import cuda
@@ -225,7 +226,7 @@ def check(
     Args:
         kind: cpu or cuda.
         shared: a folder for what they write.
-        stand_in: the GPU is tests/standin.
+        stand_in: the GPU is tests/helpers/standin.
     """
     outcomes = []
     for block in blocks:
@@ -242,7 +243,7 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     only: Annotated[str, typer.Option(help="These blocks alone, with commas between.")] = "",
     smallest: Annotated[bool, typer.Option(help="The smallest sizes.")] = False,
-    stand_in: Annotated[bool, typer.Option(help="A GPU that is none: tests/standin.")] = False,
+    stand_in: Annotated[bool, typer.Option(help="A GPU that is none: tests/helpers/standin.")] = False,
     out: Annotated[Path, typer.Option(help="Where the figures go.")] = Path("gpu-check.json"),
     child_of: Annotated[str, typer.Option("--child", hidden=True)] = "",
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,

@@ -29,7 +29,7 @@ class Here:
         smallest: the smallest sizes that still mean something, for CI.
         folder: of this block alone.
         shared: of all blocks of this check; train/ is the run that the block `train` leaves.
-        stand_in: the GPU is tests/standin, which has neither NVML nor kernels of CUDA's own.
+        stand_in: the GPU is tests/helpers/standin, which has neither NVML nor kernels of CUDA's own.
         found: what the block has measured, for gpu-check.json; kept when the block fails later.
     """
 
