@@ -1,7 +1,7 @@
 """What an ordinary step may cost, counted and not timed: one without a report, record, check or checkpoint.
 
 Two ranks train the model of helpers/small.py: two row-wise tables, three features, one of them weighted.
-Bounds are what is there, and a little for what differs between steps. Whoever needs more says why beside the bound.
+A bound is what is used now, and a little for what differs between steps; a higher one needs a comment.
 """
 
 import sys
