@@ -38,8 +38,7 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
     kinds = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type in kinds:
-            for number, line in enumerate(token.string.splitlines(), token.start[0]):
-                yield number, line
+            yield from enumerate(token.string.splitlines(), token.start[0])
 
 
 def files(places: list[Path]) -> list[Path]:
