@@ -178,7 +178,7 @@ def document(curves: dict[str, Any]) -> str:
         "",
         f"Bytes of a checkpoint's files, of a byte of tables and state, from small to large: {each}.",
     ]
-    picture = "![measured points, the law beside each curve, and kinks](images/growth.png)"
+    picture = "![measured points, the law of each curve, and kinks](images/growth.png)"
     return "\n".join([*lines, "", picture])
 
 
