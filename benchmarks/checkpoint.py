@@ -17,7 +17,6 @@ from the disk, after the system has been told to forget them. (A virtual disk ma
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -32,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import typer
+from documents import keep
 from rank_group import join_group
 from rich.console import Console
 from rich.table import Table
@@ -205,7 +205,7 @@ def main(
     if write:
         values = {"gib": gib, "rounds": rounds, "cores": os.cpu_count(), "processes": found}
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(values, indent=1) + "\n")
+        keep(RESULTS, values)
 
 
 def summary(gib: float, turns: list[dict]) -> dict[str, dict[str, dict[str, float]]]:

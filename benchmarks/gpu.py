@@ -19,7 +19,6 @@ which has no such sheet, peaks are measured and sizes small: that shows that the
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from documents import keep
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -537,7 +537,7 @@ def main(
         about = {"device": name, "torch": torch.__version__, "rounds": rounds, "readers": readers}
         values = {**about, "peaks": peaks and asdict(peaks), "cases": cases}
         out.parent.mkdir(exist_ok=True)
-        out.write_text(json.dumps(values, indent=1) + "\n")
+        keep(out, values)
 
 
 if __name__ == "__main__":

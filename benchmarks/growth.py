@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from documents import fill
+from documents import fill, keep
 from growth_point import Point, measure
 from rich.console import Console
 from rich.table import Table
@@ -239,7 +239,7 @@ def main(
     for name, curve in found.items():
         Console(width=110).print(show(name, curve))
     if set(chosen) == set(CURVES) and largest >= 1e9 and not smallest:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        keep(RESULTS, found)
         draw(found, PICTURE)
         fill("docs/benchmarks.md", "growth", document(found))
 

@@ -20,7 +20,6 @@ waits, read ahead, for a step that does not come; and it starts on the same rows
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import statistics
@@ -40,6 +39,7 @@ import pyarrow.parquet as pq
 import ray  # before psutil, which it brings along
 import torch
 import typer
+from documents import keep
 from ingest_waits import GROUP_ROWS, first_batches, tell, waiting
 
 import psutil  # isort: skip
@@ -297,7 +297,7 @@ def show(
             },
         }
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(values, indent=1) + "\n")
+        keep(RESULTS, values)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import Annotated
 import matplotlib
 import numpy as np
 import typer
+from documents import keep
 from rich.console import Console
 from rich.table import Table
 
@@ -201,7 +202,7 @@ def main(
     grew = {name: g.per_minute for name, g in growth.items() if is_ours(name) and g.per_minute > LIMIT}
     if smallest:
         return
-    RESULTS.write_text(json.dumps(record(title, took, trained, growth, run.by_name()), indent=1) + "\n")
+    keep(RESULTS, record(title, took, trained, growth, run.by_name()))
     draw(title, growth, run.by_name())
     if grew:
         sys.exit(f"more than {LIMIT} MiB a minute: {grew}")

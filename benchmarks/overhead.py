@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
+from documents import keep
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -211,7 +212,7 @@ def main(
     Console().print(table)
     if not smallest:
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps({"title": title, "cases": results}, indent=1) + "\n")
+        keep(RESULTS, {"title": title, "cases": results})
 
 
 def _interval(values: list[float]) -> tuple[float, float]:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from documents import keep
 from rich.console import Console
 from rich.table import Table
-
-from raytrec.driver.recorder import write_json
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "scale.json"
@@ -86,7 +85,7 @@ def main(
                 print(f"{world} × {tables}: {part} {of_size[part]}", file=sys.stderr, flush=True)
     show(found)
     if not smallest and not only:
-        write_json(RESULT, found)
+        keep(RESULT, found)
     missing = any("missing" in figures for of_size in found.values() for figures in of_size.values())
     raise typer.Exit(int(missing))
 

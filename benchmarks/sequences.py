@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from documents import fill
+from documents import fill, keep
 from rank_group import Ranks, take_turns
 from sequences_side import BATCH
 
@@ -112,7 +112,7 @@ def main(
     print(table_of(points))
     if not smallest:
         values = {"before": before, "cpus": os.cpu_count(), "points": points}
-        RESULTS.write_text(json.dumps(values, indent=1) + "\n")
+        keep(RESULTS, values)
         draw(points)
         fill("docs/benchmarks.md", "sequences", table_of(points))
 

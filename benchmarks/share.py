@@ -27,7 +27,7 @@ from statistics import mean
 from typing import Annotated, Any
 
 import typer
-from documents import fill
+from documents import fill, keep
 from moments import FIRST
 from start import BATCH, begun, prepare, read_moments, wait
 
@@ -96,7 +96,7 @@ def main(
     values |= {"share": rates["disturbed"] / rates["calm"], "cpus": os.cpu_count()}
     print(document(values))
     if not smallest:
-        RESULTS.write_text(json.dumps(values, indent=1) + "\n")
+        keep(RESULTS, values)
         fill("docs/benchmarks.md", "share", document(values))
 
 

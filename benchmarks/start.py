@@ -29,7 +29,7 @@ from typing import Annotated, Any
 
 import psutil
 import typer
-from documents import fill
+from documents import fill, keep
 from moments import FILE, FIRST, RANK, Moment
 from rich.console import Console
 from rich.table import Table
@@ -231,7 +231,7 @@ def main(
     show(values, len(done))
     if not smallest:
         values |= {"rounds": done}
-        RESULTS.write_text(json.dumps(values, indent=1) + "\n")
+        keep(RESULTS, values)
         fill("docs/benchmarks.md", "start", document(values))
 
 

@@ -36,6 +36,7 @@ from time import sleep, time
 from typing import Annotated
 
 import typer
+from documents import keep
 from processes import Command
 from rich.console import Console
 from step_results import SIDES, cases_of, draw, summarize, table_of, write_tables
@@ -173,7 +174,7 @@ def main(
     for case in cases:
         Console(width=120).print(table_of(results, case))
     if whole:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        keep(RESULTS, results)
         draw(results, PICTURE)
         write_tables(results)
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
+from documents import keep
 from overhead import batches_of, config_of, join, schema_of
 from rich.console import Console
 from rich.progress import Progress as Bar
@@ -176,7 +177,7 @@ def main(
     title = f"{workers} × {device}, {batch} rows a rank, {rounds} turns of {STEPS} steps"
     results = _show(seconds, title)
     if not smallest:
-        RESULTS.write_text(json.dumps({"title": title, "sides": results}, indent=1) + "\n")
+        keep(RESULTS, {"title": title, "sides": results})
     if lost:
         print(lost)
 
