@@ -86,8 +86,10 @@ class Shell:
         said = ""
         self._shell.sendline(command)
         if "^C" in expected:
-            self._shell.expect(pattern(expected[expected.index("^C") - 1]))
+            line = expected[expected.index("^C") - 1]
+            came = self._shell.expect([pattern(line), re.escape(PROMPT)])
             said = self._shell.before + self._shell.after
+            assert came == 0, f"$ {command}\nended without: {line}\n--- all of it:\n{said}"
             self._shell.sendintr()
         self._shell.expect_exact(PROMPT)
         lines = COLOURS.sub("", said + self._shell.before).replace("\r", "").splitlines()
