@@ -4,8 +4,8 @@
 
 Two ranks without Ray, in processes of their own for each point, get random rows in batches of 2¹⁶, as an
 evaluation gives them, and compute the metrics. The figure is the growth of rank 0's peak resident memory
-(VmHWM) since before the first row. Rows of `of an order` need 12 bytes each until there are eval.exact_rows
-on a rank, and then bins; those of `of groups` 20 bytes, and then files.
+(VmHWM) since before the first row. Rows of `of an order` need 12 bytes each up to eval.max_exact_rows on a
+rank, and then bins; those of `of groups` 20 bytes, and then files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def evaluate(rank: int, store: str, rows: int, exact_rows: int | None, metrics: 
     from raytrec.tasks.task import Task
 
     task = Task("y", "y", 0, BinaryCrossEntropy(), 1.0, tuple(metrics), group="user")
-    settings = EvalSection(**({} if exact_rows is None else {"exact_rows": exact_rows}))
+    settings = EvalSection(**({} if exact_rows is None else {"max_exact_rows": exact_rows}))
     kept, cpu = TaskRows(Selection([task], settings), "y"), torch.device("cpu")
     warm(cpu)
     began, before = time.perf_counter(), peak_bytes()
@@ -95,7 +95,7 @@ def main(
         str, typer.Option(help="Numbers of rows, with commas between.")
     ] = "100000,1000000,10000000",
     exact_rows: Annotated[
-        int | None, typer.Option(help="eval.exact_rows; default: as in configurations.")
+        int | None, typer.Option(help="eval.max_exact_rows; default: as in configurations.")
     ] = None,
     only: Annotated[str, typer.Option(help="These metrics alone.")] = "",
     smallest: Annotated[bool, typer.Option(help="Few rows.")] = False,

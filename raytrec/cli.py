@@ -297,7 +297,8 @@ def predict(
     columns: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="A,B,...", help="Columns to carry (repeatable); default: data.carry; '' for none."
+            metavar="A,B,...",
+            help="Columns to carry (repeatable); default: data.reserve_columns; '' for none.",
         ),
     ] = None,
     vectors: Annotated[
@@ -502,8 +503,9 @@ def inspect(
     out: Annotated[str | None, typer.Option(help="Write the schema here instead of to stdout.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     label: Annotated[list[str] | None, typer.Option(help="Column to predict (repeatable).")] = None,
-    carry: Annotated[
-        list[str] | None, typer.Option(help="Column to carry along, no feature (repeatable).")
+    reserve: Annotated[
+        list[str] | None,
+        typer.Option(help="Column of data.reserve_columns: kept with its rows, not a feature (repeatable)."),
     ] = None,
     dim: Annotated[int, typer.Option(help="Width of the embeddings; a multiple of 4.")] = 16,
     rows: Annotated[int | None, typer.Option(help="Read only about this many rows.")] = None,
@@ -514,7 +516,7 @@ def inspect(
 
     if out is not None:
         check_out(out, force)
-    look(path, dim=dim, labels=label, carry=carry, max_rows=rows).show(out, overwrite=force)
+    look(path, dim=dim, labels=label, reserve_columns=reserve, max_rows=rows).show(out, overwrite=force)
 
 
 @app.command()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 OWN, SASREC, TWO_TOWER = "own", "interactions/sasrec", "interactions/two_tower"
 LOSS = {SASREC: {"loss": "from_model"}}
-IN_BATCH = {"loss": "in_batch_softmax", "item": "item", "item_count": "item_count"}
+IN_BATCH = {"loss": "in_batch_softmax", "item": "item", "item_frequency": "item_count"}
 LENGTH, TOWERS = 50, {"query": ["user", "history"], "item": ["item"]}  # of the examples
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from raytrec.common.errors import SchemaError
-from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 
@@ -80,8 +79,4 @@ def _of_ids(table: Table) -> str:
 
 def schema_of(about: dict) -> Schema:
     """The schema in a checkpoint."""
-    where = "the checkpoint's schema"
-    try:
-        return Schema.parse(yaml_values(str(about.get("schema", ""))), where)
-    except NotReadable as error:
-        raise SchemaError(f"not YAML that can be used: {error}", where=where) from None
+    return Schema.stored(str(about.get("schema", "")), "the checkpoint's schema")

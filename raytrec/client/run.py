@@ -148,8 +148,8 @@ class Run:
         Args:
             data: folder or file of Parquet, as the cluster sees it.
             out: the folder to write to, likewise.
-            options: columns, a list of those to carry (default: data.carry); workers; checkpoint, a step or
-                "best"; overrides: such as data.on_error=skip.
+            options: columns, a list of those to keep (default: data.reserve_columns); workers; checkpoint, a
+                step or "best"; overrides: such as data.on_error=skip.
 
         Returns:
             predict.rows, predict.files and more (raytrec.driver.predict.Predictions).

@@ -35,13 +35,13 @@ class EvalSection(Section):
     slices: list[str] = Field(
         default_factory=list,
         max_length=20,
-        description="Columns of data.carry with few values, such as country: of the largest and of the worst "
-        "of them, rows, AUC and calibration of each task are reported.",
+        description="Columns of data.reserve_columns with few values, such as country: of the largest and of "
+        "the worst of them, rows, AUC and calibration of each task are reported.",
     )
     slices_shown: Annotated[PositiveInt, Field(le=1000)] = Field(
         10, description="How many of the largest, and of the worst, are reported."
     )
-    exact_rows: PositiveInt = Field(
+    max_exact_rows: PositiveInt = Field(
         2_000_000,
         description="Rows of an evaluation that a worker keeps in memory for metrics of an order or of "
         "groups. Beyond, areas under curves come from bins, with a bound on their error, and rows of groups "

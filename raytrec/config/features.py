@@ -35,9 +35,9 @@ class Features:
         return list(self.schema.sparse)
 
     @cached_property
-    def sides(self) -> dict[str, int]:
-        """Sequences that are read id by id and have sides → how many."""
-        found = {feature: len(self.schema.sparse[feature].sides) for feature in self.sequences}
+    def side_features(self) -> dict[str, int]:
+        """Sequences that are read id by id and have side features → how many."""
+        found = {feature: len(self.schema.sparse[feature].side_features) for feature in self.sequences}
         return {feature: count for feature, count in found.items() if count}
 
     def is_mean(self, feature: str) -> bool:

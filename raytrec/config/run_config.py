@@ -33,6 +33,7 @@ from raytrec.config.sections import (
     TrainSection,
     WarmStartSection,
 )
+from raytrec.config.stored import with_current_keys
 from raytrec.config.tasks import TaskSection
 from raytrec.config.trust import code_in, origin, refuse_code
 
@@ -110,6 +111,7 @@ def load_config(
     *,
     elsewhere: str | None = None,
     allow_code: bool = False,
+    stored: bool = False,
 ) -> RunConfig:
     """A RunConfig from a YAML file, a mapping or a RunConfig, with overrides on top.
 
@@ -119,6 +121,7 @@ def load_config(
             or a mapping of such keys (overrides.py).
         elsewhere: where values come from that may not be the user's own (trust.py); a URI is such a place.
         allow_code: such values may name code and servers all the same.
+        stored: the source is what a run or a checkpoint has stored (stored.py).
 
     Raises:
         ConfigError: code is named that is not allowed. No file, not YAML, unknown keys (with the nearest
@@ -131,6 +134,8 @@ def load_config(
     else:
         values, where = _read(str(source)), str(source)
         elsewhere = elsewhere or origin(where)
+    if stored:
+        values = with_current_keys(values)
     named = code_in(values) if elsewhere and not allow_code else {}
     overrides = as_texts(overrides)
     for override in overrides:

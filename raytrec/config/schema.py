@@ -30,9 +30,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from raytrec.common.errors import SchemaError, did_you_mean, some, some_of
-from raytrec.common.reading import NotReadable
+from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.config.base import PositiveInt
 from raytrec.config.managed import Ids, ManagedIds
+from raytrec.config.stored import with_current_keys
 
 # Tables are entries of a torch.nn.ModuleDict, which cannot have its own attributes' names as keys.
 RESERVED = frozenset(
@@ -103,7 +104,7 @@ class Sparse(BaseModel):
     )
     weights: str | None = Field(None, description="List column with one float per id; default: all 1.")
     column: str | None = Field(None, description="The Parquet column; default: the feature's name.")
-    sides: list[str] = Field(
+    side_features: list[str] = Field(
         default_factory=list,
         description="List columns with one number or time per id of a sequence, for models that read it id "
         "by id. Times become seconds since 1970.",
@@ -130,8 +131,10 @@ class Schema(BaseModel):
                     f"sparse.{name}.table: there is no table '{feature.table}'"
                     + (f"; did you mean '{near}'?" if near else f"; tables are {', '.join(self.tables)}")
                 )
-            if feature.sides and feature.pooling != "sequence":
-                raise ValueError(f"sparse.{name}.sides: only a feature of pooling: sequence has sides")
+            if feature.side_features and feature.pooling != "sequence":
+                raise ValueError(
+                    f"sparse.{name}.side_features: only a feature of pooling: sequence has side features"
+                )
         for name in self.tables:
             if name != table_name(name) or not name:
                 raise ValueError(
@@ -147,7 +150,7 @@ class Schema(BaseModel):
             raise ValueError(f"labels/dense: column {', '.join(sorted(twice))} is named twice")
         leaked = set(self.labels) & {c for f in self.sparse.values() for c in (f.column, f.weights) if c}
         leaked |= set(self.labels) & {n for n, f in self.sparse.items() if f.column is None}
-        leaked |= set(self.labels) & {column for f in self.sparse.values() for column in f.sides}
+        leaked |= set(self.labels) & {column for f in self.sparse.values() for column in f.side_features}
         if leaked:
             raise ValueError(f"sparse: label {', '.join(sorted(leaked))} is also an input")
         return self
@@ -164,7 +167,7 @@ class Schema(BaseModel):
             names.append(self.column_of(feature))
             if spec.weights:
                 names.append(spec.weights)
-            names += spec.sides
+            names += spec.side_features
         return list(dict.fromkeys(names))
 
     def part(self, names: Collection[str]) -> Schema:
@@ -206,6 +209,19 @@ class Schema(BaseModel):
                 expected="labels, dense, sparse: {feature: {table, pooling}}, tables: {table: {rows, dim}}",
                 do="correct the file; `raytrec inspect DIR` prints one that fits the data",
             ) from None
+
+    @classmethod
+    def stored(cls, text: str, where: str) -> Schema:
+        """The schema that a run or a checkpoint has stored as text; `where` names it in errors.
+
+        Raises:
+            SchemaError: as in `parse`.
+        """
+        try:
+            values = yaml_values(text)
+        except NotReadable as error:
+            raise SchemaError(f"not YAML that can be used: {error}", where=where) from None
+        return cls.parse(with_current_keys(values) if isinstance(values, dict) else values, where)
 
     @classmethod
     def load(cls, path: str | Path) -> Schema:

@@ -88,7 +88,7 @@ def folders(value: Folders) -> list[str]:
 
 def _each_once(names: list[str]) -> list[str]:
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"data.carry: column {some(min(twice))} is named twice")
+        raise ValueError(f"data.reserve_columns: column {some(min(twice))} is named twice")
     return names
 
 
@@ -119,7 +119,7 @@ class DataSection(Section):
         description="What is applied to columns before the schema sees them: fill_null, clip, log, "
         "bucketize, hash, lookup_vocabulary, binarize, date_part, age, cast, drop_null, or module:function.",
     )
-    carry: Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(_each_once)] = Field(
+    reserve_columns: Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(_each_once)] = Field(
         default_factory=list,
         description="Columns that go along with rows untouched: groups and items of tasks, slices of "
         "evaluations, keys of predictions. Any type with one value a row; also those of folders key=value.",

@@ -2,7 +2,7 @@
 
 tasks:
   - {label: clicked}                                   # binary cross-entropy
-  - {label: watched_s, loss: mse, weight: 0.1, metrics: [mae], where: clicked}
+  - {label: watched_s, loss: mse, weight: 0.1, metrics: [mae], mask: clicked}
   - {label: bought, loss: "mine.losses:Focal", options: {gamma: 2}}
   - {label: category, loss: cross_entropy, options: {classes: 12}}
 """
@@ -37,7 +37,7 @@ class TaskSection(Section):
     metrics: list[str] | None = Field(
         None, description="Names of metrics, or module:name; default: those of the loss."
     )
-    where: Column | None = Field(
+    mask: Column | None = Field(
         None,
         description="Only rows where it is 1 count: another task (its label), else a column of 0 and 1 or of "
         "bools; default: all rows.",
@@ -66,15 +66,17 @@ class TaskSection(Section):
     )
     group: Column | None = Field(
         None,
-        description="A column of data.carry: rows of one value are ranked against each other (bpr, metrics "
-        "of groups).",
+        description="A column of data.reserve_columns: rows of one value are ranked against each other (bpr, "
+        "metrics of groups).",
     )
     item: Column | None = Field(
         None,
-        description="A column of data.carry that names the item of a row (in_batch_softmax, coverage).",
+        description="A column of data.reserve_columns that names the item of a row (in_batch_softmax, "
+        "coverage).",
     )
-    item_count: Column | None = Field(
+    item_frequency: Column | None = Field(
         None,
-        description="A column of data.carry with whole numbers: how often the row's item occurs in the data "
-        "that is trained on. in_batch_softmax then corrects scores for frequent items being in more batches.",
+        description="A column of data.reserve_columns with whole numbers: how often the row's item occurs in "
+        "the data that is trained on. in_batch_softmax then corrects scores for frequent items being in more "
+        "batches.",
     )

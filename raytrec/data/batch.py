@@ -33,10 +33,10 @@ class Batch(Pipelineable):
             it (raytrec/data/row_weights.py). None: `weights` is that of every task.
         keys: int64 [B, K], of each column in Form.key_columns: integers as they are, other values by a hash
             (raytrec/data/keys.py); 0 for padding.
-        carried: the columns in Form.carry, of the rows whose `weights` are 1, in their order; always on the
-            host.
-        sides: sequence that is read id by id and has sides → float64 [N, sides], in the order of its ids in
-            `sparse`; None where there is no such feature.
+        reserved: the columns in Form.reserve_columns, of the rows whose `weights` are 1, in their order;
+            always on the host.
+        side_features: sequence that is read id by id and has n side features → float64 [N, n], in the order
+            of its ids in `sparse`; None where there is no such feature.
         new_rows: managed table → (rows int64 [n], ids int64 [n]): rows that this batch has given to ids, on
             the device of the maps, the same on all ranks. None: `sparse` has the ids of managed tables as
             they were read; otherwise their rows.
@@ -51,8 +51,8 @@ class Batch(Pipelineable):
     changed: torch.Tensor | None = None
     task_weights: torch.Tensor | None = None
     keys: torch.Tensor | None = None
-    carried: pa.Table | None = None
-    sides: Mapping[str, torch.Tensor] | None = None
+    reserved: pa.Table | None = None
+    side_features: Mapping[str, torch.Tensor] | None = None
     new_rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -63,7 +63,7 @@ class Batch(Pipelineable):
         """Keeps the memory until a CUDA stream has read it."""
         parts = self.dense, self.sparse, self.labels, self.weights, self.task_weights, self.keys
         new = [part for pair in (self.new_rows or {}).values() for part in pair]
-        for part in (*parts, *(self.sides or {}).values(), *new):
+        for part in (*parts, *(self.side_features or {}).values(), *new):
             if part is not None:
                 part.record_stream(stream)
 
@@ -81,5 +81,7 @@ class Batch(Pipelineable):
             weights=moved(self.weights),
             task_weights=None if self.task_weights is None else moved(self.task_weights),
             keys=None if self.keys is None else moved(self.keys),
-            sides=None if self.sides is None else {name: moved(s) for name, s in self.sides.items()},
+            side_features=None
+            if self.side_features is None
+            else {name: moved(s) for name, s in self.side_features.items()},
         )

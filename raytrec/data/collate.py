@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.config.features import Features, resolve_features
 from raytrec.data.batch import Batch
-from raytrec.data.form import CARRIED, Form
+from raytrec.data.form import RESERVED, Form
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Chunk:
         values: of each list column.
         offsets: int32 [n + 1, list columns]; all of a row at once, because pieces of rows are small and many.
         present: bool [n]; None: all.
-        carried: the carried columns under their own names; None: there are none.
+        reserved: the reserved columns under their own names; None: there are none.
     """
 
     matrices: dict[str, np.ndarray]
@@ -32,16 +32,16 @@ class Chunk:
     values: list[np.ndarray]
     offsets: np.ndarray
     present: np.ndarray | None
-    carried: pa.RecordBatch | None = None
+    reserved: pa.RecordBatch | None = None
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Chunk:
-        matrices, arrays, present, carried = {}, {}, None, {}
+        matrices, arrays, present, reserved = {}, {}, None, {}
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             if name == "present":
                 present = array.to_numpy(zero_copy_only=False)
-            elif name.startswith(CARRIED):
-                carried[name.removeprefix(CARRIED)] = array
+            elif name.startswith(RESERVED):
+                reserved[name.removeprefix(RESERVED)] = array
             elif pa.types.is_fixed_size_list(array.type):
                 matrices[name] = array.flatten().to_numpy().reshape(-1, array.type.list_size)
             else:
@@ -52,7 +52,7 @@ class Chunk:
         matrices["lengths"] = offsets[1:] - offsets[:-1]
         lists = {name: i for i, name in enumerate(arrays)}
         values = [array.values.to_numpy() for array in arrays.values()]
-        whole = pa.RecordBatch.from_pydict(carried) if carried else None
+        whole = pa.RecordBatch.from_pydict(reserved) if reserved else None
         return cls(matrices, lists, values, offsets, present, whole)
 
 
@@ -83,9 +83,9 @@ class Rows:
         """Which of its rows there are; None: all."""
         return None if self.chunk.present is None else self.chunk.present[self.first : self.last]
 
-    def carried(self) -> pa.RecordBatch:
-        """Its rows of the carried columns."""
-        return self.chunk.carried.slice(self.first, self.last - self.first)
+    def reserved(self) -> pa.RecordBatch:
+        """Its rows of the reserved columns."""
+        return self.chunk.reserved.slice(self.first, self.last - self.first)
 
     def values(self) -> list[np.ndarray]:
         """The values of its rows, for each list column of the chunk."""
@@ -109,7 +109,7 @@ class Collator:
         features = features or resolve_features(form.schema)
         schema, self._pin_memory = features.schema, pin_memory
         self._form, self._weighted, self._sequences = form, schema.has_weights, features.sequences
-        self._sides = features.sides
+        self._side_features = features.side_features
         self._features, self._keys = list(schema.sparse), features.keys
         self._column = {name: i for i, name in enumerate(form.singles)}
         places = [schema.dense.index(name) for name in form.schema.dense]
@@ -133,10 +133,12 @@ class Collator:
             present = np.concatenate([piece.present() for piece in pieces])
             values[:rows] = present
         lists = _Lists(pieces)
-        sides = {name: self._joined([], torch.float64, width) for name, width in self._sides.items()}
+        side_features = {
+            name: self._joined([], torch.float64, width) for name, width in self._side_features.items()
+        }
         return Batch(
             matrices["dense"],
-            self._sparse(pieces, lists, rows, padded_rows, sides),
+            self._sparse(pieces, lists, rows, padded_rows, side_features),
             matrices["labels"],
             weights,
             global_rows,
@@ -144,8 +146,8 @@ class Collator:
             self._changed(lists),
             matrices["task_weights"],
             matrices["keys"],
-            self._carried(pieces, present) if self._form.carry else None,
-            sides or None,
+            self._reserved(pieces, present) if self._form.reserve_columns else None,
+            side_features or None,
         )
 
     def _matrix(self, name: str, pieces: list[Rows], rows: int, padded_rows: int) -> torch.Tensor | None:
@@ -164,12 +166,12 @@ class Collator:
             np.concatenate([piece.matrix(name) for piece in pieces], out=values[:filled])
         return tensor
 
-    def _carried(self, pieces: list[Rows], present: np.ndarray | None) -> pa.Table:
-        """The carried columns of the rows that are there, as one piece of memory of their own."""
+    def _reserved(self, pieces: list[Rows], present: np.ndarray | None) -> pa.Table:
+        """The reserved columns of the rows that are there, as one piece of memory of their own."""
         if not pieces:
             types = self._form.types
-            return pa.schema([(n, types.get(n, pa.null())) for n in self._form.carry]).empty_table()
-        table = pa.Table.from_batches([piece.carried() for piece in pieces])
+            return pa.schema([(n, types.get(n, pa.null())) for n in self._form.reserve_columns]).empty_table()
+        table = pa.Table.from_batches([piece.reserved() for piece in pieces])
         return table.combine_chunks() if present is None else table.filter(present).combine_chunks()
 
     def _memory(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
@@ -195,12 +197,12 @@ class Collator:
         lists: _Lists,
         rows: int,
         padded_rows: int,
-        sides: dict[str, torch.Tensor],
+        side_features: dict[str, torch.Tensor],
     ) -> KeyedJaggedTensor:
         """The ids of feature after feature, which is the layout of a KeyedJaggedTensor.
 
         Args:
-            sides: what stands beside the ids of sequences is put here.
+            side_features: what stands beside the ids of sequences is put here.
         """
         flat, lengths = self._memory(len(self._keys) * padded_rows, torch.int32)
         lengths = lengths.reshape(len(self._keys), padded_rows)
@@ -232,9 +234,13 @@ class Collator:
                 order, out[:] = recent_first(out, self._sequences[name])
                 for parts, first in (ids, first_ids), (weights, first_weights):
                     parts[first:] = [np.concatenate(part)[order] for part in [parts[first:]] if part]
-                if name in sides:
-                    beside = np.concatenate(lists.values(f"sides.{name}")).reshape(-1, self._sides[name])
-                    sides[name] = self._joined([beside[order]], torch.float64, self._sides[name])
+                if name in side_features:
+                    beside = np.concatenate(lists.values(f"side_features.{name}")).reshape(
+                        -1, self._side_features[name]
+                    )
+                    side_features[name] = self._joined(
+                        [beside[order]], torch.float64, self._side_features[name]
+                    )
         return KeyedJaggedTensor(
             self._keys,
             self._joined(ids, torch.int64),

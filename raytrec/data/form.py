@@ -5,10 +5,10 @@
     ids        fixed_size_list<int>[single features]       one id a row, or `no_id` for none (absent without)
     ids.NAME   list<int>                                   of each other feature
     weights.NAME  list<float32>                            of each feature that has weights
-    sides.NAME    list<float64>              of each feature that has n sides: n values for each id
+    side_features.NAME  list<float64>   of each feature that has n of them: n values for each id
     task_weights  fixed_size_list<float32>[tasks]   each row's factor in each task (absent: 1 in all)
     keys       fixed_size_list<int64>[key columns]  (absent without)
-    carried.NAME  any     of each carried column, as it is (absent without)
+    reserved.NAME  any     of each reserved column, as it is (absent without)
     present    bool      false: a row that is skipped (only under data.on_error: skip)
     changed    list<int32>  in one row of many, for all of those: for each sparse feature, how many ids were
                          brought into range, then how many there are (only where a table takes such ids)
@@ -32,7 +32,7 @@ from raytrec.data.kinds import is_list, plain_array
 from raytrec.data.task_rows import TaskColumn, TaskRows
 
 Range = tuple[float, float]
-CARRIED = "carried."  # begins the names of carried columns
+RESERVED = "reserved."  # begins the names of reserved columns
 NO_MANAGED_ID = -(2**63)
 
 
@@ -51,10 +51,10 @@ class Form:
         tasks: which rows count in each task, in the order of the configuration; none: every row in all.
         key_columns: columns that rows are grouped by (groups, items, slices): Batch.keys, in this order.
         groups: those of them whose rows are compared with each other, or counted: no floats.
-        carry: columns that go along with their own types: Batch.carried.
-        carried_lists: those of them whose values are lists, of what groups can be.
-        carried_by: carried column → what names it, for messages; default: data.carry.
-        types: of key columns and carried ones in all files together; default: of each file, its own.
+        reserve_columns: columns that go along with their own types: Batch.reserved.
+        reserved_lists: those of them whose values are lists, of what groups can be.
+        reserved_by: reserved column → what names it, for messages; default: data.reserve_columns.
+        types: of key columns and reserved ones in all files together; default: of each file, its own.
         from_folders: those that no column holds, but the folders that files are in: date=2026-11-07.
         read_labels: whether there are labels; without, they are 0.
     """
@@ -67,9 +67,9 @@ class Form:
     tasks: tuple[TaskRows, ...] = ()
     key_columns: tuple[str, ...] = ()
     groups: frozenset[str] = frozenset()
-    carry: tuple[str, ...] = ()
-    carried_lists: frozenset[str] = frozenset()
-    carried_by: Mapping[str, str] = field(default_factory=dict)
+    reserve_columns: tuple[str, ...] = ()
+    reserved_lists: frozenset[str] = frozenset()
+    reserved_by: Mapping[str, str] = field(default_factory=dict)
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
     from_folders: frozenset[str] = frozenset()
     read_labels: bool = True
@@ -90,9 +90,9 @@ class Form:
         return self.read_labels and any(task.is_weighted for task in self.tasks)
 
     @cached_property
-    def carried(self) -> list[str]:
-        """Key columns and carried ones, each once."""
-        return list(dict.fromkeys([*self.key_columns, *self.carry]))
+    def reserved(self) -> list[str]:
+        """Key columns and reserved ones, each once."""
+        return list(dict.fromkeys([*self.key_columns, *self.reserve_columns]))
 
     @cached_property
     def wanted(self) -> list[str]:
@@ -101,8 +101,8 @@ class Form:
             name for name in self.schema.columns if self.read_labels or name not in self.schema.labels
         ]
         of_tasks = [c.column for c in self.columns_of_tasks]
-        carried = [name for name in self.carried if name not in self.from_folders]
-        return list(dict.fromkeys(of_schema + of_tasks + carried))
+        reserved = [name for name in self.reserved if name not in self.from_folders]
+        return list(dict.fromkeys(of_schema + of_tasks + reserved))
 
     @cached_property
     def columns(self) -> list[str]:
@@ -113,7 +113,7 @@ class Form:
     def trained_columns(self) -> list[str]:
         """Those of them that decide what is learned."""
         of_tasks = (c.column for c in self.columns_of_tasks)
-        aside = set(self.carried) - self.groups - {*self.schema.columns, *of_tasks}
+        aside = set(self.reserved) - self.groups - {*self.schema.columns, *of_tasks}
         return columns_before(self.transforms, [name for name in self.wanted if name not in aside])
 
     @cached_property
@@ -126,14 +126,14 @@ class Form:
         if column in self.schema.columns:
             return None
         found = [c.named_by for c in self.columns_of_tasks if c.column == column]
-        found += [self.carried_by.get(column, "data.carry")] if column in self.carried else []
+        found += [self.reserved_by.get(column, "data.reserve_columns")] if column in self.reserved else []
         return found[0] if found else None
 
     def skips_nulls(self, label: str) -> bool:
         """Whether a row may be without this label: all tasks that learn it take such rows, or it is only a
         mask."""
         rules = {task.nulls for task in self.tasks if task.label == label}
-        return rules == {"skip"} if rules else any(task.where_label == label for task in self.tasks)
+        return rules == {"skip"} if rules else any(task.mask_label == label for task in self.tasks)
 
     @cached_property
     def singles(self) -> list[str]:
@@ -141,9 +141,9 @@ class Form:
         return [name for name in self.schema.sparse if not self._is_list(name)]
 
     @cached_property
-    def with_sides(self) -> list[str]:
-        """Features that have sides, in the schema's order."""
-        return [name for name, spec in self.schema.sparse.items() if spec.sides]
+    def with_side_features(self) -> list[str]:
+        """Features that have side features, in the schema's order."""
+        return [name for name, spec in self.schema.sparse.items() if spec.side_features]
 
     @cached_property
     def bags(self) -> list[str]:
@@ -152,7 +152,7 @@ class Form:
 
     def _is_list(self, feature: str) -> bool:
         spec = self.schema.sparse[feature]
-        return feature in self.lists or spec.weights is not None or bool(spec.sides)
+        return feature in self.lists or spec.weights is not None or bool(spec.side_features)
 
     @cached_property
     def counts_changes(self) -> bool:
@@ -179,10 +179,10 @@ class Form:
         """About how many bytes a row takes, if bags have 8 ids, and those that are drawn."""
         drawn = sum(transform.count for transform in self.transforms if isinstance(transform, Sample))
         numbers = len(self.schema.labels) + len(self.schema.dense) + len(self.tasks) * self.weighs_tasks
-        carried = 8 * len(self.key_columns) + 16 * len(self.carry)
-        carried += sum(8 * 8 * len(spec.sides) for spec in self.schema.sparse.values())
+        reserved = 8 * len(self.key_columns) + 16 * len(self.reserve_columns)
+        reserved += sum(8 * 8 * len(spec.side_features) for spec in self.schema.sparse.values())
         return (
-            carried
+            reserved
             + 4 * numbers
             + np.dtype(self.id_dtype).itemsize * (len(self.singles) + 8 * len(self.bags) + drawn)
         )
@@ -197,8 +197,8 @@ class Form:
         tally: dict[str, list[int]] | None = None,
         task_weights: Sequence[np.ndarray] = (),
         keys: Sequence[np.ndarray] = (),
-        carried: Sequence[pa.Array] = (),
-        sides: Mapping[str, np.ndarray] | None = None,
+        reserved: Sequence[pa.Array] = (),
+        side_features: Mapping[str, np.ndarray] | None = None,
     ) -> pa.Table:
         """A table of this form.
 
@@ -207,9 +207,9 @@ class Form:
             bags: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights or None) for each.
             rows: n.
             tally: of ids that were brought into range; see columns.Tally.
-            task_weights, keys, carried: n values for each task (none where no task weighs rows), key column
-                and carried column.
-            sides: of each feature that has some: float64 [offsets[n], its sides].
+            task_weights, keys, reserved: n values for each task (none where no task weighs rows), key column
+                and reserved column.
+            side_features: of each feature that has some: float64 [offsets[n], its side features].
         """
         columns = {}
         if labels:
@@ -222,15 +222,17 @@ class Form:
             columns[f"ids.{name}"] = pa.ListArray.from_arrays(offsets, ids.astype(self.id_dtype, copy=False))
             if weights is not None:
                 columns[f"weights.{name}"] = pa.ListArray.from_arrays(offsets, weights)
-            if sides and name in sides:
-                values = sides[name]
+            if side_features and name in side_features:
+                values = side_features[name]
                 ends = offsets * np.int32(values.shape[1])
-                columns[f"sides.{name}"] = pa.ListArray.from_arrays(ends, values.reshape(-1))
+                columns[f"side_features.{name}"] = pa.ListArray.from_arrays(ends, values.reshape(-1))
         if task_weights:
             columns["task_weights"] = _matrix(task_weights, rows, np.float32)
         if keys:
             columns["keys"] = _matrix(keys, rows, np.int64)
-        columns |= {f"{CARRIED}{name}": array for name, array in zip(self.carry, carried, strict=True)}
+        columns |= {
+            f"{RESERVED}{name}": array for name, array in zip(self.reserve_columns, reserved, strict=True)
+        }
         if self.counts_changes:
             columns["changed"] = self._changes(tally, rows)
         return pa.table(columns)
@@ -257,8 +259,10 @@ class Form:
             rows,
             task_weights=[zeros] * (len(self.tasks) if self.weighs_tasks else 0),
             keys=[np.zeros(rows, np.int64)] * len(self.key_columns),
-            carried=[pa.nulls(rows, self.types.get(name, pa.null())) for name in self.carry],
-            sides={n: np.empty((0, len(self.schema.sparse[n].sides))) for n in self.with_sides},
+            reserved=[pa.nulls(rows, self.types.get(name, pa.null())) for name in self.reserve_columns],
+            side_features={
+                n: np.empty((0, len(self.schema.sparse[n].side_features))) for n in self.with_side_features
+            },
         )
 
 

@@ -16,12 +16,12 @@ from raytrec.common.storage import open_filesystem
 from raytrec.config.schema import Schema
 from raytrec.config.sections import folders
 from raytrec.config.transforms import Transform, with_rows
-from raytrec.data.carried import CarriedInFile, agree, find_in_folders
 from raytrec.data.footers import read_footer
 from raytrec.data.form import Form, Range
 from raytrec.data.kinds import check_present, check_types, is_list, plain
 from raytrec.data.nested import empty_table, select
 from raytrec.data.partitions import ALL, Between, in_order, within
+from raytrec.data.reserved import ReservedInFile, agree, find_in_folders
 from raytrec.data.statistics import Footer, why_empty
 from raytrec.data.task_rows import TaskRows
 from raytrec.data.transform import apply_transforms
@@ -75,9 +75,9 @@ def scan(
     tasks: tuple[TaskRows, ...] = (),
     key_columns: tuple[str, ...] = (),
     groups: Iterable[str] = (),
-    carry: tuple[str, ...] = (),
-    carried_lists: Iterable[str] = (),
-    carried_by: Mapping[str, str] | None = None,
+    reserve_columns: tuple[str, ...] = (),
+    reserved_lists: Iterable[str] = (),
+    reserved_by: Mapping[str, str] | None = None,
     declared: Iterable[str] = (),
     read_labels: bool = True,
     skip: bool = False,
@@ -89,9 +89,9 @@ def scan(
         key: the config key that named them, for messages.
         transforms: what is done to columns before they are held to the schema.
         between: first and last partition to read.
-        label_ranges, whole_labels, tasks, key_columns, groups, carry, carried_lists, carried_by: see Form.
-        read_labels: likewise.
-        declared: further columns that are to be there and could be carried.
+        label_ranges, whole_labels, tasks, key_columns, groups, reserve_columns, reserved_lists,
+            reserved_by, read_labels: see Form.
+        declared: further columns that are to be there and could be reserved.
         skip: skip files that are not whole, or whose columns are not the schema's.
 
     Raises:
@@ -106,13 +106,13 @@ def scan(
         tasks=tasks,
         key_columns=key_columns,
         groups=frozenset(groups),
-        carry=carry,
-        carried_lists=frozenset(carried_lists),
-        carried_by=carried_by or {},
+        reserve_columns=reserve_columns,
+        reserved_lists=frozenset(reserved_lists),
+        reserved_by=reserved_by or {},
         read_labels=read_labels,
         whole_labels=frozenset(whole_labels),
     )
-    looking = replace(form, carry=tuple(dict.fromkeys([*carry, *declared])))
+    looking = replace(form, reserve_columns=tuple(dict.fromkeys([*reserve_columns, *declared])))
 
     def look(file: str) -> _Seen | None:
         try:
@@ -125,12 +125,12 @@ def scan(
 
     with ThreadPoolExecutor(16) as pool:
         seen = [found for found in pool.map(look, files) if found is not None]
-    if form.carried:
-        types, from_folders, odd = agree([found.carried for found in seen], form.carried)
+    if form.reserved:
+        types, from_folders, odd = agree([found.reserved for found in seen], form.reserved)
         if odd and not skip:
             raise next(iter(odd.values()))
         left_out += odd.values()
-        seen = [found for found in seen if found.carried.uri not in odd]
+        seen = [found for found in seen if found.reserved.uri not in odd]
         form = replace(form, types=types, from_folders=from_folders)
     found_groups = tuple(group for found in seen for group in found.groups)
     if not found_groups:
@@ -218,7 +218,7 @@ class _Seen:
         groups: with rows.
         lists: sparse features that are lists in it, after the transforms.
         accused: indexes of row groups. excluded, constant (labels): see statistics.Footer.
-        carried: its key columns and carried ones.
+        reserved: its key columns and reserved ones.
     """
 
     groups: list[RowGroup]
@@ -226,13 +226,13 @@ class _Seen:
     accused: list[int]
     excluded: dict[str, list[set[str]]]
     constant: dict[str, float]
-    carried: CarriedInFile
+    reserved: ReservedInFile
 
 
 def _look(uri: str, form: Form) -> _Seen:
     metadata, schema = read_footer(uri), form.schema
     arrow = metadata.schema.to_arrow_schema()
-    if form.carried:
+    if form.reserved:
         form = replace(form, from_folders=find_in_folders(arrow, form, uri))
     check_present(arrow, form.columns, uri, form=form)
     arrow = select(arrow, form.columns)
@@ -243,8 +243,8 @@ def _look(uri: str, form: Form) -> _Seen:
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.column_of(name)).type)}
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     groups = [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
-    types = {name: plain(arrow.field(name).type) for name in form.carried if name not in form.from_folders}
+    types = {name: plain(arrow.field(name).type) for name in form.reserved if name not in form.from_folders}
     footer = Footer(metadata, form)
-    carried = CarriedInFile(uri, types, form.from_folders)
+    reserved = ReservedInFile(uri, types, form.from_folders)
     constant = footer.constant_labels()
-    return _Seen(groups, lists, footer.accused(), footer.excluded(), constant, carried)
+    return _Seen(groups, lists, footer.accused(), footer.excluded(), constant, reserved)

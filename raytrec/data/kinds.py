@@ -60,7 +60,7 @@ def _some(names: list[str]) -> str:
 
 
 def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
-    """Looks at the types of the columns that the schema, the tasks and data.carry name.
+    """Looks at the types of the columns that the schema, the tasks and data.reserve_columns name.
 
     Raises:
         DataError: a column of the wrong type; says by which transform, or name, it becomes a right one.
@@ -72,13 +72,13 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
     for read in form.columns_of_tasks:
         if read.role != "mask" or not types.is_null(plain(arrow.field(read.column).type)):
             _check_number(arrow.field(read.column).type, read.column, read.role, uri)
-    for column in form.carried:
+    for column in form.reserved:
         if column not in form.from_folders:
             kind = plain(arrow.field(column).type)
-            if column in form.carried_lists:
+            if column in form.reserved_lists:
                 _check_list(kind, column, uri)
                 kind = value_type(kind)
-            _check_carried(kind, column, column in form.key_columns, uri)
+            _check_reserved(kind, column, column in form.key_columns, uri)
             if column in form.groups:
                 _check_group(plain(kind), column, uri)
     for column in schema.dense:
@@ -89,7 +89,7 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
         _check_ids(arrow.field(column).type, feature, column, spec.table, text_allowed, uri)
         if spec.weights:
             _check_weights(arrow.field(spec.weights).type, spec.weights, uri)
-        for side in spec.sides:
+        for side in spec.side_features:
             _check_side(arrow.field(side).type, side, feature, uri)
 
 
@@ -148,12 +148,12 @@ def _as_ids(kind: pa.DataType, value: pa.DataType, column: str) -> str:
     return _field_of(kind, column) or _of_time(value, column) or _by_hand()
 
 
-def _check_carried(kind: pa.DataType, column: str, is_key: bool, uri: str) -> None:
+def _check_reserved(kind: pa.DataType, column: str, is_key: bool, uri: str) -> None:
     flat = plain(kind)
     if not (is_list(flat) or types.is_nested(flat) or (is_key and types.is_interval(flat))):
         return
     raise DataError(
-        f"carried column '{column}' is {'a list' if is_list(flat) else 'of type'} {_short(kind)}",
+        f"reserved column '{column}' is {'a list' if is_list(flat) else 'of type'} {_short(kind)}",
         where=f"{uri}, column {column}",
         expected="one value a row",
         do=_field_of(flat, column) or _by_hand(),
@@ -205,7 +205,8 @@ def _check_side(kind: pa.DataType, column: str, feature: str, uri: str) -> None:
         f"'{column}', a side of sequence '{feature}', is of type {_short(kind)}",
         where=f"{uri}, column {column}",
         expected="lists of numbers, times or dates, one for each id",
-        do=_field_of(plain(kind), column) or "leave it out of sides, or make numbers of it with a transform",
+        do=_field_of(plain(kind), column)
+        or "leave it out of side_features, or make numbers of it with a transform",
     )
 
 

@@ -10,10 +10,10 @@ import pyarrow as pa
 from raytrec.common.errors import DataError, did_you_mean
 from raytrec.config.transforms import Transform, columns_before, needed_transforms
 from raytrec.data import nested
-from raytrec.data.carried import in_folders, value_in_folders
 from raytrec.data.decode import decode
 from raytrec.data.fragments import read_footer
 from raytrec.data.order import Part
+from raytrec.data.reserved import in_folders, value_in_folders
 from raytrec.data.sampling import Draw
 from raytrec.data.transform import apply_transforms
 
@@ -63,7 +63,7 @@ class CarriedColumns:
                 f"there is no column '{missing[0]}' to carry" + (f"; did you mean '{near}'?" if near else ""),
                 where=uri,
                 expected=f"one of {', '.join(known)}",
-                do="correct --columns (default: data.carry of the run)",
+                do="correct --columns (default: data.reserve_columns of the run)",
             )
         return pa.schema([(name, _plain(kinds[name])) for name in self.names])
 

@@ -70,10 +70,10 @@ def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: P
     for task in form.tasks:
         weights = factor_of(task.sample_weight) if task.sample_weight else ones
         counts = [labels[task.label][1] if task.nulls == "skip" else None]
-        if task.where:
-            counts.append(mask_of(task.where))
-        if task.where_label:
-            values, there = labels[task.where_label]
+        if task.mask:
+            counts.append(mask_of(task.mask))
+        if task.mask_label:
+            values, there = labels[task.mask_label]
             counts += [values == 1, there]
         for mask in counts:
             weights = weights if mask is None else weights * mask
@@ -104,7 +104,7 @@ def _mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
         raise DataError(
             f"mask '{name}' is {values[row]:g}",
             where=place.of(name, row),
-            expected="0 or 1 (false or true) in a column that a task's `where` names",
+            expected="0 or 1 (false or true) in a column that a task's `mask` names",
             do=f"data.transforms: {{do: binarize, columns: [{scalar(name)}], at_least: NUMBER}}",
         )
     return values == 1

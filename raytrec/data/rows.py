@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Sparse, Table
-from raytrec.data.carried import carried_array
 from raytrec.data.columns import Place, Tally, bags, numbers, single
 from raytrec.data.decode import decode
 from raytrec.data.faults import Faults
@@ -25,9 +24,10 @@ from raytrec.data.form import Form, shuffled
 from raytrec.data.keys import keys_of
 from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Part
+from raytrec.data.reserved import reserved_array
 from raytrec.data.row_weights import label_of, task_weights
 from raytrec.data.sampling import Draw
-from raytrec.data.sides import sides
+from raytrec.data.side_features import side_features
 from raytrec.data.transform import apply_transforms
 
 AHEAD = 2  # items that are decoded before they are asked for, each in a thread
@@ -172,7 +172,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
     """A decoded table in canonical form.
 
     Args:
-        table: any table with the columns of the schema, masks, weights and carried ones.
+        table: any table with the columns of the schema, masks, weights and reserved ones.
         place: where its first row is, for errors.
     """
     schema, tally = form.schema, Tally()
@@ -187,7 +187,7 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
     lists = [bags(table[schema.column_of(name)], weights(name), *spec(name)) for name in form.bags]
     ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
     labels = {name: label_of(table[name], name, form, place) for name in form.labels}
-    carried = {name: carried_array(table, name, form, place) for name in form.carried}
+    reserved = {name: reserved_array(table, name, form, place) for name in form.reserved}
     return form.table(
         [values for values, _ in labels.values()],
         [numbers(table[name], name, place) for name in schema.dense],
@@ -196,7 +196,10 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
         table.num_rows,
         tally,
         task_weights(table, labels, form, place) if form.weighs_tasks else (),
-        [keys_of(carried[name]) for name in form.key_columns],
-        [carried[name] for name in form.carry],
-        {name: sides(table, name, schema.sparse[name], ends[name], place) for name in form.with_sides},
+        [keys_of(reserved[name]) for name in form.key_columns],
+        [reserved[name] for name in form.reserve_columns],
+        {
+            name: side_features(table, name, schema.sparse[name], ends[name], place)
+            for name in form.with_side_features
+        },
     )

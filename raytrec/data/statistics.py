@@ -129,7 +129,7 @@ def _conditions(task: TaskRows) -> Iterator[tuple[str, str, Callable[[pq.ColumnC
     """(column, why no row counts, whether a chunk of so many rows shows it)."""
     if task.nulls == "skip":
         yield task.label, f"its label '{task.label}' is null in every row", _is_all_null
-    for mask in (task.where, task.where_label):
+    for mask in (task.mask, task.mask_label):
         if mask:
             yield mask, f"its mask '{mask}' is nowhere 1", partial(_stays_below, bound=1, reaches=True)
     if task.sample_weight:

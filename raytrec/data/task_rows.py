@@ -29,29 +29,29 @@ class TaskRows:
         label: of the task, among the schema's labels.
         name: of the task, for messages.
         nulls: a row without a label (null or NaN) is an error, or has no part in this task.
-        where: a column of 0 and 1: rows where it is 1 count; None: all do.
-        where_label: a label of the schema: rows where it is 1 count.
+        mask: a column of 0 and 1: rows where it is 1 count; None: all do.
+        mask_label: a label of the schema: rows where it is 1 count.
         sample_weight: a column of finite numbers ≥ 0; None: 1.
     """
 
     label: str
     name: str = ""
     nulls: Literal["error", "skip"] = "error"
-    where: str | None = None
-    where_label: str | None = None
+    mask: str | None = None
+    mask_label: str | None = None
     sample_weight: str | None = None
 
     @property
     def is_weighted(self) -> bool:
         """Whether rows may count differently in it."""
-        return bool(self.where or self.where_label or self.sample_weight) or self.nulls == "skip"
+        return bool(self.mask or self.mask_label or self.sample_weight) or self.nulls == "skip"
 
     @property
     def columns(self) -> list[TaskColumn]:
         """What it reads beside the label."""
         found = []
-        if self.where:
-            found.append(TaskColumn(self.where, "mask", f"where of task {self.name}"))
+        if self.mask:
+            found.append(TaskColumn(self.mask, "mask", f"mask of task {self.name}"))
         if self.sample_weight:
             found.append(
                 TaskColumn(self.sample_weight, "sample weight", f"sample_weight of task {self.name}")

@@ -21,10 +21,10 @@ from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform, with_rows
-from raytrec.data.carried import in_folders, type_of_folders
 from raytrec.data.contents import fingerprint, look
 from raytrec.data.fragments import Dataset, list_files, read_footer
 from raytrec.data.prediction_columns import CarriedColumns
+from raytrec.data.reserved import in_folders, type_of_folders
 from raytrec.data.spans import SPAN_ROWS
 from raytrec.data.verify import check_accused
 from raytrec.driver.console import RunConsole
@@ -89,7 +89,7 @@ def predict(
         place: run folder or checkpoint folder. Nothing is written there.
         data: folder or file of Parquet, local or s3:// or gs://. It needs no labels.
         out: the folder to write to, likewise; all nodes must reach it.
-        columns: columns of the input to carry; default: the run's data.carry.
+        columns: columns of the input to carry; default: the run's data.reserve_columns.
         vectors: in the place of scores, the vectors of the query's or the item's tower, of whose features
             alone the input needs to have columns.
         workers: number of workers; default: as the run was trained.
@@ -109,7 +109,7 @@ def predict(
     config, schema, folder, index = resolve_checkpoint(place, checkpoint, changes, allow_code)
     tasks = resolve_tasks(config.tasks, schema)
     scores, below = [VECTOR] if vectors else score_names(tasks), check_place(out, data)
-    chosen = choose_columns(columns, config.data.carry, scores)
+    chosen = choose_columns(columns, config.data.reserve_columns, scores)
     dataset, files = _open(data, config, schema, vectors)
     carried = _carried(chosen, with_rows(config.data.transforms, schema), files)
     manifest = Manifest(

@@ -209,7 +209,7 @@ def choose_columns(asked: Sequence[str] | None, carry: Sequence[str], scores: Se
     """The columns that are carried.
 
     Args:
-        asked: --columns, each one name or several with commas; None: those of data.carry.
+        asked: --columns, each one name or several with commas; None: those of data.reserve_columns.
 
     Raises:
         ConfigError: one is named twice, or like a column of scores.

@@ -24,7 +24,7 @@ from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, map_share
 from raytrec.embeddings.planner.tiers import disk_refusal
 from raytrec.embeddings.planner.validation import check_decay, footprints
 from raytrec.metrics.selection import Selection
-from raytrec.tasks.columns import check_carried
+from raytrec.tasks.columns import check_reserved
 from raytrec.tasks.options import check_model_learns
 from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
 from raytrec.tracking.store import check_address
@@ -52,7 +52,7 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     tasks = resolve_tasks(config.tasks, schema)
     check_model(schema, config.model, needs_vectors(tasks), columns_of(tasks))
     check_model_learns(tasks, config.model)
-    check_carried(tasks, config.eval.slices, config.data.carry)
+    check_reserved(tasks, config.eval.slices, config.data.reserve_columns)
     selection, keeping = Selection(tasks, config.eval), config.checkpoint
     if keeping.keep_best or keeping.best_metric:
         selection.best(keeping.best_metric)

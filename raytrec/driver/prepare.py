@@ -25,7 +25,7 @@ from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import interrupted, resume_config
 from raytrec.driver.towers import open_items, with_retrieval
 from raytrec.driver.warm_start import config_from, schema_at
-from raytrec.tasks.columns import check_carried, check_counts, columns_to_read
+from raytrec.tasks.columns import check_counts, check_reserved, columns_to_read
 from raytrec.tasks.task import resolve_tasks
 
 
@@ -137,11 +137,11 @@ def open_dataset(
         to_train: of data.partitions, and without what only evaluations read.
 
     Raises:
-        ConfigError: of tasks; a column that rows are grouped by is not carried. DataError: files, columns or
+        ConfigError: of tasks; a column that rows are grouped by is not reserved. DataError: files, columns or
             types that are not what the configuration says.
     """
     data, tasks = config.data, resolve_tasks(config.tasks, schema)
-    check_carried(tasks, config.eval.slices, data.carry)
+    check_reserved(tasks, config.eval.slices, data.reserve_columns)
     slices = [] if to_train else config.eval.slices
     columns = columns_to_read(tasks, schema, slices)
     if config.eval.retrieval and not to_train:
@@ -152,7 +152,7 @@ def open_dataset(
         key,
         transforms=tuple(data.transforms),
         between=(data.partitions.from_, data.partitions.to) if to_train else (None, None),
-        declared=data.carry,
+        declared=data.reserve_columns,
         skip=data.on_error == "skip",
         **columns,
     )
@@ -171,7 +171,7 @@ def _check_tasks_have_rows(dataset: Dataset) -> None:
             f"task {task} has no rows: {why}",
             where=f"tasks, {dataset.uri}",
             expected="rows that it can learn from",
-            do="correct the task's label, where or sample_weight, or the data; or leave the task out",
+            do="correct the task's label, mask or sample_weight, or the data; or leave the task out",
         )
 
 

@@ -78,7 +78,7 @@ def resume_config(
             expected="the folder of a run, with its config.yaml",
             do="give the folder that `raytrec train` printed (run.dir)",
         )
-    before = load_config(file, allow_code=True)  # nothing of it runs until it is allowed
+    before = load_config(file, allow_code=True, stored=True)  # nothing of it runs until it is allowed
     strange = {} if allow_code or is_ours(file) else code_in(before.model_dump(by_alias=True))
     elsewhere = not_ours(file) if strange and source is None else None
     config = load_config(
@@ -139,7 +139,7 @@ def _is_unfinished(folder: Path) -> bool:
 
 def _is_same(folder: Path, after: RunConfig) -> bool:
     try:
-        before = load_config(folder / "config.yaml", allow_code=True)  # which is only compared
+        before = load_config(folder / "config.yaml", allow_code=True, stored=True)  # which is only compared
     except ConfigError:  # of another version, or damaged: not this one
         return False
     data = all(getattr(before.data, part) == getattr(after.data, part) for part in ("train", "valid", "test"))
@@ -170,12 +170,13 @@ def check_same_data(
     Raises:
         ConfigError, DataError: what has changed in what decides the result.
     """
-    if schema.to_yaml() != _text(folder / "schema.yaml"):
+    file = folder / "schema.yaml"
+    if schema.to_yaml() != Schema.stored(_text(file), str(file)).to_yaml():
         raise ConfigError(
             "the schema has changed since the run began",
-            where=f"data.schema, {folder / 'schema.yaml'}",
+            where=f"data.schema, {file}",
             expected="the schema that the run began with",
-            do=f"set data.schema={folder / 'schema.yaml'}",
+            do=f"set data.schema={file}",
         )
     _, index, _ = newest(root)
     if not index:

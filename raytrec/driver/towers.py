@@ -47,16 +47,16 @@ def open_inputs(
     schema: Schema,
     places: str | list[str],
     key: str = "--data",
-    carry: tuple[str, ...] = (),
-    carried_by: str = "--item",
+    reserve_columns: tuple[str, ...] = (),
+    reserved_by: str = "--item",
 ) -> Dataset:
     """A dataset of which no labels are read; by its footers alone.
 
     Args:
         schema: the run's, or a tower of it.
         key: what named the places, for messages.
-        carry: columns that go along.
-        carried_by: what named those.
+        reserve_columns: columns that go along.
+        reserved_by: what named those.
 
     Raises:
         DataError: files, columns or types that are not what the schema says.
@@ -66,10 +66,10 @@ def open_inputs(
         places,
         schema,
         key,
-        transforms=needed_transforms(tuple(config.data.transforms), [*inputs, *carry]),
-        groups=carry,
-        carry=carry,
-        carried_by=dict.fromkeys(carry, carried_by),
+        transforms=needed_transforms(tuple(config.data.transforms), [*inputs, *reserve_columns]),
+        groups=reserve_columns,
+        reserve_columns=reserve_columns,
+        reserved_by=dict.fromkeys(reserve_columns, reserved_by),
         read_labels=False,
         skip=config.data.on_error == "skip",
     )
@@ -80,10 +80,10 @@ def with_retrieval(columns: Mapping[str, Any], section: RetrievalSection) -> dic
     data.fragments.scan."""
     own = (section.item, *section.seen)
     return {
-        "carry": tuple(dict.fromkeys([*columns["carry"], *own])),
+        "reserve_columns": tuple(dict.fromkeys([*columns["reserve_columns"], *own])),
         "groups": tuple(dict.fromkeys([*columns["groups"], *own])),
-        "carried_lists": tuple(section.seen),
-        "carried_by": {section.item: "eval.retrieval.item"}
+        "reserved_lists": tuple(section.seen),
+        "reserved_by": {section.item: "eval.retrieval.item"}
         | dict.fromkeys(section.seen, "eval.retrieval.seen"),
     }
 
@@ -110,7 +110,7 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
         types = dataset.form.types
         for column in (section.item, *section.seen):
             other = types.get(column)
-            other = other.value_type if column in dataset.form.carried_lists else other
+            other = other.value_type if column in dataset.form.reserved_lists else other
             if other is not None and is_text(other) != is_text(kind) and not pa.types.is_null(other):
                 raise DataError(
                     f"'{column}' holds {other}, and items are named by {kind}",

@@ -35,7 +35,7 @@ def track(run: str | Path, allow_code: bool = False) -> RunConfig:
     folder = run_folder(run).absolute()
     file = folder / "config.yaml"
     elsewhere = None if is_ours(file) else not_ours(file)
-    config = load_config(file, elsewhere=elsewhere, allow_code=allow_code)
+    config = load_config(file, elsewhere=elsewhere, allow_code=allow_code, stored=True)
     config.run.dir = str(folder)  # it may have been moved since
     if not config.tracking.enabled:
         raise ConfigError("this run is not tracked", where=str(folder), expected="tracking.enabled=true")

@@ -30,7 +30,8 @@ def config_from(
         RunError: no checkpoint there. ConfigError: as in `load_config`.
     """
     folder, index = find(place)
-    whole = load_config(index["about"]["config"], allow_code=True)  # nothing of it runs before the next time
+    # nothing of it runs before the next time
+    whole = load_config(index["about"]["config"], allow_code=True, stored=True)
     values = whole.model_dump(by_alias=True, mode="json")
     name = re.sub(r"-\d{8}-\d{6}$", "", whole.run.name or "run")
     values["run"] |= {"name": None, "dir": None}
@@ -48,7 +49,7 @@ def check_fits(config: RunConfig, schema: Schema) -> list[str]:
         ConfigError, SchemaError: what differs, and warm_start.tables and warm_start.dense say nothing about.
     """
     about = find(config.warm_start.from_)[1]["about"]
-    before = load_config(about["config"], allow_code=True).model_dump(by_alias=True, mode="json")
+    before = load_config(about["config"], allow_code=True, stored=True).model_dump(by_alias=True, mode="json")
     old_schema = schema_of(about)
     lines = [start.told for start in table_starts(config, old_schema, schema).values() if start.told]
     if config.warm_start.dense == "exact":

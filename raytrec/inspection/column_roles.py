@@ -41,7 +41,7 @@ class Finding:
     """One column: its role, why, what to look out for, and what has to be done to it first."""
 
     stats: ColumnStats
-    kind: str  # label, dense, sparse, weights, carried or skipped
+    kind: str  # label, dense, sparse, weights, reserved or skipped
     why: str
     notes: list[str] = field(default_factory=list)
     transforms: list[dict] = field(default_factory=list)
@@ -71,7 +71,7 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
     return _with_hints(_feature(s))
 
 
-def find_carried(s: ColumnStats) -> Finding:
+def find_reserved(s: ColumnStats) -> Finding:
     """A column that goes along with rows, and is no feature.
 
     Raises:
@@ -79,12 +79,12 @@ def find_carried(s: ColumnStats) -> Finding:
     """
     if trouble := s.trouble or s.lacking or (f"it is of type {s.type}" if s.is_list else None):
         raise SchemaError(
-            f"column '{s.name}' cannot be carried: {trouble}",
+            f"column '{s.name}' cannot be reserved: {trouble}",
             where=s.name,
             expected="one value a row, of one type in all files",
-            do="name another column with --carry COLUMN",
+            do="name another column with --reserve COLUMN",
         )
-    return Finding(s, "carried", "named with --carry: no feature")
+    return Finding(s, "reserved", "named with --reserve: no feature")
 
 
 def is_called_label(name: str) -> bool:

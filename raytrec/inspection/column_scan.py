@@ -77,7 +77,7 @@ def _footers(place: str) -> dict:
 
 
 def _folders(footers: dict) -> list[str]:
-    from raytrec.data.carried import in_folders
+    from raytrec.data.reserved import in_folders
 
     return sorted(set.intersection(*(set(in_folders(path)) for path in footers)))
 

@@ -4,7 +4,7 @@ How a column's kind is inferred, in this order (column_roles.py):
 
     label      named with --label, or called label, target, click, …; other values than 0 to 1 become 0 and 1
                by a transform (binarize)
-    carried    named with --carry: goes along with rows, and is no feature
+    reserved    named with --reserve: goes along with rows, and is no feature
     skipped    missing in a file, or of types that have nothing in common; constant or only nulls; integers
                and text that differ in each row; copies of the label (label_copies.py); dates and times (also
                integers that look like seconds since 1970)
@@ -32,7 +32,7 @@ from raytrec.inspection.column_roles import (
     LABEL_NAMES,
     Finding,
     fill_weights,
-    find_carried,
+    find_reserved,
     find_role,
     is_called_label,
 )
@@ -51,7 +51,7 @@ def inspect(
     *,
     dim: int = 16,
     labels: list[str] | None = None,
-    carry: list[str] | None = None,
+    reserve_columns: list[str] | None = None,
     max_rows: int | None = None,
 ) -> Inspection:
     """Reads Parquet row group by row group and infers a schema.
@@ -62,12 +62,12 @@ def inspect(
             such folders beside it.
         dim: width of the tables.
         labels: columns to predict; default: a column with a usual name.
-        carry: columns, also of folders key=value, that are no features, but go along with rows.
+        reserve_columns: columns, also of folders key=value, that are no features, but go along with rows.
         max_rows: look at about this many rows of each, in row groups spread over the files.
 
     Raises:
         DataError: nothing there, or not Parquet. SchemaError: no label or no sparse feature can be told; no
-            such column to predict or carry. ConfigError: fewer than one row is to be looked at.
+            such column to predict or reserve. ConfigError: fewer than one row is to be looked at.
     """
     if not uri.strip():
         raise DataError(
@@ -81,11 +81,11 @@ def inspect(
     )
     names = [column.name for column in scan.columns]
     _check_there(labels or [], names, uri)
-    _check_there(carry or [], [*names, *scan.folders], uri)
+    _check_there(reserve_columns or [], [*names, *scan.folders], uri)
     plain_labels = any(is_called_label(c.name) and c.is_probability for c in scan.columns)
     findings = [
-        find_carried(column)
-        if carry and column.name in carry and column.name not in (labels or ())
+        find_reserved(column)
+        if reserve_columns and column.name in reserve_columns and column.name not in (labels or ())
         else find_role(column, labels, plain_labels)
         for column in scan.columns
     ]
@@ -96,7 +96,7 @@ def inspect(
     all_seen = bool(scan.also) and scan.whole
     schema = _schema(findings, tables, dim, all_seen, uri)
     return Inspection(
-        uri, findings, schema, _transforms(findings), tables, scan, list(dict.fromkeys(carry or []))
+        uri, findings, schema, _transforms(findings), tables, scan, list(dict.fromkeys(reserve_columns or []))
     )
 
 

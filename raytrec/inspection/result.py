@@ -27,7 +27,7 @@ class Inspection:
         transforms: data.transforms, without which training refuses columns of the schema.
         tables: why features share tables.
         scan: what was looked at.
-        carry: data.carry, columns that are no features.
+        reserve_columns: data.reserve_columns, columns that are no features.
     """
 
     uri: str
@@ -36,7 +36,7 @@ class Inspection:
     transforms: list[dict]
     tables: list[SharedTable]
     scan: Scan
-    carry: list[str]
+    reserve_columns: list[str]
 
     @property
     def rows(self) -> int:
@@ -63,12 +63,12 @@ class Inspection:
             f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{beside}). Look it over before you train."
         ]
         lines += [f"{part} was not looked at: {why}" for part, why in self.scan.not_seen.items()]
-        if self.transforms or self.carry or self.tasks:
+        if self.transforms or self.reserve_columns or self.tasks:
             lines.append("Training needs these in its configuration, too:")
-        if self.transforms or self.carry:
+        if self.transforms or self.reserve_columns:
             lines.append("data:")
-        if self.carry:
-            lines.append(f"  carry: {as_flow(self.carry)}")
+        if self.reserve_columns:
+            lines.append(f"  reserve_columns: {as_flow(self.reserve_columns)}")
         if self.transforms:
             lines.append("  transforms:")
             lines += [f"    - {as_flow(transform)}" for transform in self.transforms]
@@ -126,8 +126,8 @@ class Inspection:
         settings.append(f"data.schema={schema}")
         if self.tasks:
             settings.append(f"tasks={as_flow(self.tasks)}")
-        if self.carry:
-            settings.append(f"data.carry={as_flow(self.carry)}")
+        if self.reserve_columns:
+            settings.append(f"data.reserve_columns={as_flow(self.reserve_columns)}")
         transforms = f"data.transforms=[{', '.join(map(as_flow, self.transforms))}]"
         if self.transforms and len(transforms) <= LONGEST_COMMAND:
             settings.append(transforms)

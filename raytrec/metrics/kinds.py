@@ -110,7 +110,7 @@ class RankedMetric(Metric):
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
         """How far `figure` may at most be from the exact one, where rows with nearly equal predictions have
-        been put into one bin (eval.exact_rows)."""
+        been put into one bin (eval.max_exact_rows)."""
         raise NotImplementedError
 
     @classmethod

@@ -203,7 +203,7 @@ def _check_suits(metric: type[Metric], task: Task) -> None:
             raise ConfigError(
                 f"{metric.name} needs a column {' and '.join(missing)}, and the task names none",
                 where=where,
-                expected="a column of data.carry",
+                expected="a column of data.reserve_columns",
                 do=f"set tasks.{missing[0]}, such as {missing[0]}: {missing[0]}_id",
             )
 

@@ -54,8 +54,8 @@ class HSTU(NextItem):
 
     def _buckets(self, history: Sequence, packed: Packed) -> list[torch.Tensor]:
         """Of the times between every two items: int64 [b, T, T] of each group; 0: none, or before."""
-        assert history.sides is not None
-        times_BL1 = history.sides[:, :, self.time].unsqueeze(2)
+        assert history.side_features is not None
+        times_BL1 = history.side_features[:, :, self.time].unsqueeze(2)
         groups = [group_bT1.squeeze(2) for group_bT1 in packed.by_time(packed.pack(times_BL1))]
         return [bucket(times_bT.unsqueeze(2) - times_bT.unsqueeze(1)) for times_bT in groups]
 

@@ -20,23 +20,23 @@ class _Ids(NamedTuple):
 
 
 class Sequence(_Ids):
-    """A sequence feature, id by id: a pair, `vectors, present = sequence`, with sides beside it.
+    """A sequence feature, id by id: a pair, `vectors, present = sequence`, with side features beside it.
 
     Attributes:
         vectors: float32 [B, L, dim], the embedding of each id (times its weight, where the feature has
             weights), the most recent first; 0 where there is none.
         present: bool [B, L], where there is an id: the first `length` of each row.
-        sides: float64 [B, L, n], the numbers and times (seconds since 1970) beside each id, in the order of
-            `sides` in the schema; 0 where there is no id. None: the schema names none.
+        side_features: float64 [B, L, n], the numbers and times (seconds since 1970) beside each id, in the
+            order of `side_features` in the schema; 0 where there is no id. None: the schema names none.
     """
 
-    sides: torch.Tensor | None
+    side_features: torch.Tensor | None
 
     def __new__(
-        cls, vectors: torch.Tensor, present: torch.Tensor, sides: torch.Tensor | None = None
+        cls, vectors: torch.Tensor, present: torch.Tensor, side_features: torch.Tensor | None = None
     ) -> Sequence:
         made = super().__new__(cls, vectors, present)
-        made.sides = sides
+        made.side_features = side_features
         return made
 
 
@@ -55,7 +55,7 @@ class Sequences:
         embeddings: dict[str, torch.Tensor],
         sparse: KeyedJaggedTensor,
         rows: slice = slice(None),
-        sides: Mapping[str, torch.Tensor] | None = None,
+        side_features: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor | Sequence]:
         """The inputs by feature.
 
@@ -63,7 +63,7 @@ class Sequences:
             embeddings: feature → float32 [rows, dim]; of sequences [rows, L, dim].
             sparse: the whole batch's, for its lengths.
             rows: which rows of it these are.
-            sides: the whole batch's, too: feature → float64 [N, n].
+            side_features: the whole batch's, too: feature → float64 [N, n].
         """
         lengths_FB = sparse.lengths().view(len(self._keys), -1)
         inputs: dict[str, torch.Tensor | Sequence] = dict(embeddings)
@@ -72,8 +72,8 @@ class Sequences:
             lengths_B = lengths_FB[self._keys.index(feature)]
             present_BL = places_L < lengths_B[rows].unsqueeze(1)
             beside = None
-            if sides and feature in sides:
-                beside = side_by_side(sides[feature], lengths_B, length)[rows]
+            if side_features and feature in side_features:
+                beside = side_by_side(side_features[feature], lengths_B, length)[rows]
             inputs[feature] = Sequence(embeddings[feature], present_BL, beside)
         return inputs
 

@@ -35,16 +35,16 @@ class Recommender(nn.Module):
         self,
         dense: torch.Tensor,
         sparse: KeyedJaggedTensor,
-        sides: Mapping[str, torch.Tensor] | None = None,
+        side_features: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """float32 [B], or [B, columns] for several tasks or classes; see raytrec/models.
 
         Args:
             dense: float32 [B, dense columns].
             sparse: of stride B; its keys as in data.batch.Batch.
-            sides: of sequences, as in data.batch.Batch.
+            side_features: of sequences, as in data.batch.Batch.
         """
-        return self.call(self.model, dense, self.embeddings(sparse), sparse, sides=sides)
+        return self.call(self.model, dense, self.embeddings(sparse), sparse, side_features=side_features)
 
 
 class ModelCall:
@@ -66,7 +66,7 @@ class ModelCall:
         sparse: KeyedJaggedTensor,
         rows: slice = slice(None),
         tower: TowerName | None = None,
-        sides: Mapping[str, torch.Tensor] | None = None,
+        side_features: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The logits of some rows; or one tower's vectors, float32 [rows, width].
 
@@ -74,9 +74,9 @@ class ModelCall:
             dense: float32 [rows, dense columns]. embeddings: of PooledEmbeddings, of these rows.
             sparse: the whole batch's. rows: which rows of it these are.
             tower: of a model that retrieves (raytrec/models); None: logits.
-            sides: of sequences, the whole batch's.
+            side_features: of sequences, the whole batch's.
         """
-        inputs = self._sequences(embeddings, sparse, rows, sides) if self._sequences else embeddings
+        inputs = self._sequences(embeddings, sparse, rows, side_features) if self._sequences else embeddings
         called = getattr(model, tower) if tower else model
         if not self._bf16:
             return last_vectors(called(dense, inputs)) if tower else called(dense, inputs)

@@ -24,28 +24,30 @@ def columns_to_read(tasks: Sequence[Task], schema: Schema, slices: Sequence[str]
         "tasks": task_rows(tasks),
         "key_columns": key_columns(tasks, slices),
         "groups": key_columns(tasks),
-        "carry": tuple(slices),
+        "reserve_columns": tuple(slices),
     }
 
 
-def check_carried(tasks: Sequence[Task], slices: Sequence[str], carried: Sequence[str]) -> None:
-    """Looks whether the columns that rows are grouped by are carried.
+def check_reserved(tasks: Sequence[Task], slices: Sequence[str], reserved: Sequence[str]) -> None:
+    """Looks whether the columns that rows are grouped by are reserved.
 
     Raises:
-        ConfigError: one is not in data.carry.
+        ConfigError: one is not in data.reserve_columns.
     """
     named = [(f"tasks[{i}].group", task.group) for i, task in enumerate(tasks)]
     named += [(f"tasks[{i}].item", task.item) for i, task in enumerate(tasks)]
-    named += [(f"tasks[{i}].item_count", task.item_count) for i, task in enumerate(tasks)]
+    named += [(f"tasks[{i}].item_frequency", task.item_frequency) for i, task in enumerate(tasks)]
     named += [("eval.slices", column) for column in slices]
     for key, column in named:
-        if column is not None and column not in carried:
-            near = did_you_mean(column, list(carried))
+        if column is not None and column not in reserved:
+            near = did_you_mean(column, list(reserved))
             raise ConfigError(
-                f"column '{column}' is not carried" + (f"; did you mean '{near}'?" if near else ""),
+                f"column '{column}' is not reserved" + (f"; did you mean '{near}'?" if near else ""),
                 where=key,
-                expected=f"one of data.carry: {', '.join(carried)}" if carried else "a column of data.carry",
-                do=f"add it: data.carry=[{', '.join(dict.fromkeys([*carried, column]))}]",
+                expected=f"one of data.reserve_columns: {', '.join(reserved)}"
+                if reserved
+                else "a column of data.reserve_columns",
+                do=f"add it: data.reserve_columns=[{', '.join(dict.fromkeys([*reserved, column]))}]",
             )
 
 
@@ -53,12 +55,12 @@ def check_counts(tasks: Sequence[Task], types: Mapping[str, pa.DataType], uri: s
     """Looks whether the columns that say how often items occur hold whole numbers.
 
     Args:
-        types: of carried columns, in all files of a dataset together.
+        types: of reserved columns, in all files of a dataset together.
 
     Raises:
         DataError: one does not.
     """
-    for column in (task.item_count for task in tasks if task.item_count is not None):
+    for column in (task.item_frequency for task in tasks if task.item_frequency is not None):
         if not pa.types.is_integer(types.get(column, pa.int64())):
             raise DataError(
                 f"'{column}', which says how often items occur, is of type {types[column]}",

@@ -155,7 +155,7 @@ class Objective:
             for task, own, own_B in of_tasks:
                 if isinstance(task.loss, BatchLoss):
                     key = self._key(getattr(task, task.loss.by) if task.loss.by else None, keys)
-                    counts = self._key(task.item_count, keys)
+                    counts = self._key(task.item_frequency, keys)
                     mine = Rows(own, labels_BL[:, task.column], own_B, key, counts)
                     factors_B, wanted = task.factors(mine.labels, own_B), torch.is_grad_enabled()
                     compared[task.name] = compare(task.loss, mine, factors_B, self.world, wanted)

@@ -75,10 +75,10 @@ def check_options(section: TaskSection, loss: Loss, where: str) -> None:
             expected="bce or focal, whose logits are log-odds",
             do="leave it out, or take one of these losses",
         )
-    if section.item_count is not None and not (isinstance(loss, BatchLoss) and loss.reads_counts):
+    if section.item_frequency is not None and not (isinstance(loss, BatchLoss) and loss.reads_counts):
         raise ConfigError(
-            f"item_count is {section.item_count}, and {section.loss} compares no items of a batch",
-            where=f"{where}.item_count",
+            f"item_frequency is {section.item_frequency}, and {section.loss} compares no items of a batch",
+            where=f"{where}.item_frequency",
             expected="in_batch_softmax, which corrects for frequent items being in more batches",
             do="leave it out, or take this loss",
         )
@@ -87,5 +87,5 @@ def check_options(section: TaskSection, loss: Loss, where: str) -> None:
             f"the loss {section.loss} compares rows by the task's {loss.by}, and there is none",
             where=f"{where}.{loss.by}",
             expected="a column that says which rows belong together",
-            do=f"set {loss.by} to a column of data.carry",
+            do=f"set {loss.by} to a column of data.reserve_columns",
         )

@@ -29,15 +29,15 @@ class Task:
         column: the label's place among the schema's labels.
         weight: of its loss in the sum of all.
         metrics: names of its metrics.
-        where: a task, or a column: only rows where it is 1 count. None: all rows.
-        where_label: the label of the task that `where` names; None where it names a column.
+        mask: a task, or a column: only rows where it is 1 count. None: all rows.
+        mask_label: the label of the task that `mask` names; None where it names a column.
         nulls: error: a null label is an error; skip: its row has no label of this task.
         sample_weight: the column with each row's factor in loss and metrics; None: 1.
         positive_weight: factor of a row's loss where its label is 1.
         negatives_kept: the share of negatives that down-sampling has kept, in (0, 1].
         divisor: what the mean of the loss divides by: rows of the global batch, or the sum of their weights.
-        group, item: carried columns that say which rows belong together, and which item a row is about.
-        item_count: the carried column with how often a row's item occurs.
+        group, item: reserved columns that say which rows belong together, and which item a row is about.
+        item_frequency: the reserved column with how often a row's item occurs.
         outputs: logits of a row: the number of classes, or 1.
     """
 
@@ -47,8 +47,8 @@ class Task:
     loss: Loss
     weight: float
     metrics: tuple[str, ...]
-    where: str | None = None
-    where_label: str | None = None
+    mask: str | None = None
+    mask_label: str | None = None
     nulls: Literal["error", "skip"] = "error"
     sample_weight: str | None = None
     positive_weight: float = 1.0
@@ -56,7 +56,7 @@ class Task:
     divisor: Literal["rows", "weights"] = "rows"
     group: str | None = None
     item: str | None = None
-    item_count: str | None = None
+    item_frequency: str | None = None
     outputs: int = 1
 
     def factors(self, labels_B: torch.Tensor, weights_B: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Task:
 
 def key_columns(tasks: Sequence[Task], slices: Sequence[str] = ()) -> tuple[str, ...]:
     """The columns that Batch.keys has, in its order: those of tasks, then slices, each once."""
-    of_tasks = (name for task in tasks for name in (task.group, task.item, task.item_count))
+    of_tasks = (name for task in tasks for name in (task.group, task.item, task.item_frequency))
     return tuple(dict.fromkeys([*(name for name in of_tasks if name is not None), *slices]))
 
 
@@ -89,8 +89,8 @@ def task_rows(tasks: Sequence[Task]) -> tuple[TaskRows, ...]:
             label=task.label,
             name=task.name,
             nulls=task.nulls,
-            where=None if task.where_label else task.where,
-            where_label=task.where_label,
+            mask=None if task.mask_label else task.mask,
+            mask_label=task.mask_label,
             sample_weight=task.sample_weight,
         )
         for task in tasks
@@ -130,9 +130,9 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
             do="set name on one of them",
         )
     for place, task in enumerate(tasks):
-        _check_mask(task, of_name, f"tasks[{place}].where")
+        _check_mask(task, of_name, f"tasks[{place}].mask")
     label_of = {label: label for label in schema.labels} | {task.name: task.label for task in tasks}
-    return tuple(replace(task, where_label=label_of.get(task.where)) for task in tasks)
+    return tuple(replace(task, mask_label=label_of.get(task.mask)) for task in tasks)
 
 
 def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float, float] | None]:
@@ -158,7 +158,7 @@ def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) ->
         loss=made,
         weight=section.weight,
         metrics=tuple(made.metrics if section.metrics is None else section.metrics),
-        where=section.where,
+        mask=section.mask,
         nulls=section.nulls or ("skip" if several else "error"),
         sample_weight=section.sample_weight,
         positive_weight=section.positive_weight,
@@ -166,7 +166,7 @@ def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) ->
         divisor=section.divisor,
         group=section.group,
         item=section.item,
-        item_count=section.item_count,
+        item_frequency=section.item_frequency,
         outputs=made.outputs,
     )
 
@@ -178,8 +178,8 @@ def _check_mask(task: Task, of_name: Mapping[str, Task], where: str) -> None:
         ConfigError: they lead back.
     """
     seen, at = [task.name], task
-    while at.where in of_name:
-        at = of_name[at.where]
+    while at.mask in of_name:
+        at = of_name[at.mask]
         if at.name in seen:
             way = " → ".join([*seen, at.name])
             raise ConfigError(
@@ -188,7 +188,7 @@ def _check_mask(task: Task, of_name: Mapping[str, Task], where: str) -> None:
                 else f"masks of tasks go round in a circle: {way}",
                 where=where,
                 expected="another task, whose own masks do not lead back, or a column of 0 and 1",
-                do="name a column that is no task's name, or leave where out of one of them",
+                do="name a column that is not a task's name, or leave mask out of one of them",
             )
         seen.append(at.name)
 

@@ -128,7 +128,7 @@ def _trusted(folder: Path, allow_code: bool) -> RunConfig:
     """
     file = folder / "config.yaml"
     elsewhere = None if is_ours(file) else not_ours(file)
-    return load_config(file, elsewhere=elsewhere, allow_code=allow_code)
+    return load_config(file, elsewhere=elsewhere, allow_code=allow_code, stored=True)
 
 
 def refuse_drawn_code(config: RunConfig, space: Space, before: list[dict] | tuple = ()) -> None:

@@ -33,7 +33,7 @@ def evaluate(
 ) -> tuple[dict[str, Any], Curves | None]:
     """Metrics and curves over all rows of the stream's dataset; a collective.
 
-    Rows of tasks whose metrics need more than sums are kept in host memory, up to eval.exact_rows of them,
+    Rows of tasks whose metrics need more than sums are kept in host memory, up to eval.max_exact_rows,
     and sorted or grouped by all ranks together (metrics/over_ranks). Only for a RowMetric of the user's all
     rows are gathered on rank 0.
 

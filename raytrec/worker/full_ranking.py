@@ -61,7 +61,7 @@ class FullRanking:
 
         def noted() -> Iterator[Batch]:
             for batch in items.batches():
-                keys.append(keys_of(one_array(batch.carried[self._settings.item])))
+                keys.append(keys_of(one_array(batch.reserved[self._settings.item])))
                 yield batch
 
         rows = items.dataset.rows // self._exchange.world + 1
@@ -83,11 +83,11 @@ class FullRanking:
         weights = batch.weights if batch.task_weights is None else batch.task_weights[:, 0]
         counted = there & (weights > 0) & (batch.labels[:, self._task.column] > RELEVANT)
         asked = counted[there].numpy()
-        carried = batch.carried.filter(asked)
-        items = keys_of(one_array(carried[self._settings.item]))
+        reserved = batch.reserved.filter(asked)
+        items = keys_of(one_array(reserved[self._settings.item]))
         of, seen = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for column in self._settings.seen:
-            offsets, values = unnest(one_array(carried[column]))
+            offsets, values = unnest(one_array(reserved[column]))
             of.append(np.repeat(np.arange(len(items)), np.diff(offsets)))
             seen.append(keys_of(values))
         order = np.argsort(np.concatenate(of), kind="stable")

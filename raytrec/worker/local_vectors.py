@@ -56,7 +56,9 @@ def vectors_of(
     model = _model(config, schema, folder, index, used)
     with torch.no_grad():
         found = model.embeddings(sparse)
-        return model.call(model.model, batch.dense, found, sparse, tower=tower, sides=batch.sides).numpy()
+        return model.call(
+            model.model, batch.dense, found, sparse, tower=tower, side_features=batch.side_features
+        ).numpy()
 
 
 def _renumbered(

@@ -87,8 +87,10 @@ class Head(nn.Module):
     def forward(self, pooled: dict[str, torch.Tensor], batch: Batch) -> tuple[torch.Tensor, Outputs]:
         if self.tower is None:
             return self._loss_and_outputs(pooled, batch)
-        dense, sides = batch.dense, batch.sides
-        vectors = self._call(self.model, dense, pooled, batch.sparse, tower=self.tower, sides=sides)
+        dense, side_features = batch.dense, batch.side_features
+        vectors = self._call(
+            self.model, dense, pooled, batch.sparse, tower=self.tower, side_features=side_features
+        )
         if self.vectors_alone:
             nothing = vectors.new_zeros(())
             return nothing, Outputs({}, batch.weights, nothing, vectors=vectors)
@@ -125,7 +127,9 @@ class Head(nn.Module):
             pooled: of these rows; batch: the whole one.
             whole: what the objective says of all rows; default: these are all that it looks at.
         """
-        logits = self._call(self.model, batch.dense[rows], pooled, batch.sparse, rows, sides=batch.sides)
+        logits = self._call(
+            self.model, batch.dense[rows], pooled, batch.sparse, rows, side_features=batch.side_features
+        )
         labels, weights = batch.labels[rows], batch.weights[rows]
         task_weights, keys = (None if x is None else x[rows] for x in (batch.task_weights, batch.keys))
         given = logits, labels, weights, batch.global_rows, task_weights, keys, whole, rows
@@ -161,8 +165,10 @@ class Head(nn.Module):
                 parts = []
                 for rows in pieces:
                     inputs = {feature: values[rows] for feature, values in pooled.items()}
-                    dense, sides = batch.dense[rows], batch.sides
-                    parts.append(self._call(self.model, dense, inputs, batch.sparse, rows, sides=sides))
+                    dense, side_features = batch.dense[rows], batch.side_features
+                    parts.append(
+                        self._call(self.model, dense, inputs, batch.sparse, rows, side_features=side_features)
+                    )
                 logits = torch.cat(parts)
         return self._objective.whole(logits, batch.labels, batch.weights, batch.task_weights, batch.keys)
 

@@ -39,11 +39,15 @@ def test_a_mapping_of_dotted_keys_is_overrides():
         "train.epochs": 3,
         "optim.dense.lr": 1e-5,
         "model": {"name": "mf"},
-        "data.carry": ["a, 'b'", "no"],
+        "data.reserve_columns": ["a, 'b'", "no"],
     }
     config = load_config(BASE | {"train": {"epochs": 1, "max_steps": 4}}, wanted | {"train.max_steps": None})
     assert (config.train.epochs, config.train.max_steps) == (3, None)
-    assert (config.optim.dense.lr, config.model.name, config.data.carry) == (1e-5, "mf", ["a, 'b'", "no"])
+    assert (config.optim.dense.lr, config.model.name, config.data.reserve_columns) == (
+        1e-5,
+        "mf",
+        ["a, 'b'", "no"],
+    )
     assert as_texts({"train.epochs": 3}) == as_texts(["train.epochs=3"])
     tables = {"item*": {"ranks": [1]}, "item": {"ranks": [0]}}  # later lines override earlier ones
     assert [*load_config(BASE, {"plan.tables": tables}).plan.tables] == ["item*", "item"]

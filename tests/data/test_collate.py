@@ -30,11 +30,11 @@ PADDED = 40
 
 
 def form(weights=False, beside=False):
-    """With `beside`, there are weights of two tasks, a key and a carried column, too."""
+    """With `beside`, there are weights of two tasks, a key and a reserved column, too."""
     more = {}
     if beside:
         tasks = (TaskRows("y", sample_weight="x"), TaskRows("y", nulls="skip"))
-        more = {"tasks": tasks, "key_columns": ("text",), "carry": ("text",)}
+        more = {"tasks": tasks, "key_columns": ("text",), "reserve_columns": ("text",)}
     return Form(schema(weights, dense=["x"]), lists=frozenset({"history", "tags"}), **more)
 
 
@@ -51,7 +51,7 @@ def rows(form, count, seed, longest=5, absent=False):
     bags = [bag(form.schema.sparse[name].weights) for name in form.bags]
     numbers = rng.random(count, np.float32)
     beside = ([], [], [])
-    if form.carry:
+    if form.reserve_columns:
         texts = pa.array([f"row {seed}-{i}" for i in range(count)])
         beside = ([numbers, numbers + 1], [keys_of(texts)], [texts])
     table = form.table([numbers], [numbers], singles, bags, count, None, *beside)
@@ -131,7 +131,7 @@ def test_batches_for_a_gpu_are_put_together_in_pinned_memory(counts, weights, be
         assert all(tensor.is_cuda for tensor in parts(sent)) and not gpu.waits
         for found in (batch, sent.to(torch.device("cpu"))):
             assert all(map(torch.equal, parts(found), parts(usual)))
-            assert found.carried == usual.carried
+            assert found.reserved == usual.reserved
             assert all(a.dtype == b.dtype for a, b in zip(parts(found), parts(usual), strict=True))
 
 
@@ -153,10 +153,10 @@ def test_what_goes_along_with_rows_is_put_together_like_them():
     assert not batch.task_weights[12:].any() and not batch.keys[12:].any()
     names = [f"row {seed}-{i}" for seed in (1, 2) for i in range(2, 8)]
     assert batch.keys[:12, 0].tolist() == keys_of(pa.array(names)).tolist()
-    assert batch.carried["text"].to_pylist() == [
+    assert batch.reserved["text"].to_pylist() == [
         n for n, is_here in zip(names, here, strict=False) if is_here
     ]
-    assert len(pickle.dumps(batch.carried)) < 2000, "no more memory than the batch's own rows"
+    assert len(pickle.dumps(batch.reserved)) < 2000, "no more memory than the batch's own rows"
 
 
 def test_the_thread_of_a_stream_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):

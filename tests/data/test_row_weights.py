@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_carried import batches
+from test_reserved import batches
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
@@ -52,7 +52,7 @@ def counts(task, row):
     def missing(value):
         return value is None or (isinstance(value, float) and math.isnan(value))
 
-    masked = task.where or task.where_label
+    masked = task.mask or task.mask_label
     if (task.nulls == "skip" and missing(row[task.label])) or (masked and row[masked] != 1):
         return 0
     return row[task.sample_weight] if task.sample_weight else 1
@@ -71,10 +71,10 @@ TASK = st.builds(
     TaskRows,
     label=st.sampled_from(["click", "buy"]),
     nulls=st.just("skip"),
-    where=st.sampled_from([None, "mask", "flag"]),
-    where_label=st.sampled_from([None, None, "click", "buy"]),
+    mask=st.sampled_from([None, "mask", "flag"]),
+    mask_label=st.sampled_from([None, None, "click", "buy"]),
     sample_weight=st.sampled_from([None, "w"]),
-).filter(lambda task: not (task.where and task.where_label))
+).filter(lambda task: not (task.mask and task.mask_label))
 
 
 @settings(max_examples=30, deadline=None)
@@ -113,9 +113,9 @@ def test_one_row_may_count_in_one_task_alone(tmp_path):
 
 def test_a_label_that_is_a_mask_alone_may_be_null(tmp_path):
     path = write(tmp_path / "a.parquet", click=[0, None, 1], buy=[1, 2, 3])
-    batch = read(path, [TaskRows("buy", where_label="click")])
+    batch = read(path, [TaskRows("buy", mask_label="click")])
     assert batch.task_weights[:3].tolist() == [[0], [0], [1]]
-    task = TaskRows("buy", where_label="click")
+    task = TaskRows("buy", mask_label="click")
     assert not scan(path, SCHEMA, tasks=(task,), label_ranges=RANGES).accused
 
 
@@ -132,7 +132,7 @@ def test_labels_that_are_null_only_after_or_before_a_transform(tmp_path):
 
 def test_rows_that_are_skipped_count_nowhere(tmp_path):
     path = write(tmp_path / "a.parquet", w=[1.0, -1.0, 2.0, 3.0], mask=[1, 1, 2, 1])
-    tasks = [TaskRows("click", sample_weight="w"), TaskRows("buy", where="mask")]
+    tasks = [TaskRows("click", sample_weight="w"), TaskRows("buy", mask="mask")]
     batch = read(path, tasks, Faults(skip=True))
     assert batch.weights.tolist() == [1, 0, 0, 1, 0, 0, 0]
     assert batch.task_weights[:4].tolist() == [[1, 1], [0, 0], [0, 0], [3, 1]]
@@ -145,8 +145,8 @@ def test_rows_that_are_skipped_count_nowhere(tmp_path):
         ({"w": [1.0, 2.0, None]}, {"sample_weight": "w"}, "column 'w' has a null", True),
         ({"w": [1.0, 2.0, math.inf]}, {"sample_weight": "w"}, "column 'w' has inf", True),
         ({"w": [1.0, 2.0, -0.5]}, {"sample_weight": "w"}, "sample weight 'w' is -0.5", True),
-        ({"m": [1.0, None, 0.5]}, {"where": "m"}, "mask 'm' is 0.5", False),
-        ({"m": [0, 1, 2]}, {"where": "m"}, "mask 'm' is 2", True),
+        ({"m": [1.0, None, 0.5]}, {"mask": "m"}, "mask 'm' is 0.5", False),
+        ({"m": [0, 1, 2]}, {"mask": "m"}, "mask 'm' is 2", True),
         ({"click": [0.5, None, math.inf]}, {}, "column 'click' has inf", True),
         ({"click": [0.5, None, -1]}, {}, "label 'click' is -1", True),
     ],
@@ -177,12 +177,12 @@ def test_a_label_of_classes_is_a_whole_number(tmp_path):
     "columns,task,why",
     [
         ({"click": [None] * 4}, {}, "its label 'click' is null in every row"),
-        ({"m": [0, 0, None, 0]}, {"where": "m"}, "its mask 'm' is nowhere 1"),
-        ({"m": [False] * 4}, {"where": "m"}, "its mask 'm' is nowhere 1"),
-        ({"buy": [0.5] * 4}, {"where_label": "buy"}, "its mask 'buy' is nowhere 1"),
+        ({"m": [0, 0, None, 0]}, {"mask": "m"}, "its mask 'm' is nowhere 1"),
+        ({"m": [False] * 4}, {"mask": "m"}, "its mask 'm' is nowhere 1"),
+        ({"buy": [0.5] * 4}, {"mask_label": "buy"}, "its mask 'buy' is nowhere 1"),
         ({"w": [0.0] * 4}, {"sample_weight": "w"}, "its sample weight 'w' is 0 in every row"),
-        ({"click": [None, None, 1, 1], "m": [1, 1, 0, 0]}, {"where": "m"}, "exclude every row together"),
-        ({"click": [None, 1, 1, 1], "m": [1, 0, 0, 1]}, {"where": "m"}, None),
+        ({"click": [None, None, 1, 1], "m": [1, 1, 0, 0]}, {"mask": "m"}, "exclude every row together"),
+        ({"click": [None, 1, 1, 1], "m": [1, 0, 0, 1]}, {"mask": "m"}, None),
         ({"w": [0, 0, 0, 1]}, {"sample_weight": "w"}, None),
     ],
 )
@@ -203,11 +203,11 @@ def test_a_task_in_which_no_row_counts_is_known_from_footers(tmp_path, columns, 
 @pytest.mark.parametrize(
     "columns,task,says",
     [
-        ({"m": ["a", "b"]}, {"where": "m"}, "mask 'm' is of type string"),
-        ({"m": [[1], [0]]}, {"where": "m"}, "mask 'm' is a list"),
+        ({"m": ["a", "b"]}, {"mask": "m"}, "mask 'm' is of type string"),
+        ({"m": [[1], [0]]}, {"mask": "m"}, "mask 'm' is a list"),
         ({"w": ["a", "b"]}, {"sample_weight": "w"}, "sample weight 'w' is of type string"),
         ({"w": pa.nulls(2)}, {"sample_weight": "w"}, "sample weight 'w' is of type null"),
-        ({"x": [1, 2]}, {"where": "mask"}, "column 'mask' is missing"),
+        ({"x": [1, 2]}, {"mask": "mask"}, "column 'mask' is missing"),
         ({"weigth": [1, 2]}, {"sample_weight": "weight"}, "column 'weight' is missing"),
     ],
 )
@@ -223,7 +223,7 @@ def test_columns_that_are_none(tmp_path, columns, task, says):
 def test_tasks_that_weigh_no_row_cost_nothing(tmp_path):
     path = write(tmp_path / "a.parquet", click=[0, 1])
     assert read(path, [TaskRows("click"), TaskRows("buy")]).task_weights is None
-    data = scan(path, SCHEMA, read_labels=False, tasks=(CLICK, TaskRows("buy", where="nowhere")))
+    data = scan(path, SCHEMA, read_labels=False, tasks=(CLICK, TaskRows("buy", mask="nowhere")))
     assert data.form.columns == ["u"]
     (batch,) = batches(data, Order(2, 1, "none"))
     assert batch.task_weights is None and not batch.labels.any() and batch.labels.shape == (2, 2)

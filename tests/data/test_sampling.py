@@ -181,9 +181,9 @@ def test_evaluations_and_predictions_draw_alike(data):
     predicted = negatives(data, SpanOrder(deal(spans, 1, 50), 50))
     assert predicted == found[0] != negatives(data, Order(100, 6))
     part = Part(data.groups[2].path, data.groups[2].index, 10, 5, 190)
-    carried = CarriedColumns(("negatives", "row"), (spec(),)).read(part)
-    assert carried["row"].to_pylist() == list(range(190, 195))
-    assert carried["negatives"].to_pylist() == [found[0][row] for row in range(190, 195)]
+    reserved = CarriedColumns(("negatives", "row"), (spec(),)).read(part)
+    assert reserved["row"].to_pylist() == list(range(190, 195))
+    assert reserved["negatives"].to_pylist() == [found[0][row] for row in range(190, 195)]
 
 
 @pytest.mark.usefixtures("ray_cluster")

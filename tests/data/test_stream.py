@@ -67,12 +67,17 @@ def global_batches(folder, order, world, epoch=0, start_step=0, readers=1):
     return [[row for b in batches for row in real_rows(b)] for batches in zip(*ranks, strict=True)]
 
 
-def test_weights_keys_and_carried_columns_come_with_their_rows(folder, plain):
+def test_weights_keys_and_reserved_columns_come_with_their_rows(folder, plain):
     """Through Ray's object store, for two ranks; texts made of numbers that the files hold."""
     made = Cast(do="cast", columns=["row"], to="string", into=["name"])
-    tasks = (TaskRows("label", "a", where="label"), TaskRows("label", "b", sample_weight="user"))
+    tasks = (TaskRows("label", "a", mask="label"), TaskRows("label", "b", sample_weight="user"))
     data = scan(
-        str(folder), SCHEMA, transforms=(made,), tasks=tasks, key_columns=("row", "name"), carry=("name",)
+        str(folder),
+        SCHEMA,
+        transforms=(made,),
+        tasks=tasks,
+        key_columns=("row", "name"),
+        reserve_columns=("name",),
     )
     order, seen = Order(128, 6, "window", 2, seed=3), []
     for rank in range(2):
@@ -80,7 +85,7 @@ def test_weights_keys_and_carried_columns_come_with_their_rows(folder, plain):
             here = batch.weights == 1
             rows = batch.keys[here, 0].tolist()
             assert rows == [number for number, _ in real_rows(batch)]
-            assert batch.carried.to_pydict() == {"name": [str(number) for number in rows]}
+            assert batch.reserved.to_pydict() == {"name": [str(number) for number in rows]}
             texts = pa.array([str(number) for number in rows])
             assert batch.keys[here, 1].tolist() == keys_of(texts).tolist()
             expected = [[plain[number][0], plain[number][2]] for number in rows]

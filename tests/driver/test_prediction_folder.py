@@ -187,7 +187,7 @@ def test_which_checkpoint(run, data, tmp_path, group):
 
 def test_columns_of_the_run_and_of_several_tasks(tmp_path, data, group):
     tasks = [{"label": "label", "name": "buys"}, {"label": "label", "name": "looks", "loss": "mse"}]
-    carry = parquet.settings("/data", tmp_path / "run")["data"] | {"carry": ["row", "user"]}
+    carry = parquet.settings("/data", tmp_path / "run")["data"] | {"reserve_columns": ["row", "user"]}
     save(tmp_path / "run" / "checkpoints", 10, 0.5, data=carry, tasks=tasks)
     made = predict(tmp_path / "run", data, tmp_path / "out")
     assert made.columns == ["row", "user", "score_buys", "score_looks"] == read(made.path).column_names

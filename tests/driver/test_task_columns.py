@@ -36,11 +36,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def opened(folder, *tasks, carry=(), **eval_section):
+def opened(folder, *tasks, reserve_columns=(), **eval_section):
     config = load_config(parquet.settings(folder, "unused"))
     values = config.model_dump(by_alias=True)
     values["tasks"] = [{"label": "label", **task} for task in tasks] or values["tasks"]
-    values["data"]["carry"], values["eval"] = list(carry), values["eval"] | eval_section
+    values["data"]["reserve_columns"], values["eval"] = list(reserve_columns), values["eval"] | eval_section
     config = load_config(values)
     schema, datasets = open_data(config)
     check_fit(config, schema, here=False)
@@ -50,42 +50,42 @@ def opened(folder, *tasks, carry=(), **eval_section):
 @pytest.mark.parametrize(
     "how,error,says,where",
     [
-        ({"carry": ["countri"]}, DataError, "column 'countri' is missing", "part-0.parquet"),
-        ({"carry": ["tags"]}, DataError, "carried column 'tags' is a list", "column tags"),
+        ({"reserve_columns": ["countri"]}, DataError, "column 'countri' is missing", "part-0.parquet"),
+        ({"reserve_columns": ["tags"]}, DataError, "reserved column 'tags' is a list", "column tags"),
         (
-            {"group": "share", "carry": ["share"]},
+            {"group": "share", "reserve_columns": ["share"]},
             DataError,
             "belong together, is of type double",
             "column share",
         ),
         (
-            {"loss": "in_batch_softmax", "item_count": "country", "carry": ["country"]},
+            {"loss": "in_batch_softmax", "item_frequency": "country", "reserve_columns": ["country"]},
             DataError,
             "how often items occur, is of type string",
             "column country",
         ),
         (
-            {"loss": "in_batch_softmax", "item_count": "odd"},
+            {"loss": "in_batch_softmax", "item_frequency": "odd"},
             ConfigError,
-            "'odd' is not carried",
-            "tasks[0].item_count",
+            "'odd' is not reserved",
+            "tasks[0].item_frequency",
         ),
-        ({"group": "user"}, ConfigError, "column 'user' is not carried", "tasks[0].group"),
-        ({"item": "usr", "carry": ["user"]}, ConfigError, "did you mean 'user'?", "tasks[0].item"),
-        ({"slices": ["country"]}, ConfigError, "column 'country' is not carried", "eval.slices"),
-        ({"where": "clickd"}, DataError, "column 'clickd' is missing", "part-0.parquet"),
-        ({"where": "odd"}, DataError, "mask 'odd' is 2", "part-0.parquet, row group 0, column odd, row 2"),
-        ({"where": "never"}, DataError, "task label has no rows: its mask 'never' is nowhere 1", "d/train"),
-        ({"where": "country"}, DataError, "mask 'country' is of type string", "column country"),
+        ({"group": "user"}, ConfigError, "column 'user' is not reserved", "tasks[0].group"),
+        ({"item": "usr", "reserve_columns": ["user"]}, ConfigError, "did you mean 'user'?", "tasks[0].item"),
+        ({"slices": ["country"]}, ConfigError, "column 'country' is not reserved", "eval.slices"),
+        ({"mask": "clickd"}, DataError, "column 'clickd' is missing", "part-0.parquet"),
+        ({"mask": "odd"}, DataError, "mask 'odd' is 2", "part-0.parquet, row group 0, column odd, row 2"),
+        ({"mask": "never"}, DataError, "task label has no rows: its mask 'never' is nowhere 1", "d/train"),
+        ({"mask": "country"}, DataError, "mask 'country' is of type string", "column country"),
         ({"sample_weight": "below"}, DataError, "sample weight 'below' is -1", "column below, row 7"),
         ({"sample_weight": "nothing"}, DataError, "column 'nothing' has a null", "column nothing, row 0"),
         ({"sample_weight": "never"}, DataError, "weight 'never' is 0 in every row", "d/train"),
     ],
 )
 def test_known_before_anything_starts(folder, how, error, says, where):
-    carry, slices = how.pop("carry", ()), how.pop("slices", [])
+    reserve_columns, slices = how.pop("reserve_columns", ()), how.pop("slices", [])
     with pytest.raises(error) as found:
-        opened(folder, how, carry=carry, slices=slices)
+        opened(folder, how, reserve_columns=reserve_columns, slices=slices)
     assert says in found.value.what and where in found.value.where
     assert found.value.expected and found.value.do
 
@@ -93,11 +93,13 @@ def test_known_before_anything_starts(folder, how, error, says, where):
 def test_what_training_and_evaluations_read(folder):
     """Evaluations also have the keys and texts of slices; training reads what its tasks need."""
     click = {"sample_weight": "weight", "group": "user"}
-    buy = {**BUY, "where": "clicked", "item": "odd"}
-    found = opened(folder, click, buy, carry=["user", "odd", "country", "share"], slices=["country"])
+    buy = {**BUY, "mask": "clicked", "item": "odd"}
+    found = opened(
+        folder, click, buy, reserve_columns=["user", "odd", "country", "share"], slices=["country"]
+    )
     train, valid = found["train"].form, found["valid"].form
-    assert train.key_columns == ("user", "odd") and train.carry == ()
-    assert valid.key_columns == ("user", "odd", "country") and valid.carry == ("country",)
+    assert train.key_columns == ("user", "odd") and train.reserve_columns == ()
+    assert valid.key_columns == ("user", "odd", "country") and valid.reserve_columns == ("country",)
     assert set(train.columns) - {"label", "price", "user", "tags"} == {"weight", "clicked", "odd"}
     assert set(valid.columns) - set(train.columns) == {"country"}
 
@@ -105,14 +107,14 @@ def test_what_training_and_evaluations_read(folder):
 def test_nothing_more_is_read_than_is_asked_for(folder):
     form = opened(folder)["train"].form
     assert form.columns == ["label", "price", "user", "tags"] and not form.weighs_tasks
-    assert opened(folder, carry=["country", "row"])["test"].form.columns == form.columns
+    assert opened(folder, reserve_columns=["country", "row"])["test"].form.columns == form.columns
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        "data.carry=[user]",
-        "tasks=[{label: label, where: clicked}]",
+        "data.reserve_columns=[user]",
+        "tasks=[{label: label, mask: clicked}]",
         "tasks=[{label: label, nulls: skip}]",
         "tasks=[{label: label, sample_weight: weight}]",
         "tasks=[{label: label, group: user}]",
@@ -138,9 +140,9 @@ def test_a_configuration_from_before_these_keys_is_the_same_run(folder, tmp_path
     import yaml
 
     values = yaml.safe_load(load_config(parquet.settings(folder, tmp_path)).to_yaml())
-    del values["data"]["carry"], values["eval"], values["plan"]["qcomms"]
+    del values["data"]["reserve_columns"], values["eval"], values["plan"]["qcomms"]
     values["tasks"] = [
         {k: v for k, v in t.items() if k in ("name", "label", "loss")} for t in values["tasks"]
     ]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    assert resume_config(tmp_path, parquet.settings(folder, tmp_path), []).data.carry == []
+    assert resume_config(tmp_path, parquet.settings(folder, tmp_path), []).data.reserve_columns == []

@@ -106,28 +106,28 @@ def test_text_loads_fits_the_data_and_shows_its_reasons(folder, tmp_path):
     assert "bags 0 to 4" in text
 
 
-def test_carried_columns_are_no_features(folder, tmp_path, capsys):
+def test_reserved_columns_are_no_features(folder, tmp_path, capsys):
     part = tmp_path / "train" / "hour=1"
     part.mkdir(parents=True)
     shutil.copy(next(folder.glob("*.parquet")), part)
     whole = inspect(str(folder)).schema
-    found = inspect(str(tmp_path), labels=["click", "premium"], carry=["city", "row", "hour"])
-    carried = {f.stats.name for f in found.findings if f.kind == "carried"}
-    assert carried == {"city", "row"} and set(whole.sparse) - set(found.schema.sparse) == {"city"}
+    found = inspect(str(tmp_path), labels=["click", "premium"], reserve_columns=["city", "row", "hour"])
+    reserved = {f.stats.name for f in found.findings if f.kind == "reserved"}
+    assert reserved == {"city", "row"} and set(whole.sparse) - set(found.schema.sparse) == {"city"}
     schema = Schema.parse(yaml.safe_load(found.schema_yaml()), "text")
-    assert schema == found.schema and "#   carry: [city, row, hour]" in found.schema_yaml()
+    assert schema == found.schema and "#   reserve_columns: [city, row, hour]" in found.schema_yaml()
     found.show(str(tmp_path / "schema.yaml"))
     settings = shlex.split(capsys.readouterr().err.splitlines()[-1])
-    assert "data.carry=[city, row, hour]" in settings
+    assert "data.reserve_columns=[city, row, hour]" in settings
     config = load_config(
         {"data": {"train": "x"}}, [s for s in settings[3:] if s.startswith(("tasks", "data.c"))]
     )
     assert [task.label for task in config.tasks] == ["click", "premium"]
-    assert scan(str(tmp_path / "train"), schema, declared=config.data.carry).form.schema == schema
+    assert scan(str(tmp_path / "train"), schema, declared=config.data.reserve_columns).form.schema == schema
     with pytest.raises(SchemaError, match="no column 'cty'; did you mean 'city'"):
-        inspect(str(folder), carry=["cty"])
-    with pytest.raises(SchemaError, match="'tags' cannot be carried"):
-        inspect(str(folder), carry=["tags"])
+        inspect(str(folder), reserve_columns=["cty"])
+    with pytest.raises(SchemaError, match="'tags' cannot be reserved"):
+        inspect(str(folder), reserve_columns=["tags"])
 
 
 def test_of_a_dataset_it_looks_at_train(folder):

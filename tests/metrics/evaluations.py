@@ -76,7 +76,7 @@ def batches(case, task, rank, world):
         padded = torch.cat([rows, rows.new_zeros(2)])
         there = (torch.arange(len(padded)) < len(rows)).float()
         keys = [values[name][padded] for name in columns]
-        carried = pa.table({"group": [case.texts[i] for i in rows]}) if case.texts else None
+        reserved = pa.table({"group": [case.texts[i] for i in rows]}) if case.texts else None
         yield SimpleNamespace(
             logits=case.logits[padded],
             labels=case.labels[padded].unsqueeze(1),
@@ -84,7 +84,7 @@ def batches(case, task, rank, world):
             task_weights=(case.weights[padded] * there).unsqueeze(1),
             keys=torch.stack(keys, 1) if keys else torch.empty(len(padded), 0),
             columns=columns,
-            carried=carried,
+            reserved=reserved,
         )
 
 

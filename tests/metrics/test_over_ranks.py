@@ -171,7 +171,7 @@ def test_without_ties_ndcg_is_scikit_learns(found):
 @pytest.mark.parametrize("world", [1, 3])
 def test_beyond_exact_rows_there_are_bins_with_their_bound_and_files(world):
     kinds = ("no ties, no weights", "ties, weights and a masked group")
-    many = [Case(**{**vars(KINDS[kind]), "settings": {"exact_rows": 40}}) for kind in kinds]
+    many = [Case(**{**vars(KINDS[kind]), "settings": {"max_exact_rows": 40}}) for kind in kinds]
     for case, (figures, curves) in zip(many, evaluations(world, many)[0], strict=True):
         for name in ("auc", "pr_auc"):
             exact, bound = reference(case, name), figures[f"{name}_bound"]

@@ -35,7 +35,7 @@ def expected(case):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_largest_and_the_worst_are_shown_by_name(world):
-    cases = [rows(), rows(slices_shown=100), rows(exact_rows=100)]
+    cases = [rows(), rows(slices_shown=100), rows(max_exact_rows=100)]
     of_ranks = evaluations(world, cases)
     assert all(other[0][0] == of_ranks[0][0][0] for other in of_ranks)
     few, many, binned = ({**figures["slices"]["y"]["group"]} for figures, _ in of_ranks[0])

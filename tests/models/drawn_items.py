@@ -35,26 +35,26 @@ def make(name, outputs=1, vectors=False, of=None, **keys):
     return model.train()
 
 
-def inputs(lengths=LENGTHS, counts=COUNTS, dim=DIM, sides=None):
+def inputs(lengths=LENGTHS, counts=COUNTS, dim=DIM, side_features=None):
     """What a model is given; ids are the most recent first, and gradients are asked for."""
     torch.manual_seed(2)
     found = {name: torch.randn(len(lengths), dim, requires_grad=True) for name in ("user", "item")}
-    found["history"] = sequence(lengths, LENGTH, dim, sides)
+    found["history"] = sequence(lengths, LENGTH, dim, side_features)
     found["negatives"] = sequence(counts, DRAWN, dim)
     return torch.empty(len(lengths), 0), found
 
 
-def sequence(lengths, length, dim, sides=None):
+def sequence(lengths, length, dim, side_features=None):
     present = torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
     vectors = (torch.randn(len(lengths), length, dim) * present.unsqueeze(2)).requires_grad_()
-    return Sequence(vectors, present) if sides is None else Sequence(vectors, present, sides)
+    return Sequence(vectors, present) if side_features is None else Sequence(vectors, present, side_features)
 
 
 def row(found, i):
     """The inputs of one row."""
     return {
         name: Sequence(
-            *(part if part is None else part[i : i + 1] for part in (x.vectors, x.present, x.sides))
+            *(part if part is None else part[i : i + 1] for part in (x.vectors, x.present, x.side_features))
         )
         if isinstance(x, Sequence)
         else x[i : i + 1]
@@ -95,7 +95,7 @@ def assert_alone(model, dense, found):
     for name in ("history", "negatives"):
         vectors, present = found[name]
         noise = torch.randn_like(vectors) * ~present.unsqueeze(2)
-        noisy[name] = Sequence(vectors + noise, present, found[name].sides)
+        noisy[name] = Sequence(vectors + noise, present, found[name].side_features)
     assert torch.equal(model(dense, noisy), whole)
 
 

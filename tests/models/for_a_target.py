@@ -77,7 +77,7 @@ def assert_rows_alone(model, dense, found):
         torch.testing.assert_close(model(dense[i : i + 1], row(found, i)).reshape(-1), whole[i].reshape(-1))
     noisy = {
         name: Sequence(
-            x.vectors + 9 * torch.randn_like(x.vectors) * ~x.present.unsqueeze(2), x.present, x.sides
+            x.vectors + 9 * torch.randn_like(x.vectors) * ~x.present.unsqueeze(2), x.present, x.side_features
         )
         if isinstance(x, Sequence)
         else x

@@ -60,11 +60,11 @@ def test_equations(keys):
     timed = "time" in keys
     changed = schema().model_dump()["sparse"]
     if timed:
-        changed["history"]["sides"] = ["price", "at"]
+        changed["history"]["side_features"] = ["price", "at"]
     model = make("hstu", of=schema(sparse=changed), **SIZES, **keys)
     cosine, temperature = keys.get("normalize", True), keys.get("temperature", 0.05)
     times = torch.tensor([[1e9, 9.99e8, 9.98e8, 5e8, 0.0]] * ROWS, dtype=torch.float64)
-    dense, found = inputs(sides=torch.stack([times * 0, times], 2) if timed else None)
+    dense, found = inputs(side_features=torch.stack([times * 0, times], 2) if timed else None)
     given = model(dense, found)
     for i, count in enumerate(LENGTHS):
         if not count:

@@ -272,9 +272,9 @@ class Place:
     def config(self):
         """A configuration that trains."""
         values = recorded_run.settings(self.work / "run", self.work / "data")
-        values["data"]["carry"], values["eval"] = ["user", "row"], {"slices": ["user"]}
+        values["data"]["reserve_columns"], values["eval"] = ["user", "row"], {"slices": ["user"]}
         first = {"label": "label", "nulls": "skip", "sample_weight": "row", "group": "user", "item": "row"}
-        second = {"name": "again", "label": "label", "loss": "mse", "where": "label", "divisor": "weights"}
+        second = {"name": "again", "label": "label", "loss": "mse", "mask": "label", "divisor": "weights"}
         return values | {"tasks": [first, second]}
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from raytrec.config.schema import Schema
 SCHEMA = Case("row_wise", "mixed", "sgd", (1, 1), "equal").schema()
 ONE = [{"label": "y"}]
 TWO = [{"label": "y"}, {"label": "z", "weight": 0.5}]
-KINDS = {"name": "kind", "label": "y", "loss": "cross_entropy", "options": {"classes": 2}, "where": "z"}
+KINDS = {"name": "kind", "label": "y", "loss": "cross_entropy", "options": {"classes": 2}, "mask": "z"}
 THREE = [*TWO, KINDS]
 
 
@@ -30,10 +30,10 @@ def with_sequences(*features):
     return Schema.parse(values, "case")
 
 
-def with_drawn_items(*sides):
+def with_drawn_items(*side_features):
     """SCHEMA, whose user is the item here, friends a history of items, and drawn ids to hold it against."""
     values = with_sequences("friends").model_dump()
-    values["sparse"]["friends"]["sides"] = sides
+    values["sparse"]["friends"]["side_features"] = side_features
     values["sparse"]["drawn"] = {"table": "user", "pooling": "sequence"}
     return Schema.parse(values, "case")
 
@@ -41,7 +41,7 @@ def with_drawn_items(*sides):
 PAIR = {"user": "tags", "item": "user", "negatives": "drawn", "max_negatives": 3}
 NEXT = {"history": "friends", "item": "user", "max_length": 3, "negatives": "drawn", "max_negatives": 4}
 OWN = [{"label": "y"}, {"name": "own", "label": "z", "loss": "from_model"}]
-NEAR = {"name": "near", "label": "z", "loss": "in_batch_softmax", "item": "film", "item_count": "often"}
+NEAR = {"name": "near", "label": "z", "loss": "in_batch_softmax", "item": "film", "item_frequency": "often"}
 
 
 # model → (schema, section, tasks)

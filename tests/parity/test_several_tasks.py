@@ -16,12 +16,12 @@ from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 
 PLACES = [(1, 1), (2, 1), (3, 1)]
-MASKED = {"sample_weight": "w", "where": "shown"}
+MASKED = {"sample_weight": "w", "mask": "shown"}
 CLASSES = {"loss": "cross_entropy", "options": {"classes": 4}}
 TASKS = {
     "two, masked and weighted": [
         {"label": "y", "positive_weight": 3.0, "divisor": "weights", **MASKED},
-        {"label": "z", "loss": "mse", "weight": 0.3, "where": "y"},
+        {"label": "z", "loss": "mse", "weight": 0.3, "mask": "y"},
     ],
     "three of one label": [
         {"name": "a", "negatives_kept": 0.1},

@@ -18,7 +18,7 @@ def of_one_query(batch, schema, members):
     row = sum(
         torch.bincount(batch.bags[f][1], minlength=ROWS) for f in schema.sparse if f in members
     ).argmax()
-    dense, bags, sides = batch.dense.clone(), dict(batch.bags), dict(batch.sides)
+    dense, bags, side_features = batch.dense.clone(), dict(batch.bags), dict(batch.side_features)
     columns = [i for i, name in enumerate(schema.dense) if name in members]
     dense[:, columns] = dense[row, columns]
     for feature in members & set(bags):
@@ -26,9 +26,9 @@ def of_one_query(batch, schema, members):
         ids, of, weights = (part[mine] for part in bags[feature])
         numbers = torch.arange(ROWS).repeat_interleave(len(of))
         bags[feature] = ids.repeat(ROWS), numbers, weights.repeat(ROWS)
-        if feature in sides:
-            sides[feature] = sides[feature][mine].repeat(ROWS, 1)
-    return replace(batch, dense=dense, bags=bags, sides=sides)
+        if feature in side_features:
+            side_features[feature] = side_features[feature][mine].repeat(ROWS, 1)
+    return replace(batch, dense=dense, bags=bags, side_features=side_features)
 
 
 def found(rank, world, model, root):
@@ -63,8 +63,10 @@ def found(rank, world, model, root):
         dense = whole.dense.clone()
         dense[:, [i for i, name in enumerate(schema.dense) if name not in members]] = 0
         bags = {f: bag if f in members else tuple(part[:0] for part in bag) for f, bag in whole.bags.items()}
-        sides = {f: values if f in members else values[:0] for f, values in whole.sides.items()}
-        alone = replace(whole, dense=dense, bags=bags, sides=sides)
+        side_features = {
+            f: values if f in members else values[:0] for f, values in whole.side_features.items()
+        }
+        alone = replace(whole, dense=dense, bags=bags, side_features=side_features)
         beside, logits = vectors(whole, tower, False)
         pairs[tower] = beside, vectors(alone, tower, True)[0]
     saver, state = Saver(root, config.checkpoint), LogicalState(step.model, step.optimizer)

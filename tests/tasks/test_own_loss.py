@@ -20,7 +20,7 @@ LEFT = {"label": "y", "loss": "from_model", "weight": 0.5, "positive_weight": 3.
 CASES = {
     "beside a loss": [{"label": "y"}],
     "for a task": [LEFT],
-    "by its weights": [LEFT | {"divisor": "weights", "where": "z"}, {"label": "z", "loss": "mse"}],
+    "by its weights": [LEFT | {"divisor": "weights", "mask": "z"}, {"label": "z", "loss": "mse"}],
     "beside vectors": [{"label": "z"}, LEFT, {"name": "third", "label": "y", "loss": "in_batch_softmax"}],
 }
 

@@ -91,8 +91,8 @@ def test_a_label_must_suit_all_of_its_tasks(tasks, expected):
 
 THREE = {"loss": "cross_entropy", "options": {"classes": 3}}
 ROUND = [
-    {"name": "a", "label": "clicked", "where": "b"},
-    {"name": "b", "label": "watched s", "where": "a"},
+    {"name": "a", "label": "clicked", "mask": "b"},
+    {"name": "b", "label": "watched s", "mask": "a"},
 ]
 
 
@@ -110,8 +110,8 @@ ROUND = [
         ([{"loss": "own_parts:Unfinished"}], SCHEMA, "it is no raytrec.tasks.losses.Loss with of_rows"),
         ([{"loss": "own_parts:Focal", "options": {"gama": 2}}], SCHEMA, "unexpected keyword argument 'gama'"),
         ([{"loss": "bce", "options": {"gamma": 2}}], SCHEMA, "tasks[0].options"),
-        ([{"where": "y"}], SCHEMA, "task y counts where task y is 1"),
-        ([{"where": "y"}], SCHEMA, "tasks[0].where"),
+        ([{"mask": "y"}], SCHEMA, "task y counts where task y is 1"),
+        ([{"mask": "y"}], SCHEMA, "tasks[0].mask"),
         (ROUND, TWO, "masks of tasks go round in a circle: a → b → a"),
         ([{"loss": "mse", "positive_weight": 2}], SCHEMA, "positive_weight is 2, and mse has no positives"),
         ([{**THREE, "positive_weight": 2}], SCHEMA, "tasks[0].positive_weight"),
@@ -128,8 +128,8 @@ ROUND = [
             "compares rows by the task's group, and there is none",
         ),
         ([{"loss": "own_parts:WithinGroups"}], SCHEMA, "tasks[0].group"),
-        ([{"item_count": "often"}], SCHEMA, "item_count is often, and bce compares no items"),
-        ([{"loss": "bpr", "item_count": "often"}], SCHEMA, "tasks[0].item_count"),
+        ([{"item_frequency": "often"}], SCHEMA, "item_frequency is often, and bce compares no items"),
+        ([{"loss": "bpr", "item_frequency": "often"}], SCHEMA, "tasks[0].item_frequency"),
     ],
 )
 def test_refused(tasks, schema, says):
@@ -151,7 +151,7 @@ def test_refused(tasks, schema, says):
         ([{"negatives_kept": 1.5}], "tasks.0.negatives_kept"),
         ([{"positive_weight": 0}], "tasks.0.positive_weight"),
         ([{"nulls": "drop"}], "tasks.0.nulls"),
-        ([{"wher": "y"}], "tasks.0.wher: unknown key; did you mean tasks.where?"),
+        ([{"msk": "y"}], "tasks.0.msk: unknown key; did you mean tasks.mask?"),
     ],
 )
 def test_refused_as_a_configuration(tasks, says):
@@ -164,24 +164,24 @@ def test_rows_that_count_in_each_task():
     tasks = resolved(
         [
             {"label": "clicked", "sample_weight": "w"},
-            {"name": "time", "label": "watched s", "loss": "mse", "where": "clicked"},
-            {"name": "again", "label": "clicked", "where": "shown", "nulls": "error"},
+            {"name": "time", "label": "watched s", "loss": "mse", "mask": "clicked"},
+            {"name": "again", "label": "clicked", "mask": "shown", "nulls": "error"},
         ],
         TWO,
     )
-    assert [(task.where, task.where_label, task.nulls) for task in tasks] == [
+    assert [(task.mask, task.mask_label, task.nulls) for task in tasks] == [
         (None, None, "skip"),
         ("clicked", "clicked", "skip"),
         ("shown", None, "error"),
     ]
     rows = task_rows(tasks)
-    assert [(each.where, each.where_label) for each in rows] == [
+    assert [(each.mask, each.mask_label) for each in rows] == [
         (None, None),
         (None, "clicked"),
         ("shown", None),
     ]
     assert [each.sample_weight for each in rows] == ["w", None, None]
-    assert [each.nulls for each in task_rows(resolved([{"where": "shown"}], TWO))] == ["error"]
+    assert [each.nulls for each in task_rows(resolved([{"mask": "shown"}], TWO))] == ["error"]
 
 
 def test_columns_that_models_give_and_keys():

@@ -90,7 +90,7 @@ def batches(columns, vectors, rank, world, **more):
     for mine in np.array_split(np.arange(ends[rank], ends[rank + 1]), 3):
         padded = np.append(mine, [0, 0])
         yield SimpleNamespace(
-            carried=pa.table(columns).take(mine),
+            reserved=pa.table(columns).take(mine),
             vectors=torch.from_numpy(vectors[padded]),
             weights=(torch.arange(len(padded)) < len(mine)).float(),
             **{name: torch.from_numpy(values[padded]).unsqueeze(1) for name, values in more.items()},

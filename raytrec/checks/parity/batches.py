@@ -49,7 +49,7 @@ def random_batches(
             ids[:1], ids[1:2] = most - 1, 0
             weights = torch.rand(len(ids), generator=g) * 2 if spec.weights else torch.ones(len(ids))
             bags[feature] = ids, torch.arange(rows).repeat_interleave(lengths), weights
-        sides = _random_sides(schema, bags, g)
+        side_features = _random_side_features(schema, bags, g)
         dense = torch.randn(rows, len(schema.dense), generator=g)
         highest = torch.randint(0, 2, (rows, len(schema.labels)), generator=g).bool()
         labels = torch.where(highest, high_L, low_L)
@@ -58,13 +58,15 @@ def random_batches(
             labels[:, place] = torch.randint(low, high + 1, (rows,), generator=g).float()
         weights = _some_zeros(torch.rand(rows, len(tasks), generator=g) * 3 - 1) if weighs else None
         keys = torch.randint(0, 1 + rows // 4, (rows, columns), generator=g) if columns else None
-        out.append(GlobalBatch(dense, labels, bags, weights, keys, sides))
+        out.append(GlobalBatch(dense, labels, bags, weights, keys, side_features))
     return out
 
 
-def _random_sides(schema: Schema, bags: dict, g: torch.Generator) -> dict[str, torch.Tensor]:
-    """Times of the first hour of 2026, in seconds, beside each id of sequences that have sides."""
-    widths = {feature: len(spec.sides) for feature, spec in schema.sparse.items() if spec.sides}
+def _random_side_features(schema: Schema, bags: dict, g: torch.Generator) -> dict[str, torch.Tensor]:
+    """Times of the first hour of 2026, in seconds, beside each id of sequences that have side features."""
+    widths = {
+        feature: len(spec.side_features) for feature, spec in schema.sparse.items() if spec.side_features
+    }
     return {
         feature: YEAR_2026 + 3600 * torch.rand(len(bags[feature][0]), width, generator=g, dtype=torch.float64)
         for feature, width in widths.items()
@@ -121,7 +123,7 @@ def local_batch(
         len(batch),
         task_weights=None if part.weights is None else pad(part.weights, (0, 0, 0, padding)),
         keys=None if part.keys is None else pad(part.keys, (0, 0, 0, padding)),
-        sides={f: part.sides[f][orders[f]] for f in features.sides} or None,
+        side_features={f: part.side_features[f][orders[f]] for f in features.side_features} or None,
     )
 
 

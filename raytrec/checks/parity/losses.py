@@ -60,7 +60,7 @@ def loss_of(
         labels, weights = piece.labels[:, task.column], _weights(piece, place)
         by = getattr(task.loss, "by", None)
         keys = _keys(piece, tasks, getattr(task, by) if by else None)
-        counts = _keys(piece, tasks, task.item_count)
+        counts = _keys(piece, tasks, task.item_frequency)
         losses = _losses(task.loss, own, labels, weights, keys, counts)
         losses = losses * weights * torch.where(labels == 1, task.positive_weight, 1.0)
         divisor: Any = len(whole) if task.divisor == "rows" else _weights(whole, place).sum()

@@ -32,7 +32,7 @@ class GlobalBatch:
         dense: float32 [B, n]. labels: float32 [B, labels of the schema].
         bags: feature → (ids int64 [N], bag of each id int64 [N], weights float32 [N]).
         weights: float32 [B, T], of each row in each task; None: 1. keys: int64 [B, K], of the tasks' columns.
-        sides: sequence → float64 [N, n], what stands beside its ids; of those that have some.
+        side_features: sequence → float64 [N, n], what stands beside its ids; of those that have some.
     """
 
     dense: torch.Tensor
@@ -40,21 +40,21 @@ class GlobalBatch:
     bags: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     weights: torch.Tensor | None = None
     keys: torch.Tensor | None = None
-    sides: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    side_features: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, rows: slice) -> GlobalBatch:
         start, stop, _ = rows.indices(len(self))
-        bags, sides = {}, {}
+        bags, side_features = {}, {}
         for feature, (ids, bag, weights) in self.bags.items():
             mine = (bag >= start) & (bag < stop)
             bags[feature] = ids[mine], bag[mine] - start, weights[mine]
-            if feature in self.sides:
-                sides[feature] = self.sides[feature][mine]
+            if feature in self.side_features:
+                side_features[feature] = self.side_features[feature][mine]
         weights, keys = (None if x is None else x[rows] for x in (self.weights, self.keys))
-        return GlobalBatch(self.dense[rows], self.labels[rows], bags, weights, keys, sides)
+        return GlobalBatch(self.dense[rows], self.labels[rows], bags, weights, keys, side_features)
 
     @classmethod
     def join(cls, batches: list[GlobalBatch]) -> GlobalBatch:
@@ -69,8 +69,11 @@ class GlobalBatch:
             None if parts[0] is None else torch.cat(parts)
             for parts in zip(*((b.dense, b.labels, b.weights, b.keys) for b in batches), strict=True)
         )
-        sides = {feature: torch.cat([b.sides[feature] for b in batches]) for feature in batches[0].sides}
-        return cls(dense, labels, bags, weights, keys, sides)
+        side_features = {
+            feature: torch.cat([b.side_features[feature] for b in batches])
+            for feature in batches[0].side_features
+        }
+        return cls(dense, labels, bags, weights, keys, side_features)
 
 
 class Reference(nn.Module):
@@ -112,8 +115,8 @@ class Reference(nn.Module):
             ids, bag, weights = batch.bags[feature]
             vectors = self.tables[spec.table][ids].float() * weights.unsqueeze(1)
             if feature in self.sequences:
-                sides, length = batch.sides.get(feature), self.sequences[feature]
-                out[feature] = self._sequence(vectors, bag, len(batch), length, sides)
+                side_features, length = batch.side_features.get(feature), self.sequences[feature]
+                out[feature] = self._sequence(vectors, bag, len(batch), length, side_features)
                 continue
             sums = vectors.new_zeros(len(batch), vectors.shape[1]).index_add(0, bag, vectors)
             if spec.pooling != "sum":
@@ -123,7 +126,12 @@ class Reference(nn.Module):
         return out
 
     def _sequence(
-        self, vectors: torch.Tensor, bag: torch.Tensor, rows: int, length: int, sides: torch.Tensor | None
+        self,
+        vectors: torch.Tensor,
+        bag: torch.Tensor,
+        rows: int,
+        length: int,
+        side_features: torch.Tensor | None,
     ) -> Sequence:
         back = age(bag)
         kept = back < length
@@ -133,8 +141,10 @@ class Reference(nn.Module):
             places, torch.ones_like(places[0], dtype=torch.bool)
         )
         beside = None
-        if sides is not None:
-            beside = sides.new_zeros(rows, length, sides.shape[1]).index_put(places, sides[kept])
+        if side_features is not None:
+            beside = side_features.new_zeros(rows, length, side_features.shape[1]).index_put(
+                places, side_features[kept]
+            )
         return Sequence(whole, present, beside)
 
     @torch.no_grad()

@@ -23,8 +23,8 @@ class HstuSection(NextItemSection):
     )
     time: str | None = Field(
         None,
-        description="A column of times beside the history's ids (schema: sparse.HISTORY.sides): attention "
-        "knows how long lies between two items; default: only how many items do.",
+        description="A column of times beside the history's ids (schema: sparse.HISTORY.side_features): "
+        "attention knows how long lies between two items; default: only how many items do.",
     )
     normalize: bool = Field(
         True, description="Vectors of length 1: scores are cosines instead of dot products."
@@ -42,19 +42,19 @@ class HstuSection(NextItemSection):
             self.time_place(schema)
 
     def time_place(self, schema: Schema) -> int:
-        """Which of the history's sides the times are.
+        """Which of the history's side features the times are.
 
         Raises:
             ConfigError: none.
         """
-        sides = schema.sparse[self.history].sides
-        if self.time not in sides:
-            near = did_you_mean(self.time or "", sides)
+        columns = schema.sparse[self.history].side_features
+        if self.time not in columns:
+            near = did_you_mean(self.time or "", columns)
             raise ConfigError(
-                f"'{self.time}' is no column beside {self.history}"
+                f"'{self.time}' is not a column beside {self.history}"
                 + (f"; did you mean '{near}'?" if near else ""),
                 where="model.time",
-                expected=f"one of sparse.{self.history}.sides: {', '.join(sides) or 'there are none'}",
-                do=f"set sides: [{self.time}] on {self.history} in schema.yaml",
+                expected=f"a side feature of {self.history}: {', '.join(columns) or 'there are none'}",
+                do=f"set side_features: [{self.time}] on {self.history} in schema.yaml",
             )
-        return sides.index(self.time)
+        return columns.index(self.time)

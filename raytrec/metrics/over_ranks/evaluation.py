@@ -55,10 +55,12 @@ class TaskRows:
         self.columns = list(dict.fromkeys([about.group] * bool(grouped) + [item] * bool(item)))
         if about.outputs == 1:
             if any(map(_is_ranked, metrics)):
-                self._scores = Scores(about.loss.predict, settings.exact_rows)
+                self._scores = Scores(about.loss.predict, settings.max_exact_rows)
             if grouped:
-                self._groups = GroupRows(about.loss.predict, settings.exact_rows, about.group, item)
-            self._slices = {name: Slices(about.loss.predict, settings.exact_rows) for name in settings.slices}
+                self._groups = GroupRows(about.loss.predict, settings.max_exact_rows, about.group, item)
+            self._slices = {
+                name: Slices(about.loss.predict, settings.max_exact_rows) for name in settings.slices
+            }
             self.columns = list(dict.fromkeys([*self.columns, *settings.slices]))
         self.needed = bool(self._scores or self._groups or self._slices)
 

@@ -121,7 +121,7 @@ class GroupRows:
 
     Args:
         predict: logits → predictions, of the task.
-        exact_rows: eval.exact_rows.
+        exact_rows: eval.max_exact_rows.
         group, item: the task's columns.
     """
 

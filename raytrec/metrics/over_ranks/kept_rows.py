@@ -72,7 +72,7 @@ class KeptRows:
                 f"rows of the evaluation cannot be written: {error.strerror or error}",
                 where=tempfile.gettempdir(),
                 expected=f"room for {self._written + len(order):,} rows and more",
-                do="make room, set TMPDIR to another folder, or raise eval.exact_rows where there is memory",
+                do="make room, set TMPDIR to another folder, or raise eval.max_exact_rows if memory allows",
             ) from None
         for ranges, count in zip(self._ranges, counts, strict=True):
             ranges.append((self._written, count))

@@ -31,11 +31,11 @@ class Names:
     def note(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches."""
         for batch in batches:
-            if self.of and batch.carried is not None and batch.keys is not None:
+            if self.of and batch.reserved is not None and batch.keys is not None:
                 keys_BK = batch.keys[batch.weights > 0].numpy()
                 for name, known in self.of.items():
-                    if name in batch.carried.column_names:
-                        self._note(known, keys_BK[:, self._places[name]], batch.carried.column(name))
+                    if name in batch.reserved.column_names:
+                        self._note(known, keys_BK[:, self._places[name]], batch.reserved.column(name))
             yield batch
 
     def _note(self, known: dict[int, str], keys, values) -> None:

@@ -24,7 +24,7 @@ class Scores:
 
     Args:
         predict: logits → predictions, of the task.
-        exact_rows: eval.exact_rows.
+        exact_rows: eval.max_exact_rows.
     """
 
     def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int):

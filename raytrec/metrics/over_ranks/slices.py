@@ -23,7 +23,7 @@ class Slices:
 
     Args:
         predict: logits → predictions, of the task.
-        exact_rows: eval.exact_rows.
+        exact_rows: eval.max_exact_rows.
     """
 
     def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int):

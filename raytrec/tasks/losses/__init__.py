@@ -84,7 +84,7 @@ class Rows(NamedTuple):
         labels: float32 [N].
         weights: float32 [N], of each row in the task: 0 for padding and rows that do not count.
         keys: int64 [N], of the column that the loss is `by`; None where the task names none.
-        counts: int64 [N], of the task's item_count; None where it names none, or the loss reads none.
+        counts: int64 [N], of the task's item_frequency; None where it names none, or the loss reads none.
     """
 
     logits: torch.Tensor
@@ -100,7 +100,7 @@ class BatchLoss(Loss):
     Attributes:
         by: which of the task's columns says how rows belong together: group or item; None: neither.
         needs_column: whether the task must name that column.
-        reads_counts: whether it is given how often a row's item occurs (the task's item_count).
+        reads_counts: whether it is given how often a row's item occurs (the task's item_frequency).
     """
 
     by: Literal["group", "item"] | None = None

@@ -8,7 +8,7 @@ LABELS = SCHEMA.model_copy(update={"labels": ["y", "z"]})
 TASKS = [
     {"label": "y", "loss": "bpr", "group": "user", "sample_weight": "w"},
     {"name": "kind", "label": "z", "loss": "cross_entropy", "options": {"classes": 3}, "weight": 0.5},
-    {"name": "time", "label": "y", "loss": "mse", "where": "kind", "divisor": "weights"},
+    {"name": "time", "label": "y", "loss": "mse", "mask": "kind", "divisor": "weights"},
 ]
 
 

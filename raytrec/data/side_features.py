@@ -16,8 +16,10 @@ PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
 
 
-def sides(table: pa.Table, feature: str, spec: Sparse, offsets: np.ndarray, place: Place) -> np.ndarray:
-    """The sides of each id of a sequence: float64 [N, sides], times as seconds since 1970.
+def side_features(
+    table: pa.Table, feature: str, spec: Sparse, offsets: np.ndarray, place: Place
+) -> np.ndarray:
+    """The side features of each id of a sequence: float64 [N, side features], times as seconds since 1970.
 
     Args:
         offsets: int32 [n + 1], of the ids, from 0.
@@ -25,8 +27,8 @@ def sides(table: pa.Table, feature: str, spec: Sparse, offsets: np.ndarray, plac
     Raises:
         DataError: another number of values than of ids; a null, NaN or infinity.
     """
-    out = np.empty((int(offsets[-1]), len(spec.sides)))
-    for number, column in enumerate(spec.sides):
+    out = np.empty((int(offsets[-1]), len(spec.side_features)))
+    for number, column in enumerate(spec.side_features):
         ends, flat = unnest(one_array(table[column]))
         if not np.array_equal(offsets, ends):
             lengths, ids = np.diff(ends), np.diff(offsets)
@@ -46,7 +48,7 @@ def sides(table: pa.Table, feature: str, spec: Sparse, offsets: np.ndarray, plac
                 where=place.of(column, RowsOf(offsets)(at)),
                 expected=f"a finite number or a time for each id of '{feature}'",
                 do="correct the data; or skip such rows: data.on_error=skip; or take "
-                f"{scalar(column)} out of sparse.{feature}.sides",
+                f"{scalar(column)} out of sparse.{feature}.side_features",
             )
         out[:, number] = values
     return out

@@ -46,14 +46,14 @@ def batches(data, order, world=1, faults=None):
             yield collate(pieces, order.padded_rows(data.rows, step, world), 0, step)
 
 
-def carried(data, order=None, **how):
-    """u → the carried columns of its row, over all batches; checks that they belong together."""
+def reserved(data, order=None, **how):
+    """u → the reserved columns of its row, over all batches; checks that they belong together."""
     found = {}
     for batch in batches(data, order or Order(7, 1, "none"), **how):
         users = batch.sparse.values().tolist()
-        assert batch.carried.num_rows == int(batch.weights.sum()) == len(users)
-        assert batch.carried.column_names == list(data.form.carry)
-        found |= dict(zip(users, batch.carried.to_pylist(), strict=True))
+        assert batch.reserved.num_rows == int(batch.weights.sum()) == len(users)
+        assert batch.reserved.column_names == list(data.form.reserve_columns)
+        found |= dict(zip(users, batch.reserved.to_pylist(), strict=True))
     return found
 
 
@@ -65,23 +65,23 @@ def test_they_stay_with_their_rows(tmp_path, shuffle, world):
         mine = slice(25 * part, 25 * part + 20 + 5 * (1 - part))
         columns = {"y": np.zeros(len(names[mine])), "u": np.arange(50)[mine], "name": names[mine]}
         pq.write_table(pa.table(columns), tmp_path / f"{part}.parquet", row_group_size=10)
-    data = scan(str(tmp_path), SCHEMA, carry=("name", "u"), key_columns=("name",))
-    found = carried(data, Order(9, 3, shuffle, seed=5), world=world)
+    data = scan(str(tmp_path), SCHEMA, reserve_columns=("name", "u"), key_columns=("name",))
+    found = reserved(data, Order(9, 3, shuffle, seed=5), world=world)
     assert found == {u: {"name": names[u], "u": u} for u in range(45)}
     for batch in batches(data, Order(9, 3, shuffle, seed=5), world):
         present = batch.weights == 1
         assert batch.keys.shape == (len(batch.weights), 1) and not batch.keys[~present].any()
-        expected = keys_of(batch.carried["name"].combine_chunks())
+        expected = keys_of(batch.reserved["name"].combine_chunks())
         assert batch.keys[present, 0].tolist() == expected.tolist()
 
 
-def test_rows_that_are_skipped_are_not_carried(tmp_path):
+def test_rows_that_are_skipped_are_not_reserved(tmp_path):
     users = np.arange(30)
     users[[3, 17]] = 99  # no such id
     write(tmp_path / "a.parquet", u=users, name=[f"n{i}" for i in range(30)])
     write(tmp_path / "b.parquet", u=np.arange(30, 40), name=pa.nulls(10))
-    data = scan(str(tmp_path), SCHEMA, carry=("name",), key_columns=("name",))
-    found = carried(data, faults=Faults(skip=True))
+    data = scan(str(tmp_path), SCHEMA, reserve_columns=("name",), key_columns=("name",))
+    found = reserved(data, faults=Faults(skip=True))
     kept = [u for u in range(30) if u not in (3, 17)]
     assert found == {u: {"name": f"n{u}"} for u in kept} | {u: {"name": None} for u in range(30, 40)}
 
@@ -95,10 +95,10 @@ def test_every_type_is_kept(tmp_path, kind):
         write(tmp_path / "a.parquet", x=array)
     except pa.ArrowNotImplementedError:
         pytest.skip("Parquet has no such type")
-    data = scan(str(tmp_path), SCHEMA, carry=("x",), key_columns=("x",))
+    data = scan(str(tmp_path), SCHEMA, reserve_columns=("x",), key_columns=("x",))
     read = pq.read_table(tmp_path / "a.parquet")["x"].combine_chunks()
     assert data.form.types["x"] == plain(read.type)
-    found = carried(data, Order(30, 1, "none"))
+    found = reserved(data, Order(30, 1, "none"))
     expected = plain_array(read).to_pylist()
     assert [repr(found[u]["x"]) for u in range(30)] == [repr(value) for value in expected]
     (batch,) = batches(data, Order(30, 1, "none"))
@@ -122,10 +122,10 @@ def test_every_type_is_kept(tmp_path, kind):
 def test_files_of_types_that_differ_a_little(tmp_path, first, second, whole):
     write(tmp_path / "a.parquet", x=first)
     write(tmp_path / "b.parquet", x=second, u=[2, 3])
-    data = scan(str(tmp_path), SCHEMA, carry=("x",), key_columns=("x",))
+    data = scan(str(tmp_path), SCHEMA, reserve_columns=("x",), key_columns=("x",))
     assert data.form.types == {"x": whole}
     values = first.to_pylist() + second.to_pylist()
-    assert carried(data, Order(3, 2, "window")) == {u: {"x": value} for u, value in enumerate(values)}
+    assert reserved(data, Order(3, 2, "window")) == {u: {"x": value} for u, value in enumerate(values)}
     keys = {value: keys_of(pa.array([value], whole))[0] for value in values if value is not None}
     for batch in batches(data, Order(4, 1, "none")):
         assert batch.keys[:, 0].tolist() == [keys.get(value, NULL_KEY) for value in values]
@@ -134,9 +134,9 @@ def test_files_of_types_that_differ_a_little(tmp_path, first, second, whole):
 def test_files_of_other_types(tmp_path):
     write(tmp_path / "a.parquet", x=[1, 2])
     write(tmp_path / "b.parquet", x=["a", "b"])
-    with pytest.raises(DataError, match="carried column 'x' is string here, and int64 in the files before"):
-        scan(str(tmp_path), SCHEMA, carry=("x",))
-    data = scan(str(tmp_path), SCHEMA, carry=("x",), skip=True)
+    with pytest.raises(DataError, match="reserved column 'x' is string here, and int64 in the files before"):
+        scan(str(tmp_path), SCHEMA, reserve_columns=("x",))
+    data = scan(str(tmp_path), SCHEMA, reserve_columns=("x",), skip=True)
     assert len(data.left_out) == 1 and data.rows == 2 and "b.parquet" in data.left_out[0].where
     assert scan(str(tmp_path), SCHEMA, declared=("x",)).rows == 4, "not read, so it need not agree"
 
@@ -145,9 +145,9 @@ def test_folders_are_columns(tmp_path):
     for number, day in enumerate(("2026-11-01", "2026-11-02", "__HIVE_DEFAULT_PARTITION__")):
         folder = tmp_path / f"date={day}" / f"hour=0{number}" / "city=S%C3%A3o%20Paulo"
         write(folder / "a.parquet", 2, u=[2 * number, 2 * number + 1])
-    data = scan(str(tmp_path), SCHEMA, carry=("hour", "date", "city"), key_columns=("date", "hour"))
+    data = scan(str(tmp_path), SCHEMA, reserve_columns=("hour", "date", "city"), key_columns=("date", "hour"))
     assert data.form.types == {"date": pa.string(), "hour": pa.int64(), "city": pa.string()}
-    found = carried(data, Order(4, 2, "window"))
+    found = reserved(data, Order(4, 2, "window"))
     days = ["2026-11-01", "2026-11-02", None]
     expected = [{"hour": i, "date": day, "city": "São Paulo"} for i, day in enumerate(days)]
     assert found == {u: expected[u // 2] for u in range(6)}
@@ -156,42 +156,44 @@ def test_folders_are_columns(tmp_path):
     assert keys[:, 0].tolist() == [*keys_of(pa.array(days)).repeat(2)]
     write(tmp_path / "b.parquet", 2)
     with pytest.raises(DataError, match=r"column '\w+' is missing"):
-        scan(str(tmp_path), SCHEMA, carry=("date",))
+        scan(str(tmp_path), SCHEMA, reserve_columns=("date",))
 
 
 def test_a_column_that_only_some_files_hold_is_that_of_the_folders(tmp_path):
     write(tmp_path / "day=1" / "a.parquet", 1)
     write(tmp_path / "day=2" / "a.parquet", u=[1], day=[7])
-    data = scan(str(tmp_path), SCHEMA, carry=("day",))
-    assert carried(data) == {0: {"day": 1}, 1: {"day": 2}}
+    data = scan(str(tmp_path), SCHEMA, reserve_columns=("day",))
+    assert reserved(data) == {0: {"day": 1}, 1: {"day": 2}}
     write(tmp_path / "b.parquet", u=[1], day=[7])
     with pytest.raises(DataError, match="other files are in folders day="):
-        scan(str(tmp_path), SCHEMA, carry=("day",))
+        scan(str(tmp_path), SCHEMA, reserve_columns=("day",))
 
 
 def test_fields_of_structs_and_what_transforms_make(tmp_path):
     who = pa.array([{"id": 4, "zip": "x"}, None, {"id": 6, "zip": None}])
     write(tmp_path / "a.parquet", who=who)
     cast = Cast(do="cast", columns=["who.id"], to="string", into=["id"])
-    data = scan(str(tmp_path), SCHEMA, carry=("who.zip", "id"), key_columns=("id",), transforms=(cast,))
-    found = carried(data)
+    data = scan(
+        str(tmp_path), SCHEMA, reserve_columns=("who.zip", "id"), key_columns=("id",), transforms=(cast,)
+    )
+    found = reserved(data)
     assert [list(found[u].values()) for u in range(3)] == [["x", "4"], [None, None], [None, "6"]]
 
 
 @pytest.mark.parametrize("name,near", [("user_idd", "user_id"), ("zzz", None)])
 def test_a_column_that_is_missing(tmp_path, name, near):
     write(tmp_path / "a.parquet", user_id=[1, 2])
-    for how in ({"carry": (name,)}, {"declared": (name,)}, {"key_columns": (name,)}):
+    for how in ({"reserve_columns": (name,)}, {"declared": (name,)}, {"key_columns": (name,)}):
         with pytest.raises(DataError, match=f"column '{name}' is missing") as error:
             scan(str(tmp_path), SCHEMA, **how)
-        assert "data.carry" in error.value.do and (not near or f"'{near}'?" in error.value.do)
+        assert "data.reserve_columns" in error.value.do and (not near or f"'{near}'?" in error.value.do)
 
 
 @pytest.mark.parametrize(
     "column,says",
     [
-        ([[1], [2]], "carried column 'x' is a list"),
-        ([{"a": 1}, {"a": 2}], "carried column 'x' is of type struct"),
+        ([[1], [2]], "reserved column 'x' is a list"),
+        ([{"a": 1}, {"a": 2}], "reserved column 'x' is of type struct"),
         ([0.5, 1.5], "'x', whose values say which rows belong together, is of type double"),
         ([Decimal("0.5"), Decimal(1)], "belong together, is of type decimal"),
         ([datetime(2026, 1, 1), None], "belong together, is of type timestamp"),
@@ -225,11 +227,11 @@ def test_integers_are_their_own_keys_and_all_else_is_mixed():
     assert abs(np.sign(keys).mean()) < 0.03
 
 
-def test_batches_without_carried_columns_have_none(tmp_path):
+def test_batches_without_reserved_columns_have_none(tmp_path):
     write(tmp_path / "a.parquet", 5)
     data = scan(str(tmp_path), SCHEMA)
     (batch,) = batches(data, Order(5, 1, "none"))
-    assert batch.carried is None and batch.keys is None and batch.task_weights is None
+    assert batch.reserved is None and batch.keys is None and batch.task_weights is None
     table = read_item(Order(5, 1, "none").items(data, 0, 0, 1)[0], data.form)
     assert table.column_names == ["labels", "ids"]
-    assert Rows.of(table.to_batches()[0]).chunk.carried is None
+    assert Rows.of(table.to_batches()[0]).chunk.reserved is None

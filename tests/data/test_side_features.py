@@ -15,7 +15,7 @@ from raytrec.data.collate import Collator, Rows
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
-from raytrec.data.sides import as_float64
+from raytrec.data.side_features import as_float64
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import Sequences
 
@@ -24,7 +24,7 @@ VALUES = {
     "dense": [],
     "sparse": {
         "item": {"table": "item"},
-        "history": {"table": "item", "pooling": "sequence", "sides": ["times", "price"]},
+        "history": {"table": "item", "pooling": "sequence", "side_features": ["times", "price"]},
     },
     "tables": {"item": {"rows": 50, "dim": 4}},
 }
@@ -58,32 +58,40 @@ def test_sides_go_where_their_ids_go(tmp_path):
     features = Features(SCHEMA, {"history": 3})
     batch = collated(*read(tmp_path), features)
     assert batch.sparse["history"].values().tolist() == [4, 3, 2, 5, 7, 6]
-    sides = batch.sides["history"]
-    assert sides.dtype == torch.float64
-    assert sides.tolist() == [[40, 3.5], [30, 2.5], [20, 1.5], [50, 4.5], [70, 6.5], [60, 5.5]]
+    side_features = batch.side_features["history"]
+    assert side_features.dtype == torch.float64
+    assert side_features.tolist() == [[40, 3.5], [30, 2.5], [20, 1.5], [50, 4.5], [70, 6.5], [60, 5.5]]
     embeddings = PooledEmbeddings(SCHEMA, None, features.sequences).to_empty(device="cpu")
     found = embeddings(batch.sparse)
-    given = Sequences(features)(found, batch.sparse, sides=batch.sides)["history"]
-    assert given.sides.shape == (5, 3, 2) and not given.sides[~given.present].any()
-    assert given.sides[:, :, 0].tolist() == [[40, 30, 20], [0, 0, 0], [50, 0, 0], [70, 60, 0], [0, 0, 0]]
+    given = Sequences(features)(found, batch.sparse, side_features=batch.side_features)["history"]
+    assert given.side_features.shape == (5, 3, 2) and not given.side_features[~given.present].any()
+    assert given.side_features[:, :, 0].tolist() == [
+        [40, 30, 20],
+        [0, 0, 0],
+        [50, 0, 0],
+        [70, 60, 0],
+        [0, 0, 0],
+    ]
     rows = slice(2, 4)
-    part = Sequences(features)({n: v[rows] for n, v in found.items()}, batch.sparse, rows, batch.sides)
-    assert torch.equal(part["history"].sides, given.sides[rows])
+    part = Sequences(features)(
+        {n: v[rows] for n, v in found.items()}, batch.sparse, rows, batch.side_features
+    )
+    assert torch.equal(part["history"].side_features, given.side_features[rows])
     moved = batch.to(torch.device("cpu"))
-    assert torch.equal(moved.sides["history"], sides)
+    assert torch.equal(moved.side_features["history"], side_features)
 
 
-def test_models_that_read_means_get_no_sides(tmp_path):
-    assert collated(*read(tmp_path), Features(SCHEMA, {})).sides is None
+def test_models_that_read_means_get_no_side_features(tmp_path):
+    assert collated(*read(tmp_path), Features(SCHEMA, {})).side_features is None
 
 
 def test_rows_and_slices_of_them(tmp_path):
     table, form = read(tmp_path)
     whole = Rows.of(table.combine_chunks().to_batches()[0])
     batch = Collator(form, Features(SCHEMA, {"history": 3}))([whole[2:], whole[:1]], 3, 3)
-    assert batch.sides["history"][:, 0].tolist() == [50, 70, 60, 40, 30, 20]
+    assert batch.side_features["history"][:, 0].tolist() == [50, 70, 60, 40, 30, 20]
     nothing = Collator(form, Features(SCHEMA, {"history": 3}))([], 2, 3)
-    assert nothing.sides["history"].shape == (0, 2)
+    assert nothing.side_features["history"].shape == (0, 2)
 
 
 def test_a_side_alone_makes_a_list_of_a_feature(tmp_path):
@@ -93,7 +101,9 @@ def test_a_side_alone_makes_a_list_of_a_feature(tmp_path):
     price = [[1.0], [2.0], [3.0], [4.0]]
     history = [[1], [2], [3], [4]]
     table, form = read(tmp_path, times, price, schema=schema, history=history)
-    assert collated(table, form, Features(schema, {"history": 3})).sides["history"][:, 0].tolist() == [
+    assert collated(table, form, Features(schema, {"history": 3})).side_features["history"][
+        :, 0
+    ].tolist() == [
         10,
         20,
         30,
@@ -143,9 +153,11 @@ def test_types_that_are_refused(tmp_path):
         read(tmp_path, times=[["a"] * 4, [], ["b"], ["c", "d"]], kind=pa.string())
 
 
-def test_only_sequences_have_sides():
-    values = VALUES | {"sparse": {"item": {"table": "item", "sides": ["times"]}}}
-    with pytest.raises(SchemaError, match=r"sparse\.item\.sides: only a feature of pooling: sequence"):
+def test_only_sequences_have_side_features():
+    values = VALUES | {"sparse": {"item": {"table": "item", "side_features": ["times"]}}}
+    with pytest.raises(
+        SchemaError, match=r"sparse\.item\.side_features: only a feature of pooling: sequence"
+    ):
         Schema.parse(values, "test")
     assert Schema.parse(SCHEMA.model_dump(), "test").columns == ["y", "item", "history", "times", "price"]
-    assert "sides: [times, price]" in SCHEMA.to_yaml()
+    assert "side_features: [times, price]" in SCHEMA.to_yaml()

@@ -21,8 +21,8 @@ NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows without a value
 INTEGER = re.compile(r"-?\d{1,18}")
 
 
-def carried_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.Array:
-    """A carried column's values in the type that it has in all files.
+def reserved_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.Array:
+    """A reserved column's values in the type that it has in all files.
 
     Raises:
         DataError: a value that this type does not hold.
@@ -37,7 +37,7 @@ def carried_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.Ar
         return array.cast(kind)
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"carried column '{name}' is {array.type} here and {kind} in all files together: "
+            f"reserved column '{name}' is {array.type} here and {kind} in all files together: "
             f"{str(error).splitlines()[0]}",
             where=place.of(name),
             expected=f"values that {kind} holds",
@@ -56,9 +56,9 @@ def in_folders(path: str) -> dict[str, str | None]:
 
 
 def find_in_folders(arrow: pa.Schema, form: Form, uri: str) -> frozenset[str]:
-    """Key columns and carried ones that a file does not hold, and the folders that it is in do."""
+    """Key columns and reserved ones that a file does not hold, and the folders that it is in do."""
     made, folders = {name for transform in form.transforms for name in transform.writes}, in_folders(uri)
-    return frozenset(n for n in form.carried if n in folders and n not in made and not _holds(arrow, n))
+    return frozenset(n for n in form.reserved if n in folders and n not in made and not _holds(arrow, n))
 
 
 def _holds(arrow: pa.Schema, name: str) -> bool:
@@ -92,8 +92,8 @@ def common_type(known: pa.DataType | None, other: pa.DataType) -> pa.DataType | 
 
 
 @dataclass(frozen=True)
-class CarriedInFile:
-    """The key columns and carried ones of a file.
+class ReservedInFile:
+    """The key columns and reserved ones of a file.
 
     Attributes:
         types: of those that are columns of it.
@@ -106,7 +106,7 @@ class CarriedInFile:
 
 
 def agree(
-    files: Sequence[CarriedInFile], names: Sequence[str]
+    files: Sequence[ReservedInFile], names: Sequence[str]
 ) -> tuple[dict[str, pa.DataType], frozenset[str], dict[str, DataError]]:
     """What columns are in all files together.
 
@@ -139,13 +139,13 @@ def _not_in_folder(name: str, uri: str) -> DataError:
         f"column '{name}' is missing: other files are in folders {name}=…",
         where=uri,
         expected="all files in such folders",
-        do=f"move the file into a folder {name}=VALUE, or leave {name} out of data.carry",
+        do=f"move the file into a folder {name}=VALUE, or leave {name} out of data.reserve_columns",
     )
 
 
-def _other_type(name: str, file: CarriedInFile, known: pa.DataType) -> DataError:
+def _other_type(name: str, file: ReservedInFile, known: pa.DataType) -> DataError:
     return DataError(
-        f"carried column '{name}' is {file.types[name]} here, and {known} in the files before",
+        f"reserved column '{name}' is {file.types[name]} here, and {known} in the files before",
         where=f"{file.uri}, column {name}",
         expected="one type in all files, or integers, or texts, of several widths",
         do="write the files with one type, or use data.transforms: {do: cast, …}",
