@@ -152,7 +152,6 @@ class DataSection(Section):
     buffer_gib: PositiveFloat = Field(
         0.5, description="GiB of rows read ahead for each worker, in Ray's object store."
     )
-    prefetch: Few = Field(4, description="Batches prefetched for each worker.")
 
     @property
     def schema_uri(self) -> str:
@@ -455,7 +454,6 @@ class EarlyStoppingSection(Section):
     patience: PositiveInt = Field(
         3, description="Evaluations in a row that do not improve on the best one, after which training ends."
     )
-    min_delta: NonNegativeFloat = Field(0.0, description="By how much more than this one has to be better.")
 
 
 class TrainSection(Section):
@@ -466,8 +464,8 @@ class TrainSection(Section):
     )
     early_stopping: EarlyStoppingSection | None = Field(
         None,
-        description="End when a metric of the evaluations has not improved for a while: metric, patience, "
-        "min_delta; null: never.",
+        description="End when a metric of the evaluations has not improved for a while: metric, patience; "
+        "null: never.",
     )
     log_every_steps: PositiveInt = Field(20, description="Report loss and speed this often.")
     loss_reduction: Literal["mean", "sum"] = Field(

@@ -45,7 +45,6 @@ FREE = (
     "data.schema",
     "data.readers",
     "data.buffer_gib",
-    "data.prefetch",
     "run.dir",
     "run.name",
     "run.root",

@@ -31,8 +31,8 @@ NAMES = {
     "other": "what is outside the step (evaluation, saving, reports)",
 }
 CURES = {
-    "data": "raise data.readers or data.prefetch",
-    "copy": "raise data.prefetch, or data.global_batch_size",
+    "data": "raise data.readers",
+    "copy": "raise data.global_batch_size",
     "input_exchange": "raise data.global_batch_size, or place tables that are looked up together on one rank "
     "(plan.colocate)",
     "tables": "spread tables over more ranks (plan.tables), or lower their dim",

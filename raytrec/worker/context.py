@@ -106,7 +106,6 @@ class WorkerContext:
             rank=self.index,
             world=self.world,
             readers=data.readers,
-            prefetch=data.prefetch,
             faults=Faults(data.on_error == "skip", self._skipped),
             buffer_bytes=int(data.buffer_gib * 2**30),
             pin_memory=self.device.type == "cuda",

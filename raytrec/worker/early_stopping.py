@@ -21,9 +21,9 @@ WHERE = "train.early_stopping.metric"
 class EarlyStopping:
     """Decides after each evaluation, on all ranks alike.
 
-    An evaluation improves on the best one if its figure is better by more than min_delta; one whose figure is
-    not defined does not. What has been seen is in `progress`, and so in every checkpoint: a resumed run ends
-    where an undisturbed one does.
+    An evaluation improves on the best one if its figure is better; one whose figure is not defined does not.
+    What has been seen is in `progress`, and so in every checkpoint: a resumed run ends where an undisturbed
+    one does.
 
     Args:
         section: train.early_stopping; None: training never ends early.
@@ -35,7 +35,7 @@ class EarlyStopping:
         self._progress, self._device = progress, device
         self._figure: Figure | None = None
         if section:
-            self._patience, self._min_delta = section.patience, section.min_delta
+            self._patience = section.patience
             self._figure = progress.window.selection.best(section.metric, WHERE)
 
     @property
@@ -56,8 +56,7 @@ class EarlyStopping:
         value, seen = float(said), self._progress.early_stopping
         best = seen.get("best")
         # A comparison with NaN is false: what is not defined improves on nothing.
-        least = -self._min_delta + (float("inf") if best is None else self._figure.loss(best))
-        if self._figure.loss(value) < least:
+        if self._figure.loss(value) < (float("inf") if best is None else self._figure.loss(best)):
             seen |= {"best": value, "step": self._progress.step, "since": 0}
         else:
             seen["since"] = seen.get("since", 0) + 1
@@ -83,8 +82,7 @@ class EarlyStopping:
         count = f"{seen['since']} evaluation{'s' * (seen['since'] > 1)}"
         if seen.get("best") is None:
             return f"{figure.key} was defined in none of {count}"
-        by = f" by more than {self._min_delta:g}" if self._min_delta else ""
         return (
-            f"{figure.key} has not improved{by} in {count}; it was best at step {seen['step']}, "
+            f"{figure.key} has not improved in {count}; it was best at step {seen['step']}, "
             f"{figure.text(seen['best'])}"
         )

@@ -12,12 +12,12 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 
 
-def expected(values, patience, min_delta, better):
+def expected(values, patience, better):
     """How many of these evaluations there are until training ends; None: it does not end early."""
     best, since = None, 0
     for number, value in enumerate(values, start=1):
         cost = {"lower": value, "higher": -value, "closer to 1": abs(value - 1)}[better]
-        if not math.isnan(cost) and (best is None or cost < best - min_delta):
+        if not math.isnan(cost) and (best is None or cost < best):
             best, since = cost, 0
         else:
             since += 1
@@ -70,9 +70,9 @@ def test_it_ends_where_the_definition_does(metric):
         values = [
             draw.choice([math.nan, *(round(draw.gauss(1, 0.1), 2) for _ in range(4))]) for _ in range(9)
         ]
-        patience, min_delta = draw.randint(1, 4), draw.choice([0.0, 0.05])
-        expected_at.append(expected(values, patience, min_delta, BETTER[metric]))
-        section = {"metric": metric, "patience": patience, "min_delta": min_delta}
+        patience = draw.randint(1, 4)
+        expected_at.append(expected(values, patience, BETTER[metric]))
+        section = {"metric": metric, "patience": patience}
         cases.append((values, section, draw.randint(1, 9)))
     for found in on_ranks(2, all_ended, cases):
         assert [at for at, _ in found] == expected_at, cases
@@ -82,13 +82,9 @@ def test_it_ends_where_the_definition_does(metric):
 
 
 def test_what_it_says():
-    section = {"metric": "auc", "patience": 2, "min_delta": 0.01}
-    answers = on_ranks(2, ended, [0.7, 0.8, 0.805, 0.6, 0.9], section)
-    assert (
-        answers
-        == [(4, "auc has not improved by more than 0.01 in 2 evaluations; it was best at step 20, 0.8000")]
-        * 2
-    )
+    section = {"metric": "auc", "patience": 2}
+    answers = on_ranks(2, ended, [0.7, 0.8, 0.8, 0.6, 0.9], section)
+    assert answers == [(4, "auc has not improved in 2 evaluations; it was best at step 20, 0.8000")] * 2
     assert on_ranks(1, ended, [0.7], section) == [(None, "after all steps")]
     nan = on_ranks(1, ended, [math.nan] * 2, section)
     assert nan == [(2, "auc was defined in none of 2 evaluations")]
