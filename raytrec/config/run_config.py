@@ -18,7 +18,7 @@ from raytrec.common.redaction import hide_all
 from raytrec.common.storage import read_yaml
 from raytrec.config.evaluation import EvalSection
 from raytrec.config.models import SECTIONS, AnyModel
-from raytrec.config.models.dlrm import DlrmSection
+from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.overrides import Overrides, apply_override, as_texts, without_secrets
 from raytrec.config.sections import (
     CheckpointSection,

@@ -1,4 +1,4 @@
-"""Models: a new one is a file here and its section of the configuration, a file in raytrec/config/models.
+"""Models: a new one is a file here, and its section in its family of raytrec/config/models.
 
 A model is a plain nn.Module built from (schema, its section of the configuration, outputs). Its forward
 takes the dense columns, float32 [B, n], and the inputs of the sparse features, a dict of feature →
@@ -8,7 +8,7 @@ takes the dense columns, float32 [B, n], and the inputs of the sparse features, 
   max_length L: embeddings id by id, the most recent first. Without max_length they are pooled by their mean;
 
 and returns logits, float32 [B] for one output, else [B, outputs]: a column for each task, or as many as it
-has classes, in the order of the tasks. What they mean, and what is learned from them, is the tasks' affair
+has classes, in the order of the tasks. The tasks decide what they mean and what is learned from them
 (raytrec/tasks): a model sees no labels. One that takes `vectors` can give those of query and item, too, for
 losses that compare the rows of a batch: [B, outputs + 2·D], the query's columns before the item's at the end.
 One whose section says `own_loss` gives a loss of its own, which is added to those of the tasks: one column

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.models.bst import BstSection
+from raytrec.config.models.sequences import BstSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence, dim_of, mlp
 

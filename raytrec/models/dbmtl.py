@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from raytrec.config.models.dbmtl import DBMTLSection
+from raytrec.config.models.multitask import DBMTLSection
 from raytrec.config.schema import Schema
-from raytrec.models.fields import SideBySide
 from raytrec.models.inputs import mlp
+from raytrec.models.parts.fields import SideBySide
 
 
 class DBMTL(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.models.dcn import DcnSection
+from raytrec.config.models.ranking import DcnSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import dim_of, mlp
 

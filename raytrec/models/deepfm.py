@@ -1,23 +1,24 @@
-"""DeepFM: a factorization machine and an MLP over the same vectors (Guo et al. 2017, arXiv:1703.04247)."""
+"""DeepFM and xDeepFM: products of features, vector by vector, and an MLP over the same vectors."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from raytrec.config.models.deepfm import DeepFMSection
+from raytrec.config.models.ranking import DeepFMSection, XDeepFMSection
 from raytrec.config.schema import Schema
-from raytrec.models.fields import Fields
 from raytrec.models.inputs import mlp
+from raytrec.models.parts.fields import Fields
 
 
 class DeepFM(nn.Module):
     """logit = Σᵢ wᵢ xᵢ + Σᵢ<ⱼ ⟨vᵢ, vⱼ⟩ xᵢ xⱼ + wᵀ MLP(all vectors side by side) + b.
 
-    Weights wᵢ and vectors vᵢ are parts of one row of a table (fields.Fields). Several outputs have weights
-    and a last layer each, and sum the D numbers of Σᵢ<ⱼ vᵢ ⊙ vⱼ with learned factors, which begin as 1; those
-    of one output are 1. (torchrec.modules.deepfm.FactorizationMachine also multiplies each number of a vector
-    by the others: its products are not the paper's.)
+    (Guo et al. 2017, arXiv:1703.04247.) Weights wᵢ and vectors vᵢ are parts of one row of a table
+    (fields.Fields). Several outputs have weights and a last layer each, and sum the D numbers of Σᵢ<ⱼ vᵢ ⊙ vⱼ
+    with learned factors, which begin as 1; those of one output are 1.
+    (torchrec.modules.deepfm.FactorizationMachine also multiplies each number of a vector by the others: its
+    products are not the paper's.)
 
     Args:
         schema: any dense columns, sparse features whose tables all have one dim, larger than T.
@@ -49,3 +50,63 @@ class DeepFM(nn.Module):
 def sum_of_pairs(vectors_BFD: torch.Tensor) -> torch.Tensor:
     """Σᵢ<ⱼ vᵢ ⊙ vⱼ = ((Σ v)² − Σ v²) ÷ 2: float [B, F, D] → [B, D]."""
     return (vectors_BFD.sum(1).square() - vectors_BFD.square().sum(1)) / 2
+
+
+class XDeepFM(nn.Module):
+    """logit = Σᵢ wᵢ xᵢ + wᵀ CIN(vectors) + wᵀ MLP(all vectors side by side) + b.
+
+    (Lian et al. 2018, arXiv:1803.05170.) Weights wᵢ and vectors are parts of one row of a table
+    (fields.Fields).
+
+    Args:
+        schema: any dense columns, sparse features whose tables all have one dim, larger than T.
+        config: sizes and dropout.
+        outputs: T, logits of a row, which share CIN and MLP.
+
+    Returns (forward):
+        float32 [B]: the logit of each row; [B, T] for several.
+
+    Raises:
+        ConfigError: tables of different dims.
+    """
+
+    def __init__(self, schema: Schema, config: XDeepFMSection, outputs: int = 1):
+        super().__init__()
+        self.fields = Fields(schema, config.name, outputs)
+        width = self.fields.count * self.fields.dim
+        self.cin = CIN(self.fields.count, config.cin)
+        self.deep = mlp([width, *config.top_mlp], config.dropout)
+        self.logit = nn.Linear(sum(config.cin) + (config.top_mlp or [width])[-1], outputs)
+
+    def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
+        first_BT, vectors_BFD = self.fields(dense, pooled)
+        both = torch.cat([self.cin(vectors_BFD), self.deep(vectors_BFD.flatten(1))], dim=1)
+        return (first_BT + self.logit(both)).squeeze(1)
+
+
+class CIN(nn.Module):
+    """Compressed interaction network: float [B, F, D] → [B, Σ sizes].
+
+    Row h of layer k is Σᵢⱼ W[k,h,i,j] · (row i of layer k − 1 ⊙ row j of the vectors), layer 0 being the
+    vectors; the result has the sum over D of each row of each layer (equations 6 and 8, without an
+    activation between layers, as the paper's best).
+
+    Args:
+        fields: F. sizes: rows of each layer.
+    """
+
+    def __init__(self, fields: int, sizes: list[int]):
+        super().__init__()
+        before = [fields, *sizes[:-1]]
+        self.layers = nn.ModuleList(
+            nn.Linear(rows * fields, size, bias=False) for rows, size in zip(before, sizes, strict=True)
+        )
+
+    def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
+        columns_BDF = vectors_BFD.transpose(1, 2)
+        rows_BDH, sums = columns_BDF, []
+        for layer in self.layers:
+            products_BDP = (rows_BDH.unsqueeze(3) * columns_BDF.unsqueeze(2)).flatten(2)
+            rows_BDH = layer(products_BDP)
+            sums.append(rows_BDH.sum(1))
+        return torch.cat(sums, dim=1)

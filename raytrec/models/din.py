@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.models.din import DinSection
+from raytrec.config.models.sequences import DinSection
 from raytrec.config.schema import Schema
-from raytrec.models.attention import ActivationUnit
 from raytrec.models.inputs import Sequence, dim_of, mlp
+from raytrec.models.parts.attention import ActivationUnit
 
 
 class DIN(nn.Module):

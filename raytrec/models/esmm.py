@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from raytrec.config.models.esmm import ESMMSection
+from raytrec.config.models.multitask import ESMMSection
 from raytrec.config.schema import Schema
-from raytrec.models.fields import SideBySide
 from raytrec.models.inputs import mlp
+from raytrec.models.parts.fields import SideBySide
 
 
 class ESMM(nn.Module):

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.models.final_mlp import FinalMLPSection
+from raytrec.config.models.ranking import FinalMLPSection
 from raytrec.config.schema import Schema
-from raytrec.models.fields import SideBySide
 from raytrec.models.inputs import mlp
+from raytrec.models.parts.fields import SideBySide
 
 
 class FinalMLP(nn.Module):

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, layer_norm, silu
 
-from raytrec.config.models.hstu import HstuSection
+from raytrec.config.models.sequences import HstuSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
-from raytrec.models.next_item import NextItem
-from raytrec.models.packed import Packed
+from raytrec.models.parts.next_item import NextItem
+from raytrec.models.parts.packed import Packed
 
 BUCKETS = 128  # of times between items; the last takes all that are longer
 FACTOR = log(1.35)  # a bucket's times are 1.35 × as long as those of the one before

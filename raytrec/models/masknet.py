@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.models.masknet import MaskNetSection
+from raytrec.config.models.ranking import MaskNetSection
 from raytrec.config.schema import Schema
-from raytrec.models.fields import Fields
 from raytrec.models.inputs import mlp
+from raytrec.models.parts.fields import Fields
 
 
 class MaskNet(nn.Module):

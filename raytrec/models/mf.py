@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.models.mf import MfSection
+from raytrec.config.models.retrieval import MfSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import dim_of
-from raytrec.models.sampled import Queries, result, sampled_loss
+from raytrec.models.parts.sampled import Queries, result, sampled_loss
 
 
 class MatrixFactorization(nn.Module):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.models.ncf import NcfSection
+from raytrec.config.models.retrieval import NcfSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence, mlp
-from raytrec.models.sampled import LOSSES, absence, bias_of
+from raytrec.models.parts.sampled import LOSSES, absence, bias_of
 
 
 class NeuMF(nn.Module):

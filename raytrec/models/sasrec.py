@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from raytrec.config.models.sasrec import SasrecSection
+from raytrec.config.models.sequences import SasrecSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence
-from raytrec.models.next_item import NextItem
-from raytrec.models.packed import Packed
+from raytrec.models.parts.next_item import NextItem
+from raytrec.models.parts.packed import Packed
 
 
 class SASRec(NextItem):

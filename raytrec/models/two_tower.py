@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.models.two_tower import TwoTowerSection
+from raytrec.config.models.retrieval import TwoTowerSection
 from raytrec.config.schema import Schema
-from raytrec.models.fields import SideBySide
 from raytrec.models.inputs import Sequence, mlp
-from raytrec.models.sampled import sampled_loss
+from raytrec.models.parts.fields import SideBySide
+from raytrec.models.parts.sampled import sampled_loss
 
 
 class TwoTower(nn.Module):

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.config.models.wide_deep import WideDeepSection
+from raytrec.config.models.ranking import WideDeepSection
 from raytrec.config.schema import Schema
-from raytrec.models.fields import SideBySide
 from raytrec.models.inputs import mlp
+from raytrec.models.parts.fields import SideBySide
 
 
 class WideDeep(nn.Module):

@@ -10,8 +10,8 @@ from raytrec.checks.parity.batches import local_batch, random_batches
 from raytrec.checks.parity.reference import GlobalBatch
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.models import PythonSection
-from raytrec.config.models.dlrm import DlrmSection
-from raytrec.config.models.sequence import SequenceSection
+from raytrec.config.models.ranking import DlrmSection
+from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
 from raytrec.data.collate import Collator, Rows, recent_first
 from raytrec.data.form import Form

@@ -13,20 +13,13 @@ import pytest
 
 OWN, REPOSITORY = Path(__file__).parent / "own", Path(__file__).parents[2]
 SECTION = '''\
-"""A linear model's configuration."""
-
-from typing import Literal
-
-from pydantic import Field
-
-from raytrec.config.models.base import ModelSection, model
-
-
 @model("linear", "raytrec.models.linear:Linear")
 class LinearSection(ModelSection):
     """One linear layer (models/linear.py)."""
 
     name: Literal["linear"] = Field(description="The model.")
+
+
 '''
 TRANSFORM = '''\
 class Share(OnColumns):
@@ -76,7 +69,7 @@ def inserted(tree, place, before, text):
 
 def add_model(tree):
     copied(tree, "shop_model.py", "raytrec/models/linear.py")
-    (tree / "raytrec/config/models/linear.py").write_text(SECTION)
+    inserted(tree, "raytrec/config/models/ranking.py", '@model("dcn"', SECTION)
 
 
 def add_loss(tree):

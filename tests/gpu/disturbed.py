@@ -18,7 +18,7 @@ import torch
 
 import raytrec
 from raytrec.config.models import PythonSection
-from raytrec.config.models.dlrm import DlrmSection
+from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.schema import Schema
 from raytrec.models.dlrm import DLRM
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.models.dlrm import DlrmSection
+from raytrec.config.models.ranking import DlrmSection
 from raytrec.config.schema import Schema
 from raytrec.models import build_model
 from raytrec.models.dlrm import DotInteraction

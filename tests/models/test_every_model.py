@@ -7,10 +7,9 @@ import references
 import torch
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.models.dcn import DcnSection
-from raytrec.config.models.dlrm import DlrmSection
-from raytrec.config.models.sequence import SequenceSection
-from raytrec.config.models.two_tower import TwoTowerSection
+from raytrec.config.models.ranking import DcnSection, DlrmSection
+from raytrec.config.models.retrieval import TwoTowerSection
+from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
 from raytrec.models import build_model
 from raytrec.models.inputs import Sequence

@@ -7,7 +7,7 @@ from references import layers
 from torch.nn.functional import linear
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.models.final_mlp import FinalMLPSection
+from raytrec.config.models.ranking import FinalMLPSection
 from raytrec.models import build_model
 
 SECTION = {"name": "final_mlp", "mlp1": [6, 4], "mlp2": [6], "gate_mlp": [5]}

@@ -10,9 +10,7 @@ from references import layers
 from torch.nn.functional import linear
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.models.deepfm import DeepFMSection
-from raytrec.config.models.wide_deep import WideDeepSection
-from raytrec.config.models.xdeepfm import XDeepFMSection
+from raytrec.config.models.ranking import DeepFMSection, WideDeepSection, XDeepFMSection
 from raytrec.models import build_model
 
 

@@ -7,7 +7,7 @@ from references import layers
 from torch.nn.functional import linear
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.models.masknet import MaskNetSection
+from raytrec.config.models.ranking import MaskNetSection
 from raytrec.models import build_model
 
 SECTION = {"name": "masknet", "reduction": 1.5, "top_mlp": [5]}

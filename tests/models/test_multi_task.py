@@ -7,11 +7,13 @@ from references import layers
 from torch.nn.functional import linear
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.models.dbmtl import DBMTLSection
-from raytrec.config.models.esmm import ESMMSection
-from raytrec.config.models.mmoe import MMoESection
-from raytrec.config.models.ple import PLESection
-from raytrec.config.models.shared_bottom import SharedBottomSection
+from raytrec.config.models.multitask import (
+    DBMTLSection,
+    ESMMSection,
+    MMoESection,
+    PLESection,
+    SharedBottomSection,
+)
 from raytrec.models import build_model
 
 TASKS = {"clicked": 1, "kind": 3, "bought": 1}

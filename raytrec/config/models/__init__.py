@@ -1,6 +1,7 @@
 """The `model` section: one kind for each model, so that a key which a model does not read is refused.
 
-A new model is a file here (its section, registered with the path of its class) and one in raytrec/models.
+A new model is its section here, in the file of its family and registered with the path of its class, and a
+file in raytrec/models.
 One of yours is a class alone: model.name: module:Class. No torch here: the driver reads it.
 """
 
@@ -14,7 +15,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from raytrec.common.errors import ConfigError
 from raytrec.common.python_path import PYTHON_PATH
 from raytrec.config.models.base import MODELS, Lengths, ModelSection, check_lengths
-from raytrec.config.models.two_tower import Towers
+from raytrec.config.models.retrieval import Towers
 from raytrec.config.schema import Schema
 
 OWN = "module:Class"
@@ -90,10 +91,11 @@ def check_model(
         ConfigError: it cannot.
     """
     if vectors and config.gives_vectors is False:
+        with_vectors = [name for name, section in MODELS.parts.items() if section.gives_vectors]
         raise ConfigError(
             f"a loss of the tasks reads vectors of query and item, and model.name={config.name} gives none",
             where="tasks, model.name",
-            expected="model.name=two_tower, mf, sasrec or hstu, or a class of yours that takes `vectors`",
+            expected=f"model.name={', '.join(with_vectors)}, or a class of yours that takes `vectors`",
             do="set model.name=two_tower and model.towers, or take another loss, such as bpr",
         )
     check_lengths(schema, config)

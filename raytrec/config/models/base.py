@@ -211,3 +211,46 @@ def check_lengths(schema: Schema, config: ModelSection) -> None:
                 where=f"model.max_length.{name}",
                 expected=f"features of pooling: sequence, of {', '.join(known) or 'which there are none'}",
             )
+
+
+def feature_of(schema: Schema, feature: str, key: str, *, sequence: bool = False) -> None:
+    """Looks whether a feature can be read as a key wants it.
+
+    Args:
+        key: that names it: model.item.
+        sequence: whether it has to be one that is read id by id.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if feature not in schema.sparse:
+        near = did_you_mean(feature, list(schema.sparse))
+        raise ConfigError(
+            f"'{feature}' is no feature" + (f"; did you mean '{near}'?" if near else ""),
+            where=key,
+            expected=f"one of {', '.join(schema.sparse)}",
+        )
+    pooling = schema.sparse[feature].pooling
+    if sequence and pooling != "sequence":
+        raise ConfigError(
+            f"'{feature}' is pooled by its {pooling}, and is to be read id by id",
+            where=f"schema.yaml, sparse.{feature}.pooling",
+            expected="sequence",
+            do=f"set pooling: sequence on {feature}, or name another feature",
+        )
+
+
+def same_table(schema: Schema, feature: str, item: str, key: str) -> None:
+    """Looks whether a feature's ids are those of the item.
+
+    Raises:
+        ConfigError: they look up different tables.
+    """
+    tables = schema.sparse[feature].table, schema.sparse[item].table
+    if tables[0] != tables[1]:
+        raise ConfigError(
+            f"'{feature}' looks up table {tables[0]}, and '{item}' table {tables[1]}",
+            where=key,
+            expected="one table: their ids are of the same things, whose vectors are compared",
+            do=f"set table: {tables[1]} on {feature}, or name another feature",
+        )

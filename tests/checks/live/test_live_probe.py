@@ -46,7 +46,7 @@ def no_ids_at_all(rank, world, plan):
 
 def sequences(rank, world, plan, settings):
     """Ids of two sequences, one with weights, looked up one by one."""
-    from raytrec.config.models.sequence import SequenceSection
+    from raytrec.config.models.sequences import SequenceSection
 
     schema = SCHEMA.model_copy(deep=True)
     schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"

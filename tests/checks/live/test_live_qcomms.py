@@ -37,7 +37,7 @@ def quantized(rank, world, plan, forward, backward, fault=None, **settings):
 
 
 def sequences(rank, world, plan, forward, backward):
-    from raytrec.config.models.sequence import SequenceSection
+    from raytrec.config.models.sequences import SequenceSection
 
     schema = wide()
     schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"

@@ -35,7 +35,7 @@ def test_a_fault_is_found_with_several_tasks():
 
 def of_tables_alone(rank, world):
     """A model without a dense parameter, which no rank has a copy of anything of."""
-    from raytrec.config.models.mf import MfSection
+    from raytrec.config.models.retrieval import MfSection
 
     section = MfSection(name="mf", user="user", item="tags")
     tasks = [{"label": "y", "loss": "in_batch_softmax"}]

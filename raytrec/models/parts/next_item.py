@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from raytrec.config.models.next_item import NextItemSection
+from raytrec.config.models.sequences import NextItemSection
 from raytrec.config.schema import Schema
 from raytrec.models.inputs import Sequence, dim_of
-from raytrec.models.packed import Packed
-from raytrec.models.sampled import Queries, result, sampled_loss
+from raytrec.models.parts.packed import Packed
+from raytrec.models.parts.sampled import Queries, result, sampled_loss
 
 
 class NextItem(nn.Module, ABC):

@@ -1,0 +1,141 @@
+"""Models of several tasks: shared layers, experts, and tasks that depend on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.base import Few
+from raytrec.config.models.base import Dropout, ModelSection, Sizes, check_task_name, model
+from raytrec.config.schema import Schema
+
+
+@model("shared_bottom", "raytrec.models.experts:SharedBottom")
+class SharedBottomSection(ModelSection):
+    """One MLP that all tasks share, and a tower for each (models/experts.py)."""
+
+    name: Literal["shared_bottom"] = Field(description="The model.")
+    bottom_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
+        [128], description="Sizes of the layers that all tasks share."
+    )
+    tower_mlp: Sizes = Field([64], description="Hidden sizes of each task's tower.")
+    dropout: Dropout = Field(0.0, description="Dropout in all layers while training.")
+
+
+@model("mmoe", "raytrec.models.experts:MMoE")
+class MMoESection(ModelSection):
+    """Experts that all tasks share, a gate and a tower for each task (models/experts.py)."""
+
+    name: Literal["mmoe"] = Field(description="The model.")
+    experts: Few = Field(4, description="Experts, each an MLP over all inputs.")
+    expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
+        [64], description="Sizes of an expert's layers."
+    )
+    tower_mlp: Sizes = Field([32], description="Hidden sizes of each task's tower.")
+    dropout: Dropout = Field(0.0, description="Dropout in experts and towers while training.")
+
+
+@model("ple", "raytrec.models.experts:PLE")
+class PLESection(ModelSection):
+    """Levels of experts, shared ones and those of each task, with gates between them (models/experts.py)."""
+
+    name: Literal["ple"] = Field(description="The model.")
+    levels: Annotated[Few, Field(le=100)] = Field(
+        2, description="Extraction levels, one after the other; 1 is CGC, the paper's single level."
+    )
+    shared_experts: Few = Field(2, description="Experts of each level that all tasks read.")
+    task_experts: Few = Field(2, description="Experts of each level for each task, which it alone reads.")
+    expert_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
+        [64], description="Sizes of an expert's layers."
+    )
+    tower_mlp: Sizes = Field([32], description="Hidden sizes of each task's tower.")
+    dropout: Dropout = Field(0.0, description="Dropout in experts and towers while training.")
+
+
+@model("esmm", "raytrec.models.esmm:ESMM")
+class ESMMSection(ModelSection):
+    """P(click), and P(click and conversion) = P(click) · P(conversion | click) (models/esmm.py)."""
+
+    name: Literal["esmm"] = Field(description="The model.")
+    click: str = Field(description="The task whose label is the click.")
+    conversion: str = Field(
+        description="The task whose label is the conversion, 0 where there was no click; all rows count."
+    )
+    tower_mlp: Sizes = Field([128, 64], description="Hidden sizes of the two towers.")
+    dropout: Dropout = Field(0.0, description="Dropout in both towers while training.")
+
+    def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
+        for key in ("click", "conversion"):
+            check_task_name(getattr(self, key), tasks, f"model.{key}")
+        if self.click == self.conversion:
+            raise ConfigError(
+                f"{self.click} is both click and conversion",
+                where="model.click, model.conversion",
+                expected="two tasks",
+            )
+        if others := [name for name in tasks if name not in (self.click, self.conversion)]:
+            raise ConfigError(
+                f"esmm has a tower for clicks and one for conversions, and none for {', '.join(others)}",
+                where="tasks, model.name",
+                expected="two tasks",
+                do="leave the others out, or take model.name=dbmtl, which relates any number of tasks",
+            )
+        if wide := [name for name, columns in tasks.items() if columns != 1]:
+            raise ConfigError(
+                f"the loss of task {wide[0]} has {tasks[wide[0]]} columns, and esmm gives one log-odds",
+                where="tasks",
+                expected="loss: bce, or another one of a probability",
+            )
+
+
+@model("dbmtl", "raytrec.models.dbmtl:DBMTL")
+class DBMTLSection(ModelSection):
+    """A tower for each task, which reads those of the tasks that it depends on, too (models/dbmtl.py)."""
+
+    name: Literal["dbmtl"] = Field(description="The model.")
+    relations: dict[str, list[str]] | None = Field(
+        None,
+        description="Task → the tasks that it depends on, as {bought: [clicked]}; default: each on all "
+        "before it.",
+    )
+    bottom_mlp: Sizes = Field([128], description="Sizes of the layers that all tasks share.")
+    tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
+        [64], description="Sizes of each task's own layers below the relations."
+    )
+    relation_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
+        [32], description="Sizes of each task's layers over its own and those that it depends on."
+    )
+    dropout: Dropout = Field(0.0, description="Dropout in all layers while training.")
+
+    def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
+        self.order(list(tasks))
+
+    def order(self, tasks: Collection[str]) -> dict[str, list[str]]:
+        """Task → the tasks that it depends on, those first that others depend on.
+
+        Raises:
+            ConfigError: no such task; tasks that depend on each other in a circle.
+        """
+        names = list(tasks)
+        if self.relations is None:
+            return {name: names[:place] for place, name in enumerate(names)}
+        for name, parents in self.relations.items():
+            check_task_name(name, names, "model.relations")
+            for parent in parents:
+                check_task_name(parent, names, f"model.relations.{name}")
+        left = {name: list(dict.fromkeys(self.relations.get(name, []))) for name in names}
+        ordered: dict[str, list[str]] = {}
+        while left:
+            ready = [name for name, parents in left.items() if set(parents) <= set(ordered)]
+            if not ready:
+                raise ConfigError(
+                    f"tasks depend on each other in a circle, {' and '.join(left)} among them or behind it",
+                    where="model.relations",
+                    expected="tasks that depend on others which do not depend on them",
+                    do="leave one of the relations out",
+                )
+            ordered |= {name: left.pop(name) for name in ready}
+        return ordered

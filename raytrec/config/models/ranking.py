@@ -1,0 +1,220 @@
+"""Models that read pooled embeddings of any features: DLRM, DCN-V2, DeepFM and their kin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.base import Few, PositiveFloat
+from raytrec.config.models.base import (
+    Dropout,
+    ModelSection,
+    Size,
+    Sizes,
+    check_first_order,
+    matching,
+    model,
+    one_dim,
+)
+from raytrec.config.schema import Schema
+
+
+@model("dlrm", "raytrec.models.dlrm:DLRM")
+class DlrmSection(ModelSection):
+    """Dot products of all pairs of embeddings (models/dlrm.py)."""
+
+    name: Literal["dlrm"] = Field("dlrm", description="The model.")
+    bottom_mlp: Sizes = Field(
+        [128], description="Hidden sizes between the dense columns and their embedding."
+    )
+    top_mlp: Sizes = Field([128, 64], description="Hidden sizes between interactions and logit.")
+    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+
+    def check(self, schema: Schema) -> None:
+        one_dim(schema, self.name)
+
+
+@model("dcn", "raytrec.models.dcn:DCN")
+class DcnSection(ModelSection):
+    """Cross layers over all embeddings side by side: DCN-V2 (models/dcn.py)."""
+
+    name: Literal["dcn"] = Field("dcn", description="The model.")
+    bottom_mlp: Sizes = Field(
+        [], description="Sizes of layers over the dense columns; []: the columns enter as they are."
+    )
+    cross_layers: Annotated[Few, Field(le=1000)] = Field(3, description="Cross layers, one after the other.")
+    cross_rank: Size | None = Field(
+        None, description="Rank of each cross layer's matrix, as a product U V; default: one full matrix."
+    )
+    deep: Literal["stacked", "parallel"] = Field(
+        "stacked", description="top_mlp reads what the cross layers give, or their input beside them."
+    )
+    top_mlp: Sizes = Field([128, 64], description="Hidden sizes of the deep layers.")
+    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+
+    def check(self, schema: Schema) -> None:
+        if self.bottom_mlp and not schema.dense:
+            raise ConfigError(
+                f"model.bottom_mlp is {self.bottom_mlp}, and the schema has no dense columns",
+                where="model.bottom_mlp",
+                expected="[] without dense columns",
+                do="set model.bottom_mlp=[]",
+            )
+
+
+Names = Annotated[list[str], Field(min_length=1)]
+
+
+@model("wide_deep", "raytrec.models.wide_deep:WideDeep")
+class WideDeepSection(ModelSection):
+    """A linear model of ids and columns beside an MLP over their embeddings (models/wide_deep.py)."""
+
+    name: Literal["wide_deep"] = Field(description="The model.")
+    wide: Names = Field(
+        ["*"],
+        description="Sparse features and dense columns (or patterns) of the linear part; crosses of columns "
+        "belong here.",
+    )
+    deep: Names = Field(["*"], description="Those of the MLP. Each feature and column is in one of the two.")
+    top_mlp: Sizes = Field([128, 64], description="Hidden sizes of the MLP.")
+    dropout: Dropout = Field(0.0, description="Dropout in the MLP while training.")
+
+    def check(self, schema: Schema) -> None:
+        self.parts(schema)
+
+    def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
+        wide = self.parts(schema)["wide"]
+        check_first_order(schema, self.name, tasks, [f for f in schema.sparse if f in wide])
+
+    def parts(self, schema: Schema) -> dict[str, set[str]]:
+        """wide and deep → their features and columns.
+
+        Raises:
+            ConfigError: a pattern that matches nothing; a feature in neither.
+        """
+        names = [*schema.dense, *schema.sparse]
+        found = {part: matching(getattr(self, part), names, f"model.{part}") for part in ("wide", "deep")}
+        if neither := set(names) - found["wide"] - found["deep"]:
+            raise ConfigError(
+                f"neither wide nor deep: {', '.join(sorted(neither))}",
+                where="model.wide, model.deep",
+                expected="each feature and dense column in one of them at least",
+                do="name it, or leave it out of the schema",
+            )
+        return found
+
+
+@model("deepfm", "raytrec.models.deepfm:DeepFM")
+class DeepFMSection(ModelSection):
+    """A factorization machine beside an MLP over the same vectors (models/deepfm.py)."""
+
+    name: Literal["deepfm"] = Field(description="The model.")
+    top_mlp: Sizes = Field([128, 64], description="Hidden sizes of the MLP.")
+    dropout: Dropout = Field(0.0, description="Dropout in the MLP while training.")
+
+    def check(self, schema: Schema) -> None:
+        one_dim(schema, self.name)
+
+    def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
+        check_first_order(schema, self.name, tasks)
+
+
+@model("xdeepfm", "raytrec.models.deepfm:XDeepFM")
+class XDeepFMSection(ModelSection):
+    """A compressed interaction network beside an MLP and a linear model (models/deepfm.py)."""
+
+    name: Literal["xdeepfm"] = Field(description="The model.")
+    cin: Annotated[Sizes, Field(min_length=1)] = Field(
+        [32, 32],
+        description="Feature maps of each layer of the compressed interaction network; layer k has products "
+        "of k + 1 features.",
+    )
+    top_mlp: Sizes = Field([128, 64], description="Hidden sizes of the MLP.")
+    dropout: Dropout = Field(0.0, description="Dropout in the MLP while training.")
+
+    def check(self, schema: Schema) -> None:
+        one_dim(schema, self.name)
+
+    def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
+        check_first_order(schema, self.name, tasks)
+
+
+Stream = Annotated[Sizes, Field(min_length=1)]
+
+
+@model("final_mlp", "raytrec.models.final_mlp:FinalMLP")
+class FinalMLPSection(ModelSection):
+    """Two MLPs, each over inputs that it weighs, and a bilinear form of both (models/final_mlp.py)."""
+
+    name: Literal["final_mlp"] = Field(description="The model.")
+    mlp1: Stream = Field([128, 64], description="Sizes of the first stream's layers.")
+    mlp2: Stream = Field([128, 64], description="Sizes of the second stream's layers.")
+    gating: bool = Field(
+        True, description="Whether each stream weighs its inputs (the paper's feature selection)."
+    )
+    gate1: list[str] = Field(
+        [],
+        description="Sparse features and dense columns (or patterns) that the weights of the first stream's "
+        "inputs follow from, such as the user's; []: weights are the same for all rows.",
+    )
+    gate2: list[str] = Field([], description="The same for the second stream, such as the item's.")
+    gate_mlp: Sizes = Field([64], description="Hidden sizes of the network that gives the weights.")
+    heads: Few = Field(
+        1, description="Parts that the streams are cut into, each with a bilinear form of its own."
+    )
+    dropout: Dropout = Field(0.0, description="Dropout in both streams while training.")
+
+    def check(self, schema: Schema) -> None:
+        if not self.gating and (self.gate1 or self.gate2):
+            raise ConfigError(
+                "gate1 and gate2 name what inputs are weighted by, and gating is false",
+                where="model.gating, model.gate1, model.gate2",
+                expected="gating: true, or neither of them",
+                do="set model.gating=true",
+            )
+        for stream in ("gate1", "gate2"):
+            self.context(schema, stream)
+        for name, sizes in (("mlp1", self.mlp1), ("mlp2", self.mlp2)):
+            if sizes[-1] % self.heads:
+                raise ConfigError(
+                    f"a stream of width {sizes[-1]} cannot be cut into {self.heads} heads",
+                    where=f"model.{name}, model.heads",
+                    expected=f"a last size that is a multiple of {self.heads}",
+                    do=f"set the last of model.{name} to {-(-sizes[-1] // self.heads) * self.heads}",
+                )
+
+    def context(self, schema: Schema, stream: str) -> set[str]:
+        """The features and columns that a stream's weights follow from.
+
+        Raises:
+            ConfigError: a pattern that matches nothing.
+        """
+        return matching(getattr(self, stream), [*schema.dense, *schema.sparse], f"model.{stream}")
+
+
+@model("masknet", "raytrec.models.masknet:MaskNet")
+class MaskNetSection(ModelSection):
+    """Layers whose inputs are multiplied by masks that each row's embeddings give (models/masknet.py)."""
+
+    name: Literal["masknet"] = Field(description="The model.")
+    arrangement: Literal["parallel", "serial"] = Field(
+        "parallel",
+        description="Blocks side by side over the embeddings, or each over what the one before it gives.",
+    )
+    blocks: Annotated[Sizes, Field(min_length=1)] = Field(
+        [64, 64], description="Width of what each mask block gives."
+    )
+    reduction: PositiveFloat = Field(
+        2.0, description="Hidden width of a block's mask network, as a multiple of the mask's width."
+    )
+    top_mlp: Sizes = Field(
+        [64],
+        description="Hidden sizes between the blocks and the logit; [] is the serial model of the paper.",
+    )
+    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+
+    def check(self, schema: Schema) -> None:
+        one_dim(schema, self.name)

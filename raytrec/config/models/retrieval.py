@@ -1,0 +1,215 @@
+"""Models of a query and an item, which can learn from drawn items."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from raytrec.common.errors import ConfigError
+from raytrec.config.base import Few, NonNegativeInt, PositiveFloat, Section
+from raytrec.config.models.base import Dropout, ModelSection, Sizes, feature_of, matching, model, same_table
+from raytrec.config.schema import Schema
+
+
+class SampledSection(ModelSection):
+    """A model that can hold each row's item against others, drawn for it (models/parts/sampled.py)."""
+
+    own_loss_of_last: ClassVar[bool] = True
+    negatives: str | None = Field(
+        None,
+        description="A feature of ids that a row's item is held against, such as data.transforms makes by "
+        "do: sample: the model's own loss (tasks: [{loss: from_model}]); default: it has none.",
+    )
+    max_negatives: Few = Field(
+        100, description="The most ids of `negatives` that are read of a row; what is not there is padded."
+    )
+    loss: Literal["softmax", "bce", "bpr"] = Field(
+        "softmax",
+        description="What is learned from an item and its negatives: cross-entropy of the softmax over all "
+        "of them; binary cross-entropy of each; or that it has a higher score than they, pair by pair.",
+    )
+
+    @property
+    def own_loss(self) -> bool:
+        return self.negatives is not None
+
+    def sequence_lengths(self, schema: Schema) -> dict[str, int]:
+        """Negatives are read id by id."""
+        return {} if self.negatives is None else {self.negatives: self.max_negatives}
+
+    def check_negatives(self, schema: Schema, item: str) -> None:
+        """Holds `negatives` to the item's feature.
+
+        Raises:
+            ConfigError: there is no such sequence, or it looks up another table.
+        """
+        if self.negatives is not None:
+            feature_of(schema, self.negatives, "model.negatives", sequence=True)
+            same_table(schema, self.negatives, item, "model.negatives")
+
+
+@model("mf", "raytrec.models.mf:MatrixFactorization")
+class MfSection(SampledSection):
+    """The dot product of a user's and an item's embedding (models/mf.py)."""
+
+    gives_vectors: ClassVar[bool | None] = True
+    retrieves: ClassVar[bool] = True
+    name: Literal["mf"] = Field(description="The model.")
+    user: str = Field("user", description="The feature of who asks.")
+    item: str = Field("item", description="The feature of what is recommended.")
+    bias: bool = Field(
+        True, description="The last number of each embedding is the user's or the item's bias, no factor."
+    )
+
+    def check(self, schema: Schema) -> None:
+        feature_of(schema, self.user, "model.user")
+        feature_of(schema, self.item, "model.item")
+        dims = [schema.tables[schema.sparse[f].table].dim for f in (self.user, self.item)]
+        if dims[0] != dims[1]:
+            raise ConfigError(
+                f"embeddings of {self.user} have {dims[0]} numbers, those of {self.item} {dims[1]}",
+                where="schema.yaml, tables",
+                expected="one dim: mf takes dot products between them",
+                do="give both tables the same dim",
+            )
+        self.check_negatives(schema, self.item)
+
+    def tower_members(self, schema: Schema) -> dict[str, set[str]]:
+        return {"query": {self.user}, "item": {self.item}}
+
+
+@model("ncf", "raytrec.models.ncf:NeuMF")
+class NcfSection(SampledSection):
+    """Products of a user's and an item's embeddings beside an MLP over them: NeuMF (models/ncf.py)."""
+
+    name: Literal["ncf"] = Field(description="The model.")
+    user: str = Field("user", description="The feature of who asks.")
+    item: str = Field("item", description="The feature of what is recommended.")
+    gmf_dim: NonNegativeInt | None = Field(
+        None,
+        description="The first so many numbers of each embedding are for the products, the others for the "
+        "MLP; 0: an MLP alone; all: products alone. Default: half of them.",
+    )
+    shared: bool = Field(
+        False, description="Products and MLP read the whole of the same embeddings; without gmf_dim."
+    )
+    mlp: Annotated[Sizes, Field(min_length=1)] = Field([64, 32, 16], description="Sizes of the MLP's layers.")
+    dropout: Dropout = Field(0.0, description="Dropout in the MLP while training.")
+
+    def check(self, schema: Schema) -> None:
+        feature_of(schema, self.user, "model.user")
+        feature_of(schema, self.item, "model.item")
+        self.widths(schema)
+        self.check_negatives(schema, self.item)
+
+    def widths(self, schema: Schema) -> tuple[int, int, int]:
+        """How many numbers the products have, and how many of user and item the MLP reads.
+
+        Raises:
+            ConfigError: the products would have different ones of user and item.
+        """
+        dims = [schema.tables[schema.sparse[f].table].dim for f in (self.user, self.item)]
+        if self.shared and self.gmf_dim is not None:
+            raise ConfigError(
+                f"model.shared is true, and model.gmf_dim is {self.gmf_dim}",
+                where="model.gmf_dim",
+                expected="one of the two: embeddings are shared, or parted",
+                do="leave gmf_dim out, or set model.shared=false",
+            )
+        if self.shared:
+            self._check_dims(dims, dims[0], "model.shared")
+            return dims[0], dims[0], dims[1]
+        products = min(dims) // 2 if self.gmf_dim is None else self.gmf_dim
+        if products > min(dims):
+            self._check_dims(dims, products, "model.gmf_dim")
+        return products, dims[0] - products, dims[1] - products
+
+    def _check_dims(self, dims: list[int], products: int, key: str) -> None:
+        if products > min(dims) or (self.shared and dims[0] != dims[1]):
+            raise ConfigError(
+                f"embeddings of {self.user} have {dims[0]} numbers, those of {self.item} {dims[1]}",
+                where=f"schema.yaml, tables; {key}",
+                expected=f"{products} of each for their products",
+                do="change the tables' dims, or set model.gmf_dim",
+            )
+
+
+class Towers(Section):
+    query: list[str] = Field(
+        min_length=1, description="Sparse features and dense columns (or patterns) of who or what asks."
+    )
+    item: list[str] = Field(min_length=1, description="Those of what is recommended.")
+
+    def members(self, names: list[str]) -> dict[str, set[str]]:
+        """query and item → those of some features and dense columns that their patterns name.
+
+        Raises:
+            ConfigError: a pattern that matches nothing.
+        """
+        return {
+            tower: matching(getattr(self, tower), names, f"model.towers.{tower}")
+            for tower in ("query", "item")
+        }
+
+
+@model("two_tower", "raytrec.models.two_tower:TwoTower")
+class TwoTowerSection(SampledSection):
+    """One vector for the query, one for the item, and their dot product (models/two_tower.py)."""
+
+    gives_vectors: ClassVar[bool | None] = True
+    retrieves: ClassVar[bool] = True
+    name: Literal["two_tower"] = Field(description="The model.")
+    towers: Towers = Field(
+        description="Which features belong to which tower: each to one. Patterns as 'user*'."
+    )
+    tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field(
+        [128, 64], description="Sizes of each tower's layers; the last is the width of its vectors."
+    )
+    normalize: bool = Field(
+        False, description="Vectors of length 1: retrieval by cosine instead of by dot product."
+    )
+    temperature: PositiveFloat | None = Field(
+        None,
+        description="What scores are divided by, at first if it is learned; default: 0.2 of cosines, of dot "
+        "products the root of the vectors' width.",
+    )
+    learn_temperature: bool = Field(True, description="The temperature is learned, or stays what it is.")
+    dropout: Dropout = Field(0.0, description="Dropout after each tower's hidden layers while training.")
+
+    def check(self, schema: Schema) -> None:
+        of_item = self.members(schema)["item"]
+        if self.negatives is None:
+            return
+        if len(of_item) > 1 or not of_item <= set(schema.sparse):
+            raise ConfigError(
+                f"the item tower reads {', '.join(sorted(of_item))}, and of negatives only ids are known",
+                where="model.towers.item, model.negatives",
+                expected="one sparse feature in the item tower, whose ids negatives are",
+                do="leave negatives out: in_batch_softmax needs none, or leave the other features out",
+            )
+        self.check_negatives(schema, *of_item)
+
+    def tower_members(self, schema: Schema) -> dict[str, set[str]]:
+        return self.members(schema)
+
+    def members(self, schema: Schema) -> dict[str, set[str]]:
+        """Tower → its features and columns; each name of the schema but the negatives is in one.
+
+        Raises:
+            ConfigError: a feature of no or of two towers; a pattern that matches nothing.
+        """
+        names = [name for name in [*schema.dense, *schema.sparse] if name != self.negatives]
+        found = self.towers.members(names)
+        both = found["query"] & found["item"]
+        neither = set(names) - found["query"] - found["item"]
+        if both or neither:
+            what, which = ("both towers", both) if both else ("neither tower", neither)
+            raise ConfigError(
+                f"in {what}: {', '.join(sorted(which))}",
+                where="model.towers",
+                expected="each feature and dense column in one tower: a query's vector knows nothing of the "
+                "item",
+                do="name it under query or item, or leave it out of the schema",
+            )
+        return found

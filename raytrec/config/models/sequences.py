@@ -1,0 +1,296 @@
+"""Models that read sequences: for the item in question (DIN, DIEN, BST), or the next one (SASRec, HSTU)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.config.base import Few, PositiveFloat
+from raytrec.config.models.base import (
+    Dropout,
+    ModelSection,
+    Size,
+    Sizes,
+    check_heads,
+    feature_of,
+    model,
+    one_dim,
+    same_table,
+)
+from raytrec.config.models.retrieval import SampledSection
+from raytrec.config.schema import Schema
+
+
+class TargetedSection(ModelSection):
+    """A model that reads each sequence for a target: an item, say, that may come next."""
+
+    max_length: Few = Field(
+        50,
+        description="The most recent so many ids of a sequence feature are read; the last id is the newest.",
+    )
+    target: str | None = Field(
+        None,
+        description="The feature that sequences are attended for; default: the one that shares their table.",
+    )
+
+    def sequences(self, schema: Schema) -> list[str]:
+        """The sequences that are read for a target, in the schema's order."""
+        return [f for f, spec in schema.sparse.items() if spec.pooling == "sequence"]
+
+    def targets(self, schema: Schema) -> dict[str, str]:
+        """Sequence → the feature that it is attended for.
+
+        Raises:
+            ConfigError: no sequence; a target that there is not, or that has to be named.
+        """
+        sequences = self.sequences(schema)
+        if not sequences:
+            raise ConfigError(
+                "the schema has no sequence",
+                where="schema.yaml, sparse",
+                expected=f"a feature of pooling: sequence for model.name={self.name}",
+                do="set pooling: sequence on the feature whose ids are in the order of time, or take dlrm",
+            )
+        return {sequence: self._target(schema, sequence) for sequence in sequences}
+
+    def check_dims(self, schema: Schema) -> None:
+        """Looks whether each sequence's ids have vectors as wide as its target's.
+
+        Raises:
+            ConfigError: one has not, and what `targets` raises.
+        """
+        for sequence, target in self.targets(schema).items():
+            dims = [schema.tables[schema.sparse[feature].table].dim for feature in (sequence, target)]
+            if dims[0] != dims[1]:
+                raise ConfigError(
+                    f"vectors of {sequence} have dim {dims[0]}, and those of its target {target} {dims[1]}",
+                    where="schema.yaml, tables",
+                    expected="one dim: they are held against each other",
+                    do="give both tables the same dim, or set model.target to another feature",
+                )
+
+    def _target(self, schema: Schema, sequence: str) -> str:
+        bags = [feature for feature, spec in schema.sparse.items() if spec.pooling != "sequence"]
+        same = [feature for feature in bags if schema.sparse[feature].table == schema.sparse[sequence].table]
+        if self.target in bags:
+            return self.target
+        if self.target is not None:
+            near = did_you_mean(self.target, bags)
+            raise ConfigError(
+                f"'{self.target}' is no feature" + (f"; did you mean '{near}'?" if near else ""),
+                where="model.target",
+                expected=f"one of {', '.join(bags)}",
+            )
+        if len(same) != 1:
+            raise ConfigError(
+                f"for which feature is {sequence} to be read? {len(same)} others look up its table",
+                where="model.target",
+                expected="one feature that shares the sequence's table, or a word on which it is",
+                do=f"set model.target to one of {', '.join(same or bags)}",
+            )
+        return same[0]
+
+
+@model("sequence", "raytrec.models.dlrm:SequenceModel")
+class SequenceSection(TargetedSection):
+    """Attention over sequences, for the item in question, before DLRM's dot products (models/dlrm.py)."""
+
+    name: Literal["sequence"] = Field(description="The model.")
+    attention_mlp: Sizes = Field(
+        [32], description="Hidden sizes between an id beside the target and its score."
+    )
+    bottom_mlp: Sizes = Field(
+        [128], description="Hidden sizes between the dense columns and their embedding."
+    )
+    top_mlp: Sizes = Field([128, 64], description="Hidden sizes between interactions and logit.")
+    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+
+    def check(self, schema: Schema) -> None:
+        one_dim(schema, self.name)
+        self.targets(schema)
+
+
+@model("din", "raytrec.models.din:DIN")
+class DinSection(TargetedSection):
+    """Deep Interest Network: sequences summed by weights that depend on the target (models/din.py)."""
+
+    name: Literal["din"] = Field(description="The model.")
+    attention_mlp: Sizes = Field(
+        [36], description="Hidden sizes between an id beside the target and its weight."
+    )
+    top_mlp: Sizes = Field([200, 80], description="Hidden sizes between all vectors side by side and logit.")
+    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+
+    def check(self, schema: Schema) -> None:
+        self.check_dims(schema)
+
+
+@model("dien", "raytrec.models.dien:DIEN")
+class DienSection(TargetedSection):
+    """Deep Interest Evolution Network: interests as they change towards the target (models/dien.py)."""
+
+    name: Literal["dien"] = Field(description="The model.")
+    negatives: str | None = Field(
+        None,
+        description="A feature of ids that a sequence's are held against, one for each, such as "
+        "data.transforms makes by do: sample: the auxiliary loss; default: there is none.",
+    )
+    auxiliary_weight: PositiveFloat = Field(1.0, description="Factor of the auxiliary loss.")
+    top_mlp: Sizes = Field([200, 80], description="Hidden sizes between all vectors side by side and logit.")
+    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+
+    @property
+    def own_loss(self) -> bool:
+        return self.negatives is not None
+
+    def sequences(self, schema: Schema) -> list[str]:
+        """All but the negatives."""
+        return [feature for feature in super().sequences(schema) if feature != self.negatives]
+
+    def held_against(self, schema: Schema) -> list[str]:
+        """The sequences whose ids the negatives are held against: those of their table."""
+        if self.negatives is None:
+            return []
+        table = schema.sparse[self.negatives].table
+        return [feature for feature in self.sequences(schema) if schema.sparse[feature].table == table]
+
+    def check(self, schema: Schema) -> None:
+        if self.negatives is not None:
+            feature_of(schema, self.negatives, "model.negatives", sequence=True)
+        self.targets(schema)
+        if self.negatives is not None and not self.held_against(schema):
+            table = schema.sparse[self.negatives].table
+            raise ConfigError(
+                f"'{self.negatives}' looks up table {table}, and no sequence does",
+                where="model.negatives",
+                expected="a feature of the table of a sequence, whose ids they are held against",
+                do=f"set table on {self.negatives} to that of {self.sequences(schema)[0]}",
+            )
+
+
+@model("bst", "raytrec.models.bst:BST")
+class BstSection(TargetedSection):
+    """Behavior Sequence Transformer: attention between a sequence's ids and its target (models/bst.py)."""
+
+    name: Literal["bst"] = Field(description="The model.")
+    blocks: Annotated[Few, Field(le=1000)] = Field(1, description="Transformer layers, one after the other.")
+    heads: Annotated[Few, Field(le=1000)] = Field(2, description="Heads of attention in each of them.")
+    feedforward: Size = Field(64, description="Hidden size between attention and a layer's result.")
+    attention_dropout: Dropout = Field(0.0, description="Dropout of what a layer adds, while training.")
+    top_mlp: Sizes = Field([256, 128], description="Hidden sizes between all vectors side by side and logit.")
+    dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
+
+    def check(self, schema: Schema) -> None:
+        self.check_dims(schema)
+        for sequence in self.targets(schema):
+            dim = schema.tables[schema.sparse[sequence].table].dim
+            check_heads(self.heads, dim, f"the vectors of {sequence} have dim {dim}")
+
+
+class NextItemSection(SampledSection):
+    """A causal model of a history of items (models/parts/next_item.py)."""
+
+    gives_vectors: ClassVar[bool | None] = True
+    retrieves: ClassVar[bool] = True
+    history: str = Field("history", description="The sequence of items so far, the most recent last.")
+    item: str = Field("item", description="The feature of the item that comes next, or might.")
+    max_length: Few = Field(50, description="The most recent so many items of the history are read.")
+    blocks: Annotated[Few, Field(le=1000)] = Field(2, description="Layers, one after the other.")
+    heads: Annotated[Few, Field(le=1000)] = Field(1, description="Heads of attention in each of them.")
+    dropout: Dropout = Field(0.2, description="Dropout of what a layer adds, and of its input, in training.")
+    positions: Literal["recency", "order"] = Field(
+        "recency",
+        description="Positions are counted from the most recent item of a history, or from its oldest.",
+    )
+    normalize: bool = Field(
+        False, description="Vectors of length 1: scores are cosines instead of dot products."
+    )
+    temperature: PositiveFloat = Field(1.0, description="What scores are divided by.")
+
+    def sequence_lengths(self, schema: Schema) -> dict[str, int]:
+        """The history, too, is read id by id."""
+        return {self.history: self.max_length} | super().sequence_lengths(schema)
+
+    def tower_members(self, schema: Schema) -> dict[str, set[str]]:
+        return {"query": {self.history}, "item": {self.item}}
+
+    def check(self, schema: Schema) -> None:
+        feature_of(schema, self.history, "model.history", sequence=True)
+        feature_of(schema, self.item, "model.item")
+        same_table(schema, self.history, self.item, "model.history")
+        self.check_negatives(schema, self.item)
+
+    def check_heads(self, width: int, what: str) -> None:
+        """Looks whether a width can be shared out among the heads.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        check_heads(self.heads, width, f"{what} is {width}")
+
+
+@model("sasrec", "raytrec.models.sasrec:SASRec")
+class SasrecSection(NextItemSection):
+    """Self-attention over a history, for the next item (models/sasrec.py)."""
+
+    name: Literal["sasrec"] = Field(description="The model.")
+    feedforward: Size | None = Field(
+        None, description="Width between the two layers of a block's network; default: the table's dim."
+    )
+    attention_dropout: Dropout = Field(
+        0.0, description="Dropout of attention weights in training; more than 0 is slow on CPU."
+    )
+
+    def check(self, schema: Schema) -> None:
+        super().check(schema)
+        table = schema.sparse[self.item].table
+        self.check_heads(schema.tables[table].dim, f"the dim of table {table}")
+
+
+@model("hstu", "raytrec.models.hstu:HSTU")
+class HstuSection(NextItemSection):
+    """Pointwise aggregated attention over a history, for the next item (models/hstu.py)."""
+
+    name: Literal["hstu"] = Field(description="The model.")
+    width: Size | None = Field(
+        None, description="Width of u, v, queries and keys over all heads; default: the table's dim."
+    )
+    time: str | None = Field(
+        None,
+        description="A column of times beside the history's ids (schema: sparse.HISTORY.side_features): "
+        "attention knows how long lies between two items; default: only how many items do.",
+    )
+    normalize: bool = Field(
+        True, description="Vectors of length 1: scores are cosines instead of dot products."
+    )
+    temperature: PositiveFloat = Field(0.05, description="What scores are divided by.")
+
+    def check(self, schema: Schema) -> None:
+        super().check(schema)
+        table = schema.sparse[self.item].table
+        if self.width is None:
+            self.check_heads(schema.tables[table].dim, f"the dim of table {table}")
+        else:
+            self.check_heads(self.width, "model.width")
+        if self.time is not None:
+            self.time_place(schema)
+
+    def time_place(self, schema: Schema) -> int:
+        """Which of the history's side features the times are.
+
+        Raises:
+            ConfigError: none.
+        """
+        columns = schema.sparse[self.history].side_features
+        if self.time not in columns:
+            near = did_you_mean(self.time or "", columns)
+            raise ConfigError(
+                f"'{self.time}' is not a column beside {self.history}"
+                + (f"; did you mean '{near}'?" if near else ""),
+                where="model.time",
+                expected=f"a side feature of {self.history}: {', '.join(columns) or 'there are none'}",
+                do=f"set side_features: [{self.time}] on {self.history} in schema.yaml",
+            )
+        return columns.index(self.time)
