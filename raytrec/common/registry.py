@@ -14,6 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 from raytrec.common import python_path
@@ -85,8 +86,14 @@ class Registry(Generic[T]):
 
 def import_all(package: str) -> None:
     """Imports every module of a package, in alphabetical order."""
-    for module in sorted(found.name for found in pkgutil.iter_modules(import_module(package).__path__)):
+    for module in names_in(package):
         import_module(f"{package}.{module}")
+
+
+def names_in(package: str) -> list[str]:
+    """The modules of a package, in alphabetical order; neither it nor they are imported."""
+    found = find_spec(package)
+    return sorted(module.name for module in pkgutil.iter_modules(found and found.submodule_search_locations))
 
 
 def find_code(path: str, kind: str, where: str, folder: str | None = None) -> Any:

@@ -20,7 +20,7 @@ from raytrec.config.base import (
     PositiveInt,
     Section,
 )
-from raytrec.config.transforms import Transform
+from raytrec.config.transforms import BUILT_IN, Transform
 
 NAME = re.compile(r"\w[\w .,:+=@()-]{0,149}")
 
@@ -116,8 +116,8 @@ class DataSection(Section):
     )
     transforms: list[Transform] = Field(
         default_factory=list,
-        description="What is applied to columns before the schema sees them: fill_null, clip, log, "
-        "bucketize, hash, lookup_vocabulary, binarize, date_part, age, cast, drop_null, or module:function.",
+        description="What is applied to columns before the schema sees them: "
+        f"{', '.join(BUILT_IN)}, or module:function.",
     )
     reserve_columns: Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(_each_once)] = Field(
         default_factory=list,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from raytrec.common.registry import names_in
 from raytrec.config.base import Number, PositiveFloat, Section
 
 Column = Annotated[str, Field(min_length=1)]
@@ -27,8 +28,8 @@ class TaskSection(Section):
     label: str | None = Field(None, description="A label of the schema; default: its first.")
     loss: str = Field(
         "bce",
-        description="What is minimised: bce, focal, mse, huber, poisson, cross_entropy, bpr, "
-        "in_batch_softmax, from_model, or a class of yours as module:Class.",
+        description=f"What is minimised: {', '.join(names_in('raytrec.tasks.losses'))}, or a class of "
+        "yours as module:Class.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments that the loss is made with."

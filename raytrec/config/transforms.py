@@ -273,7 +273,7 @@ class Python(Section):
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments.")
 
 
-# A new one is a class above and its function in data/transform.py.
+# A new one is a class above, and its function in data/transform.py.
 _SECTIONS: list[type[Section]] = [*OnColumns.__subclasses__(), Sample]
 WITH_VOCABULARY = (LookupVocabulary, Sample)
 BUILT_IN = {get_args(cls.model_fields["do"].annotation)[0]: cls for cls in _SECTIONS}

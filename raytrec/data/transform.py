@@ -21,6 +21,14 @@ from raytrec.data.hashing import hash_integers, hash_text
 from raytrec.data.kinds import is_list, is_number, is_text, value_type
 from raytrec.data.sampling import ALIKE, Draw, sample
 
+# Kind of transform → its function of (the transform, values): values, as many.
+ON_VALUES: dict[type, Callable[..., pa.Array]] = {t.DatePart: times.date_part, t.Age: times.age}
+
+
+def does(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Array]]:
+    """Decorator: the function does what transforms of this kind ask for."""
+    return lambda function: ON_VALUES.setdefault(kind, function)
+
 
 def apply_transforms(
     table: pa.Table,
@@ -73,7 +81,7 @@ def _apply(transform: t.Transform, table: pa.Table, folder: str | None, draw: Dr
         return _with_columns(table, [transform.column], [drawn])
     if isinstance(transform, t.Python):
         return _function(transform.do, folder)(table, **transform.options)
-    on_values = partial(BUILT_IN[type(transform)], transform)
+    on_values = partial(ON_VALUES[type(transform)], transform)
     if isinstance(transform, t.Age):
         end = transform.until_column
         on_values = partial(on_values, until=one_array(table[end]) if end else None)
@@ -128,6 +136,7 @@ def _within_lists(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) ->
     return pa.ListArray.from_arrays(offsets, values)
 
 
+@does(t.FillNull)
 def _fill_null(spec: t.FillNull, array: pa.Array) -> pa.Array:
     value = pa.scalar(spec.value)
     if pa.types.is_decimal(array.type):  # by way of text: pyarrow wants room for every integer's digits
@@ -143,6 +152,7 @@ def _scalar(value: float | int | str, kind: pa.DataType) -> pa.Scalar:
     return pa.scalar(str(value) if pa.types.is_decimal(kind) else value).cast(kind)
 
 
+@does(t.Clip)
 def _clip(spec: t.Clip, array: pa.Array) -> pa.Array:
     if spec.low is not None:
         array = pc.if_else(pc.less(array, spec.low), _scalar(spec.low, array.type), array)
@@ -151,17 +161,20 @@ def _clip(spec: t.Clip, array: pa.Array) -> pa.Array:
     return array
 
 
+@does(t.Log)
 def _log(spec: t.Log, array: pa.Array) -> pa.Array:
     number = array.cast(pa.float64(), safe=False)
     return pc.multiply(pc.sign(number), pc.log1p(pc.abs(number))).cast(pa.float32(), safe=False)
 
 
+@does(t.Bucketize)
 def _bucketize(spec: t.Bucketize, array: pa.Array) -> pa.Array:
     number = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # a null becomes NaN
     buckets = np.searchsorted(np.array(spec.boundaries), number, side="right")
     return pa.array(buckets, pa.int64(), mask=np.isnan(number))
 
 
+@does(t.Hash)
 def _hash(spec: t.Hash, array: pa.Array) -> pa.Array:
     valid = array.is_valid().to_numpy(zero_copy_only=False)
     flat = array.drop_null()
@@ -176,6 +189,7 @@ def _hash(spec: t.Hash, array: pa.Array) -> pa.Array:
     return pa.array(out, mask=~valid)
 
 
+@does(t.LookupVocabulary)
 def _lookup_vocabulary(spec: t.LookupVocabulary, array: pa.Array) -> pa.Array:
     known = _vocabulary(spec.vocabulary, array.type)
     ids = pc.index_in(array, value_set=known, skip_nulls=True).cast(pa.int64())
@@ -207,6 +221,7 @@ def _vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
     return values
 
 
+@does(t.Binarize)
 def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
     kind = array.type
     if is_number(array.type):
@@ -228,6 +243,7 @@ def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
     )
 
 
+@does(t.Cast)
 def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
     kind = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.string()}[spec.to]
     if is_text(array.type) and spec.to != "string":
@@ -239,20 +255,6 @@ def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
     return array.cast(kind, safe=spec.to != "float32")
 
 
+@does(t.DropNull)
 def _drop_null(spec: t.DropNull, array: pa.Array) -> pa.Array:
     return array  # lists lose their nulls after every transform
-
-
-BUILT_IN: dict[type, Callable[..., pa.Array]] = {
-    t.FillNull: _fill_null,
-    t.Clip: _clip,
-    t.Log: _log,
-    t.Bucketize: _bucketize,
-    t.Hash: _hash,
-    t.LookupVocabulary: _lookup_vocabulary,
-    t.Binarize: _binarize,
-    t.DatePart: times.date_part,
-    t.Age: times.age,
-    t.Cast: _cast,
-    t.DropNull: _drop_null,
-}

@@ -261,3 +261,13 @@ def test_what_is_shown_of_a_configuration_has_no_secrets():
             {**BASE, "model": {"options": {"password": "sesame"}}, "tracking": {"tags": {"pwd": ["sesame"]}}}
         )
     assert "sesame" not in str(error.value)
+
+
+def test_descriptions_name_every_built_in_transform_and_loss():
+    from raytrec.config.transforms import BUILT_IN
+    from raytrec.tasks.losses import loss
+
+    sections = json_schema()["$defs"]
+    named = {"DataSection": ("transforms", BUILT_IN), "TaskSection": ("loss", loss.parts)}
+    for section, (key, parts) in named.items():
+        assert ", ".join(parts) in sections[section]["properties"][key]["description"]

@@ -31,6 +31,7 @@ class Share(OnColumns):
 
 '''
 FUNCTION = """\
+@does(t.Share)
 def _share(spec: t.Share, array: pa.Array) -> pa.Array:
     return pc.min_element_wise(pc.divide(array, spec.most), 1.0)
 
@@ -88,8 +89,7 @@ def add_check(tree):
 
 def add_transform(tree):
     inserted(tree, "raytrec/config/transforms.py", "class Python(", TRANSFORM)
-    inserted(tree, "raytrec/data/transform.py", "BUILT_IN:", FUNCTION)
-    inserted(tree, "raytrec/data/transform.py", "    t.DropNull:", "    t.Share: _share,\n")
+    inserted(tree, "raytrec/data/transform.py", "@does(t.DropNull)", FUNCTION)
 
 
 def add_recipe(tree):
