@@ -93,7 +93,9 @@ def import_all(package: str) -> None:
 def names_in(package: str) -> list[str]:
     """The modules of a package, in alphabetical order; neither it nor they are imported."""
     found = find_spec(package)
-    return sorted(module.name for module in pkgutil.iter_modules(found and found.submodule_search_locations))
+    return sorted(
+        module.name for module in pkgutil.iter_modules(found.submodule_search_locations if found else [])
+    )
 
 
 def find_code(path: str, kind: str, where: str, folder: str | None = None) -> Any:

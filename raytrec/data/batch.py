@@ -32,7 +32,7 @@ class Batch(Pipelineable):
             sample weight, and 0 for padding, without a label of the task, and where the task's mask excludes
             it (raytrec/data/row_weights.py). None: `weights` is that of every task.
         keys: int64 [B, K], of each column in Form.key_columns: integers as they are, other values by a hash
-            (raytrec/data/keys.py); 0 for padding.
+            (raytrec/data/hashing.py); 0 for padding.
         reserved: the columns in Form.reserve_columns, of the rows whose `weights` are 1, in their order;
             always on the host.
         side_features: sequence that is read id by id and has n side features → float64 [N, n], in the order

@@ -1,13 +1,25 @@
-"""Footers of Parquet files, and whether they can be true. No torch here."""
+"""Footers of Parquet files: whether they can be true, and what their statistics have against row groups.
+
+Statistics are in most footers, and cost nothing more to look at. Row groups that they accuse are read before
+a run starts (rows.check_accused), so that its error names the row. No torch here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
-from raytrec.data.faults import retry_read, storage_hint
+from raytrec.data.decode import retry_read, storage_hint
+from raytrec.data.form import Form
+from raytrec.data.row_weights import TaskRows
 
 MOST_ROWS = 2**31 - 1  # of a row group; no writer comes near
 CLOSELY_ROWS = 65_536  # row groups of more are looked at closely
@@ -89,3 +101,159 @@ def read_footer(uri: str) -> pq.FileMetaData:
             do="write or copy the file again, or remove it",
         ) from None
     return metadata
+
+
+MOST_FLOAT32 = float(np.finfo(np.float32).max)
+
+Question = tuple[
+    str, Callable[[pq.ColumnChunkMetaData], bool]
+]  # a column, and what is asked of a chunk of it
+
+
+class Footer:
+    """The statistics of a file's row groups, by column."""
+
+    def __init__(self, metadata: pq.FileMetaData, form: Form):
+        self._metadata, self._form = metadata, form
+        self._made = {name for transform in form.transforms for name in transform.writes}
+        self._leaves: dict[str, list[int]] = {}
+        self._paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+        for i, path in enumerate(self._paths):
+            self._leaves.setdefault(path.partition(".")[0], []).append(i)
+
+    def accused(self) -> list[int]:
+        """Row groups that hold what is not allowed, as far as statistics say."""
+        asked = [
+            (i, wrong) for name, wrong in _questions(self._form, self._made) for i in self._columns(name)
+        ]
+        found = []
+        for index in range(self._metadata.num_row_groups):
+            group = self._metadata.row_group(index)
+            if any(wrong(column) for i, wrong in asked if (column := group.column(i)).is_stats_set):
+                found.append(index)
+        return found
+
+    def excluded(self) -> dict[str, list[set[str]]]:
+        """Task → why no row of each row group with rows counts in it; an empty set where some may."""
+        return {task.name: self._excluded(task) for task in self._form.tasks if self._form.weighs_tasks}
+
+    def _excluded(self, task: TaskRows) -> list[set[str]]:
+        asked = [
+            (i, why, excludes)
+            for name, why, excludes in _conditions(task)
+            if name not in self._made
+            for i in self._columns(name)
+        ]
+        groups = (self._metadata.row_group(g) for g in range(self._metadata.num_row_groups))
+        return [
+            {why for i, why, excludes in asked if excludes(group.column(i), group.num_rows)}
+            for group in groups
+            if group.num_rows
+        ]
+
+    def constant_labels(self) -> dict[str, float]:
+        """Labels of one value in all rows that have one → that value, as far as statistics show it."""
+        columns = {name: self._columns(name) for name in self._form.labels if name not in self._made}
+        found = {name: self._one_value(places[0]) for name, places in columns.items() if len(places) == 1}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _one_value(self, place: int) -> float | None:
+        known = None
+        for group in (self._metadata.row_group(g) for g in range(self._metadata.num_row_groups)):
+            chunk, rows = group.column(place), group.num_rows
+            if not rows or _is_all_null(chunk, rows):
+                continue
+            found = chunk.statistics if chunk.is_stats_set else None
+            if not (found and found.has_min_max and _number(found.min) and found.min == found.max):
+                return None
+            if known not in (None, value := float(found.min)):
+                return None
+            known = value
+        return known
+
+    def _columns(self, name: str) -> list[int]:
+        """The places of a column's values, which may be those of a list."""
+        paths = (name, f"{name}.list.element", f"{name}.list.item")
+        return [i for i in self._leaves.get(name.partition(".")[0], []) if self._paths[i] in paths]
+
+
+def why_empty(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[str, str]:
+    """Task → why no row of any file counts in it; tasks in which some may are not there.
+
+    Args:
+        excluded: of each file (Footer.excluded).
+    """
+    of_tasks: dict[str, list[set[str]]] = {}
+    for of_file in excluded:
+        for task, of_groups in of_file.items():
+            of_tasks.setdefault(task, []).extend(of_groups)
+    return {
+        task: min(set.intersection(*reasons), default="its mask, weight and label exclude every row together")
+        for task, reasons in of_tasks.items()
+        if reasons and all(reasons)
+    }
+
+
+def _questions(form: Form, made: set[str]) -> Iterator[Question]:
+    """Whether a chunk has what is not allowed, of columns that no transform makes."""
+    schema = form.schema
+    for name in {*form.labels, *schema.dense} - made:
+        label = name in schema.labels
+        may_be_null = label and form.skips_nulls(name)
+        yield name, partial(_is_wrong, allowed=form.label_range(name) if label else None, null=may_be_null)
+    for read in form.columns_of_tasks:
+        if read.column not in made:
+            mask = read.role == "mask"
+            yield read.column, partial(_is_wrong, allowed=(0, 1 if mask else MOST_FLOAT32), null=mask)
+    for name, spec in schema.sparse.items():
+        table, column = schema.tables[spec.table], schema.column_of(name)
+        if column not in made and table.out_of_range == "error" and not table.ids:
+            yield column, partial(_outside, low=0, high=table.rows - 1)
+
+
+def _conditions(task: TaskRows) -> Iterator[tuple[str, str, Callable[[pq.ColumnChunkMetaData, int], bool]]]:
+    """(column, why no row counts, whether a chunk of so many rows shows it)."""
+    if task.nulls == "skip":
+        yield task.label, f"its label '{task.label}' is null in every row", _is_all_null
+    for mask in (task.mask, task.mask_label):
+        if mask:
+            yield mask, f"its mask '{mask}' is nowhere 1", partial(_stays_below, bound=1, reaches=True)
+    if task.sample_weight:
+        why = f"its sample weight '{task.sample_weight}' is 0 in every row"
+        yield task.sample_weight, why, partial(_stays_below, bound=0, reaches=False)
+
+
+def _is_all_null(chunk: pq.ColumnChunkMetaData, rows: int) -> bool:
+    found = chunk.statistics if chunk.is_stats_set else None
+    return bool(found and found.has_null_count and found.null_count == rows)
+
+
+def _stays_below(chunk: pq.ColumnChunkMetaData, rows: int, bound: float, reaches: bool) -> bool:
+    """Whether there is no value above a bound, or, if it `reaches`, none at it either."""
+    if _is_all_null(chunk, rows):
+        return True
+    found = chunk.statistics if chunk.is_stats_set else None
+    if not (found and found.has_min_max and _number(found.max)):
+        return False
+    return found.max < bound if reaches else found.max <= bound
+
+
+def _is_wrong(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, float] | None, null: bool) -> bool:
+    return (not null and _has_null(chunk)) or (allowed is not None and _outside(chunk, *allowed))
+
+
+def _has_null(chunk: pq.ColumnChunkMetaData) -> bool:
+    return bool(chunk.statistics.has_null_count and chunk.statistics.null_count)
+
+
+def _outside(chunk: pq.ColumnChunkMetaData, low: float, high: float) -> bool:
+    """Whether there are numbers outside of [low, high]."""
+    found = chunk.statistics
+    if not found.has_min_max:
+        return False
+    least, greatest = found.min, found.max
+    return _number(least) and _number(greatest) and (least < low or greatest > high)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float | Decimal)

@@ -24,16 +24,15 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample, Transform, columns_before
-from raytrec.data.kinds import is_list, plain_array
-from raytrec.data.task_rows import TaskColumn, TaskRows
+from raytrec.data.arrow import one_array
+from raytrec.data.columns import NO_MANAGED_ID
+from raytrec.data.row_weights import TaskColumn, TaskRows
 
 Range = tuple[float, float]
 RESERVED = "reserved."  # begins the names of reserved columns
-NO_MANAGED_ID = -(2**63)
 
 
 @dataclass(frozen=True)
@@ -286,27 +285,3 @@ def _matrix(columns: Sequence[np.ndarray], rows: int, dtype: type) -> pa.FixedSi
     for i, column in enumerate(columns):
         packed[:, i] = column
     return pa.FixedSizeListArray.from_arrays(packed.reshape(-1), len(columns))
-
-
-def one_array(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array of a plain type (kinds.plain_array)."""
-    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0) if array.num_chunks else pa.nulls(0, array.type)
-    return plain_array(array)
-
-
-def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    """(offsets int32 [n + 1] from 0, flat values): scalars as lists of one, nulls as empty lists."""
-    if pa.types.is_list(array.type) and not array.null_count:
-        offsets, flat = array.offsets.to_numpy(), array.flatten()
-        offsets = offsets - offsets[0] if offsets[0] else offsets
-    else:
-        nested = is_list(array.type)
-        lengths = (
-            pc.fill_null(pc.list_value_length(array), 0) if nested else array.is_valid().cast(pa.int32())
-        )
-        flat = array.flatten() if nested else array.drop_null()
-        offsets = np.zeros(len(array) + 1, np.int32)
-        np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
-    return offsets, plain_array(flat)

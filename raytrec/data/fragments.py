@@ -16,14 +16,12 @@ from raytrec.common.storage import open_filesystem
 from raytrec.config.schema import Schema
 from raytrec.config.sections import folders
 from raytrec.config.transforms import Transform, with_rows
-from raytrec.data.footers import read_footer
+from raytrec.data.arrow import empty_table, is_list, plain, select_schema
+from raytrec.data.footers import Footer, read_footer, why_empty
 from raytrec.data.form import Form, Range
-from raytrec.data.kinds import check_present, check_types, is_list, plain
-from raytrec.data.nested import empty_table, select
-from raytrec.data.partitions import ALL, Between, in_order, within
-from raytrec.data.reserved import ReservedInFile, agree, find_in_folders
-from raytrec.data.statistics import Footer, why_empty
-from raytrec.data.task_rows import TaskRows
+from raytrec.data.kinds import check_present, check_types
+from raytrec.data.partitions import ALL, Between, ReservedInFile, agree, find_in_folders, in_order, within
+from raytrec.data.row_weights import TaskRows
 from raytrec.data.transform import apply_transforms
 
 
@@ -235,7 +233,7 @@ def _look(uri: str, form: Form) -> _Seen:
     if form.reserved:
         form = replace(form, from_folders=find_in_folders(arrow, form, uri))
     check_present(arrow, form.columns, uri, form=form)
-    arrow = select(arrow, form.columns)
+    arrow = select_schema(arrow, form.columns)
     if form.transforms:
         arrow = apply_transforms(empty_table(arrow), form.transforms, uri, form.folder).schema
         check_present(arrow, form.wanted, f"{uri}, after data.transforms", fields=False, form=form)

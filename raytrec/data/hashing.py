@@ -1,9 +1,13 @@
-"""Hashes that stay the same between runs and machines. No torch here."""
+"""Hashes that stay the same between runs and machines, and keys that rows are grouped by. No torch here."""
 
 from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import types
+
+from raytrec.data.arrow import is_text, plain_array
 
 
 def hash_integers(ids: np.ndarray, rows: int) -> np.ndarray:
@@ -40,3 +44,49 @@ def _distinct(flat: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     unique = np.array(encoded.dictionary.to_pylist(), dtype=object)
     hashes = hash_array(unique) if len(unique) else np.empty(0, np.uint64)
     return hashes, encoded.indices.to_numpy(zero_copy_only=False)
+
+
+NULL_KEY = -(2**63)  # of all nulls, which are one group
+
+
+def keys_of(array: pa.Array) -> np.ndarray:
+    """Each value's key, int64 [n]; equal values have equal keys.
+
+    Integers are their own key (of uint64, the same bits), as are true and false (1 and 0), and dates and
+    times in their own unit. Text and bytes are hashed (SipHash of their UTF-8), decimals as the text that
+    they are written as, and floats by their bits (splitmix64; NaN is one value, and -0.0 is 0.0). Some two
+    of n hashed values share a key with a probability of about n² / 2⁶⁵: 3e-8 for a million of them.
+
+    Raises:
+        TypeError: a type that is none of these.
+    """
+    array = plain_array(array)
+    there = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
+    if there is None:
+        return _keys(array)
+    keys = np.full(len(array), NULL_KEY, np.int64)
+    if there.any():
+        keys[there] = _keys(array.drop_null())
+    return keys
+
+
+def _keys(array: pa.Array) -> np.ndarray:
+    kind = array.type
+    if types.is_boolean(kind):
+        array = array.cast(pa.int8())
+    elif types.is_date32(kind) or types.is_time32(kind):
+        array = array.cast(pa.int32())
+    elif types.is_temporal(kind) and not types.is_interval(kind):
+        array = array.cast(pa.int64())
+    elif types.is_decimal(kind):
+        array = pc.cast(array, pa.string())
+    if types.is_integer(array.type):
+        values = array.to_numpy()
+        return values.view(np.int64) if values.dtype == np.uint64 else values.astype(np.int64, copy=False)
+    if types.is_floating(array.type):
+        values = array.cast(pa.float64()).to_numpy() + 0.0  # of -0.0, too, 0.0
+        values[np.isnan(values)] = np.nan
+        return hash_bits(values.view(np.uint64)).view(np.int64)
+    if is_text(array.type):
+        return hash_text_bits(array).view(np.int64)
+    raise TypeError(f"a column of {kind} has no keys")

@@ -1,19 +1,28 @@
-"""Types of Arrow columns, and whether a file's are what the schema says."""
+"""Whether the types of a file's columns are what the schema expects."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyarrow import types
 
 from raytrec.common.errors import DataError, did_you_mean
 from raytrec.config.schema import scalar
-from raytrec.data import nested
+from raytrec.data.arrow import (
+    Ambiguous,
+    find_column,
+    is_list,
+    is_number,
+    is_text,
+    leaf_names,
+    plain,
+    value_type,
+)
 
 if TYPE_CHECKING:
     from raytrec.data.form import Form
+
 
 SHOWN = 30  # column names in a message
 
@@ -32,9 +41,9 @@ def check_present(
     """
     for column in columns:
         try:
-            found = nested.find(arrow, column)
+            found = find_column(arrow, column)
             found = found if fields or len(found or ()) == 1 else None
-        except nested.Ambiguous:
+        except Ambiguous:
             raise DataError(
                 f"column '{column}' is there more than once",
                 where=f"{where}, column {column}",
@@ -42,7 +51,7 @@ def check_present(
                 do="write the file again with a name of its own for each column",
             ) from None
         if found is None:
-            known = list(dict.fromkeys([*arrow.names, *nested.leaves(arrow)]))
+            known = list(dict.fromkeys([*arrow.names, *leaf_names(arrow)]))
             near, named = did_you_mean(column, known), form and form.named_by(column)
             readers = f"{named} reads" if named else "the schema and data.transforms read"
             place = named or "the schema"
@@ -228,7 +237,7 @@ def _of_time(kind: pa.DataType, column: str) -> str | None:
 
 def _field_of(kind: pa.DataType, column: str) -> str | None:
     """Which name has what is inside of a struct."""
-    inside = nested.leaves(pa.schema([(column, kind)]))
+    inside = leaf_names(pa.schema([(column, kind)]))
     if inside == [column]:
         return None
     return f"name what is inside of it: {_some(inside)} (of a sparse feature, with column: NAME)"
@@ -246,66 +255,3 @@ def _transform(do: str, column: str, settings: str, into: str | None = None) -> 
 def _short(kind: pa.DataType) -> str:
     text = str(kind)
     return text if len(text) < 200 else f"{text[:200]}…"
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Whether an Arrow type is any kind of list."""
-    return nested.element(kind) is not None
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Whether an Arrow type is text or bytes."""
-    return (
-        types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_string_view(kind)
-        or types.is_binary(kind)
-        or types.is_large_binary(kind)
-        or types.is_binary_view(kind)
-        or types.is_fixed_size_binary(kind)
-    )
-
-
-def is_number(kind: pa.DataType) -> bool:
-    """Whether an Arrow type is one number, or true and false."""
-    return (
-        types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
-    )
-
-
-def value_type(kind: pa.DataType) -> pa.DataType:
-    """The type of the ids: in a list, of what it holds; plain."""
-    inner = nested.element(plain(kind))
-    return plain(kind) if inner is None else plain(inner)
-
-
-def plain(kind: pa.DataType) -> pa.DataType:
-    """The type that `plain_array` gives."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return plain(kind.storage_type)
-    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        return plain(kind.value_type)
-    if types.is_string_view(kind):
-        return pa.string()
-    if types.is_binary_view(kind):
-        return pa.binary()
-    if types.is_float16(kind):
-        return pa.float32()
-    if types.is_decimal32(kind) or types.is_decimal64(kind):
-        return pa.decimal128(kind.precision, kind.scale)
-    return kind
-
-
-def plain_array(array: pa.Array) -> pa.Array:
-    """The same values in a type that Arrow's functions and NumPy know: no dictionaries, runs, views of text,
-    extensions, half floats or short decimals. What lists hold stays as it is."""
-    while array.type != plain(array.type):
-        if isinstance(array.type, pa.BaseExtensionType):
-            array = array.storage
-        elif types.is_dictionary(array.type):
-            array = array.dictionary_decode()
-        elif types.is_run_end_encoded(array.type):
-            array = pc.run_end_decode(array)
-        else:
-            array = array.cast(plain(array.type))
-    return array

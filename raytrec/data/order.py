@@ -56,7 +56,7 @@ class Item:
     """What one read task brings: rows of one lane, in order, or shuffled by `seed`.
 
     `skip` rows at its front have been consumed before the start step (they are dropped after the shuffle).
-    What is drawn for rows (data/sampling.py) follows from `draw`, run.seed and epoch, and from their numbers;
+    What is drawn for rows (data/transform.py) follows from `draw`, run.seed, epoch and their numbers;
     `draw` is () in evaluations and predictions.
     """
 

@@ -9,13 +9,12 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError, did_you_mean
 from raytrec.config.transforms import Transform, columns_before, needed_transforms
-from raytrec.data import nested
+from raytrec.data.arrow import empty_table, find_column, leaf_names, select_schema, type_at
 from raytrec.data.decode import decode
 from raytrec.data.fragments import read_footer
 from raytrec.data.order import Part
-from raytrec.data.reserved import in_folders, value_in_folders
-from raytrec.data.sampling import Draw
-from raytrec.data.transform import apply_transforms
+from raytrec.data.partitions import in_folders, value_in_folders
+from raytrec.data.transform import Draw, apply_transforms
 
 KEPT = 8  # schemas of files
 
@@ -47,17 +46,17 @@ class CarriedColumns:
             return pa.schema([])
         arrow = self._arrow(uri)
         raw, made = self._divided(arrow)
-        kinds = {name: nested.type_at(arrow, nested.find(arrow, name)) for name in raw}
+        kinds = {name: type_at(arrow, find_column(arrow, name)) for name in raw}
         if made:
             transforms = needed_transforms(self.transforms, made)
-            there = nested.select(arrow, columns_before(transforms, made))
-            done = apply_transforms(nested.empty_table(there), transforms, uri, self.code)
+            there = select_schema(arrow, columns_before(transforms, made))
+            done = apply_transforms(empty_table(there), transforms, uri, self.code)
             kinds |= {name: done.schema.field(name).type for name in made}
         kinds |= {
             name: self.folders[name] for name in self.names if name not in kinds and name in self.folders
         }
         if missing := [name for name in self.names if name not in kinds]:
-            known = [*nested.leaves(arrow), *self.folders]
+            known = [*leaf_names(arrow), *self.folders]
             near = did_you_mean(missing[0], known)
             raise DataError(
                 f"there is no column '{missing[0]}' to carry" + (f"; did you mean '{near}'?" if near else ""),
@@ -103,7 +102,7 @@ class CarriedColumns:
     def _divided(self, arrow: pa.Schema) -> tuple[list[str], list[str]]:
         """(columns that a file has, those that transforms make)."""
         written = {name for transform in self.transforms for name in transform.writes}
-        raw = [name for name in self.names if nested.find(arrow, name) is not None]
+        raw = [name for name in self.names if find_column(arrow, name) is not None]
         return raw, [name for name in self.names if name not in raw and name in written]
 
 

@@ -14,21 +14,22 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from raytrec.common.errors import DataError
+from raytrec.common.storage import open_filesystem
 from raytrec.config.schema import Sparse, Table
-from raytrec.data.columns import Place, Tally, bags, numbers, single
-from raytrec.data.decode import decode
-from raytrec.data.faults import Faults
+from raytrec.data.arrow import pick_columns, to_read
+from raytrec.data.columns import Place, Tally, bags, numbers, side_features, single
+from raytrec.data.decode import Faults, decode, retry_read, undecodable
 from raytrec.data.form import Form, shuffled
-from raytrec.data.keys import keys_of
+from raytrec.data.fragments import Dataset
+from raytrec.data.hashing import keys_of
 from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Part
-from raytrec.data.reserved import reserved_array
+from raytrec.data.partitions import reserved_array
 from raytrec.data.row_weights import label_of, task_weights
-from raytrec.data.sampling import Draw
-from raytrec.data.side_features import side_features
-from raytrec.data.transform import apply_transforms
+from raytrec.data.transform import Draw, apply_transforms
 
 AHEAD = 2  # items that are decoded before they are asked for, each in a thread
 NICE = 10  # of the threads that decode
@@ -203,3 +204,50 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
             for name in form.with_side_features
         },
     )
+
+
+CHECKED_ROWS = 1 << 16  # read at a time
+BUFFER_BYTES = 1 << 20  # of each column
+MOST_ACCUSED = 4  # row groups that are read for what footers say
+
+
+def check_accused(dataset: Dataset) -> None:
+    """Reads the first row groups of which footers say that they hold what the schema does not allow.
+
+    Raises:
+        DataError: they do; names file, row group, column and row.
+    """
+    for group in dataset.accused[:MOST_ACCUSED]:
+        for _ in check_rows(group.path, group.index, dataset.form):
+            pass
+
+
+def check_rows(path: str, group: int, form: Form) -> Iterator[int]:
+    """Reads a row group as a run would, a few rows at a time; how many they were.
+
+    Raises:
+        DataError: rows that a run would stop at; names file, row group, column and row.
+    """
+    first = 0
+    for table in _tables(path, group, form.columns):
+        table = apply_transforms(table, form.transforms, f"{path}, row group {group}", form.folder)
+        canonical(table, form, Place(path, group, first))
+        first += table.num_rows
+        yield table.num_rows
+
+
+def _tables(path: str, group: int, columns: list[str]) -> Iterator[pa.Table]:
+    def opened() -> tuple[pq.ParquetFile, list[str]]:
+        filesystem, inner = open_filesystem(path)
+        file = filesystem.open_input_file(inner)
+        reader = pq.ParquetFile(file, buffer_size=BUFFER_BYTES, page_checksum_verification=True)
+        return reader, to_read(reader.schema_arrow, columns)
+
+    try:
+        reader, asked = retry_read(path, opened)
+        with reader:
+            found = reader.iter_batches(CHECKED_ROWS, row_groups=[group], columns=asked, use_threads=False)
+            for batch in found:
+                yield pick_columns(pa.Table.from_batches([batch]), columns)
+    except (pa.ArrowException, OSError, IndexError, KeyError, UnicodeDecodeError) as error:
+        raise undecodable(error, path, group) from None

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from queue import Full, Queue
 from threading import Event, Thread
+from time import monotonic
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from raytrec.common.errors import root_cause
-from raytrec.compat.ray_data import ask_for_no_nodes, keep_no_statistics, pace_executors
+from raytrec.compat.ray_data import ask_for_no_nodes, keep_no_statistics, pace_executors, prefer_node
 from raytrec.config.features import Features
 from raytrec.data.batch import Batch
 from raytrec.data.collate import Collator, Rows
-from raytrec.data.faults import Faults
+from raytrec.data.decode import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Order
-from raytrec.data.placement import place
 from raytrec.data.rows import read_items
 from raytrec.data.spans import SpanOrder
 
+LOOK_EVERY_S = 10.0  # nodes come and go
 LEAST_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows
 BLOCK_BYTES = 16 << 20  # of what a task hands over at a time
 
@@ -268,3 +271,32 @@ class Supply:
                 self._lanes.setdefault(self._lane, deque()).append(mine)
                 self._left -= len(mine)
                 self.due -= len(mine)
+
+
+def place() -> dict[str, Any]:
+    """Ray options for one read task.
+
+    On a cluster of both kinds, the CPUs beside GPUs belong to those who train: a node without GPUs is chosen
+    at random, those with more CPUs more often, because tasks ask for none; Ray chooses another if it is gone.
+    Else Ray chooses, this node first.
+    """
+    nodes = _nodes(int(monotonic() / LOOK_EVERY_S))
+    if not nodes:
+        return {"scheduling_strategy": "DEFAULT"}
+    (chosen,) = random.choices(list(nodes), weights=list(nodes.values()))
+    return {"scheduling_strategy": prefer_node(chosen)}
+
+
+def nodes_without_gpus() -> dict[str, float]:
+    """Id → CPUs of nodes with CPUs and without GPUs; none where all nodes are of one kind."""
+    import ray
+
+    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    if not any(has.get("GPU") for has in alive.values()):
+        return {}
+    return {node: has["CPU"] for node, has in alive.items() if has.get("CPU") and not has.get("GPU")}
+
+
+@lru_cache(maxsize=1)
+def _nodes(_: int) -> dict[str, float]:
+    return nodes_without_gpus()

@@ -1,33 +1,45 @@
-"""Runs data.transforms on decoded tables (transforms.py says what each one is). No torch here."""
+"""Runs data.transforms on decoded tables (config/transforms.py describes each). No torch here.
+
+Ids that a transform draws follow from run.seed, the epoch and the row's number in the dataset by arithmetic:
+they are the same whatever reads the row, whatever is read with it, and after a resume.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from raytrec.common import python_path
 from raytrec.common.errors import DataError
-from raytrec.common.storage import open_filesystem, read_text
 from raytrec.config import transforms as t
-from raytrec.data import times
-from raytrec.data.form import one_array, unnest
-from raytrec.data.hashing import hash_integers, hash_text
-from raytrec.data.kinds import is_list, is_number, is_text, value_type
-from raytrec.data.sampling import ALIKE, Draw, sample
+from raytrec.config.transforms import Sample
+from raytrec.data.arrow import is_list, is_text, one_array, unnest, value_type
+from raytrec.data.hashing import hash_bits
+from raytrec.data.transform_functions import ON_VALUES, read_vocabulary
 
-# Kind of transform → its function of (the transform, values): values, as many.
-ON_VALUES: dict[type, Callable[..., pa.Array]] = {t.DatePart: times.date_part, t.Age: times.age}
+AT_ONCE = 1 << 20  # ids that are drawn together: 8 MiB for each number about them
 
 
-def does(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Array]]:
-    """Decorator: the function does what transforms of this kind ask for."""
-    return lambda function: ON_VALUES.setdefault(kind, function)
+@dataclass(frozen=True)
+class Draw:
+    """By what the rows of a table draw.
+
+    Attributes:
+        key: run.seed and the epoch; (): of evaluations and predictions, which draw alike in every run.
+        first: the number of the table's first row in its dataset.
+    """
+
+    key: tuple[int, ...] = ()
+    first: int = 0
+
+
+ALIKE = Draw()  # also where only types, or what is there already, are looked at
 
 
 def apply_transforms(
@@ -136,125 +148,107 @@ def _within_lists(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) ->
     return pa.ListArray.from_arrays(offsets, values)
 
 
-@does(t.FillNull)
-def _fill_null(spec: t.FillNull, array: pa.Array) -> pa.Array:
-    value = pa.scalar(spec.value)
-    if pa.types.is_decimal(array.type):  # by way of text: pyarrow wants room for every integer's digits
-        value = pa.scalar(str(spec.value))
-    value = value.cast(array.type)
-    if pa.types.is_floating(array.type):
-        array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
-    return pc.fill_null(array, value)
-
-
-def _scalar(value: float | int | str, kind: pa.DataType) -> pa.Scalar:
-    """A setting in a column's type; for decimals from its digits, as pyarrow wants room for any integer's."""
-    return pa.scalar(str(value) if pa.types.is_decimal(kind) else value).cast(kind)
-
-
-@does(t.Clip)
-def _clip(spec: t.Clip, array: pa.Array) -> pa.Array:
-    if spec.low is not None:
-        array = pc.if_else(pc.less(array, spec.low), _scalar(spec.low, array.type), array)
-    if spec.high is not None:
-        array = pc.if_else(pc.greater(array, spec.high), _scalar(spec.high, array.type), array)
-    return array
-
-
-@does(t.Log)
-def _log(spec: t.Log, array: pa.Array) -> pa.Array:
-    number = array.cast(pa.float64(), safe=False)
-    return pc.multiply(pc.sign(number), pc.log1p(pc.abs(number))).cast(pa.float32(), safe=False)
-
-
-@does(t.Bucketize)
-def _bucketize(spec: t.Bucketize, array: pa.Array) -> pa.Array:
-    number = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # a null becomes NaN
-    buckets = np.searchsorted(np.array(spec.boundaries), number, side="right")
-    return pa.array(buckets, pa.int64(), mask=np.isnan(number))
-
-
-@does(t.Hash)
-def _hash(spec: t.Hash, array: pa.Array) -> pa.Array:
-    valid = array.is_valid().to_numpy(zero_copy_only=False)
-    flat = array.drop_null()
-    if is_text(flat.type):
-        ids = hash_text(flat, spec.rows)
-    else:
-        if not pa.types.is_integer(flat.type):
-            raise TypeError(f"hash takes integers or text, not {flat.type}")
-        ids = hash_integers(flat.to_numpy(), spec.rows)
-    out = np.zeros(len(array), np.int64)
-    out[valid] = ids
-    return pa.array(out, mask=~valid)
-
-
-@does(t.LookupVocabulary)
-def _lookup_vocabulary(spec: t.LookupVocabulary, array: pa.Array) -> pa.Array:
-    known = _vocabulary(spec.vocabulary, array.type)
-    ids = pc.index_in(array, value_set=known, skip_nulls=True).cast(pa.int64())
-    if spec.unknown is None:
-        return ids
-    return pc.if_else(array.is_valid(), pc.fill_null(ids, spec.unknown), ids)
-
-
 def _known(spec: t.Sample, table: pa.Table) -> pa.Array | None:
     """The vocabulary to draw from, in the type of the first column of ids to exclude."""
     if spec.vocabulary is None:
         return None
     kinds = (value_type(table.schema.field(name).type) for name in spec.exclude)
     kind = next((kind for kind in kinds if not pa.types.is_null(kind)), None)
-    return _vocabulary(spec.vocabulary, pa.int64() if kind and pa.types.is_integer(kind) else kind)
+    return read_vocabulary(spec.vocabulary, pa.int64() if kind and pa.types.is_integer(kind) else kind)
 
 
-@lru_cache
-def _vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
-    """The values of a vocabulary in a column's type, or in that of the file; each once."""
-    if uri.endswith(".parquet"):
-        filesystem, path = open_filesystem(uri)
-        values = one_array(pq.read_table(path, filesystem=filesystem).column(0))
-    else:
-        values = pa.array(read_text(uri).splitlines(), pa.string())
-    values = values.cast(kind or values.type)
-    if len(values.unique()) != len(values):
-        raise ValueError(f"{uri} has a value twice")
-    return values
+def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = None) -> pa.ListArray:
+    """`count` ids for each row, uniform over [0, rows) or a vocabulary, without those in columns `exclude`.
+
+    Draws are independent, so that an id may come twice. Excluded ids that are out of range, or not in the
+    vocabulary, change nothing; a row that excludes all ids gets none.
+
+    Args:
+        known: the vocabulary.
+
+    Raises:
+        DataError: a column to exclude holds other ids than those that are drawn.
+    """
+    among = spec.rows if known is None else len(known)
+    rows, (owners, ids) = table.num_rows, _excluded(spec, table, among, known)
+    seed = hash_bits(_seed(spec, draw))
+    lengths, parts = np.full(rows, spec.count, np.int64), [np.empty(0, np.int64)]
+    if not draw.key and not spec.in_evaluations:
+        lengths[:], rows = 0, 0
+    size = max(1, min(AT_ONCE // spec.count, (1 << 62) // (among + 1)))
+    for first in range(0, rows, size):
+        stop = min(first + size, rows)
+        begin, end = (int(np.searchsorted(owners, place)) for place in (first, stop))
+        numbers = np.arange(draw.first + first, draw.first + stop, dtype=np.uint64)
+        bits = hash_bits(hash_bits(numbers ^ seed)[:, np.newaxis] + np.arange(spec.count, dtype=np.uint64))
+        drawn, some = _others(bits, among, owners[begin:end] - first, ids[begin:end])
+        lengths[first:stop][~some] = 0
+        parts.append(drawn[some].ravel())
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    found = pa.array(np.concatenate(parts))
+    return pa.ListArray.from_arrays(offsets, found if known is None else known.take(found))
 
 
-@does(t.Binarize)
-def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
-    kind = array.type
-    if is_number(array.type):
-        array = array.cast(pa.float64(), safe=False)
-        array = pc.if_else(pc.is_nan(array), pa.scalar(None, pa.float64()), array)
-    if spec.at_least is not None:
-        if is_text(array.type):
-            raise TypeError(f"at_least takes numbers, not {array.type}; for text: positive: [TEXT, …]")
-        return pc.greater_equal(array, float(spec.at_least)).cast(pa.int8())
-    if wrong := [value for value in spec.positive if isinstance(value, str) != is_text(array.type)]:
-        raise TypeError(
-            f"the column holds {kind}, and positive {wrong[0]!r}"
-            + ("; put it into quotes (YAML's bare yes, no and numbers are no text)" * is_text(array.type))
-        )
-    known = spec.positive if is_text(array.type) else [float(value) for value in spec.positive]
-    known = pa.array(known).cast(array.type)
-    return pc.if_else(array.is_valid(), pc.is_in(array, value_set=known), pa.scalar(None, pa.bool_())).cast(
-        pa.int8()
+def _seed(spec: Sample, draw: Draw) -> np.ndarray:
+    """uint64 [1]; two columns of one row draw differently."""
+    numbers = [*spec.column.encode(), *draw.key]
+    return np.random.SeedSequence(numbers, spawn_key=(len(draw.key),)).generate_state(1, np.uint64)
+
+
+def _excluded(
+    spec: Sample, table: pa.Table, among: int, known: pa.Array | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(row int64 [N] rising, id int64 [N]) of what rows exclude, as far as it could be drawn; an id of a
+    vocabulary is its place."""
+    owners, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for name in spec.exclude:
+        offsets, flat = unnest(one_array(table[name]))
+        values = _places(flat, name, known).fill_null(-1).to_numpy(zero_copy_only=False)
+        within = (values >= 0) & (values < among)
+        owners.append(np.repeat(np.arange(table.num_rows), np.diff(offsets))[within])
+        ids.append(values[within])
+    owner, value = np.concatenate(owners), np.concatenate(ids)
+    order = np.argsort(owner, kind="stable")
+    return owner[order], value[order]
+
+
+def _places(ids: pa.Array, name: str, known: pa.Array | None) -> pa.Array:
+    """Ids as int64, as they are drawn: of a vocabulary, their places in it."""
+    if pa.types.is_null(ids.type) or (known is None and pa.types.is_integer(ids.type)):
+        return ids.cast(pa.int64(), safe=False)
+    if known is not None and (is_text if is_text(known.type) else pa.types.is_integer)(ids.type):
+        return pc.index_in(ids.cast(known.type), value_set=known, skip_nulls=True).cast(pa.int64())
+    raise DataError(
+        f"sample draws {'whole numbers' if known is None else known.type}, and {name} holds {ids.type}",
+        where=f"data.transforms, do: sample, exclude: {name}",
+        expected="columns of such ids as are drawn",
+        do="name a file of the ids to draw from, text with one in each line or Parquet: vocabulary: FILE; or "
+        "make numbers of the column first: {do: lookup_vocabulary, …}",
     )
 
 
-@does(t.Cast)
-def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
-    kind = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.string()}[spec.to]
-    if is_text(array.type) and spec.to != "string":
-        array = pc.utf8_trim_whitespace(array.cast(pa.string()))
-    if pa.types.is_floating(array.type) and spec.to == "int64":  # what pandas makes of nulls among integers
-        array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
-    if pa.types.is_decimal(array.type) and spec.to == "float32":
-        array = array.cast(pa.float64())
-    return array.cast(kind, safe=spec.to != "float32")
+def _others(
+    bits: np.ndarray, rows: int, owners: np.ndarray, ids: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Random bits as ids that rows do not exclude.
 
+    The u-th of those is u plus how many excluded ids come before it: of the row's e₀ < e₁ < …, those with
+    eᵢ − i ≤ u.
 
-@does(t.DropNull)
-def _drop_null(spec: t.DropNull, array: pa.Array) -> pa.Array:
-    return array  # lists lose their nulls after every transform
+    Args:
+        bits: uint64 [n, count]. owners, ids: int64 [N], excluded ids and their rows of these n.
+
+    Returns:
+        (ids int64 [n, count], which rows exclude fewer than all bool [n]).
+    """
+    count, width = len(bits), rows + 1
+    places = np.unique(owners * width + ids)
+    owners = places // width
+    excluded = np.bincount(owners, minlength=count)
+    starts = np.cumsum(excluded) - excluded
+    free = rows - excluded
+    u = (bits % np.maximum(free, 1).astype(np.uint64)[:, np.newaxis]).astype(np.int64)
+    shifted = places - (np.arange(len(places)) - starts[owners])
+    before = np.searchsorted(shifted, np.arange(count)[:, np.newaxis] * width + u, side="right")
+    return u + before - starts[:, np.newaxis], free > 0

@@ -15,7 +15,7 @@ from time import perf_counter
 from raytrec.common.errors import DataError
 from raytrec.config.run_config import RunConfig
 from raytrec.data.fragments import Dataset
-from raytrec.data.verify import check_rows
+from raytrec.data.rows import check_rows
 
 BEGIN_S = 10.0  # after the workers have been asked for; shorter runs come to their evaluation as soon
 REST = 3.0  # seconds for each second of reading

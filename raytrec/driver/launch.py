@@ -26,7 +26,7 @@ from raytrec.compat.ray_train_settings import (
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset
-from raytrec.data.placement import nodes_without_gpus
+from raytrec.data.stream import nodes_without_gpus
 from raytrec.driver.failure_analysis import main_line
 from raytrec.driver.nodes import GpuNode, alive_nodes, gpu_nodes, is_local
 from raytrec.driver.recorder import Watch

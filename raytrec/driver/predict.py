@@ -23,10 +23,10 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform, with_rows
 from raytrec.data.contents import fingerprint, look
 from raytrec.data.fragments import Dataset, list_files, read_footer
+from raytrec.data.partitions import in_folders, type_of_folders
 from raytrec.data.prediction_columns import CarriedColumns
-from raytrec.data.reserved import in_folders, type_of_folders
+from raytrec.data.rows import check_accused
 from raytrec.data.spans import SPAN_ROWS
-from raytrec.data.verify import check_accused
 from raytrec.driver.console import RunConsole
 from raytrec.driver.evaluation import evaluation_config, scratch_folder
 from raytrec.driver.figures import as_html, of_predictions

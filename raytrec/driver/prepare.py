@@ -18,9 +18,9 @@ from raytrec.config.schema import Schema
 from raytrec.config.sections import name_like
 from raytrec.config.transforms import WITH_VOCABULARY
 from raytrec.config.trust import mark
-from raytrec.data.faults import SKIPPED, Faults
+from raytrec.data.decode import SKIPPED, Faults
 from raytrec.data.fragments import Dataset, list_files, scan
-from raytrec.data.verify import check_accused
+from raytrec.data.rows import check_accused
 from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import interrupted, resume_config
 from raytrec.driver.towers import open_items, with_retrieval

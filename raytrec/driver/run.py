@@ -23,7 +23,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.trust import own_code
 from raytrec.data.contents import Content, fingerprint, in_background, look_at_all
 from raytrec.data.fragments import Dataset
-from raytrec.data.verify import check_accused
+from raytrec.data.rows import check_accused
 from raytrec.driver.advice import copied_numbers
 from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import record_driver

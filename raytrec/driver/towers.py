@@ -13,12 +13,11 @@ from raytrec.config.evaluation import RetrievalSection, TowerName
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import columns_before, needed_transforms
+from raytrec.data.arrow import is_text, one_array
 from raytrec.data.columns import Place
 from raytrec.data.decode import decode
-from raytrec.data.form import one_array
 from raytrec.data.fragments import Dataset, RowGroup, scan
-from raytrec.data.keys import NULL_KEY, keys_of
-from raytrec.data.kinds import is_text
+from raytrec.data.hashing import NULL_KEY, keys_of
 from raytrec.data.transform import apply_transforms
 
 ITEMS = "items"  # the name of their dataset among those of a run

@@ -101,9 +101,11 @@ def _attempt(reader: pq.ParquetFile, index: int, name: str) -> pa.ChunkedArray |
 
 
 def _read_together(reader: pq.ParquetFile, index: int, names: list[str]) -> list[pa.ChunkedArray]:
-    from raytrec.data.nested import pick, to_read
+    from raytrec.data.arrow import pick_columns, to_read
 
-    return pick(reader.read_row_group(index, columns=to_read(reader.schema_arrow, names)), names).columns
+    return pick_columns(
+        reader.read_row_group(index, columns=to_read(reader.schema_arrow, names)), names
+    ).columns
 
 
 def _first_line(error: Exception) -> str:

@@ -77,16 +77,16 @@ def _footers(place: str) -> dict:
 
 
 def _folders(footers: dict) -> list[str]:
-    from raytrec.data.reserved import in_folders
+    from raytrec.data.partitions import in_folders
 
     return sorted(set.intersection(*(set(in_folders(path)) for path in footers)))
 
 
 def _names(footers: dict) -> set[str]:
     """Columns that all files have."""
-    from raytrec.data import nested
+    from raytrec.data.arrow import leaf_names
 
-    return set.intersection(*(set(nested.leaves(f.schema.to_arrow_schema())) for f in footers.values()))
+    return set.intersection(*(set(leaf_names(f.schema.to_arrow_schema())) for f in footers.values()))
 
 
 def _groups(footers: dict) -> list[tuple[str, int, int]]:
@@ -105,26 +105,26 @@ def _spread(groups: list, max_rows: int | None) -> list:
 
 def _columns(footers: dict[str | None, dict]) -> list[ColumnStats]:
     """Every column (of structs: their fields) with the type that all files agree on."""
-    from raytrec.data import nested
+    from raytrec.data.arrow import leaf_names
 
     schemas = {
         part: {path: footer.schema.to_arrow_schema() for path, footer in files.items()}
         for part, files in footers.items()
     }
     names = dict.fromkeys(
-        name for files in schemas.values() for schema in files.values() for name in nested.leaves(schema)
+        name for files in schemas.values() for schema in files.values() for name in leaf_names(schema)
     )
     return [_column(name, schemas) for name in names]
 
 
 def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
-    from raytrec.data import nested
+    from raytrec.data.arrow import Ambiguous, find_column, type_at
 
     types, missing, twice = {}, {part: [] for part in schemas}, []
     for part, path, schema in ((part, *entry) for part, files in schemas.items() for entry in files.items()):
         try:
-            place = nested.find(schema, name)
-        except nested.Ambiguous:
+            place = find_column(schema, name)
+        except Ambiguous:
             twice.append(path)
             first = next(iter(schema.get_all_field_indices(name)), None)
             types.setdefault("unknown" if first is None else schema.field(first).type, path)
@@ -132,7 +132,7 @@ def _column(name: str, schemas: dict[str | None, dict]) -> ColumnStats:
         if place is None:
             missing[part].append(path)
         else:
-            types.setdefault(nested.type_at(schema, place), path)
+            types.setdefault(type_at(schema, place), path)
     base, is_list, mixed = _agreed([] if twice else list(types))
     known = next((t for t in types if twice or _base(t)[0] != "null"), next(iter(types)))
     column = ColumnStats(name, str(known), base, is_list, {str(t): p for t, p in types.items()}, mixed)
@@ -175,7 +175,7 @@ def _base(kind) -> tuple[str, bool]:
     """(base, whether a list) of an Arrow type."""
     import pyarrow.types as t
 
-    from raytrec.data.kinds import is_list, is_text, plain, value_type
+    from raytrec.data.arrow import is_list, is_text, plain, value_type
 
     value, listed = value_type(kind), is_list(plain(kind))
     tests = {

@@ -141,8 +141,7 @@ class ColumnStats:
         """Adds a row group's column (pyarrow.ChunkedArray)."""
         import pyarrow.compute as pc
 
-        from raytrec.data.form import one_array, unnest
-        from raytrec.data.kinds import is_list
+        from raytrec.data.arrow import is_list, one_array, unnest
 
         array = one_array(column)
         self.rows += len(array)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from raytrec.data.form import one_array
+from raytrec.data.arrow import one_array
 from raytrec.inspection.column_stats import ColumnStats, comparable
 
 ROWS = 100  # of fewer, columns agree by chance

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from raytrec.data.arrow import one_array, unnest
 from raytrec.data.batch import Batch
-from raytrec.data.form import one_array, unnest
-from raytrec.data.keys import keys_of
+from raytrec.data.hashing import keys_of
 from raytrec.metrics.full_ranking import ITEMS, PREFIX, ROWS, UNKNOWN
 from raytrec.metrics.over_ranks.exchange import Exchange
 from raytrec.metrics.over_ranks.groups import RELEVANT

@@ -19,11 +19,11 @@ from raytrec.config.schema import Schema
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.form import Form
 from raytrec.data.fragments import scan
-from raytrec.data.keys import keys_of
+from raytrec.data.hashing import keys_of
 from raytrec.data.order import Order
+from raytrec.data.row_weights import TaskRows
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
-from raytrec.data.task_rows import TaskRows
 from raytrec.embeddings.pooling import own_copy
 
 PADDED = 40

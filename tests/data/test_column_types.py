@@ -154,7 +154,7 @@ def test_the_exact_name_wins_over_a_path(tmp_path):
 
 
 def test_of_a_struct_only_the_named_fields_are_read(tmp_path):
-    from raytrec.data.nested import to_read
+    from raytrec.data.arrow import to_read
 
     arrow = pa.schema([("who", USER.type), ("a.b", pa.int64())])
     assert to_read(arrow, ["who.geo.zip", "a.b"]) == ["who.geo.zip", "a.b"]

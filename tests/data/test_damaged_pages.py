@@ -13,12 +13,11 @@ from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.data import decode as decoding
 from raytrec.data import pages
-from raytrec.data.decode import decode
-from raytrec.data.faults import Faults
+from raytrec.data.decode import Faults, decode
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
+from raytrec.data.pages.thrift import read_struct
 from raytrec.data.rows import read_item
-from raytrec.data.thrift import read_struct
 
 ROWS, PAGE = 1500, 100  # rows of the file, and of a page
 COPIES = 40

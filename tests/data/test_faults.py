@@ -11,8 +11,8 @@ from pyarrow import fs
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
-from raytrec.data import decode, faults, footers, fragments, rows
-from raytrec.data.faults import Faults
+from raytrec.data import decode, footers, fragments, rows
+from raytrec.data.decode import Faults
 from raytrec.data.form import Form
 from raytrec.data.order import Item, Part
 from raytrec.driver import run as driver
@@ -89,7 +89,7 @@ Flaky.__abstractmethods__ = frozenset()
 
 @pytest.fixture
 def flaky(monkeypatch):
-    monkeypatch.setattr(faults, "WAITS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(decode, "WAITS_S", (0.01, 0.01, 0.01))
 
     def make(failures, error):
         handler = Flaky(failures, error)

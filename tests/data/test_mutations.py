@@ -128,7 +128,7 @@ def mutations():
 def outcome(rank, world, path, skip):
     """What a reading of the folder comes to: (kind, text, rows in canonical form or None)."""
     from raytrec.common.errors import DataError
-    from raytrec.data.faults import Faults
+    from raytrec.data.decode import Faults
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
     from raytrec.data.rows import read_item

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytrec.common.errors import DataError
-from raytrec.data import chunk_pages, pages
 from raytrec.data import decode as decoding
-from raytrec.data.chunk_pages import Damaged, Pages, count_rows
+from raytrec.data import pages
 from raytrec.data.decode import decode
-from raytrec.data.pages import read_rows
-from raytrec.data.thrift import Truncated, read_struct
+from raytrec.data.pages import chunks, read_rows
+from raytrec.data.pages.chunks import Damaged, Pages, count_rows
+from raytrec.data.pages.thrift import Truncated, read_struct
 
 ROWS = 3000
 
@@ -103,12 +103,12 @@ def test_rows_that_arrow_counted_wrongly(tmp_path):
     raw, at, wrong = bytearray(path.read_bytes()), 4, 0
     while at < pq.read_metadata(path).row_group(0).column(0).total_compressed_size:
         header, end = read_struct(raw, at)
-        about = header[chunk_pages.DATA_HEADER_V2]
+        about = header[chunks.DATA_HEADER_V2]
         counts = [b"\x15" + varint(about[field] * 2) for field in (1, 2, 3)]
         place = raw.index(b"".join(counts), at, end) + len(counts[0] + counts[1])
         raw[place : place + len(counts[0])] = counts[0]
         wrong += about[3] != about[1]
-        at = end + header[chunk_pages.COMPRESSED]
+        at = end + header[chunks.COMPRESSED]
     path.write_bytes(raw)
     assert wrong == ROWS / 100 and pq.read_table(path)["bag"].to_pylist() == bag
     assert read(str(path), 0, 2040, 2090, ["bag"])["bag"].to_pylist() == bag[2040:2090]
@@ -127,7 +127,7 @@ def test_pages_that_are_not_understood(tmp_path, monkeypatch, error, after):
             raise error("not as expected")
         return read_struct(data)
 
-    monkeypatch.setattr(chunk_pages, "read_struct", read_some)
+    monkeypatch.setattr(chunks, "read_struct", read_some)
     monkeypatch.setattr(pages, "BATCH_ROWS", 500)
     names = ["few", "bag", "text"]
     assert read(path, 0, 1700, 1790, names).equals(whole.select(names).slice(1700, 90).combine_chunks())
@@ -145,7 +145,7 @@ def test_a_page_without_a_valid_header_is_damage(tmp_path):
         read(str(path), 0, 1700, 1790, ["many"])
 
 
-@pytest.mark.parametrize("field", [chunk_pages.COMPRESSED, chunk_pages.UNCOMPRESSED, chunk_pages.VALUES])
+@pytest.mark.parametrize("field", [chunks.COMPRESSED, chunks.UNCOMPRESSED, chunks.VALUES])
 @pytest.mark.parametrize("lie", [-1, 1 << 40])
 def test_headers_that_lie_take_no_memory(tmp_path, monkeypatch, field, lie):
     path, whole = str(tmp_path / "a.parquet"), table()
@@ -153,12 +153,12 @@ def test_headers_that_lie_take_no_memory(tmp_path, monkeypatch, field, lie):
 
     def read_lies(data):
         header, size = read_struct(data)
-        about = header.get(chunk_pages.DATA_HEADER, {}) if field == chunk_pages.VALUES else header
+        about = header.get(chunks.DATA_HEADER, {}) if field == chunks.VALUES else header
         about[field] = lie
         return header, size
 
-    monkeypatch.setattr(chunk_pages, "read_struct", read_lies)
-    if field != chunk_pages.UNCOMPRESSED:
+    monkeypatch.setattr(chunks, "read_struct", read_lies)
+    if field != chunks.UNCOMPRESSED:
         with pytest.raises(Damaged, match=r"a page of column bag\S+ has \S+ (values|bytes), of "):
             read(path, 0, 1700, 1790, ["bag"])
     else:

@@ -12,11 +12,11 @@ from any_parquet import LEAVES, random_array
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Cast
+from raytrec.data.arrow import plain, plain_array
 from raytrec.data.collate import Collator, Rows
-from raytrec.data.faults import Faults
+from raytrec.data.decode import Faults
 from raytrec.data.fragments import scan
-from raytrec.data.keys import NULL_KEY, keys_of
-from raytrec.data.kinds import plain, plain_array
+from raytrec.data.hashing import NULL_KEY, keys_of
 from raytrec.data.order import Order
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Supply

@@ -15,12 +15,11 @@ from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import FillNull
 from raytrec.data.collate import Collator, Rows
-from raytrec.data.faults import Faults
+from raytrec.data.decode import Faults
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
-from raytrec.data.rows import read_item
-from raytrec.data.task_rows import TaskRows
-from raytrec.data.verify import check_accused
+from raytrec.data.row_weights import TaskRows
+from raytrec.data.rows import check_accused, read_item
 from raytrec.worker.nonfinite import dump
 
 SCHEMA = Schema.parse(

@@ -13,15 +13,14 @@ from pydantic import TypeAdapter
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform, columns_before, needed_transforms, with_rows
-from raytrec.data import sampling
+from raytrec.data import transform
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order, Part
 from raytrec.data.prediction_columns import CarriedColumns
 from raytrec.data.rows import read_item
-from raytrec.data.sampling import Draw
 from raytrec.data.spans import SpanOrder, cut_spans, deal
 from raytrec.data.stream import Stream
-from raytrec.data.transform import apply_transforms
+from raytrec.data.transform import Draw, apply_transforms
 
 parse = TypeAdapter(list[Transform]).validate_python
 VALUES = yaml.safe_load(parquet.SCHEMA_YAML)
@@ -62,7 +61,7 @@ def test_the_nth_id_that_is_not_excluded():
     rng = np.random.default_rng(0)
     bits, owners = rng.integers(0, 2**63, (40, 6)).astype(np.uint64), np.sort(rng.integers(0, 40, 300))
     ids = rng.integers(0, 5, 300)
-    got, some = sampling._others(bits, 5, owners, ids)
+    got, some = transform._others(bits, 5, owners, ids)
     for row in range(40):
         free = sorted(set(range(5)) - set(ids[owners == row].tolist()))
         assert some[row] == bool(free)
@@ -83,7 +82,7 @@ def test_rows_epochs_seeds_and_columns_draw_differently(monkeypatch):
     assert len(set.union(*seen)) == 7 * 300
     assert drawn(table.slice(20), Draw((3, 0), 20), rows=10**9) == one[20:], "by its number alone"
     assert [own[:2] for own in one] == drawn(table, count=2, rows=10**9)
-    monkeypatch.setattr(sampling, "AT_ONCE", 12)
+    monkeypatch.setattr(transform, "AT_ONCE", 12)
     assert drawn(table, rows=10**9) == one
 
 

@@ -12,10 +12,10 @@ from raytrec.common.errors import DataError, SchemaError
 from raytrec.config.features import Features
 from raytrec.config.schema import Schema
 from raytrec.data.collate import Collator, Rows
+from raytrec.data.columns import as_float64
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
-from raytrec.data.side_features import as_float64
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import Sequences
 

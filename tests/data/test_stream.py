@@ -15,10 +15,10 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import Cast
 from raytrec.data import stream as stream_module
 from raytrec.data.fragments import scan
-from raytrec.data.keys import keys_of
+from raytrec.data.hashing import keys_of
 from raytrec.data.order import Order
+from raytrec.data.row_weights import TaskRows
 from raytrec.data.stream import Stream
-from raytrec.data.task_rows import TaskRows
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 # The row's own number is looked up, too: it tells which rows a batch holds.

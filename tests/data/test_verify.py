@@ -8,9 +8,9 @@ import pytest
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Clip, FillNull
-from raytrec.data import verify
+from raytrec.data import rows
 from raytrec.data.fragments import scan
-from raytrec.data.verify import check_accused, check_rows
+from raytrec.data.rows import check_accused, check_rows
 
 COLUMNS = ["label", "price", "user", "tags"]
 
@@ -59,7 +59,7 @@ def test_footers_accuse_and_the_row_is_named(folder, column, value, says):
 
 @pytest.mark.parametrize(("column", "value", "says"), WRONG)
 def test_what_no_footer_says_is_found_by_reading(folder, monkeypatch, column, value, says):
-    monkeypatch.setattr(verify, "ROWS", 64)
+    monkeypatch.setattr(rows, "CHECKED_ROWS", 64)
     change(folder, column, 310, value, write_statistics=False)
     dataset = scanned(folder)
     assert dataset.accused == ()

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.config.transforms import Transform
+from raytrec.data.arrow import is_list, is_text
 from raytrec.data.fragments import scan
-from raytrec.data.kinds import is_list, is_text
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
 from raytrec.tasks.columns import columns_to_read

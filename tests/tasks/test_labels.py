@@ -9,8 +9,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
-from raytrec.data.rows import read_item
-from raytrec.data.verify import check_accused
+from raytrec.data.rows import check_accused, read_item
 from raytrec.tasks.task import label_ranges, resolve_tasks
 
 SCHEMA = Schema.parse(

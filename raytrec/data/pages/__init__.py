@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.data.chunk_pages import Pages, ReadAt
+from raytrec.data.pages.chunks import Pages, ReadAt
 
 Version = tuple[str, int, int | None]  # of a file: path, size, time of its last change
 # What comes of bytes that are not as expected. Errors of the storage are others: those are tried again.

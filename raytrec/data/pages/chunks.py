@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.data.thrift import Truncated, read_struct
+from raytrec.data.pages.thrift import Truncated, read_struct
 
 ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes, fewer only at the end of the file
 HEADER_BYTES = 1 << 20  # more than any page's header takes

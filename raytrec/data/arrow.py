@@ -1,4 +1,4 @@
-"""Columns by name where columns hold structs: `user.city` is the field `city` of the column `user`.
+"""Arrow columns: by name where they hold structs, as plain types, and as flat arrays.
 
 A name is first that of a whole column (which may have dots in it), then a path of fields. Lists of structs
 and maps give lists: `items.id` of list<struct<id, price>>, `scores.key` and `scores.value` of a map. No torch
@@ -7,10 +7,16 @@ here.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
+
+if TYPE_CHECKING:
+    pass
+
 
 Path = tuple[int, ...]  # a column's place, then those of fields; lists and maps are passed without a step
 
@@ -22,7 +28,7 @@ class Ambiguous(KeyError):
         super().__init__(f"column {name} is there more than once")
 
 
-def find(schema: pa.Schema, name: str) -> Path | None:
+def find_column(schema: pa.Schema, name: str) -> Path | None:
     """The path of a name, or None.
 
     Raises:
@@ -54,17 +60,17 @@ def _fields(kind: pa.DataType) -> list[pa.Field]:
         return [pa.field("key", kind.key_type), pa.field("value", kind.item_type)]
     if types.is_struct(kind):
         return [kind.field(i) for i in range(kind.num_fields)]
-    inner = element(kind)
+    inner = list_element(kind)
     return _fields(inner) if inner is not None and types.is_struct(inner) else []
 
 
-def element(kind: pa.DataType) -> pa.DataType | None:
+def list_element(kind: pa.DataType) -> pa.DataType | None:
     """What any kind of list holds; None for what is no list."""
     listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     return kind.value_type if listed or types.is_list_view(kind) or types.is_large_list_view(kind) else None
 
 
-def leaves(schema: pa.Schema) -> list[str]:
+def leaf_names(schema: pa.Schema) -> list[str]:
     """Every column; in place of structs, of lists of them and of maps, their fields. A name that stands twice
     is there twice."""
     return [name for field in schema for name in _leaves(field.name, field.type)]
@@ -87,8 +93,8 @@ def _type(kind: pa.DataType, steps: Path) -> pa.DataType:
     return inner if types.is_struct(kind) else pa.list_(inner)
 
 
-def select(schema: pa.Schema, names: list[str]) -> pa.Schema:
-    """The schema that `pick` gives.
+def select_schema(schema: pa.Schema, names: list[str]) -> pa.Schema:
+    """The schema that `pick_columns` gives.
 
     Raises:
         KeyError: a name that is not there, or not once.
@@ -102,8 +108,8 @@ def empty_table(schema: pa.Schema) -> pa.Table:
 
 
 def to_read(schema: pa.Schema, names: list[str]) -> list[str]:
-    """What to ask Parquet for, so that `pick` finds the names: fields of structs are read alone, without the
-    struct's others; of a list of structs, or a map, the whole column."""
+    """What to ask Parquet for, so that `pick_columns` finds the names: fields of structs are read alone,
+    without the struct's others; of a list of structs, or a map, the whole column."""
     whole = set(schema.names)
     if whole.issuperset(names):
         return names
@@ -123,11 +129,11 @@ def _to_read(schema: pa.Schema, name: str) -> str:
     return ".".join(parts)
 
 
-def pick(table: pa.Table, names: list[str]) -> pa.Table:
+def pick_columns(table: pa.Table, names: list[str]) -> pa.Table:
     """The named columns of a table, in this order.
 
     Raises:
-        KeyError: as `select`.
+        KeyError: as `select_schema`.
     """
     if table.column_names == names:
         return table
@@ -136,7 +142,7 @@ def pick(table: pa.Table, names: list[str]) -> pa.Table:
 
 
 def _path(schema: pa.Schema, name: str) -> Path:
-    path = find(schema, name)
+    path = find_column(schema, name)
     if path is None:
         raise KeyError(f"column {name} is gone")
     return path
@@ -162,3 +168,90 @@ def _at(array: pa.Array, steps: Path) -> pa.Array:
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pa.ListArray.from_arrays(offsets, _at(array.flatten(), steps))
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether an Arrow type is any kind of list."""
+    return list_element(kind) is not None
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether an Arrow type is text or bytes."""
+    return (
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_string_view(kind)
+        or types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_binary_view(kind)
+        or types.is_fixed_size_binary(kind)
+    )
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether an Arrow type is one number, or true and false."""
+    return (
+        types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
+    )
+
+
+def value_type(kind: pa.DataType) -> pa.DataType:
+    """The type of the ids: in a list, of what it holds; plain."""
+    inner = list_element(plain(kind))
+    return plain(kind) if inner is None else plain(inner)
+
+
+def plain(kind: pa.DataType) -> pa.DataType:
+    """The type that `plain_array` gives."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain(kind.storage_type)
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return plain(kind.value_type)
+    if types.is_string_view(kind):
+        return pa.string()
+    if types.is_binary_view(kind):
+        return pa.binary()
+    if types.is_float16(kind):
+        return pa.float32()
+    if types.is_decimal32(kind) or types.is_decimal64(kind):
+        return pa.decimal128(kind.precision, kind.scale)
+    return kind
+
+
+def plain_array(array: pa.Array) -> pa.Array:
+    """The same values in a type that Arrow's functions and NumPy know: no dictionaries, runs, views of text,
+    extensions, half floats or short decimals. What lists hold stays as it is."""
+    while array.type != plain(array.type):
+        if isinstance(array.type, pa.BaseExtensionType):
+            array = array.storage
+        elif types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        elif types.is_run_end_encoded(array.type):
+            array = pc.run_end_decode(array)
+        else:
+            array = array.cast(plain(array.type))
+    return array
+
+
+def one_array(column: pa.ChunkedArray) -> pa.Array:
+    """A column as one array of a plain type (kinds.plain_array)."""
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = array.chunk(0) if array.num_chunks else pa.nulls(0, array.type)
+    return plain_array(array)
+
+
+def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
+    """(offsets int32 [n + 1] from 0, flat values): scalars as lists of one, nulls as empty lists."""
+    if pa.types.is_list(array.type) and not array.null_count:
+        offsets, flat = array.offsets.to_numpy(), array.flatten()
+        offsets = offsets - offsets[0] if offsets[0] else offsets
+    else:
+        nested = is_list(array.type)
+        lengths = (
+            pc.fill_null(pc.list_value_length(array), 0) if nested else array.is_valid().cast(pa.int32())
+        )
+        flat = array.flatten() if nested else array.drop_null()
+        offsets = np.zeros(len(array) + 1, np.int32)
+        np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
+    return offsets, plain_array(flat)

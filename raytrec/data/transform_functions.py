@@ -1,0 +1,234 @@
+"""What single transforms do to values. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pyarrow import types
+
+from raytrec.common.storage import open_filesystem, read_text
+from raytrec.config import transforms as t
+from raytrec.data.arrow import is_number, is_text, one_array
+from raytrec.data.hashing import hash_integers, hash_text
+
+# Kind of transform → its function of (the transform, values): values, as many.
+ON_VALUES: dict[type, Callable[..., pa.Array]] = {}
+
+
+def does(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Array]]:
+    """Decorator: the function does what transforms of this kind ask for."""
+    return lambda function: ON_VALUES.setdefault(kind, function)
+
+
+@does(t.FillNull)
+def _fill_null(spec: t.FillNull, array: pa.Array) -> pa.Array:
+    value = pa.scalar(spec.value)
+    if pa.types.is_decimal(array.type):  # by way of text: pyarrow wants room for every integer's digits
+        value = pa.scalar(str(spec.value))
+    value = value.cast(array.type)
+    if pa.types.is_floating(array.type):
+        array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
+    return pc.fill_null(array, value)
+
+
+def _scalar(value: float | int | str, kind: pa.DataType) -> pa.Scalar:
+    """A setting in a column's type; for decimals from its digits, as pyarrow wants room for any integer's."""
+    return pa.scalar(str(value) if pa.types.is_decimal(kind) else value).cast(kind)
+
+
+@does(t.Clip)
+def _clip(spec: t.Clip, array: pa.Array) -> pa.Array:
+    if spec.low is not None:
+        array = pc.if_else(pc.less(array, spec.low), _scalar(spec.low, array.type), array)
+    if spec.high is not None:
+        array = pc.if_else(pc.greater(array, spec.high), _scalar(spec.high, array.type), array)
+    return array
+
+
+@does(t.Log)
+def _log(spec: t.Log, array: pa.Array) -> pa.Array:
+    number = array.cast(pa.float64(), safe=False)
+    return pc.multiply(pc.sign(number), pc.log1p(pc.abs(number))).cast(pa.float32(), safe=False)
+
+
+@does(t.Bucketize)
+def _bucketize(spec: t.Bucketize, array: pa.Array) -> pa.Array:
+    number = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)  # a null becomes NaN
+    buckets = np.searchsorted(np.array(spec.boundaries), number, side="right")
+    return pa.array(buckets, pa.int64(), mask=np.isnan(number))
+
+
+@does(t.Hash)
+def _hash(spec: t.Hash, array: pa.Array) -> pa.Array:
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    flat = array.drop_null()
+    if is_text(flat.type):
+        ids = hash_text(flat, spec.rows)
+    else:
+        if not pa.types.is_integer(flat.type):
+            raise TypeError(f"hash takes integers or text, not {flat.type}")
+        ids = hash_integers(flat.to_numpy(), spec.rows)
+    out = np.zeros(len(array), np.int64)
+    out[valid] = ids
+    return pa.array(out, mask=~valid)
+
+
+@does(t.LookupVocabulary)
+def _lookup_vocabulary(spec: t.LookupVocabulary, array: pa.Array) -> pa.Array:
+    known = read_vocabulary(spec.vocabulary, array.type)
+    ids = pc.index_in(array, value_set=known, skip_nulls=True).cast(pa.int64())
+    if spec.unknown is None:
+        return ids
+    return pc.if_else(array.is_valid(), pc.fill_null(ids, spec.unknown), ids)
+
+
+@lru_cache
+def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
+    """The values of a vocabulary in a column's type, or in that of the file; each once."""
+    if uri.endswith(".parquet"):
+        filesystem, path = open_filesystem(uri)
+        values = one_array(pq.read_table(path, filesystem=filesystem).column(0))
+    else:
+        values = pa.array(read_text(uri).splitlines(), pa.string())
+    values = values.cast(kind or values.type)
+    if len(values.unique()) != len(values):
+        raise ValueError(f"{uri} has a value twice")
+    return values
+
+
+@does(t.Binarize)
+def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
+    kind = array.type
+    if is_number(array.type):
+        array = array.cast(pa.float64(), safe=False)
+        array = pc.if_else(pc.is_nan(array), pa.scalar(None, pa.float64()), array)
+    if spec.at_least is not None:
+        if is_text(array.type):
+            raise TypeError(f"at_least takes numbers, not {array.type}; for text: positive: [TEXT, …]")
+        return pc.greater_equal(array, float(spec.at_least)).cast(pa.int8())
+    if wrong := [value for value in spec.positive if isinstance(value, str) != is_text(array.type)]:
+        raise TypeError(
+            f"the column holds {kind}, and positive {wrong[0]!r}"
+            + ("; put it into quotes (YAML's bare yes, no and numbers are no text)" * is_text(array.type))
+        )
+    known = spec.positive if is_text(array.type) else [float(value) for value in spec.positive]
+    known = pa.array(known).cast(array.type)
+    return pc.if_else(array.is_valid(), pc.is_in(array, value_set=known), pa.scalar(None, pa.bool_())).cast(
+        pa.int8()
+    )
+
+
+@does(t.Cast)
+def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
+    kind = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.string()}[spec.to]
+    if is_text(array.type) and spec.to != "string":
+        array = pc.utf8_trim_whitespace(array.cast(pa.string()))
+    if pa.types.is_floating(array.type) and spec.to == "int64":  # what pandas makes of nulls among integers
+        array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
+    if pa.types.is_decimal(array.type) and spec.to == "float32":
+        array = array.cast(pa.float64())
+    return array.cast(kind, safe=spec.to != "float32")
+
+
+@does(t.DropNull)
+def _drop_null(spec: t.DropNull, array: pa.Array) -> pa.Array:
+    return array  # lists lose their nulls after every transform
+
+
+PARTS = {
+    "second": pc.second,
+    "minute": pc.minute,
+    "hour": pc.hour,
+    "weekday": pc.day_of_week,  # 0 is Monday
+    "day": pc.day,
+    "day_of_year": pc.day_of_year,
+    "week": pc.iso_week,
+    "month": pc.month,
+    "quarter": pc.quarter,
+    "year": pc.year,
+    "hour_of_week": lambda array: pc.add(pc.multiply(pc.day_of_week(array), 24), pc.hour(array)),
+}
+SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
+
+
+@does(t.DatePart)
+def date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
+    """A part of each time as int64; null where the time is null."""
+    if not types.is_time(array.type):
+        array = timestamps(array, spec.since_1970)
+        if spec.timezone:
+            zone = pa.timestamp(array.type.unit, spec.timezone)
+            pc.hour(pa.array([0], zone))  # an unknown zone is seen before anything starts, without a row
+            array = array.cast(zone)
+    return PARTS[spec.part](array).cast(pa.int64())
+
+
+@does(t.Age)
+def age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
+    """The time from each one until another, as float32; null where one of them is null.
+
+    Args:
+        until: the times that ages count to, one for each; None: spec.until, or none for durations.
+    """
+    if types.is_duration(array.type):
+        unit = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[array.type.unit]
+        return _in_unit(pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), float(unit)), spec)
+    if until is None and spec.until is None:
+        raise TypeError("age needs until or until_column, unless the column holds durations")
+    seen = _seconds(timestamps(array, spec.since_1970))
+    if until is not None:
+        if len(until) != len(array):
+            raise TypeError("until_column holds one time a row, and the times are in lists")
+        last = _seconds(timestamps(until, spec.since_1970))
+    else:
+        last = _seconds(timestamps(pa.array([spec.until]), None))[0]
+    return _in_unit(pc.subtract(last, seen), spec)
+
+
+def _in_unit(seconds: pa.Array, spec: t.Age) -> pa.Array:
+    return pc.divide(seconds, float(SECONDS[spec.unit])).cast(pa.float32(), safe=False)
+
+
+def _seconds(array: pa.Array) -> pa.Array:
+    """Timestamps as seconds since 1970, float64."""
+    unit = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[array.type.unit]
+    return pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), float(unit))
+
+
+def timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
+    """Times of whatever type as timestamps; those without a zone are taken as UTC.
+
+    Args:
+        since_1970: the unit of numbers: s, ms, us or ns.
+    """
+    kind = array.type
+    if types.is_timestamp(kind):
+        return array
+    if types.is_date(kind):
+        return array.cast(pa.timestamp("s" if types.is_date32(kind) else "ms"))
+    if is_text(kind):
+        text = array.cast(pa.string())
+        zoned = pc.match_substring_regex(text, r"[Tt ].*(Z|z|[+-]\d\d:?\d\d|[+-]\d\d)$")
+        utc = pc.if_else(zoned, text, pa.scalar(None, pa.string())).cast(pa.timestamp("us", "UTC"))
+        naive = pc.if_else(zoned, pa.scalar(None, pa.string()), text).cast(pa.timestamp("us"))
+        return pc.coalesce(utc.cast(pa.timestamp("us", "UTC")), naive.cast(pa.timestamp("us", "UTC")))
+    if types.is_integer(kind) or types.is_floating(kind):
+        if since_1970 is None:
+            raise TypeError(
+                f"these are numbers ({kind}): say with since_1970 in which unit they count: s, ms, us or ns"
+            )
+        if types.is_floating(kind):
+            array = pc.if_else(pc.is_finite(array), array, pa.scalar(None, kind))
+            scale = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}[since_1970]
+            return (
+                pc.round(pc.multiply(array.cast(pa.float64()), scale))
+                .cast(pa.int64())
+                .cast(pa.timestamp("us"))
+            )
+        return array.cast(pa.int64()).cast(pa.timestamp(since_1970))
+    raise TypeError(f"a time, a date, ISO text or numbers are needed, not {kind}")
