@@ -42,6 +42,7 @@ from raytrec.compat.torchrec_ import sharded_kernels
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
+from raytrec.data.read_plan import ReadPlan
 from raytrec.models import build_model
 from raytrec.worker.build import build_step
 from raytrec.worker.numerics import Numerics
@@ -384,7 +385,7 @@ def ingest(
     from raytrec.data.stream import Stream
 
     schema = Schema.load(str(folder / "schema.yaml"))
-    data, cuda = scan(str(folder / "train"), schema, "benchmark"), device.type == "cuda"
+    data, cuda = scan(str(folder / "train"), ReadPlan(schema), "benchmark"), device.type == "cuda"
 
     def forever() -> Iterator[Batch]:
         stream = Stream(

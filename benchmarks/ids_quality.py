@@ -102,6 +102,7 @@ def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
     from raytrec.config.schema import Schema
     from raytrec.data.form import Form
     from raytrec.data.hashing import hash_text, hash_text_bits
+    from raytrec.data.read_plan import ReadPlan
     from raytrec.worker.build import build_step
 
     rows = {name: int(len(t) * share) + 1 for name, t in zip(("user", "item"), ratings.texts, strict=True)}
@@ -127,12 +128,12 @@ def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
     torch.manual_seed(seed)
     step, _ = build_step(config, schema, torch.device("cpu"))
     train, labels = ratings.rows(ratings.train, seed)
-    for _ in step.train(_batches(Form(schema), codes, train, labels), -(-len(labels) // BATCH)):
+    for _ in step.train(_batches(Form(ReadPlan(schema)), codes, train, labels), -(-len(labels) // BATCH)):
         pass
     test, labels = ratings.rows(ratings.test, 10_000)
     logits = [
         outputs.tasks["y"].logits[: int(outputs.rows.sum())].numpy()
-        for outputs in step.evaluate(_batches(Form(schema), codes, test, labels))
+        for outputs in step.evaluate(_batches(Form(ReadPlan(schema)), codes, test, labels))
     ]
     return float(roc_auc_score(labels, np.concatenate(logits)))
 

@@ -53,6 +53,7 @@ class Side:
         from raytrec.config.schema import Schema
         from raytrec.data.collate import Collator
         from raytrec.data.form import Form
+        from raytrec.data.read_plan import ReadPlan
         from raytrec.worker.build import build_step
 
         sparse = {name: {"table": "item"} for name in [*FEATURES, "bag"]}
@@ -66,7 +67,7 @@ class Side:
                 "plan": {"tables": {"item": {"sharding_type": "row_wise"}}},
             }
         )
-        self._form = Form(schema, lists=frozenset({"bag"}))
+        self._form = Form(ReadPlan(schema), lists=frozenset({"bag"}))
         self._collate, self._random = Collator(self._form), np.random.default_rng(rank)
         self._world, self._new_share, self._next = world, new_share, (rank + 1) * 2**40
         self._pieces = [self._ids() for _ in range(PIECES)]
@@ -125,6 +126,7 @@ def resume(rank: int, world: int, root: str, first: int, saves: list[int]) -> tu
     from raytrec.config.run_config import RunConfig
     from raytrec.config.schema import Schema
     from raytrec.data.form import Form
+    from raytrec.data.read_plan import ReadPlan
     from raytrec.worker.build import build_step
 
     features = {name: {"table": "item"} for name in ("new", "known")}
@@ -147,7 +149,7 @@ def resume(rank: int, world: int, root: str, first: int, saves: list[int]) -> tu
         found = restore(root, state, more=lambda about: ids_to_read(about, step.maps))
         take_over_ids(step.maps, found.more, found.about)
         step.trained = first
-    batches, memory = _distinct(Form(schema), rank, world, first), psutil.Process().memory_info
+    batches, memory = _distinct(Form(ReadPlan(schema)), rank, world, first), psutil.Process().memory_info
     before, began, early = 0, perf_counter(), first + (saves[-1] - first) // 10
     for number, _ in enumerate(step.train(batches, saves[-1] - first), first + 1):
         if number == early:

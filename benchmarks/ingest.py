@@ -51,6 +51,7 @@ from raytrec.cluster.session import ray_session
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset, RowGroup, scan
 from raytrec.data.order import Order
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.stream import Stream
 
 RESULTS = Path(__file__).parent / "results" / "ingest.json"
@@ -231,7 +232,7 @@ def main(
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
     torch.set_num_threads(1)
     schema = Schema.load(str(Path(data).parent / "schema.yaml"))
-    once = scan(data, schema)
+    once = scan(data, ReadPlan(schema))
     dataset = repeated(once, times)
     chosen = {name: VARIANTS[name] for name in only or VARIANTS}
     turns: dict[str, list[Measured]] = {name: [] for name in chosen}

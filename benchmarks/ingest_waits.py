@@ -19,6 +19,7 @@ from rich.table import Table
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset, scan
 from raytrec.data.order import Order
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.stream import Stream
 
 GROUP_ROWS = (10_000, 100_000, 1_000_000, 5_000_000)
@@ -48,7 +49,7 @@ def first_batches(
             pq.write_table(
                 whole.slice(0, max(size, len(rows))), place / "part.parquet", size, compression="zstd"
             )
-            datasets[size] = scan(str(place), schema)
+            datasets[size] = scan(str(place), ReadPlan(schema))
         for turn in range(rounds + 1):
             for shuffle, by_size in seconds.items():
                 for size, dataset in datasets.items():

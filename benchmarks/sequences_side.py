@@ -44,6 +44,7 @@ class Side:
         from raytrec.config.schema import Schema
         from raytrec.data.collate import Collator, Rows
         from raytrec.data.form import Form
+        from raytrec.data.read_plan import ReadPlan
         from raytrec.worker.build import build_step
 
         history = {"table": "item", "pooling": "sequence"}
@@ -59,7 +60,7 @@ class Side:
                 "plan": {"tables": TABLES},
             }
         )
-        form = Form(schema, lists=frozenset({"history"}))
+        form = Form(ReadPlan(schema), lists=frozenset({"history"}))
         self._rows = [Rows.of(rows_of(form, ids, PIECES * rank + i)) for i in range(PIECES)]
         self._collate = Collator(form, resolve_features(schema, config.model))
         self._world, self._at = world, 0

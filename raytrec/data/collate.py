@@ -118,8 +118,8 @@ class Collator:
         self._matrices = {
             "labels": (len(schema.labels), torch.float32),
             "dense": (len(schema.dense), torch.float32),
-            "task_weights": (len(form.tasks), torch.float32) if form.weighs_tasks else None,
-            "keys": (len(form.key_columns), torch.int64) if form.key_columns else None,
+            "task_weights": (len(form.plan.tasks), torch.float32) if form.plan.weighs_tasks else None,
+            "keys": (len(form.plan.reserved.keys), torch.int64) if form.plan.reserved.keys else None,
         }
 
     def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int, step: int = 0) -> Batch:
@@ -146,7 +146,7 @@ class Collator:
             self._changed(lists),
             matrices["task_weights"],
             matrices["keys"],
-            self._reserved(pieces, present) if self._form.reserve_columns else None,
+            self._reserved(pieces, present) if self._form.plan.reserved.columns else None,
             side_features or None,
         )
 
@@ -170,7 +170,9 @@ class Collator:
         """The reserved columns of the rows that are there, as one piece of memory of their own."""
         if not pieces:
             types = self._form.types
-            return pa.schema([(n, types.get(n, pa.null())) for n in self._form.reserve_columns]).empty_table()
+            return pa.schema(
+                [(n, types.get(n, pa.null())) for n in self._form.plan.reserved.columns]
+            ).empty_table()
         table = pa.Table.from_batches([piece.reserved() for piece in pieces])
         return table.combine_chunks() if present is None else table.filter(present).combine_chunks()
 

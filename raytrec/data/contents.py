@@ -107,7 +107,7 @@ def look(dataset: Dataset) -> list[Content]:
         found = list(pool.map(one, enumerate(files.items())))
     return found + [
         _look_at_vocabulary(number, transform.vocabulary)
-        for number, transform in enumerate(dataset.form.transforms)
+        for number, transform in enumerate(dataset.form.plan.transforms)
         if isinstance(transform, WITH_VOCABULARY) and transform.vocabulary
     ]
 
@@ -245,7 +245,7 @@ def _samples(footer: bytes, size: int, form: Form, most: int, number: int) -> li
         number: of the file: in many files, each one's pieces are of other row groups and columns.
     """
     metadata = pq.read_metadata(pa.BufferReader(footer))
-    labels = columns_before(form.transforms, form.schema.labels)
+    labels = columns_before(form.plan.transforms, form.schema.labels)
     others = [name for name in form.trained_columns if name not in labels]
     of_labels, rest = (_chunks(metadata, names) for names in (labels, others))
     half = _spread(of_labels, max(1, most // 2), number)

@@ -19,7 +19,7 @@ from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
 from raytrec.data.decode import retry_read, storage_hint
 from raytrec.data.form import Form
-from raytrec.data.row_weights import TaskRows
+from raytrec.data.read_plan import TaskRows
 
 MOST_ROWS = 2**31 - 1  # of a row group; no writer comes near
 CLOSELY_ROWS = 65_536  # row groups of more are looked at closely
@@ -115,7 +115,7 @@ class Footer:
 
     def __init__(self, metadata: pq.FileMetaData, form: Form):
         self._metadata, self._form = metadata, form
-        self._made = {name for transform in form.transforms for name in transform.writes}
+        self._made = {name for transform in form.plan.transforms for name in transform.writes}
         self._leaves: dict[str, list[int]] = {}
         self._paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
         for i, path in enumerate(self._paths):
@@ -135,7 +135,9 @@ class Footer:
 
     def excluded(self) -> dict[str, list[set[str]]]:
         """Task → why no row of each row group with rows counts in it; an empty set where some may."""
-        return {task.name: self._excluded(task) for task in self._form.tasks if self._form.weighs_tasks}
+        return {
+            task.name: self._excluded(task) for task in self._form.plan.tasks if self._form.plan.weighs_tasks
+        }
 
     def _excluded(self, task: TaskRows) -> list[set[str]]:
         asked = [
@@ -153,7 +155,7 @@ class Footer:
 
     def constant_labels(self) -> dict[str, float]:
         """Labels of one value in all rows that have one → that value, as far as statistics show it."""
-        columns = {name: self._columns(name) for name in self._form.labels if name not in self._made}
+        columns = {name: self._columns(name) for name in self._form.plan.labels if name not in self._made}
         found = {name: self._one_value(places[0]) for name, places in columns.items() if len(places) == 1}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -197,11 +199,14 @@ def why_empty(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[str, str]:
 def _questions(form: Form, made: set[str]) -> Iterator[Question]:
     """Whether a chunk has what is not allowed, of columns that no transform makes."""
     schema = form.schema
-    for name in {*form.labels, *schema.dense} - made:
+    for name in {*form.plan.labels, *schema.dense} - made:
         label = name in schema.labels
-        may_be_null = label and form.skips_nulls(name)
-        yield name, partial(_is_wrong, allowed=form.label_range(name) if label else None, null=may_be_null)
-    for read in form.columns_of_tasks:
+        may_be_null = label and form.plan.skips_nulls(name)
+        yield (
+            name,
+            partial(_is_wrong, allowed=form.plan.label_range(name) if label else None, null=may_be_null),
+        )
+    for read in form.plan.columns_of_tasks:
         if read.column not in made:
             mask = read.role == "mask"
             yield read.column, partial(_is_wrong, allowed=(0, 1 if mask else MOST_FLOAT32), null=mask)

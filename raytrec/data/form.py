@@ -26,113 +26,56 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import Sample, Transform, columns_before
+from raytrec.config.transforms import Sample, columns_before
 from raytrec.data.arrow import one_array
 from raytrec.data.columns import NO_MANAGED_ID
-from raytrec.data.row_weights import TaskColumn, TaskRows
+from raytrec.data.read_plan import ReadPlan
 
-Range = tuple[float, float]
 RESERVED = "reserved."  # begins the names of reserved columns
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the rows of a dataset are to be read.
+    """How the rows of a dataset are read: a plan, and what the dataset's files hold.
 
     Args:
         lists: sparse features whose column is a list in some file. Those, and features with weights, are bags
             of any length; all others are single: a bag of one id or none.
-        transforms: what is done to columns first.
-        label_ranges: label → the least and greatest value that is learned from, None: any finite number;
-            default: 0 to 1.
-        whole_labels: labels that are whole numbers.
-        folder: where the transforms' modules may be, beside Python's own path.
-        tasks: which rows count in each task, in the order of the configuration; none: every row in all.
-        key_columns: columns that rows are grouped by (groups, items, slices): Batch.keys, in this order.
-        groups: those of them whose rows are compared with each other, or counted: no floats.
-        reserve_columns: columns that go along with their own types: Batch.reserved.
-        reserved_lists: those of them whose values are lists, of what groups can be.
-        reserved_by: reserved column → what names it, for messages; default: data.reserve_columns.
-        types: of key columns and reserved ones in all files together; default: of each file, its own.
+        types: of reserved columns in all files together; default: of each file, its own.
         from_folders: those that no column holds, but the folders that files are in: date=2026-11-07.
-        read_labels: whether there are labels; without, they are 0.
     """
 
-    schema: Schema
+    plan: ReadPlan
     lists: frozenset[str] = frozenset()
-    transforms: tuple[Transform, ...] = ()
-    label_ranges: Mapping[str, Range | None] = field(default_factory=dict)
-    folder: str | None = None
-    tasks: tuple[TaskRows, ...] = ()
-    key_columns: tuple[str, ...] = ()
-    groups: frozenset[str] = frozenset()
-    reserve_columns: tuple[str, ...] = ()
-    reserved_lists: frozenset[str] = frozenset()
-    reserved_by: Mapping[str, str] = field(default_factory=dict)
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
     from_folders: frozenset[str] = frozenset()
-    read_labels: bool = True
-    whole_labels: frozenset[str] = frozenset()
-
-    def label_range(self, label: str) -> Range | None:
-        """The least and greatest value of a label; None: any finite number."""
-        return self.label_ranges.get(label, (0.0, 1.0))
 
     @property
-    def labels(self) -> list[str]:
-        """The labels that are read, in the schema's order."""
-        return self.schema.labels if self.read_labels else []
-
-    @cached_property
-    def weighs_tasks(self) -> bool:
-        """Whether rows may count differently in some task than padding says: Batch.task_weights."""
-        return self.read_labels and any(task.is_weighted for task in self.tasks)
-
-    @cached_property
-    def reserved(self) -> list[str]:
-        """Key columns and reserved ones, each once."""
-        return list(dict.fromkeys([*self.key_columns, *self.reserve_columns]))
+    def schema(self) -> Schema:
+        """The plan's."""
+        return self.plan.schema
 
     @cached_property
     def wanted(self) -> list[str]:
         """The columns that there are to be after the transforms, each once."""
-        of_schema = [
-            name for name in self.schema.columns if self.read_labels or name not in self.schema.labels
-        ]
-        of_tasks = [c.column for c in self.columns_of_tasks]
-        reserved = [name for name in self.reserved if name not in self.from_folders]
-        return list(dict.fromkeys(of_schema + of_tasks + reserved))
+        plan = self.plan
+        names = [name for name in plan.schema.columns if plan.read_labels or name not in plan.schema.labels]
+        names += [c.column for c in plan.columns_of_tasks]
+        names += [name for name in plan.reserved.names if name not in self.from_folders]
+        return list(dict.fromkeys(names))
 
     @cached_property
     def columns(self) -> list[str]:
         """The columns to read from files."""
-        return columns_before(self.transforms, self.wanted)
+        return columns_before(self.plan.transforms, self.wanted)
 
     @cached_property
     def trained_columns(self) -> list[str]:
         """Those of them that decide what is learned."""
-        of_tasks = (c.column for c in self.columns_of_tasks)
-        aside = set(self.reserved) - self.groups - {*self.schema.columns, *of_tasks}
-        return columns_before(self.transforms, [name for name in self.wanted if name not in aside])
-
-    @cached_property
-    def columns_of_tasks(self) -> list[TaskColumn]:
-        """What tasks read beside labels."""
-        return [column for task in self.tasks for column in task.columns] if self.read_labels else []
-
-    def named_by(self, column: str) -> str | None:
-        """What names a column that the schema does not, in words; None: nothing does."""
-        if column in self.schema.columns:
-            return None
-        found = [c.named_by for c in self.columns_of_tasks if c.column == column]
-        found += [self.reserved_by.get(column, "data.reserve_columns")] if column in self.reserved else []
-        return found[0] if found else None
-
-    def skips_nulls(self, label: str) -> bool:
-        """Whether a row may be without this label: all tasks that learn it take such rows, or it is only a
-        mask."""
-        rules = {task.nulls for task in self.tasks if task.label == label}
-        return rules == {"skip"} if rules else any(task.mask_label == label for task in self.tasks)
+        plan = self.plan
+        learned = {*plan.schema.columns, *plan.reserved.groups, *(c.column for c in plan.columns_of_tasks)}
+        aside = set(plan.reserved.names) - learned
+        return columns_before(plan.transforms, [name for name in self.wanted if name not in aside])
 
     @cached_property
     def singles(self) -> list[str]:
@@ -176,9 +119,11 @@ class Form:
     @cached_property
     def row_bytes(self) -> int:
         """About how many bytes a row takes, if bags have 8 ids, and those that are drawn."""
-        drawn = sum(transform.count for transform in self.transforms if isinstance(transform, Sample))
-        numbers = len(self.schema.labels) + len(self.schema.dense) + len(self.tasks) * self.weighs_tasks
-        reserved = 8 * len(self.key_columns) + 16 * len(self.reserve_columns)
+        drawn = sum(transform.count for transform in self.plan.transforms if isinstance(transform, Sample))
+        numbers = (
+            len(self.schema.labels) + len(self.schema.dense) + len(self.plan.tasks) * self.plan.weighs_tasks
+        )
+        reserved = 8 * len(self.plan.reserved.keys) + 16 * len(self.plan.reserved.columns)
         reserved += sum(8 * 8 * len(spec.side_features) for spec in self.schema.sparse.values())
         return (
             reserved
@@ -230,7 +175,8 @@ class Form:
         if keys:
             columns["keys"] = _matrix(keys, rows, np.int64)
         columns |= {
-            f"{RESERVED}{name}": array for name, array in zip(self.reserve_columns, reserved, strict=True)
+            f"{RESERVED}{name}": array
+            for name, array in zip(self.plan.reserved.columns, reserved, strict=True)
         }
         if self.counts_changes:
             columns["changed"] = self._changes(tally, rows)
@@ -251,14 +197,14 @@ class Form:
             weights = np.empty(0, np.float32) if self.schema.sparse[name].weights else None
             bags.append((np.zeros(rows + 1, np.int32), np.empty(0, self.id_dtype), weights))
         return self.table(
-            [zeros] * len(self.labels),
+            [zeros] * len(self.plan.labels),
             [zeros] * len(self.schema.dense),
             [none] * len(self.singles),
             bags,
             rows,
-            task_weights=[zeros] * (len(self.tasks) if self.weighs_tasks else 0),
-            keys=[np.zeros(rows, np.int64)] * len(self.key_columns),
-            reserved=[pa.nulls(rows, self.types.get(name, pa.null())) for name in self.reserve_columns],
+            task_weights=[zeros] * (len(self.plan.tasks) if self.plan.weighs_tasks else 0),
+            keys=[np.zeros(rows, np.int64)] * len(self.plan.reserved.keys),
+            reserved=[pa.nulls(rows, self.types.get(name, pa.null())) for name in self.plan.reserved.columns],
             side_features={
                 n: np.empty((0, len(self.schema.sparse[n].side_features))) for n in self.with_side_features
             },

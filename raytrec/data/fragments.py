@@ -13,15 +13,14 @@ from pyarrow import fs
 
 from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
-from raytrec.config.schema import Schema
 from raytrec.config.sections import folders
-from raytrec.config.transforms import Transform, with_rows
+from raytrec.config.transforms import with_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
 from raytrec.data.footers import Footer, read_footer, why_empty
-from raytrec.data.form import Form, Range
+from raytrec.data.form import Form
 from raytrec.data.kinds import check_present, check_types
 from raytrec.data.partitions import ALL, Between, ReservedInFile, agree, find_in_folders, in_order, within
-from raytrec.data.row_weights import TaskRows
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.transform import apply_transforms
 
 
@@ -63,54 +62,29 @@ class Dataset:
 
 def scan(
     places: str | list[str],
-    schema: Schema,
+    plan: ReadPlan,
     key: str = "data",
     *,
-    transforms: tuple[Transform, ...] = (),
     between: Between = ALL,
-    label_ranges: Mapping[str, Range | None] | None = None,
-    whole_labels: Iterable[str] = (),
-    tasks: tuple[TaskRows, ...] = (),
-    key_columns: tuple[str, ...] = (),
-    groups: Iterable[str] = (),
-    reserve_columns: tuple[str, ...] = (),
-    reserved_lists: Iterable[str] = (),
-    reserved_by: Mapping[str, str] | None = None,
     declared: Iterable[str] = (),
-    read_labels: bool = True,
     skip: bool = False,
 ) -> Dataset:
-    """Reads the footers of folders (or files) of Parquet and checks every file's columns against the schema.
+    """Reads the footers of folders (or files) of Parquet and checks every file's columns against the plan.
 
     Args:
         places: folders (searched recursively; names that begin with `_` or `.` are skipped) or files.
         key: the config key that named them, for messages.
-        transforms: what is done to columns before they are held to the schema.
         between: first and last partition to read.
-        label_ranges, whole_labels, tasks, key_columns, groups, reserve_columns, reserved_lists,
-            reserved_by, read_labels: see Form.
         declared: further columns that are to be there and could be reserved.
-        skip: skip files that are not whole, or whose columns are not the schema's.
+        skip: skip files that are not whole, or whose columns are not the plan's.
 
     Raises:
         DataError: nothing there, no rows, a file that is not whole, a column missing or of the wrong type.
     """
     files, left_out = list_files(places, key, between), []
-    form = Form(
-        schema,
-        transforms=with_rows(transforms, schema),
-        label_ranges=label_ranges or {},
-        folder=os.getcwd(),
-        tasks=tasks,
-        key_columns=key_columns,
-        groups=frozenset(groups),
-        reserve_columns=reserve_columns,
-        reserved_lists=frozenset(reserved_lists),
-        reserved_by=reserved_by or {},
-        read_labels=read_labels,
-        whole_labels=frozenset(whole_labels),
-    )
-    looking = replace(form, reserve_columns=tuple(dict.fromkeys([*reserve_columns, *declared])))
+    plan = replace(plan, transforms=with_rows(plan.transforms, plan.schema), folder=os.getcwd())
+    form, columns = Form(plan), dict.fromkeys([*plan.reserved.columns, *declared])
+    looking = Form(replace(plan, reserved=replace(plan.reserved, columns=tuple(columns))))
 
     def look(file: str) -> _Seen | None:
         try:
@@ -123,8 +97,8 @@ def scan(
 
     with ThreadPoolExecutor(16) as pool:
         seen = [found for found in pool.map(look, files) if found is not None]
-    if form.reserved:
-        types, from_folders, odd = agree([found.reserved for found in seen], form.reserved)
+    if form.plan.reserved.names:
+        types, from_folders, odd = agree([found.reserved for found in seen], form.plan.reserved.names)
         if odd and not skip:
             raise next(iter(odd.values()))
         left_out += odd.values()
@@ -230,18 +204,22 @@ class _Seen:
 def _look(uri: str, form: Form) -> _Seen:
     metadata, schema = read_footer(uri), form.schema
     arrow = metadata.schema.to_arrow_schema()
-    if form.reserved:
+    if form.plan.reserved.names:
         form = replace(form, from_folders=find_in_folders(arrow, form, uri))
     check_present(arrow, form.columns, uri, form=form)
     arrow = select_schema(arrow, form.columns)
-    if form.transforms:
-        arrow = apply_transforms(empty_table(arrow), form.transforms, uri, form.folder).schema
+    if form.plan.transforms:
+        arrow = apply_transforms(empty_table(arrow), form.plan.transforms, uri, form.plan.folder).schema
         check_present(arrow, form.wanted, f"{uri}, after data.transforms", fields=False, form=form)
     check_types(arrow, form, uri)
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.column_of(name)).type)}
     counts = (metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
     groups = [RowGroup(uri, i, rows) for i, rows in enumerate(counts) if rows]
-    types = {name: plain(arrow.field(name).type) for name in form.reserved if name not in form.from_folders}
+    types = {
+        name: plain(arrow.field(name).type)
+        for name in form.plan.reserved.names
+        if name not in form.from_folders
+    }
     footer = Footer(metadata, form)
     reserved = ReservedInFile(uri, types, form.from_folders)
     constant = footer.constant_labels()

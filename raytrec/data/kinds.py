@@ -52,7 +52,7 @@ def check_present(
             ) from None
         if found is None:
             known = list(dict.fromkeys([*arrow.names, *leaf_names(arrow)]))
-            near, named = did_you_mean(column, known), form and form.named_by(column)
+            near, named = did_you_mean(column, known), form and form.plan.named_by(column)
             readers = f"{named} reads" if named else "the schema and data.transforms read"
             place = named or "the schema"
             raise DataError(
@@ -75,20 +75,20 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
         DataError: a column of the wrong type; says by which transform, or name, it becomes a right one.
     """
     schema = form.schema
-    for column in form.labels:
-        if not (types.is_null(plain(arrow.field(column).type)) and form.skips_nulls(column)):
+    for column in form.plan.labels:
+        if not (types.is_null(plain(arrow.field(column).type)) and form.plan.skips_nulls(column)):
             _check_number(arrow.field(column).type, column, "label", uri)
-    for read in form.columns_of_tasks:
+    for read in form.plan.columns_of_tasks:
         if read.role != "mask" or not types.is_null(plain(arrow.field(read.column).type)):
             _check_number(arrow.field(read.column).type, read.column, read.role, uri)
-    for column in form.reserved:
+    for column in form.plan.reserved.names:
         if column not in form.from_folders:
             kind = plain(arrow.field(column).type)
-            if column in form.reserved_lists:
+            if column in form.plan.reserved.lists:
                 _check_list(kind, column, uri)
                 kind = value_type(kind)
-            _check_reserved(kind, column, column in form.key_columns, uri)
-            if column in form.groups:
+            _check_reserved(kind, column, column in form.plan.reserved.keys, uri)
+            if column in form.plan.reserved.groups:
                 _check_group(plain(kind), column, uri)
     for column in schema.dense:
         _check_number(arrow.field(column).type, column, "dense column", uri)

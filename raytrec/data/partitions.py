@@ -118,8 +118,10 @@ def in_folders(path: str) -> dict[str, str | None]:
 
 def find_in_folders(arrow: pa.Schema, form: Form, uri: str) -> frozenset[str]:
     """Key columns and reserved ones that a file does not hold, and the folders that it is in do."""
-    made, folders = {name for transform in form.transforms for name in transform.writes}, in_folders(uri)
-    return frozenset(n for n in form.reserved if n in folders and n not in made and not _holds(arrow, n))
+    made, folders = {name for transform in form.plan.transforms for name in transform.writes}, in_folders(uri)
+    return frozenset(
+        n for n in form.plan.reserved.names if n in folders and n not in made and not _holds(arrow, n)
+    )
 
 
 def _holds(arrow: pa.Schema, name: str) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -13,63 +11,7 @@ import pyarrow as pa
 from raytrec.common.errors import DataError
 from raytrec.config.schema import scalar
 from raytrec.data.columns import Place, numbers, numbers_or_none
-
-if TYPE_CHECKING:
-    from raytrec.data.form import Form
-
-
-@dataclass(frozen=True)
-class TaskColumn:
-    """A column that a task reads beside its label.
-
-    Attributes:
-        role: a mask of 0 and 1, or a factor of the row.
-        named_by: the key of the configuration, in words.
-    """
-
-    column: str
-    role: Literal["mask", "sample weight"]
-    named_by: str
-
-
-@dataclass(frozen=True)
-class TaskRows:
-    """Which rows count in a task, and how much: 0 for a row without a label and one that the mask excludes,
-    else its sample weight.
-
-    Attributes:
-        label: of the task, among the schema's labels.
-        name: of the task, for messages.
-        nulls: a row without a label (null or NaN) is an error, or has no part in this task.
-        mask: a column of 0 and 1: rows where it is 1 count; None: all do.
-        mask_label: a label of the schema: rows where it is 1 count.
-        sample_weight: a column of finite numbers ≥ 0; None: 1.
-    """
-
-    label: str
-    name: str = ""
-    nulls: Literal["error", "skip"] = "error"
-    mask: str | None = None
-    mask_label: str | None = None
-    sample_weight: str | None = None
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether rows may count differently in it."""
-        return bool(self.mask or self.mask_label or self.sample_weight) or self.nulls == "skip"
-
-    @property
-    def columns(self) -> list[TaskColumn]:
-        """What it reads beside the label."""
-        found = []
-        if self.mask:
-            found.append(TaskColumn(self.mask, "mask", f"mask of task {self.name}"))
-        if self.sample_weight:
-            found.append(
-                TaskColumn(self.sample_weight, "sample weight", f"sample_weight of task {self.name}")
-            )
-        return found
-
+from raytrec.data.form import Form
 
 # A label's values float32 [n], and in which rows there is one, bool [n]; None: in all.
 Label = tuple[np.ndarray, np.ndarray | None]
@@ -81,8 +23,8 @@ def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> La
     Raises:
         DataError: a number that they do not take, or no number where one must be.
     """
-    allowed = form.label_range(name)
-    if form.skips_nulls(name):
+    allowed = form.plan.label_range(name)
+    if form.plan.skips_nulls(name):
         values, there = numbers_or_none(column, name, place)
         if allowed:
             values[~there] = np.clip(np.float32(0), *allowed)
@@ -94,7 +36,7 @@ def label_of(column: pa.ChunkedArray, name: str, form: Form, place: Place) -> La
         values, there = numbers(column, name, place, also), None
     low, high = allowed or (-np.inf, np.inf)
     wrong, kind = (values < low) | (values > high), "number"
-    if name in form.whole_labels:
+    if name in form.plan.whole_labels:
         wrong, kind = wrong | (values != np.floor(values)), "whole number"
     if wrong.any():
         row = int(wrong.argmax())
@@ -125,7 +67,7 @@ def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: P
         return cache(lambda name: read(table[name], name, place))
 
     factor_of, mask_of, out = reads(_factors), reads(_mask), []
-    for task in form.tasks:
+    for task in form.plan.tasks:
         weights = factor_of(task.sample_weight) if task.sample_weight else ones
         counts = [labels[task.label][1] if task.nulls == "skip" else None]
         if task.mask:

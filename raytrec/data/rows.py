@@ -131,7 +131,7 @@ def _finish_group(
         if isinstance(table, DataError):
             raise table
         where = f"{place.path}, row group {place.group}"
-        table = apply_transforms(table, form.transforms, where, form.folder, draw)
+        table = apply_transforms(table, form.plan.transforms, where, form.plan.folder, draw)
     except DataError as error:
         rows = sum(part.rows for part in parts)
         faults.leave_out(error, rows)
@@ -187,8 +187,8 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
 
     lists = [bags(table[schema.column_of(name)], weights(name), *spec(name)) for name in form.bags]
     ends = {name: offsets for name, (offsets, _, _) in zip(form.bags, lists, strict=True)}
-    labels = {name: label_of(table[name], name, form, place) for name in form.labels}
-    reserved = {name: reserved_array(table, name, form, place) for name in form.reserved}
+    labels = {name: label_of(table[name], name, form, place) for name in form.plan.labels}
+    reserved = {name: reserved_array(table, name, form, place) for name in form.plan.reserved.names}
     return form.table(
         [values for values, _ in labels.values()],
         [numbers(table[name], name, place) for name in schema.dense],
@@ -196,9 +196,9 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
         lists,
         table.num_rows,
         tally,
-        task_weights(table, labels, form, place) if form.weighs_tasks else (),
-        [keys_of(reserved[name]) for name in form.key_columns],
-        [reserved[name] for name in form.reserve_columns],
+        task_weights(table, labels, form, place) if form.plan.weighs_tasks else (),
+        [keys_of(reserved[name]) for name in form.plan.reserved.keys],
+        [reserved[name] for name in form.plan.reserved.columns],
         {
             name: side_features(table, name, schema.sparse[name], ends[name], place)
             for name in form.with_side_features
@@ -230,7 +230,7 @@ def check_rows(path: str, group: int, form: Form) -> Iterator[int]:
     """
     first = 0
     for table in _tables(path, group, form.columns):
-        table = apply_transforms(table, form.transforms, f"{path}, row group {group}", form.folder)
+        table = apply_transforms(table, form.plan.transforms, f"{path}, row group {group}", form.plan.folder)
         canonical(table, form, Place(path, group, first))
         first += table.num_rows
         yield table.num_rows

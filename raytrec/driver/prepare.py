@@ -23,9 +23,9 @@ from raytrec.data.fragments import Dataset, list_files, scan
 from raytrec.data.rows import check_accused
 from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import interrupted, resume_config
-from raytrec.driver.towers import open_items, with_retrieval
+from raytrec.driver.towers import open_items
 from raytrec.driver.warm_start import config_from, schema_at
-from raytrec.tasks.columns import check_counts, check_reserved, columns_to_read
+from raytrec.tasks.columns import check_counts, check_reserved, read_plan
 from raytrec.tasks.task import resolve_tasks
 
 
@@ -143,18 +143,14 @@ def open_dataset(
     data, tasks = config.data, resolve_tasks(config.tasks, schema)
     check_reserved(tasks, config.eval.slices, data.reserve_columns)
     slices = [] if to_train else config.eval.slices
-    columns = columns_to_read(tasks, schema, slices)
-    if config.eval.retrieval and not to_train:
-        columns |= with_retrieval(columns, config.eval.retrieval)
+    retrieval = None if to_train else config.eval.retrieval
     dataset = scan(
         places,
-        schema,
+        read_plan(tasks, schema, data.transforms, slices, retrieval),
         key,
-        transforms=tuple(data.transforms),
         between=(data.partitions.from_, data.partitions.to) if to_train else (None, None),
         declared=data.reserve_columns,
         skip=data.on_error == "skip",
-        **columns,
     )
     check_counts(tasks, dataset.form.types, dataset.uri)
     return dataset

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import ConfigError, DataError
-from raytrec.config.evaluation import RetrievalSection, TowerName
+from raytrec.config.evaluation import TowerName
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import columns_before, needed_transforms
@@ -18,6 +17,7 @@ from raytrec.data.columns import Place
 from raytrec.data.decode import decode
 from raytrec.data.fragments import Dataset, RowGroup, scan
 from raytrec.data.hashing import NULL_KEY, keys_of
+from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.transform import apply_transforms
 
 ITEMS = "items"  # the name of their dataset among those of a run
@@ -61,30 +61,15 @@ def open_inputs(
         DataError: files, columns or types that are not what the schema says.
     """
     inputs = [name for name in schema.columns if name not in schema.labels]
-    return scan(
-        places,
+    plan = ReadPlan(
         schema,
-        key,
-        transforms=needed_transforms(tuple(config.data.transforms), [*inputs, *reserve_columns]),
-        groups=reserve_columns,
-        reserve_columns=reserve_columns,
-        reserved_by=dict.fromkeys(reserve_columns, reserved_by),
+        needed_transforms(tuple(config.data.transforms), [*inputs, *reserve_columns]),
+        reserved=Reserved(
+            reserve_columns, groups=reserve_columns, named_by=dict.fromkeys(reserve_columns, reserved_by)
+        ),
         read_labels=False,
-        skip=config.data.on_error == "skip",
     )
-
-
-def with_retrieval(columns: Mapping[str, Any], section: RetrievalSection) -> dict[str, Any]:
-    """What evaluated rows need for their ranking among all items, beside other columns: arguments of
-    data.fragments.scan."""
-    own = (section.item, *section.seen)
-    return {
-        "reserve_columns": tuple(dict.fromkeys([*columns["reserve_columns"], *own])),
-        "groups": tuple(dict.fromkeys([*columns["groups"], *own])),
-        "reserved_lists": tuple(section.seen),
-        "reserved_by": {section.item: "eval.retrieval.item"}
-        | dict.fromkeys(section.seen, "eval.retrieval.seen"),
-    }
+    return scan(places, plan, key, skip=config.data.on_error == "skip")
 
 
 def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Dataset]) -> dict[str, Dataset]:
@@ -109,7 +94,7 @@ def open_items(config: RunConfig, schema: Schema, evaluated: Mapping[str, Datase
         types = dataset.form.types
         for column in (section.item, *section.seen):
             other = types.get(column)
-            other = other.value_type if column in dataset.form.reserved_lists else other
+            other = other.value_type if column in dataset.form.plan.reserved.lists else other
             if other is not None and is_text(other) != is_text(kind) and not pa.types.is_null(other):
                 raise DataError(
                     f"'{column}' holds {other}, and items are named by {kind}",
@@ -148,9 +133,11 @@ def check_items(items: Dataset, column: str) -> None:
 
 
 def _keys(items: Dataset, group: RowGroup, column: str) -> np.ndarray:
-    transforms = needed_transforms(items.form.transforms, [column])
+    transforms = needed_transforms(items.form.plan.transforms, [column])
     table = decode(group.path, group.index, 0, group.rows, columns_before(transforms, [column]))
-    table = apply_transforms(table, transforms, f"{group.path}, row group {group.index}", items.form.folder)
+    table = apply_transforms(
+        table, transforms, f"{group.path}, row group {group.index}", items.form.plan.folder
+    )
     return keys_of(one_array(table[column]))
 
 

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pyarrow as pa
 
 from raytrec.common.errors import ConfigError, DataError, did_you_mean
+from raytrec.config.evaluation import RetrievalSection
 from raytrec.config.schema import Schema
+from raytrec.config.transforms import Transform
+from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.tasks.task import Task, key_columns, label_ranges, task_rows, whole_labels
 
 
-def columns_to_read(tasks: Sequence[Task], schema: Schema, slices: Sequence[str] = ()) -> dict[str, Any]:
-    """Labels, masks, weights and keys of a dataset: arguments of data.fragments.scan.
+def read_plan(
+    tasks: Sequence[Task],
+    schema: Schema,
+    transforms: Sequence[Transform] = (),
+    slices: Sequence[str] = (),
+    retrieval: RetrievalSection | None = None,
+) -> ReadPlan:
+    """What tasks and evaluations read of a dataset's rows.
 
     Args:
         slices: columns whose values an evaluation tells apart, and calls by their text.
+        retrieval: eval.retrieval of a dataset whose rows' items are ranked among all items.
     """
-    return {
-        "label_ranges": label_ranges(tasks, schema),
-        "whole_labels": whole_labels(tasks),
-        "tasks": task_rows(tasks),
-        "key_columns": key_columns(tasks, slices),
-        "groups": key_columns(tasks),
-        "reserve_columns": tuple(slices),
-    }
+    ranked = (retrieval.item, *retrieval.seen) if retrieval else ()
+    named_by = {retrieval.item: "eval.retrieval.item"} if retrieval else {}
+    seen = tuple(retrieval.seen) if retrieval else ()
+    return ReadPlan(
+        schema,
+        tuple(transforms),
+        task_rows(tasks),
+        Reserved(
+            columns=tuple(dict.fromkeys([*slices, *ranked])),
+            keys=key_columns(tasks, slices),
+            groups=tuple(dict.fromkeys([*key_columns(tasks), *ranked])),
+            lists=seen,
+            named_by=named_by | dict.fromkeys(seen, "eval.retrieval.seen"),
+        ),
+        label_ranges(tasks, schema),
+        whole_labels(tasks),
+    )
 
 
 def check_reserved(tasks: Sequence[Task], slices: Sequence[str], reserved: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
-from raytrec.data.row_weights import TaskRows
+from raytrec.data.read_plan import TaskRows
 from raytrec.tasks.losses import Loss, loss
 from raytrec.tasks.options import check_options
 

@@ -21,7 +21,7 @@ from raytrec.data.form import Form
 from raytrec.data.fragments import scan
 from raytrec.data.hashing import keys_of
 from raytrec.data.order import Order
-from raytrec.data.row_weights import TaskRows
+from raytrec.data.read_plan import ReadPlan, Reserved, TaskRows
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
 from raytrec.embeddings.pooling import own_copy
@@ -34,8 +34,8 @@ def form(weights=False, beside=False):
     more = {}
     if beside:
         tasks = (TaskRows("y", sample_weight="x"), TaskRows("y", nulls="skip"))
-        more = {"tasks": tasks, "key_columns": ("text",), "reserve_columns": ("text",)}
-    return Form(schema(weights, dense=["x"]), lists=frozenset({"history", "tags"}), **more)
+        more = {"tasks": tasks, "reserved": Reserved(("text",), keys=("text",))}
+    return Form(ReadPlan(schema(weights, dense=["x"]), **more), lists=frozenset({"history", "tags"}))
 
 
 def rows(form, count, seed, longest=5, absent=False):
@@ -51,7 +51,7 @@ def rows(form, count, seed, longest=5, absent=False):
     bags = [bag(form.schema.sparse[name].weights) for name in form.bags]
     numbers = rng.random(count, np.float32)
     beside = ([], [], [])
-    if form.reserve_columns:
+    if form.plan.reserved.columns:
         texts = pa.array([f"row {seed}-{i}" for i in range(count)])
         beside = ([numbers, numbers + 1], [keys_of(texts)], [texts])
     table = form.table([numbers], [numbers], singles, bags, count, None, *beside)
@@ -162,7 +162,7 @@ def test_what_goes_along_with_rows_is_put_together_like_them():
 def test_the_thread_of_a_stream_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
     """CUDA begins every thread on GPU 0, where page-locked memory would then open a context for each rank."""
     folder = parquet.write(tmp_path / "d", 300, 0)
-    data = scan(str(folder), Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test"))
+    data = scan(str(folder), ReadPlan(Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")))
     monkeypatch.setattr(
         Stream, "_tables", lambda self, items: (read_item(item, self.dataset.form) for item in items)
     )

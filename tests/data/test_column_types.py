@@ -15,6 +15,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 from raytrec.inspection.propose import inspect
 
@@ -27,7 +28,7 @@ def rows_of(tmp_path, table, schema, transforms=()):
     """All rows of a table as a run would read them from a file."""
     path = tmp_path / "a.parquet"
     pq.write_table(table if isinstance(table, pa.Table) else pa.table(table), path)
-    data = scan(str(path), Schema.parse(schema, "test"), transforms=tuple(parse(list(transforms))))
+    data = scan(str(path), ReadPlan(Schema.parse(schema, "test"), transforms=tuple(parse(list(transforms)))))
     item = Item(0, 0, (Part(str(path), 0, 0, data.rows),), None)
     return parquet.plain_rows(read_item(item, data.form), data.form)
 
@@ -208,7 +209,7 @@ def test_what_cannot_be_read_is_refused_before_the_start(tmp_path, column, roles
         }[role]
         pq.write_table(pa.table({**BASE, "x": column}), tmp_path / "a.parquet")
         with pytest.raises(DataError) as error:
-            scan(str(tmp_path), Schema.parse(spec, "test"))
+            scan(str(tmp_path), ReadPlan(Schema.parse(spec, "test")))
         message = str(error.value)
         assert "a.parquet, column x" in message and "  do:" in message, message
 

@@ -17,6 +17,7 @@ from raytrec.config.transforms import LookupVocabulary
 from raytrec.data import contents, order
 from raytrec.data.contents import Content, fingerprint, look, old_fingerprint
 from raytrec.data.fragments import scan
+from raytrec.data.read_plan import ReadPlan
 from raytrec.driver.resume import DATA, check_same_data, note_data
 
 
@@ -29,7 +30,7 @@ def folder(tmp_path):
 
 
 def scanned(folder, name="train", **options):
-    return scan(str(folder / name), Schema.load(folder / "schema.yaml"), **options)
+    return scan(str(folder / name), ReadPlan(Schema.load(folder / "schema.yaml"), **options))
 
 
 def flip(path):

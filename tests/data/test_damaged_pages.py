@@ -17,6 +17,7 @@ from raytrec.data.decode import Faults, decode
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.pages.thrift import read_struct
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 
 ROWS, PAGE = 1500, 100  # rows of the file, and of a page
@@ -137,7 +138,7 @@ def test_rows_that_are_not_skipped_keep_their_lists_after_a_flipped_bit(tmp_path
     how = {"data_page_version": version, "compression": "none", "write_page_checksum": checksums}
     written(path, **how)
     spec = {"labels": ["label"], "sparse": {"bag": {"table": "t"}}, "tables": {"t": {"rows": 50, "dim": 4}}}
-    form = scan(str(path), Schema.parse(spec, "test")).form
+    form = scan(str(path), ReadPlan(Schema.parse(spec, "test"))).form
 
     def read(begin):
         return parquet.plain_rows(

@@ -21,6 +21,7 @@ from raytrec.data import decode as decode_module
 from raytrec.data import order as order_module
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Stream
 
@@ -116,7 +117,7 @@ def test_any_layout_any_stops(tmp_path_factory, layout, batch, lanes, shuffle, w
 
 
 def check_exactly_once(folder, rows, order, phases):
-    data, steps = scan(str(folder), SCHEMA), order.steps(rows)
+    data, steps = scan(str(folder), ReadPlan(SCHEMA)), order.steps(rows)
     undisturbed = [ids for epoch in (0, 1) for ids in trained(data, order, epoch, 1, 0, steps)]
     assert Counter(i for ids in undisturbed for i in ids) == Counter(dict.fromkeys(range(rows), 2))
     got, epoch, step = [], 0, 0
@@ -140,7 +141,7 @@ def rank_process(folder, log, order, rank, world, epoch, step):
             sys.path.insert(0, here)
             from test_exactly_once import SCHEMA, ids_of
 
-            stream = Stream(scan(str(folder), SCHEMA), order, rank=rank, world=world)
+            stream = Stream(scan(str(folder), ReadPlan(SCHEMA)), order, rank=rank, world=world)
             with open(log, "a") as file:
                 file.write(f"pid {os.getpid()}\n")
                 file.flush()
@@ -192,7 +193,7 @@ def test_killed_again_and_again(tmp_path):
         if position[0] == 3:
             break
     assert kills >= 3, f"only {kills} kills"
-    whole = scan(str(data), SCHEMA)
+    whole = scan(str(data), ReadPlan(SCHEMA))
     assert committed == [ids for epoch in range(3) for ids in trained(whole, order, epoch, 1, 0, steps)]
     assert Counter(i for ids in committed for i in ids) == Counter(dict.fromkeys(range(rows), 3))
 

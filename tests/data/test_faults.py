@@ -15,10 +15,11 @@ from raytrec.data import decode, footers, fragments, rows
 from raytrec.data.decode import Faults
 from raytrec.data.form import Form
 from raytrec.data.order import Item, Part
+from raytrec.data.read_plan import ReadPlan
 from raytrec.driver import run as driver
 
 SCHEMA = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")
-FORM = Form(SCHEMA, frozenset({"tags"}))
+FORM = Form(ReadPlan(SCHEMA), frozenset({"tags"}))
 
 
 def with_users(path, bad, count=1000):

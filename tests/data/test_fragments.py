@@ -13,6 +13,7 @@ from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 
 SCHEMA = Schema.parse(
@@ -49,7 +50,7 @@ def write(path, **columns):
 
 def fails(folder, *parts):
     with pytest.raises(DataError) as error:
-        scan(str(folder), SCHEMA, "data.train")
+        scan(str(folder), ReadPlan(SCHEMA), "data.train")
     for part in parts:
         assert str(part) in str(error.value), str(error.value)
 
@@ -63,7 +64,7 @@ def test_order_and_what_is_left_out(tmp_path):
     parquet.write(tmp_path / "_temporary/x", 10, 0, files=1)
     (tmp_path / "notes.txt").write_text("")
     schema = Schema.parse(__import__("yaml").safe_load(parquet.SCHEMA_YAML), "t")
-    data = scan(str(tmp_path), schema)
+    data = scan(str(tmp_path), ReadPlan(schema))
     assert [(g.path.removeprefix(f"{tmp_path}/"), g.index, g.rows) for g in data.groups] == [
         ("a/part-0.parquet", 0, 100),
         ("b/part-0.parquet", 0, 300),
@@ -71,7 +72,7 @@ def test_order_and_what_is_left_out(tmp_path):
         ("b/part-1.parquet", 0, 300),
         ("b/part-1.parquet", 1, 200),
     ]
-    assert scan(str(tmp_path / "b/part-1.parquet"), schema).rows == 500
+    assert scan(str(tmp_path / "b/part-1.parquet"), ReadPlan(schema)).rows == 500
 
 
 def test_nothing_there(tmp_path):
@@ -134,7 +135,7 @@ def test_an_encrypted_file_is_named_as_such(tmp_path, plaintext_footer):
 )
 def test_columns_that_do_not_fit(tmp_path, columns, says):
     write(tmp_path / "a.parquet")
-    assert scan(str(tmp_path), SCHEMA).rows == 2
+    assert scan(str(tmp_path), ReadPlan(SCHEMA)).rows == 2
     write(tmp_path / "b.parquet", **columns)
     fails(tmp_path, says, "b.parquet")
 
@@ -149,7 +150,7 @@ def test_a_footer_that_lies(tmp_path, rows, values_too):
     tracemalloc.start()
     try:
         if values_too and rows == 2**20:  # its pages could hold them: found when they are read
-            data = scan(str(tmp_path), SCHEMA)
+            data = scan(str(tmp_path), ReadPlan(SCHEMA))
             with pytest.raises(DataError, match=r"a\.parquet, row group 0"):
                 read_item(Order(2048, 24).items(data, 0, 0, 1)[-1], data.form)
         else:

@@ -10,6 +10,7 @@ from raytrec.config.schema import Schema
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 
 LEAST = -(2**63)
@@ -25,7 +26,7 @@ def read(tmp_path, item, seen):
     path = tmp_path / "a.parquet"
     users = pa.array([8, None, 0, 1][: len(item)], pa.int16())
     pq.write_table(pa.table({"y": [0.0] * len(item), "user": users, "item": item, "seen": seen}), path)
-    data = scan(str(path), Schema.parse(SCHEMA, "test"))
+    data = scan(str(path), ReadPlan(Schema.parse(SCHEMA, "test")))
     table = read_item(Item(0, 0, (Part(str(path), 0, 0, data.rows),), None), data.form)
     pieces = [Rows.of(part) for part in table.combine_chunks().to_batches()]
     sparse = Collator(data.form)(pieces, len(item) + 2, len(item)).sparse

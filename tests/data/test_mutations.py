@@ -131,10 +131,11 @@ def outcome(rank, world, path, skip):
     from raytrec.data.decode import Faults
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
+    from raytrec.data.read_plan import ReadPlan
     from raytrec.data.rows import read_item
 
     try:
-        data = scan(path, SCHEMA, skip=skip)
+        data = scan(path, ReadPlan(SCHEMA), skip=skip)
         items = Order(64, 1, "groups", permute=False).items(data, 0, 0, 1)
         tables = [read_item(item, data.form, Faults(skip)) for item in items]
         rows = [row for table in tables for row in parquet.plain_rows(table, data.form)]

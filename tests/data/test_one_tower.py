@@ -9,6 +9,7 @@ from raytrec.config.schema import Schema
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 
 SCHEMA = Schema.parse(
@@ -64,7 +65,7 @@ def batch_of(columns, schema, folder):
         ),
         file,
     )
-    dataset = scan(str(file), schema, read_labels=False)
+    dataset = scan(str(file), ReadPlan(schema, read_labels=False))
     table = read_item(Item(0, 0, (Part(str(file), 0, 0, 3),), None), dataset.form)
     features = Features(SCHEMA, {"history": 2})
     pieces = [Rows.of(batch) for batch in table.to_batches()]

@@ -8,6 +8,7 @@ import yaml
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import list_files, scan
+from raytrec.data.read_plan import ReadPlan
 
 SCHEMA = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")
 HOURS = [f"date=2026-11-0{day}/hour={hour}" for day in (1, 2, 3) for hour in (2, 9, 10)]
@@ -30,7 +31,9 @@ def between(root, first, last):
 
 def test_order_is_that_of_time(clicks):
     assert between(clicks, None, None) == HOURS, "hour 9 comes before hour 10"
-    assert [group.path.split("hour=")[1][0] for group in scan(str(clicks), SCHEMA).groups[:3]] == list("291")
+    assert [
+        group.path.split("hour=")[1][0] for group in scan(str(clicks), ReadPlan(SCHEMA)).groups[:3]
+    ] == list("291")
 
 
 @pytest.mark.parametrize(
@@ -71,13 +74,13 @@ def test_files_outside_of_partitions(clicks, tmp_path):
 
 def test_several_folders_in_their_order(clicks):
     late, early = (str(clicks / HOURS[i]) for i in (4, 0))
-    data = scan([late, early], SCHEMA)
+    data = scan([late, early], ReadPlan(SCHEMA))
     assert [group.path.split("clicks/")[1][:23] for group in data.groups] == [
         "date=2026-11-02/hour=9/",
         "date=2026-11-01/hour=2/",
     ]
     assert data.rows == 6
     with pytest.raises(DataError, match="1 files are named twice"):
-        scan([str(clicks), late], SCHEMA, "data.train")
+        scan([str(clicks), late], ReadPlan(SCHEMA), "data.train")
     with pytest.raises(DataError, match=r"data.train=.*no such folder|no such folder"):
-        scan([late, str(clicks / "gone")], SCHEMA, "data.train")
+        scan([late, str(clicks / "gone")], ReadPlan(SCHEMA), "data.train")

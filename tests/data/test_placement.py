@@ -52,6 +52,7 @@ def test_reading_keeps_off_the_gpu_nodes(mixed, tmp_path, monkeypatch):
 
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
+    from raytrec.data.read_plan import ReadPlan
     from raytrec.data.stream import Stream
 
     (tmp_path / "where_am_i.py").write_text(MODULE)
@@ -59,7 +60,7 @@ def test_reading_keeps_off_the_gpu_nodes(mixed, tmp_path, monkeypatch):
     folder, log = parquet.write(tmp_path / "d", 3000, 0, row_group=50), tmp_path / "log"
     transforms = TypeAdapter(list[Transform]).validate_python([{**TRANSFORM, "options": {"log": str(log)}}])
     schema = Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")
-    data = scan(str(folder), schema, transforms=tuple(transforms))
+    data = scan(str(folder), ReadPlan(schema, transforms=tuple(transforms)))
 
     @ray.remote(num_gpus=1, num_cpus=1)
     def train():

@@ -18,6 +18,7 @@ from raytrec.data.decode import Faults
 from raytrec.data.fragments import scan
 from raytrec.data.hashing import NULL_KEY, keys_of
 from raytrec.data.order import Order
+from raytrec.data.read_plan import ReadPlan, Reserved
 from raytrec.data.rows import read_item
 from raytrec.data.stream import Supply
 
@@ -52,7 +53,7 @@ def reserved(data, order=None, **how):
     for batch in batches(data, order or Order(7, 1, "none"), **how):
         users = batch.sparse.values().tolist()
         assert batch.reserved.num_rows == int(batch.weights.sum()) == len(users)
-        assert batch.reserved.column_names == list(data.form.reserve_columns)
+        assert batch.reserved.column_names == list(data.form.plan.reserved.columns)
         found |= dict(zip(users, batch.reserved.to_pylist(), strict=True))
     return found
 
@@ -65,7 +66,7 @@ def test_they_stay_with_their_rows(tmp_path, shuffle, world):
         mine = slice(25 * part, 25 * part + 20 + 5 * (1 - part))
         columns = {"y": np.zeros(len(names[mine])), "u": np.arange(50)[mine], "name": names[mine]}
         pq.write_table(pa.table(columns), tmp_path / f"{part}.parquet", row_group_size=10)
-    data = scan(str(tmp_path), SCHEMA, reserve_columns=("name", "u"), key_columns=("name",))
+    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("name", "u"), keys=("name",))))
     found = reserved(data, Order(9, 3, shuffle, seed=5), world=world)
     assert found == {u: {"name": names[u], "u": u} for u in range(45)}
     for batch in batches(data, Order(9, 3, shuffle, seed=5), world):
@@ -80,7 +81,7 @@ def test_rows_that_are_skipped_are_not_reserved(tmp_path):
     users[[3, 17]] = 99  # no such id
     write(tmp_path / "a.parquet", u=users, name=[f"n{i}" for i in range(30)])
     write(tmp_path / "b.parquet", u=np.arange(30, 40), name=pa.nulls(10))
-    data = scan(str(tmp_path), SCHEMA, reserve_columns=("name",), key_columns=("name",))
+    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("name",), keys=("name",))))
     found = reserved(data, faults=Faults(skip=True))
     kept = [u for u in range(30) if u not in (3, 17)]
     assert found == {u: {"name": f"n{u}"} for u in kept} | {u: {"name": None} for u in range(30, 40)}
@@ -95,7 +96,7 @@ def test_every_type_is_kept(tmp_path, kind):
         write(tmp_path / "a.parquet", x=array)
     except pa.ArrowNotImplementedError:
         pytest.skip("Parquet has no such type")
-    data = scan(str(tmp_path), SCHEMA, reserve_columns=("x",), key_columns=("x",))
+    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("x",), keys=("x",))))
     read = pq.read_table(tmp_path / "a.parquet")["x"].combine_chunks()
     assert data.form.types["x"] == plain(read.type)
     found = reserved(data, Order(30, 1, "none"))
@@ -122,7 +123,7 @@ def test_every_type_is_kept(tmp_path, kind):
 def test_files_of_types_that_differ_a_little(tmp_path, first, second, whole):
     write(tmp_path / "a.parquet", x=first)
     write(tmp_path / "b.parquet", x=second, u=[2, 3])
-    data = scan(str(tmp_path), SCHEMA, reserve_columns=("x",), key_columns=("x",))
+    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("x",), keys=("x",))))
     assert data.form.types == {"x": whole}
     values = first.to_pylist() + second.to_pylist()
     assert reserved(data, Order(3, 2, "window")) == {u: {"x": value} for u, value in enumerate(values)}
@@ -135,17 +136,20 @@ def test_files_of_other_types(tmp_path):
     write(tmp_path / "a.parquet", x=[1, 2])
     write(tmp_path / "b.parquet", x=["a", "b"])
     with pytest.raises(DataError, match="reserved column 'x' is string here, and int64 in the files before"):
-        scan(str(tmp_path), SCHEMA, reserve_columns=("x",))
-    data = scan(str(tmp_path), SCHEMA, reserve_columns=("x",), skip=True)
+        scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("x",))))
+    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("x",))), skip=True)
     assert len(data.left_out) == 1 and data.rows == 2 and "b.parquet" in data.left_out[0].where
-    assert scan(str(tmp_path), SCHEMA, declared=("x",)).rows == 4, "not read, so it need not agree"
+    assert scan(str(tmp_path), ReadPlan(SCHEMA), declared=("x",)).rows == 4, "not read, so it need not agree"
 
 
 def test_folders_are_columns(tmp_path):
     for number, day in enumerate(("2026-11-01", "2026-11-02", "__HIVE_DEFAULT_PARTITION__")):
         folder = tmp_path / f"date={day}" / f"hour=0{number}" / "city=S%C3%A3o%20Paulo"
         write(folder / "a.parquet", 2, u=[2 * number, 2 * number + 1])
-    data = scan(str(tmp_path), SCHEMA, reserve_columns=("hour", "date", "city"), key_columns=("date", "hour"))
+    data = scan(
+        str(tmp_path),
+        ReadPlan(SCHEMA, reserved=Reserved(columns=("hour", "date", "city"), keys=("date", "hour"))),
+    )
     assert data.form.types == {"date": pa.string(), "hour": pa.int64(), "city": pa.string()}
     found = reserved(data, Order(4, 2, "window"))
     days = ["2026-11-01", "2026-11-02", None]
@@ -156,17 +160,17 @@ def test_folders_are_columns(tmp_path):
     assert keys[:, 0].tolist() == [*keys_of(pa.array(days)).repeat(2)]
     write(tmp_path / "b.parquet", 2)
     with pytest.raises(DataError, match=r"column '\w+' is missing"):
-        scan(str(tmp_path), SCHEMA, reserve_columns=("date",))
+        scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("date",))))
 
 
 def test_a_column_that_only_some_files_hold_is_that_of_the_folders(tmp_path):
     write(tmp_path / "day=1" / "a.parquet", 1)
     write(tmp_path / "day=2" / "a.parquet", u=[1], day=[7])
-    data = scan(str(tmp_path), SCHEMA, reserve_columns=("day",))
+    data = scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("day",))))
     assert reserved(data) == {0: {"day": 1}, 1: {"day": 2}}
     write(tmp_path / "b.parquet", u=[1], day=[7])
     with pytest.raises(DataError, match="other files are in folders day="):
-        scan(str(tmp_path), SCHEMA, reserve_columns=("day",))
+        scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(columns=("day",))))
 
 
 def test_fields_of_structs_and_what_transforms_make(tmp_path):
@@ -174,7 +178,8 @@ def test_fields_of_structs_and_what_transforms_make(tmp_path):
     write(tmp_path / "a.parquet", who=who)
     cast = Cast(do="cast", columns=["who.id"], to="string", into=["id"])
     data = scan(
-        str(tmp_path), SCHEMA, reserve_columns=("who.zip", "id"), key_columns=("id",), transforms=(cast,)
+        str(tmp_path),
+        ReadPlan(SCHEMA, transforms=(cast,), reserved=Reserved(columns=("who.zip", "id"), keys=("id",))),
     )
     found = reserved(data)
     assert [list(found[u].values()) for u in range(3)] == [["x", "4"], [None, None], [None, "6"]]
@@ -183,9 +188,9 @@ def test_fields_of_structs_and_what_transforms_make(tmp_path):
 @pytest.mark.parametrize("name,near", [("user_idd", "user_id"), ("zzz", None)])
 def test_a_column_that_is_missing(tmp_path, name, near):
     write(tmp_path / "a.parquet", user_id=[1, 2])
-    for how in ({"reserve_columns": (name,)}, {"declared": (name,)}, {"key_columns": (name,)}):
+    for reserved, declared in ((Reserved((name,)), ()), (Reserved(), (name,)), (Reserved(keys=(name,)), ())):
         with pytest.raises(DataError, match=f"column '{name}' is missing") as error:
-            scan(str(tmp_path), SCHEMA, **how)
+            scan(str(tmp_path), ReadPlan(SCHEMA, reserved=reserved), declared=declared)
         assert "data.reserve_columns" in error.value.do and (not near or f"'{near}'?" in error.value.do)
 
 
@@ -202,14 +207,16 @@ def test_a_column_that_is_missing(tmp_path, name, near):
 def test_what_no_rows_are_grouped_by(tmp_path, column, says):
     write(tmp_path / "a.parquet", x=column)
     with pytest.raises(DataError, match=says) as error:
-        scan(str(tmp_path), SCHEMA, key_columns=("x",), groups=("x",))
+        scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(keys=("x",), groups=("x",))))
     assert "a.parquet, column x" in error.value.where and error.value.do
 
 
 @pytest.mark.parametrize("column", [[1, 2], ["a", "b"], [True, None], [date(2026, 1, 1), None], [b"x", b""]])
 def test_what_rows_are_grouped_by(tmp_path, column):
     write(tmp_path / "a.parquet", x=column)
-    assert scan(str(tmp_path), SCHEMA, key_columns=("x",), groups=("x",)).form.key_columns == ("x",)
+    assert scan(
+        str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(keys=("x",), groups=("x",)))
+    ).form.plan.reserved.keys == ("x",)
 
 
 def test_integers_are_their_own_keys_and_all_else_is_mixed():
@@ -229,7 +236,7 @@ def test_integers_are_their_own_keys_and_all_else_is_mixed():
 
 def test_batches_without_reserved_columns_have_none(tmp_path):
     write(tmp_path / "a.parquet", 5)
-    data = scan(str(tmp_path), SCHEMA)
+    data = scan(str(tmp_path), ReadPlan(SCHEMA))
     (batch,) = batches(data, Order(5, 1, "none"))
     assert batch.reserved is None and batch.keys is None and batch.task_weights is None
     table = read_item(Order(5, 1, "none").items(data, 0, 0, 1)[0], data.form)

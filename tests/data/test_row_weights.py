@@ -18,7 +18,7 @@ from raytrec.data.collate import Collator, Rows
 from raytrec.data.decode import Faults
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
-from raytrec.data.row_weights import TaskRows
+from raytrec.data.read_plan import ReadPlan, TaskRows
 from raytrec.data.rows import check_accused, read_item
 from raytrec.worker.nonfinite import dump
 
@@ -39,7 +39,7 @@ def write(path, group=1000, **columns):
 
 def read(path, tasks, faults=None, transforms=()):
     """All rows of a file as one batch, with three of padding."""
-    data = scan(path, SCHEMA, tasks=tuple(tasks), label_ranges=RANGES, transforms=transforms)
+    data = scan(path, ReadPlan(SCHEMA, tasks=tuple(tasks), label_ranges=RANGES, transforms=transforms))
     items = Order(data.rows, 1, "none").items(data, 0, 0, 1)
     pieces = [Rows.of(b) for item in items for b in read_item(item, data.form, faults).to_batches()]
     return Collator(data.form)(pieces, data.rows + 3, data.rows)
@@ -115,7 +115,7 @@ def test_a_label_that_is_a_mask_alone_may_be_null(tmp_path):
     batch = read(path, [TaskRows("buy", mask_label="click")])
     assert batch.task_weights[:3].tolist() == [[0], [0], [1]]
     task = TaskRows("buy", mask_label="click")
-    assert not scan(path, SCHEMA, tasks=(task,), label_ranges=RANGES).accused
+    assert not scan(path, ReadPlan(SCHEMA, tasks=(task,), label_ranges=RANGES)).accused
 
 
 def test_labels_that_are_null_only_after_or_before_a_transform(tmp_path):
@@ -157,7 +157,7 @@ def test_values_that_are_none(tmp_path, columns, task, says, in_footer):
     with pytest.raises(DataError, match=says) as error:
         read(path, tasks)
     assert f"a.parquet, row group 1, column {next(iter(columns))}, row 0" in error.value.where
-    data = scan(path, SCHEMA, tasks=tasks, label_ranges=RANGES)
+    data = scan(path, ReadPlan(SCHEMA, tasks=tasks, label_ranges=RANGES))
     assert [group.index for group in data.accused] == [1] * in_footer
     if in_footer:
         with pytest.raises(DataError, match=says):
@@ -167,7 +167,7 @@ def test_values_that_are_none(tmp_path, columns, task, says, in_footer):
 def test_a_label_of_classes_is_a_whole_number(tmp_path):
     path = write(tmp_path / "a.parquet", buy=[1.0, 2.0, 2.5])
     with pytest.raises(DataError, match=r"label 'buy' is 2.5") as error:
-        scanned = scan(path, SCHEMA, label_ranges=RANGES, whole_labels=("buy",))
+        scanned = scan(path, ReadPlan(SCHEMA, label_ranges=RANGES, whole_labels=("buy",)))
         list(batches(scanned, Order(3, 1, "none")))
     assert "a whole number in [1, 5]" in error.value.expected
 
@@ -191,12 +191,12 @@ def test_a_task_in_which_no_row_counts_is_known_from_footers(tmp_path, columns, 
         write(tmp_path / f"{part}.parquet", group=2, **columns)
     write(tmp_path / "empty.parquet", **{n: pa.array(v).slice(0, 0) for n, v in columns.items()})
     tasks = (TaskRows("click", "it", "skip", **task), TaskRows("buy", "other", "skip"))
-    empty = scan(str(tmp_path), SCHEMA, tasks=tasks).empty_tasks
+    empty = scan(str(tmp_path), ReadPlan(SCHEMA, tasks=tasks)).empty_tasks
     assert list(empty) == ["it"] * bool(why) and (not why or why in empty["it"])
     if why:
         write(tmp_path / "more.parquet", **{"click": [1], "buy": [1.0], "m": [True], "w": [1]})
         some = {n: v for n, v in columns.items() if n not in ("click", "buy")}
-        assert not some or not scan(str(tmp_path / "more.parquet"), SCHEMA, tasks=tasks).empty_tasks
+        assert not some or not scan(str(tmp_path / "more.parquet"), ReadPlan(SCHEMA, tasks=tasks)).empty_tasks
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_task_in_which_no_row_counts_is_known_from_footers(tmp_path, columns, 
 def test_columns_that_are_none(tmp_path, columns, task, says):
     path = write(tmp_path / "a.parquet", **columns)
     with pytest.raises(DataError, match=says) as error:
-        scan(path, SCHEMA, tasks=(TaskRows("click", "click", **task),))
+        scan(path, ReadPlan(SCHEMA, tasks=(TaskRows("click", "click", **task),)))
     assert "a.parquet" in error.value.where and error.value.do
     if "missing" in says:
         assert f"{next(iter(task))} of task click" in error.value.expected
@@ -222,7 +222,7 @@ def test_columns_that_are_none(tmp_path, columns, task, says):
 def test_tasks_that_weigh_no_row_cost_nothing(tmp_path):
     path = write(tmp_path / "a.parquet", click=[0, 1])
     assert read(path, [TaskRows("click"), TaskRows("buy")]).task_weights is None
-    data = scan(path, SCHEMA, read_labels=False, tasks=(CLICK, TaskRows("buy", mask="nowhere")))
+    data = scan(path, ReadPlan(SCHEMA, read_labels=False, tasks=(CLICK, TaskRows("buy", mask="nowhere"))))
     assert data.form.columns == ["u"]
     (batch,) = batches(data, Order(2, 1, "none"))
     assert batch.task_weights is None and not batch.labels.any() and batch.labels.shape == (2, 2)

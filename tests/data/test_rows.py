@@ -14,6 +14,7 @@ from raytrec.data.columns import _all_below
 from raytrec.data.form import Form
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 
 
@@ -43,7 +44,7 @@ def read(tmp_path, columns=None, spec=None, types=None, first=0, seed=None, skip
     path = tmp_path / "a.parquet"
     pq.write_table(table, path)
     part = Part(str(path), 0, first, table.num_rows - first)
-    form = scan(str(path), spec or schema()).form
+    form = scan(str(path), ReadPlan(spec or schema())).form
     return parquet.plain_rows(read_item(Item(0, 0, (part,), seed, skip), form), form)
 
 
@@ -166,11 +167,15 @@ def test_broken_row_group(tmp_path):
     raw[200:900] = bytes(700)
     path.write_bytes(raw)
     with pytest.raises(DataError, match=r"cannot decode the row group") as error:
-        read_item(Item(0, 0, (Part(str(path), 0, 0, 15000),), None), Form(schema(), frozenset({"tags"})))
+        read_item(
+            Item(0, 0, (Part(str(path), 0, 0, 15000),), None), Form(ReadPlan(schema()), frozenset({"tags"}))
+        )
     assert "a.parquet, row group 0" in str(error.value)
     path.unlink()
     with pytest.raises(DataError, match=r"a.parquet"):
-        read_item(Item(0, 0, (Part(str(path), 0, 0, 15000),), None), Form(schema(), frozenset({"tags"})))
+        read_item(
+            Item(0, 0, (Part(str(path), 0, 0, 15000),), None), Form(ReadPlan(schema()), frozenset({"tags"}))
+        )
 
 
 @settings(max_examples=40, deadline=None)

@@ -17,6 +17,7 @@ from raytrec.data import transform
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order, Part
 from raytrec.data.prediction_columns import CarriedColumns
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 from raytrec.data.spans import SpanOrder, cut_spans, deal
 from raytrec.data.stream import Stream
@@ -155,7 +156,7 @@ def negatives(data, order, world=1, epoch=0, start_step=0, kind=Direct, **reader
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = parquet.write(tmp_path_factory.mktemp("drawn") / "d", 1003, 0, 90)
-    return scan(str(folder), SCHEMA, transforms=(spec(rows=None),))
+    return scan(str(folder), ReadPlan(SCHEMA, transforms=(spec(rows=None),)))
 
 
 @pytest.mark.parametrize("shuffle", ["none", "groups", "window"])
@@ -169,7 +170,7 @@ def test_whoever_reads_a_row(data, tmp_path, shuffle):
     again = negatives(data, order, epoch=1)
     assert sum(again[row] == one[row] for row in one) < 10
     folder = parquet.write(tmp_path / "d", 1003, 0, 77, files=3)
-    other = scan(str(folder), SCHEMA, transforms=(spec(),))
+    other = scan(str(folder), ReadPlan(SCHEMA, transforms=(spec(),)))
     assert negatives(other, Order(60, 7, "window", 3, seed=3), world=2) == one
 
 

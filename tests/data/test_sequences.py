@@ -15,6 +15,7 @@ from raytrec.config.models.sequences import SequenceSection
 from raytrec.config.schema import Schema
 from raytrec.data.collate import Collator, Rows, recent_first
 from raytrec.data.form import Form
+from raytrec.data.read_plan import ReadPlan
 from raytrec.embeddings.bags import tables_in
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import Sequences
@@ -58,7 +59,7 @@ def pieces(form, weights):
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_batch_holds_the_most_recent_ids_first(weights):
-    form = Form(schema(weights), lists=frozenset({"history", "tags"}))
+    form = Form(ReadPlan(schema(weights)), lists=frozenset({"history", "tags"}))
     features = resolve_features(form.schema, SEQUENCE)
     assert features.sequences == {"history": LENGTH, "last": LENGTH}
     assert features.tables_by_id == {"item": ["item", "history", "last"]}
@@ -143,7 +144,7 @@ def test_bags_are_the_same_beside_sequences(by_id):
 
 
 def test_a_batch_is_written_down_as_the_files_have_it(tmp_path):
-    form = Form(schema(), lists=frozenset({"history", "tags"}))
+    form = Form(ReadPlan(schema()), lists=frozenset({"history", "tags"}))
     parts, expected = pieces(form, False)
     batch = Collator(form, resolve_features(form.schema, SEQUENCE))(parts, 30, 30)
     rows = pq.read_table(dump(batch, form.schema, str(tmp_path), 3, 0, SEQUENCES)).to_pylist()

@@ -15,6 +15,7 @@ from raytrec.data.collate import Collator, Rows
 from raytrec.data.columns import as_float64
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 from raytrec.embeddings.pooling import PooledEmbeddings
 from raytrec.models.inputs import Sequences
@@ -44,7 +45,7 @@ def read(folder, times=TIMES, price=PRICE, kind=pa.int64(), schema=SCHEMA, histo
         "price": pa.array(price, pa.list_(pa.float64())),
     }
     pq.write_table(pa.table(columns), folder / "a.parquet")
-    dataset = scan(str(folder / "a.parquet"), schema)
+    dataset = scan(str(folder / "a.parquet"), ReadPlan(schema))
     item = Item(0, 0, (Part(str(folder / "a.parquet"), 0, 0, 4),), None)
     return read_item(item, dataset.form), dataset.form
 

@@ -17,7 +17,7 @@ from raytrec.data import stream as stream_module
 from raytrec.data.fragments import scan
 from raytrec.data.hashing import keys_of
 from raytrec.data.order import Order
-from raytrec.data.row_weights import TaskRows
+from raytrec.data.read_plan import ReadPlan, Reserved, TaskRows
 from raytrec.data.stream import Stream
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -54,7 +54,7 @@ def real_rows(batch):
 
 
 def global_batches(folder, order, world, epoch=0, start_step=0, readers=1):
-    data = scan(str(folder), SCHEMA)
+    data = scan(str(folder), ReadPlan(SCHEMA))
     ranks = []
     for rank in range(world):
         stream = Stream(data, order, rank=rank, world=world, readers=readers)
@@ -73,11 +73,12 @@ def test_weights_keys_and_reserved_columns_come_with_their_rows(folder, plain):
     tasks = (TaskRows("label", "a", mask="label"), TaskRows("label", "b", sample_weight="user"))
     data = scan(
         str(folder),
-        SCHEMA,
-        transforms=(made,),
-        tasks=tasks,
-        key_columns=("row", "name"),
-        reserve_columns=("name",),
+        ReadPlan(
+            SCHEMA,
+            transforms=(made,),
+            tasks=tasks,
+            reserved=Reserved(keys=("row", "name"), columns=("name",)),
+        ),
     )
     order, seen = Order(128, 6, "window", 2, seed=3), []
     for rank in range(2):
@@ -140,7 +141,7 @@ def test_one_row_groups_and_empty_files(tmp_path):
 
 
 def test_leaving_early_leaves_nothing_running(folder):
-    stream = Stream(scan(str(folder), SCHEMA), Order(64, 6), rank=0, world=1, prefetch=1)
+    stream = Stream(scan(str(folder), ReadPlan(SCHEMA)), Order(64, 6), rank=0, world=1, prefetch=1)
     batches = stream.batches()
     next(batches)
     batches.close()
@@ -152,7 +153,9 @@ def test_leaving_early_leaves_nothing_running(folder):
 
 def test_a_stream_that_waits_for_the_step_rests(folder, monkeypatch):
     monkeypatch.setattr(stream_module, "BLOCK_BYTES", 1000)
-    stream = Stream(scan(str(folder), SCHEMA), Order(8, 6), rank=0, world=1, prefetch=1, buffer_bytes=10_000)
+    stream = Stream(
+        scan(str(folder), ReadPlan(SCHEMA)), Order(8, 6), rank=0, world=1, prefetch=1, buffer_bytes=10_000
+    )
     batches, rounds = stream.batches(), []
     next(batches)
     time.sleep(1)  # until nothing more is read ahead
@@ -166,7 +169,7 @@ def test_a_stream_that_waits_for_the_step_rests(folder, monkeypatch):
 def test_a_bad_value_is_a_data_error(folder):
     values = yaml.safe_load(yaml.safe_dump(VALUES))
     values["tables"]["row"]["rows"] = 900
-    stream = Stream(scan(str(folder), Schema.parse(values, "t")), Order(64, 6), rank=0, world=1)
+    stream = Stream(scan(str(folder), ReadPlan(Schema.parse(values, "t"))), Order(64, 6), rank=0, world=1)
     with pytest.raises(DataError, match="of feature 'row' is not in table 'row'") as error:
         list(stream.batches())
     assert "File " not in str(error.value) and "ray::" not in str(error.value), "Ray's traceback is shown"

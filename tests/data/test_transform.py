@@ -15,6 +15,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform, columns_before
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
 from raytrec.data.transform import apply_transforms
 
@@ -305,7 +306,9 @@ def dataset(tmp_path, transforms, **columns):
     }
     table = {"label": [0, 1, 1], "clicks": [1, 2, 3], "views": [9, 18, 27], "city": ["x", "y", None]}
     pq.write_table(pa.table({**table, **columns}), tmp_path / "a.parquet")
-    return scan(str(tmp_path / "a.parquet"), Schema.parse(schema, "t"), transforms=tuple(parse(transforms)))
+    return scan(
+        str(tmp_path / "a.parquet"), ReadPlan(Schema.parse(schema, "t"), transforms=tuple(parse(transforms)))
+    )
 
 
 RATIO = {

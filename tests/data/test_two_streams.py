@@ -18,9 +18,10 @@ def test_an_evaluation_reads_while_training_waits(ray_with_gpus, tmp_path):
 
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
+    from raytrec.data.read_plan import ReadPlan
 
     folder = parquet.write(tmp_path / "d", ROWS, 0, row_group=2000)
-    data = scan(str(folder), Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test"))
+    data = scan(str(folder), ReadPlan(Schema.parse(yaml.safe_load(parquet.SCHEMA_YAML), "test")))
 
     has = ray.cluster_resources()
 

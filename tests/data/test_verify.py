@@ -10,6 +10,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import Clip, FillNull
 from raytrec.data import rows
 from raytrec.data.fragments import scan
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import check_accused, check_rows
 
 COLUMNS = ["label", "price", "user", "tags"]
@@ -34,8 +35,8 @@ def change(folder, column, row, value, **options):
     )
 
 
-def scanned(folder, **options):
-    return scan(str(folder / "test"), Schema.load(folder / "schema.yaml"), **options)
+def scanned(folder, skip=False, **options):
+    return scan(str(folder / "test"), ReadPlan(Schema.load(folder / "schema.yaml"), **options), skip=skip)
 
 
 WRONG = [
@@ -91,7 +92,7 @@ def test_rules_and_transforms_are_not_accused(folder):
     assert scanned(folder, skip=True).accused == ()
     schema.tables["user"].out_of_range = "hash"
     mend = (FillNull(do="fill_null", columns=["price"], value=0),)
-    dataset = scan(str(folder / "test"), schema, transforms=mend)
+    dataset = scan(str(folder / "test"), ReadPlan(schema, transforms=mend))
     assert dataset.accused == () and sum(check_rows(dataset.groups[2].path, 0, dataset.form)) == 300
     clip = (*mend, Clip(do="clip", columns=["user"], low=0, high=39))
     assert scanned(folder, transforms=clip).accused == ()

@@ -16,6 +16,7 @@ from raytrec.common.errors import RaytrecError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
 from raytrec.data.fragments import scan
+from raytrec.data.read_plan import ReadPlan
 
 USERS, ITEMS, LONGEST = 9, 40, 4
 SPLITS = ("train", "valid", "test")
@@ -43,7 +44,7 @@ def prepared(source, out, *arguments):
 
     schema, drawn = Schema.load(out / "schema.yaml"), Sample(do="sample", column="negatives", count=3)
     for split in SPLITS:
-        scan(str(out / split), schema, transforms=(drawn,) if "negatives" in schema.sparse else ())
+        scan(str(out / split), ReadPlan(schema, transforms=(drawn,) if "negatives" in schema.sparse else ()))
     return {split: [named(row) for row in pq.read_table(out / split).to_pylist()] for split in SPLITS}
 
 

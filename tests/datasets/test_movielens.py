@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
+from raytrec.data.read_plan import ReadPlan
 
 REAL = Path(os.environ.get("RAYTREC_ML100K", Path(__file__).parents[3] / "shared/data/ml-100k"))
 MOVIES = [
@@ -125,7 +126,7 @@ def test_rows_histories_and_splits(tmp_path, layout, split):
     assert schema.sparse["history"].table == schema.sparse["item_id"].table
     assert schema.sparse["genres"].pooling == "mean"
     for s in rows:
-        assert scan(str(tmp_path / "out" / s), schema).rows == len(rows[s])
+        assert scan(str(tmp_path / "out" / s), ReadPlan(schema)).rows == len(rows[s])
 
 
 def test_ids_fit_their_tables(tmp_path):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from raytrec.common.errors import ConfigError
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
+from raytrec.data.read_plan import ReadPlan
 
 
 def run(out, *options):
@@ -30,7 +31,7 @@ def test_shape_and_schema(folder):
     assert len(schema.dense) == 13 and len(schema.sparse) == 26
     assert {s.pooling for s in schema.sparse.values()} == {"sum", "mean"}
     for split, rows in {"train": 70_000, "valid": 7_000, "test": 7_000}.items():
-        assert scan(str(folder / split), schema).rows == rows
+        assert scan(str(folder / split), ReadPlan(schema)).rows == rows
     file = pq.ParquetFile(folder / "train/part-00000.parquet")
     assert [file.metadata.row_group(i).num_rows for i in range(5)] == [16_384] * 4 + [4_464]
     assert file.metadata.row_group(0).column(0).compression == "ZSTD"

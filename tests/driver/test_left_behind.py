@@ -15,6 +15,7 @@ from raytrec.cluster.warm_nodes import asks_for_forks
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.stream import Stream
 from raytrec.driver import launch as group
 from raytrec.worker import garbage
@@ -81,7 +82,7 @@ def test_epochs_leave_nothing(tmp_path, monkeypatch, request):
     gc.collect()
     gc.freeze()  # what is here already is not counted again and again
     request.addfinalizer(gc.unfreeze)
-    data = scan(str(folder / "train"), Schema.load(folder / "schema.yaml"))
+    data = scan(str(folder / "train"), ReadPlan(Schema.load(folder / "schema.yaml")))
     stream = Stream(data, Order(100, 4, "window", 2, 0), rank=0, world=1)
     assert len(list(stream.epochs(1))) == 4
     early = settle(OF_READING)

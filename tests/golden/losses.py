@@ -63,6 +63,7 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
     from raytrec.config.run_config import load_config
     from raytrec.config.schema import Schema
     from raytrec.data.fragments import scan
+    from raytrec.data.read_plan import ReadPlan
     from raytrec.data.rows import read_item
     from raytrec.data.stream import Stream
     from raytrec.worker.build import build_step
@@ -82,7 +83,7 @@ def train(rank: int, world: int, name: str, folder: str, batch_rows: int) -> tup
     losses = []
     step.model.register_forward_hook(lambda model, inputs, outputs: losses.append(outputs[0].item()))
     features = resolve_features(schema, config.model)
-    dataset = scan(f"{folder}/train", schema)
+    dataset = scan(f"{folder}/train", ReadPlan(schema))
     stream = Direct(dataset, train_order(config), rank=rank, world=world, features=features)
     seen, digest = stream.epochs(config.train.epochs), hashlib.sha256()
     for _ in step.train(_hashed(islice(seen, STEPS), digest), STEPS):

@@ -16,7 +16,7 @@ from raytrec.data.arrow import is_list, is_text
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.rows import read_item
-from raytrec.tasks.columns import columns_to_read
+from raytrec.tasks.columns import read_plan
 from raytrec.tasks.task import resolve_tasks
 
 LEAVES = [
@@ -97,7 +97,7 @@ def read_all(place, schema, transforms=(), tasks=({},)):
     """Reads all rows of a place as a run would."""
     parsed = tuple(TypeAdapter(list[Transform]).validate_python(list(transforms)))
     resolved = resolve_tasks([TaskSection(**task) for task in tasks], schema)
-    data = scan(str(place), schema, transforms=parsed, **columns_to_read(resolved, schema))
+    data = scan(str(place), read_plan(resolved, schema, parsed))
     for group in data.groups:
         part = Part(group.path, group.index, 0, group.rows)
         assert read_item(Item(0, 0, (part,), None), data.form).num_rows == group.rows

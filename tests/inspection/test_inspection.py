@@ -15,6 +15,7 @@ from raytrec.common.errors import ConfigError, DataError, SchemaError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
+from raytrec.data.read_plan import ReadPlan
 from raytrec.inspection.propose import inspect
 
 ROWS = 2000
@@ -99,7 +100,7 @@ def test_figures(folder):
 def test_text_loads_fits_the_data_and_shows_its_reasons(folder, tmp_path):
     text = inspect(str(folder), dim=8).schema_yaml()
     schema = Schema.parse(yaml.safe_load(text), "text")
-    assert scan(str(folder), schema).rows == ROWS
+    assert scan(str(folder), ReadPlan(schema)).rows == ROWS
     assert {t.dim for t in schema.tables.values()} == {8}
     assert "nulls: training refuses them" in text and "large values: scale them" in text
     assert "# skipped: seen_at (int64): a time" in text
@@ -123,7 +124,10 @@ def test_reserved_columns_are_no_features(folder, tmp_path, capsys):
         {"data": {"train": "x"}}, [s for s in settings[3:] if s.startswith(("tasks", "data.c"))]
     )
     assert [task.label for task in config.tasks] == ["click", "premium"]
-    assert scan(str(tmp_path / "train"), schema, declared=config.data.reserve_columns).form.schema == schema
+    assert (
+        scan(str(tmp_path / "train"), ReadPlan(schema), declared=config.data.reserve_columns).form.schema
+        == schema
+    )
     with pytest.raises(SchemaError, match="no column 'cty'; did you mean 'city'"):
         inspect(str(folder), reserve_columns=["cty"])
     with pytest.raises(SchemaError, match="'tags' cannot be reserved"):

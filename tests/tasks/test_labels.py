@@ -9,6 +9,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
+from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import check_accused, read_item
 from raytrec.tasks.task import label_ranges, resolve_tasks
 
@@ -32,7 +33,7 @@ def written(tmp_path, clicked, stars):
 
 def read(path, *tasks, check=True):
     ranges = label_ranges(resolve_tasks([TaskSection(**task) for task in tasks], SCHEMA), SCHEMA)
-    dataset = scan(path, SCHEMA, label_ranges=ranges)
+    dataset = scan(path, ReadPlan(SCHEMA, label_ranges=ranges))
     if check:
         check_accused(dataset)
     item = Item(0, 0, (Part(path, 0, 0, dataset.rows),), None, 0)

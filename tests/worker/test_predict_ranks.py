@@ -51,6 +51,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     from raytrec.common.messages import Command
     from raytrec.config.schema import Schema
     from raytrec.data.fragments import scan
+    from raytrec.data.read_plan import ReadPlan
     from raytrec.data.stream import Stream
     from raytrec.worker import load, predict, write_predictions
     from raytrec.worker.build import build_step
@@ -61,7 +62,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     if rule := changes.get("rule"):
         schema.tables["user"].out_of_range = rule
     skip = config.data.on_error == "skip"
-    dataset = scan(str(folder / "test"), schema, read_labels=False, skip=skip)
+    dataset = scan(str(folder / "test"), ReadPlan(schema, read_labels=False), skip=skip)
     said = Said()
     task = WorkerTask(
         config, schema, {"predict": dataset}, said, "", predictions=wanted(folder / "test", dataset, out)
@@ -133,12 +134,13 @@ def expected_scores(rank, world, folder):
     from raytrec.data.collate import Collator, Rows
     from raytrec.data.fragments import scan
     from raytrec.data.order import Order
+    from raytrec.data.read_plan import ReadPlan
     from raytrec.data.rows import read_item
     from raytrec.tasks.scoring import Scoring
     from raytrec.worker.build import build_step
 
     config, schema = settings(folder), Schema.load(folder / "schema.yaml")
-    dataset = scan(str(folder / "test"), schema, read_labels=False)
+    dataset = scan(str(folder / "test"), ReadPlan(schema, read_labels=False))
     step, _ = build_step(config, schema, torch.device("cpu"), objective=Scoring)
     items = Order.evaluation(10_000, 1).items(dataset, 0, 0, 1)
     tables = [read_item(item, dataset.form) for item in items]

@@ -1,0 +1,154 @@
+"""What a run reads of its rows: features, labels, reserved columns, and which rows count. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    pass
+from collections.abc import Collection, Mapping
+from dataclasses import field
+from functools import cached_property
+
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import Transform
+
+
+@dataclass(frozen=True)
+class TaskColumn:
+    """A column that a task reads beside its label.
+
+    Attributes:
+        role: a mask of 0 and 1, or a factor of the row.
+        named_by: the key of the configuration, in words.
+    """
+
+    column: str
+    role: Literal["mask", "sample weight"]
+    named_by: str
+
+
+@dataclass(frozen=True)
+class TaskRows:
+    """Which rows count in a task, and how much: 0 for a row without a label and one that the mask excludes,
+    else its sample weight.
+
+    Attributes:
+        label: of the task, among the schema's labels.
+        name: of the task, for messages.
+        nulls: a row without a label (null or NaN) is an error, or has no part in this task.
+        mask: a column of 0 and 1: rows where it is 1 count; None: all do.
+        mask_label: a label of the schema: rows where it is 1 count.
+        sample_weight: a column of finite numbers ≥ 0; None: 1.
+    """
+
+    label: str
+    name: str = ""
+    nulls: Literal["error", "skip"] = "error"
+    mask: str | None = None
+    mask_label: str | None = None
+    sample_weight: str | None = None
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether rows may count differently in it."""
+        return bool(self.mask or self.mask_label or self.sample_weight) or self.nulls == "skip"
+
+    @property
+    def columns(self) -> list[TaskColumn]:
+        """What it reads beside the label."""
+        found = []
+        if self.mask:
+            found.append(TaskColumn(self.mask, "mask", f"mask of task {self.name}"))
+        if self.sample_weight:
+            found.append(
+                TaskColumn(self.sample_weight, "sample weight", f"sample_weight of task {self.name}")
+            )
+        return found
+
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Columns that go along with rows, beside what a model reads.
+
+    Args:
+        columns: with their own types: Batch.reserved.
+        keys: that rows are grouped by (groups, items, slices): Batch.keys, in this order.
+        groups: those of them whose rows are compared with each other, or counted: no floats.
+        lists: those whose values are lists, of what groups can be.
+        named_by: column → what names it, for messages; default: data.reserve_columns.
+    """
+
+    columns: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    named_by: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """All of them, each once."""
+        return list(dict.fromkeys([*self.keys, *self.columns]))
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """What a run reads of its rows, whatever their files hold.
+
+    Args:
+        transforms: what is done to columns first.
+        tasks: which rows count in each task, in the order of the configuration; none: every row in all.
+        reserved: further columns.
+        label_ranges: label → the least and greatest value that is learned from, None: any finite number;
+            default: 0 to 1.
+        whole_labels: labels that are whole numbers.
+        read_labels: whether there are labels; without, they are 0.
+        folder: where the transforms' modules may be, beside Python's own path.
+    """
+
+    schema: Schema
+    transforms: tuple[Transform, ...] = ()
+    tasks: tuple[TaskRows, ...] = ()
+    reserved: Reserved = Reserved()
+    label_ranges: Mapping[str, Range | None] = field(default_factory=dict)
+    whole_labels: Collection[str] = ()
+    read_labels: bool = True
+    folder: str | None = None
+
+    def label_range(self, label: str) -> Range | None:
+        """The least and greatest value of a label; None: any finite number."""
+        return self.label_ranges.get(label, (0.0, 1.0))
+
+    @property
+    def labels(self) -> list[str]:
+        """The labels that are read, in the schema's order."""
+        return self.schema.labels if self.read_labels else []
+
+    @cached_property
+    def weighs_tasks(self) -> bool:
+        """Whether rows may count differently in some task than padding says: Batch.task_weights."""
+        return self.read_labels and any(task.is_weighted for task in self.tasks)
+
+    @cached_property
+    def columns_of_tasks(self) -> list[TaskColumn]:
+        """What tasks read beside labels."""
+        return [column for task in self.tasks for column in task.columns] if self.read_labels else []
+
+    def named_by(self, column: str) -> str | None:
+        """What names a column that the schema does not, in words; None: nothing does."""
+        if column in self.schema.columns:
+            return None
+        found = [c.named_by for c in self.columns_of_tasks if c.column == column]
+        if column in self.reserved.names:
+            found.append(self.reserved.named_by.get(column, "data.reserve_columns"))
+        return found[0] if found else None
+
+    def skips_nulls(self, label: str) -> bool:
+        """Whether a row may be without this label: all tasks that learn it take such rows, or it is only a
+        mask."""
+        rules = {task.nulls for task in self.tasks if task.label == label}
+        return rules == {"skip"} if rules else any(task.mask_label == label for task in self.tasks)
