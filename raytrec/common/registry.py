@@ -84,18 +84,16 @@ class Registry(Generic[T]):
         )
 
 
+def modules_of(package: str) -> list[str]:
+    """The names of a package's modules, in alphabetical order; none of them is imported."""
+    found = find_spec(package)
+    return sorted(module.name for module in pkgutil.iter_modules(found.submodule_search_locations))
+
+
 def import_all(package: str) -> None:
     """Imports every module of a package, in alphabetical order."""
-    for module in names_in(package):
+    for module in modules_of(package):
         import_module(f"{package}.{module}")
-
-
-def names_in(package: str) -> list[str]:
-    """The modules of a package, in alphabetical order; neither it nor they are imported."""
-    found = find_spec(package)
-    return sorted(
-        module.name for module in pkgutil.iter_modules(found.submodule_search_locations if found else [])
-    )
 
 
 def find_code(path: str, kind: str, where: str, folder: str | None = None) -> Any:

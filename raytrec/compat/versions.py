@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from raytrec.common.errors import RunError
-from raytrec.common.versions import installed
+from raytrec.common.installed import installed
 
 # Releases of torch, TorchRec and FBGEMM belong together: FBGEMM is compiled for one torch, and TorchRec
 # calls its operators. Files of requirements/ → package → version, or how it begins (a test compares).

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from raytrec.common.registry import names_in
+from raytrec.common.registry import modules_of
 from raytrec.config.base import Number, PositiveFloat, Section
 
 Column = Annotated[str, Field(min_length=1)]
@@ -28,7 +28,7 @@ class TaskSection(Section):
     label: str | None = Field(None, description="A label of the schema; default: its first.")
     loss: str = Field(
         "bce",
-        description=f"What is minimised: {', '.join(names_in('raytrec.tasks.losses'))}, or a class of "
+        description=f"What is minimised: {', '.join(modules_of('raytrec.tasks.losses'))}, or a class of "
         "yours as module:Class.",
     )
     options: dict[str, Any] = Field(

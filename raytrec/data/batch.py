@@ -31,9 +31,9 @@ class Batch(Pipelineable):
         task_weights: float32 [B, T], each row's factor in each task, in the order of the configuration: its
             sample weight, and 0 for padding, without a label of the task, and where the task's mask excludes
             it (raytrec/data/row_weights.py). None: `weights` is that of every task.
-        keys: int64 [B, K], of each column in Form.key_columns: integers as they are, other values by a hash
+        keys: int64 [B, K], of each column in Reserved.keys: integers as they are, other values by a hash
             (raytrec/data/hashing.py); 0 for padding.
-        reserved: the columns in Form.reserve_columns, of the rows whose `weights` are 1, in their order;
+        reserved: the columns in Reserved.columns, of the rows whose `weights` are 1, in their order;
             always on the host.
         side_features: sequence that is read id by id and has n side features → float64 [N, n], in the order
             of its ids in `sparse`; None where there is no such feature.

@@ -8,9 +8,8 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from raytrec.common.compilers import require_compiler
 from raytrec.common.errors import ConfigError, did_you_mean
-from raytrec.common.installed import built_for
+from raytrec.common.installed import built_for, require_compiler
 from raytrec.common.reading import MOST_YAML_BYTES, read_bytes
 from raytrec.config.features import resolve_features
 from raytrec.config.models import PythonSection, check_model

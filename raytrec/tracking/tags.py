@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raytrec.common.formatting import flatten
+from raytrec.common.installed import installed_versions
 from raytrec.common.redaction import hide, hide_all
-from raytrec.common.versions import installed_versions
 from raytrec.config.run_config import RunConfig
 from raytrec.tracking.translate import NOT_IN_NAMES
 

@@ -20,9 +20,9 @@ from raytrec.checkpoint.sound import why_no_progress
 from raytrec.checkpoint.state import LogicalState, State
 from raytrec.common import messages
 from raytrec.common.errors import RunError
+from raytrec.common.installed import installed_versions
 from raytrec.common.messages import Command, Restart
 from raytrec.common.redaction import hide_all
-from raytrec.common.versions import installed_versions
 from raytrec.config.features import resolve_features
 from raytrec.embeddings.planner.plan import describe
 from raytrec.worker.consensus import Decision, StepConsensus

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from raytrec.common.compilers import require_compiler
+from raytrec.common.installed import require_compiler
 
 
 def compile_dense(model: nn.Module, device: torch.device) -> None:
