@@ -11,8 +11,7 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
-from raytrec.inspection.column_stats import ColumnStats
-from raytrec.inspection.label_copies import pair_with_labels
+from raytrec.inspection.column_stats import ColumnStats, pair_with_labels
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq

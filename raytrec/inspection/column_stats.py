@@ -1,10 +1,17 @@
-"""Statistics of Parquet columns in bounded memory, one row group at a time."""
+"""Statistics of Parquet columns in bounded memory, one row group at a time; columns that copy a label.
+
+A column copies a label if each of its values goes with one value of the label, and with no other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
+
+from raytrec.data.arrow import one_array
 
 SMALLEST = 65_536  # hashes kept to count distinct values: exact below, ± 0.4 % beyond
 LONGEST_COUNTED = 10_000  # bag lengths from here on are counted as this
@@ -28,7 +35,7 @@ class ColumnStats:
         low, high: of finite numbers; whole: whether none of them has a fraction.
         few: value → how often, as long as there are few.
         pairs: label → value → the label's value in the same rows; None where they are not one for one
-            (label_copies.py).
+            (`pair_with_labels`).
         elsewhere: the same of validation and test data, by folder.
     """
 
@@ -159,7 +166,6 @@ class ColumnStats:
 
     def _count(self, array) -> None:
         """Values (pyarrow.Array without nulls): their range, and how many there are."""
-        import pyarrow as pa
         import pyarrow.compute as pc
 
         array = comparable(array, self.base, self.mixed)
@@ -207,8 +213,6 @@ class ColumnStats:
 
 def comparable(array, base: str, mixed: bool):
     """Values in the type in which those of all files are compared."""
-    import pyarrow as pa
-
     if base == "time":
         return array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())
     if base == "decimal" or (mixed and base != "text"):
@@ -239,3 +243,46 @@ def share_of(inner: ColumnStats, outer: ColumnStats) -> float:
     ):
         return 0.0
     return len(np.intersect1d(mine, theirs, assume_unique=True)) / max(len(mine), 1)
+
+
+ROWS = 100  # of fewer, columns agree by chance
+
+
+def pair_with_labels(
+    column: ColumnStats, data: Mapping[str, pa.ChunkedArray], labels: Sequence[ColumnStats]
+) -> None:
+    """Adds a row group's pairs of values; a label that is not copied drops out at its first contradiction.
+
+    Args:
+        data: name → the row group's column.
+    """
+    for label in labels:
+        known = column.pairs.setdefault(label.name, {})
+        if known is None or label.name == column.name:
+            continue
+        both = (column, label)
+        if column.trouble or column.is_list or label.is_list or any(s.few is None for s in both):
+            column.pairs[label.name] = None
+            continue
+        (ours, ours_N), (theirs, theirs_N) = (_coded(s, data[s.name]) for s in both)
+        codes = np.unique(ours_N.astype(np.int64) * len(theirs) + theirs_N)
+        for value, of_label in ((ours[code // len(theirs)], theirs[code % len(theirs)]) for code in codes):
+            if known.setdefault(value, of_label) != of_label:
+                column.pairs[label.name] = None
+                break
+
+
+def copied_label(column: ColumnStats, labels: Sequence[str]) -> str | None:
+    """The label that a column copies, if there is one; nulls are a value, too."""
+    for label in labels:
+        pairs = column.pairs.get(label) or {}
+        if column.rows > ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs):
+            return label
+    return None
+
+
+def _coded(s: ColumnStats, data: pa.ChunkedArray) -> tuple[list, np.ndarray]:
+    """(values, the place of each row's among them); NaN is null."""
+    coded = comparable(one_array(data), s.base, s.mixed).dictionary_encode(null_encoding="encode")
+    values = [None if value != value else value for value in coded.dictionary.to_pylist()]
+    return values, coded.indices.to_numpy()

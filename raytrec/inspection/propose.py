@@ -6,7 +6,7 @@ How a column's kind is inferred, in this order (column_roles.py):
                by a transform (binarize)
     reserved    named with --reserve: goes along with rows, and is no feature
     skipped    missing in a file, or of types that have nothing in common; constant or only nulls; integers
-               and text that differ in each row; copies of the label (label_copies.py); dates and times (also
+               and text that differ in each row; copies of the label; dates and times (also
                integers that look like seconds since 1970)
     sparse     lists of integers or text (mean pooling; sequences where they are called history, clicked, …);
                text; numbers called …id; integers that fill their range, from wherever it begins, and repeat;
@@ -37,8 +37,7 @@ from raytrec.inspection.column_roles import (
     is_called_label,
 )
 from raytrec.inspection.column_scan import scan_columns
-from raytrec.inspection.column_stats import ColumnStats
-from raytrec.inspection.label_copies import copied_label
+from raytrec.inspection.column_stats import ColumnStats, copied_label
 from raytrec.inspection.result import Inspection, as_flow
 from raytrec.inspection.shared_tables import SharedTable, find_tables, is_sequence
 
