@@ -89,7 +89,7 @@ def add_check(tree):
 
 def add_transform(tree):
     inserted(tree, "raytrec/config/transforms.py", "class Python(", TRANSFORM)
-    inserted(tree, "raytrec/data/transform.py", "@does(t.DropNull)", FUNCTION)
+    inserted(tree, "raytrec/data/transform_functions.py", "@does(t.DropNull)", FUNCTION)
 
 
 def add_recipe(tree):
