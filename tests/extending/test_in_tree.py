@@ -94,7 +94,6 @@ def add_transform(tree):
 
 def add_recipe(tree):
     copied(tree, "shop_recipe.py", "datasets/shop/__init__.py")
-    inserted(tree, "pyproject.toml", '    "raytrec_datasets",', '    "raytrec_datasets.shop",\n')
 
 
 PARTS = [add_model, add_loss, add_metric, add_check, add_transform, add_recipe]
@@ -108,7 +107,6 @@ def hashes(tree):
 def copy_of_the_tree(folder):
     for name in ("raytrec", "datasets"):
         shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(REPOSITORY / "pyproject.toml", folder)
     return folder
 
 
