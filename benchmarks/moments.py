@@ -79,14 +79,13 @@ def timed_train_worker(task: Any) -> None:
 
 def main() -> None:
     """The command; workers find the function by its name in this module."""
-    from raytrec.driver.warm_workers import begin_early
+    from raytrec.driver.session import begin_early
 
     begin_early()  # as the command does, before its other imports
     import moments
 
     from raytrec import cli
     from raytrec.driver import run
-    from raytrec.worker import loop
 
     note("driver imported")
     after(run, "open_tracker", "data read")
@@ -108,7 +107,7 @@ def main() -> None:
         return begin(self, coordinator)
 
     run.Watch.reading = reading  # type: ignore[method-assign]
-    loop.train_worker = moments.timed_train_worker
+    run.train_worker = moments.timed_train_worker
     cli.main(sys.argv[1:])
 
 

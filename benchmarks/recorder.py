@@ -177,9 +177,9 @@ def main() -> None:
     import recorder
 
     from raytrec import cli
-    from raytrec.worker import loop as worker
+    from raytrec.driver import run
 
-    worker.train_worker = recorder.recorded_train_worker
+    run.train_worker = recorder.recorded_train_worker
     cli.main(sys.argv[1:])
 
 

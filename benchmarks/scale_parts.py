@@ -139,7 +139,7 @@ def _process_of(actor: Any) -> Any:
     import psutil
     import ray
 
-    ray.get(actor.asked.remote())
+    ray.get(actor.step.remote())
     tree = psutil.Process().children(recursive=True)
     return next(p for p in tree if "Coordinator" in " ".join(p.cmdline()))
 

@@ -90,9 +90,9 @@ def main() -> None:
     import step_profile
 
     from raytrec import cli
-    from raytrec.worker import loop
+    from raytrec.driver import run
 
-    loop.train_worker = step_profile.profiled_train_worker
+    run.train_worker = step_profile.profiled_train_worker
     cli.main(sys.argv[1:])
 
 

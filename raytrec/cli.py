@@ -100,13 +100,13 @@ def train(
     json: Json = False,
 ):
     """Train, evaluate and save a run: raytrec train jobs/synthetic.yaml scaling.num_workers=2"""
-    from raytrec.driver.warm_workers import begin_early
+    from raytrec.driver.session import begin_early
 
     begin_early()  # while the rest is imported
     from raytrec.common.errors import ConfigError
+    from raytrec.driver.launch import Interrupted
     from raytrec.driver.run import Unfinished
     from raytrec.driver.run import train as run
-    from raytrec.driver.stop import Interrupted
 
     overrides, earlier = overrides or [], start_from or resume
     if earlier and config and "=" in config:  # no CONFIG: the first argument is an override
@@ -168,10 +168,10 @@ def tune(
     json: Json = False,
 ):
     """Search good values for keys of a config: raytrec tune CONFIG --space SPACE.yaml --trials 20"""
-    from raytrec.driver.warm_workers import begin_early
+    from raytrec.driver.session import begin_early
 
     begin_early()
-    from raytrec.driver.stop import Interrupted
+    from raytrec.driver.launch import Interrupted
     from raytrec.tuning.console import print_outcome
     from raytrec.tuning.tune import tune as search
 
@@ -276,10 +276,10 @@ def evaluate(
     json: Json = False,
 ):
     """Evaluate a run or checkpoint, on any Parquet and with any number of workers."""
-    from raytrec.driver.warm_workers import begin_early
+    from raytrec.driver.session import begin_early
 
     begin_early()
-    from raytrec.driver.run import evaluate as again
+    from raytrec.driver.evaluation import evaluate as again
 
     result = again(
         run, data, workers=workers, batch_size=batch_size, overrides=overrides, allow_code=allow_code
@@ -312,11 +312,10 @@ def predict(
     json: Json = False,
 ):
     """Predict every row of a folder of Parquet with a run or checkpoint. Interrupted, give it again."""
-    from raytrec.driver.warm_workers import begin_early
+    from raytrec.driver.session import begin_early
 
     begin_early()
-    from raytrec.driver.console import print_predictions
-    from raytrec.driver.predict import predict as run_predict
+    from raytrec.prediction.predict import predict as run_predict
 
     result = run_predict(
         run,
@@ -329,7 +328,7 @@ def predict(
         overrides=overrides,
         allow_code=allow_code,
     )
-    _dump(result.metrics) if json else print_predictions(result)
+    _show(result, json)
 
 
 @app.command()
@@ -359,11 +358,10 @@ def index(
     json: Json = False,
 ):
     """Compute the vectors of items, and an index to search them by. Interrupted, give it again."""
-    from raytrec.driver.warm_workers import begin_early
+    from raytrec.driver.session import begin_early
 
     begin_early()
-    from raytrec.driver.console import print_index
-    from raytrec.driver.index import index as build
+    from raytrec.retrieval.build import index as build
 
     result = build(
         run,
@@ -378,7 +376,7 @@ def index(
         overrides=overrides,
         allow_code=allow_code,
     )
-    _dump(result.metrics) if json else print_index(result)
+    _show(result, json)
 
 
 @app.command()
@@ -412,11 +410,11 @@ def check(
     config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False
 ):
     """Compare a config, its plan and cluster with one plain torch process; exit code 1 on a difference."""
-    from raytrec.driver.warm_workers import begin_early
+    from raytrec.driver.session import begin_early
 
     begin_early()
     from raytrec.driver.check import check as run
-    from raytrec.driver.console import print_check
+    from raytrec.driver.check import print_check
 
     result = run(config, overrides or [])
     _dump(result.metrics) if json else print_check(result)
@@ -540,12 +538,12 @@ def config(
 
 
 def _show(result, as_json: bool) -> None:
-    from raytrec.driver.console import print_result
+    from raytrec.driver.console import print_summary
 
     if as_json:
         _dump(result.metrics)
     else:
-        print_result(result)
+        print_summary(result)
 
 
 def _dump(metrics: dict) -> None:

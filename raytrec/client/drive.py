@@ -27,11 +27,11 @@ class Driver:
         Returns:
             The run's folder.
         """
-        from raytrec.driver.prepare import resolve_run
+        from raytrec.driver.prepare import resolve_config
 
         path = Path(mkdtemp(prefix="raytrec-")) / name
         path.write_text(text)
-        self._config: RunConfig = _ours(resolve_run, path, [], resume_latest=True)[0]
+        self._config: RunConfig = _ours(resolve_config, path, [], resume_latest=True)[0]
         return self._config.run.dir
 
     def train(self) -> dict[str, Any] | None:
@@ -46,21 +46,21 @@ class Driver:
     def evaluate(self, run: str, data: str, options: dict[str, Any]) -> dict[str, Any]:
         """Evaluates the newest checkpoint of a run; the figures."""
         from raytrec.client.queries import run_folder
-        from raytrec.driver.run import evaluate
+        from raytrec.driver.evaluation import evaluate
 
         return _ours(evaluate, run_folder(run), data, **options).metrics
 
     def predict(self, run: str, data: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
         """Predicts with a checkpoint of a run; the figures."""
         from raytrec.client.queries import run_folder
-        from raytrec.driver.predict import predict
+        from raytrec.prediction.predict import predict
 
         return _ours(predict, run_folder(run), data, out, **options).metrics
 
     def index(self, run: str, items: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
         """Writes an index of items; its figures."""
         from raytrec.client.queries import run_folder
-        from raytrec.driver.index import index
+        from raytrec.retrieval.build import index
 
         return _ours(index, run_folder(run), items, out, **options).metrics
 

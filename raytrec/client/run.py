@@ -152,7 +152,7 @@ class Run:
                 step or "best"; overrides: such as data.on_error=skip.
 
         Returns:
-            predict.rows, predict.files and more (raytrec.driver.predict.Predictions).
+            predict.rows, predict.files and more (raytrec.prediction.predict.Predictions).
         """
         return self._way.predict(self.folder, data, out, options)
 
@@ -166,7 +166,7 @@ class Run:
             options: item, columns, faiss, queries, workers, checkpoint, overrides: as `raytrec index`.
 
         Returns:
-            index.items, index.recall@10 and more (raytrec.driver.index.Indexed).
+            index.items, index.recall@10 and more (raytrec.retrieval.build.Indexed).
         """
         return self._way.index(self.folder, items, out, options)
 

@@ -310,3 +310,13 @@ def _replace(module: Any, name: str, value: Any) -> None:
     """
     private(module, name, "ray")
     setattr(module, name, value)
+
+
+def nodes_without_gpus() -> dict[str, float]:
+    """Id → CPUs of nodes with CPUs and without GPUs; none where all nodes are of one kind."""
+    import ray
+
+    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    if not any(has.get("GPU") for has in alive.values()):
+        return {}
+    return {node: has["CPU"] for node, has in alive.items() if has.get("CPU") and not has.get("GPU")}

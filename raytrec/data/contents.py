@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,12 +26,10 @@ from raytrec.data.decode import retry_read, storage_hint
 from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
 
-T = TypeVar("T")
 WHOLE_BYTES = 1 << 30  # a dataset's files are read whole up to its share of this many bytes for each
 SAMPLES, SAMPLE_BYTES = 4096, 64 << 10  # of larger files: so many pieces of the dataset, of so many bytes
 READ_BYTES = 4 << 20
 VERSIONS = ("ETag", "crc32c", "generation")  # what object stores say of an object, of whatever they say
-FORMAT = "2"  # of fingerprints; those without one are of names and row counts
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,6 @@ class Content:
     def _counted(self) -> tuple:
         return self.name, self.groups, self.size, self.footer, self.data
 
-    def record(self) -> dict[str, Any]:
-        """Plain values, of which `Content(**values)` is this again."""
-        return asdict(self)
-
 
 def look(dataset: Dataset) -> list[Content]:
     """What the files of a dataset hold, in their order, and then its transforms' vocabularies.
@@ -117,15 +111,6 @@ def look_at_all(datasets: dict[str, Dataset]) -> dict[str, list[Content]]:
     return {name: look(dataset) for name, dataset in datasets.items()}
 
 
-def in_background(call: Callable[..., T], *arguments: Any) -> Future[T]:
-    """What a call will have given, made in a thread."""
-    with_thread = ThreadPoolExecutor(1, thread_name_prefix=call.__name__)
-    try:
-        return with_thread.submit(call, *arguments)
-    finally:
-        with_thread.shutdown(wait=False)
-
-
 def fingerprint(contents: Iterable[Content] | None) -> str:
     """One text for all that `Content.same_as` compares."""
     if contents is None:
@@ -133,15 +118,7 @@ def fingerprint(contents: Iterable[Content] | None) -> str:
     digest = hashlib.sha256()
     for content in contents:
         digest.update(f"{content._counted()}\n".encode())
-    return f"{FORMAT}-{digest.hexdigest()}"
-
-
-def old_fingerprint(dataset: Dataset) -> str:
-    """What was noted before content was looked at: of files' names and row groups, in order."""
-    text = "\n".join(
-        f"{group.path.rpartition('/')[2]} {group.index} {group.rows}" for group in dataset.groups
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest.hexdigest()
 
 
 def differences(before: list[Content], after: list[Content]) -> list[str]:

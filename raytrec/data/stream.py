@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 
 from raytrec.common.errors import root_cause
+from raytrec.compat.ray_core import nodes_without_gpus
 from raytrec.compat.ray_data import ask_for_no_nodes, keep_no_statistics, pace_executors, prefer_node
 from raytrec.config.features import Features
 from raytrec.data.batch import Batch
@@ -23,9 +24,8 @@ from raytrec.data.collate import Collator, Rows
 from raytrec.data.decode import Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.memory import give_back, keep_memory
-from raytrec.data.order import Item, Order
+from raytrec.data.order import Item
 from raytrec.data.rows import read_items
-from raytrec.data.spans import SpanOrder
 
 LOOK_EVERY_S = 10.0  # nodes come and go
 LEAST_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows
@@ -51,7 +51,7 @@ class Stream:
     def __init__(
         self,
         dataset: Dataset,
-        order: Order | SpanOrder,
+        order: Any,
         *,
         rank: int,
         world: int,
@@ -285,16 +285,6 @@ def place() -> dict[str, Any]:
         return {"scheduling_strategy": "DEFAULT"}
     (chosen,) = random.choices(list(nodes), weights=list(nodes.values()))
     return {"scheduling_strategy": prefer_node(chosen)}
-
-
-def nodes_without_gpus() -> dict[str, float]:
-    """Id → CPUs of nodes with CPUs and without GPUs; none where all nodes are of one kind."""
-    import ray
-
-    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    if not any(has.get("GPU") for has in alive.values()):
-        return {}
-    return {node: has["CPU"] for node, has in alive.items() if has.get("CPU") and not has.get("GPU")}
 
 
 @lru_cache(maxsize=1)

@@ -7,8 +7,12 @@ from pathlib import Path
 from time import perf_counter, time
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Compared
+from raytrec.common.terminal import bold, open_console, plain
 from raytrec.config.overrides import Overrides
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
@@ -20,9 +24,9 @@ from raytrec.driver.recorder import Watch, write_json
 from raytrec.driver.run import open_tracker, short
 from raytrec.driver.session import session_of
 from raytrec.tracking.journal import append_line
+from raytrec.worker.loop import check_worker
 
-RESULT = "check.json"
-CHECKS = ("forward", "gradient", "weights", "state")
+CHECK_FILE = "check.json"
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class CheckResult:
     @property
     def worst(self) -> dict[str, dict[str, Any]]:
         """Of each check, the comparison with the largest error; one that is not a number is the largest."""
-        groups = {c: [f for f in self.findings if f["check"] == c] for c in CHECKS}
+        groups = {c: [f for f in self.findings if f["check"] == c] for c in COMPARED}
         return {
             check: max(found, key=lambda f: float("inf") if f["error"] is None else f["error"])
             for check, found in groups.items()
@@ -103,7 +107,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                 for setting in lower_precisions(config):
                     console.note(f"checked in fp32: rounding by {setting} would hide errors")
                 watch = Watch(console)
-                found = run_group("check_worker", config, schema, {}, "", watch)
+                found = run_group(check_worker, config, schema, {}, "", watch)
             seconds = round(perf_counter() - began, 3)
             result = CheckResult(
                 config.run.name,
@@ -115,9 +119,11 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                 tracker.run_id,
                 [f"look at it   mlflow ui --backend-store-uri {short(tracker.uri)}"] if tracker.uri else [],
             )
-            write_json(folder / RESULT, result.metrics | {"plan": result.plan, "findings": result.findings})
+            write_json(
+                folder / CHECK_FILE, result.metrics | {"plan": result.plan, "findings": result.findings}
+            )
             append_line(folder, Compared(step=0, unix_s=time(), figures=result.metrics))
-            tracker.file(folder / RESULT)
+            tracker.file(folder / CHECK_FILE)
             status = "FINISHED" if result.passed else "FAILED"
         except KeyboardInterrupt:
             status = "KILLED"
@@ -140,3 +146,47 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"cannot write the folder: {error.strerror}", where=str(folder)) from None
+
+
+COMPARED = {
+    "forward": "pooled embeddings",
+    "gradient": "gradient",
+    "weights": "weights, 20 steps",
+    "state": "state, 20 steps",
+}
+
+
+def print_check(result: Any) -> None:
+    """The worst comparison of each check as a table on stdout, then every one that failed.
+
+    Args:
+        result: check.CheckResult.
+    """
+    console = open_console()
+    console.print(
+        bold(result.name) + Text(f": {result.world_size} workers against one process"), soft_wrap=True
+    )
+    table = Table()
+    for column in ("check", "compared", "max abs error", "relative", "limit", "result"):
+        table.add_column(column, justify="left" if column in ("check", "result") else "right")
+    for check, worst in result.worst.items():
+        found = [f for f in result.findings if f["check"] == check]
+        table.add_row(
+            COMPARED[check],
+            str(len(found)),
+            _tiny(worst["absolute"]),
+            _tiny(worst["error"]),
+            f"{worst['limit']:.0e}",
+            Text("pass", "green") if all(f["passed"] for f in found) else Text("FAIL", "red"),
+        )
+    console.print(table)
+    for f in result.findings:
+        if not f["passed"]:
+            line = f"FAIL  {COMPARED[f['check']]} of {f['name']}: relative error {_tiny(f['error'])}, limit "
+            console.print(plain(line + f"{f['limit']:.0e}"), soft_wrap=True)
+    for line in result.next_steps:
+        console.print(plain(line), soft_wrap=True)
+
+
+def _tiny(value: float | None) -> str:
+    return "not a number" if value is None else f"{value:.1e}"

@@ -1,9 +1,12 @@
-"""What a person sees of a run: one live line, then a table. Progress goes to stderr, results to stdout."""
+"""What a user sees of a command: a live line on stderr, then its figures as a table, also in notebooks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from rich.progress import (
     BarColumn,
@@ -20,10 +23,11 @@ from raytrec.cluster.session import in_job
 from raytrec.common.messages import ENDED_EARLY
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.driver import progress_log as lines
-from raytrec.driver.figures import Pairs, of_index, of_predictions, of_result
+from raytrec.metrics.results import format_result
 from raytrec.metrics.selection import figures_of
 from raytrec.metrics.slice_tables import slice_tables
 
+Pairs = list[tuple[str, str]]  # names and texts: the rows of a table
 PLAIN_EVERY_S = 10.0  # seconds between progress lines where stderr is not a terminal
 
 
@@ -31,14 +35,14 @@ class RunConsole:
     """Shows the messages that rank 0 sends (common/messages.py), each with the method of its kind.
 
     On a terminal they become one live line; elsewhere a plain line now and then, and in the log of a job a
-    line of JSON beside it (progress_log.py).
+    line of JSON as well (progress_log.py).
     """
 
     def __init__(self, name: str):
         self._console = open_console(stderr=True)
         self._name = plain(name)
         self._last_plain, self._total, self._in_job = 0.0, 0, in_job()
-        self._figures = figures_of()  # until the start of training says which there are
+        self._figures = figures_of()  # replaced when training starts
         self._begin: tuple[float, int] | None = None  # when and at which step the time left began to be known
         self._progress = Progress(
             SpinnerColumn(),
@@ -98,7 +102,7 @@ class RunConsole:
             self.warn(f"check {check} failed at step {step}: {text}")
 
     def saved(self, step: int, error: str | None, **_: Any) -> None:
-        """A checkpoint has been written, or not (which has a warning of its own)."""
+        """A checkpoint has been written, or not (which has its own warning)."""
         if not error:
             self._plain(f"step {step}: saved", always=False)
 
@@ -110,7 +114,7 @@ class RunConsole:
         self._console.print(f"{self._name}  {plain(text)}", soft_wrap=True)
 
     def folder(self, folder: str) -> None:
-        """Where the run is kept, for whoever follows a job."""
+        """Prints where the run is kept, for clients that follow a job."""
         self.note(f"run folder {folder}")
         self._message(lines.FOLDER, {lines.FOLDER: folder})
 
@@ -155,103 +159,72 @@ class RunConsole:
             self._console.file.flush()
 
 
-def print_result(result: Any) -> None:
-    """The result as a table on stdout, and where to look next.
+class Summary(Protocol):
+    """Figures of a command, and where to look next."""
 
-    Args:
-        result: driver.Result.
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Figures by name; `name` is the table's title."""
+
+    @property
+    def pairs(self) -> Pairs:
+        """The rows of the table."""
+
+    @property
+    def next_steps(self) -> list[str]:
+        """Lines that name files and commands."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The figures of a run.
+
+    Attributes:
+        metrics: the content of result.json: eval.NAME of each metric (eval.TASK.NAME where there are several
+            tasks), metrics (their labels, and which values are better), eval.rows, train.rows,
+            bound.by and more on what the time went into (report.bounds),
+            train.steps, train.samples_per_s, train.checks_passed, train.checks_failed, world_size,
+            seconds, name, mlflow_run_id (None without MLflow), and code, the module:name of the user's that
+            the run was made of, if any.
+        path: the run folder (of an evaluation: the checkpoint).
+        next_steps: lines that name files and commands.
     """
-    console = open_console()
-    console.print(bold(result.metrics["name"]), soft_wrap=True)
-    console.print(_table(of_result(result.metrics)))
-    for each in slice_tables(result.metrics):
-        of_slices = Table(
-            *(plain(name) for name in each.columns), title=plain(each.title), title_justify="left"
-        )
+
+    metrics: dict[str, Any]
+    path: Path
+    next_steps: list[str] = field(default_factory=list)
+
+    @property
+    def pairs(self) -> Pairs:
+        """The rows of the table."""
+        return [(row.title, row.text) for row in format_result(self.metrics).values()]
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+
+def as_html(summary: Summary) -> str:
+    """The table for a notebook, with the next steps below it."""
+    cells = (f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in summary.pairs)
+    title, below = escape(summary.metrics["name"]), escape("\n".join(summary.next_steps))
+    return f"<b>{title}</b><table>{''.join(cells)}</table><pre>{below}</pre>"
+
+
+def print_summary(summary: Summary) -> None:
+    """The table on stdout, with tables of slices, what the time went into, and the next steps."""
+    console, table = open_console(), Table(show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, text in summary.pairs:
+        table.add_row(plain(name), plain(text))
+    console.print(bold(summary.metrics["name"]), soft_wrap=True)
+    console.print(table)
+    for each in slice_tables(summary.metrics):
+        names = (plain(name) for name in each.columns)
+        of_slices = Table(*names, title=plain(each.title), title_justify="left")
         for cells in each.rows:
             of_slices.add_row(*(plain(text) for text, _ in cells))
         console.print(of_slices)
-    if sentence := result.metrics.get("bound.sentence"):
-        console.print(plain(sentence), soft_wrap=True)
-    for line in result.next_steps:
+    sentence = summary.metrics.get("bound.sentence")
+    for line in [*([sentence] if sentence else []), *summary.next_steps]:
         console.print(plain(line), soft_wrap=True)
-
-
-def print_predictions(result: Any) -> None:
-    """What has been predicted as a table on stdout, and where it is.
-
-    Args:
-        result: predict.Predictions.
-    """
-    console = open_console()
-    console.print(bold(result.metrics["name"]), soft_wrap=True)
-    console.print(_table(of_predictions(result.metrics)))
-    for line in result.next_steps:
-        console.print(plain(line), soft_wrap=True)
-
-
-def _table(pairs: Pairs) -> Table:
-    """Names and texts as a table without a head."""
-    table = Table(show_header=False)
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, text in pairs:
-        table.add_row(plain(name), plain(text))
-    return table
-
-
-def print_index(result: Any) -> None:
-    """What an index holds, and how good faiss is, as a table on stdout; and where it is.
-
-    Args:
-        result: index.Indexed.
-    """
-    console = open_console()
-    console.print(bold(result.metrics["name"]), soft_wrap=True)
-    console.print(_table(of_index(result.metrics)))
-    for line in result.next_steps:
-        console.print(plain(line), soft_wrap=True)
-
-
-CHECKS = {
-    "forward": "pooled embeddings",
-    "gradient": "gradient",
-    "weights": "weights, 20 steps",
-    "state": "state, 20 steps",
-}
-
-
-def print_check(result: Any) -> None:
-    """The worst comparison of each check as a table on stdout, then every one that failed.
-
-    Args:
-        result: check.CheckResult.
-    """
-    console = open_console()
-    console.print(
-        bold(result.name) + Text(f": {result.world_size} workers against one process"), soft_wrap=True
-    )
-    table = Table()
-    for column in ("check", "compared", "max abs error", "relative", "limit", "result"):
-        table.add_column(column, justify="left" if column in ("check", "result") else "right")
-    for check, worst in result.worst.items():
-        found = [f for f in result.findings if f["check"] == check]
-        table.add_row(
-            CHECKS[check],
-            str(len(found)),
-            _tiny(worst["absolute"]),
-            _tiny(worst["error"]),
-            f"{worst['limit']:.0e}",
-            Text("pass", "green") if all(f["passed"] for f in found) else Text("FAIL", "red"),
-        )
-    console.print(table)
-    for f in result.findings:
-        if not f["passed"]:
-            line = f"FAIL  {CHECKS[f['check']]} of {f['name']}: relative error {_tiny(f['error'])}, limit "
-            console.print(plain(line + f"{f['limit']:.0e}"), soft_wrap=True)
-    for line in result.next_steps:
-        console.print(plain(line), soft_wrap=True)
-
-
-def _tiny(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.1e}"

@@ -11,21 +11,21 @@ from raytrec.checkpoint.index import INDEX
 from raytrec.common.errors import ConfigError, SchemaError, did_you_mean
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.config.schema import Schema
-from raytrec.driver.predict import resolve_checkpoint
+from raytrec.driver.evaluation import resolve_checkpoint
 
 if TYPE_CHECKING:
     from raytrec.checkpoint.table_changes import TableChange
 
-KINDS = "managed, resize:ROWS or hash"
+TABLE_KINDS = "managed, resize:ROWS or hash"
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert` came to.
+    """The checkpoint that `convert` wrote.
 
     Attributes:
         path: the folder of the new checkpoint.
-        lines: what has become of each table.
+        lines: one for each table that changed.
     """
 
     path: str
@@ -51,10 +51,10 @@ def convert(
         tables: TABLE=KIND, where KIND is managed, resize:ROWS or hash (docs/data.md).
         out: the folder to write to, local or s3:// or gs://.
         checkpoint: of a run, a step, or "best"; default: the newest.
-        allow_code: the run's configuration may name code, where somebody else has written it.
+        allow_code: the run's configuration may name code, where another user has written it.
 
     Raises:
-        RunError: no checkpoint there. ConfigError, SchemaError: a table that there is not, or that cannot
+        RunError: no checkpoint there. ConfigError, SchemaError: a table that does not exist, or cannot
             become this. CheckpointError: damaged, or no room.
     """
     config, schema, folder, index = resolve_checkpoint(place, checkpoint, [], allow_code)
@@ -77,7 +77,7 @@ def _parse(tables: Sequence[str], schema: Schema) -> dict[str, str]:
     for text in tables:
         table, equals, kind = text.partition("=")
         if not equals or not (kind in ("managed", "hash") or kind.partition(":")[0] == "resize"):
-            raise ConfigError(f"--table {text}", expected=f"TABLE=KIND, where KIND is {KINDS}")
+            raise ConfigError(f"--table {text}", expected=f"TABLE=KIND, where KIND is {TABLE_KINDS}")
         if table not in schema.tables:
             near = did_you_mean(table, list(schema.tables))
             raise SchemaError(
@@ -89,7 +89,7 @@ def _parse(tables: Sequence[str], schema: Schema) -> dict[str, str]:
             raise ConfigError(f"--table names {table} twice", expected="one kind for each table")
         found[table] = kind
     if not found:
-        raise ConfigError("no table was given", expected=f"--table TABLE=KIND, where KIND is {KINDS}")
+        raise ConfigError("no table was given", expected=f"--table TABLE=KIND, where KIND is {TABLE_KINDS}")
     return found
 
 

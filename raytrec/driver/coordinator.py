@@ -1,14 +1,16 @@
-"""Where a run's ranks and its driver meet: messages, heartbeats, commands. One small actor beside the driver.
+"""Where a run's ranks and its driver meet: messages, heartbeats, commands. One small actor on its node.
 
 Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can answer all):
 how many ticks of progress it has made, at which step it is, what it is doing. The answer is the command of
 the moment. A rank that sends none has died or hangs; ranks that send them and make no progress wait for one
-another. Both are found here, and said in a sentence.
+another. Both are found here, and reported in a sentence.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -38,14 +40,14 @@ ON_GPU = {
     "optimizer": "in the optimizer",
     "other": "",
 }
-LOST = "the run's coordinator, an actor beside the driver, ended"
-# What may take long without being stuck: it ends, or fails, by itself.
-PATIENT = ("start", "plan", "restore", "data", "evaluate", "save")
+LOST = "the run's coordinator, an actor on the driver's node, ended"
+# Phases with their own timeout (phase_timeout_s): they may take long, and end or fail by themselves.
+SLOW_PHASES = ("start", "plan", "restore", "data", "evaluate", "save")
 
 
 @dataclass
 class Member:
-    """What is known of a rank: its process, and when it has made how much progress.
+    """A rank: its process, and when it made how much progress.
 
     Attributes:
         node: its node's address; node_id: Ray's name of it.
@@ -73,7 +75,7 @@ class Member:
 
     @property
     def behind(self) -> tuple[int, int, bool, float, int]:
-        """Sorts ranks: first whoever is behind; where hosts are level, whose GPU is."""
+        """Sorts ranks: first the one that is behind; where hosts are level, the one whose GPU is."""
         step, phase = self.unfinished or (inf, "")
         place = list(ON_GPU).index(phase) if phase in ON_GPU else len(ON_GPU)
         return self.step, self.ticks, self.waiting, step, place
@@ -84,7 +86,7 @@ class Coordinator:
 
     Args:
         hang_timeout_s: seconds without progress in training until the group is ended.
-        patience_s: the same for what may take long (PATIENT).
+        patience_s: the same for what may take long (SLOW_PHASES).
         again: asked whether this is one that takes the place of another, whose process has ended. What that
             one knew is lost: ranks learn that their group is unknown, end, and are started again.
     """
@@ -94,10 +96,9 @@ class Coordinator:
         self._messages: asyncio.Queue = asyncio.Queue()
         self._members: dict[int, Member] = {}
         self._attempt, self._attempts, self._command = "", 0, Command.GO
-        self._reason, self._cause = "", LOST if again() else ""
+        self._cause = LOST if again() else ""
         self._look: asyncio.Task | None = None
         self._beat_s = BEAT_S
-        self._lost_at: float | None = None
 
     # Messages: ranks and policies put, the driver gets.
 
@@ -105,7 +106,7 @@ class Coordinator:
         self._messages.put_nowait(message)
 
     async def get(self, timeout: float) -> list[dict[str, Any]]:
-        """All messages that there are; waits for the first."""
+        """All messages so far; waits for the first."""
         out = []
         if timeout and self._messages.empty():
             try:
@@ -117,7 +118,7 @@ class Coordinator:
         return [message for message in out if message is not None]
 
     def release(self) -> None:
-        """Lets whoever waits in `get` go."""
+        """Ends a wait in `get`."""
         self._messages.put_nowait(None)
 
     def _event(self, event: str, **details: Any) -> None:
@@ -178,16 +179,8 @@ class Coordinator:
     async def ask(self, command: int, reason: str) -> None:
         """Asks all ranks for something; less than what has been asked for already changes nothing."""
         if command > self._command:
-            self._command, self._reason = Command(command), reason
+            self._command = Command(command)
             self._event("asked", command=self._command.name, reason=reason)
-
-    async def obeyed(self, command: int) -> None:
-        """The ranks have done it."""
-        if self._command == command == Command.SAVE:
-            self._command = Command.GO
-
-    async def asked(self) -> tuple[int, str]:
-        return self._command, self._reason
 
     async def step(self) -> int:
         """The highest step that a rank of the last group has reached."""
@@ -204,12 +197,12 @@ class Coordinator:
 
         Args:
             rank: whose error it is; None: there were no ranks yet.
-            dead: whether the cause is known: a process that died, or an error of its own.
+            dead: whether the cause is known: a process that died, or its own error.
             again: whether the group is started again.
         """
         silent = None
         if not dead and not self._cause:
-            for _ in range(round(40 * self._beat_s)):  # who was it? Whoever is silent while others complain.
+            for _ in range(round(40 * self._beat_s)):  # the rank that is silent while others complain
                 silent = self._silent(3 * self._beat_s)
                 if silent:
                     break
@@ -217,9 +210,9 @@ class Coordinator:
             if silent:
                 cause = f"{silent} died at step {silent.step}"
         self._cause = cause if rank is None else self._cause or cause
-        step = max((m.step for m in self._members.values()), default=0)
+        step = await self.step()
         self._event("failed", cause=self._cause, rank=silent.rank if silent else rank, step=step, again=again)
-        self._attempt = ""  # given up: whoever is left of it, perhaps out of reach, is to end
+        self._attempt = ""  # given up: its ranks, some perhaps out of reach, are to end
 
     async def cause(self) -> str:
         """Why the group ended, in one sentence; empty when nothing is known."""
@@ -249,7 +242,7 @@ class Coordinator:
         now, members = monotonic(), list(self._members.values())
         idle = now - max(m.progress_at for m in members)
         culprit = self._silent(self._silent_s) or min(members, key=lambda m: m.behind)
-        patient = culprit.phase in PATIENT and now - culprit.beat_at < self._silent_s
+        patient = culprit.phase in SLOW_PHASES and now - culprit.beat_at < self._silent_s
         if idle < (self._patience_s if patient else self._hang_s):
             return None
         others = [m for m in members if m is not culprit]
@@ -285,9 +278,6 @@ def _on_gpu(whose: str, step: int, phase: str) -> str:
 
 
 def _kill(pid: int) -> None:
-    import os
-    import signal
-
     from raytrec.compat.ray_core import is_ray_process
 
     if is_ray_process(pid):

@@ -1,16 +1,17 @@
-"""Who drives a run: a note in its folder, by which others find the process, and what it has said."""
+"""The driver of a run: its lock, its note in the run folder (driver.json), and its log."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import perf_counter, time
+from time import monotonic, perf_counter, sleep, time
 from typing import Any, TextIO
 
 from raytrec.common.errors import RaytrecError, RunError
@@ -20,10 +21,10 @@ from raytrec.common.reading import NotReadable, json_values, read_bytes
 from raytrec.compat.ray_core import job_id
 from raytrec.report.history import read_lines
 
-# What a signal becomes; while Ray is only starting, it has handlers of its own, which end the process.
+# What a signal becomes; while Ray is only starting, Ray's own handlers end the process.
 ASKED = (KeyboardInterrupt, SystemExit)
 NOTE, LOG = "driver.json", "run.log"
-KINDS: dict[str, Any] = {
+FIELDS: dict[str, Any] = {
     "pid": int,
     "started": int,
     "host": str,
@@ -32,7 +33,7 @@ KINDS: dict[str, Any] = {
     "unix_s": (int, float),
     "seconds": (int, float),
 }
-PARTS = ("what", "where", "expected", "do")  # of an error
+ERROR_PARTS = ("what", "where", "expected", "do")  # of an error
 
 
 @contextmanager
@@ -73,16 +74,16 @@ def record_driver(folder: Path) -> Iterator[float]:
 
 
 def driver_of(folder: Path) -> dict[str, Any]:
-    """What the note says; empty where there is none. A status of RUNNING may be of a process that died."""
+    """The content of driver.json; empty where there is none. RUNNING may be of a process that died."""
     try:
         note = json_values(read_bytes(folder / NOTE))
     except (OSError, NotReadable):
         return {}
     if not isinstance(note, dict):
         return {}
-    sound = {key: note[key] for key, kind in KINDS.items() if isinstance(note.get(key), kind)}
+    sound = {key: note[key] for key, kind in FIELDS.items() if isinstance(note.get(key), kind)}
     if isinstance(error := note.get("error"), dict):
-        sound["error"] = {key: str(error[key]) if error.get(key) else None for key in PARTS}
+        sound["error"] = {key: str(error[key]) if error.get(key) else None for key in ERROR_PARTS}
         sound["error"]["what"] = sound["error"]["what"] or ""
     return sound
 
@@ -98,7 +99,7 @@ def _seconds(folder: Path) -> float:
 
 
 def is_alive(note: dict[str, Any]) -> bool | None:
-    """Whether the process of a note is there; None when it is one of another host."""
+    """Whether the process of a note is alive; None when it is on another host."""
     if note.get("host") != socket.gethostname():
         return None
     started = _started(note.get("pid", 0))
@@ -112,7 +113,7 @@ def ask_to_stop(note: dict[str, Any]) -> None:
         RunError: the process has ended.
     """
     if not is_alive(note):
-        raise RunError("nobody drives this run", expected="a run that is under way")
+        raise RunError("the run is not running (no driver process)", expected="a run that is running")
     os.kill(note["pid"], signal.SIGTERM)
 
 
@@ -137,7 +138,7 @@ def _write(folder: Path, note: dict[str, Any]) -> None:
 
     try:
         write_json(folder / NOTE, note)
-    except OSError:  # a full disk: the run itself says so
+    except OSError:  # a full disk, which the run itself reports
         return
 
 
@@ -149,7 +150,7 @@ def _logged(path: Path) -> Iterator[None]:
     before = sys.stderr
     try:
         file = open(path, "a", buffering=1)  # noqa: SIM115
-    except OSError:  # a full disk: the run itself says so
+    except OSError:  # a full disk, which the run itself reports
         yield
         return
     sys.stderr = _Both(before, file)
@@ -174,3 +175,60 @@ class _Both:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+LOCK = "driver.lock"
+
+
+@contextmanager
+def hold_run_lock(folder: Path, patience_s: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Holds a run folder while the block runs; the lock goes with the process, however it ends.
+
+    On file systems without locks there is none.
+
+    Args:
+        folder: of the run.
+        patience_s: how long to wait for another driver, which may be saving its last checkpoint.
+        say: called with a line that names the process it waits for.
+
+    Raises:
+        RunError: another driver trains this run.
+    """
+    with _opened(folder) as file:
+        _wait(file, folder, patience_s, say)
+        yield
+
+
+def _opened(folder: Path):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / LOCK).open("a+")
+    except OSError as error:
+        raise RunError(f"cannot write the run folder: {error.strerror}", where=str(folder)) from None
+
+
+def _wait(file, folder: Path, patience_s: float, say: Callable[[str], None]) -> None:
+    deadline, told = monotonic() + patience_s, False
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(folder)
+        except OSError:  # ENOLCK, EOPNOTSUPP: a file system without locks
+            return None
+        if monotonic() > deadline:
+            raise RunError(
+                "this run is being trained already",
+                where=f"{folder}, by {holder}",
+                expected="one driver at a time",
+                do="wait for it, stop it, or begin another run with run.name=NAME",
+            )
+        if not told:
+            say(f"waiting for {holder} to let go of {folder}")
+            told = True
+        sleep(0.5)
+
+
+def _holder(folder: Path) -> str:
+    note = driver_of(folder)
+    return "process {pid} on {host}".format(**note) if "pid" in note else "another process"

@@ -1,4 +1,4 @@
-"""Evaluating what a run has saved: with which configuration; and how to, when its own evaluation failed."""
+"""`raytrec evaluate`: its configuration and checkpoint; and a hint to it when a run's evaluation failed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-from raytrec.checkpoint.files import folder_of, newest
+from raytrec.checkpoint.files import find, find_best, find_step, folder_of, newest
 from raytrec.checkpoint.table_starts import schema_of
 from raytrec.common.errors import ConfigError, DataError, RaytrecError
 from raytrec.common.leftovers import owner, remove_leftovers
-from raytrec.common.storage import relative
-from raytrec.config.overrides import section_of
+from raytrec.common.storage import absolute, relative
+from raytrec.config.overrides import Overrides, as_texts, section_of
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import checkpoint_origin, code_in
+from raytrec.data.rows import check_accused
+from raytrec.driver.console import Result, RunConsole
+from raytrec.driver.datasets import open_dataset, open_items
+from raytrec.driver.launch import run_group
+from raytrec.driver.recorder import Watch
+from raytrec.driver.session import session_of
+from raytrec.metrics.selection import Selection
+from raytrec.worker.loop import evaluate_worker
 
 # What plays a part in an evaluation, and is not the model.
-SECTIONS = ("data", "scaling", "plan", "train", "eval")
+SETTABLE = ("data", "scaling", "plan", "train", "eval")
 RULE = "out_of_range"
 SCRATCH, TRACEBACK = "raytrec-evaluate-", "error.txt"
 
@@ -33,7 +42,7 @@ def evaluation_config(
     """The configuration and the schema of an evaluation: the checkpoint's, with changes.
 
     Args:
-        about: what the checkpoint says of itself.
+        about: of the checkpoint's index.
         folder: of the checkpoint.
         overrides: `section.key=value` of data, scaling, plan, train and eval;
             `tables.NAME.out_of_range=RULE`, where NAME may be a pattern such as `item*`.
@@ -45,11 +54,11 @@ def evaluation_config(
     of_tables = [override for override in overrides if override.startswith("tables.")]
     others = [override for override in overrides if override not in of_tables]
     for override in others:
-        if section_of(override) not in SECTIONS:
+        if section_of(override) not in SETTABLE:
             raise ConfigError(
                 f"'{override}' has no part in an evaluation",
                 where="command line, --set",
-                expected=f"a key of {', '.join(SECTIONS)}, or tables.NAME.{RULE}: the model is fixed",
+                expected=f"a key of {', '.join(SETTABLE)}, or tables.NAME.{RULE}: the model is fixed",
             )
     elsewhere = checkpoint_origin(folder, about["config"])
     config = load_config(about["config"], others, elsewhere=elsewhere, allow_code=allow_code, stored=True)
@@ -81,7 +90,7 @@ def _set_rule(tables: dict[str, dict[str, Any]], override: str) -> None:
 
 @contextmanager
 def scratch_folder() -> Iterator[str]:
-    """A folder for what an evaluation writes: a run or a checkpoint that is evaluated may be somebody else's.
+    """A folder for what an evaluation writes: a run or a checkpoint that is evaluated may be another user's.
 
     It goes with the block, or where its process was killed with the next one, unless there is a traceback in
     it that an error speaks of.
@@ -117,3 +126,87 @@ def with_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> Ra
         f"or mend this, and let the run come to its end: `raytrec train --resume {shlex.quote(run)}`",
     ]
     return type(error)(error.what, where=error.where, expected=error.expected, do="; ".join(advice))
+
+
+def evaluate(
+    place: str | Path,
+    data: str | None = None,
+    *,
+    workers: int | None = None,
+    batch_size: int | None = None,
+    overrides: Overrides | None = None,
+    allow_code: bool = False,
+) -> Result:
+    """Evaluates a finished run, or a checkpoint, on a folder of Parquet. Nothing is written there.
+
+    Args:
+        place: run folder or checkpoint folder.
+        data: folder or file of Parquet, local or s3:// or gs://; default: the run's data.test, else its
+            data.valid.
+        workers: number of workers; default: as the run was trained.
+        batch_size: global batch size; default: as the run was trained.
+        overrides: `section.key=value` of data, scaling, plan and train, such as data.on_error=skip; and
+            tables.NAME.out_of_range=RULE.
+        allow_code: the configuration in there may name code (raytrec/config/trust.py).
+
+    Returns:
+        Result: eval.* figures, world_size and seconds.
+
+    Raises:
+        RunError: no checkpoint there. ConfigError, DataError: as in `train`.
+    """
+    began = perf_counter()
+    folder, index = find(place)
+    changes = [f"scaling.num_workers={workers}"] if workers else []
+    changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
+    changes += as_texts(overrides)
+    config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
+    places = absolute(data) if data else config.data.test or config.data.valid
+    if not places:
+        raise ConfigError("there is nothing to evaluate on", where=folder, expected="--data PARQUET")
+    if config.eval.retrieval:
+        config.eval.retrieval.items = absolute(config.eval.retrieval.items)
+    datasets = {"test": open_dataset(config, schema, places, "--data")}
+    datasets |= open_items(config, schema, datasets)
+    for dataset in datasets.values():
+        check_accused(dataset)
+    left_out = [error for dataset in datasets.values() for error in dataset.left_out]
+    with (
+        scratch_folder() as config.run.dir,
+        RunConsole(config.run.name) as console,
+        session_of(config),
+    ):
+        for error in left_out:
+            console.warn(f"skipped {error.where}: {error.what}")
+        figures = run_group(evaluate_worker, config, schema, datasets, folder, Watch(console))
+    metrics = {
+        **figures,
+        "skipped_files": len(left_out),
+        "seconds": round(perf_counter() - began, 3),
+        "name": f"{config.run.name} on {data or datasets['test'].uri}",
+    }
+    return Result(metrics, Path(folder))
+
+
+def resolve_checkpoint(
+    place: str | Path, checkpoint: str | int | None, changes: list[str], allow_code: bool
+) -> tuple[RunConfig, Schema, str, dict[str, Any]]:
+    """(configuration, schema, folder of the checkpoint, its index)."""
+    if checkpoint is None or checkpoint == "newest":
+        folder, index = find(place)
+    elif checkpoint == "best":
+        folder, index = find(place)
+        config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
+        by = Selection.of_config(config, schema).best(config.checkpoint.best_metric)
+        folder, index = find_best(place, by)
+    elif str(checkpoint).isdecimal():
+        folder, index = find_step(place, int(checkpoint))
+    else:
+        raise ConfigError(
+            f"--checkpoint is '{checkpoint}'",
+            where="--checkpoint",
+            expected="a step such as 1200, best, or newest",
+            do="or give the folder of a checkpoint in place of the run's",
+        )
+    config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
+    return config, schema, folder, index

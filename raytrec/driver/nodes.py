@@ -1,4 +1,4 @@
-"""What the cluster's nodes have for a run: asked by the driver before a worker starts; no GPU is taken."""
+"""The cluster's nodes before a worker starts: GPUs, CPUs, memory; which device; whether there is room."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from raytrec.common.installed import built_for
+from raytrec.common.errors import ConfigError
+from raytrec.common.installed import OTHER_DEVICE, built_for
+from raytrec.compat.ray_core import nodes_without_gpus, starts_nodes
+from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.driver.session import bundle
+from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.hosts import host_memory
+from raytrec.embeddings.planner.validation import validate_constraints
 
-ANSWER_S = 60.0  # a node that Ray counts may be gone, or may have to start a process first
+NODE_ANSWER_S = 60.0  # a node that Ray counts may be gone, or may have to start a process first
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,9 @@ def alive_nodes() -> list[dict[str, Any]]:
 
 
 def gpu_nodes() -> list[GpuNode]:
-    """The nodes with GPUs, and what each of them says of itself; one that does not answer stays in the list.
+    """The nodes with GPUs, with their packages and memory; one that does not answer stays in the list.
 
-    They are asked by tasks that need neither CPU nor GPU, so that others' work is no reason to wait.
+    They are asked by tasks that need neither CPU nor GPU, so that they do not wait for other work.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -58,7 +65,7 @@ def gpu_nodes() -> list[GpuNode]:
         return [GpuNode(node.address, node.gpus, **look_here()) for node in found]
     look = ray.remote(num_cpus=0, max_retries=0)(look_here)
     asked = [look.options(scheduling_strategy=On(node["NodeID"], soft=False)).remote() for node in nodes]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=NODE_ANSWER_S) if asked else ([], [])
     said = [_answer(ref) if ref in answered else {} for ref in asked]
     return [GpuNode(node.address, node.gpus, **each) for node, each in zip(found, said, strict=True)]
 
@@ -68,7 +75,7 @@ def _answer(ref: Any) -> dict[str, Any]:
 
     try:
         return ray.get(ref)
-    except ray.exceptions.RayError:  # the node has gone, or cannot start a process: workers will say so
+    except ray.exceptions.RayError:  # the node has gone, or cannot start a process: workers will report it
         return {}
 
 
@@ -118,3 +125,105 @@ def _usable_memory(name: str) -> int:
         pass
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
     return memory.total - memory.reserved
+
+
+def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
+    """cpu or cuda: scaling.device, or what the cluster has.
+
+    Args:
+        nodes: those with GPUs.
+
+    Raises:
+        ConfigError: fewer GPUs or CPUs than the workers and their readers need, and no autoscaler that could
+            start more: Ray would wait for ever. Or there is one, and scaling.device is not set. Or
+            scaling.device is cuda, and the packages of a node with GPUs are for CPUs.
+    """
+    scaling, grows = config.scaling, starts_nodes()
+    if grows and not nodes and scaling.device == "auto":
+        raise ConfigError(
+            "the cluster has no GPU now, but may start nodes with some",
+            where="scaling.device=auto",
+            expected="cuda or cpu, where an autoscaler has to know for what it is to start nodes",
+            do="set scaling.device=cuda, or scaling.device=cpu",
+        )
+    device = scaling.device if scaling.device != "auto" else ("cuda" if nodes else "cpu")
+    if device == "cuda" and (wrong := [node.address for node in nodes if node.built_for == "cpu"]):
+        what = f"torch is built for CPUs on {'this machine' if is_local() else ', '.join(wrong)}"
+        if scaling.device == "cuda":
+            raise ConfigError(
+                what,
+                where="scaling.device=cuda",
+                expected="the packages of requirements/cuda.txt wherever there are GPUs",
+                do=f"{OTHER_DEVICE.format(device='cuda')}; or set scaling.device=cpu",
+            )
+        console.note(
+            f"there are GPUs, but {what}: training on CPUs. For GPUs: {OTHER_DEVICE.format(device='cuda')}"
+        )
+        device = "cpu"
+    if not grows:  # else the run reports for how many workers there is room, while it waits
+        _check_room(config, device, sum(node.gpus for node in nodes))
+    return device
+
+
+def _check_room(config: RunConfig, device: str, gpus: int) -> None:
+    """Whether the nodes, were nothing else there, hold the least number of workers.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    least, places = config.scaling.min_workers, bundle(config, device, reads_elsewhere(device))
+    if device == "cuda" and gpus < least:
+        raise ConfigError(
+            f"the cluster has {gpus} GPUs for {least} workers",
+            where="scaling.num_workers, scaling.device",
+            expected="one GPU for each worker",
+            do="lower scaling.num_workers, or set scaling.device=cpu",
+        )
+    have = [node["Resources"] for node in alive_nodes()]
+    if sum(int(min(node.get(name, 0) // n for name, n in places.items())) for node in have) < least:
+        each = places["CPU"]
+        with_gpus = " on nodes with GPUs" if device == "cuda" else ""
+        cpus = int(sum(node.get("CPU", 0) for node in have if device == "cpu" or node.get("GPU")))
+        raise ConfigError(
+            f"the cluster has {cpus} CPUs{with_gpus} for {least} workers and their readers",
+            where="scaling.num_workers, scaling.cpus_per_worker, data.readers",
+            expected=f"at least {int(least * each)}: {each} for each worker, on its own node",
+            do="lower scaling.num_workers or data.readers, or join a larger cluster",
+        )
+
+
+def reads_elsewhere(device: str) -> bool:
+    """Whether nodes without GPUs read for workers with GPUs, or may be started for it."""
+    return device == "cuda" and (starts_nodes() or bool(nodes_without_gpus()))
+
+
+def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode]) -> None:
+    """Whether constraints can be kept with every number of workers, as far as hosts and memory are known.
+
+    Args:
+        nodes: those with GPUs.
+    """
+    plan, most, local = config.plan, config.scaling.max_workers, is_local()
+    memory = int(plan.memory_gib * GIB) if plan.memory_gib else None
+    if memory is None and device == "cuda":
+        memory = min((node.gpu_memory for node in nodes if node.gpu_memory), default=None)
+    elif memory is None and local:
+        memory = host_memory() // most
+    for workers in range(config.scaling.min_workers, most + 1):
+        validate_constraints(
+            config,
+            schema,
+            device,
+            world=workers,
+            ranks_per_host=plan.ranks_per_host or (workers if local else None),
+            memory=memory,
+            host_share=_host_share(nodes, workers, local),
+        )
+
+
+def _host_share(nodes: list[GpuNode], workers: int, local: bool) -> int | None:
+    """Bytes of main memory for each worker on GPUs, as far as that is known."""
+    if local:
+        return host_memory() // workers
+    known = [node for node in nodes if node.host_memory]
+    return min((node.host_memory // min(node.gpus, workers) for node in known), default=None)

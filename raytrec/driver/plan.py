@@ -30,15 +30,15 @@ def plan(
         hosts: machines; default: as many as scaling.num_workers fill.
         gpus: GPUs of each, or with scaling.device=cpu workers; default: plan.ranks_per_host, else
             scaling.num_workers up to 8.
-        memory_gib: of each of these, where plan.memory_gib says nothing.
+        memory_gib: of each of these, where plan.memory_gib is not set.
         host_memory_gib: of each host's main memory, where tables with kernel fused_uvm(_caching) are and
-            plan.host_memory_gib says nothing; default: twice that of its GPUs.
+            plan.host_memory_gib is not set; default: twice that of its GPUs.
         disk_gib: of each host's disk, where tables with kernel fused_mmap are; default: enough.
 
     Returns:
         hosts, gpus, device, memory_gib; tables: one mapping each (table, rows, dim, sharding, kernel, ranks,
         gib, host_gib and disk_gib of each of these); gib: on each rank's GPU, or in a worker's memory on CPU;
-        host_gib: in each host's memory beside GPUs; disk_gib: on each host's disk.
+        host_gib: in each host's main memory; disk_gib: on each host's disk.
 
     Raises:
         ConfigError, SchemaError: what is wrong with the input, or does not fit.

@@ -28,7 +28,7 @@ from raytrec.compat.ray_train import (
 from raytrec.driver.failure_analysis import Cause, Kind, find_cause
 
 SETTLE_S = 2.0  # after a failure, until what has gone is no longer counted, and what comes back is
-ANSWER_S = 1.0
+CONNECT_S = 1.0
 GIVE_UP_S = 10.0  # then the old group is given up, whatever seems to be free
 
 
@@ -89,8 +89,8 @@ class RoomOnNodes(RequestingPolicy):
     Args:
         least, most: workers.
         scale_up_interval_s: seconds between two looks for more room.
-        cpus_beside: that an autoscaler is to have ready beside the workers' own, for reading: read tasks ask
-            for none themselves, see group.bundle.
+        cpus_beside: that an autoscaler is to have ready for reading, besides the workers' own: read tasks ask
+            for none themselves, see session.bundle.
         asks: see RequestingPolicy.
     """
 
@@ -157,7 +157,7 @@ class RoomOnNodes(RequestingPolicy):
         return ResizeDecision(workers, self.resources_per_worker)
 
     def _room(self, held: Counter[str]) -> int:
-        """Workers for which there is room, beside what others use, counting our own places as free."""
+        """Workers for which there is room next to other work, counting our own places as free."""
         bundle = self.resources_per_worker
         free, going, room = available_resources(), draining_nodes(), 0
         for node in ray.nodes():
@@ -173,7 +173,7 @@ class RoomOnNodes(RequestingPolicy):
 def _answers(node: dict[str, Any]) -> bool:
     """Whether a node's raylet takes connections. Ray itself counts a node for seconds after it has gone."""
     try:
-        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S):
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), CONNECT_S):
             return True
     except OSError:
         return False

@@ -1,21 +1,19 @@
-"""Whether a model, a schema and this machine fit together: asked before anything starts. No torch."""
+"""Configurations that do not fit their schema or this machine: refused, or warned of, before Ray starts."""
 
 from __future__ import annotations
 
-import ast
-import sys
-from contextlib import suppress
-from importlib.machinery import PathFinder
-from pathlib import Path
-
-from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.checkpoint.files import find
+from raytrec.checkpoint.table_starts import schema_of, table_starts
+from raytrec.cluster.session import stays_here
+from raytrec.common.errors import ConfigError, SchemaError
 from raytrec.common.installed import built_for, require_compiler
-from raytrec.common.reading import MOST_YAML_BYTES, read_bytes
 from raytrec.config.features import resolve_features
-from raytrec.config.models import PythonSection, check_model
-from raytrec.config.run_config import RunConfig
+from raytrec.config.models import check_model
+from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
+from raytrec.data.fragments import Dataset
+from raytrec.driver.prepare import RunPlan
 from raytrec.embeddings.per_table import table_optimizers
 from raytrec.embeddings.planner.constraints import resolve_constraints
 from raytrec.embeddings.planner.disk import free_disk
@@ -27,17 +25,31 @@ from raytrec.tasks.columns import check_reserved
 from raytrec.tasks.options import check_model_learns
 from raytrec.tasks.task import columns_of, needs_vectors, resolve_tasks
 from raytrec.tracking.store import check_address
+from raytrec.worker.loop import total_steps
+
+
+def check_plan(plan: RunPlan) -> list[str]:
+    """Refuses a run that cannot work; warnings about one that can.
+
+    Raises:
+        ConfigError, SchemaError: as in `check_fit`; or the weights of warm_start.from do not fit.
+    """
+    config, schema, train = plan.config, plan.schema, plan.datasets["train"]
+    lines = copied_numbers(config, schema, total_steps(config, train.rows))
+    lines += check_warm_start(config, schema) if plan.start == "warm" else []
+    check_fit(config, schema, here=stays_here(config.scaling.address))
+    return lines + note_constant_labels(config, schema, train)
 
 
 def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     """Refuses a configuration that cannot work with its schema.
 
     Args:
-        here: whether the workers run on this machine, with its memory and its modules.
+        here: whether the workers run on this machine, with its memory.
 
     Raises:
-        ConfigError, SchemaError: tasks, metrics, dims, features or a module that the model cannot take;
-            tables, named in plan.tables or optim.tables, that there are not; weight decay that kernels do
+        ConfigError, SchemaError: tasks, metrics, dims or features that the model cannot take; tables in
+            plan.tables or optim.tables that the schema does not have; weight decay that kernels do
             not keep; train.compile without a compiler; tables larger than the machine; an address that no
             MLflow store has.
     """
@@ -60,8 +72,6 @@ def check_fit(config: RunConfig, schema: Schema, *, here: bool) -> None:
     if here:
         if config.train.compile:
             require_compiler("cuda" if built_for() == "cuda" and config.scaling.device != "cpu" else "cpu")
-        if isinstance(config.model, PythonSection):
-            check_class(config.model.name)
         check_memory(config, schema)
 
 
@@ -86,71 +96,6 @@ def check_drawn(config: RunConfig, schema: Schema) -> None:
                     expected=f"at most {table.rows:,}",
                     do="leave rows out: the table's are the default",
                 )
-
-
-def check_class(path: str) -> None:
-    """Looks for a class of the user's in the text of its module, which is not run: it imports torch.
-
-    What cannot be told from the text (a name that the module gets in another way) is left to the workers.
-
-    Raises:
-        ConfigError: there is no such module, it is no Python, or nothing in it has this name.
-    """
-    module, _, name = path.partition(":")
-    file = _file_of(module)
-    if file is None:
-        raise ConfigError(
-            f"no model {path}: there is no module {module}",
-            where="model.name",
-            expected=f"{module} on Python's path, or in the folder that the command is given in",
-        )
-    if file.suffix != ".py":  # compiled
-        return
-    try:
-        tree = ast.parse(read_bytes(file, MOST_YAML_BYTES))
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"no model {path}: {file.name} is no Python: {error}", where=str(file)) from None
-    except OSError as error:
-        raise ConfigError(f"no model {path}: {error.strerror}", where=str(file)) from None
-    known = _names(tree)
-    if known is not None and name not in known:
-        near = did_you_mean(name, sorted(known))
-        raise ConfigError(
-            f"no model {path}: the module has no {name}" + (f"; did you mean {near}?" if near else ""),
-            where="model.name",
-            expected="module:Class",
-        )
-
-
-def _file_of(module: str) -> Path | None:
-    """The file of a module that has not been imported, nor those above it."""
-    places: list[str] | None = [str(Path.cwd()), *sys.path]
-    spec = None
-    for part in module.split("."):
-        if places is None:
-            return None
-        spec = None
-        with suppress(Exception):  # whatever stands in Python's path
-            spec = PathFinder.find_spec(part, places)
-        if spec is None:
-            return None
-        places = list(spec.submodule_search_locations) if spec.submodule_search_locations else None
-    return Path(spec.origin) if spec and spec.origin else None
-
-
-def _names(tree: ast.Module) -> set[str] | None:
-    """What a module's top level defines; None where only running it would tell."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("globals", "exec", "setattr"):
-            return None
-    return None if "*" in found or "__getattr__" in found else found
 
 
 def check_memory(config: RunConfig, schema: Schema) -> None:
@@ -182,3 +127,106 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
             do="lower rows (out_of_range: hash brings any id into range) or dim; train on a cluster; or put "
             f"large tables on the disk: plan.tables.{largest}.compute_kernel=fused_mmap",
         )
+
+
+def copied_numbers(config: RunConfig, schema: Schema, steps: int) -> list[str]:
+    """A line for each number that does not fit the tables or the run.
+
+    Args:
+        steps: of the whole run.
+    """
+    lines = []
+    for place, transform in enumerate(config.data.transforms):
+        if not isinstance(transform, Sample) or not transform.rows:
+            continue
+        features = (name for name in schema.sparse if schema.column_of(name) == transform.column)
+        for table in dict.fromkeys(schema.sparse[name].table for name in features):
+            if transform.rows < schema.tables[table].rows:
+                lines.append(
+                    f"data.transforms[{place}].rows is {transform.rows:,}, and table {table} has "
+                    f"{schema.tables[table].rows:,} rows: the ids from {transform.rows:,} on are never "
+                    "drawn; leave rows out to draw among all"
+                )
+    schedule = config.optim.schedule
+    end = schedule.warmup_steps + (schedule.decay_steps or steps)
+    if not schedule.floor and end < steps:
+        lines.append(
+            f"optim.schedule: learning rates are 0 from step {end:,} on, and the run has {steps:,} steps; "
+            "leave decay_steps out to decay until its end"
+        )
+    return lines
+
+
+def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
+    """Warnings about weights of warm_start.from that this model and schema do not take over.
+
+    Raises:
+        ConfigError, SchemaError: a difference that warm_start.tables and warm_start.dense do not allow.
+    """
+    about = find(config.warm_start.from_)[1]["about"]
+    before = load_config(about["config"], allow_code=True, stored=True).model_dump(by_alias=True, mode="json")
+    old_schema = schema_of(about)
+    lines = [start.told for start in table_starts(config, old_schema, schema).values() if start.told]
+    if config.warm_start.dense == "exact":
+        _check_dense(config, before, old_schema, schema)
+    if config.warm_start.optimizer:
+        _check_optimizers(config, load_config(before, allow_code=True), old_schema, schema)
+    return lines
+
+
+def _check_optimizers(config: RunConfig, before: RunConfig, old_schema: Schema, schema: Schema) -> None:
+    old, new = _optimizer_names(before, old_schema), _optimizer_names(config, schema)
+    for part, name in new.items():
+        if old.get(part, name) != name:
+            raise ConfigError(
+                f"the optimizer of {part} is {name}, the checkpoint has state of {old[part]}",
+                where=f"warm_start.from={config.warm_start.from_}",
+                expected="the checkpoint's optimizers",
+                do="set warm_start.optimizer=false, or the checkpoint's optimizers",
+            )
+
+
+def _optimizer_names(config: RunConfig, schema: Schema) -> dict[str, str]:
+    of_tables = table_optimizers(config, schema).items()
+    return {"the dense layers": config.optim.dense.name} | {
+        f"table {table}": optimizer.name for table, optimizer in of_tables
+    }
+
+
+def _check_dense(config: RunConfig, before: dict, old_schema: Schema, schema: Schema) -> None:
+    where, hint = f"warm_start.from={config.warm_start.from_}", ", or warm_start.dense=matching"
+    for key, new in config.model.model_dump().items():
+        old = before["model"].get(key)
+        if old != new and key != "dropout":
+            raise ConfigError(
+                f"model.{key} is {new}, and the checkpoint has {old}",
+                where=where,
+                expected="the checkpoint's model",
+                do=f"set model.{key}={old}".replace(" ", "").replace("set", "set ") + hint,
+            )
+    old_parts, parts = _dense_parts(old_schema), _dense_parts(schema)
+    for what, new in parts.items():
+        if new != old_parts[what]:
+            raise SchemaError(
+                f"{what}: {new} now, {old_parts[what]} in the checkpoint",
+                where=where,
+                expected="the checkpoint's labels, dense columns and sparse features",
+                do="train with the checkpoint's schema" + hint,
+            )
+
+
+def _dense_parts(schema: Schema) -> dict[str, object]:
+    """What the shapes and the meaning of dense weights depend on."""
+    sparse = [f"{name} → {spec.table}" for name, spec in schema.sparse.items()]
+    return {"labels": schema.labels, "dense": schema.dense, "sparse": sparse}
+
+
+def note_constant_labels(config: RunConfig, schema: Schema, dataset: Dataset) -> list[str]:
+    """A line for each task whose label has one value, and whose loss compares predictions with labels."""
+    return [
+        f"the label of task {task.name} is {dataset.constant_labels[task.label]:g} in every row of "
+        f"data.train, from which {section.loss} learns nothing; in_batch_softmax and from_model can learn "
+        "from positives alone"
+        for section, task in zip(config.tasks, resolve_tasks(config.tasks, schema), strict=True)
+        if task.label in dataset.constant_labels and not (task.loss.reads_vectors or task.loss.from_model)
+    ]

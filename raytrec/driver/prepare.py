@@ -1,32 +1,46 @@
-"""A run before it starts: its configuration resolved, its data opened, its folder made."""
+"""A run before it starts: its configuration, resolved; its plan; its folder."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from raytrec.checkpoint.files import find, steps
-from raytrec.checkpoint.index import reason
-from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.checkpoint.index import INDEX, reason
+from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hidden_keys
 from raytrec.common.storage import absolute, relative
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.sections import name_like
 from raytrec.config.transforms import WITH_VOCABULARY
-from raytrec.config.trust import mark
-from raytrec.data.decode import SKIPPED, Faults
-from raytrec.data.fragments import Dataset, list_files, scan
-from raytrec.data.rows import check_accused
+from raytrec.config.trust import checkpoint_origin, mark
+from raytrec.data.fragments import Dataset
+from raytrec.driver.datasets import open_data
 from raytrec.driver.recorder import RESULT, write_text
 from raytrec.driver.resume import interrupted, resume_config
-from raytrec.driver.towers import open_items
-from raytrec.driver.warm_start import config_from, schema_at
-from raytrec.tasks.columns import check_counts, check_reserved, read_plan
-from raytrec.tasks.task import resolve_tasks
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run before it starts.
+
+    Attributes:
+        config: resolved (`resolve`).
+        datasets: "train", "valid", "test" and "items" (eval.retrieval) → Dataset, as far as the run has them.
+        start: new, warm (with the weights of warm_start.from), or resumed (the folder is config.run.dir).
+    """
+
+    config: RunConfig
+    schema: Schema
+    datasets: dict[str, Dataset]
+    start: Literal["new", "warm", "resumed"]
 
 
 def resolve_run(
@@ -36,21 +50,46 @@ def resolve_run(
     resume: Any = None,
     resume_latest: bool = False,
     allow_code: bool = False,
-) -> tuple[RunConfig, Path | None]:
-    """The resolved config, and the folder of the run to resume, if it is not a new one."""
+) -> RunPlan:
+    """Finds the configuration of a run, then its schema and data; nothing is written.
+
+    Args:
+        source, start_from, resume, resume_latest, allow_code: as in run.train.
+        overrides: `section.key=value` strings.
+
+    Raises:
+        ConfigError, SchemaError, DataError: what is wrong with the input. RunError: a run to resume that does
+            not exist, or has finished.
+    """
+    config, resumed = resolve_config(source, overrides, start_from, resume, resume_latest, allow_code)
+    check_nothing_hidden(config)
+    schema, datasets = open_data(config)
+    return RunPlan(
+        config, schema, datasets, "resumed" if resumed else "warm" if config.warm_start.from_ else "new"
+    )
+
+
+def resolve_config(
+    source: Any,
+    overrides: list[str],
+    start_from: Any = None,
+    resume: Any = None,
+    resume_latest: bool = False,
+    allow_code: bool = False,
+) -> tuple[RunConfig, bool]:
+    """(the resolved configuration, whether it is an interrupted run's); arguments as in `resolve_run`."""
+    if not resume and source is None:
+        config, name = config_from(start_from, overrides, allow_code=allow_code)
+        return resolve(config, name), False
     if not resume:
-        if source is None:
-            config, named = config_from(start_from, overrides, allow_code=allow_code)
-            return resolve(config, named), None
         overrides = [*overrides, f"warm_start.from={start_from}"] if start_from else overrides
         config = load_config(source, overrides, allow_code=allow_code)
         is_named = bool(config.run.name or config.run.dir)
         config = resolve(config, source)
         resume = interrupted(config, is_named) if resume_latest else None
         if not resume:
-            return config, None
-    config = resolve(resume_config(resume, source, overrides, allow_code), source)
-    return config, Path(config.run.dir)
+            return config, False
+    return resolve(resume_config(resume, source, overrides, allow_code), source), True
 
 
 def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
@@ -90,105 +129,16 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
 
 
 def check_nothing_hidden(config: RunConfig) -> None:
-    """Whether passwords are there that a checkpoint, whose configuration this is, does not keep.
-
+    """
     Raises:
-        ConfigError: with the keys that miss theirs.
+        ConfigError: values are missing because they were redacted where the configuration comes from.
     """
     if keys := hidden_keys(config.model_dump(by_alias=True, mode="json")):
         raise ConfigError(
-            f"a password is missing in {', '.join(keys)}",
-            where="the configuration, which comes from a checkpoint or from MLflow, where none are kept",
-            do=f"say it again: {' '.join(f'{key}=…' for key in keys)}",
+            f"{', '.join(keys)}: redacted in checkpoints and in MLflow",
+            where="the configuration, which comes from there",
+            do=f"pass it again: {' '.join(f'{key}=…' for key in keys)}",
         )
-
-
-def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
-    data = config.data
-    list_files(data.train, "data.train")  # before the schema, which is looked for beside it
-    schema = schema_at(data.schema_uri)
-    datasets = {
-        name: open_dataset(config, schema, places, f"data.{name}", to_train=name == "train")
-        for name in ("train", "valid", "test")
-        if (places := getattr(data, name))
-    }
-    datasets |= open_items(config, schema, datasets)
-    for dataset in datasets.values():
-        check_accused(dataset)
-    _check_tasks_have_rows(datasets["train"])
-    rows = datasets["train"].rows
-    if config.data.drop_last and rows < config.data.global_batch_size:
-        raise DataError(
-            f"data.train has {rows:,} rows, fewer than one global batch, and data.drop_last leaves those out",
-            where=f"{datasets['train'].uri}, data.global_batch_size={config.data.global_batch_size}",
-            expected=f"at least {config.data.global_batch_size:,} rows, or data.drop_last=false",
-            do=f"set data.drop_last=false, or lower data.global_batch_size to {rows} or less",
-        )
-    return schema, datasets
-
-
-def open_dataset(
-    config: RunConfig, schema: Schema, places: str | list[str], key: str, *, to_train: bool = False
-) -> Dataset:
-    """A dataset as a run reads it, by its footers alone.
-
-    Args:
-        key: of the configuration, which names it.
-        to_train: of data.partitions, and without what only evaluations read.
-
-    Raises:
-        ConfigError: of tasks; a column that rows are grouped by is not reserved. DataError: files, columns or
-            types that are not what the configuration says.
-    """
-    data, tasks = config.data, resolve_tasks(config.tasks, schema)
-    check_reserved(tasks, config.eval.slices, data.reserve_columns)
-    slices = [] if to_train else config.eval.slices
-    retrieval = None if to_train else config.eval.retrieval
-    dataset = scan(
-        places,
-        read_plan(tasks, schema, data.transforms, slices, retrieval),
-        key,
-        between=(data.partitions.from_, data.partitions.to) if to_train else (None, None),
-        declared=data.reserve_columns,
-        skip=data.on_error == "skip",
-    )
-    check_counts(tasks, dataset.form.types, dataset.uri)
-    return dataset
-
-
-def _check_tasks_have_rows(dataset: Dataset) -> None:
-    """Looks whether some row counts in each task, as far as footers say.
-
-    Raises:
-        DataError: in one, none does.
-    """
-    for task, why in dataset.empty_tasks.items():
-        raise DataError(
-            f"task {task} has no rows: {why}",
-            where=f"tasks, {dataset.uri}",
-            expected="rows that it can learn from",
-            do="correct the task's label, mask or sample_weight, or the data; or leave the task out",
-        )
-
-
-def note_constant_labels(config: RunConfig, schema: Schema, dataset: Dataset) -> list[str]:
-    """A line for each task whose label has one value, and whose loss compares predictions with labels."""
-    return [
-        f"the label of task {task.name} is {dataset.constant_labels[task.label]:g} in every row of "
-        f"data.train, from which {section.loss} learns nothing; in_batch_softmax and from_model can learn "
-        "from positives alone"
-        for section, task in zip(config.tasks, resolve_tasks(config.tasks, schema), strict=True)
-        if task.label in dataset.constant_labels and not (task.loss.reads_vectors or task.loss.from_model)
-    ]
-
-
-def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
-    """Files that data.on_error=skip leaves out: into skipped.jsonl, and a line for each to warn with."""
-    faults = Faults(skip=True, log=str(folder / SKIPPED))
-    errors = [error for dataset in datasets.values() for error in dataset.left_out]
-    for error in errors:
-        faults.leave_out(error, rows=None)  # nobody knows how many
-    return [f"skipped {error.where}: {error.what}" for error in errors]
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
@@ -227,3 +177,29 @@ def make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
         write_config(folder, config)  # last: a run that has a configuration can be resumed
     except OSError as error:
         raise RunError(f"cannot write the run folder: {error.strerror}", where=str(folder)) from None
+
+
+def config_from(
+    place: str | Path, overrides: list[str], *, allow_code: bool = False
+) -> tuple[RunConfig, str]:
+    """The configuration of a checkpoint for a new run, and that run's name without its time.
+
+    Args:
+        place: run folder or checkpoint folder; its schema stays the schema.
+        overrides: `section.key=value` strings, at least a new data.train.
+        allow_code: the configuration may name code (trust.py).
+
+    Raises:
+        RunError: no checkpoint there. ConfigError: as in `load_config`.
+    """
+    folder, index = find(place)
+    # nothing of it runs before the next time
+    whole = load_config(index["about"]["config"], allow_code=True, stored=True)
+    values = whole.model_dump(by_alias=True, mode="json")
+    name = re.sub(r"-\d{8}-\d{6}$", "", whole.run.name or "run")
+    values["run"] |= {"name": None, "dir": None}
+    values["checkpoint"]["dir"] = None
+    given = {"warm_start.from": folder, "data.schema": f"{folder}/{INDEX}"}
+    overrides = [*(f"{key}={json.dumps(each)}" for key, each in given.items()), *overrides]
+    elsewhere = checkpoint_origin(folder, index["about"]["config"])
+    return load_config(values, overrides, elsewhere=elsewhere, allow_code=allow_code), name

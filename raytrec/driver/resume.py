@@ -1,8 +1,9 @@
-"""Going on with a run that was interrupted: which one, and whether it is still the same run."""
+"""Resume an interrupted run: find it, and refuse changes that would alter the result."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from raytrec.common.storage import absolute
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.trust import code_in, is_ours, not_ours, refuse_code
-from raytrec.data.contents import Content, differences, fingerprint, old_fingerprint, written_again
+from raytrec.data.contents import Content, differences, fingerprint, written_again
 from raytrec.data.fragments import Dataset
-from raytrec.data.order import Order
 from raytrec.driver.recorder import RESULT, write_json
 
 DATA = "data.json"  # in the run folder: what the data held when the run began
@@ -62,7 +62,7 @@ def resume_config(
         source: a config to hold it to; None: the run's own.
         overrides: `section.key=value` strings.
         allow_code: a configuration that is not the user's own may name code (trust.py): a source out of a
-            URI, or that of a run folder that somebody else has written.
+            URI, or that of a run folder that another user has written.
 
     Raises:
         RunError: no run there, or a finished one. ConfigError: a change that would make it another run.
@@ -94,7 +94,7 @@ def resume_config(
         config.tracking.uri = config.tracking.uri or before.tracking.uri
     if changed := _differences(before, config):
         raise ConfigError(
-            "the configuration has changed in what decides the result:\n" + "\n".join(changed),
+            "these settings affect the result and cannot change on resume:\n" + "\n".join(changed),
             where=str(file),
             expected="the configuration that the run began with",
             do=f"restore these; or start a new run with its weights: raytrec train --warm-start {place}",
@@ -146,9 +146,11 @@ def _is_same(folder: Path, after: RunConfig) -> bool:
 
 
 def note_data(folder: Path, contents: dict[str, list[Content]]) -> None:
-    """Writes down in the run folder, if there is room, what the datasets hold, for whoever resumes it."""
+    """Writes the contents of the datasets to the run folder, if there is room, for when it is resumed."""
     with suppress(OSError):
-        write_json(folder / DATA, {name: [c.record() for c in found] for name, found in contents.items()})
+        write_json(
+            folder / DATA, {name: [asdict(content) for content in found] for name, found in contents.items()}
+        )
 
 
 def check_same_data(
@@ -158,16 +160,16 @@ def check_same_data(
     datasets: dict[str, Dataset],
     contents: dict[str, list[Content]],
 ) -> list[str]:
-    """Looks whether the cursor in the newest checkpoint still means the same rows.
+    """Checks that the cursor in the newest checkpoint still means the same rows.
 
     Args:
         contents: of each dataset, as it is now.
 
     Returns:
-        Warnings: what has changed in other data, and what cannot be told.
+        Warnings: what has changed in other data.
 
     Raises:
-        ConfigError, DataError: what has changed in what decides the result.
+        ConfigError, DataError: a change that would alter the result.
     """
     file = folder / "schema.yaml"
     if schema.to_yaml() != Schema.stored(_text(file), str(file)).to_yaml():
@@ -181,17 +183,7 @@ def check_same_data(
     if not index:
         return []  # nothing has been kept that was trained on other data
     before, lines = _noted(folder), []
-    if (was := index["about"]["data"]) in (
-        fingerprint(contents["train"]),
-        old_fingerprint(datasets["train"]),
-    ):
-        if was == old_fingerprint(datasets["train"]):
-            _check_order(index["about"], datasets["train"], folder)
-            lines.append(
-                "the run began with an earlier raytrec, which noted the names and row counts of the files in "
-                "data.train alone: whether their content has changed cannot be told"
-            )
-    else:
+    if index["about"]["data"] != fingerprint(contents["train"]):
         found = differences(before.get("train", []), contents["train"]) if before.get("train") else []
         raise DataError(
             "data.train is not what it was when the run was interrupted" + _listed(found),
@@ -213,24 +205,6 @@ def check_same_data(
                 "footers and samples are as before, so they are taken for copies"
             )
     return lines
-
-
-def _check_order(about: dict[str, Any], dataset: Dataset, folder: Path) -> None:
-    """Looks whether a checkpoint of an earlier raytrec, which cut no row groups, counts rows as today.
-
-    Raises:
-        DataError: it does not.
-    """
-    data = about.get("config", {}).get("data", {})
-    order = Order(1, 1, data.get("shuffle", "window"), data.get("window", 2))
-    if order.shuffle != "none" and order.cuts(dataset):
-        raise DataError(
-            "data.train has large row groups, which are read in another order than when the run began",
-            where=f"{dataset.uri}; {folder}",
-            expected=f"row groups of fewer than {order.piece_rows * 3 // 2:,} rows, read as they were",
-            do="resume it with the raytrec that it began with; or begin a new run with its weights: "
-            f"raytrec train --warm-start {folder}",
-        )
 
 
 def _noted(folder: Path) -> dict[str, list[Content]]:

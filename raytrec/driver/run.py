@@ -1,84 +1,42 @@
-"""A run on the driver's side: data looked at, Ray started, workers watched, the result written."""
+"""A run, as the driver sees it: data checked, Ray started, workers watched, the result written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from time import monotonic, perf_counter
 from typing import Any
 
-from raytrec.checkpoint.files import find
-from raytrec.cluster.session import in_job, stays_here
+from raytrec.cluster.session import in_job
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.messages import METRICS
 from raytrec.common.redaction import hide
-from raytrec.common.storage import absolute, relative
+from raytrec.common.storage import relative
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
 from raytrec.config.trust import own_code
-from raytrec.data.contents import Content, fingerprint, in_background, look_at_all
-from raytrec.data.fragments import Dataset
-from raytrec.data.rows import check_accused
-from raytrec.driver.advice import copied_numbers
-from raytrec.driver.console import RunConsole
-from raytrec.driver.driver_state import record_driver
-from raytrec.driver.evaluation import evaluation_config, scratch_folder, with_recovery_hint
-from raytrec.driver.evaluation_rows import reading_ahead
-from raytrec.driver.figures import as_html, of_result
+from raytrec.data.contents import Content, fingerprint, look_at_all
+from raytrec.driver.console import Result, RunConsole
+from raytrec.driver.datasets import note_left_out
+from raytrec.driver.driver_state import hold_run_lock, record_driver
+from raytrec.driver.evaluation import with_recovery_hint
 from raytrec.driver.launch import run_group
-from raytrec.driver.lock import hold_run_lock
-from raytrec.driver.preflight import check_fit
-from raytrec.driver.prepare import (
-    check_nothing_hidden,
-    make_folder,
-    note_constant_labels,
-    note_left_out,
-    open_data,
-    open_dataset,
-    resolve_run,
-    write_config,
-)
+from raytrec.driver.preflight import check_plan
+from raytrec.driver.prepare import RunPlan, make_folder, resolve_run, write_config
 from raytrec.driver.recorder import Record, Watch
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
-from raytrec.driver.session import resume_command, run_in_session, session_of
-from raytrec.driver.towers import open_items
-from raytrec.driver.warm_start import check_fits
+from raytrec.driver.session import resume_command, run_in_session
 from raytrec.report.drawing import EarlyDrawing
 from raytrec.tracking.mlflow import NoTracker, Tracker
 from raytrec.tracking.tags import run_tags
-from raytrec.worker.loop import total_steps
+from raytrec.worker.loop import total_steps, train_worker
 
 REPORT = "report.html"
-LATEST_S = 20.0  # after the workers were asked for, MLflow is told of the run
+LATEST_S = 20.0  # after the workers were requested, MLflow's run begins
 PATIENCE_S = 60.0  # beyond scaling.shutdown_grace_s, for the driver of before to end
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run came to.
-
-    Attributes:
-        metrics: the content of result.json: eval.NAME of each metric (eval.TASK.NAME where there are several
-            tasks), metrics (what they are called, and which values are better), eval.rows, train.rows,
-            bound.by and more on what the time went into (report.bounds),
-            train.steps, train.samples_per_s, train.checks_passed, train.checks_failed, world_size,
-            seconds, name, mlflow_run_id (None without MLflow), and code, the module:name of the user's that
-            the run was made of, if any.
-        path: the run folder (of an evaluation: the checkpoint).
-        next_steps: lines that say where to look.
-    """
-
-    metrics: dict[str, Any]
-    path: Path
-    next_steps: list[str] = field(default_factory=list)
-
-    def _repr_html_(self) -> str:
-        return as_html(self.metrics["name"], of_result(self.metrics), self.next_steps)
 
 
 class Unfinished(RunError):
@@ -120,44 +78,35 @@ def train(
             or the result could not be written.
     """
     began = perf_counter()
-    config, resume = resolve_run(source, as_texts(overrides), start_from, resume, resume_latest, allow_code)
-    check_nothing_hidden(config)
-    folder, root = Path(config.run.dir), config.checkpoint_root
-    schema, datasets = open_data(config)
-    lines = copied_numbers(config, schema, total_steps(config, datasets["train"].rows))
-    lines += check_fits(config, schema) if config.warm_start.from_ and not resume else []
-    check_fit(config, schema, here=stays_here(config.scaling.address))
+    plan = resolve_run(source, as_texts(overrides), start_from, resume, resume_latest, allow_code)
+    config, schema, datasets = plan.config, plan.schema, plan.datasets
+    warnings, folder = check_plan(plan), Path(config.run.dir)
     patience = PATIENCE_S + config.scaling.shutdown_grace_s if resume_latest else 0
-    contents = in_background(look_at_all, datasets)
+    contents = ThreadPoolExecutor(1, "contents").submit(look_at_all, datasets)
     with RunConsole(config.run.name) as console, hold_run_lock(folder, patience, console.phase):
-        if resume:
+        if plan.start == "resumed":
             check_unfinished(folder)
-            lines += check_same_data(folder, root, schema, datasets, contents.result())
+            warnings += check_same_data(folder, config.checkpoint_root, schema, datasets, contents.result())
             write_config(folder, config)
         else:
             make_folder(folder, config, schema)
         if in_job():
             console.folder(str(folder))
-        lines += note_constant_labels(config, schema, datasets["train"])
-        for line in [*lines, *note_left_out(folder, datasets)]:
+        for line in [*warnings, *note_left_out(folder, datasets)]:
             console.warn(line)
         with record_driver(folder) as before_s:
-            return _drive(config, schema, datasets, contents, console, began - before_s)
+            return _drive(plan, contents, console, began - before_s)
 
 
 def _drive(
-    config: RunConfig,
-    schema: Schema,
-    datasets: dict[str, Dataset],
-    contents: Future[dict[str, list[Content]]],
-    console: RunConsole,
-    began: float,
+    plan: RunPlan, contents: Future[dict[str, list[Content]]], console: RunConsole, began: float
 ) -> Result:
     """The run itself, in a folder that is ready: Ray, workers, result.
 
     Args:
         began: by perf_counter; for a resumed run, as if the drivers of before had ended just then.
     """
+    config, datasets = plan.config, plan.datasets
     folder, status, page = Path(config.run.dir), "FAILED", None
     tracker = open_tracker(config, console, at_once=False)
     record, drawing = Record(tracker, folder, config.run.name), EarlyDrawing(folder)
@@ -168,20 +117,19 @@ def _drive(
 
         def work() -> dict[str, Any]:
             _describe_run(tracker, config)
-            root, data = config.checkpoint_root, contents.result()
+            data = contents.result()
             note_data(folder, data)
-            with reading_ahead(config, datasets, console.warn):
-                return run_group(
-                    "train_worker",
-                    config,
-                    schema,
-                    datasets,
-                    root,
-                    watch,
-                    fingerprint=fingerprint(data["train"]),
-                    saves=True,
-                    look=begin_late(tracker, watch),
-                )
+            return run_group(
+                train_worker,
+                config,
+                plan.schema,
+                datasets,
+                config.checkpoint_root,
+                watch,
+                fingerprint=fingerprint(data["train"]),
+                saves=True,
+                look=begin_late(tracker, watch),
+            )
 
         figures = run_in_session(config, watch, work)
         drawing.confirm()
@@ -203,7 +151,7 @@ def _drive(
             error = Unfinished(**wrong.parts)
             error.result = Result(metrics, folder, [f"run folder   {relative(folder)}"])
             raise error
-    except Unfinished:  # it says so itself
+    except Unfinished:  # its message is complete
         raise
     except RaytrecError as error:
         steps = watch.ended_early_at or total_steps(config, datasets["train"].rows)
@@ -305,68 +253,8 @@ def _write_report(drawing: EarlyDrawing, tracker: Tracker | NoTracker, console: 
         return None
 
 
-def evaluate(
-    place: str | Path,
-    data: str | None = None,
-    *,
-    workers: int | None = None,
-    batch_size: int | None = None,
-    overrides: Overrides | None = None,
-    allow_code: bool = False,
-) -> Result:
-    """Evaluates a finished run, or a checkpoint, on a folder of Parquet. Nothing is written there.
-
-    Args:
-        place: run folder or checkpoint folder.
-        data: folder or file of Parquet, local or s3:// or gs://; default: the run's data.test, else its
-            data.valid.
-        workers: number of workers; default: as the run was trained.
-        batch_size: global batch size; default: as the run was trained.
-        overrides: `section.key=value` of data, scaling, plan and train, such as data.on_error=skip; and
-            tables.NAME.out_of_range=RULE.
-        allow_code: the configuration in there may name code (raytrec/config/trust.py).
-
-    Returns:
-        Result: eval.* figures, world_size and seconds.
-
-    Raises:
-        RunError: no checkpoint there. ConfigError, DataError: as in `train`.
-    """
-    began = perf_counter()
-    folder, index = find(place)
-    changes = [f"scaling.num_workers={workers}"] if workers else []
-    changes += [f"data.global_batch_size={batch_size}"] if batch_size else []
-    changes += as_texts(overrides)
-    config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
-    places = absolute(data) if data else config.data.test or config.data.valid
-    if not places:
-        raise ConfigError("there is nothing to evaluate on", where=folder, expected="--data PARQUET")
-    if config.eval.retrieval:
-        config.eval.retrieval.items = absolute(config.eval.retrieval.items)
-    datasets = {"test": open_dataset(config, schema, places, "--data")}
-    datasets |= open_items(config, schema, datasets)
-    for dataset in datasets.values():
-        check_accused(dataset)
-    left_out = [error for dataset in datasets.values() for error in dataset.left_out]
-    with (
-        scratch_folder() as config.run.dir,
-        RunConsole(config.run.name) as console,
-        session_of(config),
-    ):
-        for error in left_out:
-            console.warn(f"skipped {error.where}: {error.what}")
-        figures = run_group("evaluate_worker", config, schema, datasets, folder, Watch(console))
-    metrics = {
-        **figures,
-        "skipped_files": len(left_out),
-        "seconds": round(perf_counter() - began, 3),
-        "name": f"{config.run.name} on {data or datasets['test'].uri}",
-    }
-    return Result(metrics, Path(folder))
-
-
 def short(uri: str) -> str:
-    """A local store's address, as short as it can be said from here."""
+    """A local store's address, relative to the current folder."""
     return uri.replace(f"sqlite:///{Path.cwd()}/", "sqlite:///")
 
 

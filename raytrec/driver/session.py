@@ -1,24 +1,29 @@
-"""The Ray of a run: joined, or a local one that is started again when its raylet has ended."""
+"""The Ray of a command, and the warm process that its workers are forked from.
+
+Imports little: a command calls `begin_early` before its other imports.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from raytrec.cluster.lifeline import RAYLET, RayLost
-from raytrec.cluster.session import in_job, is_stuck, ray_session, started_here
+from raytrec.cluster.session import in_job, is_stuck, ray_session, started_here, stays_here
+from raytrec.cluster.warm import cool_down, warm_up
 from raytrec.common.storage import relative
-from raytrec.config.run_config import RunConfig
-from raytrec.driver.launch import local_cpus
-from raytrec.driver.warm_workers import warm_workers
+
+if TYPE_CHECKING:
+    from raytrec.config.run_config import RunConfig
 
 T = TypeVar("T")
 
 
 class Failures(Protocol):
-    """Who is told of failures: recorder.Watch."""
+    """Takes failures: recorder.Watch."""
 
     def failed(self, cause: str, again: bool) -> None: ...
 
@@ -43,7 +48,7 @@ def run_in_session(config: RunConfig, watch: Failures, work: Callable[[], T], cp
     gone for a minute.
 
     Args:
-        watch: told when all workers have ended with it.
+        watch: takes the failure that ended all workers.
         work: resumes from the newest checkpoint when it is called again.
         cpus: as of `session_of`.
 
@@ -75,3 +80,75 @@ def resume_command(config: RunConfig) -> str:
     if in_job():
         return "submit the same again"
     return f"raytrec train --resume {relative(Path(config.run.dir))}"
+
+
+def local_cpus(config: RunConfig) -> int:
+    """Logical CPUs of a local cluster: those of the workers and their readers."""
+    return int(config.scaling.max_workers * bundle(config, "cpu")["CPU"])
+
+
+def bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[str, float]:
+    """What Ray sets aside for a worker.
+
+    This has the CPUs of the worker's readers, whose tasks therefore ask for none. Tasks that did would wait
+    for ever where workers, or the paused tasks of another stream, hold all CPUs: an evaluation begins while
+    those of training have still to hand over what they have read.
+
+    Args:
+        others_read: whether there are, or may come, nodes without GPUs, whose CPUs then serve for that.
+    """
+    scaling = config.scaling
+    cpus: float = scaling.cpus_per_worker + (0 if others_read else config.data.readers)
+    return {"CPU": cpus} | ({"GPU": 1.0} if device == "cuda" else {})
+
+
+# What ranks, read tasks and Ray Train's controller import: first what does not import Ray.
+MODULES = ("torch", "torchrec", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
+
+
+ON_RAY = (
+    "ray.data",
+    "ray.train.torch",
+    "raytrec.driver.policies",
+    "raytrec.driver.coordinator",
+    "raytrec.worker.loop",
+    "raytrec.worker.build",
+    "raytrec.worker.checkpointing",
+    "raytrec.worker.evaluate",
+    "raytrec.worker.initial_state",
+    "raytrec.worker.observers",
+    "raytrec.data.stream",
+    "raytrec.data.rows",
+    "torchrec.metrics.rec_metric",  # and with it torchmetrics and PIL, for the first step
+)
+
+
+def begin_early() -> None:
+    """Starts the warm process before it is certain that this command will have its own Ray.
+
+    A process that has imported Ray is not a command that begins.
+    """
+    if stays_here(None) and "ray" not in sys.modules:
+        warm_up(MODULES, ON_RAY)
+
+
+@contextmanager
+def warm_workers(address: str | None) -> Iterator[None]:
+    """A block whose Ray, if it is a local one that is started there, has its workers forked.
+
+    Of a cluster that is joined, workers are started by its own raylets.
+
+    Args:
+        address: scaling.address.
+    """
+    import ray
+
+    if ray.is_initialized():  # a caller's, and so is a warm process that it may have
+        yield
+        return
+    if stays_here(address):
+        warm_up(MODULES, ON_RAY)
+    try:
+        yield
+    finally:
+        cool_down()

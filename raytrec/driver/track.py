@@ -9,7 +9,7 @@ from raytrec.common.redaction import hide
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import is_ours, not_ours
 from raytrec.driver.console import RunConsole
-from raytrec.driver.lock import hold_run_lock
+from raytrec.driver.driver_state import hold_run_lock
 from raytrec.driver.recorder import RESULT
 from raytrec.driver.run import REPORT, open_tracker
 from raytrec.report.history import run_folder

@@ -1,1 +1,1 @@
-"""Items found for queries by the dot product of their vectors: an index's folder, exactly and with faiss."""
+"""`raytrec index` and its search: the items whose vectors have the highest dot products with a query's."""

@@ -22,10 +22,9 @@ from raytrec.common.errors import ConfigError, DataError, RunError, some
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import absolute, open_filesystem
 from raytrec.data.fragments import list_files
-from raytrec.retrieval.exact import scores_of, search_exactly
-from raytrec.retrieval.faiss_index import from_bytes, search_faiss
+from raytrec.retrieval.search import from_bytes, scores_of, search_exactly, search_faiss
 
-FORMAT = 1
+INDEX_FORMAT = 1
 MANIFEST, FAISS, ITEMS = "index.json", "index.faiss", "items"
 VECTOR = "vector"  # the column of vectors
 
@@ -182,7 +181,7 @@ def _read(uri: str, about: dict[str, Any]) -> Index:
     """An index whose files are those of its manifest; errors of many kinds where they are not."""
     items, vectors = read_vectors(f"{uri}/{ITEMS}")
     if len(vectors) != about.get("index.items", len(vectors)):
-        raise ValueError(f"{ITEMS} has {len(vectors):,} vectors, and {MANIFEST} says {about['index.items']}")
+        raise ValueError(f"{ITEMS} has {len(vectors):,} vectors, and {MANIFEST} has {about['index.items']}")
     if about["item"] not in items.column_names:
         raise LookupError(f"{ITEMS} has no column '{about['item']}'")
     if not about.get("faiss"):
@@ -231,7 +230,7 @@ def read_manifest(uri: str) -> dict[str, Any] | None:
         raise RunError(f"{MANIFEST} cannot be read: {error}", where=uri) from None
     if (
         not isinstance(values, dict)
-        or values.get("format") != FORMAT
+        or values.get("format") != INDEX_FORMAT
         or not isinstance(values.get("item"), str)
     ):
         raise RunError(f"{MANIFEST} is not one of this raytrec's", where=uri)
@@ -240,4 +239,4 @@ def read_manifest(uri: str) -> dict[str, Any] | None:
 
 def manifest_text(values: dict[str, Any]) -> str:
     """The text of index.json."""
-    return json.dumps({"format": FORMAT, **values}, indent=2) + "\n"
+    return json.dumps({"format": INDEX_FORMAT, **values}, indent=2) + "\n"

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from raytrec.common.errors import ConfigError
 from raytrec.compat.ray_core import starts_nodes
 from raytrec.config.run_config import RunConfig
-from raytrec.driver.launch import bundle, local_cpus
 from raytrec.driver.nodes import alive_nodes
+from raytrec.driver.session import bundle, local_cpus
 
 
 def cpus_of_local_ray(configs: Iterable[RunConfig], at_once: int | None) -> int:

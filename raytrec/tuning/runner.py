@@ -19,8 +19,8 @@ from raytrec.cluster.session import started_here
 from raytrec.common.errors import RunError
 from raytrec.common.leftovers import owner, remove_leftovers
 from raytrec.driver.driver_state import ask_to_stop, driver_of, is_alive
+from raytrec.driver.launch import SAME_S
 from raytrec.driver.session import run_in_session
-from raytrec.driver.stop import SAME_S
 from raytrec.tuning.console import TuneConsole
 from raytrec.tuning.folder import keep
 from raytrec.tuning.room import cpus_of_local_ray, trials_at_once

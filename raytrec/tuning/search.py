@@ -13,8 +13,9 @@ from raytrec.cluster.session import stays_here
 from raytrec.common.errors import ConfigError, RaytrecError
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
+from raytrec.driver.datasets import open_data
 from raytrec.driver.preflight import check_fit
-from raytrec.driver.prepare import check_nothing_hidden, open_data, resolve
+from raytrec.driver.prepare import check_nothing_hidden, resolve
 from raytrec.metrics.selection import Figure, Selection
 from raytrec.tuning.space import Space
 from raytrec.tuning.trials import (

@@ -10,10 +10,9 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import absolute, relative
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
-from raytrec.driver.driver_state import record_driver
-from raytrec.driver.lock import hold_run_lock
+from raytrec.driver.driver_state import hold_run_lock, record_driver
+from raytrec.driver.launch import Interrupted
 from raytrec.driver.run import PATIENCE_S
-from raytrec.driver.stop import Interrupted
 from raytrec.tuning.console import TuneConsole
 from raytrec.tuning.folder import is_search, newest_like, read_note, refuse_drawn_code, reopen, write_search
 from raytrec.tuning.outcome import Outcome, outcome_of, write_outcome

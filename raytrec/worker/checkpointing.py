@@ -33,7 +33,7 @@ from raytrec.worker.step import Outputs, Step
 
 
 class Stopped(Exception):
-    """Raised by all ranks when the state is saved and the run is to end: somebody asked for it."""
+    """Raised by all ranks when the state is saved and the run is to end, as a user asked."""
 
 
 def restore_run(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> bool:
@@ -186,9 +186,9 @@ class CheckpointManager:
         error = saved.error if saved else None
         if error is None or again:
             self._saver.close()
-        return self._last_words(error) if error else None
+        return self._unsaved_model_error(error) if error else None
 
-    def _last_words(self, error: RunError) -> RunError:
+    def _unsaved_model_error(self, error: RunError) -> RunError:
         """The error of a run whose last checkpoint could not be written."""
         if isinstance(error, NotFinite):
             return error
@@ -260,7 +260,7 @@ class CheckpointManager:
         try:
             step = self._losses.unfinished
             return None if step is None else (step, self._step.phases.standing or "")
-        except RuntimeError:  # the GPU has failed; the thread that trains will say so
+        except RuntimeError:  # the GPU has failed; the thread that trains will raise it
             return None
 
     def _stop_if_bad(self, decision: Decision) -> None:

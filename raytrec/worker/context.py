@@ -6,7 +6,6 @@ import os
 import sys
 import uuid
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 from raytrec.common.messages import Message, Phase, beat_s
@@ -17,9 +16,7 @@ from raytrec.config.schema import Schema
 from raytrec.data.decode import SKIPPED, Faults
 from raytrec.data.fragments import Dataset
 from raytrec.data.order import Order
-from raytrec.data.spans import SpanOrder
 from raytrec.worker.heartbeat import Heartbeat
-from raytrec.worker.prediction_files import PredictionTask
 
 
 @dataclass(repr=False)  # Ray's dashboard shows what is written of it: nothing
@@ -31,8 +28,7 @@ class WorkerTask:
         coordinator: the actor of driver.coordinator.start_coordinator.
         checkpoint: the folder of all checkpoints (training), or the one to read (evaluation).
         fingerprint: of the training data's row groups; "" where nothing is trained.
-        folder: where modules that the configuration names may be, beside Python's own path.
-        predictions: what is to be predicted, and where it goes; None where nothing is.
+        folder: where modules that the configuration names may be, besides Python's own path.
     """
 
     config: RunConfig
@@ -42,7 +38,6 @@ class WorkerTask:
     checkpoint: str
     fingerprint: str = ""
     folder: str = field(default_factory=os.getcwd)
-    predictions: PredictionTask | None = None
 
 
 @dataclass
@@ -93,8 +88,12 @@ class WorkerContext:
         heartbeat = Heartbeat(task.coordinator, group[0], index, lease_s, beat_s(world))
         return cls(index, world, device, task, heartbeat, attempt)
 
-    def stream(self, name: str, order: Order | SpanOrder):
-        """This rank's Stream of one of the task's datasets, or None when the task has none of that name."""
+    def stream(self, name: str, order: Any):
+        """This rank's Stream of a dataset of the task; None where the task has no dataset of that name.
+
+        Args:
+            order: as of data.stream.Stream.
+        """
         from raytrec.data.stream import Stream
 
         if name not in self.task.datasets:
@@ -123,7 +122,7 @@ class WorkerContext:
         valid, test, items = (self.evaluation_stream(name, evaluation) for name in ("valid", "test", "items"))
         return self.stream("train", train), valid or test, test or valid, items
 
-    def evaluation_stream(self, name: str, order: Order | SpanOrder):
+    def evaluation_stream(self, name: str, order: Any):
         """The same as `stream`; each of its batches counts as progress."""
         stream = self.stream(name, order)
         return stream and _Watched(stream, self.heartbeat)
@@ -138,17 +137,17 @@ class WorkerContext:
             self.report_from_all(message)
 
     def report_from_all(self, message: Message) -> None:
-        """Sends a message to the driver, from whichever rank; nobody waits for it."""
+        """Sends a message to the driver, from any rank, without waiting for it."""
         self.task.coordinator.put.remote(message.to_json())
 
     def enter_phase(self, text: str, kind: str) -> None:
-        """What this rank does from now on, for people and for the coordinator (coordinator.PATIENT)."""
+        """What this rank does from now on, for people and for the coordinator (coordinator.SLOW_PHASES)."""
         self.heartbeat.tick(kind)
         self.report(Phase(text=text))
 
 
 def _threads(device: Any, task: WorkerTask) -> int:
-    """Beside a GPU, as many as Ray says, which it could not before torch was imported if a rank is forked."""
+    """For a GPU, as many as Ray sets, which it could not before torch was imported if a rank is forked."""
     if device.type == "cuda":
         return int(os.environ.get("OMP_NUM_THREADS", 1))
     return task.config.scaling.cpus_per_worker
@@ -166,39 +165,3 @@ class _Watched:
 
     def batches(self):
         return self.heartbeat.count_batches(self.stream.batches(), "evaluate")
-
-
-class Clock:
-    """Rows per second of training: without pauses, and without the first step, which sets everything up.
-
-    Attributes:
-        seconds, rows: of training, through all restarts.
-    """
-
-    def __init__(self):
-        self.seconds, self.rows, self._begun, self._last = 0.0, 0, False, 0.0
-
-    def resume(self) -> None:
-        """Continues after a pause."""
-        self._last = perf_counter()
-
-    def pause(self, device: Any) -> None:
-        """Adds what a GPU still has to do of the steps that were noted; a pause waits for it in any case."""
-        if device.type == "cuda" and self._begun:
-            import torch
-
-            torch.cuda.current_stream(device).synchronize()
-            self.seconds += perf_counter() - self._last
-
-    def step(self, rows: int) -> None:
-        """Notes that a step of `rows` rows has ended."""
-        now = perf_counter()
-        if self._begun:
-            self.seconds += now - self._last
-            self.rows += rows
-        self._begun, self._last = True, now
-
-    @property
-    def rows_per_s(self) -> float | None:
-        """None until the second step."""
-        return self.rows / self.seconds if self.seconds else None

@@ -1,4 +1,4 @@
-"""A rank's heartbeat: a thread that tells the coordinator about progress and hears what is to be done."""
+"""A rank's heartbeat: a thread that sends its progress to the coordinator and gets commands back."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import BEAT_S, Command
 
 T = TypeVar("T")
-ANSWER_S = 10.0  # that the coordinator may take to answer
+REPLY_S = 10.0  # that the coordinator may take to answer
 # A frame in one of these files means: waiting for other ranks.
 WAITS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
 
 
 class Heartbeat:
-    """Reports this rank's progress; ends the process when the coordinator says so, or is out of reach.
+    """Reports this rank's progress; ends the process when the coordinator commands it, or is out of reach.
 
     Args:
-        lease_s: seconds without an answer after which this process ends itself. Who is cut off cannot be told
-            that the group has been given up, and must not write to the run when the network is back.
+        lease_s: seconds without an answer after which this process ends itself. A rank that is cut off does
+            not hear that the group has been given up, and must not write when the network is back.
         every_s: seconds between two heartbeats (common.messages.beat_s).
 
     Attributes:
         command: what the coordinator wants.
-        phase: what this rank is doing; see coordinator.PATIENT.
+        phase: what this rank is doing; see coordinator.SLOW_PHASES.
     """
 
     def __init__(self, coordinator: Any, attempt: str, rank: int, lease_s: float, every_s: float = BEAT_S):
@@ -79,7 +79,7 @@ class Heartbeat:
         import ray
 
         try:
-            current = ray.get(self._coordinator.current.remote(self._attempt), timeout=ANSWER_S)
+            current = ray.get(self._coordinator.current.remote(self._attempt), timeout=REPLY_S)
         except ray.exceptions.RayError as error:  # no answer in time included
             raise RunError("the driver does not answer, and may have given this group up") from error
         if not current:
@@ -103,7 +103,7 @@ class Heartbeat:
                 beat = self._coordinator.beat.remote(
                     self._attempt, self._rank, ticks, self._step, self.phase, where, waiting, unfinished
                 )
-                command, heard = Command(ray.get(beat, timeout=ANSWER_S)), monotonic()
+                command, heard = Command(ray.get(beat, timeout=REPLY_S)), monotonic()
             except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
                 if monotonic() - heard > self._lease_s:
                     self._end(f"the driver has not answered for {monotonic() - heard:.0f} s")

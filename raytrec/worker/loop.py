@@ -19,14 +19,13 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.metrics.sums import Sums
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import CheckpointManager, Stopped, restore_run
-    from raytrec.worker.early_stopping import EarlyStopping
     from raytrec.worker.evaluate import evaluate
     from raytrec.worker.garbage import spare_what_stays
     from raytrec.worker.initial_state import begin
     from raytrec.worker.memory import keep_freed_memory
     from raytrec.worker.nonfinite import Recent
     from raytrec.worker.observers import make_observers
-    from raytrec.worker.progress import Progress
+    from raytrec.worker.progress import EarlyStopping, Progress
 
     context = WorkerContext.enter(task)
     config, order = task.config, train_order(task.config)

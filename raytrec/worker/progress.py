@@ -1,22 +1,67 @@
-"""How far a run has got: what goes into a checkpoint beside the tensors, and comes back out of it."""
+"""How far a run has got: counts that checkpoints keep, and early stopping, which they decide."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import isfinite
+from time import perf_counter
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from raytrec.common import messages
+from raytrec.common.formatting import number
+from raytrec.common.messages import ENDED_EARLY
+from raytrec.config.sections import EarlyStoppingSection
+from raytrec.metrics.selection import Figure
 from raytrec.metrics.sums import Sums
 from raytrec.tasks.outputs import Outputs
-from raytrec.worker.context import Clock
+from raytrec.worker.context import WorkerContext
+
+STOPPING_METRIC = "train.early_stopping.metric"
+
+
+class Clock:
+    """Rows per second of training: without pauses, and without the first step, which sets everything up.
+
+    Attributes:
+        seconds, rows: of training, through all restarts.
+    """
+
+    def __init__(self):
+        self.seconds, self.rows, self._begun, self._last = 0.0, 0, False, 0.0
+
+    def resume(self) -> None:
+        """Continues after a pause."""
+        self._last = perf_counter()
+
+    def pause(self, device: Any) -> None:
+        """Adds what a GPU still has to do of the steps that were noted; a pause waits for it in any case."""
+        if device.type == "cuda" and self._begun:
+            torch.cuda.current_stream(device).synchronize()
+            self.seconds += perf_counter() - self._last
+
+    def step(self, rows: int) -> None:
+        """Notes that a step of `rows` rows has ended."""
+        now = perf_counter()
+        if self._begun:
+            self.seconds += now - self._last
+            self.rows += rows
+        self._begun, self._last = True, now
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """None until the second step."""
+        return self.rows / self.seconds if self.seconds else None
 
 
 @dataclass
 class Progress:
-    """Counts of a run from its very beginning, through all restarts.
+    """Counts of a run since its first start, through all restarts.
 
     Attributes:
-        step: steps that have been trained. The cursor: with steps per epoch it says which rows are left.
+        step: steps that have been trained. The cursor: with steps per epoch it gives the rows that are left.
         rows: rows of those steps, rows that could not be read included.
         trained: rows that had a loss, as far as they have been reported.
         nan_steps: steps that were skipped because their loss was not finite (train.on_nan: skip).
@@ -58,7 +103,7 @@ class Progress:
         self.clock.step(rows)
 
     def result(self) -> dict[str, Any]:
-        """What the training of a finished run comes to."""
+        """Figures of training for result.json."""
         return {
             "train.rows": self.trained,
             "train.skipped_rows": self.rows - self.trained,
@@ -83,13 +128,13 @@ class Progress:
         }
 
     def resume(self, record: dict[str, Any]) -> None:
-        """Goes on from a record."""
+        """Continues from a `record`."""
         for name in ("step", "rows", "trained", "nan_steps"):
             setattr(self, name, record[name])
         self.window.resume(record["window"], record.get("last_steps"))
         self.clock.seconds, self.clock.rows = record["seconds"], record["timed_rows"]
         self.evaluation = record["evaluation"] or {}
-        self.early_stopping = dict(record.get("early_stopping", {}))  # earlier raytrecs had none
+        self.early_stopping = dict(record["early_stopping"])
 
     def report(self) -> dict[str, Any]:
         """Figures of the window, and of what has been counted since the last report; a collective."""
@@ -101,3 +146,73 @@ class Progress:
             "skipped_rows": self.rows - self.trained,
             "nan_steps": self.nan_steps,
         }
+
+
+class EarlyStopping:
+    """Ends training when a metric of evaluations has not improved for a while; all ranks decide alike.
+
+    An evaluation improves on the best one if its figure is better; one whose figure is
+    not defined does not. What has been seen is in `progress`, and so in every checkpoint: a resumed run ends
+    where an undisturbed one does.
+
+    Args:
+        section: train.early_stopping; None: training never ends early.
+        progress: of the run.
+        device: what the collectives of this rank take.
+    """
+
+    def __init__(self, section: EarlyStoppingSection | None, progress: Progress, device: torch.device):
+        self._progress, self._device = progress, device
+        self._figure: Figure | None = None
+        if section:
+            self._patience = section.patience
+            self._figure = progress.window.selection.best(section.metric, STOPPING_METRIC)
+
+    @property
+    def over(self) -> bool:
+        """Whether training is to end now."""
+        return self._figure is not None and self._progress.early_stopping.get("since", 0) >= self._patience
+
+    def after_evaluation(self) -> None:
+        """Takes the evaluation of this step into account; a collective.
+
+        The figure is rank 0's: some metrics are computed there alone.
+        """
+        if self._figure is None:
+            return
+        own = number(self._progress.evaluation.get(self._figure.key))
+        shared = torch.tensor(own, dtype=torch.float64, device=self._device)
+        dist.broadcast(shared, src=0)
+        value, seen = float(shared), self._progress.early_stopping
+        best = seen.get("best")
+        # A comparison with NaN is false: what is not defined improves on nothing.
+        if self._figure.loss(value) < (float("inf") if best is None else self._figure.loss(best)):
+            seen |= {"best": value, "step": self._progress.step, "since": 0}
+        else:
+            seen["since"] = seen.get("since", 0) + 1
+
+    def report(self, context: WorkerContext) -> None:
+        """Reports an end before the last step, and the figures of training since the last report."""
+        if self._figure is None or not self.over:
+            return
+        step = self._progress.step
+        if step % context.task.config.train.log_every_steps:
+            context.report(messages.Train(step=step, figures=self._progress.report()))
+        details = {"step": step, "reason": self._why(self._figure)}
+        context.report(messages.Event(event=ENDED_EARLY, details=details))
+
+    def result(self) -> dict[str, Any]:
+        """train.ended for result.json: why training ended; empty without early stopping."""
+        if self._figure is None:
+            return {}
+        return {"train.ended": self._why(self._figure) if self.over else "after all steps"}
+
+    def _why(self, figure: Figure) -> str:
+        seen = self._progress.early_stopping
+        count = f"{seen['since']} evaluation{'s' * (seen['since'] > 1)}"
+        if seen.get("best") is None:
+            return f"{figure.key} was defined in none of {count}"
+        return (
+            f"{figure.key} has not improved in {count}; it was best at step {seen['step']}, "
+            f"{figure.text(seen['best'])}"
+        )

@@ -43,7 +43,7 @@ class OwnAddressTorchConfig(TorchConfig):
 def keep_to_own_address() -> None:
     """Makes gloo, NCCL and the TCPStore of this process listen on its node's address only.
 
-    Where that is no address of this machine (it is translated on the way), they choose by themselves.
+    Where this machine does not have that address (it is translated on the way), they choose by themselves.
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the environment, or of NCCL's own files, override this.
     """
     import ray

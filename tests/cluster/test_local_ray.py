@@ -261,18 +261,18 @@ def test_a_signal_that_comes_twice_at_once_is_one():
     """`timeout` sends each to the process and to its group."""
     from types import SimpleNamespace
 
-    from raytrec.driver import stop
+    from raytrec.driver.launch import SAME_S, Stop
 
     said = []
     coordinator = SimpleNamespace(ask=SimpleNamespace(remote=lambda *a: said.append("save")))
     controller = SimpleNamespace(abort=SimpleNamespace(remote=lambda: said.append("abort")))
-    stopping = stop.Stop(coordinator, patience_s=30)
+    stopping = Stop(coordinator, patience_s=30)
     with stopping:
         stopping.install(controller)
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
         assert said == ["save"] and stopping.signal == signal.SIGTERM
-        stopping._asked_at -= 2 * stop.SAME_S
+        stopping._asked_at -= 2 * SAME_S
         signal.raise_signal(signal.SIGINT)
         assert said == ["save", "abort"]
 

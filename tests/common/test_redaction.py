@@ -5,7 +5,7 @@ import json
 import pickle
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -117,7 +117,7 @@ def test_every_output(address, tmp_path_factory):
 
     from raytrec.client.jobs import _check_shown
     from raytrec.config.schema import Schema
-    from raytrec.driver.console import RunConsole, print_result
+    from raytrec.driver.console import Result, RunConsole, print_summary
     from raytrec.tracking.tags import TEXTS, in_parts, parameters
     from raytrec.worker.context import WorkerTask
 
@@ -131,7 +131,7 @@ def test_every_output(address, tmp_path_factory):
             console.warn(f"failed: {address}")
             console.phase(address)
             console.event("failed", cause=address)
-        print_result(SimpleNamespace(metrics={"name": "run"}, next_steps=[f"look at it   {address}"]))
+        print_summary(Result({"name": "run"}, Path(), [f"look at it   {address}"]))
     recorded = [*in_parts(parameters(config), 6000), *in_parts(hide_all(config.tracking.tags), 8000)]
     assert all(len(part) <= TEXTS for part in recorded)
     schema = Schema.parse(

@@ -18,11 +18,11 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import chooses_server
 from raytrec.config.run_config import load_config
 from raytrec.config.trust import code_in, mark
+from raytrec.driver import evaluation
 from raytrec.driver import run as driver
 from raytrec.driver.evaluation import evaluation_config
-from raytrec.driver.prepare import write_config
+from raytrec.driver.prepare import config_from, write_config
 from raytrec.driver.resume import resume_config
-from raytrec.driver.warm_start import config_from
 
 URIS = {
     "gs": "gs://b/x?endpoint_override=127.0.0.1:{port}&scheme=http&retry_limit_seconds=1",
@@ -111,13 +111,13 @@ def checkpoint(folder, config):
 
 
 def evaluate(tmp_path, uri):
-    driver.evaluate(
+    evaluation.evaluate(
         checkpoint(tmp_path / "run/checkpoints/step-0000000001", values(tmp_path, uri, "data.test"))
     )
 
 
 def evaluate_away(tmp_path, uri):
-    driver.evaluate(foreign_run(tmp_path, uri, "checkpoint.dir"))
+    evaluation.evaluate(foreign_run(tmp_path, uri, "checkpoint.dir"))
 
 
 def resume(tmp_path, uri):
@@ -348,5 +348,5 @@ def test_a_resumed_run_keeps_the_places_of_ones_own_configuration(tmp_path, acco
     mine = values(tmp_path, "s3://mine/x?endpoint_override=storage.mine:9000", "checkpoint.dir")
     with pytest.raises(ConfigError, match=r"checkpoint\.dir: s3"):
         resume_config(run, parquet.settings(tmp_path / "none", run), [])
-    with pytest.raises(ConfigError, match="has changed"):
+    with pytest.raises(ConfigError, match="cannot change on resume"):
         resume_config(run, mine, [])

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import asdict
 
 import parquet
 import pyarrow as pa
@@ -14,8 +15,8 @@ from raytrec.checkpoint.index import write_index
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import LookupVocabulary
-from raytrec.data import contents, order
-from raytrec.data.contents import Content, fingerprint, look, old_fingerprint
+from raytrec.data import contents
+from raytrec.data.contents import Content, fingerprint, look
 from raytrec.data.fragments import scan
 from raytrec.data.read_plan import ReadPlan
 from raytrec.driver.resume import DATA, check_same_data, note_data
@@ -72,7 +73,7 @@ def test_copies_are_the_same(folder, tmp_path, monkeypatch, whole):
     said = contents.written_again(before, after)
     assert said == ([] if whole else ["part-0.parquet", "part-1.parquet"]), "samples alone are no proof"
     assert contents.written_again(before, look(scanned(folder))) == []
-    assert [Content(**json.loads(json.dumps(c.record()))) for c in before] == before
+    assert [Content(**json.loads(json.dumps(asdict(c)))) for c in before] == before
 
 
 def test_each_difference_is_named(folder):
@@ -116,17 +117,15 @@ def test_many_files_are_sampled_within_bounds(folder, monkeypatch):
 class Run:
     """A run folder with one checkpoint, as far as `check_same_data` looks at it."""
 
-    def __init__(self, place, data, old=False):
+    def __init__(self, place, data):
         self.folder, self.data, self.root = place, data, place / "checkpoints"
         at = self.root / "step-0000000003"
         at.mkdir(parents=True)
         (place / "schema.yaml").write_text(Schema.load(data / "schema.yaml").to_yaml())
-        datasets, found = self._now()
-        of_train = old_fingerprint(datasets["train"]) if old else fingerprint(found["train"])
-        about = {"data": of_train, "step": 3}
+        _, found = self._now()
+        about = {"data": fingerprint(found["train"]), "step": 3}
         write_index(str(at), {"attempt": "a", "block_bytes": 1 << 22, "tensors": {}, "about": about})
-        if not old:
-            note_data(place, found)
+        note_data(place, found)
 
     def _now(self):
         datasets = {name: scanned(self.data, name) for name in ("train", "valid", "test")}
@@ -155,16 +154,3 @@ def test_other_evaluation_data_is_a_warning(folder, tmp_path):
     flip(folder / "test/part-0.parquet")
     (line,) = run.check()
     assert "data.test is not what it was" in line and "part-0.parquet" in line
-
-
-def test_a_run_of_an_earlier_version_is_resumed_and_told(folder, tmp_path, monkeypatch):
-    run = Run(tmp_path / "run", folder, old=True)
-    (line,) = run.check()
-    assert "earlier raytrec" in line
-    with monkeypatch.context() as patch:  # which cut no row groups into pieces
-        patch.setattr(order, "PAGE_ROWS", 50)
-        with pytest.raises(DataError, match="large row groups"):
-            run.check()
-    pq.write_table(pq.read_table(folder / "train/part-0.parquet").slice(1), folder / "train/part-0.parquet")
-    with pytest.raises(DataError, match=r"data\.train is not what it was"):
-        run.check()

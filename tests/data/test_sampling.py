@@ -16,12 +16,12 @@ from raytrec.config.transforms import Transform, columns_before, needed_transfor
 from raytrec.data import transform
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order, Part
-from raytrec.data.prediction_columns import CarriedColumns
 from raytrec.data.read_plan import ReadPlan
 from raytrec.data.rows import read_item
-from raytrec.data.spans import SpanOrder, cut_spans, deal
 from raytrec.data.stream import Stream
 from raytrec.data.transform import Draw, apply_transforms
+from raytrec.prediction.columns import CarriedColumns
+from raytrec.prediction.spans import SpanOrder, cut_spans, deal
 
 parse = TypeAdapter(list[Transform]).validate_python
 VALUES = yaml.safe_load(parquet.SCHEMA_YAML)

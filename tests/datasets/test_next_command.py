@@ -11,8 +11,9 @@ from raytrec_datasets import app
 from typer.testing import CliRunner
 
 from raytrec.config.run_config import load_config
+from raytrec.driver.datasets import open_data
 from raytrec.driver.preflight import check_fit
-from raytrec.driver.prepare import open_data, resolve
+from raytrec.driver.prepare import resolve
 
 REPO = Path(__file__).parents[2]
 USERS, ITEMS = 60, 150

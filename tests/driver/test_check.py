@@ -146,7 +146,7 @@ def test_what_a_check_that_fails_says(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(check, "run_group", lambda *_, **__: found)
     monkeypatch.setattr(check, "session_of", lambda config: nullcontext())
     (tmp_path / "run.json").write_text(json.dumps(values))  # JSON is YAML
-    with patch("raytrec.driver.warm_workers.begin_early"), pytest.raises(SystemExit) as ended:
+    with patch("raytrec.driver.session.begin_early"), pytest.raises(SystemExit) as ended:
         main(["check", str(tmp_path / "run.json")])
     assert ended.value.code == 1
     said = capsys.readouterr()

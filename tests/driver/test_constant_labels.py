@@ -10,7 +10,8 @@ import pytest
 from raytrec.config.run_config import load_config
 from raytrec.driver import run
 from raytrec.driver.console import RunConsole
-from raytrec.driver.prepare import note_constant_labels, open_data
+from raytrec.driver.datasets import open_data
+from raytrec.driver.preflight import note_constant_labels
 
 
 @pytest.fixture

@@ -1,14 +1,11 @@
 """Root causes, what is tried again, and who is named when nothing goes on."""
 
-import asyncio
-
 import pytest
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raytrec.common.errors import DataError
-from raytrec.common.messages import Command, Restart
-from raytrec.driver.coordinator import Coordinator
+from raytrec.common.messages import Restart
 from raytrec.driver.failure_analysis import Kind, find_cause, main_line
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]")
@@ -168,37 +165,3 @@ def test_the_driver_is_told(coordinator):
     (event,) = said(coordinator)
     assert event["cause"] == "rank 1 died: its process was ended, or crashed" and event["again"]
     assert ray.get(coordinator.cause.remote()) == event["cause"]
-
-
-def ranks(*states):
-    """A coordinator whose ranks have sent (ticks, step, phase, where, waiting); `None`: nothing for long."""
-    coordinator = Coordinator(hang_timeout_s=5, patience_s=60)
-
-    async def meet():
-        coordinator._keep_looking = lambda: asyncio.sleep(0)
-        for rank in range(len(states)):
-            await coordinator.enter("a", rank, len(states), 100 + rank, "10.0.0.1", "")
-        for rank, state in enumerate(states):
-            await coordinator.beat("a", rank, *(state or (9, 57, "step", "", False)))
-        assert await coordinator.beat("before", 0, 1, 1, "step", "", False) == Command.ABORT
-        for member, state in zip(coordinator._members.values(), states, strict=True):
-            member.progress_at -= 8
-            member.beat_at -= 0 if state else 8
-
-    asyncio.run(meet())
-    return coordinator._hang()
-
-
-def test_who_is_named():
-    waits = (9, 57, "step", "wait, distributed/comm_ops.py:12", True)
-    busy = (9, 57, "step", "forward, mine/model.py:3", False)
-    found = ranks(waits, busy, waits)
-    assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s at step 57, computing")
-    assert "forward, mine/model.py:3" in found and "rank 0 waits at wait, distributed" in found
-    found = ranks(waits, waits, None)
-    assert found.startswith("rank 2 (pid 102 on 10.0.0.1) hangs: no heartbeat for 8 s")
-    behind = (8, 56, "step", "wait, distributed/x.py:1", True)
-    assert ranks(waits, behind).startswith("rank 1")
-    assert ranks(waits, waits).startswith("all ranks wait for one another for 8 s; rank 0")
-    assert ranks(waits, (9, 56, "data", "", False)) is None, "reading may take longer"
-    assert ranks((9, 57, "save", "", False), waits) is None

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import raytrec
-from raytrec.driver.index import Indexed
-from raytrec.driver.predict import Predictions
-from raytrec.driver.run import Result
+from raytrec.driver.console import Result
+from raytrec.prediction.predict import Predictions
+from raytrec.retrieval.build import Indexed
 
 
 def test_a_result_is_a_table_with_where_to_look_below():

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from raytrec.driver import run as driver
-from raytrec.driver.predict import predict
+from raytrec.driver.evaluation import evaluate
+from raytrec.prediction.predict import predict
 
 SCHEMA_YAML = parquet.SCHEMA_YAML.replace(
     "user: {rows: 40, dim: 8}", "user: {rows: 31, dim: 8, ids: {eviction: lfu}}"
@@ -54,7 +55,7 @@ def test_it_learns_and_says_how_ids_fare(run):
 
 
 def test_the_checkpoint_has_the_ids(run, folder, tmp_path):
-    again = driver.evaluate(run.path, str(folder / "test"), workers=1)
+    again = evaluate(run.path, str(folder / "test"), workers=1)
     assert again.metrics["eval.auc"] == pytest.approx(run.metrics["eval.auc"], abs=1e-6)
     predict(run.path, folder / "test", tmp_path / "out", columns=["label"])
     out = pa.concat_tables([pq.read_table(path) for path in sorted((tmp_path / "out").rglob("*.parquet"))])

@@ -9,8 +9,7 @@ import pytest
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
-from raytrec.driver import launch as group
-from raytrec.driver import nodes
+from raytrec.driver import launch, nodes, session
 from raytrec.driver import run as driver
 from raytrec.driver.nodes import GpuNode
 
@@ -36,7 +35,7 @@ def settings(workers=2, readers=1, **scaling):
 
 
 def test_auto_trains_on_cpus_where_torch_is_built_for_them(ray_with_gpus, for_cpus, console):
-    assert group._device(settings(), nodes.gpu_nodes(), console) == "cpu"
+    assert nodes.choose_device(settings(), nodes.gpu_nodes(), console) == "cpu"
     (said,) = console.said
     assert "there are GPUs, but torch is built for CPUs on this machine" in said
     assert "make install DEVICE=cuda" in said
@@ -52,7 +51,7 @@ def test_cuda_is_refused_where_torch_is_built_for_cpus(ray_with_gpus, for_cpus, 
 
 def test_auto_takes_gpus_with_the_packages_for_them(ray_with_gpus, console):
     with patch("raytrec.driver.nodes.built_for", lambda: "cuda"):
-        assert group._device(settings(), nodes.gpu_nodes(), console) == "cuda"
+        assert nodes.choose_device(settings(), nodes.gpu_nodes(), console) == "cuda"
     assert not console.said
 
 
@@ -76,34 +75,31 @@ def test_nodes_are_asked_while_others_use_all_they_have(ray_with_gpus):
 
 def test_a_node_that_does_not_answer_is_left_to_the_workers(ray_with_gpus, console):
     node = GpuNode("10.0.0.9", 2)
-    with (
-        patch("raytrec.driver.nodes.alive_nodes", lambda: []),
-        patch("raytrec.driver.launch.is_local", lambda: 0),
-    ):
-        assert group._device(settings(), [node], console) == "cuda"
+    with patch("raytrec.driver.nodes.is_local", lambda: False):
+        assert nodes.choose_device(settings(), [node], console) == "cuda"
 
 
 @pytest.mark.parametrize(
     "workers,readers,message",
     [
         (3, 1, "the cluster has 2 GPUs for 3 workers"),
-        (2, 3, "the cluster has 6 CPUs beside GPUs for 2 workers and their readers"),
+        (2, 3, "the cluster has 6 CPUs on nodes with GPUs for 2 workers and their readers"),
     ],
 )
 def test_rooms_for_workers_and_their_readers(ray_with_gpus, workers, readers, message):
     """Readers' CPUs are their workers' where all nodes have GPUs: tasks that find none wait for ever."""
     with pytest.raises(ConfigError, match=message):
-        group._check_room(settings(workers, readers), "cuda", 2)
-    group._check_room(settings(2, 2), "cuda", 2)
+        nodes._check_room(settings(workers, readers), "cuda", 2)
+    nodes._check_room(settings(2, 2), "cuda", 2)
     with pytest.raises(ConfigError, match="6 CPUs for 2 workers"):
-        group._check_room(settings(2, 3), "cpu", 2)
+        nodes._check_room(settings(2, 3), "cpu", 2)
 
 
 def test_a_worker_sets_aside_what_its_readers_need():
     run = settings(2, 3, cpus_per_worker=2)
-    assert group.bundle(run, "cpu") == {"CPU": 5} and group.local_cpus(run) == 10
-    assert group.bundle(run, "cuda") == {"CPU": 5, "GPU": 1}
-    assert group.bundle(run, "cuda", others_read=True) == {"CPU": 2, "GPU": 1}
+    assert session.bundle(run, "cpu") == {"CPU": 5} and session.local_cpus(run) == 10
+    assert session.bundle(run, "cuda") == {"CPU": 5, "GPU": 1}
+    assert session.bundle(run, "cuda", others_read=True) == {"CPU": 2, "GPU": 1}
 
 
 def test_an_autoscaler_hears_of_the_cpus_that_read(ray_with_gpus):
@@ -172,5 +168,5 @@ def test_gpu_memory_is_known_without_taking_one(monkeypatch, visible, mig, memor
 def test_nccl_is_given_longer_than_the_hub():
     """It ends the process that waits; the coordinator names the rank that is waited for, and comes first."""
     run = settings(phase_timeout_s=300, hang_timeout_s=45)
-    assert group.group_timeout(run, "cpu") == 300
-    assert group.group_timeout(run, "cuda") > 300 + 45
+    assert launch.group_timeout(run, "cpu") == 300
+    assert launch.group_timeout(run, "cuda") > 300 + 45

@@ -4,7 +4,7 @@ import io
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from types import SimpleNamespace
+from pathlib import Path
 
 import parquet
 import pytest
@@ -30,9 +30,6 @@ TWO = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
         ({}, {"name": "sequence"}, "the schema has no sequence"),
         ({}, TWO, "in neither tower: price"),
         ({"dense": []}, {"name": "dcn", "bottom_mlp": [4]}, "no dense columns"),
-        ({}, {"name": "no.such.module:Model"}, "there is no module no.such.module"),
-        ({}, {"name": "mine:Modell"}, "the module has no Modell; did you mean Model?"),
-        ({}, {"name": "broken:Model"}, "broken.py is no Python"),
         (
             {"tables": {"user": {"rows": 10**12, "dim": 8}, "tag": {"rows": 4, "dim": 8}}},
             {},
@@ -40,10 +37,7 @@ TWO = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
         ),
     ],
 )
-def test_before_ray_starts(schema, model, says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("raise RuntimeError('this is not run')\nclass Model: ...\n")
-    (tmp_path / "broken.py").write_text("class (")
+def test_before_ray_starts(schema, model, says):
     config = load_config({"data": {"train": "d/train"}, "model": model, "scaling": {"device": "cpu"}})
     with pytest.raises(ConfigError) as error:
         fit.check_fit(config, Schema.parse(SCHEMA | schema, "test"), here=True)
@@ -71,7 +65,7 @@ def test_metrics_before_ray_starts(task, checkpoint, says, tmp_path, monkeypatch
 
 def test_what_fits_is_let_through(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("from torch.nn import Module as Model\n")
+    (tmp_path / "mine.py").write_text("raise RuntimeError('the driver runs it')\nclass Model: ...\n")
     for model in (
         {},
         {"name": "dcn"},
@@ -137,6 +131,7 @@ def test_names_are_shown_as_they_are(name):
     from rich.console import Console
 
     from raytrec.driver import console
+    from raytrec.driver.console import Result, print_summary
     from raytrec.driver.plan import print_plan
 
     plan = {
@@ -157,7 +152,7 @@ def test_names_are_shown_as_they_are(name):
             live.note(name)
             live.warn(name)
             live.eval(1, auc=0.5)
-        console.print_result(SimpleNamespace(metrics={"name": name}, next_steps=[name]))
+        print_summary(Result({"name": name}, Path(), [name]))
         print_plan(found | {"hosts": 1, "gpus": 1, "memory_gib": 80})
     shown = name.replace("\x1b", "�")
     assert out.getvalue().count(shown) >= 6 and "\x1b[31m" not in out.getvalue()
@@ -172,3 +167,38 @@ def test_ids_that_are_drawn_are_ids_of_their_table():
         fit.check_fit(config, schema, here=False)
     config.data.transforms[0].rows = 12
     fit.check_fit(config, schema, here=False)
+
+
+SAMPLED = Schema.parse(
+    {
+        "labels": ["label"],
+        "sparse": {
+            "item": {"table": "item"},
+            "negatives": {"table": "item", "pooling": "sequence"},
+        },
+        "tables": {"item": {"rows": 12_101, "dim": 8}},
+    },
+    "test",
+)
+
+
+def copied(rows=None, steps=1000, **schedule):
+    drawn = {"do": "sample", "column": "negatives", "count": 8, "rows": rows}
+    values = {"data": {"train": "d/train", "transforms": [drawn]}, "optim": {"schedule": schedule}}
+    return fit.copied_numbers(load_config(values), SAMPLED, steps)
+
+
+def test_a_table_of_which_not_all_rows_are_drawn_is_a_warning():
+    [line] = copied(11_924)
+    assert "rows is 11,924, and table item has 12,101 rows" in line and "leave rows out" in line
+    assert copied(12_101) == copied() == []
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_a_decay_that_ends_before_the_run_is_a_warning(decay):
+    [line] = copied(decay=decay, decay_steps=890, warmup_steps=100)
+    assert "0 from step 990 on, and the run has 1,000 steps" in line and "leave decay_steps out" in line
+    assert (
+        copied(decay=decay, decay_steps=900, warmup_steps=100) == copied(decay=decay, warmup_steps=100) == []
+    )
+    assert copied(decay=decay, decay_steps=100, floor=0.1) == [], "it goes on at the floor"

@@ -6,7 +6,7 @@ import sys
 SLOW = {"torch", "torchrec", "fbgemm_gpu", "mlflow", "matplotlib", "sqlalchemy"}
 UNTIL_THE_WORKERS_ARE_ASKED_FOR = """
 import sys
-from raytrec.driver.warm_workers import begin_early
+from raytrec.driver.session import begin_early
 early = [name for name in ("ray", "numpy", "pyarrow", "pydantic") if name in sys.modules]
 from raytrec import cli
 from raytrec.driver import run, launch

@@ -7,8 +7,8 @@ import pytest
 
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.run_config import load_config
+from raytrec.driver.datasets import open_data
 from raytrec.driver.preflight import check_fit
-from raytrec.driver.prepare import open_data
 from raytrec.driver.resume import resume_config
 
 BUY = {"name": "buy", "label": "label", "nulls": "skip", "loss": "mse"}
@@ -98,8 +98,9 @@ def test_what_training_and_evaluations_read(folder):
         folder, click, buy, reserve_columns=["user", "odd", "country", "share"], slices=["country"]
     )
     train, valid = found["train"].form, found["valid"].form
-    assert train.key_columns == ("user", "odd") and train.reserve_columns == ()
-    assert valid.key_columns == ("user", "odd", "country") and valid.reserve_columns == ("country",)
+    reserved, evaluated = train.plan.reserved, valid.plan.reserved
+    assert reserved.keys == ("user", "odd") and reserved.columns == ()
+    assert evaluated.keys == ("user", "odd", "country") and evaluated.columns == ("country",)
     assert set(train.columns) - {"label", "price", "user", "tags"} == {"weight", "clicked", "odd"}
     assert set(valid.columns) - set(train.columns) == {"country"}
 
@@ -124,7 +125,7 @@ def test_a_run_that_reads_other_columns_is_another_run(folder, tmp_path, change)
     config = load_config(parquet.settings(folder, tmp_path))
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     resume_config(tmp_path, None, [])
-    with pytest.raises(ConfigError, match="what decides the result") as error:
+    with pytest.raises(ConfigError, match="these settings affect the result") as error:
         resume_config(tmp_path, None, [change])
     assert change.partition("=")[0] in error.value.what
 
@@ -132,7 +133,7 @@ def test_a_run_that_reads_other_columns_is_another_run(folder, tmp_path, change)
 def test_a_run_that_sends_in_another_precision_is_another_run(folder, tmp_path):
     (tmp_path / "config.yaml").write_text(load_config(parquet.settings(folder, tmp_path)).to_yaml())
     assert resume_config(tmp_path, None, ["plan.sharding_types=[row_wise]"])
-    with pytest.raises(ConfigError, match="what decides the result"):
+    with pytest.raises(ConfigError, match="these settings affect the result"):
         resume_config(tmp_path, None, ["plan.qcomms.forward_precision=fp16"])
 
 

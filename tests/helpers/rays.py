@@ -40,7 +40,7 @@ def _started(gpus):
 
     from raytrec.cluster import warm
     from raytrec.cluster.session import ray_session
-    from raytrec.driver.warm_workers import MODULES, ON_RAY
+    from raytrec.driver.session import MODULES, ON_RAY
 
     ranks.close_all()  # they would take a part of each core
     assert not ray.is_initialized(), "an earlier test left Ray running"

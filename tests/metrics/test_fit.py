@@ -112,15 +112,14 @@ def test_slices_are_tables():
 
 def test_console_and_report_show_slices(tmp_path, capsys):
     import json
-    from types import SimpleNamespace
 
-    from raytrec.driver.console import print_result
+    from raytrec.driver.console import Result, print_summary
     from raytrec.report.report import build
 
     record = {"slice": "<b>DE</b>", "rows": 1234, "auc": 0.8, "calibration": 1.01}
     found = {"slices": 2000, "largest": [record], "worst": []}
     result = {"name": "run", "eval.slices": {"y": {"country": found}}}
-    print_result(SimpleNamespace(metrics=result, next_steps=[]))
+    print_summary(Result(result, tmp_path))
     assert "<b>DE</b>" in (out := capsys.readouterr().out) and "largest of 2,000 values of country" in out
     (tmp_path / "result.json").write_text(json.dumps(result))
     page = build(tmp_path).read_text()

@@ -14,7 +14,7 @@ from raytrec.checkpoint.storage import ShardWriter
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.data.contents import fingerprint, look_at_all
-from raytrec.driver.prepare import open_data
+from raytrec.driver.datasets import open_data
 
 STEP = 3
 TENSORS = {"tables/user/weight": (40, 8), "tables/tag/weight": (12, 8), "dense/weight": (3,)}

@@ -122,8 +122,7 @@ def test_a_large_dense_model_takes_the_most(tmp_path):
 
 
 def test_it_is_on_the_console_in_the_report_and_in_comparisons(tmp_path, capsys):
-    from raytrec.driver.console import print_result
-    from raytrec.driver.run import Result
+    from raytrec.driver.console import Result, print_summary
     from raytrec.report.compare import compare
     from raytrec.report.report import build
 
@@ -133,7 +132,7 @@ def test_it_is_on_the_console_in_the_report_and_in_comparisons(tmp_path, capsys)
         record(tmp_path / name)
         result = json.loads((tmp_path / name / "result.json").read_text())
         (tmp_path / name / "result.json").write_text(json.dumps(result | found))
-    print_result(Result(result | found, tmp_path))
+    print_summary(Result(result | found, tmp_path))
     said = capsys.readouterr().out
     assert sentence in said.splitlines() and "dense model" in said.partition("share of the time")[0]
     page = unescape(build(tmp_path / "a").read_text())

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import ConfigError, RunError
-from raytrec.retrieval import exact
-from raytrec.retrieval.faiss_index import build_faiss, from_bytes, to_bytes
+from raytrec.retrieval import search
 from raytrec.retrieval.index import FAISS, MANIFEST, Index, load_index, manifest_text
+from raytrec.retrieval.search import build_faiss, from_bytes, to_bytes
 
 WIDTH = 6
 
@@ -29,8 +29,8 @@ def vectors(rows, seed, ties=False):
 def test_exact_search_is_that_of_sorting_all(ties, queries, cells, k):
     items, asked = vectors(50, 0, ties), vectors(9, 1, ties)
     items[4], items[5], asked[0] = np.nan, -0.0, 0
-    with patch.multiple(exact, QUERIES=queries, CELLS=cells):
-        rows, scores = exact.search_exactly(items, asked, k)
+    with patch.multiple(search, QUERIES=queries, CELLS=cells):
+        rows, scores = search.search_exactly(items, asked, k)
     whole = (asked.astype(np.float64) @ items.T.astype(np.float64)).astype(np.float32)
     order = np.argsort(-whole, axis=1, kind="stable")[:, :k]  # NaN last, and of equal scores the first row
     assert np.array_equal(rows, order)
@@ -148,7 +148,7 @@ def test_an_index_that_lacks_a_file_or_a_column_is_damaged(folder):
     for changed, words in (
         (table.drop(["vector"]), "vector"),
         (table.drop(["item"]), "items has no column 'item'"),
-        (table.slice(0, 20), "items has 20 vectors, and index.json says 50"),
+        (table.slice(0, 20), "items has 20 vectors, and index.json has 50"),
         (table.set_column(2, "vector", pa.array(range(51))), "list"),
         (table.set_column(2, "vector", pa.array([[0.0] * (1 + i % 2) for i in range(51)])), "reshape"),
         (None, "no Parquet files"),

@@ -5,8 +5,8 @@ import torch
 from standin import cuda, device
 from standin.clock import Time
 
-from raytrec.worker import context as rank
-from raytrec.worker.context import Clock
+from raytrec.worker import progress as rank
+from raytrec.worker.progress import Clock
 
 
 def test_a_gpus_last_steps_count_until_they_have_ended():

@@ -31,8 +31,7 @@ def ended(rank, world, values, section, resumed_after=None):
     from raytrec.config.sections import EarlyStoppingSection
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
-    from raytrec.worker.early_stopping import EarlyStopping
-    from raytrec.worker.progress import Progress
+    from raytrec.worker.progress import EarlyStopping, Progress
 
     selection = Selection.of_config(config(1, {"sharding_type": "row_wise"}), SCHEMA)
 

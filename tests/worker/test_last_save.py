@@ -3,7 +3,7 @@
 import loop
 from ranks import on_ranks
 
-from raytrec.driver.coordinator import PATIENT
+from raytrec.driver.coordinator import SLOW_PHASES
 
 
 def phases_of_waits(rank, world, folder):
@@ -25,4 +25,4 @@ def phases_of_waits(rank, world, folder):
 
 def test_the_wait_for_the_last_checkpoint_is_no_step(tmp_path):
     [found] = on_ranks(1, phases_of_waits, str(tmp_path))
-    assert found and set(found) <= set(PATIENT)
+    assert found and set(found) <= set(SLOW_PHASES)

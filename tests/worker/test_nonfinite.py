@@ -16,6 +16,7 @@ from small import SCHEMA, batches, config, train
 
 from raytrec.common.errors import RunError
 from raytrec.driver import run as driver
+from raytrec.driver.evaluation import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def test_an_infinite_state_can_be_trained_on_but_not_kept(folder, tmp_path, capf
     assert checkpoints.about(kept)["progress"]["step"] < 16
     assert not (run / "result.json").exists()
     checkpoints.spoil(kept, "tables/user/weight")  # as one that something else has written
-    driver.evaluate(str(run), str(folder / "test"))
+    evaluate(str(run), str(folder / "test"))
     said = " ".join(capfd.readouterr().err.split())
     assert (
         "the checkpoint is NaN or infinite, its figures mean nothing: table user's weight on rank 0" in said

@@ -15,6 +15,7 @@ def run(here: Here) -> None:
     import checkpoints
 
     from raytrec.driver import run as driver
+    from raytrec.driver.evaluation import evaluate
 
     test = str(here.data / "test")
     with here.ray():
@@ -32,11 +33,11 @@ def run(here: Here) -> None:
     if here.kind == "cpu":
         return
     with here.ray("cpu"):
-        _same_auc(driver.evaluate(whole.path, test), auc, "cpu, of a model from cuda")
+        _same_auc(evaluate(whole.path, test), auc, "cpu, of a model from cuda")
         on_cpu = driver.train(_settings(here, "cpu", steps=20))
     with here.ray("cuda"):
         expected = on_cpu.metrics["eval.auc"]
-        _same_auc(driver.evaluate(on_cpu.path, test), expected, "cuda, of a model from cpu")
+        _same_auc(evaluate(on_cpu.path, test), expected, "cuda, of a model from cpu")
 
 
 def _settings(here: Here, name: str, steps: int = 60) -> dict:

@@ -7,14 +7,14 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import pyarrow as pa
 
-from raytrec.checkpoint.files import find, find_best, find_step
-from raytrec.common.errors import ConfigError, DataError, RunError
+from raytrec.common.errors import DataError, RunError
 from raytrec.common.storage import absolute
 from raytrec.config.evaluation import TowerName
 from raytrec.config.overrides import Overrides, as_texts
@@ -24,29 +24,27 @@ from raytrec.config.transforms import Transform, with_rows
 from raytrec.data.contents import fingerprint, look
 from raytrec.data.fragments import Dataset, list_files, read_footer
 from raytrec.data.partitions import in_folders, type_of_folders
-from raytrec.data.prediction_columns import CarriedColumns
 from raytrec.data.rows import check_accused
-from raytrec.data.spans import SPAN_ROWS
-from raytrec.driver.console import RunConsole
-from raytrec.driver.evaluation import evaluation_config, scratch_folder
-from raytrec.driver.figures import as_html, of_predictions
+from raytrec.driver.console import Pairs, RunConsole, as_html
+from raytrec.driver.datasets import open_inputs, part_of_tower
+from raytrec.driver.evaluation import resolve_checkpoint, scratch_folder
 from raytrec.driver.launch import run_group
-from raytrec.driver.predictions import Manifest, check_place, choose_columns, claim, clean, hold_folder
 from raytrec.driver.recorder import Watch
 from raytrec.driver.session import session_of
-from raytrec.driver.towers import open_inputs, part_of_tower
-from raytrec.metrics.selection import Selection
+from raytrec.prediction.columns import CarriedColumns
+from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
+from raytrec.prediction.manifest import Manifest, check_place, choose_columns, claim, clean, hold_folder
+from raytrec.prediction.spans import SPAN_ROWS
+from raytrec.prediction.worker import predict_worker
+from raytrec.prediction.writer import write_empty
 from raytrec.tasks.task import Task, resolve_tasks
-from raytrec.worker.predict import predict_worker
-from raytrec.worker.prediction_files import Counts, PredictionFolder, PredictionTask
-from raytrec.worker.write_predictions import write_empty
 
 VECTOR = "vector"  # the column of vectors
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What `predict` came to.
+    """The figures of `predict`.
 
     Attributes:
         metrics: predict.rows, predict.files, predict.skipped_rows, predict.skipped_files, predict.ids and
@@ -63,11 +61,28 @@ class Predictions:
 
     @property
     def next_steps(self) -> list[str]:
-        """Lines that say where to look."""
+        """Lines that name files and commands."""
         return [f"predictions  {self.path}", f"columns      {', '.join(self.columns)}"]
 
+    @property
+    def pairs(self) -> Pairs:
+        """The rows of the table."""
+        metrics, speed = self.metrics, self.metrics["predict.rows_per_s"]
+        pairs = [
+            ("rows", f"{metrics['predict.rows']:,}"),
+            ("files", f"{metrics['predict.files']:,}"),
+            ("rows per second", f"{speed:,.0f}" if speed else "nothing was left to do"),
+            ("seconds", f"{metrics['seconds']:,.1f}"),
+        ]
+        if ids := metrics["predict.ids"]:
+            pairs.append(("ids out of range", f"{metrics['predict.changed_ids']:,} of {ids:,}"))
+        for key in ("skipped_rows", "skipped_files"):
+            if count := metrics[f"predict.{key}"]:
+                pairs.append((key.replace("_", " "), f"{count:,}"))
+        return pairs
+
     def _repr_html_(self) -> str:
-        return as_html(self.metrics["name"], of_predictions(self.metrics), self.next_steps)
+        return as_html(self)
 
 
 def predict(
@@ -148,30 +163,6 @@ def predict(
         "checkpoint": folder,
     }
     return Predictions(metrics, out, [*chosen, *scores])
-
-
-def resolve_checkpoint(
-    place: str | Path, checkpoint: str | int | None, changes: list[str], allow_code: bool
-) -> tuple[RunConfig, Schema, str, dict[str, Any]]:
-    """(configuration, schema, folder of the checkpoint, its index)."""
-    if checkpoint is None or checkpoint == "newest":
-        folder, index = find(place)
-    elif checkpoint == "best":
-        folder, index = find(place)
-        config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
-        by = Selection.of_config(config, schema).best(config.checkpoint.best_metric)
-        folder, index = find_best(place, by)
-    elif str(checkpoint).isdecimal():
-        folder, index = find_step(place, int(checkpoint))
-    else:
-        raise ConfigError(
-            f"--checkpoint is '{checkpoint}'",
-            where="--checkpoint",
-            expected="a step such as 1200, best, or newest",
-            do="or give the folder of a checkpoint in place of the run's",
-        )
-    config, schema = evaluation_config(index["about"], folder, changes, allow_code=allow_code)
-    return config, schema, folder, index
 
 
 def score_names(tasks: Sequence[Task]) -> list[str]:
@@ -258,21 +249,20 @@ def _fill(
         if complete:
             console.note(f"{len(complete)} of {len(wanted.files)} files are complete already")
         found = run_group(
-            predict_worker,
+            partial(predict_worker, wanted),
             config,
             schema,
             {"predict": dataset},
             checkpoint,
             Watch(console),
             restarts=True,
-            predictions=wanted,
         )
     speed = found["predicted"] / found["predict_s"] if found["predict_s"] else None
     return {"predict.rows_per_s": speed and round(speed, 1), "world_size": found["world_size"]}
 
 
 def _figures(target: PredictionFolder, wanted: PredictionTask, dataset: Dataset) -> dict[str, Any]:
-    """What the complete folder says of itself.
+    """Figures of the complete folder.
 
     Raises:
         RunError: a file is not there, although all workers have ended well.
@@ -282,7 +272,7 @@ def _figures(target: PredictionFolder, wanted: PredictionTask, dataset: Dataset)
         raise RunError(
             f"the predictions of {len(missing)} files are not there, such as those of {missing[0]}",
             where=target.uri,
-            expected="a folder that all nodes share, and nobody else writes to",
+            expected="a folder that all nodes share, and only raytrec writes to",
             do="give the same command again: complete files stay",
         )
     for each in complete.values():

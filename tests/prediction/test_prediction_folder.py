@@ -20,12 +20,12 @@ from raytrec.cli import app
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.common.leftovers import owner
 from raytrec.config.run_config import load_config
-from raytrec.data.spans import cut_spans
-from raytrec.driver import predict as predicting
-from raytrec.driver.predict import predict
-from raytrec.driver.predictions import hold_folder
-from raytrec.worker.prediction_files import Counts, PredictionFolder
-from raytrec.worker.write_predictions import SpanWriter, assemble, of_files
+from raytrec.prediction import predict as predicting
+from raytrec.prediction.folder import Counts, PredictionFolder
+from raytrec.prediction.manifest import hold_folder
+from raytrec.prediction.predict import predict
+from raytrec.prediction.spans import cut_spans
+from raytrec.prediction.writer import SpanWriter, assemble, of_files
 
 PROGRESS = {"rows": 1, "trained": 1.0, "nan_steps": 0, "window": {}, "seconds": 0.0, "timed_rows": 0}
 
@@ -74,7 +74,8 @@ def group(monkeypatch):
     class Group(list):
         stop_after = None
 
-        def __call__(self, worker, config, schema, datasets, checkpoint, watch, *, restarts, predictions):
+        def __call__(self, worker, config, schema, datasets, checkpoint, watch, *, restarts):
+            (predictions,) = worker.args
             self.append((checkpoint, predictions))
             assert restarts and watch.console
             folder = PredictionFolder(predictions.out)
@@ -224,7 +225,7 @@ def test_what_is_refused(run, data, tmp_path):
     other = parquet.write(tmp_path / "other", 500, 4)
     refused(ConfigError, f"predictions of other rows, from {data}", data=other)
     with hold_folder(PredictionFolder(str(out))):
-        refused(RunError, "somebody is predicting into this folder")
+        refused(RunError, "another process is predicting into this folder")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from torch.fx._symbolic_trace import is_fx_tracing_warning
 import raytrec
 from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.driver import run as driver
-from raytrec.driver.index import index
-from raytrec.driver.predict import predict
+from raytrec.driver.evaluation import evaluate
+from raytrec.prediction.predict import predict
+from raytrec.retrieval.build import index
 from raytrec.retrieval.index import read_vectors
 
 USERS, ITEMS, ROWS = 30, 40, 600
@@ -265,7 +266,7 @@ def test_without_faiss_it_says_what_to_install(run, folder, tmp_path, monkeypatc
 
 @pytest.mark.survive
 def test_an_evaluation_with_other_workers_gives_the_same(run):
-    again = driver.evaluate(run.path, workers=3).metrics
+    again = evaluate(run.path, workers=3).metrics
     own = {name: value for name, value in run.metrics.items() if name.startswith("eval.retrieval.")}
     assert {name: again[name] for name in own} == pytest.approx(own, abs=1e-6)
 

@@ -29,8 +29,8 @@ def settings(folder, **changes):
 
 def wanted(folder, dataset, out, columns=("row",), files=None):
     """What the driver would ask for."""
-    from raytrec.data.prediction_columns import CarriedColumns
-    from raytrec.worker.prediction_files import PredictionTask
+    from raytrec.prediction.columns import CarriedColumns
+    from raytrec.prediction.folder import PredictionTask
 
     rows = dict.fromkeys(files or [], 0)
     for group in dataset.groups:
@@ -53,7 +53,8 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     from raytrec.data.fragments import scan
     from raytrec.data.read_plan import ReadPlan
     from raytrec.data.stream import Stream
-    from raytrec.worker import load, predict, write_predictions
+    from raytrec.prediction import worker, writer
+    from raytrec.worker import load
     from raytrec.worker.build import build_step
     from raytrec.worker.context import WorkerContext, WorkerTask
 
@@ -64,9 +65,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     skip = config.data.on_error == "skip"
     dataset = scan(str(folder / "test"), ReadPlan(schema, read_labels=False), skip=skip)
     said = Said()
-    task = WorkerTask(
-        config, schema, {"predict": dataset}, said, "", predictions=wanted(folder / "test", dataset, out)
-    )
+    task = WorkerTask(config, schema, {"predict": dataset}, said, "")
     context = WorkerContext(rank, world, torch.device("cpu"), task, Heartbeat(), 0)
     context.heartbeat.close = lambda: None
 
@@ -81,12 +80,12 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     def fresh(context, objective):
         return build_step(config, schema, context.device, objective=objective)[0]
 
-    write = write_predictions.SpanWriter._write_span
+    write = writer.SpanWriter._write_span
 
-    def failing(writer, span, *rest):
+    def failing(self, span, *rest):
         if len(list(Path(out).rglob("*.parquet"))) >= fail_after:
             raise OSError(28, "no space")
-        write(writer, span, *rest)
+        write(self, span, *rest)
 
     patches = [
         patch.object(WorkerContext, "enter", lambda task: context),
@@ -94,11 +93,11 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
         patch.object(load, "load_step", fresh),
     ]
     if fail_after is not None:
-        patches.append(patch.object(write_predictions.SpanWriter, "_write_span", failing))
+        patches.append(patch.object(writer.SpanWriter, "_write_span", failing))
     try:
         for each in patches:
             each.start()
-        predict.predict_worker(task)
+        worker.predict_worker(wanted(folder / "test", dataset, out), task)
     finally:
         patch.stopall()
     return list(said)

@@ -1,4 +1,4 @@
-"""Vectors of a few rows of a user's, in this process: `raytrec.query_vectors`."""
+"""`raytrec.query_vectors`: the vectors of a few rows, computed in this process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from raytrec.common.errors import DataError
 from raytrec.common.storage import absolute
 from raytrec.config.evaluation import TowerName
 from raytrec.data.order import Item, Part
-from raytrec.driver.predict import resolve_checkpoint
-from raytrec.driver.towers import open_inputs, part_of_tower
+from raytrec.driver.datasets import open_inputs, part_of_tower
+from raytrec.driver.evaluation import resolve_checkpoint
 
 
 def query_vectors(
@@ -49,7 +49,7 @@ def query_vectors(
     """
     config, schema, folder, index = resolve_checkpoint(run, checkpoint, [], allow_code)
     part = part_of_tower(config, schema, tower, "query_vectors")
-    from raytrec.worker.local_vectors import read_batch, vectors_of
+    from raytrec.retrieval.local_vectors import read_batch, vectors_of
 
     with TemporaryDirectory(prefix="raytrec-rows-") as temporary:
         if isinstance(rows, str | Path):
@@ -76,7 +76,7 @@ def _table(rows: Any) -> pa.Table:
         return pa.Table.from_pandas(rows, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError) as error:
         raise DataError(
-            f"these are no rows: {(str(error).splitlines() or [type(error).__name__])[0]}",
+            f"not tabular data: {(str(error).splitlines() or [type(error).__name__])[0]}",
             where="query_vectors",
             expected="mappings of columns to values, a pandas.DataFrame, a pyarrow.Table or a path",
         ) from None

@@ -17,9 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem
-from raytrec.worker.prediction_files import MANIFEST, PARTS, PredictionFolder
+from raytrec.prediction.folder import MANIFEST, PARTS_FOLDER, PredictionFolder
 
-FORMAT = 1
+PREDICTIONS_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of the file."""
-        return json.dumps({"format": FORMAT, **self.__dict__}, indent=2) + "\n"
+        return json.dumps({"format": PREDICTIONS_FORMAT, **self.__dict__}, indent=2) + "\n"
 
     def difference(self, before: Manifest) -> tuple[str, str] | None:
         """(how a folder that another manifest stands in differs, what to do); None: it is of the same.
@@ -153,7 +153,7 @@ def claim(folder: PredictionFolder, manifest: Manifest) -> set[str]:
 def _read(text: bytes, folder: PredictionFolder) -> Manifest:
     try:
         values = json_values(text)
-        if isinstance(values, dict) and values.get("format") == FORMAT:
+        if isinstance(values, dict) and values.get("format") == PREDICTIONS_FORMAT:
             return TypeAdapter(Manifest).validate_python(values)
         why = "of another format"
     except NotReadable as error:
@@ -168,7 +168,7 @@ def hold_folder(folder: PredictionFolder) -> Iterator[None]:
     """Keeps others from predicting into the same folder, where it is on a disk; goes with the process.
 
     Raises:
-        RunError: somebody does.
+        RunError: another process does.
     """
     if not folder.is_local:
         yield
@@ -192,7 +192,7 @@ def _lock(held: int, folder: PredictionFolder) -> None:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RunError(
-            "somebody is predicting into this folder already",
+            "another process is predicting into this folder",
             where=f"--out {folder.uri}",
             do="wait until that has ended, or choose another --out",
         ) from None
@@ -202,7 +202,7 @@ def _lock(held: int, folder: PredictionFolder) -> None:
 
 def clean(folder: PredictionFolder) -> None:
     """Removes what is needed no more when all files are complete."""
-    folder.remove(PARTS)
+    folder.remove(PARTS_FOLDER)
 
 
 def choose_columns(asked: Sequence[str] | None, carry: Sequence[str], scores: Sequence[str]) -> list[str]:

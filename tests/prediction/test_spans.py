@@ -5,7 +5,7 @@ import random
 import pytest
 
 from raytrec.data.fragments import Dataset, RowGroup
-from raytrec.data.spans import SpanOrder, cut_spans, deal, still_to_do
+from raytrec.prediction.spans import SpanOrder, cut_spans, deal, still_to_do
 
 
 def dataset(sizes):

@@ -16,7 +16,7 @@ from raytrec.data.order import Part
 from raytrec.data.partitions import in_folders, value_in_folders
 from raytrec.data.transform import Draw, apply_transforms
 
-KEPT = 8  # schemas of files
+SCHEMAS_KEPT = 8  # schemas of files
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class CarriedColumns:
     Attributes:
         names: in their order; fields of structs as in a schema, `user.id`.
         transforms: the run's.
-        folders: key of folders → the type of what all their names say.
-        code: where the transforms' modules may be, beside Python's own path.
+        folders: key of folders → the type of the values in their names.
+        code: where the transforms' modules may be, besides Python's own path.
     """
 
     names: tuple[str, ...]
@@ -92,9 +92,9 @@ class CarriedColumns:
         return pa.table([columns[name].cast(schema.field(name).type) for name in schema.names], schema)
 
     def _arrow(self, uri: str) -> pa.Schema:
-        """What a file's footer says, kept for its other parts."""
+        """The schema in a file's footer, kept for its other parts."""
         if uri not in self._schemas:
-            if len(self._schemas) >= KEPT:
+            if len(self._schemas) >= SCHEMAS_KEPT:
                 self._schemas.clear()
             self._schemas[uri] = read_footer(uri).schema.to_arrow_schema()
         return self._schemas[uri]

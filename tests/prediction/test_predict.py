@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.driver import predict as predicting
 from raytrec.driver import run as driver
-from raytrec.driver.predict import predict
+from raytrec.prediction import predict as predicting
+from raytrec.prediction.predict import predict
 
 ROWS, FILES = 12_000, 10
 COLUMNS = ["row", "tags", "label"]

@@ -1,12 +1,15 @@
-"""Data of which only the query's or the item's tower is read; items that rows are ranked among."""
+"""The datasets of a command, opened by their footers; among them those of one tower, and items to rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from raytrec.checkpoint.index import INDEX, read_index
+from raytrec.checkpoint.table_starts import schema_of
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.evaluation import TowerName
 from raytrec.config.run_config import RunConfig
@@ -14,11 +17,14 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import columns_before, needed_transforms
 from raytrec.data.arrow import is_text, one_array
 from raytrec.data.columns import Place
-from raytrec.data.decode import decode
-from raytrec.data.fragments import Dataset, RowGroup, scan
+from raytrec.data.decode import SKIPPED, Faults, decode
+from raytrec.data.fragments import Dataset, RowGroup, list_files, scan
 from raytrec.data.hashing import NULL_KEY, keys_of
 from raytrec.data.read_plan import ReadPlan, Reserved
+from raytrec.data.rows import check_accused
 from raytrec.data.transform import apply_transforms
+from raytrec.tasks.columns import check_counts, check_reserved, read_plan
+from raytrec.tasks.task import resolve_tasks
 
 ITEMS = "items"  # the name of their dataset among those of a run
 
@@ -58,7 +64,7 @@ def open_inputs(
         reserved_by: what named those.
 
     Raises:
-        DataError: files, columns or types that are not what the schema says.
+        DataError: files, columns or types that differ from the schema.
     """
     inputs = [name for name in schema.columns if name not in schema.labels]
     plan = ReadPlan(
@@ -113,9 +119,9 @@ def check_items(items: Dataset, column: str) -> None:
     """
     if column in items.form.from_folders:
         raise DataError(
-            f"the items' key '{column}' is no column of theirs, but in the names of their folders",
+            f"the items' key '{column}' is not a column, but in the names of their folders",
             where=items.uri,
-            expected="a column with a key of its own for each item",
+            expected="a column with a unique key for each item",
         )
     keys = np.concatenate([_keys(items, group, column) for group in items.groups])
     if len(missing := np.flatnonzero(keys == NULL_KEY)):
@@ -148,3 +154,86 @@ def _place(items: Dataset, column: str, row: int) -> str:
             break
         row -= group.rows
     return Place(group.path, group.index, 0).of(column, row)
+
+
+def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
+    data = config.data
+    list_files(data.train, "data.train")  # before the schema, which is searched for next to it
+    schema = schema_at(data.schema_uri)
+    datasets = {
+        name: open_dataset(config, schema, places, f"data.{name}", to_train=name == "train")
+        for name in ("train", "valid", "test")
+        if (places := getattr(data, name))
+    }
+    datasets |= open_items(config, schema, datasets)
+    for dataset in datasets.values():
+        check_accused(dataset)
+    _check_tasks_have_rows(datasets["train"])
+    rows = datasets["train"].rows
+    if config.data.drop_last and rows < config.data.global_batch_size:
+        raise DataError(
+            f"data.train has {rows:,} rows, fewer than one global batch, and data.drop_last leaves those out",
+            where=f"{datasets['train'].uri}, data.global_batch_size={config.data.global_batch_size}",
+            expected=f"at least {config.data.global_batch_size:,} rows, or data.drop_last=false",
+            do=f"set data.drop_last=false, or lower data.global_batch_size to {rows} or less",
+        )
+    return schema, datasets
+
+
+def open_dataset(
+    config: RunConfig, schema: Schema, places: str | list[str], key: str, *, to_train: bool = False
+) -> Dataset:
+    """A dataset as a run reads it, by its footers alone.
+
+    Args:
+        key: of the configuration, which names it.
+        to_train: of data.partitions, and without what only evaluations read.
+
+    Raises:
+        ConfigError: of tasks; a column that rows are grouped by is not reserved. DataError: files, columns or
+            types that differ from the configuration.
+    """
+    data, tasks = config.data, resolve_tasks(config.tasks, schema)
+    check_reserved(tasks, config.eval.slices, data.reserve_columns)
+    slices = [] if to_train else config.eval.slices
+    retrieval = None if to_train else config.eval.retrieval
+    dataset = scan(
+        places,
+        read_plan(tasks, schema, data.transforms, slices, retrieval),
+        key,
+        between=(data.partitions.from_, data.partitions.to) if to_train else (None, None),
+        declared=data.reserve_columns,
+        skip=data.on_error == "skip",
+    )
+    check_counts(tasks, dataset.form.types, dataset.uri)
+    return dataset
+
+
+def _check_tasks_have_rows(dataset: Dataset) -> None:
+    """Checks in the footers that each task has rows.
+
+    Raises:
+        DataError: a task has none.
+    """
+    for task, why in dataset.empty_tasks.items():
+        raise DataError(
+            f"task {task} has no rows: {why}",
+            where=f"tasks, {dataset.uri}",
+            expected="rows that it can learn from",
+            do="correct the task's label, mask or sample_weight, or the data; or leave the task out",
+        )
+
+
+def note_left_out(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
+    """Files that data.on_error=skip leaves out: into skipped.jsonl, and a line for each to warn with."""
+    faults = Faults(skip=True, log=str(folder / SKIPPED))
+    errors = [error for dataset in datasets.values() for error in dataset.left_out]
+    for error in errors:
+        faults.leave_out(error, rows=None)  # it is not known how many
+    return [f"skipped {error.where}: {error.what}" for error in errors]
+
+
+def schema_at(uri: str) -> Schema:
+    """The schema of a schema.yaml, or of a checkpoint (its checkpoint.json)."""
+    folder, _, name = uri.rpartition("/")
+    return schema_of(read_index(folder)["about"]) if name == INDEX else Schema.load(uri)

@@ -1,6 +1,6 @@
-"""What a folder of predictions holds, for whoever writes into it and whoever continues it. No torch.
+"""A folder of predictions: its files, and how they are written and recognized. No torch.
 
-    OUT/_predictions.json          what these are predictions of (driver/predictions.py)
+    OUT/_predictions.json          what these are predictions of (prediction/manifest.py)
     OUT/a/part-0.parquet           for each input file one of the same name; there when it is complete
     OUT/_parts/PLAN/a/part-0.parquet/000000065536.parquet
                                    a span of a file of several, from this row on; gone at the end
@@ -31,10 +31,10 @@ from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem, read_bytes, sync
 from raytrec.config.evaluation import TowerName
 from raytrec.data.fragments import read_footer
-from raytrec.data.prediction_columns import CarriedColumns
-from raytrec.data.spans import Span
+from raytrec.prediction.columns import CarriedColumns
+from raytrec.prediction.spans import Span
 
-MANIFEST, PARTS = "_predictions.json", "_parts"
+MANIFEST, PARTS_FOLDER = "_predictions.json", "_parts"
 KEY = b"raytrec"  # of the metadata of a file of predictions: Counts as JSON, and of what they are
 Changed = dict[str, list[int]]  # feature → [ids that were brought into range, all ids]
 
@@ -52,7 +52,7 @@ class PredictionTask:
         binding: stands for run, checkpoint, columns and input.
         batch_rows, span_rows: of spans.cut_spans.
         plan: names the folder of parts.
-        tower: whose vectors are in the place of scores, query or item; None: nobody's.
+        tower: whose vectors are in the place of scores, query or item; None: scores.
     """
 
     out: str
@@ -76,7 +76,7 @@ class PredictionTask:
 
     def parts_of(self, path: str) -> str:
         """The folder of a file's parts, below `out`."""
-        return f"{PARTS}/{self.plan}/{self.name_of(path)}"
+        return f"{PARTS_FOLDER}/{self.plan}/{self.name_of(path)}"
 
     def output_of(self, span: Span) -> str:
         """Where a span goes, below `out`."""
@@ -152,7 +152,7 @@ class PredictionFolder:
         if not self.is_local:
             yield from self._writing_object(name, schema, options)
             return
-        partial = f"{self._path}/{PARTS}/{uuid4().hex}.{owner()}.tmp"
+        partial = f"{self._path}/{PARTS_FOLDER}/{uuid4().hex}.{owner()}.tmp"
         os.makedirs(os.path.dirname(partial), exist_ok=True)
         try:
             with pq.ParquetWriter(partial, schema, **options) as writer:
@@ -169,7 +169,7 @@ class PredictionFolder:
         self, name: str, schema: pa.Schema, options: dict[str, Any]
     ) -> Iterator[pq.ParquetWriter]:
         """An object appears when its stream is closed, which after an error is never done by us. Should the
-        interpreter do it, the footer says that rows are missing."""
+        interpreter do it, the footer shows that rows are missing."""
         stream = self._filesystem.open_output_stream(f"{self._path}/{name}")
         writer = pq.ParquetWriter(stream, schema, **options)
         yield writer
@@ -191,7 +191,7 @@ class PredictionFolder:
 
     def sweep(self) -> None:
         """Removes what writers that were killed have left, of a folder on disk."""
-        for place in (self._path, f"{self._path}/{PARTS}") if self.is_local else ():
+        for place in (self._path, f"{self._path}/{PARTS_FOLDER}") if self.is_local else ():
             remove_leftovers(place, "*.{owner}.tmp")
 
     def read(self, name: str) -> bytes | None:

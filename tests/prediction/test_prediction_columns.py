@@ -11,7 +11,7 @@ from raytrec.common.errors import DataError
 from raytrec.config.run_config import load_config
 from raytrec.config.transforms import columns_before, needed_transforms
 from raytrec.data.order import Part
-from raytrec.data.prediction_columns import CarriedColumns
+from raytrec.prediction.columns import CarriedColumns
 
 ROWS = 5
 TABLE = pa.table(

@@ -70,7 +70,7 @@ def _spans_of_file(path: str, pieces: list[Piece], least: int) -> list[Span]:
 
 
 def deal(spans: Iterable[Span], world: int, batch_rows: int) -> list[list[Span]]:
-    """Each rank's spans: the next one is for whoever has the fewest batches to do so far."""
+    """Each rank's spans: the next one goes to the rank with the fewest batches so far."""
     dealt: list[list[Span]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]
     for span in spans:

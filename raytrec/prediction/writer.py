@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from queue import Empty, Full, Queue
-from threading import Event, Thread
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.common.errors import DataError, RaytrecError, RunError
+from raytrec.common.errors import DataError, RunError
 from raytrec.common.storage import open_filesystem
 from raytrec.data.fragments import read_footer
-from raytrec.data.spans import Span
-from raytrec.worker.prediction_files import Counts, PredictionFolder, PredictionTask
+from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
+from raytrec.prediction.spans import Span
 
-WAITING = 2  # spans that have been predicted and not yet been written
+QUEUED_SPANS = 2  # spans that have been predicted and not yet been written
 
 
 class SpanWriter:
@@ -31,11 +32,8 @@ class SpanWriter:
 
     def __init__(self, task: PredictionTask, skip: bool):
         self._task, self._skip, self._folder = task, skip, PredictionFolder(task.out)
-        self._waiting: Queue = Queue(WAITING)
-        self._stop = Event()
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._write, name="predictions", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="predictions")
+        self._waiting: deque[Future[None]] = deque()
 
     def put(self, span: Span, scores: list[np.ndarray], present: np.ndarray, counts: Counts) -> None:
         """Hands over a span; waits while others are to be written first.
@@ -44,38 +42,23 @@ class SpanWriter:
             scores: of each task, float32 [rows] or [rows, classes].
             present: bool [rows]; where it is not, scores become null.
         """
-        while self._thread.is_alive():
-            try:
-                return self._waiting.put((span, scores, present, counts), timeout=0.1)
-            except Full:
-                continue
-        self._raise()
+        while len(self._waiting) > QUEUED_SPANS:
+            self._waiting.popleft().result()
+        self._waiting.append(self._thread.submit(self._write, span, scores, present, counts))
 
     def close(self) -> None:
         """Waits until all is written."""
-        self._stop.set()
-        self._thread.join()
-        self._raise()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _write(self) -> None:
-        """The thread."""
         try:
-            while not (self._stop.is_set() and self._waiting.empty()):
-                try:
-                    span, scores, present, counts = self._waiting.get(timeout=0.1)
-                except Empty:
-                    continue
-                self._write_span(span, scores, present, counts)
-        except RaytrecError as error:
-            self._error = error
+            while self._waiting:
+                self._waiting.popleft().result()
+        finally:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _write(self, *span: Any) -> None:
+        try:
+            self._write_span(*span)
         except OSError as error:
-            self._error = not_written(error, self._task.out)
-        except BaseException as error:
-            self._error = error
+            raise not_written(error, self._task.out) from None
 
     def _write_span(self, span: Span, scores: list[np.ndarray], present: np.ndarray, counts: Counts) -> None:
         columns = [score_column(each, present) for each in scores]

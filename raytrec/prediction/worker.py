@@ -11,10 +11,10 @@ import numpy as np
 
 from raytrec.common import messages
 from raytrec.common.messages import Command, Restart
-from raytrec.data.spans import Span, SpanOrder, cut_spans, deal, still_to_do
+from raytrec.prediction.folder import Changed, Counts, PredictionFolder, PredictionTask
+from raytrec.prediction.spans import Span, SpanOrder, cut_spans, deal, still_to_do
+from raytrec.prediction.writer import SpanWriter, assemble, of_files
 from raytrec.worker.context import WorkerContext, WorkerTask
-from raytrec.worker.prediction_files import Changed, Counts, PredictionFolder, PredictionTask
-from raytrec.worker.write_predictions import SpanWriter, assemble, of_files
 
 if TYPE_CHECKING:
     from raytrec.data.batch import Batch
@@ -24,7 +24,7 @@ LATE = 2  # batches after which scores have come from a GPU for certain
 PROGRESS_S = 2.0  # between two messages of how far it is
 
 
-def predict_worker(task: WorkerTask) -> None:
+def predict_worker(wanted: PredictionTask, task: WorkerTask) -> None:
     """Predicts this rank's spans and writes them, then puts files of several together.
 
     Raises:
@@ -33,8 +33,8 @@ def predict_worker(task: WorkerTask) -> None:
     import torch.distributed as dist
 
     context = WorkerContext.enter(task)
-    wanted, folder = task.predictions, PredictionFolder(task.predictions.out)
-    context.enter_phase("looking at what there is", "restore")
+    folder = PredictionFolder(wanted.out)
+    context.enter_phase("listing finished files", "restore")
     spans = cut_spans(task.datasets["predict"], wanted.batch_rows, wanted.span_rows)
     names = [_names(folder, spans, wanted) if context.index == 0 else None]
     dist.broadcast_object_list(names)
@@ -42,7 +42,7 @@ def predict_worker(task: WorkerTask) -> None:
     dealt = still_to_do(deal(spans, context.world, wanted.batch_rows), done)
     order = SpanOrder(dealt, wanted.batch_rows)
     try:
-        rows, seconds = _predict(context, order) if order.steps() else (0, 0.0)
+        rows, seconds = _predict(context, wanted, order) if order.steps() else (0, 0.0)
     except Restart:
         context.close()
         raise
@@ -65,7 +65,7 @@ def _names(folder: PredictionFolder, spans: list[Span], wanted: PredictionTask) 
     return done, complete
 
 
-def _predict(context: WorkerContext, order: SpanOrder) -> tuple[int, float]:
+def _predict(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -> tuple[int, float]:
     """Predicts and writes this rank's spans; (rows of all ranks, seconds that it took)."""
     from raytrec.tasks.scoring import Scoring
     from raytrec.worker.consensus import StepConsensus
@@ -76,10 +76,9 @@ def _predict(context: WorkerContext, order: SpanOrder) -> tuple[int, float]:
     stream, total = context.evaluation_stream("predict", order), order.steps()
     context.enter_phase("predicting", "evaluate")
     context.report(messages.Start(total=total, step=0, workers=context.world))
-    writer = SpanWriter(context.task.predictions, context.task.config.data.on_error == "skip")
+    writer = SpanWriter(wanted, context.task.config.data.on_error == "skip")
     spans = _Spans(order.dealt[context.index], writer, list(stream.dataset.form.schema.sparse))
-    tower = context.task.predictions.tower
-    consensus = StepConsensus()
+    tower, consensus = wanted.tower, StepConsensus()
     rows, began, told = 0, monotonic(), monotonic()
     try:
         batches = spans.watch(stream.batches())

@@ -18,13 +18,13 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset, list_files, read_footer
 from raytrec.data.order import Item, Part
-from raytrec.driver.console import RunConsole
-from raytrec.driver.figures import as_html, of_index
-from raytrec.driver.predict import predict, resolve_checkpoint
-from raytrec.driver.towers import check_items, open_inputs, part_of_tower
-from raytrec.retrieval.faiss_index import build_faiss, require_faiss, to_bytes
+from raytrec.driver.console import Pairs, RunConsole, as_html
+from raytrec.driver.datasets import check_items, open_inputs, part_of_tower
+from raytrec.driver.evaluation import resolve_checkpoint
+from raytrec.prediction.folder import PredictionFolder
+from raytrec.prediction.predict import predict
 from raytrec.retrieval.index import FAISS, ITEMS, MANIFEST, VECTOR, Index, manifest_text, read_vectors
-from raytrec.worker.prediction_files import PredictionFolder
+from raytrec.retrieval.search import build_faiss, require_faiss, to_bytes
 
 PLACES = (10, 100)  # of which recall is reported
 QUERIES, TOGETHER = 1000, 10  # rows that recall is measured with; so many of them stand side by side
@@ -33,7 +33,7 @@ TAKEN = ("query", "rank", "score", VECTOR)  # columns of what Index.search gives
 
 @dataclass(frozen=True)
 class Indexed:
-    """What `index` came to.
+    """The figures of `index`.
 
     Attributes:
         metrics: the content of index.json: index.items, index.width, index.faiss (None: exact search alone),
@@ -48,14 +48,30 @@ class Indexed:
 
     @property
     def next_steps(self) -> list[str]:
-        """Lines that say where to look."""
+        """Lines that name files and commands."""
         return [
             f"index        {self.path}",
             f"ask it       raytrec.load_index({self.path!r}).search(vectors)",
         ]
 
+    @property
+    def pairs(self) -> Pairs:
+        """The rows of the table."""
+        metrics = self.metrics
+        pairs = [
+            ("items", f"{metrics['index.items']:,}"),
+            ("width of a vector", f"{metrics['index.width']:,}"),
+            ("index of faiss", metrics["index.faiss"] or "none: search is exact"),
+        ]
+        for name, value in metrics.items():
+            if name.startswith("index.recall@"):
+                pairs.append((f"its recall of the exact {name.partition('@')[2]}", f"{value:.4f}"))
+        if count := metrics.get("index.queries"):
+            pairs.append(("measured with queries", f"{count:,}"))
+        return [*pairs, ("seconds", f"{metrics['seconds']:,.1f}")]
+
     def _repr_html_(self) -> str:
-        return as_html(self.metrics["name"], of_index(self.metrics), self.next_steps)
+        return as_html(self)
 
 
 def index(
@@ -81,7 +97,7 @@ def index(
             the item tower's features.
         out: the folder to write to, likewise; all nodes must reach it.
         item: the column that names an item; default: eval.retrieval.item of the run, else item.
-        columns: columns of the items to keep beside it; default: all.
+        columns: columns of the items to keep with it; default: all.
         faiss: what faiss.index_factory takes, such as HNSW32; default: exact search alone.
         queries: Parquet with rows that recall is measured with, columns of the query tower's features;
             default: the run's data.test, else its data.valid, where it can be read.
@@ -139,7 +155,7 @@ def _check_columns(names: list[str]) -> None:
 
 
 def _queries(config: RunConfig, schema: Schema, asked: str | None) -> Dataset | None:
-    """Rows that ask; None where nobody has named any, and those of the run's evaluations are not there."""
+    """Rows that ask; None where `asked` is None and the run's evaluation data cannot be read."""
     part = part_of_tower(config, schema, "query", "raytrec index")
     if asked:
         return open_inputs(config, part, absolute(str(asked)), "--queries")
@@ -154,7 +170,7 @@ def _sampled(
     config: RunConfig, schema: Schema, folder: str, about: dict[str, Any], dataset: Dataset
 ) -> np.ndarray:
     """The query vectors of some rows, spread evenly over the dataset."""
-    from raytrec.worker.local_vectors import read_batch, vectors_of
+    from raytrec.retrieval.local_vectors import read_batch, vectors_of
 
     pieces = max(1, min(QUERIES, dataset.rows) // TOGETHER)
     starts = np.arange(pieces) * dataset.rows // pieces

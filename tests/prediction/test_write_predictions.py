@@ -7,10 +7,10 @@ import pytest
 
 from raytrec.common.errors import DataError, RunError
 from raytrec.data.fragments import Dataset, RowGroup
-from raytrec.data.prediction_columns import CarriedColumns
-from raytrec.data.spans import cut_spans
-from raytrec.worker.prediction_files import Counts, PredictionFolder, PredictionTask
-from raytrec.worker.write_predictions import SpanWriter, assemble, of_files, score_column, write_empty
+from raytrec.prediction.columns import CarriedColumns
+from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
+from raytrec.prediction.spans import cut_spans
+from raytrec.prediction.writer import SpanWriter, assemble, of_files, score_column, write_empty
 
 
 @pytest.fixture

@@ -1,0 +1,92 @@
+"""The coordinator: the rank that it names when nothing goes on, and how often ranks send heartbeats."""
+
+import asyncio
+
+from raytrec.common.messages import BEAT_S, MOST_BEATS, Command, beat_s
+from raytrec.driver.coordinator import Coordinator
+
+WAITS = "wait, distributed/comm_ops.py:12"
+
+
+def hang(*states, idle_s=8, silent_s=None, hang_timeout_s=5, patience_s=60):
+    """The sentence about ranks without progress for `idle_s`.
+
+    Args:
+        states: of each rank, its last heartbeat: (ticks, step, phase, where, waiting, unfinished).
+        silent_s: rank → seconds since that heartbeat; default: 0.
+    """
+    coordinator = Coordinator(hang_timeout_s, patience_s)
+
+    async def meet():
+        coordinator._keep_looking = lambda: asyncio.sleep(0)
+        for rank in range(len(states)):
+            await coordinator.enter("a", rank, len(states), 100 + rank, "10.0.0.1", "")
+        for rank, state in enumerate(states):
+            await coordinator.beat("a", rank, *state)
+        assert await coordinator.beat("before", 0, 1, 1, "step", "", False) == Command.ABORT
+        for rank, member in coordinator._members.items():
+            member.progress_at -= idle_s
+            member.beat_at -= (silent_s or {}).get(rank, 0)
+
+    asyncio.run(meet())
+    return coordinator._hang()
+
+
+def test_the_rank_that_others_wait_for_is_named():
+    waits = (9, 57, "step", WAITS, True)
+    found = hang(waits, (9, 57, "step", "forward, mine/model.py:3", False), waits)
+    assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s at step 57, computing")
+    assert "forward, mine/model.py:3" in found and "rank 0 waits at wait, distributed" in found
+    found = hang(waits, waits, (9, 57, "step", "", False), silent_s={2: 8})
+    assert found.startswith("rank 2 (pid 102 on 10.0.0.1) hangs: no heartbeat for 8 s")
+    assert hang(waits, (8, 56, "step", "wait, distributed/x.py:1", True)).startswith("rank 1")
+    assert hang(waits, waits).startswith("all ranks wait for one another for 8 s; rank 0")
+    assert hang(waits, (9, 56, "data", "", False)) is None, "reading may take longer"
+    assert hang((9, 57, "save", "", False), waits) is None
+
+
+def on_gpus(*states):
+    """Of ranks that have sent (step, waiting for others, unfinished)."""
+    return hang(*((9, step, "step", WAITS, waiting, unfinished) for step, waiting, unfinished in states))
+
+
+def test_the_rank_whose_gpu_is_behind():
+    found = on_gpus(
+        (57, False, (55, "collectives")), (57, False, (55, "forward")), (57, False, (55, "backward"))
+    )
+    assert found.startswith(
+        "rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s: its GPU has not finished"
+    )
+    assert "not finished step 55 (in the forward pass), at step 57, computing" in found
+    assert on_gpus((57, False, (56, "forward")), (57, False, (55, "backward"))).startswith("rank 1 ")
+    found = on_gpus((57, True, (55, "backward")), (57, True, (55, "forward")))
+    assert found.startswith("rank 1 ") and "wait for one another" not in found
+
+
+def test_hosts_come_before_gpus():
+    found = on_gpus((57, False, (56, "forward")), (56, False, None))
+    assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress") and "GPU" not in found
+    assert on_gpus((57, False, (56, "collectives")), (57, False, None)).startswith("rank 0 ")
+
+
+def test_all_gpus_alike():
+    found = on_gpus((57, False, (55, "backward")), (57, False, (55, "backward")))
+    assert "all GPUs have not finished step 55 (in the backward pass)" in found
+    assert "its GPU has not finished step 57," in on_gpus((58, False, (57, "")))
+
+
+def test_heartbeats_a_second_are_bounded():
+    assert beat_s(1) == beat_s(256) == BEAT_S, "few ranks are heard as often as ever"
+    assert all(world / beat_s(world) <= MOST_BEATS for world in (1, 256, 257, 1024, 4096))
+
+
+def test_many_ranks_that_are_heard_rarely_are_not_silent():
+    def found(world, late, dead=None):
+        ages = {rank: 8 if rank == dead else late for rank in range(world)}
+        states = [(9, 57, "step", "", False)] * world
+        return hang(*states, idle_s=60, silent_s=ages, hang_timeout_s=50, patience_s=500)
+
+    late = beat_s(1024) * 1.5
+    assert late >= 3.0 and "no heartbeat" not in found(1024, late)
+    assert "rank 0 (pid 100 on 10.0.0.1) hangs: no heartbeat for 3 s" in found(4, late + 0.1)
+    assert "rank 700 (pid 800 on 10.0.0.1) hangs: no heartbeat for 8 s" in found(1024, late, dead=700)
