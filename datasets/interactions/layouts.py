@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrec_datasets.interactions import ncf, tables, words
+from raytrec_datasets.interactions.candidates import read_candidates
 from raytrec_datasets.interactions.events import (
     TEST,
     TRAIN,
@@ -26,7 +27,6 @@ from raytrec_datasets.interactions.events import (
     Gathering,
     Interactions,
 )
-from raytrec_datasets.interactions.given import read_candidates
 
 from raytrec.common.errors import ConfigError, DataError
 

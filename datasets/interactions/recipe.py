@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from raytrec_datasets.interactions.events import TEST, VALID, Columns, Interactions, keep_core
-from raytrec_datasets.interactions.job import fitting_job
 from raytrec_datasets.interactions.layouts import read_interactions
 from raytrec_datasets.interactions.rows import Rows
 from raytrec_datasets.interactions.sides import Sides, read_sides
@@ -31,6 +31,8 @@ from raytrec_datasets.interactions.splits import divide
 from raytrec_datasets.writing import Output, SplitWriter, progress
 
 from raytrec.common.errors import ConfigError
+from raytrec.common.storage import relative
+from raytrec.config.overrides import as_texts
 from raytrec.config.schema import Schema
 
 DRAWN = {
@@ -177,3 +179,43 @@ def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema
     dense = [side.name for side in sides.features if not side.rows]
     values = {"labels": ["label"], "dense": dense, "sparse": sparse, "tables": tables}
     return Schema.parse(values, "interactions")
+
+
+OWN, SASREC, TWO_TOWER = "own", "interactions/sasrec", "interactions/two_tower"
+LOSS = {SASREC: {"loss": "from_model"}}
+IN_BATCH = {"loss": "in_batch_softmax", "item": "item", "item_frequency": "item_count"}
+LENGTH, TOWERS = 50, {"query": ["user", "history"], "item": ["item"]}  # of the examples
+
+
+def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str]]:
+    """(its name below jobs/, overrides).
+
+    Rows of label 1 alone are learned against other items, of the batch or drawn. Without candidates, items
+    are ranked among all.
+
+    Args:
+        folder: where the dataset is.
+    """
+    if chosen.train_negatives and chosen.negatives:
+        return OWN, []
+    job = SASREC if chosen.rows == "user" else TWO_TOWER
+    settings: dict[str, object] = {}
+    if job == SASREC and chosen.max_length != LENGTH:
+        settings["model.max_length"] = chosen.max_length
+    if job == TWO_TOWER and (towers := _towers(folder)) != TOWERS:
+        settings["model.towers"] = towers
+    if not chosen.negatives:
+        settings["tasks"] = [LOSS.get(job, IN_BATCH) | {"metrics": []}]
+        settings["eval.retrieval"] = {"items": f"{relative(folder)}/items", "seen": ["seen"]}
+    return job, as_texts(settings)
+
+
+def _towers(folder: Path) -> dict[str, list[str]]:
+    """Tower → its features: what items/ has is the item's."""
+    schema = Schema.load(folder / "schema.yaml")
+    of_item = {*pq.ParquetDataset(folder / "items").schema.names}
+    names = [*schema.sparse, *schema.dense]
+    return {
+        "query": [name for name in names if name not in of_item],
+        "item": [name for name in names if name in of_item],
+    }

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from raytrec_datasets.interactions.candidates import draw_unmet, is_among
 from raytrec_datasets.interactions.events import TEST, TRAIN, VALID, Interactions
-from raytrec_datasets.interactions.negatives import draw_unmet, is_among
 from raytrec_datasets.writing import SplitWriter
 
 from raytrec.common.errors import DataError

@@ -21,9 +21,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from raytrec_datasets.interactions.candidates import is_among
 from raytrec_datasets.interactions.ncf import NEGATIVE_END as NEGATIVE
 from raytrec_datasets.interactions.ncf import check_same, read_negatives
-from raytrec_datasets.interactions.negatives import is_among
 from raytrec_datasets.movielens.layouts import movie_table
 from raytrec_datasets.writing import Output, SplitWriter, progress
 

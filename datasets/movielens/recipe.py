@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from raytrec_datasets.interactions.job import fitting_job
-from raytrec_datasets.interactions.recipe import Choices
+from raytrec_datasets.interactions.recipe import Choices, fitting_job
 from raytrec_datasets.interactions.rows import slices
 from raytrec_datasets.movielens.candidates import has_candidates, write_candidates
 from raytrec_datasets.movielens.download import fetch
