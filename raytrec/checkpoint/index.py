@@ -16,8 +16,8 @@ from pathlib import Path
 from raytrec.checkpoint.sound import why_unsound
 from raytrec.common import reading
 from raytrec.common.errors import RunError, some
+from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem, sync
-from raytrec.data.decode import retry_read, storage_hint
 
 INDEX = "checkpoint.json"
 FORMAT = 1

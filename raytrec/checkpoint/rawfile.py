@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from raytrec.checkpoint.index import is_local, reason, unreadable
-from raytrec.common.reading import open_regular
+from raytrec.common.reading import open_regular, retry_read
 from raytrec.common.storage import open_filesystem, sync
-from raytrec.data.decode import retry_read
 
 ALIGNMENT = 64  # bytes
 SEND_BYTES = 32 << 20  # after how many the disk is set to work

@@ -2,8 +2,7 @@
 
 Every YAML or JSON that raytrec reads comes through here: configurations, schemas, run folders, indexes of
 checkpoints. A file has to be a file: opening a pipe waits for ever. Text that is small and means a lot
-(anchors in anchors, brackets in brackets) is refused before anything is made of it.
-"""
+(anchors in anchors, brackets in brackets) is refused before anything is made of it."""
 
 from __future__ import annotations
 
@@ -11,10 +10,11 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from yaml.composer import Composer
@@ -29,6 +29,7 @@ MOST_VALUES = 200_000  # of a YAML file, with what its anchors stand for
 TEXT_OF_A_VALUE = 100  # characters; longer text counts as several
 MOST_YAML_BYTES = 16 << 20
 MOST_JSON_BYTES = 1 << 30  # the index of a checkpoint of many TiB
+
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -225,3 +226,35 @@ def _at(mark: Any) -> str:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
+
+
+T = TypeVar("T")
+
+# Seconds before the second, third and last try to read from a store that does not answer.
+WAITS_S = (0.2, 1.0, 3.0)
+
+
+def retry_read(uri: str, read: Callable[[], T]) -> T:
+    """The result of reading a file, tried again with growing pauses where the storage fails.
+
+    A file that is not there is so the next time, too; and pyarrow's OSErrors about local files that come
+    without an errno speak of their content.
+
+    Raises:
+        OSError: of the last try.
+    """
+    for wait in WAITS_S:
+        try:
+            return read()
+        except (FileNotFoundError, PermissionError, IsADirectoryError):
+            raise
+        except OSError as error:
+            if "://" not in uri and error.errno is None:
+                raise
+            time.sleep(wait)
+    return read()
+
+
+def storage_hint(uri: str) -> str:
+    """What else is expected of a remote place: pyarrow has one error for no answer and for bad content."""
+    return f"storage that answers (it was asked {len(WAITS_S) + 1} times), and " if "://" in uri else ""

@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrec.common.errors import DataError
+from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.config.transforms import WITH_VOCABULARY, columns_before
-from raytrec.data.decode import retry_read, storage_hint
 from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
 

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
 from raytrec.common.errors import DataError
+from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.data.arrow import pick_columns, to_read
 from raytrec.data.pages import Version, read_rows
 from raytrec.data.pages.chunks import Damaged
 
-T = TypeVar("T")
-
-# Seconds before the second, third and last try to read from a store that does not answer.
-WAITS_S = (0.2, 1.0, 3.0)
 SKIPPED = "skipped.jsonl"  # in the run folder: what has been skipped
 
 
@@ -51,32 +46,6 @@ class Faults:
         if self.log:
             with open(self.log, "a") as file:  # short lines, appended whole by each process
                 file.write(json.dumps({"what": error.what, "where": error.where, "rows": rows}) + "\n")
-
-
-def retry_read(uri: str, read: Callable[[], T]) -> T:
-    """The result of reading a file, tried again with growing pauses where the storage fails.
-
-    A file that is not there is so the next time, too; and pyarrow's OSErrors about local files that come
-    without an errno speak of their content.
-
-    Raises:
-        OSError: of the last try.
-    """
-    for wait in WAITS_S:
-        try:
-            return read()
-        except (FileNotFoundError, PermissionError, IsADirectoryError):
-            raise
-        except OSError as error:
-            if "://" not in uri and error.errno is None:
-                raise
-            time.sleep(wait)
-    return read()
-
-
-def storage_hint(uri: str) -> str:
-    """What else is expected of a remote place: pyarrow has one error for no answer and for bad content."""
-    return f"storage that answers (it was asked {len(WAITS_S) + 1} times), and " if "://" in uri else ""
 
 
 _footers: dict[Version, pq.FileMetaData] = {}  # of this process, whose threads share it

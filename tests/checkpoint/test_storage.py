@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from raytrec.checkpoint import index, rawfile, storage
 from raytrec.checkpoint.index import INDEX, CheckpointError, read_index
 from raytrec.checkpoint.storage import ShardReader, ShardWriter
-from raytrec.data import decode
+from raytrec.common import reading
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 BLOCK = 64  # bytes: tensors of a few rows have several
@@ -604,7 +604,7 @@ Store.__abstractmethods__ = frozenset()
 
 
 def test_an_object_store(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "WAITS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(reading, "WAITS_S", (0.01, 0.01, 0.01))
     store = Store(tmp_path)
     for module in (index, rawfile, storage):
         monkeypatch.setattr(

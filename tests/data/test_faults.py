@@ -9,6 +9,7 @@ import pytest
 import yaml
 from pyarrow import fs
 
+from raytrec.common import reading
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 from raytrec.data import decode, footers, fragments, rows
@@ -90,7 +91,7 @@ Flaky.__abstractmethods__ = frozenset()
 
 @pytest.fixture
 def flaky(monkeypatch):
-    monkeypatch.setattr(decode, "WAITS_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(reading, "WAITS_S", (0.01, 0.01, 0.01))
 
     def make(failures, error):
         handler = Flaky(failures, error)

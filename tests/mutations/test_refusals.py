@@ -56,7 +56,7 @@ def place(tmp_path_factory):
         patch.setattr(driver, "_drive", reached)
         patch.setattr(driver, "session_of", reached)
         patch.setattr(peek, "_hosts", dict)
-        patch.setattr("raytrec.data.decode.WAITS_S", (0.0, 0.0, 0.0))  # what cannot be read is tried again
+        patch.setattr("raytrec.common.reading.WAITS_S", (0.0, 0.0, 0.0))  # what cannot be read is tried again
         patch.setenv("HOME", str(made.kept.parent))
         patch.delenv("RAYTREC_ROOT", raising=False)
         yield made
