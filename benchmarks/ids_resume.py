@@ -54,9 +54,9 @@ def differences(one: Path, other: Path) -> dict[str, float]:
     """Tensor → by how much two checkpoints differ at most; those that are equal to the last bit have none."""
     import torch
 
+    from raytrec.checkpoint.blocks import DTYPES
     from raytrec.checkpoint.index import read_index
     from raytrec.checkpoint.restore import load
-    from raytrec.checkpoint.storage import DTYPES
 
     whole = []
     for folder in (one, other):

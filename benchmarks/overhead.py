@@ -41,7 +41,7 @@ from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.embeddings.bags import embedding_bags
 from raytrec.embeddings.optim import combine, fuse
-from raytrec.embeddings.per_table import table_optimizers
+from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.plan import BagSharder
 from raytrec.models import build_model
 from raytrec.worker.build import build_step

@@ -7,10 +7,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from raytrec.checkpoint.index import CheckpointError
+from raytrec.checkpoint.sound import ITEM_BYTES
 from raytrec.common.pages import bring_in
+
+DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +51,22 @@ class StoredChunk:
         end = self.nbytes if end is None else end
         place = f"bytes {self.start + begin} to {self.start + end - 1}"
         return f"{folder}/{self.file}, tensor {self.fqn}, {place}"
+
+
+def metadata_of(index: dict) -> Metadata:
+    """A sound index as torch has it, with a StoredChunk for every chunk."""
+    tensors, chunks = {}, {}
+    for fqn, entry in index["tensors"].items():
+        dtype, boxes = DTYPES[entry["dtype"]], []
+        for number, part in enumerate(entry["chunks"]):
+            box = ChunkStorageMetadata(torch.Size(part["offsets"]), torch.Size(part["sizes"]))
+            key = MetadataIndex(fqn, box.offsets, number)
+            sizes, crc32 = tuple(part["sizes"]), tuple(part["crc32"])
+            chunks[key] = StoredChunk(fqn, dtype, sizes, part["file"], part["start"], crc32)
+            boxes.append(box)
+        properties = TensorProperties(dtype=dtype)
+        tensors[fqn] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), boxes)
+    return Metadata(tensors, storage_data=chunks)
 
 
 class Target:

@@ -1,4 +1,4 @@
-"""Where checkpoints are: one folder a step; complete ones have an index. No torch."""
+"""Where checkpoints are: one folder a step; complete ones have an index; no torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from raytrec.config.trust import is_ours, not_ours
 from raytrec.metrics.selection import Figure
 
 PREFIX = "step-"
-FOLDER = "checkpoints"  # in a run folder, unless checkpoint.dir says otherwise
-# Folder → size and time of its index, and what it says of its run: one of many shards takes seconds to read.
+FOLDER = "checkpoints"  # in a run folder, unless checkpoint.dir is set
+# Folder → size and time of its index, and its `about`: one of many shards takes seconds to read.
 _KNOWN: dict[str, tuple[tuple[int, int], dict]] = {}
 
 
@@ -38,7 +38,7 @@ def steps(root: str) -> list[int]:
 
 
 def newest(root: str) -> tuple[str | None, dict[str, Any], list[CheckpointError]]:
-    """The newest complete checkpoint, what its index says, and why newer ones are not complete.
+    """The newest complete checkpoint, its index, and why newer ones are not complete.
 
     Only the index is read: whether the data behind it is whole is found out when it is loaded.
     """
@@ -56,7 +56,7 @@ def newest(root: str) -> tuple[str | None, dict[str, Any], list[CheckpointError]
 
 
 def find(place: str | Path) -> tuple[str, dict[str, Any]]:
-    """A checkpoint and what its index says: the folder given, or the newest complete one of a run folder.
+    """A checkpoint and its index: the folder given, or the newest complete one of a run folder.
 
     Raises:
         RunError: when there is none; CheckpointError: when the one given is damaged.
@@ -77,7 +77,7 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
-    """The checkpoint of one step of a run, and what its index says.
+    """The checkpoint of one step of a run, and its index.
 
     Raises:
         RunError: there is none; CheckpointError: it is damaged.
@@ -97,7 +97,7 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
 
 
 def find_best(place: str | Path, by: Figure) -> tuple[str, dict[str, Any]]:
-    """The checkpoint of a run whose evaluation was the best by a metric, and what its index says.
+    """The checkpoint of a run whose evaluation was the best by a metric, and its index.
 
     Raises:
         RunError: none has been evaluated.
@@ -155,7 +155,7 @@ def remove_oldest(root: str, best: int, by: Figure | None) -> str | None:
 
 
 def _found(root: str) -> dict[int, dict | None]:
-    """Step → what its index says, None where it has none, the newest first; without what cannot be read."""
+    """Step → `about` of its index, None where it has none, the newest first; without what cannot be read."""
     found: dict[int, dict | None] = {}
     for step in steps(root):
         folder = folder_of(root, step)
@@ -168,7 +168,7 @@ def _found(root: str) -> dict[int, dict | None]:
 
 
 def _about(folder: str) -> dict:
-    """What an index says of its run; read and checked again only if the file is another one."""
+    """`about` of an index; read and checked again only if the file is another one."""
     filesystem, path = open_filesystem(folder)
     info = filesystem.get_file_info(f"{path}/{INDEX}")
     seen = info.size, info.mtime_ns
@@ -209,7 +209,7 @@ def remove_others(folder: str, attempt: str) -> None:
 
 
 def free_bytes(root: str) -> int | None:
-    """What this user may still write where checkpoints are; None where nobody can tell: an object store."""
+    """Bytes that this user may still write where checkpoints are; None: not known, as of an object store."""
     filesystem, path = open_filesystem(root)
     if not is_local(filesystem):
         return None
@@ -237,7 +237,7 @@ def _of_a_run(folder: str, index: dict[str, Any]) -> dict[str, Any]:
     """The same index.
 
     Raises:
-        CheckpointError: it does not say what the index of a run's checkpoint does.
+        CheckpointError: it lacks something that the index of a run's checkpoint has.
     """
     if why := why_no_run(index["about"]):
         raise unreadable(f"it is not that of a run (about: {why})", f"{folder}/{INDEX}")
@@ -270,19 +270,14 @@ def _check_trusted(root: str, config: Path) -> None:
 
 
 def _roots(place: str) -> list[str]:
-    """Where a run folder's checkpoints may be: where its configuration says, beside it, or here."""
+    """Where a run folder's checkpoints may be: checkpoint.dir of its configuration, next to it, or here."""
     roots = [f"{place}/{FOLDER}", place]
     config = Path(place) / "config.yaml"
     if "://" not in place and config.is_file():
         try:
             values = yaml_values(read_bytes(config, MOST_YAML_BYTES))
             away = values["checkpoint"]["dir"]
-        except (
-            OSError,
-            NotReadable,
-            KeyError,
-            TypeError,
-        ):  # whoever needs the configuration says what is wrong
+        except (OSError, NotReadable, KeyError, TypeError):  # an error where the configuration is needed
             return roots
         if isinstance(away, str) and away:
             _check_trusted(away, config)

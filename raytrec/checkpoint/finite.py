@@ -55,9 +55,9 @@ def on_any_rank(mine: list[str], group: dist.ProcessGroup | None = None) -> str 
     names = sorted(on, key=lambda name: (len(on[name]), name))
     if not names:
         return None
-    said = [f"{in_words(name)} on {ranks(on[name])}" for name in names[:SHOWN]]
+    shown = [f"{in_words(name)} on {ranks(on[name])}" for name in names[:SHOWN]]
     more = f"; and {len(names) - SHOWN} more tensors" if len(names) > SHOWN else ""
-    return "; ".join(said) + more
+    return "; ".join(shown) + more
 
 
 def in_words(name: str) -> str:

@@ -23,7 +23,7 @@ class HostCopy:
     twice as much, as it comes in powers of two, and would never be given back.
 
     Attributes:
-        note: what is to be said about the last copy, for people; None: nothing.
+        note: about the last copy, for people; None: nothing.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class HostCopy:
 
 
 class _Memory:
-    """Host memory in pages of its own.
+    """Host memory in separate pages.
 
     Attributes:
         bytes: uint8 [size].

@@ -33,7 +33,7 @@ class NoRoom(CheckpointError):
 
 
 def read_index(folder: str) -> dict:
-    """What a checkpoint says of itself.
+    """The index of a checkpoint, checked.
 
     Args:
         folder: a local path or a URI.
@@ -101,6 +101,29 @@ def write_index(folder: str, content: dict) -> None:
             retry_read(folder, lambda: _put(filesystem, f"{path}/{INDEX}", text))
 
 
+def check_files(folder: str, sizes: dict[str, int]) -> None:
+    """Whether this process sees the files that all ranks have written.
+
+    Args:
+        sizes: file → its bytes.
+
+    Raises:
+        CheckpointError: it does not: the folder is another one on each node.
+    """
+    filesystem, path = open_filesystem(folder)
+    with writing(folder):
+        found = filesystem.get_file_info([f"{path}/{name}" for name in sizes])
+    for (name, size), info in zip(sizes.items(), found, strict=True):
+        if info.size != size:
+            seen = "is not there" if info.size is None else f"has {info.size:,} bytes, not {size:,}"
+            raise CheckpointError(
+                f"{name}, which a worker has written, {seen} as the first worker sees it",
+                where=folder,
+                expected="a folder that all workers share",
+                do="put checkpoints on storage that all nodes reach under the same path",
+            )
+
+
 def as_json(value: dict, where: str) -> dict:
     """A value as it will be read back: tuples are lists, keys are strings.
 
@@ -147,7 +170,7 @@ def writing(where: str) -> Iterator[None]:
 
 
 def reason(error: OSError) -> str:
-    """What the operating system or the store says, in one line."""
+    """The message of the operating system or the store, in one line."""
     return error.strerror or (str(error).splitlines() or [type(error).__name__])[0]
 
 

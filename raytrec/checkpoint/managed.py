@@ -7,8 +7,8 @@
                             int64 [m], the same of ids that were not seen often enough
     ids/TABLE/left          int64 [l], rows of ids that have left, as they are handed out again
 
-Ids stand in the order of their keys (embeddings/managed/keys.py). What has no values is not there. How long
-these are, and what else belongs to a map, the index says under `ids`.
+Ids stand in the order of their keys (embeddings/managed/keys.py). What has no values is not there. Their
+lengths, and what else belongs to a map, are in the index under `ids`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROWS, WAITING = ("row", "sightings", "last"), ("sightings", "last")
 
 
 def saved_ids(maps: Mapping[str, RowMap], steps: int) -> tuple[State, dict[str, Any]]:
-    """(tensors in host memory, which nothing changes any more; what the index says): a collective.
+    """(tensors in host memory, which nothing changes any more; `about` of the index): a collective.
 
     Args:
         maps: table → this rank's part of its map.
@@ -66,7 +66,7 @@ def ids_to_read(about: Mapping[str, Any], tables: Mapping[str, object]) -> State
     """Room for what `saved_ids` has saved, of which each rank reads a part.
 
     Args:
-        about: what the index says.
+        about: of the index.
         tables: that are wanted.
     """
     peers, tensors = Peers(), {}

@@ -138,7 +138,7 @@ def open_source(folder: str, name: str, where: str | None = None) -> Source:
         where: for people; default: its place.
 
     Raises:
-        CheckpointError: it cannot be opened, or is none of this folder's.
+        CheckpointError: it cannot be opened, or is not in this folder.
     """
     if "/" in name:
         raise unreadable(f"damaged (it names a file of another folder: {name})", folder)

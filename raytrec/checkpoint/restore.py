@@ -27,9 +27,9 @@ class Restored:
 
     Attributes:
         folder: the checkpoint; None when there was none to begin with.
-        about: what its index says beside the tensors.
+        about: that of its index.
         passed_over: why newer ones have not been taken.
-        more: tensors that have been read beside the model's.
+        more: tensors that have been read in addition to the model's.
     """
 
     folder: str | None = None
@@ -49,8 +49,8 @@ def restore(
     Incomplete ones are passed over, and so are those whose data turn out to be damaged, or not finite.
 
     Args:
-        why_not: of what an index says beside the tensors, why it cannot be resumed from; None: it can.
-        more: of the same, tensors to be read beside the model's.
+        why_not: of an index's `about`, why it cannot be resumed from; None: it can.
+        more: of the same, tensors to be read in addition to the model's.
 
     Raises:
         CheckpointError: there are complete checkpoints, and none of them can be read.
@@ -117,7 +117,7 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
 
 
 def _planned(error: BaseException) -> str | None:
-    """What torch's planner says of a tensor that is missing or has another shape; None of other errors."""
+    """torch's words about a tensor that is missing or has another shape; None for other errors."""
     inner = [f[0] for f in getattr(error, "failures", {}).values()] or [error]
     words = [(str(each).splitlines() or [""])[0] for each in inner]
     return next((w for w in words if "Missing key in checkpoint" in w or "ize mismatch" in w), None)

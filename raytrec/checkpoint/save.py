@@ -36,7 +36,7 @@ from raytrec.compat.torch_ import ShardedTensor
 from raytrec.config.sections import CheckpointSection
 from raytrec.metrics.selection import Figure
 
-SLACK_BYTES = 1 << 20  # of a disk: for the index, and what Ray Train notes beside checkpoints
+SLACK_BYTES = 1 << 20  # of a disk: for the index, and Ray Train's notes of checkpoints
 
 
 class NotFinite(RunError):
@@ -51,7 +51,7 @@ class Saved:
         step: of the run.
         folder: the checkpoint.
         error: why there is none; the same on every rank.
-        note: what else is to be said.
+        note: for people; None: nothing.
         blocked_s: seconds that the step waited for copies.
         seconds: until it was committed.
     """
@@ -89,7 +89,8 @@ class Saver:
         self._root, self._config, self._confirm, self._unbounded = root, config, confirm, unbounded
         self._best, self._rows = best, rows
         self._cramped = False  # older checkpoints have had to go first
-        # A group of its own, because its collectives run beside those of training; gloo, for host memory.
+        # Its own group, because its collectives run at the same time as those of training; gloo, for host
+        # memory.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[Saved] | None = None
@@ -228,7 +229,7 @@ class Saver:
         return free is not None and free < needed + SLACK_BYTES
 
     def _remove_oldest(self, notes: list[str]) -> bool:
-        """On rank 0: whether an older checkpoint could be removed; said once."""
+        """On rank 0: whether an older checkpoint could be removed; noted once."""
         try:
             self._confirm()
             removed = remove_oldest(self._root, self._config.keep_best, self._best)
@@ -238,7 +239,7 @@ class Saver:
         if removed and not self._cramped:
             self._cramped = True
             notes.append(
-                f"there is no room for a checkpoint beside {self._config.keep_last} others "
+                f"there is no room for a checkpoint in addition to {self._config.keep_last} others "
                 f"(checkpoint.keep_last): the oldest is removed before a new one is written, now {removed}"
             )
         return removed is not None

@@ -1,8 +1,8 @@
 """Tables as they were when a save began, written while training changes them, and without a copy of them.
 
 Which rows a step changes is known from the ids that it looks up. Before it does, their values are set aside;
-whoever writes takes these in the place of the live ones. So a save takes the memory of the rows that change
-while it is written, and no more than a share of the tables: where that is used up, training waits.
+the writing thread takes these in the place of the live ones. So a save takes the memory of the rows that
+change while it is written, and no more than a share of the tables: where that is used up, training waits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RowSnapshot:
     """The moment at which a save began, of all tables on a CPU that are updated in backward.
 
     Tables with other kernels change everywhere at each step, and those on GPUs must be copied to host memory
-    anyway; they are none of its.
+    anyway; it does not hold them.
 
     Args:
         model: its lookups are heard from now on.
@@ -80,7 +80,7 @@ class RowSnapshot:
             self._begun = True
 
     def end(self) -> None:
-        """Nobody reads it any more."""
+        """The save has ended."""
         with self._changed:
             self._begun = False
             for shard in self._shards.values():
@@ -158,7 +158,7 @@ class _Shard:
     def __init__(self, live: list[torch.Tensor]):
         self.live = [values.detach() for values in live]
         self._slots = torch.empty(0, dtype=torch.int32)  # of each row its place among `_aside`, or -1
-        self._aside: list[torch.Tensor] = []  # beside `live`: room for rows that are set aside
+        self._aside: list[torch.Tensor] = []  # of each of `live`: room for rows that are set aside
         self._count = 0
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether an index says what an index has to: a right hash only means that somebody computed it. No torch."""
+"""Whether an index has what an index must have, which a right hash does not show; no torch."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def why_unsound(index: dict[str, Any]) -> str | None:
 
 
 def why_no_run(about: dict[str, Any]) -> str | None:
-    """What a run's checkpoint must say of its run and this one does not; None where nothing is missing."""
+    """What the index of a run's checkpoint must have and this one lacks; None: nothing."""
     return _misfit(_About, about)
 
 

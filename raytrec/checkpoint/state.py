@@ -2,7 +2,7 @@
 
     tables/NAME/weight     [rows, dim]
     tables/NAME/KIND       optimizer state: [rows, dim], or [rows] with one value a row
-    tables/NAME/step       updates that Adam has made (0-dim)
+    tables/NAME/step       updates that its optimizer has made, if these count (0-dim)
     dense/FQN/value        a parameter or buffer of the dense layers
     dense/FQN/KIND         its optimizer state
     dense/FQN/ema          its average over steps (train.ema)
@@ -27,6 +27,7 @@ from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_t
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of, torch_optimizers, unwrapped
 from raytrec.embeddings.averages import average_of
 from raytrec.embeddings.bags import table_of
+from raytrec.embeddings.optimizers import OPTIMIZERS
 from raytrec.embeddings.tables import Parts, Table, tables
 
 State = dict[str, torch.Tensor | ShardedTensor]
@@ -91,18 +92,18 @@ class LogicalState:
             set_updates_made(kernel, int(step))
 
     def _table_steps(self, model: DistributedModelParallel, optimizer: KeyedOptimizer) -> State:
-        """Adam's count of updates of each table that this rank has a shard of."""
+        """The updates made of each table that this rank has a shard of and whose optimizer counts them."""
         steps: State = {}
         for fqn, states in optimizer.state_dict()["state"].items():
-            # Adagrad counts, too, for a decay of the learning rate that nobody can set.
-            if (table := table_of(fqn)) and "exp_avg_sq" in states:
+            # Of other optimizers torch may count, too, for a decay of the learning rate that no key sets.
+            if (table := table_of(fqn)) and self.tables[table].optimizer.counts and "step" in states:
                 steps[f"tables/{table}/step"] = states["step"]
         for kernel in sharded_kernels(model):
-            adam = [t for t in tables_of(kernel) if "exp_avg_sq" in self.tables[t.name].state]
-            if not adam or fbgemm_of(kernel) is None:  # torch's Adam has its count among its state
+            counting = [table for table in tables_of(kernel) if self.tables[table.name].optimizer.counts]
+            if not counting or fbgemm_of(kernel) is None:  # torch has its count among its state
                 continue
-            step = torch.tensor(0.0)  # torch's Adam counts in float32, too
-            steps |= {f"tables/{table.name}/step": step for table in adam}
+            step = torch.tensor(0.0)  # torch counts in float32, too
+            steps |= {f"tables/{table.name}/step": step for table in counting}
             self._fused_steps.append((kernel, step))
         return steps
 
@@ -145,17 +146,20 @@ def _owner(name: str) -> str | None:
 
 
 def _make_lazy_state(optimizer: KeyedOptimizer) -> None:
-    """Adam makes its state at its first step (torch 2.13.0); reading into it comes before that."""
+    """torch's Adam (2.13.0) makes its state at its first step, as others do; reading into it comes before."""
+    known = {each.torch_class(): each for each in OPTIMIZERS.parts.values()}
     for inner in torch_optimizers(optimizer):
-        if not isinstance(inner, torch.optim.Adam):
+        of_class = known[type(inner)]
+        if not of_class.state:
             continue
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                state = inner.state[parameter]
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            state = inner.state[parameter]
+            if state:
+                continue
+            if of_class.counts:
+                state["step"] = torch.tensor(0.0)
+            for kind, per, _ in of_class.state:
+                state[kind] = torch.zeros_like(parameter if per == "value" else parameter[:, :1])
 
 
 def _dense_values(model: DistributedModelParallel) -> Iterator[tuple[str, torch.Tensor]]:

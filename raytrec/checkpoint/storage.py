@@ -1,7 +1,7 @@
 """Tensors on storage for torch.distributed.checkpoint: raw bytes with checksums, and no pickle.
 
 Each rank writes one file, ATTEMPT-RANK.bin: its chunks (whole tensors, or shards of them), as little-endian
-values in row-major order, each from a multiple of 64 bytes on. The index says where each is, and has a crc32
+values in row-major order, each from a multiple of 64 bytes on. The index has the place of each, and a crc32
 for every block of it. A block is what is read at a time, so memory does not grow with tables.
 """
 
@@ -21,14 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -41,11 +34,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from raytrec.checkpoint.blocks import StoredChunk, Target, blocks
+from raytrec.checkpoint.blocks import DTYPES, StoredChunk, Target, blocks, metadata_of
 from raytrec.checkpoint.index import (
     INDEX,
     CheckpointError,
     as_json,
+    check_files,
     is_local,
     make_folder,
     read_index,
@@ -53,13 +47,9 @@ from raytrec.checkpoint.index import (
     writing,
 )
 from raytrec.checkpoint.rawfile import Sink, Source, open_source, read_block
-from raytrec.checkpoint.sound import ITEM_BYTES
 from raytrec.common.storage import open_filesystem
 
-__all__ = ["BLOCK_BYTES", "INDEX", "CheckpointError", "ShardReader", "ShardWriter", "read_index"]
-
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of the largest element
-DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 class ShardWriter(StorageWriter):
@@ -77,8 +67,8 @@ class ShardWriter(StorageWriter):
     Args:
         folder: a local path, made when there is none, or a URI; the same place for all ranks.
         attempt: begins the names of files; never used before in this folder.
-        about: what else the index is to say: JSON.
-        confirm: called on rank 0 before it commits; what it raises, there is no checkpoint for.
+        about: what else goes into the index: JSON.
+        confirm: called on rank 0 before it commits; if it raises, there is no checkpoint.
         read: of a tensor and a number of bytes, its blocks of so many bytes (blocks.blocks).
 
     Raises:
@@ -115,7 +105,7 @@ class ShardWriter(StorageWriter):
         """
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                raise CheckpointError(f"only tensors can be saved, and {item.index.fqn!r} is none")
+                raise CheckpointError(f"only tensors can be saved, and {item.index.fqn!r} is not one")
             dtype = item.tensor_data.properties.dtype
             if dtype not in DTYPES.values():
                 raise CheckpointError(
@@ -151,7 +141,7 @@ class ShardWriter(StorageWriter):
         for result in (result for each in results for result in each):
             file, end = result.storage_data["file"], result.storage_data["start"] + result.size_in_bytes
             sizes[file] = max(sizes.get(file, 0), end)
-        self._check_files(sizes)
+        check_files(self._folder, sizes)
         self._confirm()
         content = {"attempt": self._attempt, "block_bytes": self._block_bytes}
         write_index(self._folder, {**content, "tensors": tensors, "about": self._about})
@@ -183,21 +173,6 @@ class ShardWriter(StorageWriter):
             file.sync()
         return results
 
-    def _check_files(self, sizes: dict[str, int]) -> None:
-        """Workers that do not share the folder would make a checkpoint that nobody can load."""
-        filesystem, path = open_filesystem(self._folder)
-        with writing(self._folder):
-            found = filesystem.get_file_info([f"{path}/{name}" for name in sizes])
-        for (name, size), info in zip(sizes.items(), found, strict=True):
-            if info.size != size:
-                seen = "is not there" if info.size is None else f"has {info.size:,} bytes, not {size:,}"
-                raise CheckpointError(
-                    f"{name}, which a worker has written, {seen} as the first worker sees it",
-                    where=self._folder,
-                    expected="a folder that all workers share",
-                    do="put checkpoints on storage that all nodes reach under the same path",
-                )
-
 
 class ShardReader(StorageReader):
     """Reads a checkpoint into the tensors of a state dict, for `torch.distributed.checkpoint.load`.
@@ -205,7 +180,7 @@ class ShardReader(StorageReader):
     Shards may be others than those saved. Values are cast where a tensor has another dtype than was saved.
     Tensors are written in place while blocks are checked, so that after an error they hold anything.
 
-    Memory: `READS` blocks (`REMOTE_READS` for object stores) beside the tensors, whatever their size.
+    Memory: `READS` blocks (`REMOTE_READS` for object stores) in addition to the tensors, whatever their size.
 
     Args:
         folder: a local path or a URI.
@@ -230,7 +205,7 @@ class ShardReader(StorageReader):
         try:
             index = read_index(self._folder)
             self._block_bytes = index["block_bytes"]
-            return _metadata(index)
+            return metadata_of(index)
         except CheckpointError as error:
             self._error = error
             return Metadata({}, storage_data={})
@@ -303,22 +278,6 @@ class ShardReader(StorageReader):
         read_block(source, chunk.start + begin, into, chunk.crc32[number], where)
 
 
-def _metadata(index: dict) -> Metadata:
-    """A sound index in torch's words, with a StoredChunk for every chunk."""
-    tensors, chunks = {}, {}
-    for fqn, entry in index["tensors"].items():
-        dtype, boxes = DTYPES[entry["dtype"]], []
-        for number, part in enumerate(entry["chunks"]):
-            box = ChunkStorageMetadata(torch.Size(part["offsets"]), torch.Size(part["sizes"]))
-            key = MetadataIndex(fqn, box.offsets, number)
-            sizes, crc32 = tuple(part["sizes"]), tuple(part["crc32"])
-            chunks[key] = StoredChunk(fqn, dtype, sizes, part["file"], part["start"], crc32)
-            boxes.append(box)
-        properties = TensorProperties(dtype=dtype)
-        tensors[fqn] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), boxes)
-    return Metadata(tensors, storage_data=chunks)
-
-
 def _has_values(item: WriteItem) -> bool:
     """Whether there is something to write of it; a tensor that is empty as a whole is kept."""
     return bool(math.prod(item.tensor_data.chunk.sizes)) or not math.prod(item.tensor_data.size)
@@ -330,6 +289,6 @@ def _checked(tensor: torch.Tensor, item: WriteItem) -> torch.Tensor:
         raise CheckpointError(
             f"a shard of {item.index.fqn!r} has {tensor.dtype} {tuple(tensor.shape)}",
             where=f"offset {tuple(item.tensor_data.chunk.offsets)}",
-            expected=f"{expected[0]} {tuple(expected[1])}, as its metadata say",
+            expected=f"{expected[0]} {tuple(expected[1])}, as in its metadata",
         )
     return tensor

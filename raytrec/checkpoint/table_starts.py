@@ -17,19 +17,19 @@ class TableStart:
     Attributes:
         policy: exact, resize, new or drop.
         rows: that are taken over.
-        told: a line about it, where it is not simply taken over.
+        note: a line about it, where it is not simply taken over.
     """
 
     policy: str
     rows: int
-    told: str | None
+    note: str | None
 
 
 def table_starts(config: RunConfig, before: Schema, schema: Schema) -> dict[str, TableStart]:
     """table → how it begins, under warm_start.tables, tables of the checkpoint that have gone included.
 
     Raises:
-        SchemaError: a table has changed, and warm_start.tables does not say what to do.
+        SchemaError: a table has changed, and warm_start.tables has no entry that fits.
     """
     return {
         table: _start(table, before.tables.get(table), schema.tables.get(table), _policy(config, table))
@@ -66,7 +66,7 @@ def _start(table: str, old, new, policy: str) -> TableStart:
     raise SchemaError(
         f"tables.{table}: {has} now, {had} in the checkpoint",
         where="warm_start.from",
-        expected="the checkpoint's tables, or a word on what becomes of those that differ",
+        expected="the checkpoint's tables, or an entry of warm_start.tables for those that differ",
         do=f"set warm_start.tables.{table}={fitting}, or train with the checkpoint's schema",
     )
 

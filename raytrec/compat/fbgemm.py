@@ -66,7 +66,7 @@ class Cache:
         if not len(rows):
             return values[:0].clone()
         lookup = self.kernel.emb_module
-        filling = _of(lookup, "prefetch_stream")  # brings the next batch's rows in; None: nobody does
+        filling = _of(lookup, "prefetch_stream")  # brings the next batch's rows in; None: they are not
         if filling is not None:
             torch.cuda.current_stream().wait_stream(filling)
         # Of each row its place in lxu_cache_weights, or -1. lxu_cache_state is [sets, 32], the numbers of the
@@ -127,7 +127,7 @@ def set_updates_made(kernel: nn.Module, count: int) -> None:
 
 @contextmanager
 def updates_uncounted(model: nn.Module) -> Iterator[None]:
-    """A block whose lookups are no training.
+    """A block whose lookups do not train.
 
     FBGEMM counts every lookup of a fused kernel as an update, also without gradients. Its Adam corrects its
     bias by that count, which is saved, too: evaluating would change what is trained after.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     DenseTableBatchedEmbeddingBagsCodegen,
@@ -17,7 +16,7 @@ from torch import nn
 from torchrec.distributed import batched_embedding_kernel
 from torchrec.distributed.types import ShardingPlan
 
-from raytrec.compat.versions import private
+from raytrec.compat.versions import private, replacing
 
 MAPPED = "raytrec_mapped"  # among a table's settings; tables that have it share no lookup with others
 # (tables, values, dtype) → zeros [values] in a file.
@@ -60,24 +59,16 @@ def _one_each(indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device)
 
 
-def map_table(weight: nn.Parameter) -> None:
+def map_table(weight: nn.Parameter, state: Mapping[str, str]) -> None:
     """Marks a table, before sharding, to be in a file. It must be one that is updated in backward.
 
     TorchRec puts tables of equal settings into one lookup, so that marked ones are among themselves.
+
+    Args:
+        state: FBGEMM's name of each kind of optimizer state → what it has a number for: value or row.
     """
     (settings,) = private(weight, "_optimizer_kwargs", "torch")
-    settings[MAPPED] = True
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, own: Any) -> Iterator[None]:
-    """A block in which an attribute is another one."""
-    theirs = private(owner, name, "torchrec")
-    setattr(owner, name, own)
-    try:
-        yield
-    finally:
-        setattr(owner, name, theirs)
+    settings[MAPPED] = tuple(state.items())
 
 
 @contextmanager
@@ -92,8 +83,9 @@ def own_lookups(zeros: Zeros) -> Iterator[None]:
     def making(theirs: type, own: type) -> Callable[..., nn.Module]:
         def made(*args: Any, **settings: Any) -> nn.Module:
             (specs,) = args or (settings["embedding_specs"],)  # a tuple for each table, of its rows, dim, …
-            if settings.pop(MAPPED, False):
-                settings["preallocated_host_buffers"] = _buffers(specs, settings, zeros)
+            state = settings.pop(MAPPED, None)
+            if state is not None:
+                settings["preallocated_host_buffers"] = _buffers(specs, settings, dict(state), zeros)
             each_id = settings["pooling_mode"] == PoolingMode.NONE and len(specs) == 1
             return (own if each_id else theirs)(*args, **settings)
 
@@ -102,24 +94,22 @@ def own_lookups(zeros: Zeros) -> Iterator[None]:
     kernels = batched_embedding_kernel
     with ExitStack() as stack:
         for theirs, own in OWN.items():
-            stack.enter_context(_replaced(kernels, theirs.__name__, making(theirs, own)))
+            stack.enter_context(replacing(kernels, theirs.__name__, making(theirs, own), "torchrec"))
         for base in (kernels.BaseBatchedEmbedding, kernels.BaseBatchedEmbeddingBag):
-            stack.enter_context(_replaced(base, "init_parameters", lambda kernel: None))
+            stack.enter_context(replacing(base, "init_parameters", lambda kernel: None, "torchrec"))
         yield
 
 
-def _buffers(specs: list[tuple], settings: dict[str, Any], zeros: Zeros) -> dict[str, torch.Tensor] | None:
-    """What a fused kernel on CPU keeps: weights, and the state of its optimizer beside them."""
-    values, rows = sum(rows * dim for rows, dim, *_ in specs), sum(rows for rows, *_ in specs)
-    if not values:
+def _buffers(
+    specs: list[tuple], settings: dict[str, Any], state: Mapping[str, str], zeros: Zeros
+) -> dict[str, torch.Tensor] | None:
+    """What a fused kernel on CPU keeps: weights, and the state of its optimizer."""
+    sizes = {"value": sum(rows * dim for rows, dim, *_ in specs), "row": sum(rows for rows, *_ in specs)}
+    if not sizes["value"]:
         return None  # shards without a row
     tables = list(dict.fromkeys(settings["table_names"]))
-    buffers = {"weights": zeros(tables, values, settings["weights_precision"].as_dtype())}
-    if count := {EmbOptimType.EXACT_ADAGRAD: values, EmbOptimType.EXACT_ROWWISE_ADAGRAD: rows}.get(
-        settings["optimizer"]
-    ):
-        buffers["momentum1"] = zeros(tables, count, torch.float32)
-    return buffers
+    buffers = {"weights": zeros(tables, sizes["value"], settings["weights_precision"].as_dtype())}
+    return buffers | {name: zeros(tables, sizes[per], torch.float32) for name, per in state.items()}
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from raytrec.compat.versions import private
+from raytrec.compat.versions import private, replacing
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray sets in the environment of a job's driver
 CURRENT_CLUSTER = (
@@ -22,9 +22,9 @@ SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 READ_AT_ONCE = ("LD_", "MALLOC_", "PYTHON", "RAY_")
 READ_LATER = ("RAY_AUTH_", "RAY_TRAIN_", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC")
 READ_FOR_EVER = ("RAY_JOB_ID", "RAY_RAYLET_PID")
-# Lets ray.init come back without waiting for workers that are started before anybody needs them.
+# Lets ray.init return without waiting for workers that are started before they are needed.
 ON_DEMAND = {"RAY_prestart_worker_first_driver": "0"}
-# What Ray's processes do at intervals although nobody asks (ray_config_def.h), in a Ray for one run.
+# What Ray's processes do at intervals without being asked (ray_config_def.h), in a Ray for one run.
 SELDOM = {
     "enable_metrics_collection": False,  # for a dashboard or Prometheus: half of what an idle Ray takes
     "task_events_report_interval_ms": 0,  # 0: never; for lists of tasks
@@ -49,7 +49,7 @@ def is_head(command: list[str]) -> bool:
 
 
 def available_resources() -> dict[str, dict[str, float]]:
-    """Node's id → resources that nobody uses."""
+    """Node's id → resources that are free."""
     import ray
 
     return ray._private.state.available_resources_per_node()
@@ -116,7 +116,7 @@ def bootstrap_address(address: str) -> str | None:
     """HOST:PORT that Ray would join for an address, with 127.0.0.1 turned into the machine's own.
 
     Raises:
-        ConnectionError, ValueError: there is no cluster, or it is no address.
+        ConnectionError, ValueError: there is no cluster, or it is not an address.
     """
     from ray._private import services
 
@@ -166,7 +166,7 @@ def in_folder(folder: Path) -> dict[str, Any]:
 def few_wakeups() -> dict[str, Any]:
     """Arguments of ray.init for a local Ray whose idle processes leave the cores to those who train.
 
-    What the environment sets (RAY_enable_metrics_collection=1), stays as it says.
+    Settings of the environment (RAY_enable_metrics_collection=1) stay.
     """
     settings = {name: value for name, value in SELDOM.items() if f"RAY_{name}" not in os.environ}
     return {"_system_config": settings}
@@ -199,16 +199,13 @@ def popen_replaced(
             super().__init__(*args, **given, **options)
             began(self.pid, args[0][0] == services.RAYLET_EXECUTABLE)
 
-    services.ConsolePopen = Apart
-    try:
+    with replacing(services, "ConsolePopen", Apart, "ray"):
         yield
-    finally:
-        services.ConsolePopen = before
 
 
 @contextmanager
 def only_what_is_needed() -> Iterator[None]:
-    """A block in which a local Ray is started without the processes that serve nobody there.
+    """A block in which a local Ray is started without the processes that it has no use for.
 
     These are three, of which each imports Ray for a second, one of them while ray.init waits: the API server
     (of the dashboard, which is left out), the autoscaler's monitor (of a cluster that does not grow), and
@@ -216,27 +213,17 @@ def only_what_is_needed() -> Iterator[None]:
     """
     from ray._private.node import Node
 
-    before = {name: private(Node, name, "ray") for name in UNNEEDED}
-    for name in UNNEEDED:
-        setattr(Node, name, lambda self, **_: None)
-    try:
+    with ExitStack() as stack:
+        for name in UNNEEDED:
+            stack.enter_context(replacing(Node, name, lambda self, **_: None, "ray"))
         yield
-    finally:
-        for name, method in before.items():
-            setattr(Node, name, method)
 
 
-@contextmanager
-def workers_started_by(script: Path) -> Iterator[None]:
+def workers_started_by(script: Path) -> AbstractContextManager[None]:
     """A block in which a Ray that is started has this script in the place of its setup_worker.py."""
     from ray._private import ray_constants
 
-    before = private(ray_constants, "SETUP_WORKER_FILENAME", "ray")
-    ray_constants.SETUP_WORKER_FILENAME = str(script)
-    try:
-        yield
-    finally:
-        ray_constants.SETUP_WORKER_FILENAME = before
+    return replacing(ray_constants, "SETUP_WORKER_FILENAME", str(script), "ray")
 
 
 def first_job(raylet: int) -> dict[str, str]:
@@ -248,8 +235,7 @@ def first_job(raylet: int) -> dict[str, str]:
     return dict(zip(READ_FOR_EVER, ("01000000", str(raylet)), strict=True))
 
 
-@contextmanager
-def actor_class_ids_from(random: Callable[[int], bytes]) -> Iterator[None]:
+def actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContextManager[None]:
     """A block in which the ids of actor classes are not drawn from Ray's generator, which stays unseeded.
 
     Args:
@@ -264,15 +250,11 @@ def actor_class_ids_from(random: Callable[[int], bytes]) -> Iterator[None]:
         def from_random() -> Any:
             return before(random(before.size()))
 
-    ray.actor.ActorClassID = FromOutside
-    try:
-        yield
-    finally:
-        ray.actor.ActorClassID = before
+    return replacing(ray.actor, "ActorClassID", FromOutside, "ray")
 
 
 def is_ray_process(pid: int) -> bool:
-    """Whether a process of this machine is a worker of Ray's, as its title says.
+    """Whether a process of this machine is a worker of Ray's, by its title.
 
     Raises:
         OSError: it is gone.

@@ -27,7 +27,6 @@ __all__ = [
     "Shard",
     "ShardMetadata",
     "ShardedTensor",
-    "accumulate_grad_of",
     "apply_optimizer_in_backward",
     "bind_store",
     "call_after_nodes",
@@ -67,7 +66,7 @@ def sharded_tensor(
 def with_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> ShardedTensor:
     """A ShardedTensor like another one, of other values of this rank, which are in host memory.
 
-    torch holds each part against what the metadata say of its device and of pinned memory.
+    torch compares each part with the metadata's device and pinned memory.
     """
     metadata = value.metadata()
     shards = [
@@ -89,21 +88,6 @@ def with_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> Sharde
 def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiplies tensors in place, with few kernels."""
     torch._foreach_mul_(tensors, factor)
-
-
-def accumulate_grad_of(leaf: torch.Tensor) -> torch.autograd.graph.Node:
-    """The AccumulateGrad node that a view's autograd graph ends in.
-
-    Raises:
-        RunError: it ends in another one.
-    """
-    with torch.enable_grad():
-        node = leaf.view_as(leaf).as_subclass(torch.Tensor).grad_fn
-    while node is not None and node.name() != "torch::autograd::AccumulateGrad":
-        node = node.next_functions[0][0] if node.next_functions else None
-    if node is None:
-        raise missing("torch::autograd::AccumulateGrad behind a parameter", "torch")
-    return node
 
 
 def call_after_nodes(losses: torch.Tensor, call: Callable[[], object]) -> None:
@@ -154,7 +138,7 @@ _untimed_wait: Any = dist.Work.wait
 
 
 def time_waits(timed: Callable[[Callable], Callable]) -> None:
-    """Wraps every wait for other ranks of this process: TorchRec waits within autograd functions of its own.
+    """Wraps every wait for other ranks of this process: TorchRec waits within its autograd functions.
 
     Args:
         timed: torch.distributed.Work.wait → what takes its place; what an earlier call has put there goes.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from raytrec.common.errors import RunError
@@ -60,6 +62,21 @@ def _distance(found: dict[str, str], pair: dict[str, str]) -> int:
 def _release(version: str) -> int:
     major, minor = re.match(r"(\d+)(?:\.(\d+))?", version).groups("0")
     return 100 * int(major) + int(minor)
+
+
+@contextmanager
+def replacing(owner: Any, name: str, own: Any, package: str) -> Iterator[None]:
+    """A block in which an attribute of an upstream package is another one.
+
+    Raises:
+        RunError: as `private`.
+    """
+    theirs = private(owner, name, package)
+    setattr(owner, name, own)
+    try:
+        yield
+    finally:
+        setattr(owner, name, theirs)
 
 
 def private(owner: Any, name: str, package: str) -> Any:

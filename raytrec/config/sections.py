@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from math import cos, pi
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from raytrec.common.errors import some
 from raytrec.common.python_path import PYTHON_PATH
+from raytrec.common.registry import modules_of
 from raytrec.common.storage import sibling
 from raytrec.config.base import (
     Few,
@@ -240,7 +241,10 @@ class CheckpointSection(Section):
     )
 
 
-Optimizer = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
+if TYPE_CHECKING:
+    Optimizer = str
+else:  # one file each
+    Optimizer = Literal[tuple(modules_of("raytrec.embeddings.optimizers"))]
 
 
 class EmbeddingOptim(Section):
@@ -279,10 +283,9 @@ class Schedule(Section):
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows.")
     decay_steps: PositiveInt | None = Field(
         None,
-        description="Steps after the warm-up in which the factor falls to floor, where it stays; default: "
-        "until the end of the run.",
+        description="Steps after the warm-up in which the factor falls to 0; default: until the end of the "
+        "run.",
     )
-    floor: Number = Field(0.0, ge=0, le=1, description="The lowest factor of the decay.")
 
     @model_validator(mode="after")
     def _known(self) -> Schedule:
@@ -303,8 +306,7 @@ class Schedule(Section):
         if self.decay_steps is None:
             return 1.0
         done = min(1.0, (step - self.warmup_steps) / self.decay_steps)
-        left = 1 - done if self.decay == "linear" else (1 + cos(pi * done)) / 2
-        return self.floor + (1 - self.floor) * left
+        return 1 - done if self.decay == "linear" else (1 + cos(pi * done)) / 2
 
 
 class OptimSection(Section):
@@ -357,27 +359,14 @@ class TablePlan(Section):
     compute_kernel: Literal["fused", "dense", "fused_uvm", "fused_uvm_caching", "fused_mmap"] | None = Field(
         None,
         description="fused: in device memory, updated in backward. dense: ordinary gradients and a dense "
-        "update. fused_uvm(_caching): in host memory (with a cache on the device). fused_mmap: in a file, "
-        "for workers on CPU.",
-    )
-    cache_load_factor: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None,
-        description="With fused_uvm_caching: how much of the table the cache on the GPU holds; default 0.2.",
-    )
-    cache_algorithm: Literal["lru", "lfu"] | None = Field(
-        None,
-        description="With fused_uvm_caching: which rows leave the cache, those used longest ago (lru, the "
-        "default) or least often (lfu: then no rows are brought in ahead of their step).",
+        "update. fused_uvm(_caching): in host memory (with a cache of a fifth of the rows on the device). "
+        "fused_mmap: in a file, for workers on CPU.",
     )
     dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_trainable)] | None = Field(
         None,
-        description="Of the weights; default fp32. Sums, gradients and optimizer state stay fp32. (FBGEMM "
-        "trains no bf16 and no int8 tables.)",
-    )
-    stochastic_rounding: bool | None = Field(
-        None,
-        description="Of fp16 weights at each update: to one of the two nearest values at random, so that "
-        "small updates add up; false: to the nearest. Default: true on GPUs; on CPU there is only false.",
+        description="Of the weights; default fp32. Sums, gradients and optimizer state stay fp32. On GPUs "
+        "updates round to one of the two nearest values at random, on CPU to the nearest. (FBGEMM trains no "
+        "bf16 and no int8 tables.)",
     )
 
 
@@ -411,8 +400,7 @@ class PlanSection(Section):
     tables: dict[str, TablePlan] = Field(
         default_factory=dict,
         description="Constraints: table, or pattern such as 'item*', to sharding_type, ranks, "
-        "compute_kernel, cache_load_factor, cache_algorithm, dtype, stochastic_rounding. Where several "
-        "match, later lines override earlier ones.",
+        "compute_kernel, dtype. Where several match, later lines override earlier ones.",
     )
     compute_kernels: list[Literal["fused", "fused_uvm", "fused_uvm_caching", "fused_mmap"]] = Field(
         ["fused"],
@@ -426,17 +414,8 @@ class PlanSection(Section):
         "table-wise.",
     )
     qcomms: QCommsSection = Field(default_factory=QCommsSection)
-    ranks_per_host: Few | None = Field(
-        None, description="Ranks that share a host; default: as Ray placed them."
-    )
     memory_gib: PositiveFloat | None = Field(
         None, description="Memory for tables on each worker's device, in GiB; default: what it has."
-    )
-    host_memory_gib: PositiveFloat | None = Field(
-        None,
-        description="Host memory for tables with compute_kernel fused_uvm(_caching), in GiB for each worker "
-        "on a GPU; default: its share of what the host has, less 15 %, rows read ahead, and what checkpoints "
-        "are copied to.",
     )
     mmap_dir: Annotated[str, AfterValidator(_local)] | None = Field(
         None,

@@ -14,7 +14,7 @@ from raytrec.config.schema import Schema
 from raytrec.driver.evaluation import resolve_checkpoint
 
 if TYPE_CHECKING:
-    from raytrec.checkpoint.table_changes import TableChange
+    from raytrec.checkpoint.convert import TableChange
 
 TABLE_KINDS = "managed, resize:ROWS or hash"
 
@@ -60,7 +60,7 @@ def convert(
     config, schema, folder, index = resolve_checkpoint(place, checkpoint, [], allow_code)
     wanted, out = _parse(tables, schema), absolute(out).rstrip("/")
     _check_free(out)
-    from raytrec.checkpoint.rewrite import rewrite
+    from raytrec.checkpoint.convert import rewrite
 
     changes = {table: _change(folder, index, schema, table, kind) for table, kind in wanted.items()}
     new = {table: change.table for table, change in changes.items()}
@@ -68,7 +68,7 @@ def convert(
     about = {**index["about"], "schema": schema.to_yaml()}
     about["ids"] = dict(about.get("ids", {})) | {t: dict(c.about) for t, c in changes.items() if c.about}
     rewrite(folder, index, out, changes, about, config.run.seed)
-    return Converted(out, [change.told for change in changes.values()])
+    return Converted(out, [change.note for change in changes.values()])
 
 
 def _parse(tables: Sequence[str], schema: Schema) -> dict[str, str]:
@@ -94,7 +94,7 @@ def _parse(tables: Sequence[str], schema: Schema) -> dict[str, str]:
 
 
 def _change(folder: str, index: dict, schema: Schema, name: str, kind: str) -> TableChange:
-    from raytrec.checkpoint.table_changes import resized, to_hash, to_managed
+    from raytrec.checkpoint.convert import resized, to_hash, to_managed
 
     table = schema.tables[name]
     if kind == "managed":

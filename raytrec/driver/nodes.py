@@ -215,7 +215,7 @@ def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: lis
             schema,
             device,
             world=workers,
-            ranks_per_host=plan.ranks_per_host or (workers if local else None),
+            ranks_per_host=workers if local else None,
             memory=memory,
             host_share=_host_share(nodes, workers, local),
         )

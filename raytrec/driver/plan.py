@@ -28,11 +28,10 @@ def plan(
         source: a config file or its values; data.schema, or schema.yaml above data.train, must be there.
         overrides: `section.key=value` strings.
         hosts: machines; default: as many as scaling.num_workers fill.
-        gpus: GPUs of each, or with scaling.device=cpu workers; default: plan.ranks_per_host, else
-            scaling.num_workers up to 8.
-        memory_gib: of each of these, where plan.memory_gib is not set.
-        host_memory_gib: of each host's main memory, where tables with kernel fused_uvm(_caching) are and
-            plan.host_memory_gib is not set; default: twice that of its GPUs.
+        gpus: GPUs of each, or with scaling.device=cpu workers; default: scaling.num_workers, up to 8.
+        memory_gib: of each of these, unless plan.memory_gib is set.
+        host_memory_gib: of each host's main memory, where tables with kernel fused_uvm(_caching) are;
+            default: twice that of its GPUs.
         disk_gib: of each host's disk, where tables with kernel fused_mmap are; default: enough.
 
     Returns:
@@ -51,7 +50,7 @@ def plan(
 
     config = resolve(load_config(source, overrides), source)
     workers = config.scaling.max_workers
-    gpus = gpus or config.plan.ranks_per_host or min(8, workers)
+    gpus = gpus or min(8, workers)
     hosts = hosts or -(-workers // gpus)
     if hosts * gpus != workers:
         raise ConfigError(

@@ -14,11 +14,9 @@ from raytrec.config.schema import Schema
 from raytrec.config.transforms import Sample
 from raytrec.data.fragments import Dataset
 from raytrec.driver.prepare import RunPlan
-from raytrec.embeddings.per_table import table_optimizers
-from raytrec.embeddings.planner.constraints import resolve_constraints
-from raytrec.embeddings.planner.disk import free_disk
+from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
+from raytrec.embeddings.planner.disk import disk_refusal, free_disk
 from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, map_share
-from raytrec.embeddings.planner.tiers import disk_refusal
 from raytrec.embeddings.planner.validation import check_decay, footprints
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.columns import check_reserved
@@ -149,7 +147,7 @@ def copied_numbers(config: RunConfig, schema: Schema, steps: int) -> list[str]:
                 )
     schedule = config.optim.schedule
     end = schedule.warmup_steps + (schedule.decay_steps or steps)
-    if not schedule.floor and end < steps:
+    if end < steps:
         lines.append(
             f"optim.schedule: learning rates are 0 from step {end:,} on, and the run has {steps:,} steps; "
             "leave decay_steps out to decay until its end"
@@ -166,7 +164,7 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
     about = find(config.warm_start.from_)[1]["about"]
     before = load_config(about["config"], allow_code=True, stored=True).model_dump(by_alias=True, mode="json")
     old_schema = schema_of(about)
-    lines = [start.told for start in table_starts(config, old_schema, schema).values() if start.told]
+    lines = [start.note for start in table_starts(config, old_schema, schema).values() if start.note]
     if config.warm_start.dense == "exact":
         _check_dense(config, before, old_schema, schema)
     if config.warm_start.optimizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torchrec.distributed.types import ShardingPlan
@@ -18,7 +18,9 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import bytes_text
 from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
+from raytrec.config.sections import EmbeddingOptim
 from raytrec.embeddings.bags import Collection, tables_in
+from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.planner.disk import make_room, memory_filesystem, mmap_folder
 from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 
@@ -29,7 +31,7 @@ class MappedFiles:
     They have no names, and are gone when the process ends, however it ends: checkpoints are what is kept.
 
     Args:
-        config: says in which folder (plan.mmap_dir).
+        config: has the folder (plan.mmap_dir).
     """
 
     def __init__(self, config: RunConfig):
@@ -54,7 +56,7 @@ class MappedFiles:
             with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
                 pages = mmap.mmap(file.fileno(), size)
-            pages.madvise(mmap.MADV_RANDOM)  # a row brings in its page, not the megabytes beside it
+            pages.madvise(mmap.MADV_RANDOM)  # a row brings in its page, not the megabytes around it
         except OSError as error:
             raise self._refused(tables, size, (error.strerror or str(error)).lower()) from None
         return torch.frombuffer(pages, dtype=dtype)
@@ -68,14 +70,18 @@ class MappedFiles:
         )
 
 
-def mark_mapped(collections: Iterable[Collection], plan: ShardingPlan) -> None:
+def mark_mapped(
+    collections: Iterable[Collection], plan: ShardingPlan, optimizers: Mapping[str, EmbeddingOptim]
+) -> None:
     """Marks the tables that a plan gives to fused_mmap, before they are sharded.
 
     Args:
         collections: PooledEmbeddings.collections, marked by optim.fuse.
+        optimizers: of every table (constraints.table_optimizers).
     """
     kernels = {table: spec.compute_kernel for module in plan.plan.values() for table, spec in module.items()}
     for collection in collections:
         for table, module in tables_in(collection).items():
             if kernels[table] == MMAP_KERNEL:
-                map_table(module.weight)
+                state = optimizer_of(optimizers[table].name).state
+                map_table(module.weight, {each.buffer: each.per for each in state})

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import nn
-from torchrec.optim import RowWiseAdagrad
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from raytrec.compat.torch_ import apply_optimizer_in_backward
 from raytrec.config.sections import DenseOptim, EmbeddingOptim
 from raytrec.embeddings.bags import Collection, table_of, tables_in
-from raytrec.embeddings.per_table import has_fused
-
-CLASSES = {
-    "rowwise_adagrad": RowWiseAdagrad,
-    "adagrad": torch.optim.Adagrad,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-}
+from raytrec.embeddings.optimizers import optimizer_of
 
 
 def _settings(config: EmbeddingOptim | DenseOptim) -> dict:
-    return {"lr": config.lr} | ({} if config.name == "sgd" else {"eps": config.eps})
+    return {"lr": config.lr} | {key: getattr(config, key) for key in optimizer_of(config.name).settings}
 
 
 def fuse(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
@@ -35,31 +26,40 @@ def fuse(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOp
 
     Args:
         collections: PooledEmbeddings.collections.
-        optimizers: of every table (per_table.table_optimizers).
+        optimizers: of every table (constraints.table_optimizers).
         device: cpu or cuda.
     """
     for collection in collections:
         for table, module in tables_in(collection).items():
-            optimizer = optimizers[table]
-            if has_fused(optimizer.name, device):
-                # No weight decay: constraints.validate_constraints has refused it for these kernels.
-                apply_optimizer_in_backward(
-                    CLASSES[optimizer.name], module.parameters(), _settings(optimizer)
-                )
+            known = optimizer_of(optimizers[table].name)
+            if device in known.devices:
+                # No weight decay: validation.check_decay has refused it for these kernels.
+                settings = _settings(optimizers[table])
+                apply_optimizer_in_backward(known.kernel_class(), module.parameters(), settings)
 
 
-def combine(
-    model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense: DenseOptim
-) -> CombinedOptimizer:
+class RunOptimizer(CombinedOptimizer):
+    """Every optimizer of a run as one.
+
+    Attributes:
+        names: table → the name of its optimizer in the configuration.
+    """
+
+    def __init__(self, parts: list[tuple[str, KeyedOptimizer]], names: dict[str, str]):
+        super().__init__(parts)
+        self.names = names
+
+
+def combine(model: nn.Module, optimizers: Mapping[str, EmbeddingOptim], of_dense: DenseOptim) -> RunOptimizer:
     """One optimizer over everything, after sharding.
 
     It holds the fused ones, one for each optimizer and learning rate of tables that are not updated in
-    backward (data-parallel ones, those with a dense kernel, those of Adam on CPU), and the dense layers' one.
-    A dense update of a table by Adam also moves rows that the batch did not touch; the fused one does not.
+    backward (data-parallel ones, those with a dense kernel, those of an optimizer without a kernel), and the
+    dense layers' one.
 
     Args:
         model: the DistributedModelParallel.
-        optimizers: of every table (per_table.table_optimizers).
+        optimizers: of every table (constraints.table_optimizers).
         of_dense: of the dense layers.
     """
     # A row-wise table with fewer rows than ranks leaves some ranks an empty shard, with nothing to train.
@@ -72,9 +72,10 @@ def combine(
             parts.append(("tables", _wrap(tables, optimizer)))
     if dense := {name: p for name, p in rest.items() if not table_of(name)}:
         parts.append(("dense", _wrap(dense, of_dense)))
-    return CombinedOptimizer(parts)
+    return RunOptimizer(parts, {table: optimizer.name for table, optimizer in optimizers.items()})
 
 
 def _wrap(parameters: dict[str, nn.Parameter], config: EmbeddingOptim | DenseOptim) -> KeyedOptimizerWrapper:
     settings = _settings(config) | {"weight_decay": config.weight_decay}
-    return KeyedOptimizerWrapper(parameters, lambda params: CLASSES[config.name](params, **settings))
+    make = optimizer_of(config.name).torch_class()
+    return KeyedOptimizerWrapper(parameters, lambda params: make(params, **settings))

@@ -71,7 +71,7 @@ def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, given: torch.Te
         kernel: one of `sharded_kernels` or `replicated_kernels`.
         features: the ids that it looked up, for the rows of this rank's shards.
         given: float, what it gave, or the gradient of that: sums of bags [B, Σ columns], or each id's vector
-            [N, columns]. Then every id is a bag of its own.
+            [N, columns]. Then every id is a bag.
     """
     shards = [table for table in tables_of(kernel) for _ in table.feature_names]
     keys = list(keys_of(features, len(shards)))

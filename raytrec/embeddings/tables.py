@@ -3,11 +3,11 @@
 for table in tables(model, optimizer).values():
     print(table.name, table.shape, table.dtype, table.sharding, table.kernel)
     start = table.weight.dense(rows=range(1000), first_only=True)    # rank 0: float [1000, dim]
-    moments = table.state["sum"].dense(rows=range(1000))             # beside them
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +17,10 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.common.errors import RunError
 from raytrec.compat.fbgemm import Cache, caches
-from raytrec.compat.torch_ import ShardedTensor, accumulate_grad_of
-from raytrec.compat.torchrec_ import sharded_collections
+from raytrec.compat.torch_ import ShardedTensor
+from raytrec.compat.torchrec_ import sharded_collections, unwrapped
 from raytrec.embeddings.bags import table_of, weight_name
+from raytrec.embeddings.optimizers import TableOptimizer, optimizer_of
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,8 @@ class Table:
             grid_shard.
         kernel: fused, dense, fused_uvm, fused_uvm_caching or fused_mmap.
         weight: the weights.
-        state: kind of optimizer state (torch.optim's names: sum, exp_avg, exp_avg_sq) → its values; empty
-            without an optimizer, for sgd, and before the first step where torch makes state at that.
+        optimizer: how it is updated; None where it was read without an optimizer.
+        state: kind of optimizer state (TableOptimizer.state) → its values; empty before torch makes it.
         parameter: what TorchRec calls the table's weight on this rank (None where it holds no shard): a
             slice of a larger tensor, not a leaf.
     """
@@ -184,6 +185,7 @@ class Table:
     sharding: str
     kernel: str
     weight: Parts
+    optimizer: type[TableOptimizer] | None
     state: dict[str, Parts]
     parameter: torch.Tensor | None
 
@@ -193,9 +195,11 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
 
     Args:
         model: a DistributedModelParallel, or any module with a sharded collection inside.
-        optimizer: the one of `optim.combine`, for the state beside the weights.
+        optimizer: the one of `optim.combine`, for the state of tables.
     """
-    local_state, kinds = _optimizer_state(optimizer) if optimizer is not None else ({}, {})
+    names = unwrapped(optimizer).names if optimizer is not None else {}
+    optimizers = {table: optimizer_of(name) for table, name in names.items()}
+    local_state, kinds = _optimizer_state(optimizer, optimizers) if optimizer is not None else ({}, {})
     found = {}
     for module in sharded_collections(model):
         live, parameters = module.state_dict(), dict(module.named_parameters())
@@ -214,30 +218,11 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
                 spec.sharding_type,
                 spec.compute_kernel,
                 weight,
+                optimizers.get(name),
                 state,
                 parameters.get(key),
             )
     return found
-
-
-def accumulate_grad(table: Table) -> torch.autograd.graph.Node:
-    """The AccumulateGrad node of a data-parallel table (or one with a dense kernel), for libraries that walk
-    the autograd graph: hooks on it run when the table's gradient is ready.
-
-    `table.parameter` is a slice of the tensor that FBGEMM keeps for several tables, and says that it has no
-    grad_fn; the node belongs to that tensor, so tables of one kernel share it.
-
-    Raises:
-        RunError: the table is updated in backward and never has a gradient, or this rank has no shard of it.
-    """
-    if table.kernel != "dense" or table.parameter is None:
-        raise RunError(
-            f"table {table.name} has no AccumulateGrad on rank {dist.get_rank()}",
-            where=f"sharding {table.sharding}, kernel {table.kernel}",
-            expected="a table with a dense kernel that this rank holds; fused kernels update in backward",
-            do=f"set plan.tables.{table.name}.sharding_type to data_parallel, or its compute_kernel to dense",
-        )
-    return accumulate_grad_of(table.parameter)
 
 
 def _weight(value: torch.Tensor | ShardedTensor, cache: Cache | None) -> Parts:
@@ -275,7 +260,9 @@ def _beside(weight: Parts, per_row: bool, dtype: torch.dtype, live: list[torch.T
     )
 
 
-def _optimizer_state(optimizer: KeyedOptimizer) -> tuple[dict, dict]:
+def _optimizer_state(
+    optimizer: KeyedOptimizer, optimizers: Mapping[str, type[TableOptimizer]]
+) -> tuple[dict, dict]:
     """This rank's live state, {table: {kind: its shards in order}}, and the kinds there are on any rank,
     {table: {kind: (one value a row, dtype)}}; a collective: ranks without a shard know of none."""
     live: dict[str, dict[str, list[torch.Tensor]]] = {}
@@ -283,11 +270,12 @@ def _optimizer_state(optimizer: KeyedOptimizer) -> tuple[dict, dict]:
         table = table_of(fqn)
         if table is None:
             continue
+        kinds_of = {state.buffer: state.kind for state in optimizers[table].state}
         for name, value in states.items():
             parts = [s.tensor for s in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
             if parts and all(isinstance(p, torch.Tensor) and p.dim() > 0 for p in parts):
-                kind = _kind(name.rpartition(".")[2], states)
-                live.setdefault(table, {})[kind] = [_flat(p.detach()) for p in parts]
+                kind = name.rpartition(".")[2]  # FBGEMM's name, or torch.optim's
+                live.setdefault(table, {})[kinds_of.get(kind, kind)] = [_flat(p.detach()) for p in parts]
     mine = {t: {k: (parts[0].dim() == 1, parts[0].dtype) for k, parts in s.items()} for t, s in live.items()}
     everyone: list[dict] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -296,12 +284,6 @@ def _optimizer_state(optimizer: KeyedOptimizer) -> tuple[dict, dict]:
         for table, entry in theirs.items():
             kinds.setdefault(table, {}).update(entry)
     return live, kinds
-
-
-def _kind(name: str, states: dict) -> str:
-    """FBGEMM's names of state → torch.optim's: momentum1 is Adagrad's sum, or Adam's first moment."""
-    two = any(other.endswith("momentum2") or other.endswith("exp_avg_sq") for other in states)
-    return {"momentum1": "exp_avg" if two else "sum", "momentum2": "exp_avg_sq"}.get(name, name)
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ class Taps:
     Attributes:
         lookups: of this rank.
         sent: int64 [features], ids in this rank's part of the batches, since the start.
-        rows: int64 scalar, rows in it that are no padding.
+        rows: int64 scalar, rows in it that are not padding.
         probing: set it before a step to keep what passes at that step.
         input: of the probed step.
     """
@@ -132,7 +132,7 @@ class Taps:
         pooled, batch = inputs
         if not head.training:
             return
-        # A batch has fewer than 2³¹ ids, as TorchRec's offsets say; sums in int64 take four times as long.
+        # A batch has fewer than 2³¹ ids, as TorchRec's offsets need; sums in int64 take four times as long.
         self.sent += batch.sparse.lengths().view(len(self.features), -1).sum(1, dtype=torch.int32)
         self.rows += torch.count_nonzero(batch.weights)
         if self.probing:

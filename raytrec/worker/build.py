@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.types import CacheAlgorithm, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from raytrec.compat.fbgemm import CACHED, pad_empty_shards
 from raytrec.compat.fbgemm_lookups import as_known_to_torchrec, own_lookups
@@ -20,7 +20,7 @@ from raytrec.embeddings.gradients import require_gradient_division
 from raytrec.embeddings.initial import fill_tables
 from raytrec.embeddings.mapped import MappedFiles, mark_mapped
 from raytrec.embeddings.optim import combine, fuse
-from raytrec.embeddings.per_table import table_optimizers
+from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
 from raytrec.models.recommender import build_recommender
@@ -62,7 +62,7 @@ def build_step(
     world = dist.get_world_size()
     plan = make_plan(model, sharders_for_planning(config, schema, world), schema, config, device)
     codecs = make_codecs(config, widths_of(plan), world)
-    mark_mapped(model.embeddings.collections, plan)
+    mark_mapped(model.embeddings.collections, plan, optimizers)
     cache = _cache_settings(plan, device)
     with own_lookups(MappedFiles(config).zeros), as_known_to_torchrec(plan, {MMAP_KERNEL: "fused"}):
         sharded = DistributedModelParallel(
@@ -93,7 +93,7 @@ def build_step(
         config.optim.schedule.over(steps),
         Phases(device) if config.tracking.every_steps else None,
         Numerics(config.train, device),
-        prefetch=bool(cache and cache["prefetch_pipeline"]),
+        prefetch=cache is not None,
         managed=managed,
     )
     return step, plan
@@ -114,14 +114,9 @@ def plan_of(config: RunConfig, schema: Schema, device: torch.device) -> Sharding
 
 def _cache_settings(plan: ShardingPlan, device: torch.device) -> dict[str, Any] | None:
     """FBGEMM's settings where tables are in host memory with a cache on the GPUs: hits are counted, and rows
-    brought in ahead of their step and locked until it has been trained. FBGEMM (1.8.0) has the latter for LRU
-    alone. (On CPU there is no cache.)"""
-    specs = [spec for module in plan.plan.values() for spec in module.values()]
-    cached = [spec for spec in specs if spec.compute_kernel == "fused_uvm_caching"]
-    if device.type != "cuda" or not cached:
-        return None
-    lfu = any(spec.cache_params and spec.cache_params.algorithm == CacheAlgorithm.LFU for spec in cached)
-    return CACHED | {"prefetch_pipeline": not lfu}
+    brought in ahead of their step and locked until it has been trained. (On CPU there is no cache.)"""
+    kernels = {spec.compute_kernel for module in plan.plan.values() for spec in module.values()}
+    return CACHED if device.type == "cuda" and "fused_uvm_caching" in kernels else None
 
 
 def _unsharded(

@@ -124,8 +124,7 @@ def evaluate_worker(task: WorkerTask) -> None:
 
 def check_worker(task: WorkerTask) -> None:
     """Compares the configuration, with the plan of its real tables on shrunk ones, to a single process."""
-    from raytrec.checks.parity.compare import compare
-    from raytrec.checks.parity.shrink import shrink
+    from raytrec.checks.parity.compare import compare, shrink
     from raytrec.embeddings.planner.plan import describe
     from raytrec.worker.build import build_step, plan_of
 

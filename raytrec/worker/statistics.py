@@ -24,7 +24,6 @@ from raytrec.embeddings.taps import Lookup, Taps
 
 SAMPLE = 1024  # rows of a shard, or up to twice as many
 NORM_EDGES = (-4.0, 2.0, 30)  # bins of row norms: from 1e-4 to 1e2, on a logarithmic scale
-SECOND_MOMENTS = ("sum", "exp_avg_sq")  # state that is 0 until a row's first gradient
 
 
 @dataclass
@@ -165,9 +164,8 @@ class Statistics:
             "max_abs": _largest(weights),
             "weight_norm": (norms.square().mean() * rows).sqrt(),
         }
-        moments = [state[kind] for kind in SECOND_MOMENTS if kind in state]
-        if moments:
-            kept = moments[0][sample].reshape(len(norms), -1)
+        if (kind := _second_moment(table)) in state:
+            kept = state[kind][sample].reshape(len(norms), -1)
             figures["dead_share"] = (kept == 0).all(1).float().mean()
             figures["state_norm"] = (kept.square().sum(1).mean() * rows).sqrt()
         elif (seen := self._seen.get(table.name)) is not None:
@@ -191,9 +189,7 @@ class Statistics:
         keys_of_table = {
             name: [i for i, owner in enumerate(lookup.tables) if owner == name] for name in lookup.tables
         }
-        without_state = [
-            name for name in keys_of_table if not any(k in self._tables[name].state for k in SECOND_MOMENTS)
-        ]
+        without_state = [name for name in keys_of_table if _second_moment(self._tables[name]) is None]
 
         def after(kernel: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
             if not (kernel.training and torch.is_grad_enabled()):
@@ -278,6 +274,12 @@ def _counts(norms: torch.Tensor) -> torch.Tensor:
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
     return values.float().abs().max() if values.numel() else torch.zeros((), device=values.device)
+
+
+def _second_moment(table: Table) -> str | None:
+    """The kind of its state that is 0 until a row's first gradient."""
+    kind = table.optimizer.second_moment if table.optimizer else None
+    return kind if kind in table.state else None
 
 
 def _shard(table: Table) -> Shard | None:

@@ -138,7 +138,7 @@ def test_room_for_keep_last_but_not_for_one_more(tmp_path, unseen):
         assert [error for error, _, _ in found] == [None] * 5, "every save found room"
         assert [there for _, _, there in found] == [[1], [2, 1], [3, 2], [4, 3], [5, 4]]
         said = [note for _, note, _ in found if note]
-        assert len(said) == 1 and "no room for a checkpoint beside 2 others" in said[0], said
+        assert len(said) == 1 and "no room for a checkpoint in addition to 2 others" in said[0], said
         assert "step-0000000001" in said[0]
         files = [path for path in (place / "c").rglob("*.bin")]
         assert len(files) == 4, "two ranks, two checkpoints, nothing of what failed"

@@ -164,7 +164,6 @@ def test_jobs_are_valid(path):
         ("optim.embeddings.lr=.nan", "optim.embeddings.lr"),
         ("optim.embeddings.eps=1e400", "optim.embeddings.eps"),
         ("optim.dense.lr=true", "expected a number (got true)"),
-        ("optim.schedule.floor=false", "expected a number (got false)"),
         ("train.max_grad_norm=.inf", "train.max_grad_norm"),
         ("scaling.hang_timeout_s=1e300", "scaling.hang_timeout_s"),
         ("scaling.num_workers=true", "scaling.num_workers"),

@@ -207,7 +207,7 @@ def test_what_a_table_cannot_become(managed, trained, tmp_path):
     for place, table, why in (
         (managed, "user=managed", "managed already"),
         (managed, "user=hash", "whether they were text"),
-        (managed, "user=resize:2", "2 rows are none for ids"),
+        (managed, "user=resize:2", "2 rows leave none for ids"),
         (out, "user=hash", "hashed already"),
         (out, "user=managed", "hashed to it"),
         (out, "user=resize:30", "other rows for the ids"),

@@ -201,4 +201,3 @@ def test_a_decay_that_ends_before_the_run_is_a_warning(decay):
     assert (
         copied(decay=decay, decay_steps=900, warmup_steps=100) == copied(decay=decay, warmup_steps=100) == []
     )
-    assert copied(decay=decay, decay_steps=100, floor=0.1) == [], "it goes on at the floor"

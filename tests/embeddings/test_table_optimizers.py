@@ -8,8 +8,8 @@ from small import SCHEMA, batches, build, config, train
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
-from raytrec.embeddings.per_table import table_optimizers
-from raytrec.embeddings.planner.constraints import resolve_constraints
+from raytrec.embeddings.optimizers import OPTIMIZERS
+from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
 from raytrec.embeddings.planner.validation import check_decay
 
 PLANS = {
@@ -19,6 +19,10 @@ PLANS = {
     "dense": {"sharding_type": "row_wise", "compute_kernel": "dense"},
 }
 OTHER = {"rowwise_adagrad": "sgd", "sgd": "adagrad", "adagrad": "adam", "adam": "rowwise_adagrad"}
+
+
+def test_all_of_them_are_tested():
+    assert set(OTHER) == set(OPTIMIZERS.parts)
 
 
 def test_later_lines_override_earlier_ones():

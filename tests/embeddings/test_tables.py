@@ -118,34 +118,6 @@ def test_rows_outside_and_other_widths_are_refused():
         assert "range(22, 24)" in outside
 
 
-def hooked(rank, world, plan):
-    """Hooks on the AccumulateGrad of each table, and the gradient's rows that were there when they ran."""
-    from raytrec.embeddings.tables import accumulate_grad, tables
-
-    step, seen, said = build(config(world, plan)), [], []
-    keep = []
-    for name, table in tables(step.model).items():
-        try:
-            node = accumulate_grad(table)
-        except RunError as error:
-            said.append(str(error))
-            continue
-        assert "AccumulateGrad" in type(node).__name__
-        keep.append(node)
-        node.register_hook(
-            lambda *_, table=table, name=name: seen.append((name, table.parameter.grad is not None))
-        )
-    train(step, batches(1, rank, world)[1])
-    return seen, said
-
-
-def test_the_accumulate_grad_of_a_data_parallel_table_is_found():
-    for seen, said in on_ranks(2, hooked, {"sharding_type": "data_parallel"}):
-        assert seen == [("user", True), ("tag", True)] and not said
-    for seen, said in on_ranks(2, hooked, {"sharding_type": "row_wise"}):
-        assert not seen and len(said) == 2 and "fused kernels update in backward" in said[0]
-
-
 def cast(rank, world, sharding):
     """What every cast says, and whether the table is untouched after it and still trains."""
     from raytrec.embeddings.tables import tables

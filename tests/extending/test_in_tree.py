@@ -48,7 +48,7 @@ data:
 scaling: {num_workers: 1, device: cpu}
 model: {name: linear}
 tasks: [{loss: hinge, options: {margin: 0.5}, metrics: [auc, right_side]}]
-optim: {embeddings: {lr: 0.1}, dense: {lr: 0.01}}
+optim: {embeddings: {name: rmsprop, lr: 0.05}, dense: {lr: 0.01}}
 train: {log_every_steps: 10}
 checks: {every_steps: 10, patience: warn}
 tracking: {enabled: false}
@@ -87,6 +87,10 @@ def add_check(tree):
     inserted(tree, "raytrec/config/sections.py", "    custom: dict[", setting)
 
 
+def add_optimizer(tree):
+    copied(tree, "shop_optimizer.py", "raytrec/embeddings/optimizers/rmsprop.py")
+
+
 def add_transform(tree):
     inserted(tree, "raytrec/config/transforms.py", "class Python(", TRANSFORM)
     inserted(tree, "raytrec/data/transform_functions.py", "@does(t.DropNull)", FUNCTION)
@@ -96,7 +100,7 @@ def add_recipe(tree):
     copied(tree, "shop_recipe.py", "datasets/shop/__init__.py")
 
 
-PARTS = [add_model, add_loss, add_metric, add_check, add_transform, add_recipe]
+PARTS = [add_model, add_loss, add_metric, add_check, add_optimizer, add_transform, add_recipe]
 
 
 def hashes(tree):
@@ -153,3 +157,8 @@ def test_a_run_with_all_of_them(tree, tmp_path):
     assert "check patience failed at step 20: twenty steps" in done.stderr
     page = (tmp_path / "run/report.html").read_text()
     assert "accuracy (share of rows)" in page and "patience at step 20" in page
+    kept = json.loads(next((tmp_path / "run/checkpoints").glob("*/checkpoint.json")).read_text())["tensors"]
+    for table in {name.split("/")[1] for name in kept if name.startswith("tables/")}:
+        kinds = {name.split("/")[2] for name in kept if name.startswith(f"tables/{table}/")}
+        assert kinds == {"weight", "square_avg", "step"}
+    raytrec("check", "job.yaml", "tasks=[{loss: bce}]")

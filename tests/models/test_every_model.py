@@ -295,7 +295,7 @@ def test_order_can_be_learnt():
         torch.manual_seed(3)
         tables = {name: torch.randn(9, DIM) / 3 for name in planted.tables}
         one = reference.Reference(planted, tables, build_model(planted, section), by_id)
-        optimizer = reference.optimizer("adam", one.parameters(), lr=0.02)
+        optimizer = torch.optim.Adam(one.parameters(), lr=0.02)
         reference.train(one, (batch(256) for _ in range(150)), [optimizer])
         test = batch(2000)
         return AUC.of(Rows(one(test).detach(), test.labels[:, 0], torch.sigmoid))

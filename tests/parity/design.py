@@ -135,8 +135,8 @@ def section(model, schema):
 
 def config(case, tables):
     """The RunConfig of a case, with `tables` as its plan."""
-    ranks, hosts = case.place
-    # eps: see raytrec/checks/parity/shrink.py
+    ranks, _ = case.place
+    # eps: see raytrec/checks/parity/compare.py
     embeddings = {"name": case.optimizer, "lr": 0.05, "eps": 1e-6}
     # Steps of one size: with those of a sum, some models diverge.
     dense_lr = 0.1 if case.loss == "mean" else 0.1 / ROWS
@@ -146,7 +146,7 @@ def config(case, tables):
             "scaling": {"num_workers": ranks},
             "model": section(case.model, case.schema()),
             "optim": {"embeddings": embeddings, "dense": {"name": "sgd", "lr": dense_lr}},
-            "plan": {"tables": tables, "ranks_per_host": ranks // hosts},
+            "plan": {"tables": tables},
             "train": {
                 "micro_batches": case.micro_batches,
                 "max_grad_norm": case.max_grad_norm,

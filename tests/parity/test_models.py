@@ -115,7 +115,7 @@ class Modelled:
         schema, section, tasks = CASES[self.model]
         case = Case("row_wise", "mixed", "sgd", self.place, self.balance, self.micro_batches)
         values = config(case, {name: MIXED.get(name, {}) for name in schema.tables}).model_dump(by_alias=True)
-        # eps: see raytrec/checks/parity/shrink.py
+        # eps: see raytrec/checks/parity/compare.py
         dense = {"name": self.dense, "lr": 0.01, "eps": 1e-5}
         values["optim"]["dense"] = dense if self.dense == "adam" else {"name": self.dense, "lr": 0.1}
         return load_config(values | {"model": {"name": self.model} | section, "tasks": tasks})

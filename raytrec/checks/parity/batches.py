@@ -63,7 +63,7 @@ def random_batches(
 
 
 def _random_side_features(schema: Schema, bags: dict, g: torch.Generator) -> dict[str, torch.Tensor]:
-    """Times of the first hour of 2026, in seconds, beside each id of sequences that have side features."""
+    """Times of the first hour of 2026, in seconds, of each id of sequences that have side features."""
     widths = {
         feature: len(spec.side_features) for feature, spec in schema.sparse.items() if spec.side_features
     }

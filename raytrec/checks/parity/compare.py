@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checks.parity import reference
 from raytrec.checks.parity.batches import cuts, random_batches
-from raytrec.checks.parity.reference import GlobalBatch, Reference
+from raytrec.checks.parity.reference import GlobalBatch, Reference, TableReference
 from raytrec.checks.parity.sharded import Sharded
 from raytrec.common.formatting import null_nonfinite
+from raytrec.config.managed import ManagedIds
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.sections import QCommsSection, Schedule
-from raytrec.embeddings.per_table import table_optimizers
+from raytrec.config.sections import QCommsSection, Schedule, TablePlan
+from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
+from raytrec.embeddings.planner.plan import describe
 from raytrec.models.inputs import Sequence
 from raytrec.tasks.task import resolve_tasks
 
@@ -30,11 +33,17 @@ LIMITS = {
 }
 # The gradient is read off an SGD step. With a large power of two as learning rate, the step swamps the weight
 # that it is taken from, so that no digit of the gradient is lost, and dividing by it is exact. Gradients of
-# dense layers may be small beside their weights (1e-7 beside 0.1 in an attention over untrained embeddings):
+# dense layers may be small next to their weights (1e-7 and 0.1 in an attention over untrained embeddings):
 # their rate is larger. Tables may be fp16, which ends at 65504.
 GRADIENT_LR = 2.0**10
 DENSE_GRADIENT_LR = 2.0**20
 CANDIDATES = 8  # batches of which each step takes the one that stays farthest from any ReLU's kink
+
+SHRUNK_ROWS = 199  # of a table: a prime, so that no number of ranks divides it
+# Adam and Adagrad divide by the root of the second moment. Where a first gradient is nothing but the rounding
+# of larger terms that cancel, about 1e-9 (that of an attention's bias of keys always is), they step by
+# rounding ÷ eps; a larger eps makes nothing of that.
+SHRUNK_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,29 @@ class Finding:
         """As plain values that JSON can hold: what is not a finite number is None, and has not passed."""
         values = asdict(self) | {"passed": self.error <= self.limit}
         return null_nonfinite(values)
+
+
+def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunConfig, Schema]:
+    """The same features, dims, dtypes, ways of sharding, ranks and kernels; at most 199 rows a table, and an
+    eps of at least 1e-5. Managed ids get rows at once."""
+    config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
+    constraints = resolve_constraints(config, schema)
+    for table in schema.tables.values():
+        table.rows, table.ids = min(table.rows, SHRUNK_ROWS), table.ids and ManagedIds()
+    optims: list[Any] = [config.optim.embeddings, config.optim.dense, *config.optim.tables.values()]
+    for optim in optims:
+        optim.eps = optim.eps and max(optim.eps, SHRUNK_EPS)
+    config.plan.colocate = []
+    config.plan.tables = {
+        entry["table"]: TablePlan(
+            sharding_type=entry["sharding_type"],
+            ranks=None if entry["sharding_type"] in ("row_wise", "data_parallel") else entry["ranks"],
+            compute_kernel=entry["compute_kernel"],
+            dtype=constraints[entry["table"]].dtype,
+        )
+        for entry in describe(plan)
+    }
+    return config, schema
 
 
 def compare(
@@ -185,18 +217,20 @@ def _size(finding: Finding) -> float:
 def _optimizers(run: Sharded, one: Reference) -> dict[str, torch.optim.Optimizer]:
     """The reference's optimizer of each table, and of the dense parameters under ''."""
     of_table, d = table_optimizers(run.config, run.schema), run.config.optim.dense
-    out = {"": reference.optimizer(d.name, one.model.parameters(), d.lr, d.eps, d.weight_decay)}
+    eps = {} if d.name == "sgd" else {"eps": d.eps}
+    make = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[d.name]
+    out = {"": make(one.model.parameters(), lr=d.lr, weight_decay=d.weight_decay, **eps)}
     for name, kernel in run.kernels.items():
-        e = of_table[name]
-        update = _update_of(e.name, kernel)
-        out[name] = reference.optimizer(update, [one.tables[name]], e.lr, e.eps, e.weight_decay)
+        e, fused = of_table[name], kernel != "dense"
+        table = one.tables[name]
+        out[name] = TableReference(e.name, table, e.lr, e.eps, e.weight_decay, touched_rows=fused)
     return out
 
 
 def _sizes(
     run: Sharded, one: Reference, start: dict[str, torch.Tensor], batch: GlobalBatch
 ) -> dict[str, float]:
-    """What weights are seen against, where they end beside 0: what they started from, and what one row alone
+    """What weights are compared with, where they end near 0: what they started from, and what one row alone
     would move them by. (Rows may cancel for good: pairs move no bias that all scores share.)"""
     sizes = {name: float(values.abs().max()) for name, values in start.items()}
     dense = dict(one.model.named_parameters())
@@ -212,11 +246,6 @@ def _compared(run: Sharded, one: Reference, optimizers, sizes, weights, state) -
         expected = optimizers[table].state[one.tables[table]]
         for kind, values in kinds.items():
             yield _finding(run, "state", f"{table}.{kind}", values, expected[kind], table)
-
-
-def _update_of(optimizer: str, kernel: str) -> str:
-    """Adam in backward touches the rows of the batch alone; a dense update moves every row."""
-    return "touched_rows_adam" if optimizer == "adam" and kernel != "dense" else optimizer
 
 
 def _finding(

@@ -1,7 +1,8 @@
 """The loss of a global batch from its definition, in plain torch: nothing of raytrec's objective.
 
-Losses of rows are torch.nn's; those that compare rows are written out row by row. Of a task of the user's the
-loss itself is taken.
+Losses of rows are torch.nn's; those that compare rows are written out row by row. Each loss of raytrec has
+its definition in OF_ROWS or OF_BATCH. A loss of the user's is its own definition: parity then compares only
+how its rows add up.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from raytrec.common.errors import RunError
 from raytrec.tasks.losses import BatchLoss, Loss, Rows, loss
 from raytrec.tasks.task import Task, key_columns
 
@@ -106,6 +108,13 @@ def _losses(made: Loss, own: torch.Tensor, labels: torch.Tensor, weights, keys, 
         return torch.stack(
             [OF_BATCH[name](made, own, labels, weights, keys, counts, i) for i in range(len(labels))]
         )
+    if name:
+        raise RunError(
+            f"loss {name} has no definition that parity could compare it with",
+            where=f"{__name__}.OF_ROWS, OF_BATCH",
+            expected="a function of each loss of raytrec/tasks/losses, in plain torch",
+            do=f"add '{name}' to OF_BATCH if it compares rows, else to OF_ROWS",
+        )
     own = own.squeeze(1)
     if isinstance(made, BatchLoss):
         return made.of_batch(Rows(own, labels, weights, keys, counts), slice(0, len(labels)))
@@ -151,5 +160,6 @@ OF_ROWS: dict[str, Callable] = {
     "poisson": lambda _, x, y: nn.PoissonNLLLoss(reduction="none")(x, y),
     "cross_entropy": lambda _, x, y: nn.CrossEntropyLoss(reduction="none")(x, y.long()),
     "focal": _focal,
+    "from_model": lambda _, x, y: torch.zeros_like(x),  # of the score; the model's own is added in _of_model
 }
 OF_BATCH: dict[str, Callable] = {"bpr": _bpr, "in_batch_softmax": _in_batch_softmax}

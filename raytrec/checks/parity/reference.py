@@ -1,8 +1,9 @@
 """What one process computes: the definition that every sharded run is held to, in plain torch.
 
 The dense model is the trained run's own; tables and losses are not. Pooling and losses (losses.py) are
-written from their formulas, tables are ordinary parameters, optimizers are torch.optim's (what torch lacks is
-written here from its definition), and accumulation and clipping are those of a plain training loop.
+written from their formulas, tables are ordinary parameters that their optimizers' definitions update
+(embeddings/optimizers), dense layers have torch.optim's, and accumulation and clipping are those of a plain
+training loop.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from raytrec.checks.parity.losses import compares_rows, loss_of
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
+from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.models.inputs import Sequence
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import resolve_tasks
@@ -169,56 +171,45 @@ def age(bag: torch.Tensor) -> torch.Tensor:
     return ends[bag] - 1 - torch.arange(len(bag), device=bag.device)
 
 
-class RowWiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one second moment a row: the mean of the row's squared gradients, added up over steps
-    (FBGEMM's EXACT_ROWWISE_ADAGRAD). Weight decay adds to the gradient, as in torch.optim.Adagrad."""
+class TableReference(torch.optim.Optimizer):
+    """Updates a table by the definition of its optimizer (TableOptimizer.update).
 
-    def __init__(self, params, lr: float, eps: float, weight_decay: float = 0.0):
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+    Args:
+        name: of the optimizer in the configuration.
+        touched_rows: whether rows without a gradient, and their state, stay as they are, as with FBGEMM's
+            fused kernels; bias correction counts all steps.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        table: nn.Parameter,
+        lr: float,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        touched_rows: bool = False,
+    ):
+        super().__init__([table], {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        self._optimizer, self._touched_rows, self._steps = optimizer_of(name), touched_rows, 0
+        for kind, per, _ in self._optimizer.state:
+            self.state[table][kind] = torch.zeros_like(table if per == "value" else table[:, 0])
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
+        self._steps += 1
         for group in self.param_groups:
-            for p in group["params"]:
-                total = self.state[p].setdefault("sum", torch.zeros(len(p), device=p.device))
-                gradient = p.grad.float() + group["weight_decay"] * p
-                total += gradient.square().mean(1)
-                p -= group["lr"] * gradient / (total.sqrt() + group["eps"]).unsqueeze(1)
-
-
-class TouchedRowsAdam(torch.optim.Optimizer):
-    """Adam that leaves rows without a gradient, and their moments, as they are; bias correction counts all
-    steps (what FBGEMM's fused Adam does, and torch.optim.SparseAdam but for the place of eps)."""
-
-    def __init__(self, params, lr: float, eps: float):
-        super().__init__(params, {"lr": lr, "eps": eps, "betas": (0.9, 0.999)})
-
-    @torch.no_grad()
-    def step(self, closure=None) -> None:
-        for group in self.param_groups:
-            one, two = group["betas"]
-            for p in group["params"]:
-                state = self.state[p]
-                step = state["step"] = state.get("step", 0) + 1
-                m = state.setdefault("exp_avg", torch.zeros_like(p))
-                v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
-                rows = p.grad.abs().sum(1) > 0
-                m[rows] += (1 - one) * (p.grad[rows] - m[rows])
-                v[rows] += (1 - two) * (p.grad[rows].square() - v[rows])
-                root = (v[rows] / (1 - two**step)).sqrt() + group["eps"]
-                p[rows] -= group["lr"] * m[rows] / (1 - one**step) / root
-
-
-def optimizer(name: str, params, lr: float, eps: float = 1e-8, weight_decay: float = 0.0):
-    """sgd, adagrad, adam, rowwise_adagrad or touched_rows_adam over these parameters."""
-    if name == "sgd":
-        return torch.optim.SGD(params, lr=lr, weight_decay=weight_decay)
-    if name == "touched_rows_adam":
-        return TouchedRowsAdam(params, lr, eps)  # weight decay of these is refused (planner.validation)
-    if name == "rowwise_adagrad":
-        return RowWiseAdagrad(params, lr, eps, weight_decay)
-    classes = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
-    return classes[name](params, lr=lr, eps=eps, weight_decay=weight_decay)
+            (table,) = group["params"]
+            gradient = table.grad + group["weight_decay"] * table
+            rows = torch.ones(len(table), dtype=torch.bool, device=table.device)
+            if self._touched_rows:
+                rows = gradient.abs().sum(1) > 0
+            parts = {kind: values[rows] for kind, values in self.state[table].items()}
+            weight = table[rows]
+            self._optimizer.update(weight, gradient[rows], parts, self._steps, group["lr"], group["eps"])
+            table[rows] = weight
+            for kind, part in parts.items():
+                self.state[table][kind][rows] = part
 
 
 def train(

@@ -28,7 +28,7 @@ from raytrec.tasks.task import columns_of, needs_vectors
 
 
 class Sharded:
-    """One sharded model; every method is a collective, unless it says otherwise.
+    """One sharded model; every method is a collective, unless noted otherwise.
 
     Args:
         build: train.build.build_step.
@@ -39,7 +39,7 @@ class Sharded:
         self, build: Callable, config: RunConfig, schema: Schema, device: torch.device, bounds: list[int]
     ):
         self.config, self.schema, self.device, self.bounds = config, schema, device, bounds
-        self.dtypes = {table: pin.dtype for table, pin in resolve_constraints(config, schema).items()}
+        self.dtypes = {table: each.dtype for table, each in resolve_constraints(config, schema).items()}
         self.features = resolve_features(schema, config.model)
         self.step, _ = build(config, schema, device)
         _without_dropout(self.step.model)

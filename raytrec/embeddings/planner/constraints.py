@@ -1,4 +1,4 @@
-"""The constraints that the configuration sets for each table; validation.py says whether they can be met.
+"""What the configuration sets for each table: its optimizer, and constraints of its plan (see validation.py).
 
 No torch here: the driver asks before any worker starts.
 """
@@ -6,12 +6,13 @@ No torch here: the driver asks before any worker starts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.per_table import matching_tables
+from raytrec.config.sections import EmbeddingOptim
 
 # What TorchRec (1.8.0) has for tables that give the vector of each id.
 BY_ID_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
@@ -29,9 +30,6 @@ class TableConstraint:
         kernel: the compute kernel; None: as planned.
         dtype: fp32 or fp16.
         group: index of the plan.colocate group that it belongs to, or None.
-        stochastic_rounding: of fp16 weights; None: as the kernel does it.
-        load_factor: of the cache of fused_uvm_caching; None: FBGEMM's.
-        algorithm: of that cache, lru or lfu; None: lru.
     """
 
     sharding: tuple[str, ...]
@@ -39,13 +37,41 @@ class TableConstraint:
     kernel: str | None = None
     dtype: str = "fp32"
     group: int | None = None
-    stochastic_rounding: bool | None = None
-    load_factor: float | None = None
-    algorithm: str | None = None
+
+
+def matching_tables(pattern: str, schema: Schema, where: str) -> list[str]:
+    """The tables that a name or a pattern such as 'item*' means.
+
+    Raises:
+        ConfigError: there are none; its place is `where`.
+    """
+    tables = [table for table in schema.tables if fnmatchcase(table, pattern)]
+    if not tables:
+        near = did_you_mean(pattern, list(schema.tables))
+        raise ConfigError(
+            f"no table is named, or matches, '{pattern}'" + (f"; did you mean '{near}'?" if near else ""),
+            where=where,
+            expected=f"one of {', '.join(schema.tables)}",
+        )
+    return tables
+
+
+def table_optimizers(config: RunConfig, schema: Schema) -> dict[str, EmbeddingOptim]:
+    """Table → its optimizer: optim.embeddings, with what the lines of optim.tables that match it override.
+
+    Raises:
+        ConfigError: a line that no table matches.
+    """
+    default = config.optim.embeddings.model_dump()
+    values = {table: dict(default) for table in schema.tables}
+    for pattern, given in config.optim.tables.items():
+        for table in matching_tables(pattern, schema, f"optim.tables.{pattern}"):
+            values[table] |= given.model_dump(exclude_none=True)
+    return {table: EmbeddingOptim(**of_table) for table, of_table in values.items()}
 
 
 def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableConstraint]:
-    """The pin of every table of the schema, in its order.
+    """The constraint of every table of the schema, in its order.
 
     Raises:
         ConfigError: names that no table has, and settings that contradict each other.
@@ -65,7 +91,7 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
             raise refused(
                 table,
                 f"ranks {list(ranks)} without a sharding_type",
-                "set plan.tables.….sharding_type beside ranks",
+                "plan.tables.….sharding_type in addition to ranks",
             )
         allowed: tuple[str, ...] = (sharding,) if sharding else tuple(config.plan.sharding_types)
         if table in by_id:
@@ -78,9 +104,6 @@ def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableCon
             values.get("compute_kernel"),
             values.get("dtype", "fp32"),
             groups.get(table),
-            values.get("stochastic_rounding"),
-            values.get("cache_load_factor"),
-            values.get("cache_algorithm"),
         )
         if table in groups and sharding != "table_wise":
             raise refused(table, f"in plan.colocate and {sharding}", "a group is on one rank: table_wise")
@@ -133,15 +156,19 @@ def _groups(config: RunConfig, schema: Schema) -> dict[str, int]:
 def _with_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, TableConstraint]:
     """Where one table of a group has its rank given, the others follow."""
     ranks_of: dict[int, tuple[int, ...]] = {}
-    for table, pin in constraints.items():
-        if pin.group is not None and pin.ranks and ranks_of.setdefault(pin.group, pin.ranks) != pin.ranks:
+    for table, each in constraints.items():
+        if each.group is None or not each.ranks:
+            continue
+        ranks = ranks_of.setdefault(each.group, each.ranks)
+        if ranks != each.ranks:
             raise refused(
                 table,
-                f"on rank {pin.ranks[0]}, and another of its plan.colocate group on {ranks_of[pin.group][0]}",
+                f"on rank {each.ranks[0]}, and another of its plan.colocate group on {ranks[0]}",
                 "a group is on one rank",
             )
     return {
-        table: replace(pin, ranks=pin.ranks or ranks_of.get(pin.group)) for table, pin in constraints.items()
+        table: replace(each, ranks=each.ranks or ranks_of.get(each.group))
+        for table, each in constraints.items()
     }
 
 

@@ -1,16 +1,113 @@
-"""The disk that tables with compute_kernel fused_mmap are on. No torch here: the driver asks, too."""
+"""Which tables are in files because memory does not hold all of them, and on which disk; no torch.
+
+On GPUs, TorchRec's planner weighs host memory against the GPU's. It has no files on CPU.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import bytes_text
 from raytrec.common.storage import relative
 from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
+from raytrec.embeddings.optimizers import optimizer_of
+from raytrec.embeddings.planner.constraints import TableConstraint, table_optimizers
+from raytrec.embeddings.planner.footprint import MMAP_KERNEL
+from raytrec.embeddings.planner.validation import footprints
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
+Constraints = dict[str, TableConstraint]
+
+
+def kernels_to_choose(config: RunConfig, device: str) -> list[str]:
+    """TorchRec's compute kernels that the planner may choose from on a device, where a table's is not set.
+
+    Args:
+        device: cpu or cuda.
+    """
+    if device == "cpu":
+        return ["fused"]
+    return [kernel for kernel in config.plan.compute_kernels if kernel != MMAP_KERNEL]
+
+
+def move_to_files(
+    constraints: Constraints, schema: Schema, config: RunConfig, memory: int
+) -> Iterator[Constraints]:
+    """On CPU, the constraints with more and more tables in files, as far as plan.compute_kernels allows that
+    and nothing else is set for these tables; the first one that has a plan is meant.
+
+    Those with the fewest lookups for their bytes go first: a file is slow at lookups. The first constraints
+    are as few in files as memory holds the rest of; if ranks cannot share that, twice as many are tried.
+
+    Args:
+        memory: bytes for tables of all ranks together.
+    """
+    movable = _movable(constraints, schema, config)
+    found = footprints(config, schema, constraints, "cpu")
+    sizes = {table: size.device for table, size in found.items()}
+    left, count = sum(sizes.values()), 0 if "fused" in config.plan.compute_kernels else len(movable)
+    while count < len(movable) and left - sum(sizes[table] for table in movable[:count]) > memory:
+        count += 1
+    while True:
+        yield constraints | {table: _in_file(constraints[table]) for table in movable[:count]}
+        if count == len(movable):
+            return
+        count = min(max(1, 2 * count), len(movable))
+
+
+def disk_refusal(
+    constraints: Constraints, schema: Schema, config: RunConfig, memory: int, free: int
+) -> ConfigError | None:
+    """On CPU, why the disk does not hold the tables that have to be in files; None where it does.
+
+    Args:
+        memory: bytes for tables of all ranks together.
+        free: the same of the disk.
+    """
+    chosen = next(move_to_files(constraints, schema, config, memory))
+    sizes = {
+        table: size.disk for table, size in footprints(config, schema, chosen, "cpu").items() if size.disk
+    }
+    need, folder = sum(sizes.values()), mmap_folder(config)
+    kind = memory_filesystem(folder) if sizes else None
+    if kind is None and need <= free:
+        return None
+    why = f"it is on {kind}, in memory itself" if kind else f"{bytes_text(free)} are free there"
+    return ConfigError(
+        f"tables {', '.join(sizes)} take {bytes_text(need)} of disk, with optimizer state, and {why}",
+        where=f"plan.mmap_dir, {folder}",
+        expected="a folder on a disk with room for them, and for checkpoints if those go there, too",
+        do=make_room(config),
+    )
+
+
+def _movable(constraints: Constraints, schema: Schema, config: RunConfig) -> list[str]:
+    """The tables that may be in files, the largest for their lookups first."""
+    if MMAP_KERNEL not in config.plan.compute_kernels:
+        return []
+    optimizers, features = table_optimizers(config, schema), dict.fromkeys(schema.tables, 0)
+    for spec in schema.sparse.values():
+        features[spec.table] += 1
+    tables = [
+        table
+        for table, constraint in constraints.items()
+        if constraint.kernel is None
+        and set(constraint.sharding) - {"data_parallel"}
+        and "cpu" in optimizer_of(optimizers[table].name).devices
+    ]
+    return sorted(tables, key=lambda table: (features[table] / schema.tables[table].rows, table))
+
+
+def _in_file(constraint: TableConstraint) -> TableConstraint:
+    kinds = tuple(kind for kind in constraint.sharding if kind != "data_parallel")
+    return replace(constraint, kernel=MMAP_KERNEL, sharding=kinds)
 
 
 def mmap_folder(config: RunConfig) -> Path:

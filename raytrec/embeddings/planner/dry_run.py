@@ -8,21 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torchrec.distributed.planner import Topology
-
 from raytrec.common.errors import ConfigError
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.embeddings.optim import fuse
-from raytrec.embeddings.per_table import table_optimizers
-from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint, kernel_on, map_share
-from raytrec.embeddings.planner.hosts import capacity
-from raytrec.embeddings.planner.plan import describe, plan_for, sharders_for_planning
-from raytrec.embeddings.planner.validation import host_room, validate_constraints
+from raytrec.embeddings.planner.constraints import table_optimizers
+from raytrec.embeddings.planner.footprint import GIB, Footprint, footprint, kernel_on
+from raytrec.embeddings.planner.hosts import Hosts
+from raytrec.embeddings.planner.plan import describe, plan_for, sharders_for_planning, validated
 from raytrec.embeddings.pooling import PooledEmbeddings
 
-ENOUGH_GIB = 1e6  # of a disk that nobody has said the size of
+ENOUGH_GIB = 1e6  # of a disk whose size is not given
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class PlannedTable:
     Attributes:
         ranks: that hold a part of it.
         gib, host_gib, disk_gib: of each of these ranks: GiB of weights, optimizer state and cache on its
-            device (its GPU, or its memory), in its host's memory beside a GPU, and in files.
+            device (its GPU, or its memory), in the memory of a GPU's host, and in files.
     """
 
     table: str
@@ -57,46 +54,30 @@ def dry_run(
 ) -> list[PlannedTable]:
     """The plan on `hosts` × `gpus` GPUs, or workers on CPU (scaling.device), as a run there would make it.
 
-    The dense layers, small beside the tables, are not counted; as in a run, 15 % of each GPU are kept
+    The dense layers, which are small, are not counted; as in a run, 15 % of each GPU are kept
     free for them and for activations.
 
     Args:
         hosts: machines. gpus: GPUs, or workers, of each.
-        memory_gib: of each GPU or worker, where plan.memory_gib says nothing.
-        host_memory_gib: of each host's main memory, where plan.host_memory_gib says nothing; default: twice
-            that of its GPUs.
+        memory_gib: of each GPU or worker, unless plan.memory_gib is set.
+        host_memory_gib: of each host's main memory; default: twice that of its GPUs.
         disk_gib: of each host, for tables in files.
 
     Raises:
-        ConfigError: tables that do not fit, or pins that cannot be kept.
+        ConfigError: tables that do not fit, or constraints that cannot be met.
     """
     device = "cpu" if config.scaling.device == "cpu" else "cuda"
     world, memory = hosts * gpus, int((config.plan.memory_gib or memory_gib) * GIB)
     if min(hosts, gpus) < 1:
         raise ConfigError(f"{hosts} hosts with {gpus} GPUs each", expected="at least one of each")
-    if config.plan.ranks_per_host not in (None, gpus):
-        raise ConfigError(
-            f"plan.ranks_per_host is {config.plan.ranks_per_host}, and hosts have {gpus} GPUs",
-            where="plan.ranks_per_host",
-            expected=f"{gpus}, or nothing",
-        )
-    free = memory - map_share(schema, world)
     share = int(host_memory_gib * GIB) // gpus if host_memory_gib else 2 * memory
-    constraints = validate_constraints(
-        config, schema, device, world=world, ranks_per_host=gpus, memory=free, host_share=share
-    )
-    room = host_room(config, schema, constraints, world, share)
-    dtypes = {table: pin.dtype for table, pin in constraints.items()}
-    tables = PooledEmbeddings(schema, dtypes, resolve_features(schema, config.model).sequences)
+    there = Hosts(gpus, (), memory, share, int(disk_gib * GIB) // gpus)
     optimizers = table_optimizers(config, schema)
-    fuse(tables.collections, optimizers, device)  # from which the planner knows of the optimizers' state
     with _ranks_per_host(gpus), _quiet():
-        topology = Topology(
-            world_size=world,
-            local_world_size=gpus,
-            compute_device=device,
-            **capacity(device, free, room, int(disk_gib * GIB) // gpus),
-        )
+        constraints, topology = validated(there, world, config, schema, device)
+        dtypes = {table: constraint.dtype for table, constraint in constraints.items()}
+        tables = PooledEmbeddings(schema, dtypes, resolve_features(schema, config.model).sequences)
+        fuse(tables.collections, optimizers, device)  # from which the planner knows of the optimizers' state
         offered = sharders_for_planning(config, schema, world)
         plan = plan_for(topology, constraints, schema, config, tables, offered)
     if isinstance(plan, ConfigError):
@@ -112,8 +93,8 @@ def dry_run(
         held: dict[int, Footprint] = {}
         for rank, rows, dim in _parts(shards[name], table, world):
             part = Table.model_construct(rows=rows, dim=dim)
-            pin, kernel = constraints[name], kernel_on(device, entry["compute_kernel"])
-            size = footprint(part, pin.dtype, optimizers[name].name, kernel, pin.load_factor)
+            constraint, kernel = constraints[name], kernel_on(device, entry["compute_kernel"])
+            size = footprint(part, constraint.dtype, optimizers[name].name, kernel)
             before = held.get(rank, Footprint(0, 0))
             held[rank] = Footprint(*(a + b for a, b in zip(before, size, strict=True)))
         kind = entry["sharding_type"], entry["compute_kernel"]
@@ -153,7 +134,7 @@ def _parts(shards: list | None, table: Table, world: int) -> list[tuple[int, int
 
 @contextmanager
 def _ranks_per_host(count: int) -> Iterator[None]:
-    """TorchRec reads it from the environment wherever it needs it; see hosts.settle_hosts."""
+    """TorchRec reads it from the environment wherever it needs it; see hosts.agree_on_hosts."""
     before = os.environ.get("LOCAL_WORLD_SIZE")
     os.environ["LOCAL_WORLD_SIZE"] = str(count)
     try:

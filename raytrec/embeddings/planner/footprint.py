@@ -1,16 +1,14 @@
-"""How much memory a table takes, and where. No torch here: the driver asks, too."""
+"""How much memory a table takes, and where; no torch, for the driver."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from raytrec.config.schema import Schema, Table
+from raytrec.embeddings.optimizers import optimizer_of
 
 GIB = 1024**3
 DTYPE_BYTES = {"fp32": 4, "fp16": 2}
-# Bytes of optimizer state: of each weight, or of each row. FBGEMM keeps it in fp32 whatever the weights are.
-STATE_BYTES = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 4, "adam": 8}
-ROW_STATE_BYTES = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 0, "adam": 0}
 UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
 MMAP_KERNEL = "fused_mmap"
 # Bytes in a map of managed ids (embeddings/managed/key_map.py), six in ten slots of which are used: of a row
@@ -32,8 +30,8 @@ class Footprint(NamedTuple):
 
 
 def kernel_on(device: str, kernel: str | None) -> str | None:
-    """What a table's kernel comes to on this device; None: the one that keeps all on the device. On CPU,
-    where there is no other memory, that is what UVM kernels are.
+    """A table's kernel as this device has it; None: the one that keeps all on the device, which on CPU, where
+    there is no other memory, UVM kernels are, too.
 
     Args:
         device: cpu or cuda.
@@ -42,33 +40,29 @@ def kernel_on(device: str, kernel: str | None) -> str | None:
     return kernel if kernel in places else None
 
 
-def footprint(
-    table: Table, dtype: str, optimizer: str, kernel: str | None = None, load_factor: float | None = None
-) -> Footprint:
+def footprint(table: Table, dtype: str, optimizer: str, kernel: str | None = None) -> Footprint:
     """What a table takes of a device and, with a UVM kernel on a GPU, of its host's memory, or with
     fused_mmap on CPU of its disk.
 
     Args:
         kernel: of `kernel_on`.
-        load_factor: of the cache of fused_uvm_caching; None: FBGEMM's.
     """
-    values, width = table.rows * table.dim, DTYPE_BYTES[dtype]
-    weights, row_state = values * width, table.rows * ROW_STATE_BYTES[optimizer]
-    host = weights + values * STATE_BYTES[optimizer]
+    values, width, state = table.rows * table.dim, DTYPE_BYTES[dtype], optimizer_of(optimizer)
+    weights, row_state = values * width, table.rows * state.bytes_per("row")
+    host = weights + values * state.bytes_per("value")
     if kernel == MMAP_KERNEL:
         return Footprint(0, 0, host + row_state)
     if kernel not in UVM_KERNELS:
         return Footprint(host + row_state, 0)
     # FBGEMM (1.8.0, construct_split_state) keeps state of one value a row on the GPU, and for the cache 4
-    # bytes a row and 16 a slot beside the slots' weights.
-    cached = CACHED if load_factor is None else load_factor
-    cache = table.rows * (4 + cached * (16 + table.dim * width)) if kernel == "fused_uvm_caching" else 0
+    # bytes a row and 16 a slot in addition to the slots' weights.
+    cache = table.rows * (4 + CACHED * (16 + table.dim * width)) if kernel == "fused_uvm_caching" else 0
     return Footprint(int(cache) + row_state, host)
 
 
 def map_share(schema: Schema, world: int) -> int:
-    """Bytes of each rank's device, beside its tables, for the maps of managed ids: of every map each rank has
-    an equal part, wherever the table's rows are.
+    """Bytes of each rank's device, in addition to its tables, for the maps of managed ids: of every map each
+    rank has an equal part, wherever the table's rows are.
 
     Args:
         world: number of ranks.

@@ -14,7 +14,7 @@ from raytrec.config.sections import PlanSection
 from raytrec.embeddings.planner.disk import free_disk
 from raytrec.embeddings.planner.footprint import GIB
 
-if TYPE_CHECKING:  # the driver asks for host_memory without torch
+if TYPE_CHECKING:  # the driver reads host_memory without torch
     import torch
 
 # Bytes per ms: orders of magnitude of main memory and of gloo. TorchRec's defaults describe GPUs with NVLink,
@@ -28,11 +28,11 @@ CPU_BANDWIDTHS = {
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank says of where it is.
+    """Where a rank is.
 
     Attributes:
         host: a name that no other host has.
-        ranks_per_host: how many ranks share its host, as its launcher or the configuration says.
+        ranks_per_host: how many ranks share its host, by its launcher.
         device: as processes of this host number it: cpu, or cuda:INDEX.
         device_memory: bytes of its GPU; None on CPU.
         host_memory: bytes of its host.
@@ -66,17 +66,17 @@ class Hosts:
     disk_share: int = 0
 
 
-def settle_hosts(config: RunConfig, device: torch.device) -> Hosts:
+def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
     """Where the ranks are, the same on every rank; a collective.
 
-    TorchRec reads LOCAL_WORLD_SIZE wherever it needs the number of ranks of a host, and each rank would go
-    its own way where hosts hold different numbers of ranks; so it is agreed on, and written there.
+    TorchRec reads LOCAL_WORLD_SIZE wherever it needs the number of ranks of a host. Where hosts hold
+    different numbers of ranks, each rank would have another one; so ranks agree on it, and write it there.
     """
     import torch.distributed as dist
 
     places = [_place(config, device)] * dist.get_world_size()
     dist.all_gather_object(places, places[0])
-    hosts = agree(places, config.plan)
+    hosts = hosts_of(places, config.plan)
     os.environ["LOCAL_WORLD_SIZE"] = str(hosts.ranks_per_host)
     return hosts
 
@@ -93,7 +93,7 @@ def _place(config: RunConfig, device: torch.device) -> Place:
     return Place(
         # Ray's number of the node, too: machines that were copied may have one name.
         f"{socket.gethostname()}/{os.environ.get('NODE_RANK', '')}",
-        config.plan.ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
         str(device),
         memory,
         host_memory(),
@@ -101,7 +101,7 @@ def _place(config: RunConfig, device: torch.device) -> Place:
     )
 
 
-def agree(places: list[Place], config: PlanSection) -> Hosts:
+def hosts_of(places: list[Place], config: PlanSection) -> Hosts:
     """What follows from the places of all ranks.
 
     Ranks count as one host each where hosts hold different numbers of them. Memory is the least of any

@@ -11,29 +11,29 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, S
 from raytrec.embeddings.planner.constraints import TableConstraint
 
 
-class PinnedPartitioner(GreedyPerfPartitioner):
+class ConstrainedPartitioner(GreedyPerfPartitioner):
     """First tables whose ranks are given and groups that must be together, then the rest as TorchRec does.
 
     Args:
         constraints: table → TableConstraint.
 
     Attributes:
-        refusal: the last reason why a pin could not be kept; the planner drops it for one of its own.
+        refusal: the last reason why a constraint could not be kept; the planner replaces it with its own.
     """
 
     def __init__(self, constraints: dict[str, TableConstraint]):
         super().__init__()
-        self._settled, self.refusal = constraints, ""
+        self._constraints, self.refusal = constraints, ""
 
     def partition(self, proposal: list[ShardingOption], storage_constraint: Topology, hbm_per_device=None):
         groups: dict[int, list[ShardingOption]] = {}
         pinned, columns, rest = [], [], []
         for option in proposal:
-            pin = self._settled[option.name]
-            if pin.ranks and pin.sharding[0] not in ("row_wise", "data_parallel"):
-                pinned.append((option, pin.ranks))
-            elif pin.group is not None:
-                groups.setdefault(pin.group, []).append(option)
+            constraint = self._constraints[option.name]
+            if constraint.ranks and constraint.sharding[0] not in ("row_wise", "data_parallel"):
+                pinned.append((option, constraint.ranks))
+            elif constraint.group is not None:
+                groups.setdefault(constraint.group, []).append(option)
             elif option.sharding_type in ("column_wise", "table_column_wise"):
                 columns.append(option)
             else:
@@ -54,7 +54,7 @@ class PinnedPartitioner(GreedyPerfPartitioner):
         for shard, rank in zip(option.shards, ranks, strict=True):
             device = topology.devices[rank]
             if not shard.storage.fits_in(device.storage):
-                self._refuse(f"table {option.name} does not fit on rank {rank} beside what must be there")
+                self._refuse(f"table {option.name} does not fit on rank {rank} with what else must be there")
             shard.rank = rank
             device.storage -= shard.storage
             device.perf += shard.perf

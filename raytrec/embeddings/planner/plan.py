@@ -21,14 +21,18 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.sections import Sharding
 from raytrec.embeddings.codecs import Codecs, make_codecs
-from raytrec.embeddings.per_table import has_fused, table_optimizers
-from raytrec.embeddings.planner.constraints import BY_ID_TYPES, TableConstraint, column_parts
+from raytrec.embeddings.optimizers import optimizer_of
+from raytrec.embeddings.planner.constraints import (
+    BY_ID_TYPES,
+    TableConstraint,
+    column_parts,
+    table_optimizers,
+)
+from raytrec.embeddings.planner.disk import disk_refusal, kernels_to_choose, move_to_files
 from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, UVM_KERNELS, map_share
-from raytrec.embeddings.planner.hosts import capacity, settle_hosts
-from raytrec.embeddings.planner.options import Enumerator, torchrec_constraints
-from raytrec.embeddings.planner.partitioner import PinnedPartitioner
-from raytrec.embeddings.planner.search import narrow, proposers
-from raytrec.embeddings.planner.tiers import disk_refusal, kernels_to_choose, move_to_files
+from raytrec.embeddings.planner.hosts import Hosts, agree_on_hosts, capacity
+from raytrec.embeddings.planner.partitioner import ConstrainedPartitioner
+from raytrec.embeddings.planner.search import Enumerator, narrow, proposers, torchrec_constraints
 from raytrec.embeddings.planner.validation import host_room, validate_constraints
 
 
@@ -37,7 +41,7 @@ class BagSharder(EmbeddingBagCollectionSharder):
 
     TorchRec's own sharder offers no row-wise sharding on CPU, although it runs there, and lets the planner
     choose dense kernels, whose tables the fused optimizers would not train. What a table may have of this is
-    said by its ParameterConstraints.
+    in its ParameterConstraints.
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -89,30 +93,15 @@ def make_plan(
         ConfigError: a constraint that cannot be kept, tables that do not fit, or no allowed sharding type
             that fits a table.
     """
-    world, hosts = dist.get_world_size(), settle_hosts(config, device)
-    memory = hosts.memory - map_share(schema, world)
-    constraints = validate_constraints(
-        config,
-        schema,
-        device.type,
-        world=world,
-        ranks_per_host=hosts.ranks_per_host,
-        memory=memory,
-        host_share=hosts.host_share,
-    )
-    room = host_room(config, schema, constraints, world, hosts.host_share)
-    topology = Topology(
-        world_size=world,
-        local_world_size=hosts.ranks_per_host,
-        compute_device=device.type,
-        **capacity(device.type, memory, room, hosts.disk_share),
-    )
+    hosts = agree_on_hosts(config, device)
+    constraints, topology = validated(hosts, dist.get_world_size(), config, schema, device.type)
     # From the first rank, on every rank alike: TorchRec's collective_plan would leave the others waiting for
     # a plan that there is not.
     outcome: list = [None]
     if dist.get_rank() == 0:
         if device.type == "cpu":
-            outcome[0] = disk_refusal(constraints, schema, config, world * memory, world * hosts.disk_share)
+            world, has = topology.world_size, topology.devices[0].storage
+            outcome[0] = disk_refusal(constraints, schema, config, world * has.ddr, world * has.ssd)
         outcome[0] = outcome[0] or plan_for(topology, constraints, schema, config, model, sharders)
     dist.broadcast_object_list(outcome)
     if isinstance(outcome[0], ConfigError):
@@ -120,12 +109,39 @@ def make_plan(
     return name_devices(outcome[0], hosts.devices)
 
 
+def validated(
+    hosts: Hosts, world: int, config: RunConfig, schema: Schema, device: str
+) -> tuple[dict[str, TableConstraint], Topology]:
+    """The constraints of tables, which these hosts can meet, and what each rank there has for tables.
+
+    Args:
+        world: number of ranks.
+        device: cpu or cuda.
+
+    Raises:
+        ConfigError: a constraint that cannot be met.
+    """
+    memory, local = hosts.memory - map_share(schema, world), hosts.ranks_per_host
+    constraints = validate_constraints(
+        config,
+        schema,
+        device,
+        world=world,
+        ranks_per_host=local,
+        memory=memory,
+        host_share=hosts.host_share,
+    )
+    room = host_room(config, schema, constraints, world, hosts.host_share)
+    sizes = capacity(device, memory, room, hosts.disk_share)
+    return constraints, Topology(world_size=world, local_world_size=local, compute_device=device, **sizes)
+
+
 def name_devices(plan: ShardingPlan, devices: Sequence[str]) -> ShardingPlan:
     """The same plan, in which shards are on the devices that the ranks have.
 
     The planner (torchrec 1.8.0, planner/utils.py) takes rank % ranks_per_host for the number of a rank's GPU,
     which is another one where hosts hold different numbers of ranks or share their GPUs in another order; and
-    shards whose tensors are elsewhere than their plan says are an error.
+    shards whose tensors are not on their plan's devices are an error.
 
     Args:
         devices: each rank's, as its own process names it: cpu, or cuda:INDEX.
@@ -175,25 +191,25 @@ def _search(
     sharders: list[ModuleSharder],
 ) -> ShardingPlan | ConfigError:
     world, local = topology.world_size, topology.local_world_size
-    partitioner, batch = PinnedPartitioner(constraints), -(-config.data.global_batch_size // world)
+    partitioner, batch = ConstrainedPartitioner(constraints), -(-config.data.global_batch_size // world)
     lengths = ids_of_features(resolve_features(schema, config.model))
     kernels = kernels_to_choose(config, topology.compute_device)
     of_torchrec = {
         table: torchrec_constraints(
-            pin if topology.compute_device == "cuda" else TableConstraint(pin.sharding),
+            constraint if topology.compute_device == "cuda" else TableConstraint(constraint.sharding),
             kernels,
-            min_partition=dim // column_parts(dim, pin.sharding, pin.ranks, world, local),
+            min_partition=dim // column_parts(dim, constraint.sharding, constraint.ranks, world, local),
             pooling_factors=lengths.get(table) or [1.0],
         )
-        for table, pin in constraints.items()
+        for table, constraint in constraints.items()
         for dim in [schema.tables[table].dim]
     }
     fused = {
         table: optimizer.name
         for table, optimizer in table_optimizers(config, schema).items()
-        if has_fused(optimizer.name, topology.compute_device)
+        if topology.compute_device in optimizer_of(optimizer.name).devices
     }
-    on_disk = {table for table, pin in constraints.items() if pin.kernel == MMAP_KERNEL}
+    on_disk = {table for table, constraint in constraints.items() if constraint.kernel == MMAP_KERNEL}
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch,
@@ -222,19 +238,18 @@ def _search(
         for table, spec in module.items():
             planned = spec.compute_kernel if table in fused else "dense"
             spec.compute_kernel = constraints[table].kernel or planned
-            spec.stochastic_rounding = constraints[table].stochastic_rounding
     return plan
 
 
 def _room(topology: Topology, constraints: dict[str, TableConstraint]) -> str:
     """What a worker has for tables, in words."""
-    has, kernels = topology.devices[0].storage, {pin.kernel for pin in constraints.values()}
+    has, kernels = topology.devices[0].storage, {constraint.kernel for constraint in constraints.values()}
     if topology.compute_device != "cuda":
         words = f" in {has.ddr / GIB:.1f} GiB of memory for each worker"
         return words + (f", and {has.ssd / GIB:.1f} GiB of disk" if MMAP_KERNEL in kernels else "")
     words = f" in {has.hbm / GIB:.1f} GiB on each GPU, less 15 %"
     if kernels & {*UVM_KERNELS}:
-        words += f", and {has.ddr / GIB:.1f} GiB of host memory for each (plan.host_memory_gib)"
+        words += f", and {has.ddr / GIB:.1f} GiB of host memory for each"
     return words
 
 

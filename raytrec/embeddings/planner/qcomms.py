@@ -104,9 +104,9 @@ def check_qcomms(
         return
     widths = {
         table: schema.tables[table].dim
-        // column_parts(schema.tables[table].dim, pin.sharding, pin.ranks, world, local or world)
-        for table, pin in constraints.items()
-        if pin.sharding != ("data_parallel",)
+        // column_parts(schema.tables[table].dim, each.sharding, each.ranks, world, local or world)
+        for table, each in constraints.items()
+        if each.sharding != ("data_parallel",)
     }
     if widths and (group := int8_group(widths.values())) <= SCALE_BYTES:
         narrow = min(widths, key=lambda table: widths[table])

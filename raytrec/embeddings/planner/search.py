@@ -1,7 +1,7 @@
 """How much the planner searches: what it tries grows neither with tables × tables nor with tables × ranks.
 
 TorchRec's planner (1.8.0) estimates every shard of every way of sharding, and its greedy proposers then place
-all shards anew for each table that they move on: with T tables on W ranks T·W estimates and about 2·T
+all shards again for each table that they move on: with T tables on W ranks T·W estimates and about 2·T
 proposals of up to T·W shards (docs/scaling.md). Here shards of one size are estimated once, only the tables
 that need it may be cut into a part for every rank, and a greedy search moves several tables on between two
 proposals, once there are many. A search that is small is TorchRec's own, proposal by proposal.
@@ -9,15 +9,20 @@ proposals, once there are many. A search that is small is TorchRec's own, propos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from typing import Any
 
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import GridSearchProposer, UniformProposer
-from torchrec.distributed.planner.types import Proposer, Shard, ShardingOption
+from torchrec.distributed.planner.types import Proposer, Shard, ShardingOption, Storage
 
 from raytrec.config.schema import Schema
+from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.planner.constraints import TableConstraint
+from raytrec.embeddings.planner.footprint import UVM_KERNELS
 
 MOST_SHARDS = 32_768  # that ways of sharding over all ranks add to the search
 MOST_PLACED = 200_000  # shards in all proposals of one greedy search
@@ -49,23 +54,24 @@ def narrow(
         return max(bytes_of[table] / all_bytes, load_of[table] / all_load), bytes_of[table]
 
     spared = {table for table in constraints if bytes_of[table] > LARGE * memory}
-    narrowed = {table: _whole(pin) for table, pin in constraints.items()} if world == 1 else dict(constraints)
+    narrowed = {table: _whole(each) if world == 1 else each for table, each in constraints.items()}
     for kinds, largest_first in ((SPREAD, True), (("data_parallel",), False)):
         asking = [
             table
-            for table, pin in narrowed.items()
-            if set(kinds) & set(pin.sharding) and set(pin.sharding) - set(kinds) and table not in spared
+            for table, each in narrowed.items()
+            if {*kinds} & {*each.sharding} and {*each.sharding} - {*kinds} and table not in spared
         ]
         asking.sort(key=demand, reverse=largest_first)
         for table in asking[max(1, MOST_SHARDS // world) :]:
-            pin = narrowed[table]
-            narrowed[table] = replace(pin, sharding=tuple(kind for kind in pin.sharding if kind not in kinds))
+            left = tuple(kind for kind in narrowed[table].sharding if kind not in kinds)
+            narrowed[table] = replace(narrowed[table], sharding=left)
     return narrowed
 
 
-def _whole(pin: TableConstraint) -> TableConstraint:
+def _whole(constraint: TableConstraint) -> TableConstraint:
     """The constraint of a table on one rank."""
-    return replace(pin, sharding=("table_wise",)) if {"table_wise", "row_wise"} <= {*pin.sharding} else pin
+    cut = {"table_wise", "row_wise"} <= {*constraint.sharding}
+    return replace(constraint, sharding=("table_wise",)) if cut else constraint
 
 
 def estimate_once_per_size(
@@ -152,3 +158,65 @@ class GreedyProposer(Proposer):
         sizes = [shard.storage for shard in self._options[table][self._at[table]].shards]
         hbm, ddr = [size.hbm for size in sizes], [size.ddr for size in sizes]
         return -max(hbm), -sum(hbm), -max(ddr), -sum(ddr), table
+
+
+def torchrec_constraints(
+    constraint: TableConstraint, kernels: list[str], **more: Any
+) -> ParameterConstraints:
+    """TorchRec's, of a table.
+
+    Args:
+        kernels: to choose from, where the constraint has none. (data_parallel is dense whatever they are.)
+        more: of ParameterConstraints.
+    """
+    chosen = [constraint.kernel] if constraint.kernel not in (None, "dense") else ["dense", *kernels]
+    return ParameterConstraints(
+        sharding_types=list(constraint.sharding),
+        compute_kernels=chosen,
+        **more,
+    )
+
+
+class Enumerator(EmbeddingEnumerator):
+    """Counts weights and optimizer state as FBGEMM holds them, and where.
+
+    TorchRec (1.8.0) takes state to be of the weights' dtype, which for fp16 tables is half of what it is,
+    and to be where the weights are, although one value a row is on the GPU even if the weights are not. It
+    knows of no tables in files.
+
+    Args:
+        fused: table → the optimizer that updates it in backward; of the others TorchRec counts no state.
+        on_disk: tables in files.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: dict[str, ParameterConstraints],
+        fused: Mapping[str, str],
+        on_disk: Set[str] = frozenset(),
+    ):
+        super().__init__(topology, batch_size, constraints)
+        self._on_gpus, self._fused = topology.compute_device == "cuda", fused
+        self._on_disk = on_disk
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        estimate_once_per_size(sharding_options, super().populate_estimates)
+        for option in sharding_options:
+            if option.name in self._fused:
+                for shard in option.shards:
+                    shard.storage += self._uncounted_state(option, *shard.size)
+
+    def _uncounted_state(self, option: ShardingOption, rows: int, dim: int) -> Storage:
+        optimizer = optimizer_of(self._fused[option.name])
+        per_row = rows * optimizer.bytes_per("row")
+        per_value = rows * dim * optimizer.bytes_per("value")
+        counted = (per_row + per_value) * option.tensor.element_size() // 4
+        if self._on_gpus and option.compute_kernel in UVM_KERNELS:
+            return Storage(hbm=per_row, ddr=per_value - counted)
+        missing = per_row + per_value - counted
+        if option.name in self._on_disk:
+            in_memory = rows * dim * option.tensor.element_size() + counted
+            return Storage(hbm=0, ddr=-in_memory, ssd=in_memory + missing)
+        return Storage(hbm=missing, ddr=0) if self._on_gpus else Storage(hbm=0, ddr=missing)

@@ -1,7 +1,4 @@
-"""Whether the constraints of tables can be met, and with what memory.
-
-No torch here: the driver asks before any worker starts.
-"""
+"""Whether the constraints of tables can be met, and with what memory; no torch, for the driver."""
 
 from __future__ import annotations
 
@@ -9,22 +6,24 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.config.sections import EmbeddingOptim
-from raytrec.embeddings.per_table import has_fused, table_optimizers
+from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.planner.constraints import (
     TableConstraint,
     column_parts,
     refused,
     resolve_constraints,
+    table_optimizers,
 )
 from raytrec.embeddings.planner.footprint import GIB, MMAP_KERNEL, Footprint, footprint, kernel_on
 from raytrec.embeddings.planner.qcomms import check_qcomms
 
 COLUMN_TYPES = ("column_wise", "table_column_wise", "grid_shard")
-HOST_RESERVE = 0.15  # of host memory beside GPUs, for processes; TorchRec keeps as much of a GPU
+DEVICE_NAMES = {"cpu": "CPU", "cuda": "GPUs"}
+HOST_RESERVE = 0.15  # of the host memory of GPUs, for processes; TorchRec keeps as much of a GPU
 ON_DEVICE = "on one rank", "(plan.memory_gib, or what the device has)"
 ON_HOST = (
     "of host memory on one rank",
-    "(plan.host_memory_gib, or a rank's share of its host beside what checkpoints are copied to)",
+    "(its share of its host, less what checkpoints are copied to)",
 )
 
 
@@ -38,7 +37,7 @@ def validate_constraints(
     memory: int | None = None,
     host_share: int | None = None,
 ) -> dict[str, TableConstraint]:
-    """The pins, once it is certain that a plan can keep to them.
+    """Resolved constraints of tables, validated for this world size.
 
     Args:
         device: cpu or cuda.
@@ -51,12 +50,6 @@ def validate_constraints(
         ConfigError: names the table and the reason: a rank that does not exist, a way of sharding that the
             optimizer or the kernel cannot keep exact, a group that no rank can hold.
     """
-    if ranks_per_host and world % ranks_per_host:
-        raise ConfigError(
-            f"{world} workers do not divide into hosts of {ranks_per_host}",
-            where="plan.ranks_per_host, scaling.num_workers",
-            expected="workers = hosts × ranks_per_host",
-        )
     constraints, optimizers = resolve_constraints(config, schema), table_optimizers(config, schema)
     if device == "cuda" and {*config.plan.compute_kernels} == {MMAP_KERNEL}:
         raise ConfigError(
@@ -66,18 +59,18 @@ def validate_constraints(
         )
     check_decay(constraints, optimizers, device)
     check_qcomms(config, schema, constraints, world, ranks_per_host)
-    for table, pin in constraints.items():
-        for sharding in pin.sharding:
-            _check_kernel(table, pin, sharding, optimizers[table].name, device)
-        if schema.tables[table].ids and pin.kernel == "fused_uvm_caching":
+    for table, constraint in constraints.items():
+        for sharding in constraint.sharding:
+            _check_kernel(table, constraint, sharding, optimizers[table].name, device)
+        if schema.tables[table].ids and constraint.kernel == "fused_uvm_caching":
             raise refused(
                 table,
-                "managed ids with kernel fused_uvm_caching, in whose cache rows that begin anew would stay",
+                "managed ids with kernel fused_uvm_caching, whose cache would keep rows that change their id",
                 "fused, fused_uvm or dense",
             )
-        _check_dtype(table, pin, optimizers[table].name, device)
-        if pin.ranks:
-            _check_ranks(table, schema.tables[table], pin, world, ranks_per_host)
+        _check_dtype(table, constraint, optimizers[table].name, device)
+        if constraint.ranks:
+            _check_ranks(table, schema.tables[table], constraint, world, ranks_per_host)
     if memory is not None:
         _check_memory(config, schema, constraints, device, memory, world, host_share)
     return constraints
@@ -88,15 +81,12 @@ def host_room(
 ) -> int:
     """Bytes of host memory that each rank on a GPU may fill with tables (fused_uvm, fused_uvm_caching).
 
-    Unless plan.host_memory_gib says it: what is left of its share beside a reserve, rows read ahead and, with
-    checkpoint.async_save, the copies from which checkpoints are written: of these tables, and of its part
-    of those on GPUs.
+    What is left of its share after a reserve, rows read ahead and, with checkpoint.async_save, the copies
+    from which checkpoints are written: of these tables, and of its part of those on GPUs.
 
     Args:
         host_share: bytes of main memory that each rank has a share of.
     """
-    if config.plan.host_memory_gib:
-        return int(config.plan.host_memory_gib * GIB)
     room = (1 - HOST_RESERVE) * host_share - config.data.buffer_gib * GIB
     if config.checkpoint.async_save:
         sizes = footprints(config, schema, constraints, "cuda")
@@ -116,40 +106,37 @@ def footprints(
     return {
         table: footprint(
             schema.tables[table],
-            pin.dtype,
+            constraint.dtype,
             optimizers[table].name,
-            kernel_on(device, pin.kernel),
-            pin.load_factor,
+            kernel_on(device, constraint.kernel),
         )
-        for table, pin in constraints.items()
+        for table, constraint in constraints.items()
     }
 
 
-def _check_kernel(table: str, pin: TableConstraint, sharding: str, optimizer: str, device: str) -> None:
-    if sharding in COLUMN_TYPES and optimizer == "rowwise_adagrad":
+def _check_kernel(
+    table: str, constraint: TableConstraint, sharding: str, optimizer: str, device: str
+) -> None:
+    if sharding in COLUMN_TYPES and optimizer_of(optimizer).by_row():
         raise refused(
             table,
-            f"{sharding} with optimizer rowwise_adagrad, whose state is one value a row: column shards would "
+            f"{sharding} with optimizer {optimizer}, whose state is one value a row: column shards would "
             "each keep their own",
             "another optimizer, such as adagrad, or whole tables or rows on a rank",
         )
-    if sharding == "data_parallel" and pin.kernel not in (None, "dense"):
-        raise refused(table, f"data_parallel with kernel {pin.kernel}", "the dense kernel, or none said")
-    if (pin.load_factor or pin.algorithm) and pin.kernel != "fused_uvm_caching":
-        raise refused(
-            table,
-            f"cache_load_factor or cache_algorithm with kernel {pin.kernel or 'fused'}, which has no cache",
-            "compute_kernel: fused_uvm_caching",
-        )
-    if pin.kernel == MMAP_KERNEL and device == "cuda":
+    if sharding == "data_parallel" and constraint.kernel not in (None, "dense"):
+        raise refused(table, f"data_parallel with kernel {constraint.kernel}", "the dense kernel, or none")
+    if constraint.kernel == MMAP_KERNEL and device == "cuda":
         raise refused(
             table,
             "kernel fused_mmap on a GPU, which reads no files",
             "fused_uvm or fused_uvm_caching, in host memory; fused_mmap is for workers on CPU",
         )
-    if not has_fused(optimizer, device) and pin.kernel not in (None, "dense"):
+    if device not in optimizer_of(optimizer).devices and constraint.kernel not in (None, "dense"):
         raise refused(
-            table, f"kernel {pin.kernel} with adam on CPU, where FBGEMM has none", "compute_kernel: dense"
+            table,
+            f"kernel {constraint.kernel} with {optimizer} on {DEVICE_NAMES[device]}, where FBGEMM has none",
+            "compute_kernel: dense",
         )
 
 
@@ -168,8 +155,9 @@ def check_decay(
     Raises:
         ConfigError: names the first such table.
     """
-    for table, pin in constraints.items():
-        fused = [s for s in pin.sharding if not _is_dense(pin, s, optimizers[table].name, device)]
+    for table, constraint in constraints.items():
+        name = optimizers[table].name
+        fused = [kind for kind in constraint.sharding if not _is_dense(constraint, kind, name, device)]
         if optimizers[table].weight_decay and fused:
             raise ConfigError(
                 f"weight_decay of table {table}, which may be {fused[0]} with a fused kernel: it would not "
@@ -180,32 +168,24 @@ def check_decay(
             )
 
 
-def _is_dense(pin: TableConstraint, sharding: str, optimizer: str, device: str) -> bool:
+def _is_dense(constraint: TableConstraint, sharding: str, optimizer: str, device: str) -> bool:
     """Whether the table has ordinary gradients and a dense update under this way of sharding."""
-    return pin.kernel == "dense" or sharding == "data_parallel" or not has_fused(optimizer, device)
+    fused = device in optimizer_of(optimizer).devices
+    return constraint.kernel == "dense" or sharding == "data_parallel" or not fused
 
 
-def _check_dtype(table: str, pin: TableConstraint, optimizer: str, device: str) -> None:
-    if pin.stochastic_rounding and device == "cpu":
+def _check_dtype(table: str, constraint: TableConstraint, optimizer: str, device: str) -> None:
+    dense = any(_is_dense(constraint, sharding, optimizer, device) for sharding in constraint.sharding)
+    if constraint.dtype != "fp32" and dense:
         raise refused(
             table,
-            "stochastic_rounding on CPU, where FBGEMM's kernels round to the nearest",
-            "stochastic_rounding: false, or none said; GPUs",
-        )
-    if pin.dtype == "fp32":
-        if pin.stochastic_rounding:
-            raise refused(table, "stochastic_rounding of fp32 weights, which are not rounded", "dtype: fp16")
-        return
-    if any(_is_dense(pin, sharding, optimizer, device) for sharding in pin.sharding):
-        raise refused(
-            table,
-            f"dtype {pin.dtype} with a dense kernel, whose optimizer state would be as coarse",
-            "a fused kernel (not data_parallel, not adam on CPU), or fp32",
+            f"dtype {constraint.dtype} with a dense kernel, whose optimizer state would be as coarse",
+            "a fused kernel (not data_parallel, and an optimizer that has one on this device), or fp32",
         )
 
 
-def _check_ranks(table: str, spec: Table, pin: TableConstraint, world: int, local: int) -> None:
-    ranks, sharding = pin.ranks, pin.sharding[0]
+def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: int, local: int) -> None:
+    ranks, sharding = constraint.ranks, constraint.sharding[0]
     outside = [r for r in ranks if r >= world]
     if outside:
         raise refused(
@@ -229,7 +209,7 @@ def _check_ranks(table: str, spec: Table, pin: TableConstraint, world: int, loca
         raise refused(table, f"{sharding} on ranks {list(ranks)}", expected)
     if sharding in COLUMN_TYPES:
         wanted = len(ranks) // local if sharding == "grid_shard" else len(ranks)
-        if column_parts(spec.dim, pin.sharding, ranks, world, local) != wanted:
+        if column_parts(spec.dim, constraint.sharding, ranks, world, local) != wanted:
             raise refused(
                 table,
                 f"{sharding} in {wanted} parts of {spec.dim} columns",
@@ -248,10 +228,10 @@ def _check_memory(
 ) -> None:
     """Tables that must share a rank against what a rank has; the planner weighs the rest."""
     held: dict[tuple, list[str]] = {}
-    for table, pin in constraints.items():
-        place = ("rank", pin.ranks[0]) if pin.ranks and len(pin.ranks) == 1 else None
-        if place is None and pin.group is not None:
-            place = ("group", pin.group)
+    for table, constraint in constraints.items():
+        place = ("rank", constraint.ranks[0]) if constraint.ranks and len(constraint.ranks) == 1 else None
+        if place is None and constraint.group is not None:
+            place = ("group", constraint.group)
         if place:
             held.setdefault(place, []).append(table)
     room = None if host_share is None else host_room(config, schema, constraints, world, host_share)

@@ -8,6 +8,7 @@ from raytrec.checks.parity import reference
 from raytrec.checks.parity.batches import random_batches
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
+from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import resolve_tasks
 
@@ -111,8 +112,17 @@ def _sparse(grad):
     return torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], grad.shape, check_invariants=True)
 
 
-def test_touched_rows_adam_is_torchs_sparse_adam():
-    ours = trained(lambda p: reference.TouchedRowsAdam(p, lr=0.1, eps=1e-12))
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_dense_updates_of_tables_are_torchs(name, decay):
+    eps = {} if name == "sgd" else {"eps": 1e-6}
+    make = optimizer_of(name).torch_class()
+    ours = trained(lambda p: reference.TableReference(name, *p, lr=0.1, weight_decay=decay, **eps))
+    torch.testing.assert_close(ours, trained(lambda p: make(p, lr=0.1, weight_decay=decay, **eps)))
+
+
+def test_adam_of_touched_rows_is_torchs_sparse_adam():
+    ours = trained(lambda p: reference.TableReference("adam", *p, lr=0.1, eps=1e-12, touched_rows=True))
     torch.testing.assert_close(ours, trained(lambda p: torch.optim.SparseAdam(p, lr=0.1, eps=1e-12)))
 
 
@@ -128,12 +138,12 @@ def test_row_wise_adagrad_is_adagrad_of_the_rows_root_mean_square():
             optimizer.step()
         return table.detach()
 
-    ours = same_columns(lambda p: reference.RowWiseAdagrad(p, lr=0.1, eps=1e-6))
+    ours = same_columns(lambda p: reference.TableReference("rowwise_adagrad", *p, lr=0.1, eps=1e-6))
     torch.testing.assert_close(ours, same_columns(lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6)))
     # Columns that differ share the mean of their squares: (1 + 9) ÷ 2 = 5.
     table = nn.Parameter(torch.zeros(1, 2))
     table.grad = torch.tensor([[1.0, 3.0]])
-    reference.RowWiseAdagrad([table], lr=0.5, eps=0.0).step()
+    reference.TableReference("rowwise_adagrad", table, lr=0.5, eps=0.0).step()
     torch.testing.assert_close(table.detach(), torch.tensor([[-0.5 / 5**0.5, -1.5 / 5**0.5]]))
 
 

@@ -63,7 +63,7 @@ def scheduled(rank, world, sharding):
     from raytrec.worker.build import build_step
 
     settings = config(world, {"sharding_type": sharding}, "sgd")
-    settings.optim.schedule = Schedule(warmup_steps=3, decay="cosine", decay_steps=6, floor=0.1)
+    settings.optim.schedule = Schedule(warmup_steps=3, decay="cosine", decay_steps=6)
     found = compare(build_step, settings, SCHEMA, torch.device("cpu"), rows=12, steps=12)
     return [(f.check, f.name, f.error, f.limit) for f in found]
 
@@ -93,8 +93,8 @@ def test_what_ranks_send_is_compared_in_full_precision():
 
 
 def test_the_schedule():
-    schedule = Schedule(warmup_steps=4, decay="linear", decay_steps=10, floor=0.2)
-    assert [schedule.factor(s) for s in (0, 3, 4, 9, 14, 99)] == pytest.approx([0.2, 0.8, 1, 0.6, 0.2, 0.2])
+    schedule = Schedule(warmup_steps=4, decay="linear", decay_steps=10)
+    assert [schedule.factor(s) for s in (0, 3, 4, 9, 14, 99)] == pytest.approx([0.2, 0.8, 1, 0.5, 0, 0])
     assert Schedule(decay="cosine", decay_steps=10).factor(5) == pytest.approx(0.5)
     assert Schedule().factor(10**6) == 1
     whole = Schedule(warmup_steps=4, decay="linear").over(14)

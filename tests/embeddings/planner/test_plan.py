@@ -8,7 +8,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.planner.footprint import GIB
-from raytrec.embeddings.planner.hosts import Place, agree, host_memory
+from raytrec.embeddings.planner.hosts import Place, host_memory, hosts_of
 
 
 def schema(rows=100):
@@ -199,7 +199,7 @@ def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
             "optim": {"embeddings": {"name": "adagrad"}},
         }
     )
-    hosts = agree(ranks, settings.plan)
+    hosts = hosts_of(ranks, settings.plan)
     assert hosts.ranks_per_host == local
     topology = Topology(len(ranks), "cuda", hbm_cap=hosts.memory, local_world_size=hosts.ranks_per_host)
     given = schema(), settings, PooledEmbeddings(schema()), sharders()
@@ -220,15 +220,15 @@ def test_memory_is_the_least_of_any_rank():
     """So that all ranks refuse alike, and none waits for a plan that another does not make."""
     section = RunConfig.model_validate({"data": {"train": "d/train"}}).plan
     alone = Place("alone", 4, "cuda:0", 40 * GIB, 600 * GIB)
-    hosts = agree([*places(4), alone], section)
+    hosts = hosts_of([*places(4), alone], section)
     assert (hosts.memory, hosts.host_share) == (40 * GIB, 256 * GIB)
     on_cpu = [Place("host", 4, "cpu", None, 64 * GIB)] * 4
-    assert agree(on_cpu, section).memory == 16 * GIB
+    assert hosts_of(on_cpu, section).memory == 16 * GIB
     section.memory_gib = 3
-    assert agree(places(4), section).memory == agree(on_cpu, section).memory == 3 * GIB
+    assert hosts_of(places(4), section).memory == hosts_of(on_cpu, section).memory == 3 * GIB
 
 
-def trained_on(rank, world, gpus, says, ranks_per_host=None):
+def trained_on(rank, world, gpus, says):
     """Where the shards of a table lie, after a step, on ranks with these GPUs of their hosts."""
     import os
 
@@ -237,7 +237,6 @@ def trained_on(rank, world, gpus, says, ranks_per_host=None):
     from raytrec.worker.build import build_step
 
     before, settings = os.environ["LOCAL_WORLD_SIZE"], config(world, {"sharding_type": "row_wise"})
-    settings.plan.ranks_per_host = ranks_per_host
     device = torch.device("cuda", gpus[rank])
     torch.cuda.set_device(device)
     os.environ["LOCAL_WORLD_SIZE"] = str(says[rank])
@@ -252,13 +251,13 @@ def trained_on(rank, world, gpus, says, ranks_per_host=None):
 
 
 @pytest.mark.parametrize(
-    "gpus,says,ranks_per_host",
-    [([0, 1, 0], [2, 2, 1], None), ([2, 0, 1], [3, 3, 3], None), ([0, 1, 2], [3, 3, 3], 1)],
-    ids=["2+1", "another order", "ranks_per_host"],
+    "gpus,says",
+    [([0, 1, 0], [2, 2, 1]), ([2, 0, 1], [3, 3, 3]), ([0, 1, 2], [1, 1, 1])],
+    ids=["2+1", "another order", "one a host"],
 )
-def test_steps_run_on_the_gpus_that_ranks_have(gpus, says, ranks_per_host):
+def test_steps_run_on_the_gpus_that_ranks_have(gpus, says):
     expected = [f"rank:{rank}/cuda:{index}" for rank, index in enumerate(gpus)]
-    assert on_ranks(3, trained_on, gpus, says, ranks_per_host, device="cuda") == [expected] * 3
+    assert on_ranks(3, trained_on, gpus, says, device="cuda") == [expected] * 3
 
 
 def dry(

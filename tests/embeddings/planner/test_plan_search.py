@@ -126,12 +126,12 @@ def test_only_tables_that_need_it_are_cut_for_every_rank_where_there_are_many():
     constraints = dict.fromkeys(tables, both) | {"t7": TableConstraint(("row_wise",))}
     assert narrow(constraints, few, 8, 10**10) == constraints, "nothing is narrowed where there is room"
     narrowed = narrow(constraints, few, 1024, 10**10)
-    cut = {t for t, pin in narrowed.items() if "row_wise" in pin.sharding}
+    cut = {t for t, constraint in narrowed.items() if "row_wise" in constraint.sharding}
     assert {"huge", "hot", "t7", "t999"} <= cut and "t1" not in cut
     assert len(cut) * 1024 <= MOST_SHARDS + 3 * 1024
-    copied = {t for t, pin in narrowed.items() if "data_parallel" in pin.sharding}
+    copied = {t for t, constraint in narrowed.items() if "data_parallel" in constraint.sharding}
     assert "t1" in copied and "t900" not in copied and len(copied) * 1024 <= MOST_SHARDS + 3 * 1024
-    assert all("table_wise" in pin.sharding for t, pin in narrowed.items() if t != "t7")
+    assert all("table_wise" in constraint.sharding for t, constraint in narrowed.items() if t != "t7")
 
 
 def test_on_one_rank_no_table_is_cut_that_need_not_be():

@@ -1,0 +1,26 @@
+"""adagrad: each weight's rate falls with the sum of its squared gradients."""
+
+from __future__ import annotations
+
+from raytrec.embeddings.optimizers import State, TableOptimizer, table_optimizer
+
+
+@table_optimizer
+class Adagrad(TableOptimizer):
+    """s ← s + g², w ← w − lr·g ÷ (√s + eps)."""
+
+    state = (State("sum", "value", "momentum1"),)
+    second_moment = "sum"
+
+    @staticmethod
+    def torch_class():
+        """torch.optim.Adagrad."""
+        import torch
+
+        return torch.optim.Adagrad
+
+    @staticmethod
+    def update(weight_ND, gradient_ND, state, step, lr, eps):
+        """See TableOptimizer.update."""
+        state["sum"] += gradient_ND.square()
+        weight_ND -= lr * gradient_ND / (state["sum"].sqrt() + eps)

@@ -1,0 +1,26 @@
+"""rowwise_adagrad: Adagrad with one sum a row, of the mean of the row's squared gradients."""
+
+from __future__ import annotations
+
+from raytrec.embeddings.optimizers import State, TableOptimizer, table_optimizer
+
+
+@table_optimizer
+class RowWiseAdagrad(TableOptimizer):
+    """s ← s + mean(g²), w ← w − lr·g ÷ (√s + eps)."""
+
+    state = (State("sum", "row", "momentum1"),)
+    second_moment = "sum"
+
+    @staticmethod
+    def torch_class():
+        """TorchRec's RowWiseAdagrad."""
+        from torchrec.optim import RowWiseAdagrad
+
+        return RowWiseAdagrad
+
+    @staticmethod
+    def update(weight_ND, gradient_ND, state, step, lr, eps):
+        """See TableOptimizer.update."""
+        state["sum"] += gradient_ND.square().mean(1)
+        weight_ND -= lr * gradient_ND / (state["sum"].sqrt() + eps).unsqueeze(1)

@@ -1,0 +1,24 @@
+"""sgd: w ← w − lr·g."""
+
+from __future__ import annotations
+
+from raytrec.embeddings.optimizers import TableOptimizer, table_optimizer
+
+
+@table_optimizer
+class SGD(TableOptimizer):
+    """Plain gradient descent, without state."""
+
+    settings = ()
+
+    @staticmethod
+    def torch_class():
+        """torch.optim.SGD."""
+        import torch
+
+        return torch.optim.SGD
+
+    @staticmethod
+    def update(weight_ND, gradient_ND, state, step, lr, eps):
+        """See TableOptimizer.update."""
+        weight_ND -= lr * gradient_ND

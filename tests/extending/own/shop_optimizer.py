@@ -1,0 +1,26 @@
+"""An optimizer of tables that FBGEMM has no kernel for: its updates are dense."""
+
+from raytrec.embeddings.optimizers import State, TableOptimizer, table_optimizer
+
+
+@table_optimizer
+class RMSprop(TableOptimizer):
+    """v ← 0.99·v + 0.01·g², w ← w − lr·g ÷ (√v + eps)."""
+
+    devices = ()
+    state = (State("square_avg", "value", "momentum1"),)
+    counts = True
+    second_moment = "square_avg"
+
+    @staticmethod
+    def torch_class():
+        """torch.optim.RMSprop."""
+        import torch
+
+        return torch.optim.RMSprop
+
+    @staticmethod
+    def update(weight_ND, gradient_ND, state, step, lr, eps):
+        """See TableOptimizer.update."""
+        state["square_avg"] += 0.01 * (gradient_ND.square() - state["square_avg"])
+        weight_ND -= lr * gradient_ND / (state["square_avg"].sqrt() + eps)
