@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from raytrec.cluster.session import ray_session
-from raytrec.common.messages import PHASES, RankLine, beat_s
+from raytrec.common.messages import PHASES, RankLine, beat_s, recorded_ranks
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 
@@ -156,30 +156,13 @@ def entry(draw: random.Random, rows: int) -> dict[str, Any]:
 
 
 def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[dict[str, Any]]:
-    """What all ranks send at a step, tables on very many ranks added up as the ranks do it."""
-    from raytrec.tracking.aggregate import ADDED
-    from raytrec.tracking.reduced import pack, unpack
-    from raytrec.worker.spread_tables import MOST_HOLDERS
-
+    """The lines that the recorded ranks send at a step."""
     draw, mine = random.Random(step), defaultdict(dict)
-    spread, sums, counted = {}, defaultdict(lambda: dict.fromkeys(ADDED, 0.0)), defaultdict(int)
     for table, on in ranks.items():
-        entries = {rank: entry(draw, 1000) for rank in on}
-        for rank, each in entries.items():
-            counted[rank] += 1
-            for key in ADDED:
-                sums[rank][key] += each[key]
-            if len(on) <= MOST_HOLDERS:
-                mine[rank][table] = each
-        if len(on) > MOST_HOLDERS:
-            of_sums, of_maxima = zip(*map(pack, entries.values()), strict=True)
-            spread[table] = unpack(np.sum(of_sums, 0).tolist(), np.max(of_maxima, 0).tolist())
+        for rank in on:
+            mine[rank][table] = entry(draw, 1000)
     out = []
-    for rank in range(world):
-        of_tables: dict[str, Any] = {"tables": mine[rank]}
-        if spread:
-            of_tables["sums"] = {**sums[rank], "tables": counted[rank]}
-            of_tables |= {} if rank else {"spread": spread}
+    for rank in recorded_ranks(world):
         line = RankLine(
             step=step,
             first_step=step - 100,
@@ -196,7 +179,7 @@ def lines_of(world: int, ranks: dict[str, list[int]], step: int) -> list[dict[st
                 "gpu_percent": 80.0,
                 "gpu_memory_bytes": 10**10,
             },
-            **of_tables,
+            tables=mine[rank],
         )
         out.append(line.to_json())
     return out
@@ -208,13 +191,12 @@ def records(world: int, tables: int, folder: Path) -> dict:
 
     from raytrec.driver.coordinator import start_coordinator
     from raytrec.driver.recorder import Record, Watch
-    from raytrec.tracking.mlflow import NoTracker
 
     ranks, run = planned(folder), folder / "run"
     run.mkdir()
     with ray_session(num_cpus=1):
         actor = start_coordinator(60, 600)
-        watch = Watch(SimpleNamespace(warn=lambda text: None), Record(NoTracker(), run, "scale"))
+        watch = Watch(SimpleNamespace(warn=lambda text: None), Record(run))
         process = _process_of(actor)
         before, began, took, most = process.memory_info().rss, time.monotonic(), 0.0, 0
         with watch.reading(actor):
@@ -223,7 +205,7 @@ def records(world: int, tables: int, folder: Path) -> dict:
                 sent, before_cpu = time.monotonic(), time.process_time()
                 for line in lines:
                     actor.put.remote(line)
-                while (run / "ranks.jsonl").exists() is False or _lines(run) < record * world:
+                while (run / "ranks.jsonl").exists() is False or _lines(run) < record * len(lines):
                     most = max(most, process.memory_info().rss - before)
                     time.sleep(0.02)
                 took += time.process_time() - before_cpu
@@ -231,7 +213,7 @@ def records(world: int, tables: int, folder: Path) -> dict:
     size = (run / "ranks.jsonl").stat().st_size
     (run / "config.yaml").write_text(config_of(world).to_yaml())
     return {
-        "messages_a_record": world,
+        "messages_a_record": len(lines),
         "kb_a_record": size / RECORDS / 1e3,
         "kb_of_largest_line": max(map(len, (run / "ranks.jsonl").read_bytes().splitlines())) / 1e3,
         "driver_s_a_record": took / RECORDS,
@@ -251,7 +233,7 @@ def mlflow(world: int, tables: int, folder: Path) -> dict:
     from raytrec.tracking.feed import Feed
     from raytrec.tracking.store import Store
 
-    feed = Feed(folder / "run", config_of(world).tracking.max_rank_table_series)
+    feed = Feed(folder / "run")
     store = Store(f"sqlite:///{folder}/mlflow.db", "scale", "scale", folder / "artifacts", "key")
     store.load()
     store.open()
@@ -272,11 +254,11 @@ def mlflow(world: int, tables: int, folder: Path) -> dict:
 @part
 def report(world: int, tables: int, folder: Path) -> dict:
     """The whole page."""
-    from raytrec.report.history import History
     from raytrec.report.report import build
+    from raytrec.tracking.run_folder import RunFolder
 
     with Cpu() as reading:
-        History.read(folder / "run")
+        RunFolder.read(folder / "run")
     with Cpu() as drawing:
         page = build(folder / "run")
     size = page.stat().st_size / 1e6

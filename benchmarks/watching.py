@@ -35,12 +35,13 @@ from rich.table import Table
 
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common.messages import from_json
-from raytrec.config.run_config import RunConfig
+from raytrec.config.run_config import RunConfig, load_config
 from raytrec.data.batch import Batch
 from raytrec.driver.recorder import Record
+from raytrec.driver.track import Follower
 from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import Sums
-from raytrec.tracking.mlflow import Tracker
+from raytrec.tracking.feed import Feed
 from raytrec.worker.build import build_step
 from raytrec.worker.context import WorkerContext, WorkerTask
 from raytrec.worker.nonfinite import Recent
@@ -153,9 +154,13 @@ def main(
     rounds = 2 if smallest else rounds  # an interval needs two
     with tempfile.TemporaryDirectory() as name:
         folder, queue = Path(name), mp.get_context("spawn").Queue()
-        tracker = Tracker(f"sqlite:///{folder}/mlflow.db", "benchmark", "watching", folder, max_series=64)
-        tracker.ready()
-        record, turns = Record(tracker, folder, "watching"), mp.get_context("spawn").Semaphore(0)
+        tracked = {"uri": f"sqlite:///{folder}/mlflow.db", "experiment": "benchmark"}
+        run = {"name": "watching", "dir": name}
+        config = load_config({"run": run, "data": {"train": "none"}, "tracking": tracked})
+        (folder / "config.yaml").write_text(config.to_yaml())
+        follower = Follower(config, print)
+        follower.ready()
+        record, turns = Record(folder), mp.get_context("spawn").Semaphore(0)
         said: dict[int, list[dict[str, Any]]] = {side: [] for side in range(len(SIDES))}
         ranks = mp.spawn(
             measure, (workers, device, rounds, batch, name, queue, turns), nprocs=workers, join=False
@@ -166,13 +171,13 @@ def main(
                 if message is not None:
                     said[side].append(message)
                     continue
-                while tracker.waiting:
+                while Feed(folder).waiting:
                     sleep(0.05)
                 turns.release()
                 for earlier in said.pop(side):
                     record.keep(from_json(earlier))
                 said[side] = []
-        lost = tracker.close("FINISHED")
+        lost = follower.close("FINISHED")
         seconds = json.loads((folder / "times.json").read_text())
     title = f"{workers} × {device}, {batch} rows a rank, {rounds} turns of {STEPS} steps"
     results = _show(seconds, title)

@@ -458,10 +458,10 @@ def report(
 ):
     """Rebuild a run's report.html and its figures from the run folder."""
     from raytrec.common.storage import relative
-    from raytrec.report.history import run_folder
     from raytrec.report.report import build_with_pictures
+    from raytrec.tracking.run_folder import existing_run
 
-    page, pictures = build_with_pictures(run_folder(run).absolute(), out and Path(out).absolute())
+    page, pictures = build_with_pictures(existing_run(run).absolute(), out and Path(out).absolute())
     print(f"report       {relative(page)}")
     if pictures:
         print(f"pictures     {relative(pictures[0].parent)}")
@@ -471,13 +471,19 @@ def report(
 def track(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")],
     allow_code: AllowCode = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Until standard input ends, while another process trains it.")
+    ] = False,
 ):
     """Write to MLflow what it lacks of a run, because its server was away when the run ended."""
     from raytrec.common.redaction import hide
-    from raytrec.driver.run import short
     from raytrec.driver.track import track
 
-    config = track(run, allow_code=allow_code)
+    config = track(run, allow_code=allow_code, follow=follow)
+    if follow:
+        return
+    from raytrec.driver.run import short
+
     print(f"MLflow       {hide(short(config.tracking.uri))} has all of {config.run.name}")
 
 

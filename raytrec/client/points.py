@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from contextlib import suppress
 from time import time
 from typing import Any
 
+from raytrec.common.messages import EVENTS, METRICS, from_line
 from raytrec.metrics.selection import Figure, figures_of
-from raytrec.report.history import History
+from raytrec.tracking.run_folder import History
 
 ENDED = ("finished", "stopped", "failed", "interrupted")
 
@@ -82,8 +83,12 @@ class Points:
     def history(self) -> History:
         """As pictures of a report take it."""
         metrics = [line for series in self._lines.values() for line in series]
-        empty = {name: [] for name in ("plan", "ranks", "checks", "failures", "progress")}
-        return History(Path(), "", {}, result={}, metrics=metrics, events=self._events, **empty)
+        run = History()
+        for file, lines in ((EVENTS, self._events), (METRICS, metrics)):
+            for line in lines:
+                with suppress(ValueError):
+                    run.add(from_line(file, line))
+        return run
 
     def _left(self) -> float | None:
         """Seconds, at the speed since somebody has looked."""

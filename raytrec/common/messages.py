@@ -7,9 +7,14 @@ A message is a dataclass. Between processes it is `to_json()`, with its kind; in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any, ClassVar
+from functools import cache
+from math import isnan
+from types import NoneType, UnionType
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+
+from raytrec.common.formatting import is_step, number, or_0
 
 BEAT_S = 0.5  # between two heartbeats of a rank
 MOST_BEATS = 512  # a second, of all ranks together: one actor answers them
@@ -18,6 +23,20 @@ METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl",
 Figures = Mapping[str, Any]
 ENDED_EARLY = "ended early"  # the Event of a run whose evaluations have ended training
 FLAT = {"flat": True}  # of a field whose keys stand beside the other fields
+
+MOST_RECORDED = 64  # ranks whose lines are recorded: pictures show no more
+
+
+def recorded_ranks(world: int) -> list[int]:
+    """The ranks whose lines are recorded: all, or of a larger group MOST_RECORDED at equal distances.
+
+    Example:
+        >>> recorded_ranks(3)
+        [0, 1, 2]
+        >>> len(recorded_ranks(1024)), recorded_ranks(1024)[:3]
+        (64, [0, 16, 32])
+    """
+    return sorted({at * world // MOST_RECORDED for at in range(MOST_RECORDED)})
 
 
 def beat_s(world: int) -> float:
@@ -104,15 +123,15 @@ class Warn(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OfRun(Message):
-    """What is noted in events.jsonl, with its time (seconds since 1970)."""
+class RunEvent(Message):
+    """A line of events.jsonl, with its time (seconds since 1970)."""
 
     FILE, TAG = EVENTS, "event"
     unix_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start(_OfRun):
+class Start(RunEvent):
     """A group of workers begins to train.
 
     Attributes:
@@ -130,7 +149,7 @@ class Start(_OfRun):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(_OfRun):
+class Saved(RunEvent):
     """A checkpoint has been written, or (error) has not.
 
     Attributes:
@@ -146,7 +165,7 @@ class Saved(_OfRun):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stopped(_OfRun):
+class Stopped(RunEvent):
     """The state is saved and the run ends, because somebody asked for it."""
 
     KIND = "stopped"
@@ -154,7 +173,7 @@ class Stopped(_OfRun):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event(_OfRun):
+class Event(RunEvent):
     """What the coordinator saw: started, asked, waiting, failed, hang.
 
     Attributes:
@@ -178,6 +197,10 @@ class Measured(Message):
     unix_s: float | None = None
     step: int
     figures: Figures = field(default_factory=dict, metadata=FLAT)
+
+    def figure(self, name: str) -> float:
+        """One of the figures; NaN where it is not defined."""
+        return number(self.figures.get(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,9 +280,6 @@ class RankLine(Message):
         first_s: of phases_s, those of the group's first step, which sets everything up; in its first line.
         system: a sample of worker.system.System.
         tables: table → figures of this rank's shards (worker.statistics).
-        sums: where some tables have a part on very many ranks: what all tables of this rank come to
-            (aggregate.ADDED, and how many there are). `tables` is then without those.
-        spread: of rank 0, then: table → figures of the shards of all ranks.
     """
 
     KIND, FILE = "rank", RANKS
@@ -275,13 +295,14 @@ class RankLine(Message):
     system: dict[str, float | None]
     tables: dict[str, dict[str, Any]]
     first_s: dict[str, float] = field(default_factory=dict)
-    sums: dict[str, float] | None = None
-    spread: dict[str, dict[str, Any]] | None = None
 
-    def values(self) -> dict[str, Any]:
-        """Without what only runs of very many ranks have."""
-        found = super().values()
-        return {k: v for k, v in found.items() if v is not None or k not in ("sums", "spread")}
+    def phase_s(self, phase: str) -> float:
+        """Seconds in one of PHASES; 0 where it was not measured."""
+        return self.phases_s.get(phase, 0.0)
+
+    def added(self, figure: str) -> float:
+        """A figure of tables, over all tables of the rank."""
+        return sum(entry.get(figure) or 0.0 for entry in self.tables.values())
 
 
 CLASSES: dict[str, type[Message]] = {
@@ -302,7 +323,8 @@ CLASSES: dict[str, type[Message]] = {
         RankLine,
     )
 }
-OF_FILE = {CHECKS: Check, RANKS: RankLine}  # whose lines need not say their kind
+OF_FILE = {CHECKS: Check, RANKS: RankLine}  # whose lines do not need their kind
+LATEST_UNIX_S = 1e11  # in the year 5138
 
 
 def from_json(values: Mapping[str, Any]) -> Message:
@@ -311,14 +333,82 @@ def from_json(values: Mapping[str, Any]) -> Message:
 
 
 def from_line(file: str, values: Mapping[str, Any]) -> Message:
-    """The message that a line of a run folder was written from, but for LEFT_OUT; errors as `from_json`."""
+    """The message that a line of a run folder was written from, but for LEFT_OUT.
+
+    Every field has its type; figures that are not numbers are None.
+
+    Raises:
+        ValueError: it is not a line of that file.
+    """
+    try:
+        message = _make(*_kind_of(file, values))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__} {error}") from None
+    for name, hint in _hints(message.KIND).items():
+        if not _fits(value := getattr(message, name), hint):
+            raise ValueError(f"{name} is {value!r:.60}")
+    unix_s = getattr(message, "unix_s", None)
+    if unix_s is not None and not 0 <= unix_s < LATEST_UNIX_S:
+        raise ValueError(f"unix_s is {unix_s}")
+    if isinstance(message, Measured):
+        return replace(message, figures={name: _number(value) for name, value in message.figures.items()})
+    if isinstance(message, RankLine):
+        return replace(message, tables={name: _entry(entry) for name, entry in message.tables.items()})
+    return message
+
+
+def _kind_of(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mapping[str, Any]]:
+    """The class of a line's message, and the values of its fields."""
     if file in OF_FILE:
-        return _make(OF_FILE[file], values)
+        return OF_FILE[file], values
     tag = "event" if file == EVENTS else "kind"
     kind = CLASSES.get(values[tag])
     if kind is None or tag != kind.TAG:
-        return _make(Event, values)
-    return _make(kind, {k: v for k, v in values.items() if k != tag})
+        return Event, values
+    return kind, {k: v for k, v in values.items() if k != tag}
+
+
+@cache
+def _hints(kind: str) -> dict[str, Any]:
+    """Field → its type."""
+    hints = get_type_hints(CLASSES[kind])
+    return {each.name: hints[each.name] for each in fields(CLASSES[kind])}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is of a type; whole numbers of messages are counts, floats are finite."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return any(_fits(value, each) for each in inner)
+    if hint in (Any, NoneType):
+        return hint is Any or value is None
+    if hint is int:
+        return is_step(value)
+    if hint is float:
+        return not isnan(number(value))
+    if not isinstance(value, origin or hint):
+        return False
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return all(_fits(part, inner[-1]) for part in parts)
+
+
+def _number(value: Any) -> float | None:
+    """A number as it is, a truth as 0 or 1, anything else as None."""
+    if isinstance(value, bool):
+        return int(value)
+    return None if isnan(number(value)) else value
+
+
+def _entry(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of a table's shards: numbers, but for three; None for anything else."""
+    sound: dict[str, Any] = {key: _number(value) for key, value in values.items()}
+    if isinstance(device := values.get("device"), str):
+        sound["device"] = device
+    if isinstance(replicated := values.get("replicated"), bool):
+        sound["replicated"] = replicated
+    if isinstance(counts := values.get("row_norm_counts"), list):
+        sound["row_norm_counts"] = [or_0(count) for count in counts]
+    return sound
 
 
 def _make(kind: type[Message], values: Mapping[str, Any]) -> Message:

@@ -512,12 +512,6 @@ class TrackingSection(Section):
         description="Record statistics of tables, phase times and load of every rank this often, and at "
         "the end; null: never.",
     )
-    max_rank_table_series: NonNegativeInt = Field(
-        64,
-        description="Log a series for each table on each rank to MLflow while ranks × tables is at most "
-        "this; above it, one for each table and one for each rank. The run folder always has "
-        "everything.",
-    )
     report: bool = Field(True, description="Write figures and report.html at the end of the run.")
 
 

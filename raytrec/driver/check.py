@@ -21,12 +21,12 @@ from raytrec.driver.launch import run_group
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import resolve
 from raytrec.driver.recorder import Watch, write_json
-from raytrec.driver.run import open_tracker, short
+from raytrec.driver.run import short
 from raytrec.driver.session import session_of
+from raytrec.driver.track import PATIENCE_S
 from raytrec.tracking.journal import append_line
+from raytrec.tracking.run_folder import CHECK_RESULT
 from raytrec.worker.loop import check_worker
-
-CHECK_FILE = "check.json"
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     Raises:
         ConfigError, SchemaError: what is wrong with the input. RunError: when a worker failed.
     """
+    from raytrec.tracking.delivery import Delivery
+
     began = perf_counter()
     config = resolve(load_config(source, overrides), source, "check")
     folder = Path(config.run.dir)
@@ -98,12 +100,12 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     _make_folder(folder)
     status = "FAILED"
     with RunConsole(config.run.name) as console:
-        tracker = open_tracker(config, console)
+        delivery = Delivery(folder, config, console.warn) if config.tracking.enabled else None
+        if delivery:
+            delivery.deliver()
         try:
             console.phase("starting Ray")
             with session_of(config):
-                tracker.ready()
-                tracker.params(config)
                 for setting in lower_precisions(config):
                     console.note(f"checked in fp32: rounding by {setting} would hide errors")
                 watch = Watch(console)
@@ -116,20 +118,19 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                 folder,
                 found["world_size"],
                 seconds,
-                tracker.run_id,
-                [f"look at it   mlflow ui --backend-store-uri {short(tracker.uri)}"] if tracker.uri else [],
+                delivery.run_id if delivery else None,
+                [f"look at it   mlflow ui --backend-store-uri {short(delivery.uri)}"] if delivery else [],
             )
             write_json(
-                folder / CHECK_FILE, result.metrics | {"plan": result.plan, "findings": result.findings}
+                folder / CHECK_RESULT, result.metrics | {"plan": result.plan, "findings": result.findings}
             )
             append_line(folder, Compared(step=0, unix_s=time(), figures=result.metrics))
-            tracker.file(folder / CHECK_FILE)
             status = "FINISHED" if result.passed else "FAILED"
         except KeyboardInterrupt:
             status = "KILLED"
             raise
         finally:
-            if lost := tracker.close(status):
+            if delivery and (lost := delivery.finish(status, PATIENCE_S)):
                 console.warn(lost)
     return result
 

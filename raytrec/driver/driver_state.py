@@ -19,7 +19,7 @@ from raytrec.common.formatting import or_0
 from raytrec.common.messages import EVENTS, METRICS
 from raytrec.common.reading import NotReadable, json_values, read_bytes
 from raytrec.compat.ray_core import job_id
-from raytrec.report.history import read_lines
+from raytrec.tracking.run_folder import messages_of
 
 # What a signal becomes; while Ray is only starting, Ray's own handlers end the process.
 ASKED = (KeyboardInterrupt, SystemExit)
@@ -94,8 +94,8 @@ def _seconds(folder: Path) -> float:
     seconds, begin = or_0(note.get("seconds")), or_0(note.get("unix_s"))
     if note.get("status") != "RUNNING":
         return seconds
-    last = [line for name in (METRICS, EVENTS) for line in deque(read_lines(folder / name), 1)]
-    return seconds + max([0.0, *(or_0(line.get("unix_s")) - begin for line in last)])
+    last = [message for name in (METRICS, EVENTS) for message in deque(messages_of(folder, name), 1)]
+    return seconds + max([0.0, *((message.unix_s or 0.0) - begin for message in last)])
 
 
 def is_alive(note: dict[str, Any]) -> bool | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
+from raytrec.common.devices import smallest_gpu_memory
 from raytrec.common.errors import ConfigError
 from raytrec.common.installed import OTHER_DEVICE, built_for
 from raytrec.compat.ray_core import nodes_without_gpus, starts_nodes
@@ -81,50 +81,7 @@ def _answer(ref: Any) -> dict[str, Any]:
 
 def look_here() -> dict[str, Any]:
     """What GpuNode has of the machine that this process runs on."""
-    return {"built_for": built_for(), "gpu_memory": _gpu_memory(), "host_memory": host_memory()}
-
-
-def _gpu_memory() -> int | None:
-    """Bytes of this machine's smallest GPU, over NVML, which needs no context on it.
-
-    The driver's reserve is not counted, as in torch's total_memory. Of a GPU that is cut into MIG instances
-    only these are used, and which ones is not known here.
-    """
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no library, or no driver
-        return None
-    try:
-        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-        names = [name for name in visible if name] or list(map(str, range(pynvml.nvmlDeviceGetCount())))
-        return min(map(_usable_memory, names))
-    except (pynvml.NVMLError, ValueError):
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _usable_memory(name: str) -> int:
-    """Of a GPU with this number or UUID, as in CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        ValueError: it is cut into instances, or is one.
-    """
-    import pynvml
-
-    if name.startswith("MIG"):
-        raise ValueError(name)
-    by_number, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
-    handle = by_number(int(name)) if name.isdigit() else by_uuid(name)
-    try:
-        if pynvml.nvmlDeviceGetMigMode(handle)[0]:
-            raise ValueError(name)
-    except pynvml.NVMLError:  # a GPU without MIG
-        pass
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-    return memory.total - memory.reserved
+    return {"built_for": built_for(), "gpu_memory": smallest_gpu_memory(), "host_memory": host_memory()}
 
 
 def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:

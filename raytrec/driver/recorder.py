@@ -1,4 +1,4 @@
-"""The messages of a group of workers, on the driver's side: shown on the console, kept in the run folder."""
+"""Messages of a group of workers, on the driver's side: shown on the console, kept in the run folder."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from raytrec.cluster.lifeline import RayLost
 from raytrec.common import messages
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import null_nonfinite
-from raytrec.common.messages import CHECKS, ENDED_EARLY, RANKS, Message, from_json
+from raytrec.common.messages import CHECKS, ENDED_EARLY, RANKS, Message, RankLine, from_json
 from raytrec.common.redaction import hide_all, hide_yaml
 from raytrec.report.bounds import Times, find_bound
-from raytrec.report.diagnostics import SURE_S, hot_rank, low_utilisation, straggler
-from raytrec.report.history import read_lines
-from raytrec.tracking.aggregate import over_time
-from raytrec.tracking.gauges import Gauges
+from raytrec.report.findings import SURE_S, hot_rank, low_utilisation, straggler
+from raytrec.tracking.aggregate import sum_over_time
+from raytrec.tracking.intervals import StepGroups
 from raytrec.tracking.journal import Journal, write_whole
-from raytrec.tracking.translate import RankLines
+from raytrec.tracking.run_folder import PLAN, RESULT, messages_of
 
-RESULT = "result.json"
 FIRST_STEPS_S = 3.0  # from a group's start of training until it certainly trains
 WAIT_S = 0.5  # from one look whether a group is over to the next
 CALL_S = 5.0  # that a call waits for messages of the coordinator, for each costs both a few milliseconds
@@ -100,29 +98,27 @@ class Watch:
 
 
 class Record:
-    """Writes messages into the run folder, from which MLflow gets them, and to Ray's metrics.
+    """Writes messages into the run folder, from which MLflow gets them.
 
     Args:
-        tracker: of tracking.mlflow.
         folder: of the run.
-        name: of the run.
 
     Attributes:
         checks: how many have passed (True) and failed; of a resumed run, since its beginning.
         times: of the steps so far, likewise.
     """
 
-    def __init__(self, tracker: Any, folder: Path, name: str):
-        self.checks = Counter(line.get("passed") is True for line in read_lines(folder / CHECKS))
+    def __init__(self, folder: Path):
+        self.checks = Counter(check.passed for check in messages_of(folder, CHECKS))
         self.times = Times()
-        for line in read_lines(folder / RANKS):
+        for line in messages_of(folder, RANKS):
             self.times.add(line)
-        self._tracker, self._folder = tracker, folder
-        self._gauges, self._lines, self._advised = Gauges(name), RankLines(), set()
+        self._folder = folder
+        self._groups, self._advised = StepGroups(), set()
         self._warnings: list[str] = []  # about the run folder
         self._journal = Journal(folder, self._warnings.append)
         self._attempt: int | None = None  # whose first interval is over
-        self._lately: list[dict[str, Any]] = []  # of each rank its intervals since then, or of SURE_S seconds
+        self._lately: list[RankLine] = []  # of each rank its intervals since then, or of SURE_S seconds
 
     def summary(self) -> dict[str, int]:
         """How many checks have passed and failed."""
@@ -154,17 +150,12 @@ class Record:
                 expected="room in the run folder; the model has been saved",
                 do=f"make room, then have it evaluated again: raytrec train --resume {self._folder}",
             )
-        self._tracker.file(self._folder / RESULT)
         return None
 
-    def close(self, status: str) -> list[str]:
-        """Writes what is left; what is missing in the end, in the run folder and in MLflow."""
-        self._gauges.close()
+    def close(self) -> list[str]:
+        """Writes what is left; sentences about what is missing in the end."""
         missing = self._journal.missing()
-        lost = self._tracker.close(status)
-        if lost and not missing:
-            lost += f"; the run folder has everything: raytrec track {self._folder}"
-        return [*self._take_warnings(), *filter(None, (missing, lost))]
+        return [*self._take_warnings(), *filter(None, [missing])]
 
     def keep(self, message: Message) -> list[str]:
         """Writes one message down; what people should be told of it."""
@@ -173,31 +164,26 @@ class Record:
         if message.FILE:
             self._append(message)
         advice: list[str] = []
-        if isinstance(message, messages.Measured):
-            self._gauges.set({"step": message.step, **message.figures})
-        elif isinstance(message, messages.Check):
+        if isinstance(message, messages.Check):
             self.checks[message.passed] += 1
         elif isinstance(message, messages.RankLine):
-            self.times.add(line := message.line())
-            advice = self._advise(line)
+            self.times.add(message)
+            advice = self._advise(message)
         elif isinstance(message, messages.Start):
-            text = json.dumps(message.plan, indent=2) + "\n"
-            self._journal.put("plan.json", text, lambda: self._tracker.file(self._folder / "plan.json"))
+            self._journal.put(PLAN, json.dumps(message.plan, indent=2) + "\n")
         return [*self._take_warnings(), *advice]
 
-    def _advise(self, line: dict[str, Any]) -> list[str]:
-        """What the lines of all ranks, once they are there, tell; each kind of advice is given once."""
-        lines = self._lines.add(line)
+    def _advise(self, line: RankLine) -> list[str]:
+        """Advice from the lines of all ranks, once they are there; each kind of advice is given once."""
+        lines = self._groups.add(line)
         if lines is None:
             return []
-        waited = sum(each["phases_s"]["data"] for each in lines)
-        self._gauges.set({"data_wait_share": waited / max(1e-9, sum(each["seconds"] for each in lines))})
-        if line["attempt"] != self._attempt:  # the first interval waits for readers that are only starting
-            self._attempt, self._lately = line["attempt"], []
+        if line.attempt != self._attempt:  # the first interval waits for readers that are only starting
+            self._attempt, self._lately = line.attempt, []
             return []
-        if any(each["seconds"] >= SURE_S for each in self._lately):
+        if any(each.seconds >= SURE_S for each in self._lately):
             self._lately = []
-        self._lately = over_time([*self._lately, *lines])
+        self._lately = sum_over_time([*self._lately, *lines])
         found = []
         for advise in (straggler, low_utilisation, hot_rank):
             if advise not in self._advised and (sentence := advise(self._lately)):
@@ -206,11 +192,8 @@ class Record:
         return found
 
     def _append(self, message: Message) -> None:
-        """A line of JSON, which has no NaN, in the run folder; where that takes none, to MLflow as well."""
-        line = hide_all(null_nonfinite(message.line()))
-        self._journal.add(message.FILE, line)
-        if self._journal.failing:
-            self._tracker.line(message.FILE, line)
+        """A line of JSON, which has no NaN, in the run folder."""
+        self._journal.add(message.FILE, hide_all(null_nonfinite(message.line())))
 
     def _take_warnings(self) -> list[str]:
         taken, self._warnings[:] = list(self._warnings), []

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any
 
 from raytrec.cluster.session import in_job
 from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.messages import METRICS
-from raytrec.common.redaction import hide
+from raytrec.common.redaction import hide, hide_all
 from raytrec.common.storage import relative
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
@@ -26,16 +25,15 @@ from raytrec.driver.evaluation import with_recovery_hint
 from raytrec.driver.launch import run_group
 from raytrec.driver.preflight import check_plan
 from raytrec.driver.prepare import RunPlan, make_folder, resolve_run, write_config
-from raytrec.driver.recorder import Record, Watch
+from raytrec.driver.recorder import Record, Watch, write_json
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
 from raytrec.driver.session import resume_command, run_in_session
-from raytrec.report.drawing import EarlyDrawing
-from raytrec.tracking.mlflow import NoTracker, Tracker
+from raytrec.driver.track import Follower
+from raytrec.report.report import EarlyDrawing
+from raytrec.tracking.run_folder import TAGS
 from raytrec.tracking.tags import run_tags
 from raytrec.worker.loop import total_steps, train_worker
 
-REPORT = "report.html"
-LATEST_S = 20.0  # after the workers were requested, MLflow's run begins
 PATIENCE_S = 60.0  # beyond scaling.shutdown_grace_s, for the driver of before to end
 
 
@@ -108,15 +106,15 @@ def _drive(
     """
     config, datasets = plan.config, plan.datasets
     folder, status, page = Path(config.run.dir), "FAILED", None
-    tracker = open_tracker(config, console, at_once=False)
-    record, drawing = Record(tracker, folder, config.run.name), EarlyDrawing(folder)
+    follower = Follower(config, console.warn)
+    record, drawing = Record(folder), EarlyDrawing(folder)
     watch = Watch(console, record, drawing.begin if config.tracking.report else lambda: None)
     try:
         console.phase("starting Ray")
         _import_early()
 
         def work() -> dict[str, Any]:
-            _describe_run(tracker, config)
+            write_json(folder / TAGS, hide_all(run_tags() | config.tracking.tags))
             data = contents.result()
             note_data(folder, data)
             return run_group(
@@ -128,18 +126,18 @@ def _drive(
                 watch,
                 fingerprint=fingerprint(data["train"]),
                 saves=True,
-                look=begin_late(tracker, watch),
+                look=follower.check,
             )
 
         figures = run_in_session(config, watch, work)
         drawing.confirm()
-        unopened = _store_error(tracker, folder)
+        unopened = _store_error(follower, folder)
         metrics = {
             **figures,
             "skipped_files": sum(len(dataset.left_out) for dataset in datasets.values()),
             "seconds": round(perf_counter() - began, 3),
             **record.summary(),
-            "mlflow_run_id": tracker.run_id,
+            "mlflow_run_id": follower.run_id,
             "name": config.run.name,
         }
         metrics |= record.bound(metrics)
@@ -163,24 +161,17 @@ def _drive(
     finally:
         if config.tracking.report and status != "KILLED" and (folder / METRICS).exists():
             console.phase("writing the report")
-            page = _write_report(drawing, tracker, console)
-        for lost in record.close(status):
-            console.warn(lost)
-    return Result(metrics, folder, _next_steps(config, folder, tracker, page))
+            page = _write_report(drawing, console)
+        for lost in [*record.close(), follower.close(status)]:
+            if lost:
+                console.warn(lost)
+    return Result(metrics, folder, _next_steps(config, folder, page))
 
 
-def _describe_run(tracker: Tracker | NoTracker, config: RunConfig) -> None:
-    """What the MLflow run begins with."""
-    tracker.tags(run_tags() | config.tracking.tags)
-    tracker.params(config)
-    for name in ("config.yaml", "schema.yaml"):
-        tracker.file(Path(config.run.dir) / name)
-
-
-def _store_error(tracker: Tracker | NoTracker, folder: Path) -> RaytrecError | None:
+def _store_error(follower: Follower, folder: Path) -> RaytrecError | None:
     """Why the store cannot be opened, of a run that has been trained: it is not lost for that."""
     try:
-        tracker.ready()
+        follower.ready()
     except ConfigError as error:
         run = relative(folder)
         do = f"the run is complete; correct tracking.uri in {run}/config.yaml, then: raytrec track {run}"
@@ -188,26 +179,7 @@ def _store_error(tracker: Tracker | NoTracker, folder: Path) -> RaytrecError | N
     return None
 
 
-def begin_late(tracker: Tracker | NoTracker, watch: Watch) -> Callable[[], None]:
-    """A function to call while workers run. It lets the tracker begin, which takes a processor 3 s (importing
-    MLflow, making the store), when the workers have come so far that it is not in their way.
-
-    Raises:
-        ConfigError: (that function) the store cannot be opened.
-    """
-    began = monotonic()
-
-    def look() -> None:
-        if watch.first_steps() or monotonic() - began > LATEST_S:
-            tracker.begin()
-        tracker.check()
-
-    return look
-
-
-def _next_steps(
-    config: RunConfig, folder: Path, tracker: Tracker | NoTracker, page: Path | None
-) -> list[str]:
+def _next_steps(config: RunConfig, folder: Path, page: Path | None) -> list[str]:
     """Where to look at a run that has ended well."""
     lines = [f"run folder   {relative(folder)}"]
     if code := own_code(config.model_dump(by_alias=True)):
@@ -215,38 +187,17 @@ def _next_steps(
     if page:
         lines.append(f"pictures     {relative(page)}")
     if config.tracking.enabled:
-        server = tracker.uri.startswith("http")
-        at = "" if server else "mlflow ui --backend-store-uri "
-        lines.append(f"look at it   {at}{hide(short(tracker.uri))}")
+        uri = config.tracking.uri
+        at = "" if uri.startswith("http") else "mlflow ui --backend-store-uri "
+        lines.append(f"look at it   {at}{hide(short(uri))}")
     return [*lines, f"again        raytrec evaluate {relative(folder)} --data PARQUET"]
 
 
-def open_tracker(config: RunConfig, console: RunConsole, at_once: bool = True) -> Tracker | NoTracker:
-    """Begins the MLflow run, or continues that of before, where a run is resumed."""
-    tracking = config.tracking
-    if not tracking.enabled:
-        return NoTracker()
-    return Tracker(
-        tracking.uri,
-        tracking.experiment,
-        config.run.name,
-        Path(config.run.dir),
-        parent=tracking.parent_run,
-        max_series=tracking.max_rank_table_series,
-        on_trouble=console.warn,
-        at_once=at_once,
-    )
-
-
-def _write_report(drawing: EarlyDrawing, tracker: Tracker | NoTracker, console: RunConsole) -> Path | None:
-    """Writes the report and its pictures, into the run folder and to MLflow; its path, or None where that is
-    not possible: a run does not fail for it."""
+def _write_report(drawing: EarlyDrawing, console: RunConsole) -> Path | None:
+    """Writes the report and its pictures into the run folder; its path, or None where that is not possible: a
+    run does not fail for it."""
     try:
-        page, pictures = drawing.write()
-        tracker.file(page)
-        for picture in pictures:
-            tracker.file(picture, "pictures")
-        return page
+        return drawing.write()[0]
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         console.warn(f"no report: {why}; try again with raytrec report {drawing.folder}")

@@ -1,29 +1,152 @@
-"""`raytrec track`: MLflow gets what it lacks of a run that has ended, because its server was away."""
+"""Delivery of a run to MLflow: by a process that follows the run, or once, of what was missed."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from select import select
+from time import monotonic
 
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import is_ours, not_ours
-from raytrec.driver.console import RunConsole
-from raytrec.driver.driver_state import hold_run_lock
-from raytrec.driver.recorder import RESULT
-from raytrec.driver.run import REPORT, open_tracker
-from raytrec.report.history import run_folder
+from raytrec.tracking.run_folder import CONFIG, existing_run
 
-FILES = ("config.yaml", "schema.yaml", "plan.json", RESULT, REPORT)
-ANSWER_S, PATIENCE_S = 15.0, 60.0  # for a first answer of the server, and for all that is missing
+ANSWER_S = 5.0  # at the end of a run, for a server that has not answered yet; a file always answers
+FILE_S = 60.0
+PATIENCE_S = 30.0  # for all that is missing
+NICE = 19
+# It computes nothing, so threads and arenas of memory would only make it larger.
+SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
-def track(run: str | Path, allow_code: bool = False) -> RunConfig:
+class Follower:
+    """The process that delivers a run to MLflow while it is trained (tracking.delivery.follow).
+
+    It runs at low priority and ends with this process, however that ends. Without tracking.enabled there is
+    none. No call but `ready` and `close` waits.
+
+    Args:
+        say: called with sentences for people, by `check`, `ready` and `close`.
+
+    Attributes:
+        run_id: of the MLflow run; None: not known yet.
+    """
+
+    def __init__(self, config: RunConfig, say: Callable[[str], None]):
+        self.run_id: str | None = None
+        self._uri, self._folder, self._say = config.tracking.uri, Path(config.run.dir), say
+        self._refusal: ConfigError | None = None
+        self._answered, self._read = False, b""
+        self._missing: str | None = "MLflow lacks the end of the run (the process that writes it has ended)"
+        self._process = self._start() if config.tracking.enabled else None
+
+    def _start(self) -> subprocess.Popen:
+        command = [sys.executable, "-P", "-m", "raytrec", "track", str(self._folder), "--follow"]
+        process = subprocess.Popen(
+            [*command, "--allow-code"],  # which the configuration may have: this process has judged that
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**SMALL, **os.environ},
+            start_new_session=True,  # Ctrl-C is for this process alone
+        )
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+        return process
+
+    def check(self) -> None:
+        """Passes on what the process has reported.
+
+        Raises:
+            ConfigError: the store cannot be opened: a wrong address, a server that wants another user.
+        """
+        self._take(0.0)
+        if self._refusal:
+            raise self._refusal
+
+    def ready(self) -> str | None:
+        """Waits until the store has answered, a server for some seconds.
+
+        Returns:
+            The MLflow run's id; None where a server does not answer.
+
+        Raises:
+            ConfigError: as `check`.
+        """
+        until = monotonic() + (FILE_S if self._uri.startswith("sqlite") else ANSWER_S)
+        while self._process and not self._answered and (left := until - monotonic()) > 0:
+            if not self._take(left):
+                break
+        self.check()
+        return self.run_id
+
+    def close(self, status: str, patience_s: float = PATIENCE_S) -> str | None:
+        """Has the process write what is left, and waits until it ends. Ctrl-C ends the waiting, too.
+
+        Args:
+            status: FINISHED, FAILED or KILLED.
+
+        Returns:
+            None, or what is missing in MLflow and how to deliver it (an error that `check` has raised is not
+            repeated).
+        """
+        if self._process is None:
+            return None
+        until = monotonic() + patience_s
+        try:
+            with suppress(OSError):  # it has ended before
+                self._process.stdin.write(status.encode())
+                self._process.stdin.close()
+            while self._take(max(0.0, until - monotonic())):
+                if monotonic() >= until:
+                    self._missing = f"MLflow lacks the end of the run (not written within {patience_s:g} s)"
+                    break
+        except KeyboardInterrupt:
+            self._missing = "MLflow lacks the end of the run (interrupted)"
+        finally:
+            self._process.kill()
+            self._process.wait()
+        if self._refusal or not self._missing:
+            return None
+        return f"{self._missing}; the run folder has everything: raytrec track {self._folder}"
+
+    def _take(self, wait_s: float) -> bool:
+        """Takes what the process reports within so many seconds; False once it has ended."""
+        while self._process and select([self._process.stdout], [], [], wait_s)[0]:
+            if not (data := os.read(self._process.stdout.fileno(), 1 << 16)):
+                return False
+            *lines, self._read = (self._read + data).split(b"\n")
+            for line in lines:
+                self._report(**json.loads(line))
+            if lines:
+                return True
+        return True
+
+    def _report(self, **values) -> None:
+        """One line of tracking.delivery.follow."""
+        self._answered = True
+        if "say" in values:
+            self._say(values["say"])
+        self.run_id = values.get("run_id", self.run_id)
+        self._missing = values.get("missing", self._missing)
+        if "refused" in values:
+            self._refusal = ConfigError(**values["refused"])
+
+
+def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> RunConfig:
     """Writes into a run's MLflow run whatever the store lacks of the run folder; once more, nothing.
 
     Args:
         run: the run folder.
-        allow_code: its configuration, where somebody else has written it, may name a server and code.
+        allow_code: its configuration, where another user has written it, may name a server and code.
+        follow: until standard input ends, while another process trains the run.
 
     Returns:
         The run's configuration.
@@ -32,24 +155,28 @@ def track(run: str | Path, allow_code: bool = False) -> RunConfig:
         RunError: no run there, one that is being trained, or MLflow does not take all of it.
         ConfigError: tracking.enabled is false; or the store cannot be opened.
     """
-    folder = run_folder(run).absolute()
-    file = folder / "config.yaml"
+    from raytrec.tracking import delivery
+
+    folder = existing_run(run).absolute()
+    file = folder / CONFIG
     elsewhere = None if is_ours(file) else not_ours(file)
     config = load_config(file, elsewhere=elsewhere, allow_code=allow_code, stored=True)
     config.run.dir = str(folder)  # it may have been moved since
     if not config.tracking.enabled:
         raise ConfigError("this run is not tracked", where=str(folder), expected="tracking.enabled=true")
-    with RunConsole(config.run.name) as console, hold_run_lock(folder, 0, console.phase):
-        tracker = open_tracker(config, console)
-        patience = PATIENCE_S if tracker.ready(ANSWER_S) else 0
-        tracker.params(config)
-        for path in map(folder.joinpath, FILES):
-            if path.is_file():
-                tracker.file(path)
-        for picture in sorted(folder.glob("pictures/*.svg")):
-            tracker.file(picture, "pictures")
-        finished = (folder / RESULT).is_file()
-        if lost := tracker.close("FINISHED" if finished else "FAILED", patience):
+    if follow:
+        delivery.follow(folder, config)
+        return config
+    from raytrec.driver.console import RunConsole
+    from raytrec.driver.driver_state import hold_run_lock
+
+    with (
+        RunConsole(config.run.name) as console,
+        hold_run_lock(folder, 0, console.phase),
+        delivery.one_delivery(folder),
+    ):
+        made = delivery.Delivery(folder, config, console.warn)
+        if lost := made.finish(delivery.status_of(folder), PATIENCE_S):
             raise RunError(
                 lost,
                 where=f"{folder}, tracking.uri={hide(config.tracking.uri)}",

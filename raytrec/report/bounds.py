@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytrec.common.formatting import duration, or_0, percent
-from raytrec.tracking.aggregate import phases_of
+from raytrec.common.formatting import duration, percent
+from raytrec.common.messages import RankLine, recorded_ranks
 
 INGEST, START = "ingest", "start"
 PHASES_OF = {
@@ -23,7 +23,7 @@ PHASES_OF = {
 
 @dataclass
 class Times:
-    """Where the time of a run's steps went: means over the ranks that there were.
+    """Where the time of a run's steps went: means over the ranks.
 
     Attributes:
         seconds: phase → seconds; without the first step of each group of workers, which sets everything up.
@@ -33,14 +33,13 @@ class Times:
     seconds: dict[str, float] = field(default_factory=dict)
     steps: float = 0.0
 
-    def add(self, line: Mapping[str, Any]) -> None:
+    def add(self, line: RankLine) -> None:
         """Adds a line of ranks.jsonl."""
-        ranks, first = max(1.0, or_0(line.get("world"))), line.get("first_s")
-        first = first if isinstance(first, dict) else {}
-        for phase, seconds in phases_of(dict(line)).items():
-            own = max(0.0, seconds - or_0(first.get(phase)))
+        ranks = max(1, len(recorded_ranks(line.world)))
+        for phase, seconds in line.phases_s.items():
+            own = max(0.0, seconds - line.first_s.get(phase, 0.0))
             self.seconds[phase] = self.seconds.get(phase, 0.0) + own / ranks
-        self.steps += (or_0(line.get("steps")) - bool(first)) / ranks
+        self.steps += (line.steps - bool(line.first_s)) / ranks
 
 
 def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[str, Any]:

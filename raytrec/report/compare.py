@@ -12,14 +12,14 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import flatten, number
 from raytrec.common.redaction import hide
 from raytrec.metrics.results import AFTER, Row, as_text, format_result
-from raytrec.report.history import History, run_folder
+from raytrec.tracking.run_folder import RunFolder, existing_run
 
 OF_THE_RUN = ("run.name", "run.dir", "tracking.", "checkpoint.dir")  # differs without meaning anything
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs beside one another; the first is what the others are compared with.
+    """Runs side by side; the others are compared with the first.
 
     Attributes:
         names: of the runs, each once: where two are called alike, with their place.
@@ -28,7 +28,7 @@ class Comparison:
         config: section.key → its value as text for each run; only what is not the same in all.
     """
 
-    runs: list[History]
+    runs: list[RunFolder]
     names: list[str]
     results: dict[str, list[str]]
     titles: dict[str, str]
@@ -47,7 +47,7 @@ def compare(places: Sequence[str | Path]) -> Comparison:
             expected="at least two run folders",
             do="raytrec compare RUN RUN …, or raytrec report RUN for one",
         )
-    runs = [History.read(run_folder(place)) for place in places]
+    runs = [RunFolder.read(existing_run(place)) for place in places]
     found = {key: row for run in runs for key, row in format_result(run.result).items()}
     rows = dict(sorted(found.items(), key=lambda item: item[0] in AFTER and [*AFTER].index(item[0]) + 1))
     results = {key: [_result(key, row, run, runs[0]) for run in runs] for key, row in rows.items()}
@@ -59,7 +59,7 @@ def write(comparison: Comparison, out: str | Path) -> Path:
     """Writes a comparison as one self-contained page; its path."""
     from markupsafe import Markup
 
-    from raytrec.report.figures.overlay import overlay
+    from raytrec.report.figures.learning import overlay
     from raytrec.report.figures.style import to_svg
     from raytrec.report.html import write_page
 
@@ -69,7 +69,7 @@ def write(comparison: Comparison, out: str | Path) -> Path:
         Path(out),
         "compare.html.j2",
         names=comparison.names,
-        folders=[str(run.folder.absolute()) for run in comparison.runs],
+        folders=[str(run.path.absolute()) for run in comparison.runs],
         results=[(comparison.titles[key], texts) for key, texts in comparison.results.items()],
         config=comparison.config,
         pictures=pictures,
@@ -96,12 +96,12 @@ def print_table(comparison: Comparison) -> None:
         console.print(table)
 
 
-def _names(runs: list[History]) -> list[str]:
+def _names(runs: list[RunFolder]) -> list[str]:
     names = [run.name for run in runs]
-    return [n if names.count(n) == 1 else f"{n} ({run.folder})" for n, run in zip(names, runs, strict=True)]
+    return [n if names.count(n) == 1 else f"{n} ({run.path})" for n, run in zip(names, runs, strict=True)]
 
 
-def _result(key: str, row: Row, run: History, first: History) -> str:
+def _result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
     """A figure, and how far it is from the first run's."""
     if key not in run.result:
         return "–"
@@ -112,7 +112,7 @@ def _result(key: str, row: Row, run: History, first: History) -> str:
     return f"{text} ({row.difference(run.result[key], first.result[key])})"
 
 
-def _config_differences(runs: list[History]) -> dict[str, list[str]]:
+def _config_differences(runs: list[RunFolder]) -> dict[str, list[str]]:
     flat = [flatten(run.config) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values)
     texts = {key: [_value(values, key) for values in flat] for key in keys if not key.startswith(OF_THE_RUN)}

@@ -1,16 +1,51 @@
-"""What somebody who reads a report should look at first, as sentences."""
+"""Sentences that a reader of a report should see first; those about ranks are also shown in training.
+
+A function of ranks takes the lines of ranks.jsonl of one step (all ranks), or such lines summed over steps,
+and gives a sentence or None.
+"""
 
 from __future__ import annotations
 
 from math import isnan, nan
+from statistics import fmean, median
 
 from raytrec.common.formatting import duration, number, percent
+from raytrec.common.messages import PHASES, Eval, Final, RankLine
 from raytrec.metrics.results import EVAL
-from raytrec.report.diagnostics import hot_rank, low_utilisation, straggler
-from raytrec.report.history import History
 from raytrec.report.run_timeline import story
-from raytrec.tracking.aggregate import by_step, load_order, over_time, skip_warmup
+from raytrec.tracking.aggregate import WAITING, by_step, order_by_load, own_time, skip_warmup, sum_over_time
+from raytrec.tracking.run_folder import RunFolder
 
+SURE_S = 60.0  # of an interval: in less, what starts beside a rank takes a small machine's processors
+SLOWER = 0.15  # share of the interval by which a straggler's own time exceeds the median of the others'
+IDLE_GPU_PERCENT = 50
+DATA_WAIT = 0.30  # share of the time
+HOT = 1.5  # times the mean of all ranks' lookup bytes
+
+NAMES = {
+    "data": "waiting for data",
+    "copy": "copying batches to the device",
+    "input_exchange": "exchanging ids",
+    "tables": "lookups and updates of tables",
+    "forward": "the dense model's forward pass",
+    "backward": "the dense model's backward pass",
+    "optimizer": "the optimizer",
+    "collectives": "collectives, which includes waiting for other ranks",
+    "other": "what is outside the step (evaluation, saving, reports)",
+}
+CURES = {
+    "data": "raise data.readers",
+    "copy": "raise data.global_batch_size",
+    "input_exchange": "raise data.global_batch_size, or place tables that are looked up together on one rank "
+    "(plan.colocate)",
+    "tables": "spread tables over more ranks (plan.tables), or lower their dim",
+    "forward": "raise data.global_batch_size, or make the dense model smaller",
+    "backward": "raise data.global_batch_size, or make the dense model smaller",
+    "optimizer": "raise data.global_batch_size, or set plan.tables kernels to fused",
+    "collectives": "balance the tables (plan.tables), raise data.global_batch_size, or take fewer workers",
+    "other": "evaluate, save or report less often (train.eval_every_steps, checkpoint.every_s, "
+    "train.log_every_steps)",
+}
 DEAD = 0.9  # share of a table's rows: more, and its size is worth a thought
 CHANGED = 0.01  # share of ids that were clamped or hashed
 COLLIDED = 0.1
@@ -20,55 +55,55 @@ MOST_OF_A_KIND = 5
 BAD = {"failed": "a failure", "hang": "a hang", "not saved": "a checkpoint was not saved"}
 
 
-def findings(history: History) -> list[str]:
+def findings(run: RunFolder) -> list[str]:
     """Sentences, the most urgent first; empty where all is well."""
     return [
-        *_shortened(_checks(history), "failed checks"),
-        *_shortened(_story(history), "events"),
-        *_model(history),
-        *_ranks(history),
-        *_tables(history),
+        *_shortened(_checks(run), "failed checks"),
+        *_shortened(_story(run), "events"),
+        *_model(run),
+        *_ranks(run),
+        *_tables(run),
     ]
 
 
-def _checks(history: History) -> list[str]:
-    return [f"check {c.get('check')} failed at step {c['step']:,}: {c.get('text')}" for c in history.failures]
+def _checks(run: RunFolder) -> list[str]:
+    return [f"check {check.check} failed at step {check.step:,}: {check.text}" for check in run.failures]
 
 
-def _story(history: History) -> list[str]:
-    told = story(history)
+def _story(run: RunFolder) -> list[str]:
+    told = story(run)
     bad = [mark for mark in told.marks if mark.bad]
     said = [
         f"{BAD[mark.kind]} after {duration(mark.at_s)}: {mark.text.splitlines()[0]}"
         for mark in bad
         if mark.text
     ]
-    if history.events and not history.result:
+    if run.events and not run.result:
         said.append("there is no result: the run is still on, or was interrupted (raytrec train --resume)")
     return said
 
 
-def _model(history: History) -> list[str]:
+def _model(run: RunFolder) -> list[str]:
     found = []
-    for metric in history.metrics_of_tasks:
-        measured = [line.get(metric.key) for line in history.figures("eval", "final")]
-        written = [history.result.get(EVAL + metric.key), *measured]
-        values = [value for value in map(number, written) if not isnan(value)]
+    for metric in run.metrics_of_tasks:
+        measured = [line.figure(metric.key) for line in run.figures(Eval, Final)]
+        written = [number(run.result.get(EVAL + metric.key)), *measured]
+        values = [value for value in written if not isnan(value)]
         if metric.is_ratio and values and abs(values[-1] - 1) > OFF:
             found.append(f"predictions are off: {metric.title} is {percent(values[-1])}")
     return found
 
 
-def _ranks(history: History) -> list[str]:
-    lines = over_time(skip_warmup(history.ranks))
+def _ranks(run: RunFolder) -> list[str]:
+    lines = sum_over_time(skip_warmup(run.ranks))
     return [said for advise in (straggler, low_utilisation, hot_rank) if (said := advise(lines))]
 
 
-def _tables(history: History) -> list[str]:
-    lines = list(by_step(history.ranks).values())[-1] if history.ranks else []
-    last = {name: history.over_ranks(lines, name) for name in load_order(lines)}
+def _tables(run: RunFolder) -> list[str]:
+    lines = list(by_step(run.ranks).values())[-1] if run.ranks else []
+    last = {name: run.over_ranks(lines, name) for name in order_by_load(lines)}
     for name, figures in last.items():
-        if history.table_spec(name).get("out_of_range") == "hash":  # as text is: collisions are what it costs
+        if run.table_spec(name).get("out_of_range") == "hash":  # as text is: collisions are what it costs
             figures["changed_share"] = nan
     found = []
     for key, limit, text in (
@@ -90,3 +125,72 @@ def _shortened(sentences: list[str], what: str) -> list[str]:
     if more <= 1:
         return sentences
     return [*sentences[:MOST_OF_A_KIND], f"and {more:,} more {what}"]
+
+
+def straggler(lines: list[RankLine]) -> str | None:
+    """Names the rank whose own work takes longer than that of the others, and the phase that does it, of
+    SURE_S seconds at least."""
+    timed = [line for line in lines if line.seconds > 0]
+    if len(timed) < 2:
+        return None
+    slow = max(timed, key=own_time)
+    if slow.seconds < SURE_S:
+        return None
+    others = [line for line in timed if line is not slow]
+    excess = own_time(slow) - median(own_time(line) for line in others)
+    if excess <= SLOWER * slow.seconds:
+        return None
+    more = {
+        phase: slow.phase_s(phase) - median(other.phase_s(phase) for other in others)
+        for phase in PHASES
+        if phase not in WAITING
+    }
+    phase = max(more, key=lambda p: more[p])
+    own, over, added = (
+        seconds / max(1, slow.steps) * 1e3 for seconds in (own_time(slow), excess, more[phase])
+    )
+    return (
+        f"rank {slow.rank} is slow: {own:.1f} ms of its own a step, {over:.1f} ms more than the "
+        f"median of the others, most of it in {phase} (+{added:.1f} ms)"
+    )
+
+
+def low_utilisation(lines: list[RankLine]) -> str | None:
+    """States that GPUs, or all ranks, mostly wait; the phase that causes it, and what to change."""
+    shares = _shares(lines)
+    if shares is None:
+        return None
+    busy = [v for line in lines if (v := line.system.get("gpu_percent")) is not None]
+    if busy and fmean(busy) < IDLE_GPU_PERCENT:
+        phase = max(PHASES, key=lambda p: shares[p])
+        return (
+            f"GPUs are busy {percent(fmean(busy) / 100)} of the time; {percent(shares[phase])} of it goes "
+            f"into {NAMES[phase]}: {CURES[phase]}"
+        )
+    if shares["data"] > DATA_WAIT:
+        return f"ranks wait for data {percent(shares['data'])} of the time: {CURES['data']}"
+    return None
+
+
+def hot_rank(lines: list[RankLine]) -> str | None:
+    """Names the rank that looks up far more bytes than the mean."""
+    loads = {line.rank: line.added("lookup_bytes") for line in lines}
+    total = sum(loads.values())
+    if len(loads) < 2 or not total:
+        return None
+    rank = max(loads, key=lambda r: loads[r])
+    times = loads[rank] / (total / len(loads))
+    if times <= HOT:
+        return None
+    return (
+        f"rank {rank} looked up {percent(loads[rank] / total)} of all bytes, {times:.1f} times the mean: "
+        "spread its tables over more ranks (plan.tables)"
+    )
+
+
+def _shares(lines: list[RankLine]) -> dict[str, float] | None:
+    """Phase → its share of the time of all ranks; None where no time was measured."""
+    seconds = sum(line.seconds for line in lines)
+    if seconds <= 0:
+        return None
+    return {phase: sum(line.phase_s(phase) for line in lines) / seconds for phase in PHASES}

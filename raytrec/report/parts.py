@@ -4,35 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isnan
 from typing import Any
 
-from raytrec.common.formatting import bytes_text, count, duration, figure, number, or_0, percent, ranges
+from raytrec.common.formatting import bytes_text, count, duration, figure, number, percent, ranges
+from raytrec.common.messages import Check, RankLine, Saved
 from raytrec.metrics.slice_tables import slice_tables
-from raytrec.report.history import History
 from raytrec.report.run_timeline import story
 from raytrec.tracking.aggregate import (
-    added,
     by_step,
-    count_tables,
-    entry_of,
     last_group,
-    load_order,
-    lookup_bytes,
-    over_time,
+    order_by_load,
     own_time,
-    phases_of,
     skip_warmup,
+    sum_over_time,
     table_bytes,
-    tables_of,
 )
+from raytrec.tracking.run_folder import RunFolder
 
 MOST_EVENTS = 200
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell: what it says, and what a column is sorted by (None: by the text)."""
+    """A cell: its text, and the value that a column is sorted by (None: the text)."""
 
     text: str
     value: float | None = None
@@ -46,15 +40,15 @@ class Sheet:
     rows: list[list[Cell]]
 
 
-def bound_sentence(history: History) -> str:
-    """What has bounded the run; empty where its result does not say."""
-    said = history.result.get("bound.sentence")
-    return said if isinstance(said, str) else ""
+def bound_sentence(run: RunFolder) -> str:
+    """What has bounded the run; empty where its result does not have it."""
+    sentence = run.result.get("bound.sentence")
+    return sentence if isinstance(sentence, str) else ""
 
 
-def bounds(history: History) -> Sheet:
+def bounds(run: RunFolder) -> Sheet:
     """One row for each part of the run's time (report.bounds)."""
-    found = history.result.get("bound.parts")
+    found = run.result.get("bound.parts")
     rows = [(str(name), part) for name, part in _items(found) if isinstance(part, dict)]
     columns: dict[str, Callable[[tuple[str, dict]], Cell]] = {
         "part": lambda row: Cell(row[0]),
@@ -68,7 +62,7 @@ def _items(values: Any) -> list[tuple[Any, Any]]:
     return list(values.items()) if isinstance(values, dict) else []
 
 
-def slices(history: History) -> list[tuple[str, Sheet]]:
+def slices(run: RunFolder) -> list[tuple[str, Sheet]]:
     """A title and a table for each task and column of eval.slices: its largest and its worst slices."""
     return [
         (
@@ -78,24 +72,24 @@ def slices(history: History) -> list[tuple[str, Sheet]]:
                 [[Cell(name), *(Cell(*each) for each in rest)] for (name, _), *rest in made.rows],
             ),
         )
-        for made in slice_tables(history.result)
+        for made in slice_tables(run.result)
     ]
 
 
-def ranks(history: History) -> Sheet | None:
+def ranks(run: RunFolder) -> Sheet | None:
     """One row for each rank of the last group of workers."""
-    lines = over_time(skip_warmup(history.ranks))
+    lines = sum_over_time(skip_warmup(run.ranks))
     if not lines:
         return None
-    total = sum(lookup_bytes(line) for line in lines)
-    columns: dict[str, Callable[[dict], Cell]] = {
-        "rank": lambda line: Cell(str(line["rank"]), line["rank"]),
-        "ms a step": lambda line: _a_step(line, or_0(line.get("seconds"))),
+    total = sum(line.added("lookup_bytes") for line in lines)
+    columns: dict[str, Callable[[RankLine], Cell]] = {
+        "rank": lambda line: Cell(str(line.rank), line.rank),
+        "ms a step": lambda line: _a_step(line, line.seconds),
         "of its own": lambda line: _a_step(line, own_time(line)),
-        "data wait": lambda line: _share(phases_of(line)["data"] / max(1e-12, or_0(line.get("seconds")))),
-        "lookups": lambda line: _share(lookup_bytes(line) / total if total else float("nan")),
-        "tables": lambda line: Cell(str(count_tables(line)), count_tables(line)),
-        "memory of tables": lambda line: _bytes(added(line, "weight_bytes") + added(line, "state_bytes")),
+        "data wait": lambda line: _share(line.phase_s("data") / max(1e-12, line.seconds)),
+        "lookups": lambda line: _share(line.added("lookup_bytes") / total if total else float("nan")),
+        "tables": lambda line: Cell(str(len(line.tables)), len(line.tables)),
+        "memory of tables": lambda line: _bytes(line.added("weight_bytes") + line.added("state_bytes")),
         "process": lambda line: _bytes(_system(line, "rss_bytes")),
         "CPU": lambda line: _share(_system(line, "cpu_percent") / 100),
         "host memory": lambda line: _share(_system(line, "host_memory_percent") / 100),
@@ -107,13 +101,13 @@ def ranks(history: History) -> Sheet | None:
     return _sheet(columns, lines)
 
 
-def tables(history: History) -> Sheet | None:
+def tables(run: RunFolder) -> Sheet | None:
     """One row for each table: its plan, and the figures of the last interval; load since the group began."""
-    group = over_time(last_group(history.ranks))
-    latest = list(by_step(history.ranks).values())[-1] if history.ranks else []
-    names = list(dict.fromkeys([*load_order(group), *(str(entry.get("table")) for entry in history.plan)]))
-    looked = sum(lookup_bytes(line) for line in group)
-    rows = [_about(history, name, group, latest, looked) for name in names]
+    group = sum_over_time(last_group(run.ranks))
+    latest = list(by_step(run.ranks).values())[-1] if run.ranks else []
+    names = list(dict.fromkeys([*order_by_load(group), *run.plan]))
+    looked = sum(line.added("lookup_bytes") for line in group)
+    rows = [_about(run, name, group, latest, looked) for name in names]
     columns: dict[str, Callable[[dict], Cell]] = {
         "table": lambda row: Cell(row["name"]),
         "rows": lambda row: _number(row["size"][0]),
@@ -143,26 +137,26 @@ def tables(history: History) -> Sheet | None:
     return _sheet(columns, rows) if rows else None
 
 
-def checks(history: History) -> Sheet | None:
+def checks(run: RunFolder) -> Sheet | None:
     """One row for each check: how often it passed and failed, and its last figure."""
-    seen: dict[str, list[dict]] = {}
-    for line in history.checks:
-        seen.setdefault(str(line.get("check")), []).append(line)
-    columns: dict[str, Callable[[list[dict]], Cell]] = {
-        "check": lambda lines: Cell(str(lines[0].get("check"))),
-        "passed": lambda lines: _number(sum(line.get("passed") is True for line in lines)),
-        "failed": lambda lines: _number(sum(line.get("passed") is False for line in lines)),
-        "last at step": lambda lines: _number(lines[-1]["step"]),
-        "figure": lambda lines: _number(number(lines[-1].get("figure"))),
-        "limit": lambda lines: _number(number(lines[-1].get("limit"))),
-        "last said": lambda lines: Cell(str(lines[-1].get("text") or "")),
+    seen: dict[str, list[Check]] = {}
+    for line in run.checks:
+        seen.setdefault(line.check, []).append(line)
+    columns: dict[str, Callable[[list[Check]], Cell]] = {
+        "check": lambda lines: Cell(lines[0].check),
+        "passed": lambda lines: _number(sum(line.passed for line in lines)),
+        "failed": lambda lines: _number(sum(not line.passed for line in lines)),
+        "last at step": lambda lines: _number(lines[-1].step),
+        "figure": lambda lines: _number(number(lines[-1].figure)),
+        "limit": lambda lines: _number(number(lines[-1].limit)),
+        "last text": lambda lines: Cell(lines[-1].text),
     }
     return _sheet(columns, list(seen.values())) if seen else None
 
 
-def events(history: History) -> Sheet | None:
+def events(run: RunFolder) -> Sheet | None:
     """What happened, without the saves that went well; the last MOST_EVENTS."""
-    told = story(history)
+    told = story(run)
     rows = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in told.marks if mark.kind != "saved"]
     rows += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in told.groups]
     if not rows:
@@ -176,41 +170,41 @@ def events(history: History) -> Sheet | None:
     return _sheet(columns, sorted(rows, key=lambda row: row[0])[-MOST_EVENTS:])
 
 
-def saves(history: History) -> str:
+def saves(run: RunFolder) -> str:
     """One sentence about checkpoints."""
-    good = [e for e in history.events if e.get("event") == "saved" and not e.get("error")]
+    good = [event for event in run.events if isinstance(event, Saved) and not event.error]
     if not good:
         return "No checkpoint was recorded."
-    waits = [w for e in good if not isnan(w := number(e.get("blocked_s")))]
-    wait = f"; a save held training up for {1e3 * sum(waits) / len(waits):.0f} ms on average" if waits else ""
-    return f"Saved {count(len(good), 'time')}, last at step {good[-1].get('step')}{wait}."
+    wait_ms = 1e3 * sum(event.blocked_s for event in good) / len(good)
+    wait = f"a save held training up for {wait_ms:.0f} ms on average"
+    return f"Saved {count(len(good), 'time')}, last at step {good[-1].step}; {wait}."
 
 
 def _about(
-    history: History, name: str, group: list[dict], latest: list[dict], looked: float
+    run: RunFolder, name: str, group: list[RankLine], latest: list[RankLine], looked: float
 ) -> dict[str, Any]:
-    """All that a row of `tables` says."""
-    held = [entry for line in group if (entry := entry_of(line, name)) is not None]
-    plan, nan = history.planned(name), float("nan")
-    on = plan.get("ranks") or [line["rank"] for line in group if name in tables_of(line)]
-    figures = history.over_ranks(latest, name)
+    """The values of a row of `tables`."""
+    held = [line.tables[name] for line in group if name in line.tables]
+    plan, nan = run.planned(name), float("nan")
+    on = plan.get("ranks") or [line.rank for line in group if name in line.tables]
+    figures = run.over_ranks(latest, name)
     return {
         "name": name,
-        "size": history.table_size(name) or (nan, nan),
+        "size": run.table_size(name) or (nan, nan),
         "sharding_type": str(plan.get("sharding_type") or ""),
         "compute_kernel": str(plan.get("compute_kernel") or ""),
         "ranks": ranges(on) if isinstance(on, list) else str(on),
         "bytes": sum(map(table_bytes, held)) if held else nan,
-        "load": sum(or_0(e.get("lookup_bytes")) for e in held) / looked if looked else nan,
+        "load": sum(entry.get("lookup_bytes") or 0.0 for entry in held) / looked if looked else nan,
         **figures,
     }
 
 
 def _sheet(columns: dict[str, Callable[[Any], Cell]], things: list) -> Sheet:
     rows = [[make(thing) for make in columns.values()] for thing in things]
-    said = [any(row[i].text not in ("", "–") for row in rows) for i in range(len(columns))]
-    names = [name for name, wanted in zip(columns, said, strict=True) if wanted]
-    return Sheet(names, [[c for c, wanted in zip(row, said, strict=True) if wanted] for row in rows])
+    filled = [any(row[i].text not in ("", "–") for row in rows) for i in range(len(columns))]
+    names = [name for name, wanted in zip(columns, filled, strict=True) if wanted]
+    return Sheet(names, [[c for c, wanted in zip(row, filled, strict=True) if wanted] for row in rows])
 
 
 def _number(value: float) -> Cell:
@@ -225,14 +219,13 @@ def _bytes(value: float) -> Cell:
     return Cell(bytes_text(value), value)
 
 
-def _a_step(line: dict, seconds: float) -> Cell:
-    value = seconds / max(1.0, or_0(line.get("steps"))) * 1e3
+def _a_step(line: RankLine, seconds: float) -> Cell:
+    value = seconds / max(1, line.steps) * 1e3
     return Cell(f"{value:.1f}", value)
 
 
-def _system(line: dict, key: str) -> float:
-    system = line.get("system")
-    return number(system.get(key)) if isinstance(system, dict) else float("nan")
+def _system(line: RankLine, key: str) -> float:
+    return number(line.system.get(key))
 
 
 def _started(workers: int, resumed_after_s: float | None) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from math import isnan
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
+from raytrec.checkpoint.files import FOLDER, newest
 from raytrec.common.redaction import hide_yaml
 from raytrec.metrics.results import format_result
 from raytrec.report import parts
 from raytrec.report.findings import findings
-from raytrec.report.history import History, when
-from raytrec.report.versions import versions
+from raytrec.tracking.run_folder import GROWING, RunFolder
 
 REPORT, PICTURES = "report.html", "pictures"
 
@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
 def build(folder: str | Path) -> Path:
     """Writes report.html into a run folder: self-contained, for file://, light and dark, wide and narrow.
 
-    A section without data says why it is empty.
+    A section without data has the reason.
 
     Args:
         folder: of a run, finished or not.
@@ -35,8 +35,8 @@ def build(folder: str | Path) -> Path:
     Returns:
         Path: of the page.
     """
-    history = History.read(folder)
-    return _write(history, draw(history), history.folder)
+    run = RunFolder.read(folder)
+    return _write(run, draw(run), run.path)
 
 
 def pictures(folder: str | Path) -> list[Path]:
@@ -44,9 +44,9 @@ def pictures(folder: str | Path) -> list[Path]:
     from raytrec.report.figures.gallery import PICTURES as GALLERY
     from raytrec.report.figures.style import save_png
 
-    history, target = History.read(folder), Path(folder) / PICTURES
+    run, target = RunFolder.read(folder), Path(folder) / PICTURES
     target.mkdir(exist_ok=True)
-    found = {target / f"{picture.name}.png": picture.draw(history) for picture in GALLERY}
+    found = {target / f"{picture.name}.png": picture.draw(run) for picture in GALLERY}
     made = {path: figure for path, figure in found.items() if figure}
     for path, figure in made.items():
         save_png(figure, path)
@@ -60,26 +60,69 @@ def build_with_pictures(folder: str | Path, out: str | Path | None = None) -> tu
         folder: of the run.
         out: where to write them; default: there.
     """
-    history = History.read(folder)
-    return write_report(history, draw(history), Path(out or folder))
+    run = RunFolder.read(folder)
+    return write_report(run, draw(run), Path(out or folder))
 
 
-def draw(history: History) -> list[Drawn]:
+def draw(run: RunFolder) -> list[Drawn]:
     """The whole gallery."""
     from raytrec.report.figures.gallery import PICTURES as GALLERY
     from raytrec.report.figures.style import to_svg
 
-    figures = ((picture, picture.draw(history)) for picture in GALLERY)
+    figures = ((picture, picture.draw(run)) for picture in GALLERY)
     return [Drawn(picture, to_svg(figure, picture.label) if figure else None) for picture, figure in figures]
 
 
-def write_report(history: History, drawn: list[Drawn], target: Path) -> tuple[Path, list[Path]]:
+def write_report(run: RunFolder, drawn: list[Drawn], target: Path) -> tuple[Path, list[Path]]:
     """Writes report.html and pictures/ into a folder, which is made if need be."""
     from raytrec.report.html import writing
 
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
-        return _write(history, drawn, target), _save(drawn, target)
+        return _write(run, drawn, target), _save(drawn, target)
+
+
+class EarlyDrawing:
+    """Draws the pictures of a run that is ending, in a thread, while its workers and Ray are shut down.
+
+    No picture shows the result, which is not there yet.
+
+    Attributes:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self._thread = folder, Thread(target=self._draw, name="drawing", daemon=True)
+        self._drawn: list[Drawn] | None = None
+        self._sizes: list[int] | None = None  # of the files, when that began
+        self._confirmed = False
+
+    def begin(self) -> None:
+        """Begins, unless it has begun before."""
+        if self._thread.ident is None:
+            self._sizes = self._file_sizes()
+            self._thread.start()
+
+    def confirm(self) -> None:
+        """Notes whether the files are still those that were drawn; the result's own line comes later."""
+        self._confirmed = self._sizes is not None and self._file_sizes() == self._sizes
+
+    def write(self) -> tuple[Path, list[Path]]:
+        """report.html and pictures, as of `build_with_pictures`; what has changed since is drawn again."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        run, drawn = RunFolder.read(self.folder), self._drawn if self._confirmed else None
+        return write_report(run, draw(run) if drawn is None else drawn, self.folder)
+
+    def _draw(self) -> None:
+        try:
+            self._drawn = draw(RunFolder.read(self.folder))
+        except Exception:  # it is drawn again, which gives the reason
+            self._drawn = None
+
+    def _file_sizes(self) -> list[int]:
+        paths = [self.folder / name for name in GROWING]
+        return [path.stat().st_size if path.is_file() else 0 for path in paths]
 
 
 def _save(drawn: list[Drawn], folder: Path) -> list[Path]:
@@ -93,29 +136,29 @@ def _save(drawn: list[Drawn], folder: Path) -> list[Path]:
     return list(made)
 
 
-def _write(history: History, drawn: list[Drawn], folder: Path) -> Path:
+def _write(run: RunFolder, drawn: list[Drawn], folder: Path) -> Path:
     from raytrec.report.html import write_page
 
     return write_page(
         folder / REPORT,
         "report.html.j2",
-        name=history.name,
-        folder=str(history.folder.absolute()),
-        when=_began(history),
-        result=[(row.title, row.text) for row in format_result(history.result).values()],
-        findings=findings(history),
+        name=run.name,
+        folder=str(run.path.absolute()),
+        when=_began(run),
+        result=[(row.title, row.text) for row in format_result(run.result).values()],
+        findings=findings(run),
         pictures=_sections(drawn),
-        bound=parts.bound_sentence(history),
-        bounds=parts.bounds(history),
-        slices=parts.slices(history),
-        ranks=parts.ranks(history),
-        tables=parts.tables(history),
-        checks=parts.checks(history),
-        failures=[f"{c.get('check')} at step {c['step']:,}: {c.get('text')}" for c in history.failures[:50]],
-        events=parts.events(history),
-        saves=parts.saves(history),
-        config=hide_yaml(history.config_text),
-        versions=versions(history.folder),
+        bound=parts.bound_sentence(run),
+        bounds=parts.bounds(run),
+        slices=parts.slices(run),
+        ranks=parts.ranks(run),
+        tables=parts.tables(run),
+        checks=parts.checks(run),
+        failures=[f"{check.check} at step {check.step:,}: {check.text}" for check in run.failures[:50]],
+        events=parts.events(run),
+        saves=parts.saves(run),
+        config=hide_yaml(run.config_text),
+        versions=made_with(run.path),
     )
 
 
@@ -132,7 +175,20 @@ def _sections(drawn: list[Drawn]) -> dict[str, list[dict[str, Any]]]:
     return sections
 
 
-def _began(history: History) -> str:
-    """When the run began, in UTC; empty where nothing says it."""
-    times = [when(event) for event in history.events if not isnan(when(event))]
+def _began(run: RunFolder) -> str:
+    """When the run began, in UTC; empty where that is not recorded."""
+    times = [event.unix_s for event in run.events if event.unix_s]
     return f"{datetime.fromtimestamp(min(times), UTC):%Y-%m-%d %H:%M} UTC" if times else ""
+
+
+def made_with(folder: Path) -> dict[str, str]:
+    """Package → version, as the newest checkpoint in the run folder has them.
+
+    Only one in the run folder is read: a report reads from no object store.
+    """
+    if not (folder / FOLDER).is_dir():
+        return {}
+    _, index, _ = newest(str(folder / FOLDER))
+    about = index.get("about")
+    found = about.get("versions") if isinstance(about, dict) else None
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}

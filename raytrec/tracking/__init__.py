@@ -1,1 +1,1 @@
-"""From the run folder to MLflow and Ray's dashboard."""
+"""The run folder: written, read as typed messages, and delivered to MLflow."""

@@ -1,4 +1,4 @@
-"""What MLflow has yet to get: the lines of a run folder behind the byte up to which the store has them.
+"""The lines of a run folder that MLflow has not got yet: those behind the byte up to which it has them.
 
 That byte is kept in the run folder, in mlflow.json, which is replaced after every write to the store. Where a
 driver dies between the two, the next one writes the same again. That does no harm: the time of a metric is
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,14 +16,14 @@ from typing import Any
 from uuid import uuid4
 
 from raytrec.common.messages import CHECKS, METRICS, RANKS
-from raytrec.common.reading import NotReadable, json_values, read_bytes, read_text
+from raytrec.common.reading import NotReadable, json_values, read_bytes
 from raytrec.tracking.journal import write_whole
+from raytrec.tracking.run_folder import Line, decode, read_lines
 from raytrec.tracking.store import MOST_METRICS
 from raytrec.tracking.translate import Record, Translator
 
-NOTE, FORMER_NOTE = "mlflow.json", "mlflow_run_id"  # the latter has the id alone
+NOTE = "mlflow.json"
 FILES = (METRICS, CHECKS, RANKS)
-MOST_DIRECT = 1000  # lines that wait while the run folder takes none and the store does not answer
 
 
 @dataclass
@@ -45,18 +44,14 @@ class Delivered:
 
     @classmethod
     def read(cls, folder: Path) -> Delivered:
-        """Of a note that cannot be read, nothing is known; what the store has is then written once more."""
+        """The note of a folder; if it cannot be read, the store gets everything once more."""
         try:
             values = json_values(read_bytes(folder / NOTE))
             return cls(
                 str(values["key"]), values["run_id"], bool(values["params"]), _offsets(values["offsets"])
             )
         except (OSError, NotReadable, KeyError, TypeError, ValueError):
-            pass
-        if not (folder / FORMER_NOTE).is_file():
             return cls()
-        sizes = {name: (folder / name).stat().st_size for name in FILES if (folder / name).is_file()}
-        return cls(run_id=read_text(folder / FORMER_NOTE).strip()[:64], params=True, offsets=sizes)
 
     def write(self, folder: Path) -> None:
         """Replaces the note; where there is no room, the next one will have it all."""
@@ -75,19 +70,15 @@ class Batch:
 class Feed:
     """Reads the lines of a run folder as batches; each is given again until it is `written` or `refused`.
 
-    Args:
-        max_series: tracking.max_rank_table_series.
-
     Attributes:
         delivered: what the store has.
         dropped: lines that it will never have.
-        why: the last of them that is no line of its file.
+        why: what is wrong with the last line that is not a message.
     """
 
-    def __init__(self, folder: Path, max_series: int):
-        self.folder, self._max_series, self.dropped, self.why = folder, max_series, 0, ""
+    def __init__(self, folder: Path):
+        self.folder, self.dropped, self.why = folder, 0, ""
         self.delivered = Delivered.read(folder)
-        self._direct: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MOST_DIRECT)
         self._start()
 
     def use_run(self, run_id: str) -> None:
@@ -97,12 +88,8 @@ class Feed:
             self._start()
         self.delivered.write(self.folder)
 
-    def add(self, file: str, line: dict[str, Any]) -> None:
-        """A line that the run folder does not take. When it does, it is read there again."""
-        self._direct.append((file, line))
-
     def next_batch(self) -> Batch | None:
-        """What comes next; None where the store has everything."""
+        """The next records; None where the store has everything."""
         if not self._batches and (batch := self._read_batch()):
             self._batches.append(batch)
         return self._batches[0] if self._batches else None
@@ -131,61 +118,41 @@ class Feed:
     @property
     def waiting(self) -> int:
         """Lines that the store does not have; of ranks, lines that have been read count together."""
-        unread = sum(1 for file in FILES for _ in self._lines(file))
-        return unread + len(self._direct) + sum(len(batch.records) for batch in self._batches)
+        unread = sum(1 for file in FILES for _ in read_lines(self.folder / file, self._read_to[file]))
+        return unread + sum(len(batch.records) for batch in self._batches)
 
     def _start(self) -> None:
         self._read_to = dict.fromkeys(FILES, 0) | self.delivered.offsets
         self._batches: deque[Batch] = deque()
-        self._translator = Translator(self._max_series)
+        self._translator = Translator()
 
     def _read_batch(self) -> Batch | None:
         """The next lines, up to MOST_METRICS metrics; None where there are none."""
         records: list[Record] = []
         metrics, before = 0, dict(self._read_to)
-        while self._direct and metrics < MOST_METRICS:
-            file, line = self._direct.popleft()
-            metrics += self._take(records, file, line)
         for file in FILES:
-            for data, start, end in self._lines(file):
+            for line in read_lines(self.folder / file, self._read_to[file]):
                 if metrics >= MOST_METRICS:
                     break
-                self._read_to[file] = end
-                with suppress(NotReadable):  # a line that a driver left in part
-                    metrics += self._take(records, file, json_values(data), start)
+                self._read_to[file] = line.end
+                if (record := self._record(file, line)) and record.figures:
+                    records.append(record)
+                    metrics += len(record.figures)
         if not records and self._read_to == before:
             return None
         offsets = dict(self._read_to)
-        if (start := self._translator.begin_of_waiting()) is not None:
-            offsets[RANKS] = min(start, offsets[RANKS])
+        if (begin := self._translator.begin_of_waiting()) is not None:
+            offsets[RANKS] = min(begin, offsets[RANKS])
         return Batch(records, offsets)
 
-    def _take(self, records: list[Record], file: str, line: Any, start: int | None = None) -> int:
-        """Adds what a line says to the records; the number of metrics."""
+    def _record(self, file: str, line: Line) -> Record | None:
         try:
-            record = self._translator.record(file, line, start)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            message = decode(file, line.data)
+        except ValueError as error:
             self.dropped += 1
-            self.why = f"{file} has a line that is none of a run's: {type(error).__name__} {error}"
-            return 0
-        if record is None or not record.figures:
-            return 0
-        records.append(record)
-        return len(record.figures)
-
-    def _lines(self, file: str) -> Iterator[tuple[bytes, int, int]]:
-        """Whole lines behind what has been read, with their first byte and the one after the last."""
-        try:
-            stream = open(self.folder / file, "rb")  # noqa: SIM115 (closed below)
-        except OSError:
-            return
-        with stream:
-            start = stream.seek(min(self._read_to[file], stream.seek(0, 2)))
-            for data in stream:
-                if not data.endswith(b"\n"):
-                    return
-                yield data, start, start + len(data)
-                start += len(data)
+            self.why = f"{file} has a line that is not a message: {error}"
+            return None
+        return self._translator.record(message, line.begin) if message else None
 
 
 def _offsets(values: dict[str, Any]) -> dict[str, int]:

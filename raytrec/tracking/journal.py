@@ -24,13 +24,11 @@ class Waiting:
 
     Attributes:
         whole: it is the content of the file, not a line at its end.
-        then: called when it has been written.
     """
 
     name: str
     data: bytes
     whole: bool = False
-    then: Callable[[], None] = lambda: None
 
 
 class Journal:
@@ -55,9 +53,9 @@ class Journal:
         self._put(Waiting(name, json.dumps(entry).encode() + b"\n"))
         self.write()
 
-    def put(self, name: str, text: str, then: Callable[[], None] = lambda: None) -> None:
+    def put(self, name: str, text: str) -> None:
         """A file as a whole, in place of what it was."""
-        self._put(Waiting(name, text.encode(), True, then))
+        self._put(Waiting(name, text.encode(), True))
         self.write()
 
     def write(self) -> None:
@@ -70,16 +68,10 @@ class Journal:
                 return self._failed(reason(error))
             self._waiting.popleft()
             self._bytes -= len(first.data)
-            first.then()
         if self._trouble:
             self._trouble = ""
             self._say("the run folder can be written again; what waited is there" + self._left_out())
             self.add(EVENTS, {"event": "room", "unix_s": time()})
-
-    @property
-    def failing(self) -> bool:
-        """Whether the disk takes nothing, so that lines wait."""
-        return bool(self._trouble)
 
     def missing(self) -> str | None:
         """What the run folder lacks, as a sentence; None: nothing."""

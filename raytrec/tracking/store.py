@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from time import sleep, time
 from typing import Any
 
 from raytrec.common.errors import ConfigError
@@ -19,7 +18,6 @@ from raytrec.tracking.translate import Record
 KEY, PARENT_NAME = "raytrec.key", "raytrec.parent_run"
 MOST_METRICS = 1000  # that MLflow takes in one call
 CORRECT = "correct tracking.uri, or leave it out for a local sqlite store"
-SETTLE_S = 1.0  # runs with one parent that start at once see each other's parent after that
 
 
 class Store:
@@ -34,7 +32,6 @@ class Store:
         asked: whether a run with this key may have been made before.
         before: id of a run to continue; if the store does not have it, a new one is made.
         parent: name of the run's parent, made if the experiment has none of that name.
-        tags: of a new run.
 
     Attributes:
         run_id: None until `open` has found or made the run.
@@ -51,12 +48,11 @@ class Store:
         asked: bool = False,
         before: str | None = None,
         parent: str | None = None,
-        tags: Mapping[str, str] | None = None,
     ):
         self.uri = uri
         self.run_id: str | None = None
         self._experiment, self._name, self._artifacts = experiment, name, artifacts
-        self._before, self._parent, self._tags = before, parent, dict(tags or {})
+        self._before, self._parent = before, parent
         self._key, self._asked = key, asked
         self._parent_made: str | None = None
 
@@ -126,18 +122,16 @@ class Store:
         self._client.set_terminated(self.run_id, status)
 
     def join_parent(self) -> None:
-        """Makes the run a child of its parent: of the oldest of that name, where several were made at once.
+        """Makes the run a child of its parent, which is made if there is none.
 
-        Whoever finds no parent makes one, looks again when the others have had time to, and removes its own
-        if it is not the oldest. Called once more at the end, for parents that took longer to appear.
+        Runs that begin at once may each make one; so this is called once more at the end, when all become
+        children of the oldest, and the others are removed.
         """
         if not self._parent:
             return
         parents = self._parents()
         if not parents:
             self._parent_made = self._make_parent()
-        if not parents or time() * 1000 - parents[0].info.start_time < 5 * SETTLE_S * 1000:
-            sleep(SETTLE_S)
             parents = self._parents()
         oldest = parents[0].info.run_id
         self._client.set_tag(self.run_id, PARENT_RUN, oldest)
@@ -195,7 +189,7 @@ class Store:
 
     def _make(self) -> str:
         self._asked = True
-        tags = {**self._tags, KEY: self._key}
+        tags = {KEY: self._key}
         return self._client.create_run(self._experiment_id, run_name=self._name, tags=tags).info.run_id
 
 

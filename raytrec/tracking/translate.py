@@ -1,23 +1,15 @@
-"""What the lines of a run folder become in MLflow: names, values, step and time of metrics."""
+"""Messages of a run as metrics of MLflow: names, values, step and time."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from math import isfinite
-from statistics import median
 from typing import Any, NamedTuple
 
-from raytrec.common.messages import RANKS, Check, Final, Measured, Message, Result, from_line
-from raytrec.tracking.aggregate import (
-    ADDED,
-    FIGURES,
-    added,
-    begin,
-    entries_of,
-    table_bytes,
-    table_over_ranks,
-)
+from raytrec.common.messages import Check, Final, Measured, Message, RankLine, Result
+from raytrec.tracking.aggregate import ADDED, FIGURES, combine_shards, table_bytes
+from raytrec.tracking.intervals import StepGroups
 
 # MLflow 3.17 shows metrics whose names begin with system/ on its page "System metrics", under these names and
 # in these units where its own monitor (mlflow/system_metrics) has them.
@@ -35,10 +27,9 @@ MLFLOW_NAMES = {
 SECTIONS = {"train": "train/", "eval": "eval/", "compared": ""}  # kind → what its names begin with
 NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)  # MLflow takes letters, digits and these in names
 NAME_LENGTH = 250
-# Up to so many ranks and tables have series of their own: a store takes about 1,000 metrics in a call, and a
-# picture of more lines shows nobody anything. The run folder has them all.
-MOST_RANKS, MOST_TABLES = 64, 200
-RANK_IN_NAME = re.compile(r"^(watch/|system/)rank[/_]\d+/")
+# A store takes about 1,000 metrics in a call; the run folder has all.
+MOST_TABLES = 200  # the largest tables have series
+MOST_RANK_TABLES = 64  # up to so many ranks × tables, each table has series of each rank
 
 
 class Record(NamedTuple):
@@ -50,67 +41,25 @@ class Record(NamedTuple):
 
 
 class Translator:
-    """Makes a Record of a line, or of the lines of all ranks at a step, once the last of them is there.
+    """Makes a Record of a message, or of the lines of all ranks at a step, once the last of them is there."""
 
-    Args:
-        max_series: tracking.max_rank_table_series.
-    """
+    def __init__(self) -> None:
+        self._groups = StepGroups()
 
-    def __init__(self, max_series: int):
-        self._max_series, self._ranks = max_series, RankLines()
-
-    def record(self, file: str, line: dict[str, Any], start: int | None = None) -> Record | None:
-        """What a line is in MLflow; None: nothing, or nothing yet.
+    def record(self, message: Message, begin: int) -> Record | None:
+        """The metrics of a message; None: it has none, or none yet.
 
         Args:
-            start: the line's first byte in its file.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is no line of that file.
+            begin: the first byte of the message's line in its file.
         """
-        if file != RANKS:
-            return _of(from_line(file, line))
-        lines = self._ranks.add(line, start)
-        if lines is None:
-            return None
-        return _record(rank_metrics(lines, self._max_series), line["step"], line["unix_s"])
+        if not isinstance(message, RankLine):
+            return _of(message)
+        lines = self._groups.add(message, begin)
+        return None if lines is None else _record(rank_metrics(lines), message.step, message.unix_s)
 
     def begin_of_waiting(self) -> int | None:
         """Where in ranks.jsonl the first of the lines begins that wait for other ranks' lines."""
-        return self._ranks.begin_of_waiting()
-
-
-class RankLines:
-    """Gathers lines of ranks.jsonl until there are those of all ranks of a step."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[
-            int, dict[int, tuple[dict[str, Any], int | None]]
-        ] = {}  # step → rank → line, start
-        self._attempt: int | None = None
-        self._last: dict[int, int] = {}  # rank → step
-
-    def add(self, line: dict[str, Any], start: int | None = None) -> list[dict[str, Any]] | None:
-        """The lines of all ranks in their order, once the last has come.
-
-        A line of another attempt, or that goes back behind its rank's last one, is of another group of
-        workers (of another driver, too): what is left of the group before will never be complete.
-        """
-        step, rank = line["step"], line["rank"]
-        if line["attempt"] != self._attempt or begin(line) < self._last.get(rank, 0):
-            self._attempt, self._last, self._waiting = line["attempt"], {}, {}
-        self._last[rank] = step
-        group = self._waiting.setdefault(step, {})
-        group[rank] = line, start
-        if len(group) < line["world"]:
-            return None
-        self._waiting = {later: lines for later, lines in self._waiting.items() if later > step}
-        return [group[rank][0] for rank in sorted(group)]
-
-    def begin_of_waiting(self) -> int | None:
-        """The smallest `start` of the lines that wait; None where there is none."""
-        starts = [start for group in self._waiting.values() for _, start in group.values()]
-        return min((start for start in starts if start is not None), default=None)
+        return self._groups.begin_of_waiting()
 
 
 def _of(message: Message) -> Record | None:
@@ -137,61 +86,41 @@ def _record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
     return Record(known, step, round(unix_s * 1000))
 
 
-def rank_metrics(lines: list[dict[str, Any]], max_series: int) -> dict[str, float | None]:
+def rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
     """MLflow's figures of one step.
 
     Args:
-        lines: of all ranks.
-        max_series: up to so many ranks × tables, those of each table on each rank are among them.
+        lines: of all recorded ranks.
 
     Returns:
-        watch/rank/R/…: load, memory and milliseconds of each phase a step; watch/table/NAME/…: what
-        `aggregate.table_over_ranks` makes of all ranks; watch/rank/R/table/NAME/…; system/rank_R/….
+        watch/rank/R/…: load, memory and milliseconds of each phase a step; watch/table/NAME/…: figures of a
+        table over ranks (aggregate.combine_shards); watch/rank/R/table/NAME/…; system/rank_R/….
     """
     out: dict[str, float | None] = {}
     held: dict[str, float] = {}
     for line in lines:
-        for name, entry in entries_of(line).items():
+        out |= _of_rank(line)
+        for name, entry in line.tables.items():
             held[name] = held.get(name, 0.0) + table_bytes(entry)
-    names = sorted(held)
-    of_ranks = [_of_rank(line) for line in lines]
-    if len(lines) > MOST_RANKS:
-        out |= over_ranks(of_ranks)
-    else:
-        for line, of_rank in zip(lines, of_ranks, strict=True):
-            out |= of_rank
-            if len(lines) * len(names) <= max_series:
-                for name, figures in line["tables"].items():
-                    place = f"watch/rank/{line['rank']}/table/{name}"
-                    out |= {f"{place}/{key}": figures.get(key) for key in FIGURES}
-    for name in sorted(names, key=lambda name: (-held[name], name))[:MOST_TABLES]:
-        figures = table_over_ranks(lines, name)
+    if len(lines) * len(held) <= MOST_RANK_TABLES:
+        for line in lines:
+            for name, figures in line.tables.items():
+                place = f"watch/rank/{line.rank}/table/{name}"
+                out |= {f"{place}/{key}": figures.get(key) for key in FIGURES}
+    for name in sorted(held, key=lambda name: (-held[name], name))[:MOST_TABLES]:
+        figures = combine_shards(lines, name)
         out |= {f"watch/table/{name}/{key}": figures[key] for key in FIGURES}
     return out
 
 
-def over_ranks(of_ranks: list[dict[str, float | None]]) -> dict[str, float | None]:
-    """The least, the median and the largest of each figure that ranks have: watch/ranks/NAME/min and so on,
-    system/ranks/NAME/min."""
-    values: dict[str, list[float]] = {}
-    for figures in of_ranks:
-        for name, value in figures.items():
-            if isinstance(value, (int, float)) and isfinite(value):
-                values.setdefault(RANK_IN_NAME.sub(r"\1ranks/", name), []).append(value)
-    return {
-        f"{name}/{kind}": combine(of_all)
-        for name, of_all in values.items()
-        for kind, combine in (("min", min), ("median", median), ("max", max))
+def _of_rank(line: RankLine) -> dict[str, float | None]:
+    place, steps = f"watch/rank/{line.rank}", max(1, line.steps)
+    out: dict[str, float | None] = {
+        f"{place}/{phase}_ms": 1e3 * seconds / steps for phase, seconds in line.phases_s.items()
     }
-
-
-def _of_rank(line: dict[str, Any]) -> dict[str, float | None]:
-    place, steps = f"watch/rank/{line['rank']}", max(1, line["steps"])
-    out = {f"{place}/{phase}_ms": 1e3 * s / steps for phase, s in line["phases_s"].items()}
-    out[f"{place}/step_ms"] = 1e3 * line["seconds"] / steps
-    for key in ADDED:
-        out[f"{place}/{key}"] = added(line, key)
-    return out | system_metrics(line["rank"], line["system"])
+    out[f"{place}/step_ms"] = 1e3 * line.seconds / steps
+    out |= {f"{place}/{key}": line.added(key) for key in ADDED}
+    return out | system_metrics(line.rank, line.system)
 
 
 def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, float]:

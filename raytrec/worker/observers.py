@@ -1,7 +1,6 @@
-"""What watches a run while it trains: each observer is told when it begins, after each step, before a
-checkpoint, and at the end. All are on all ranks; where one says so, what it does is a collective.
+"""Observers of a run: called when it begins, after each step, before a checkpoint, and at the end.
 
-A new one is a class here or in a file of its own, and a line in `make_observers`.
+All are on all ranks; some calls are collectives. A new observer is a class, and a line in `make_observers`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from raytrec.worker.context import WorkerContext
 from raytrec.worker.heartbeat import Heartbeat
 from raytrec.worker.nonfinite import Recent
 from raytrec.worker.progress import Progress
-from raytrec.worker.spread_tables import SpreadTables
 from raytrec.worker.statistics import Statistics
 from raytrec.worker.step import Head, Step
 from raytrec.worker.step_timing import Phases
@@ -86,7 +84,8 @@ class StepHeartbeat(Observer):
 class RankRecorder(Observer):
     """Every tracking.every_steps steps and at the last one, reports this rank's line (docs/monitoring.md).
 
-    In it are the time in each phase of a step, the machine's load, and statistics of this rank's shards.
+    In it are the time in each phase of a step, the machine's load, and statistics of this rank's shards. Of
+    more than messages.MOST_RECORDED ranks, so many report.
     """
 
     def __init__(
@@ -97,14 +96,13 @@ class RankRecorder(Observer):
         progress: Progress,
         batches: Recent,
         last_step: int,
-        spread: SpreadTables,
     ):
         self._context, self._every = context, context.task.config.tracking.every_steps
         self._first: dict[str, float] = {}  # seconds of the phases of the first step
         self._statistics, self._phases, self._progress = statistics, phases, progress
         self._batches, self._last_step, self._first_step = batches, last_step, progress.step
         self._begun = progress.step
-        self._system, self._spread = System(context.device), spread
+        self._system = System(context.device)
         train = context.task.config.train
         self._may_end_every = train.eval_every_steps if train.early_stopping else None
 
@@ -128,6 +126,7 @@ class RankRecorder(Observer):
     def _record(self, step: int) -> None:
         context, phases, first = self._context, self._phases.take(), self._first
         phases = {name: seconds + first.get(name, 0.0) for name, seconds in phases.items()}
+        tables = self._statistics.collect()
         line = messages.RankLine(
             step=step,
             first_step=self._first_step,
@@ -140,9 +139,10 @@ class RankRecorder(Observer):
             phases_s=phases,
             system=self._system.sample(),
             first_s=first,
-            **self._spread.reduce(self._statistics.collect()),
+            tables=tables,
         )
-        context.report_from_all(line)
+        if context.index in messages.recorded_ranks(context.world):
+            context.report_from_all(line)
         self._first_step, self._first = step, {}
 
 
@@ -195,8 +195,8 @@ class CheckRunner(Observer):
             raise error
 
 
-class Prober(Observer):
-    """Has the taps keep what passes through the lookups in a step that an observer before it wants probed."""
+class ProbeScheduler(Observer):
+    """Enables recording in the taps for steps that an observer before it asks for."""
 
     def __init__(self, taps: Taps, progress: Progress, wanting: list[RankRecorder | CheckRunner]):
         self._taps, self._progress, self._wanting = taps, progress, wanting
@@ -238,12 +238,10 @@ def make_observers(
     if recorded:
         of_ids = step.managed.figures if step.managed is not None else dict
         statistics = Statistics(schema, state.tables, taps, of_ids)
-        spread = SpreadTables(state.tables.values())
-        watched = context, statistics, step.phases, progress, batches, last_step
-        probing.append(RankRecorder(*watched, spread))
+        probing.append(RankRecorder(context, statistics, step.phases, progress, batches, last_step))
     if checked and len(checks := _live_checks(context, step, state, taps, head)):
         probing.append(CheckRunner(context, checks, progress, batches))
-    return Observers([*observers, *probing, Prober(taps, progress, probing)])
+    return Observers([*observers, *probing, ProbeScheduler(taps, progress, probing)])
 
 
 def any_check_is_on(config: Any) -> bool:

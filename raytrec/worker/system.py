@@ -1,12 +1,13 @@
-"""What a worker's process, host and GPU are doing: processor, memory, network."""
+"""Load of a worker's process, host and GPU: processor, memory, network."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any
+
+from raytrec.common.devices import cuda_handle
 
 GPU_EVERY_S = 1.0
 
@@ -71,7 +72,7 @@ class _Gpu:
         import pynvml
 
         pynvml.nvmlInit()
-        self._handle = _handle(device)
+        self._handle = cuda_handle(device)
         self._lock, self._over = Lock(), Event()
         self._readings: list[int] = []
         Thread(target=self._watch, name="gpu", daemon=True).start()
@@ -96,18 +97,6 @@ class _Gpu:
             if percent is not None:
                 with self._lock:
                     self._readings.append(percent)
-
-
-def _handle(device: str) -> Any:
-    """NVML's handle of a device of CUDA's: cuda:I is the I-th of CUDA_VISIBLE_DEVICES (numbers or UUIDs)."""
-    import pynvml
-
-    index = int(device.partition(":")[2] or 0)
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    name = visible[index] if visible else str(index)
-    if name.isdigit():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
-    return pynvml.nvmlDeviceGetHandleByUUID(name)
 
 
 def _process() -> Any:

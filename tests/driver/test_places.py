@@ -7,6 +7,7 @@ import parquet
 import pynvml
 import pytest
 
+from raytrec.common.devices import smallest_gpu_memory
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.driver import launch, nodes, session
@@ -162,7 +163,7 @@ class FakeNvml:
 def test_gpu_memory_is_known_without_taking_one(monkeypatch, visible, mig, memory):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with FakeNvml(mig).patches():
-        assert nodes._gpu_memory() == memory
+        assert smallest_gpu_memory() == memory
 
 
 def test_nccl_is_given_longer_than_the_hub():

@@ -9,7 +9,6 @@ from recorded import interval
 from raytrec.cluster.lifeline import RayLost
 from raytrec.common.messages import ENDED_EARLY, Event, RankLine
 from raytrec.driver.recorder import Record, Watch, _Reading
-from raytrec.tracking.mlflow import NoTracker
 
 
 def test_no_thread_is_left_in_a_call_to_a_ray_that_was_lost(ray_cluster):
@@ -50,9 +49,9 @@ def intervals(count, slow=False):
 
 
 def test_a_rank_is_called_slow_once_it_has_been_for_a_minute(tmp_path):
-    record = Record(NoTracker(), tmp_path, "a")
+    record = Record(tmp_path)
     first = [record.keep(message) for message in intervals(12, slow=True)]
     # The first interval does not count, and rank 1 is the last of each: the 11 others are 60.5 s.
     assert first[:-1] == [[]] * 23 and "rank 1 is slow" in first[-1][0]
-    record = Record(NoTracker(), tmp_path, "b")
+    record = Record(tmp_path)
     assert [record.keep(message) for message in intervals(30)] == [[]] * 60

@@ -28,11 +28,27 @@ CAUSE = "rank 1 (pid 7 on 10.0.0.7) died at step 220"
 EVENTS = (
     {"event": "started", "unix_s": 0, "attempt": 1, "workers": 2},
     {"event": "start", "unix_s": 1, "total": 500, "step": 0, "workers": 2, "metrics": METRICS},
-    {"event": "saved", "unix_s": 6, "step": 150, "error": None, "blocked_s": 0.01, "seconds": 0.2},
+    {
+        "event": "saved",
+        "unix_s": 6,
+        "step": 150,
+        "folder": "c/1",
+        "error": None,
+        "blocked_s": 0.01,
+        "seconds": 0.2,
+    },
     {"event": "failed", "unix_s": 9, "cause": CAUSE, "rank": 1, "step": 220, "again": True},
     {"event": "started", "unix_s": 20, "attempt": 2, "workers": 2},
     {"event": "start", "unix_s": 21, "total": 500, "step": 150, "workers": 2, "metrics": METRICS},
-    {"event": "saved", "unix_s": 34, "step": 500, "error": None, "blocked_s": 0.03, "seconds": 0.2},
+    {
+        "event": "saved",
+        "unix_s": 34,
+        "step": 500,
+        "folder": "c/2",
+        "error": None,
+        "blocked_s": 0.03,
+        "seconds": 0.2,
+    },
 )
 CONFIG = """run: {name: recorded, dir: /runs/recorded}
 data: {train: data/train, global_batch_size: 2048}

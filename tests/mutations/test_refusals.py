@@ -164,11 +164,11 @@ def run_folders(place, data):
 def history(folder):
     """What `report` and `compare` read of a run, and the tables of the report: all but the drawing."""
     from raytrec.report.compare import compare, print_table
-    from raytrec.report.history import History, run_folder
-    from raytrec.report.versions import versions
+    from raytrec.report.report import made_with
+    from raytrec.tracking.run_folder import RunFolder, existing_run
 
-    found = History.read(run_folder(folder))
-    print(found.name, found.config, found.tables, found.restarts(), versions(Path(folder)))
+    found = RunFolder.read(existing_run(folder))
+    print(found.name, found.config, found.tables, found.restarts, made_with(Path(folder)))
     print_table(compare([folder, folder]))
 
 

@@ -5,8 +5,9 @@ from html import unescape
 
 import pytest
 from ranks import on_ranks
-from recorded import record
+from recorded import interval, record
 
+from raytrec.common.messages import RankLine, from_json, recorded_ranks
 from raytrec.report.bounds import Times, find_bound
 
 STEPS = 7
@@ -31,7 +32,7 @@ def of(*lines):
 
 
 def line(seconds=PHASES, steps=100, **fields):
-    return {"phases_s": dict(seconds), "steps": steps, "world": 1, **fields}
+    return RankLine(**interval([], 0, 1, 100) | {"phases_s": dict(seconds), "steps": steps, **fields})
 
 
 def test_parts_by_hand():
@@ -79,6 +80,11 @@ def test_ranks_are_averaged_and_first_steps_belong_to_the_start():
     assert times.seconds["forward"] == (6 + 2) / 2 and times.steps == 10
 
 
+def test_of_a_large_group_the_recorded_ranks_are_averaged():
+    times = of(*(line({"forward": 3.0}, 10, rank=rank, world=1024) for rank in recorded_ranks(1024)))
+    assert times.seconds["forward"] == pytest.approx(3.0) and times.steps == pytest.approx(10)
+
+
 def test_without_steps_nothing_is_found():
     assert find_bound(Times(), 5.0, None) == {}
 
@@ -100,7 +106,7 @@ def real(rank, world, changes, slow, folder):
 
     made.batches._batches = batches()
     made.train(STEPS)
-    return [said for said in made.said if said["kind"] == "rank"]
+    return [from_json(said) for said in made.said if said["kind"] == "rank"]
 
 
 def bound(folder, *, slow=0.0, changes=()):

@@ -10,8 +10,9 @@ from recorded import CONFIG, record
 from test_report import HOSTILE, Page
 
 from raytrec.common.errors import RunError
+from raytrec.common.messages import Train
 from raytrec.report.compare import compare, write
-from raytrec.report.figures.overlay import overlay
+from raytrec.report.figures.learning import overlay
 
 
 def another(folder, name, config=CONFIG, **result):
@@ -77,7 +78,7 @@ def test_curves_lie_over_one_another(runs):
     _, training, auc, _, _ = (axes for picture in made for axes in picture.axes)
     assert [line.get_label() for line in training.lines] == ["first", "second"]
     for line, run in zip(training.lines, comparison.runs, strict=True):
-        assert list(line.get_ydata()) == [m["logloss"] for m in run.figures("train")]
+        assert list(line.get_ydata()) == [m.figure("logloss") for m in run.figures(Train)]
     assert [line.get_ydata()[-1] for line in auc.lines] == pytest.approx([0.796, 0.81, 0.796, 0.81])
     assert training.lines[0].get_color() != training.lines[1].get_color()
 

@@ -1,17 +1,18 @@
 """Sentences about who is slow, what GPUs wait for and who is hot, on intervals made to order."""
 
 import json
+from dataclasses import replace
 
 from recorded import interval, record, write_lines
 
-from raytrec.report.diagnostics import hot_rank, low_utilisation, straggler
-from raytrec.report.findings import findings
-from raytrec.report.history import History
+from raytrec.common.messages import RankLine
+from raytrec.report.findings import findings, hot_rank, low_utilisation, straggler
+from raytrec.tracking.run_folder import RunFolder
 
 NAMES = ["user", "item", "tag"]
 
 
-def lines(*changes: dict, seconds: float = 3.5) -> list[dict]:
+def lines(*changes: dict, seconds: float = 3.5, **fields) -> list[RankLine]:
     """The lines of one step: the usual phases with these changes, a rank for each.
 
     Ranks wait for the slowest: what a rank does not need of `seconds` is in its collectives. All is of 100
@@ -24,7 +25,7 @@ def lines(*changes: dict, seconds: float = 3.5) -> list[dict]:
         phases["collectives"] = 0.0
         phases["collectives"] = seconds - sum(phases.values())
         many = {phase: 100 * s for phase, s in phases.items()}
-        out.append(line | {"steps": 10_000, "seconds": 100 * seconds, "phases_s": many})
+        out.append(RankLine(**line | {"steps": 10_000, "seconds": 100 * seconds, "phases_s": many} | fields))
     return out
 
 
@@ -46,16 +47,17 @@ def test_less_than_a_minute_makes_no_straggler():
     """What starts beside a rank takes the processors of a small machine for a while."""
     quick, slow = lines({}, {"data": 2.0}, seconds=5.0)
     assert "rank 1" in straggler([quick, slow])
-    for line in (quick, slow):
-        line["seconds"] /= 10
-        line["phases_s"] = {phase: s / 10 for phase, s in line["phases_s"].items()}
-    assert straggler([quick, slow]) is None
+    tenths = [
+        replace(line, seconds=line.seconds / 10, phases_s={p: s / 10 for p, s in line.phases_s.items()})
+        for line in (quick, slow)
+    ]
+    assert straggler(tenths) is None
 
 
 def test_waiting_for_others_is_not_slowness():
     slow, quick = lines({}, {}, seconds=4.0)
-    quick["phases_s"]["input_exchange"] += 100.0
-    quick["phases_s"]["collectives"] -= 100.0
+    quick.phases_s["input_exchange"] += 100.0
+    quick.phases_s["collectives"] -= 100.0
     assert straggler([slow, quick]) is None
 
 
@@ -67,13 +69,13 @@ def test_waiting_is_not_to_blame_for_slowness():
 def test_one_rank_alone_and_ranks_without_times_are_no_stragglers():
     assert straggler(lines({})) is None
     assert straggler([]) is None
-    assert straggler([{"step": 1, "rank": 0}, {"step": 1, "rank": 1, "seconds": None}]) is None
+    assert straggler([replace(line, seconds=0.0) for line in lines({}, {})]) is None
 
 
 def test_gpus_that_wait_for_data():
     waiting = lines({"data": 1.5}, {"data": 1.5}, seconds=5.0)
     for line, busy in zip(waiting, (35, 45), strict=True):
-        line["system"] = {"gpu_percent": busy}
+        line.system["gpu_percent"] = busy
     sentence = low_utilisation(waiting)
     assert "GPUs are busy 40 % of the time; 30 % of it goes into waiting for data" in sentence
     assert "data.readers" in sentence
@@ -85,18 +87,13 @@ def test_gpus_that_wait_for_one_another_or_have_little_to_do():
         ("backward", "data.global_batch_size"),
         ("other", "save"),
     ):
-        idle = lines({phase: 4.0}, {phase: 4.0}, seconds=8.0)
-        for line in idle:
-            line["system"] = {"gpu_percent": 49}
+        idle = lines({phase: 4.0}, {phase: 4.0}, seconds=8.0, system={"gpu_percent": 49})
         assert cure in low_utilisation(idle), phase
 
 
 def test_busy_gpus_and_cpus_need_no_advice():
-    usual = lines({}, {})
-    assert low_utilisation(usual) is None
-    for line in usual:
-        line["system"] = {"gpu_percent": 50}
-    assert low_utilisation(usual) is None
+    assert low_utilisation(lines({}, {})) is None
+    assert low_utilisation(lines({}, {}, system={"gpu_percent": 50})) is None
     assert low_utilisation([]) is None
 
 
@@ -106,14 +103,10 @@ def test_cpus_that_wait_for_data():
     assert "ranks wait for data 32 % of the time" in sentence and "data.readers" in sentence
 
 
-def loaded(*loads: float) -> list[dict]:
+def loaded(*loads: float) -> list[RankLine]:
+    halves = [{table: {"lookup_bytes": load / 2} for table in "ab"} for load in loads]
     return [
-        {
-            "step": 1,
-            "rank": rank,
-            "tables": {"a": {"lookup_bytes": load / 2}, "b": {"lookup_bytes": load / 2}},
-        }
-        for rank, load in enumerate(loads)
+        RankLine(**interval([], rank, len(loads), 100, tables=tables)) for rank, tables in enumerate(halves)
     ]
 
 
@@ -140,7 +133,7 @@ def told(folder, **changes):
         write_lines(place / "ranks.jsonl", [line])
         spec = {"tables": {"table_0": {"rows": 100, "dim": 16, "out_of_range": rule}}}
         (place / "schema.yaml").write_text(json.dumps(spec))
-        found[rule] = [said for said in findings(History.read(place)) if said.startswith("table ")]
+        found[rule] = [said for said in findings(RunFolder.read(place)) if said.startswith("table ")]
     return found
 
 

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 import pytest
 from recorded import record
 
-from raytrec.report import drawing
-from raytrec.report.drawing import EarlyDrawing
+from raytrec.report import report
+from raytrec.report.report import EarlyDrawing
 
 
 class Warned(list):
@@ -17,19 +17,17 @@ class Warned(list):
 
 
 def test_pictures_are_named_only_where_they_were_drawn(tmp_path, drawn):
+
     from raytrec.config.run_config import RunConfig
     from raytrec.driver.run import _next_steps, _write_report
-    from raytrec.tracking.mlflow import NoTracker
 
     config = RunConfig.model_validate({"data": {"train": "unused"}, "tracking": {"enabled": False}})
     for name in ("good", "bad"):
         warned, folder = Warned(), record(tmp_path / name)
         if name == "bad":
             (folder / "report.html").mkdir()
-        page = _write_report(EarlyDrawing(folder), NoTracker(), warned)
-        said = [
-            line for line in _next_steps(config, folder, NoTracker(), page) if line.startswith("pictures ")
-        ]
+        page = _write_report(EarlyDrawing(folder), warned)
+        said = [line for line in _next_steps(config, folder, page) if line.startswith("pictures ")]
         assert [len(said), len(warned)] == ([1, 0] if name == "good" else [0, 1])
 
 
@@ -44,8 +42,8 @@ def drawn():
         calls.append(history)
         return original(history)
 
-    original, one_each = drawing.draw, {picture.section: picture for picture in reversed(gallery.PICTURES)}
-    with patch.object(drawing, "draw", draw), patch.object(gallery, "PICTURES", one_each.values()):
+    original, one_each = report.draw, {picture.section: picture for picture in reversed(gallery.PICTURES)}
+    with patch.object(report, "draw", draw), patch.object(gallery, "PICTURES", one_each.values()):
         yield calls
 
 
@@ -80,7 +78,7 @@ def test_what_was_not_drawn_or_has_changed_is_drawn_at_the_end(tmp_path, drawn, 
 def test_what_cannot_be_drawn_early_says_so_at_the_end(tmp_path):
     record(tmp_path)
     early = EarlyDrawing(tmp_path)
-    with patch.object(drawing, "draw", side_effect=RuntimeError("no room")):
+    with patch.object(report, "draw", side_effect=RuntimeError("no room")):
         early.begin()
         early.confirm()
         with pytest.raises(RuntimeError, match="no room"):

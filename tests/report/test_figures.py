@@ -10,15 +10,16 @@ from drawn_texts import collisions
 from matplotlib.colors import to_hex
 from recorded import METRICS, PHASE_S, PHASES, interval, record, write_lines
 
+from raytrec.common.messages import Eval, Final, Train
 from raytrec.metrics.selection import figures_of
-from raytrec.report.figures import checks, learning, phases, shards, style, tables, timeline
+from raytrec.report.figures import learning, phases, shards, style, tables, timeline
 from raytrec.report.figures.gallery import PICTURES
-from raytrec.report.history import History
+from raytrec.tracking.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
-def history(tmp_path_factory):
-    return History.read(record(tmp_path_factory.mktemp("run")))
+def run(tmp_path_factory):
+    return RunFolder.read(record(tmp_path_factory.mktemp("run")))
 
 
 def drawn(axes, label):
@@ -27,24 +28,25 @@ def drawn(axes, label):
     return [*map(float, line.get_xdata())], [*map(float, line.get_ydata())]
 
 
-def test_curves_are_those_of_metrics(history):
-    ne, loss, auc = learning.curves(history).axes
+def test_curves_are_those_of_metrics(run):
+    ne, loss, auc = learning.curves(run).axes
     assert [axes.get_ylabel() for axes in (ne, loss, auc)] == ["NE", "log loss", "AUC"]
     for axes, name in ((loss, "logloss"), (ne, "ne")):
-        for kind, label in (("train", "training"), ("eval", "evaluation"), ("final", "final evaluation")):
-            lines = history.figures(kind)
-            assert drawn(axes, label) == ([m["step"] for m in lines], [m[name] for m in lines])
+        for kind, label in ((Train, "training"), (Eval, "evaluation"), (Final, "final evaluation")):
+            lines = run.figures(kind)
+            assert drawn(axes, label) == ([m.step for m in lines], [m.figure(name) for m in lines])
     assert drawn(auc, "final evaluation") == ([500], [0.81])
     assert drawn(loss, "restart")[0] == [150, 150]
 
 
 def test_a_run_that_learns_by_the_loss_of_its_model_has_a_panel_of_it_and_a_legend_of_all_kinds(tmp_path):
     loss = {"key": "loss", "title": "training loss", "label": "loss", "better": "lower", "sums": True}
-    start = {"event": "start", "step": 0, "metrics": [METRICS[0], {**loss, "format": "{:.4f}"}]}
+    described = [METRICS[0], {**loss, "format": "{:.4f}"}]
+    start = {"event": "start", "step": 0, "total": 20, "workers": 1, "metrics": described}
     train = [{"kind": "train", "step": step, "loss": 1 / step} for step in (10, 20)]
     write_lines(tmp_path / "events.jsonl", [start])
     write_lines(tmp_path / "metrics.jsonl", [*train, {"kind": "final", "step": 20, "auc": 0.8}])
-    figure = learning.curves(History.read(tmp_path))
+    figure = learning.curves(RunFolder.read(tmp_path))
     above, below = figure.axes
     assert [above.get_ylabel(), below.get_ylabel()] == ["loss", "AUC"]
     assert drawn(above, "training") == ([10, 20], [0.1, 0.05])
@@ -52,22 +54,22 @@ def test_a_run_that_learns_by_the_loss_of_its_model_has_a_panel_of_it_and_a_lege
     assert [text.get_text() for text in legend.get_texts()] == ["training", "final evaluation"]
 
 
-def test_reliability_and_roc_are_those_of_the_last_evaluation(history, tmp_path):
-    written = history.figures("final")[-1]["curves"]
-    above, below = learning.reliability(history).axes
+def test_reliability_and_roc_are_those_of_the_last_evaluation(run, tmp_path):
+    written = run.figures(Final)[-1].curves
+    above, below = learning.reliability(run).axes
     points = written["reliability"]
     assert drawn(above, "this model") == (points["predicted"], points["actual"])
     bars = [segment[1][1] for segment in below.collections[0].get_segments()]
     assert bars == points["rows"]
-    figure = learning.roc(history)
+    figure = learning.roc(run)
     (axes,) = figure.axes
     assert figure.get_suptitle() == "ROC at step 500: AUC 0.8100"
     assert drawn(axes, "this model") == (written["roc"]["fpr"], written["roc"]["tpr"])
-    figure = learning.ratios(history)
+    figure = learning.ratios(run)
     (axes,) = figure.axes
     assert figure.get_suptitle() == "Calibration 1.0020 at step 500" and axes.get_ylabel() == "calibration"
     assert axes.lines[0].get_ydata() == [1, 1]
-    assert drawn(axes, "training")[1] == [m["calibration"] for m in history.figures("train")]
+    assert drawn(axes, "training")[1] == [m.figure("calibration") for m in run.figures(Train)]
 
 
 def test_two_tasks_have_a_panel_for_each_metric_and_a_line_for_each_curve(tmp_path):
@@ -93,21 +95,22 @@ def test_two_tasks_have_a_panel_for_each_metric_and_a_line_for_each_curve(tmp_pa
         task = "like" if each["key"] == "mae" else "click"
         each |= {"key": f"{task}.{each['key']}", "label": f"{task}: {each['label']}"}
     write_lines(
-        tmp_path / "events.jsonl", [{"event": "start", "total": 500, "step": 0, "metrics": described}]
+        tmp_path / "events.jsonl",
+        [{"event": "start", "total": 500, "step": 0, "workers": 2, "metrics": described}],
     )
-    history = History.read(tmp_path)
-    panels = {axes.get_ylabel() for axes in learning.curves(history).axes}
+    run = RunFolder.read(tmp_path)
+    panels = {axes.get_ylabel() for axes in learning.curves(run).axes}
     assert panels == {"click: NE", "click: log loss", "click: AUC", "like: MAE"}
-    assert [axes.get_ylabel() for axes in learning.ratios(history).axes] == ["click: calibration"]
-    figure = learning.roc(history)
+    assert [axes.get_ylabel() for axes in learning.ratios(run).axes] == ["click: calibration"]
+    figure = learning.roc(run)
     assert {line.get_label() for line in figure.axes[0].lines} == {"chance", "click", "like"}
     assert "click: AUC 0.8100" in figure.get_suptitle().replace("\n", " ")
-    above = learning.reliability(history).axes[0]
+    above = learning.reliability(run).axes[0]
     assert {line.get_label() for line in above.lines} == {"as predicted", "click", "like"}
 
 
-def test_maps_show_bytes_and_load_of_each_table_on_each_rank(history):
-    memory = shards.by_memory(history)
+def test_maps_show_bytes_and_load_of_each_table_on_each_rank(run):
+    memory = shards.by_memory(run)
     grid = memory.axes[1]
     assert [t.get_text() for t in grid.get_yticklabels()] == ["table_2", "table_1", "table_0"]
     bytes_of = {"table_2": [300 * 68, 0], "table_1": [0, 200 * 68], "table_0": [50 * 68, 50 * 68]}
@@ -116,15 +119,15 @@ def test_maps_show_bytes_and_load_of_each_table_on_each_rank(history):
     assert [bar.get_height() for bar in memory.axes[0].patches] == [350 * 68, 250 * 68]
     assert "39.8 KiB on 2 ranks, 16.6 KiB to 23.2 KiB each" in memory.get_suptitle().replace("\n", " ")
 
-    load = shards.by_load(history)
+    load = shards.by_load(run)
     cells = load.axes[1].images[0].get_array().filled(0)
     assert np.allclose(cells, np.array([[3, 0], [1, 1], [0, 2]]) / 7)
     assert "rank 0 looks up 57 % of all bytes" in load.get_suptitle()
 
 
 def test_maps_of_many_tables_put_the_small_ones_together(tmp_path):
-    history = History.read(record(tmp_path, tables=200, ranks=64, intervals=1))
-    made = shards.by_memory(history)
+    run = RunFolder.read(record(tmp_path, tables=200, ranks=64, intervals=1))
+    made = shards.by_memory(run)
     cells = made.axes[1].images[0].get_array().filled(0)
     assert cells.shape == (41, 64)
     assert made.axes[1].get_yticklabels()[-1].get_text() == "160 other tables"
@@ -136,27 +139,27 @@ def test_maps_of_many_tables_put_the_small_ones_together(tmp_path):
 
 
 def test_a_map_of_one_table_on_one_rank(tmp_path):
-    history = History.read(record(tmp_path, tables=1, ranks=1))
+    run = RunFolder.read(record(tmp_path, tables=1, ranks=1))
     for draw, text in ((shards.by_memory, "6.64 KiB"), (shards.by_load, "100 %")):
-        assert [t.get_text() for t in draw(history).axes[1].texts] == [text]
+        assert [t.get_text() for t in draw(run).axes[1].texts] == [text]
 
 
 def test_only_the_last_group_of_workers_is_on_the_map(tmp_path):
     before = [interval(["a", "b"], rank, 3, 100) for rank in range(3)]
     after = [interval(["a", "b"], rank, 2, 200, attempt=1) for rank in range(2)]
     write_lines(tmp_path / "ranks.jsonl", before + after)
-    assert shards.by_memory(History.read(tmp_path)).axes[1].images[0].get_array().shape == (2, 2)
+    assert shards.by_memory(RunFolder.read(tmp_path)).axes[1].images[0].get_array().shape == (2, 2)
 
 
-def test_phases_are_milliseconds_a_step(history):
-    (axes,) = phases.in_total(history).axes
+def test_phases_are_milliseconds_a_step(run):
+    (axes,) = phases.in_total(run).axes
     widths = {c.get_label(): [bar.get_width() for bar in c] for c in axes.containers}
     assert widths == {
         phase.replace("_", " "): pytest.approx([10 * s, 10 * s])
         for phase, s in zip(PHASES, PHASE_S, strict=True)
     }
     assert [t.get_text() for t in axes.get_yticklabels()] == ["rank 0", "rank 1"]
-    first, second = phases.over_steps(history).axes
+    first, second = phases.over_steps(run).axes
     assert (first.get_title("left"), second.get_title("left")) == ("rank 0", "rank 1")
     stairs = {patch.get_label(): patch.get_data() for patch in first.patches}
     assert np.allclose(stairs["backward"].edges, [0, 100, 200, 300, 400, 500])
@@ -170,7 +173,7 @@ def test_the_straggler_is_in_the_title(tmp_path):
         line["seconds"] = 73.5
         line["phases_s"]["data" if line["rank"] == 2 else "collectives"] += 70.0
     write_lines(tmp_path / "ranks.jsonl", lines)
-    made = phases.in_total(History.read(tmp_path))
+    made = phases.in_total(RunFolder.read(tmp_path))
     assert made.get_suptitle() == "Time of a step: rank 2 is slow"
 
 
@@ -180,17 +183,17 @@ def test_many_ranks_show_those_with_the_most_time_of_their_own(tmp_path):
         line["phases_s"]["forward"] += line["rank"] / 100
         line["phases_s"]["collectives"] -= line["rank"] / 100
     write_lines(tmp_path / "ranks.jsonl", lines)
-    made = phases.in_total(History.read(tmp_path))
+    made = phases.in_total(RunFolder.read(tmp_path))
     labels = [t.get_text() for t in made.axes[0].get_yticklabels()]
     assert labels == [f"rank {rank}" for rank in range(31, 15, -1)]
     assert "the 16 of 32 ranks" in made.get_suptitle().replace("\n", " ")
 
 
-def test_row_norms_are_shares_of_rows_at_each_step(history):
-    made = tables.row_norms(history)
+def test_row_norms_are_shares_of_rows_at_each_step(run):
+    made = tables.row_norms(run)
     panels = {axes.get_title("left"): axes for axes in made.axes}
     mesh = panels["table_2"].collections[0]
-    counts = np.array(history.ranks[0]["tables"]["table_2"]["row_norm_counts"])
+    counts = np.array(run.ranks[0].tables["table_2"]["row_norm_counts"])
     assert np.allclose(mesh.get_array(), np.repeat((counts / counts.sum())[:, None], 5, axis=1))
     corners = mesh.get_coordinates()
     assert np.allclose(corners[0, :, 0], [50, 150, 250, 350, 450, 550])
@@ -203,15 +206,15 @@ def test_health_has_a_line_for_each_table_and_names_the_highest(tmp_path):
         for i in range(8):
             line["tables"][f"t{i}"]["dead_share"] = i / 10
     write_lines(tmp_path / "ranks.jsonl", lines)
-    axes = tables.health(History.read(tmp_path)).axes[0]
+    axes = tables.health(RunFolder.read(tmp_path)).axes[0]
     assert sorted(line.get_ydata()[-1] for line in axes.lines) == pytest.approx([i / 10 for i in range(8)])
     assert [text.get_text() for text in axes.get_legend().texts] == ["t7", "t6", "t5", "t4", "t3"]
     colours = {to_hex(handle.get_color()) for handle in axes.get_legend().legend_handles}
     assert len(colours) == 5 and style.GREY not in colours
 
 
-def test_checks_that_passed_and_failed(history):
-    made = checks.strip(history)
+def test_checks_that_passed_and_failed(run):
+    made = timeline.checks(run)
     (axes,) = made.axes
     passed, failed = (next(c for c in axes.collections if c.get_label() == x) for x in ("passed", "failed"))
     assert len(passed.get_offsets()) == 29
@@ -220,8 +223,8 @@ def test_checks_that_passed_and_failed(history):
     assert made.get_suptitle() == "Checks: 1 of 30 failed: parity at step 300"
 
 
-def test_timeline_shows_workers_steps_and_faults(history):
-    made = timeline.elastic(history)
+def test_timeline_shows_workers_steps_and_faults(run):
+    made = timeline.elastic(run)
     workers, steps = made.axes
     assert [(b.get_x(), b.get_width(), b.get_height()) for b in workers.patches] == [(0, 9, 2), (20, 14, 2)]
     marks = {c.get_label(): c.get_offsets().tolist() for c in steps.collections}
@@ -231,14 +234,14 @@ def test_timeline_shows_workers_steps_and_faults(history):
     assert (first[0], max(first), again[0], again[-1]) == (0, 220, 150, 500)
 
 
-def test_speed_is_rows_a_second(history):
-    (axes,) = phases.throughput(history).axes
+def test_speed_is_rows_a_second(run):
+    (axes,) = phases.throughput(run).axes
     assert axes.lines[0].get_ydata() == pytest.approx([60_000] * 25)
 
 
-def test_all_have_the_style_and_leave_nothing_of_it_behind(history):
+def test_all_have_the_style_and_leave_nothing_of_it_behind(run):
     for picture in PICTURES:
-        made = picture.draw(history)
+        made = picture.draw(run)
         assert made.get_size_inches()[0] == style.WIDTH, picture.name
         assert made.get_suptitle(), picture.name
         style.to_svg(made, picture.label)
@@ -251,10 +254,10 @@ LONG_NAMES = ["W" * 30, "item_brand_and_manufacturer", "campaign_" + "w" * 20, "
 
 @pytest.mark.parametrize("names, ranks", [(LONG_NAMES, 1), (LONG_NAMES[:2], 4), (LONG_NAMES, 40)])
 def test_no_texts_of_a_picture_run_into_each_other(tmp_path, names, ranks):
-    history = History.read(record(tmp_path, names=names, ranks=ranks))
+    run = RunFolder.read(record(tmp_path, names=names, ranks=ranks))
     with warnings.catch_warnings(action="ignore"):  # of characters that the font lacks
         for draw in (tables.row_norms, tables.health, shards.by_memory, shards.by_load, phases.over_steps):
-            assert collisions(draw(history)) == []
+            assert collisions(draw(run)) == []
 
 
 def test_a_name_that_does_not_fit_loses_its_middle():

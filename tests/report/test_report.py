@@ -127,7 +127,7 @@ def test_no_file_is_needed(tmp_path, left_out):
 
 def test_hostile_texts_are_texts(tmp_path):
     record(tmp_path, names=[HOSTILE, "a" * 300, r"$\frac$"])
-    line = {"step": 100, "check": HOSTILE, "passed": False, "text": HOSTILE, "figure": HOSTILE}
+    line = {"step": 100, "check": HOSTILE, "passed": False, "text": HOSTILE, "figure": 1.0, "limit": None}
     write_lines(tmp_path / "checks.jsonl", [line])
     events = [
         {"event": "started", "unix_s": 1.8e9, "attempt": 1, "workers": 1},

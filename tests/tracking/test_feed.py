@@ -13,15 +13,16 @@ from time import perf_counter, sleep
 import disks
 import pytest
 import recorded
+import tracked
 
 from raytrec.cli import main
 from raytrec.common import messages
 from raytrec.common.errors import RunError
 from raytrec.driver import track as track_module
 from raytrec.driver.recorder import Record
+from raytrec.tracking.delivery import Delivery
 from raytrec.tracking.feed import NOTE, Delivered, Feed
 from raytrec.tracking.journal import append_line
-from raytrec.tracking.mlflow import NoTracker, Tracker
 
 RANKS = 2
 
@@ -69,28 +70,27 @@ def stored(uri, run_id, names):
 def uri(tmp_path_factory):
     """A store that has its tables."""
     place = tmp_path_factory.mktemp("feed")
-    (place / "first").mkdir()
     uri = f"sqlite:///{place}/mlflow.db"
-    Tracker(uri, "feed", "first", place / "first").close("FINISHED", patience_s=60)
+    track(uri, place / "first").finish("FINISHED", 60)
     return uri
 
 
 def track(uri, folder):
-    return Tracker(uri, "feed", folder.name, folder, max_series=64)
+    values = {"run": {"name": folder.name}, "tracking": {"uri": uri, "experiment": "feed"}}
+    return Delivery(folder, tracked.config(folder, values), print)
 
 
 def check(uri, folder, steps):
-    """The next driver: it feeds what was missing, and then all is there, once."""
-    tracker = track(uri, folder)
-    tracker.ready()
-    assert tracker.close("FINISHED", patience_s=60) is None
+    """The next delivery: it writes what was missing, and then all is there, once."""
+    delivery = track(uri, folder)
+    assert delivery.finish("FINISHED", 60) is None
     wanted = expected(steps)
-    assert stored(uri, tracker.run_id, wanted) == wanted
-    return tracker.run_id
+    assert stored(uri, delivery.run_id, wanted) == wanted
+    return delivery.run_id
 
 
 def drive(uri, folder, first, last, dies_after, told):
-    """A driver that is killed: after so many writes of training figures, before it can note the last one."""
+    """A process that is killed: after so many writes of training figures, before it can note the last one."""
     from raytrec.tracking.store import Store
 
     writes, write = [], Store.write_metrics
@@ -102,23 +102,26 @@ def drive(uri, folder, first, last, dies_after, told):
             os.kill(os.getpid(), signal.SIGKILL)
 
     Store.write_metrics = counted
-    tracker = track(uri, folder)
-    told.put(tracker.ready())
+    delivery = track(uri, folder)
+    delivery.deliver()
+    told.put(delivery.run_id)
     for step in range(first, last):
         add_all(folder, step, step + 1)
         sleep(0.05)
-    tracker.close("FINISHED", patience_s=60)
+        if step % 10 == 0:
+            delivery.deliver()
+    delivery.finish("FINISHED", 60)
 
 
 @pytest.fixture(scope="module")
 def processes():
     context = multiprocessing.get_context("forkserver")  # its children have imported MLflow already
-    context.set_forkserver_preload(["raytrec.tracking.mlflow", "mlflow.store.tracking.sqlalchemy_store"])
+    context.set_forkserver_preload(["raytrec.tracking.delivery", "mlflow.store.tracking.sqlalchemy_store"])
     return context
 
 
 def begin(processes, *args):
-    """A driver in a process of its own, and the id of the MLflow run that it has."""
+    """A process that adds lines and delivers them, and the id of the MLflow run that it has."""
     told = processes.Queue()
     process = processes.Process(target=drive, args=(*args, told), daemon=True)
     process.start()
@@ -194,12 +197,12 @@ def test_lines_of_a_group_that_was_lost_wait_for_nobody(tmp_path):
     """A rank's line without the other's; then another driver, whose attempts are counted from 0 again."""
     add_all(tmp_path, 1, 3)
     append_line(tmp_path, message(0, 3))
-    feed = Feed(tmp_path, 0)
+    feed = Feed(tmp_path)
     assert len([r for r in records(feed) if "watch/rank/0/step_ms" in r.figures]) == 2
     size = (tmp_path / "ranks.jsonl").stat().st_size
     assert feed.delivered.offsets[messages.RANKS] < size, "it may yet be complete"
     append_line(tmp_path, message(1, 3))
-    resumed = Feed(tmp_path, 0)
+    resumed = Feed(tmp_path)
     assert [r.step for r in records(resumed)] == [300], "with the line that waited"
     assert resumed.delivered.offsets[messages.RANKS] > size
 
@@ -217,7 +220,7 @@ def test_lines_of_a_group_that_was_lost_wait_for_nobody(tmp_path):
 def test_torn_lines_and_others_are_passed_over(tmp_path):
     whole = json.dumps(message("train", 1).line())
     (tmp_path / "metrics.jsonl").write_text(whole + "\n" + whole[:20])
-    feed = Feed(tmp_path, 0)
+    feed = Feed(tmp_path)
     assert [r.step for r in records(feed)] == [1]
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write("\n" + json.dumps(message("train", 2).line()) + "\n[]\n{}\n")  # as the next driver does
@@ -231,16 +234,16 @@ def test_torn_lines_and_others_are_passed_over(tmp_path):
 def test_a_note_that_cannot_be_read_has_all_written_once_more(tmp_path, note):
     add_all(tmp_path, 1, 4)
     (tmp_path / NOTE).write_text(note)
-    feed = Feed(tmp_path, 0)
+    feed = Feed(tmp_path)
     assert feed.delivered.offsets == {} and len(records(feed)) == 9
 
 
 def test_a_disk_that_is_full(uri, tmp_path):
-    """MLflow gets what waits for room in the run folder; and has it once when there is room."""
+    """Lines wait in the driver for room in the run folder, and MLflow gets them once, when there is room."""
     with disks.small_disk(tmp_path / "disk", "1m") as folder:
-        tracker = track(uri, folder)
-        run_id = tracker.ready()
-        record = Record(tracker, folder, "full")
+        delivery = track(uri, folder)
+        delivery.deliver()
+        record = Record(folder)
         add_all(folder, 1, 2)
         with open(folder / "ballast", "ab", buffering=0) as file, pytest.raises(OSError, match="No space"):
             while True:
@@ -250,19 +253,16 @@ def test_a_disk_that_is_full(uri, tmp_path):
         for step in range(2, 30):
             for kind in ("train", "check", *range(RANKS)):
                 record.keep(message(kind, step))
-        last = ["train/loss", "watch/rank/1/step_ms"]
-        for _ in range(900):
-            if all(len(found) == 29 for found in stored(uri, run_id, last).values()):
-                break
-            sleep(0.1)
-        wanted = expected(range(1, 30))
-        assert stored(uri, run_id, wanted) == wanted, "while the disk is full"
+        assert delivery.deliver(), "a note that cannot be written stops nothing"
+        wanted = expected(range(1, 2))
+        assert stored(uri, delivery.run_id, wanted) == wanted
         (folder / "ballast").unlink()
         for kind in ("train", "check", *range(RANKS)):
             record.keep(message(kind, 30))
-        assert [text for text in record.close("FINISHED") if "lacks" in text] == []
+        assert [text for text in record.close() if "lacks" in text] == []
+        assert delivery.finish("FINISHED", 60) is None
         wanted = expected(range(1, 31))
-        assert stored(uri, run_id, wanted) == wanted
+        assert stored(uri, delivery.run_id, wanted) == wanted
         assert (folder / "checks.jsonl").read_text().count("\n") == 30
 
 
@@ -270,11 +270,11 @@ def test_lines_are_kept_while_nothing_is_tracked(tmp_path, uri):
     """A run that is resumed with tracking.enabled=true has all of it in MLflow."""
     folder = tmp_path / "off"
     folder.mkdir()
-    record = Record(NoTracker(), folder, "off")
+    record = Record(folder)
     for step in (1, 2):
         for kind in ("train", "check", *range(RANKS)):
             record.keep(message(kind, step))
-    assert record.close("FINISHED") == []
+    assert record.close() == []
     check(uri, folder, range(1, 3))
 
 
@@ -314,7 +314,7 @@ def test_what_is_missing_at_the_end_is_written_later(uri, tmp_path, monkeypatch,
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path):
-    whole, feed = json.dumps(message("train", 1).line()) + "\n", Feed(tmp_path, 0)
+    whole, feed = json.dumps(message("train", 1).line()) + "\n", Feed(tmp_path)
     for part in (whole[:20], whole[20:]):
         assert records(feed) == []
         with open(tmp_path / "metrics.jsonl", "a") as file:

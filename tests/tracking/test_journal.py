@@ -12,7 +12,6 @@ from raytrec.common.messages import RankLine, Result, Start, Train
 from raytrec.driver.recorder import Record, Watch, write_json, write_text
 from raytrec.tracking import journal
 from raytrec.tracking.journal import Journal, append_to
-from raytrec.tracking.mlflow import NoTracker
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def lines(path):
 
 
 def test_lines_wait_while_the_disk_is_full(disk):
-    said, written = [], []
+    said = []
     kept = Journal(disk, said.append)
     kept.add("metrics.jsonl", {"step": 0})
     fill(disk)
@@ -45,9 +44,9 @@ def test_lines_wait_while_the_disk_is_full(disk):
     for step in range(1, 50):
         kept.add("metrics.jsonl", {"step": step, "wide": wide})
         kept.add("events.jsonl", {"event": "saved", "step": step})
-    kept.put("plan.json", "[]", lambda: written.append("plan"))
+    kept.put("plan.json", "[]")
     assert len(said) == 1 and "No space left on device" in said[0] and "training continues" in said[0]
-    assert "the run folder lacks" in kept.missing() and not written
+    assert "the run folder lacks" in kept.missing() and not (disk / "plan.json").exists()
     whole = lines(disk / "metrics.jsonl")
     assert [line["step"] for line in whole] == list(range(len(whole))), "no line in part"
     (disk / "ballast").unlink()
@@ -56,7 +55,7 @@ def test_lines_wait_while_the_disk_is_full(disk):
     events = lines(disk / "events.jsonl")
     assert [e["step"] for e in events if e["event"] == "saved"] == list(range(1, 50))
     assert [e["event"] for e in events if e["event"] != "saved"] == ["full", "room"]
-    assert events[-1]["event"] == "room" and (disk / "plan.json").read_text() == "[]" and written == ["plan"]
+    assert events[-1]["event"] == "room" and (disk / "plan.json").read_text() == "[]"
     assert len(said) == 2 and "can be written again" in said[1] and kept.missing() is None
 
 
@@ -110,7 +109,7 @@ class Console:
 
 
 def test_a_result_that_cannot_be_written_is_told_with_what_to_do(disk):
-    console, record = Console(), Record(NoTracker(), disk, "run")
+    console, record = Console(), Record(disk)
     watch = Watch(console, record)
     fill(disk)
     watch.receive(Start(step=0, total=3, workers=1))
@@ -120,14 +119,14 @@ def test_a_result_that_cannot_be_written_is_told_with_what_to_do(disk):
     error = record.result(watch.result, None)
     assert "the result cannot be written: No space left on device" in error.what
     assert f"raytrec train --resume {disk}" in error.do
-    (lost,) = record.close("FAILED")
+    (lost,) = record.close()
     assert "the run folder lacks" in lost and len(console.said) == 1
     assert not (disk / "result.json").exists()
 
 
 def test_a_message_that_cannot_be_recorded_does_not_end_the_recording(tmp_path):
     console = Console()
-    watch = Watch(console, Record(NoTracker(), tmp_path, "run"))
+    watch = Watch(console, Record(tmp_path))
     for _ in range(2):
         watch.receive(RankLine(**dict.fromkeys(NAMES)))  # without its rank, or anything else
     watch.receive(Train(step=2, figures={"logloss": 0.5}))

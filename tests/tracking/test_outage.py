@@ -1,23 +1,26 @@
-"""A real MLflow server that comes late and is killed; many processes that write into one sqlite file."""
+"""The process that delivers a run: a server that comes late and is killed, a driver that dies; many processes
+that write into one sqlite file."""
 
 import multiprocessing
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
-from threading import Thread, Timer
+from threading import Timer
 from time import monotonic, perf_counter, sleep, time
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import psutil
 import pytest
+import tracked
 
+from raytrec.common.errors import ConfigError
 from raytrec.common.messages import Compared
+from raytrec.driver.track import Follower
+from raytrec.tracking.delivery import Delivery
 from raytrec.tracking.journal import append_line
-from raytrec.tracking.mlflow import Tracker
-from raytrec.tracking.store import Store
 
 
 class Server:
@@ -68,13 +71,6 @@ def server(tmp_path_factory):
     server.kill()
 
 
-@pytest.fixture(autouse=True)
-def try_again_soon(monkeypatch):
-    """After 1 s, 2 s, 2 s, …, and a start waits for 2 s, to save the tests' time."""
-    monkeypatch.setattr("raytrec.tracking.calls.LONGEST_S", 2.0)
-    monkeypatch.setattr("raytrec.tracking.mlflow.READY_S", 2.0)
-
-
 def client(uri):
     from mlflow import MlflowClient
 
@@ -90,89 +86,89 @@ def wait_until(condition, seconds=120):
     until = monotonic() + seconds
     while not condition():
         assert monotonic() < until, "in vain"
-        sleep(0.05)
+        sleep(0.1)
 
 
 def history(uri, run_id, name):
     return [(m.step, m.value) for m in client(uri).get_metric_history(run_id, name)]
 
 
-def test_server_that_comes_after_the_start(server, tmp_path):
-    import mlflow  # noqa: F401  (so that only the server is waited for)
-
+def follow(uri, folder, **tracking):
+    """A follower of a run, and its sentences for people."""
+    values = {"run": {"name": "run"}, "tracking": {"uri": uri, "experiment": "outage", **tracking}}
     said = []
-    began = perf_counter()
-    tracker = Tracker(server.uri, "late", "run", tmp_path, parent="grid", on_trouble=said.append)
-    assert tracker.ready() is tracker.run_id is None
-    assert perf_counter() - began < 30, "MLflow itself tries for 100 s"
-    (tmp_path / "note.txt").write_text("early")
-    tracker.file(tmp_path / "note.txt")
+    return Follower(tracked.config(folder, values), said.append), said
+
+
+def run_id_of(follower):
+    wait_until(lambda: (follower.check(), follower.run_id)[1])
+    return follower.run_id
+
+
+def test_server_that_comes_after_the_start(server, tmp_path):
+    follower, said = follow(server.uri, tmp_path, parent_run="grid")
+    wait_until(lambda: (follower.check(), said)[1])
+    assert follower.ready() is follower.run_id is None
     for step in range(100):
         add(tmp_path, {"loss": step / 100}, step)
-    assert len(said) == 1 and "Connection refused" in said[0] and "is kept in the run folder" in said[0]
+    assert len(said) == 1 and "Connection refused" in said[0] and "kept in the run folder" in said[0]
     server.start()
     server.wait()
-    wait_until(lambda: tracker.run_id)
-    assert tracker.close("FINISHED") is None
+    run_id = run_id_of(follower)
+    assert follower.close("FINISHED") is None
     assert len(said) == 2 and said[1].startswith("MLflow is back")
-    assert history(server.uri, tracker.run_id, "loss") == [(step, step / 100) for step in range(100)]
-    assert [a.path for a in client(server.uri).list_artifacts(tracker.run_id)] == ["note.txt"]
-    run = client(server.uri).get_run(tracker.run_id)
+    assert history(server.uri, run_id, "loss") == [(step, step / 100) for step in range(100)]
+    assert [a.path for a in client(server.uri).list_artifacts(run_id)] == ["config.yaml"]
+    run = client(server.uri).get_run(run_id)
     assert client(server.uri).get_run(run.data.tags["mlflow.parentRunId"]).info.run_name == "grid"
+    assert run.info.status == "FINISHED"
 
 
 @pytest.mark.survive
 def test_server_killed_while_metrics_come_in(server, tmp_path):
     server.start()
     server.wait()
-    said, took_s = [], {"up": [], "down": []}
-    tracker = Tracker(server.uri, "killed", "run", tmp_path, on_trouble=said.append)
-    run_id = tracker.ready()
-    assert run_id and tracker.run_id == run_id
-    steps = iter(range(10**6))
+    follower, said = follow(server.uri, tmp_path)
+    run_id, steps = run_id_of(follower), iter(range(10**6))
 
-    def hand_over(seconds, state, until=lambda: False):
+    def hand_over(seconds, until=lambda: False):
         """As a training loop does, with 20 figures a step."""
         end = monotonic() + seconds
         while monotonic() < end and not until():
             step = next(steps)
-            figures = {f"m{i}": step + i for i in range(20)}
-            began = perf_counter()
-            add(tmp_path, figures, step)
-            took_s[state].append(perf_counter() - began)
+            add(tmp_path, {f"m{i}": step + i for i in range(20)}, step)
             sleep(0.02)
+            follower.check()
 
-    hand_over(3, "up")
+    hand_over(3)
     wait_until(lambda: history(server.uri, run_id, "m0"))
     server.kill()
-    hand_over(4, "down")
-    (tmp_path / "during.txt").write_text("kept")
-    tracker.file(tmp_path / "during.txt")
+    hand_over(60, until=lambda: said)
+    (tmp_path / "plan.json").write_text("kept")
     assert len(said) == 1 and "does not answer" in said[0]
     server.start()
-    hand_over(120, "down", until=lambda: len(said) == 2)
+    hand_over(120, until=lambda: len(said) == 2)
     assert said[1].startswith("MLflow is back")
-    hand_over(1, "up")
-    assert tracker.close("FINISHED") is None
+    hand_over(1)
+    assert follower.close("FINISHED") is None
     assert len(said) == 2, said
 
     sent = next(steps)
     for name, more in (("m0", 0), ("m19", 19)):
         assert history(server.uri, run_id, name) == [(step, float(step + more)) for step in range(sent)]
-    assert [a.path for a in client(server.uri).list_artifacts(run_id)] == ["during.txt"]
+    found = {a.path for a in client(server.uri).list_artifacts(run_id)}
+    assert found == {"config.yaml", "plan.json"}
     assert client(server.uri).get_run(run_id).info.status == "FINISHED"
-    typical = {state: statistics.median(times) for state, times in took_s.items()}
-    assert typical["up"] < 1e-3 and typical["down"] < 1e-3
-    assert typical["down"] < 3 * typical["up"] + 1e-4, typical
 
-    again = Tracker(server.uri, "killed", "run", tmp_path)
-    assert again.ready() == run_id
+    again, _ = follow(server.uri, tmp_path)
+    assert run_id_of(again) == run_id
     server.kill()
     add(tmp_path, {"after": 1.0}, sent)
     began = perf_counter()
     lost = again.close("FINISHED", patience_s=1.5)
     assert perf_counter() - began < 30
-    assert "lacks 1 record and the end of the run" in lost and "Connection refused" in lost
+    assert lost.startswith("MLflow lacks the end of the run (not written within 1.5 s)")
+    assert f"raytrec track {tmp_path}" in lost
 
 
 @pytest.fixture
@@ -185,41 +181,92 @@ def ctrl_c():
 
 def test_ctrl_c_ends_the_waiting(server, tmp_path, ctrl_c):
     server.kill()
-    tracker = Tracker(server.uri, "late", "run", tmp_path)
-    assert tracker.ready() is None
-    add(tmp_path, {"loss": 1.0}, 1)
+    follower, said = follow(server.uri, tmp_path)
+    wait_until(lambda: (follower.check(), said)[1])
     Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = perf_counter()
-    assert "lacks 1 record" in tracker.close("KILLED", patience_s=60)
-    assert perf_counter() - began < 40
+    assert "(interrupted)" in follower.close("KILLED", patience_s=60)
+    assert perf_counter() - began < 20
+
+
+def drive(uri, folder, told):
+    """A driver that is killed."""
+    follower, _ = follow(uri, folder)
+    run_id = run_id_of(follower)
+    told.put((run_id, follower._process.pid))
+    for step in range(10**6):
+        add(folder, {"loss": float(step)}, step)
+        sleep(0.05)
+
+
+def test_the_process_ends_by_itself_when_its_driver_dies(server, tmp_path):
+    uri = f"sqlite:///{server.folder}/other.db"
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    driver = context.Process(target=drive, args=(uri, tmp_path, told), daemon=True)
+    driver.start()
+    run_id, process = told.get(timeout=120)
+    assert os.getpriority(os.PRIO_PROCESS, process) == 19
+    sleep(1)
+    driver.kill()
+    driver.join(30)
+    wait_until(lambda: not psutil.pid_exists(process) or psutil.Process(process).status() == "zombie", 60)
+    assert client(uri).get_run(run_id).info.status == "FAILED"
+    lines = (tmp_path / "metrics.jsonl").read_text().count("\n")
+    assert len(history(uri, run_id, "loss")) == lines, "what it had written is delivered"
+
+    resumed, _ = follow(uri, tmp_path)
+    assert run_id_of(resumed) == run_id
+    assert client(uri).get_run(run_id).info.status == "RUNNING"
+    assert resumed.close("KILLED") is None
+    assert client(uri).get_run(run_id).info.status == "KILLED"
+
+
+def test_a_process_that_was_killed_is_reported_with_how_to_deliver_the_rest(server, tmp_path):
+    follower, _ = follow(f"sqlite:///{server.folder}/other.db", tmp_path)
+    follower._process.kill()
+    follower._process.wait()
+    follower.check()
+    assert follower.ready() is None
+    lost = follower.close("FINISHED")
+    assert "has ended" in lost and f"raytrec track {tmp_path}" in lost
+
+
+def test_a_store_that_cannot_be_opened_is_reported_by_the_process(tmp_path):
+    (tmp_path / "file").write_text("")
+    follower, _ = follow(f"sqlite:///{tmp_path}/file/mlflow.db", tmp_path / "run")
+    with pytest.raises(ConfigError, match="cannot open the MLflow store"):
+        follower.ready()
+    assert follower.close("FINISHED") is None
 
 
 WRITERS, STEPS, FIGURES = 8, 6, 100
 
 
-def write_a_run(uri, artifacts, writer, gate, results):
+def write_a_run(uri, folder, writer, gate, results):
     """One of several processes that begin at the same time with a store that does not exist yet."""
-    said, folder = [], artifacts.parent / f"run-{writer}"
-    folder.mkdir()
+    said, name = [], f"run-{writer}"
+    tracking = {"uri": uri, "experiment": "many", "parent_run": "grid"}
+    config = tracked.config(folder / name, {"run": {"name": name}, "tracking": tracking})
     gate.wait()
-    tracker = Tracker(
-        uri, "many", f"run-{writer}", folder, artifacts=artifacts, parent="grid", on_trouble=said.append
-    )
-    run_id = tracker.ready()
+    delivery = Delivery(folder / name, config, said.append)
     for step in range(STEPS):
-        add(folder, {f"m{i}": writer * 1000 + i + step / 100 for i in range(FIGURES)}, step)
-        sleep(0.3)
-    results.put((writer, run_id, tracker.close("FINISHED", patience_s=60), said))
+        add(folder / name, {f"m{i}": writer * 1000 + i + step / 100 for i in range(FIGURES)}, step)
+        delivery.deliver()
+    lost = delivery.finish("FINISHED", 60)
+    results.put((writer, delivery.run_id, lost, said))
 
 
 def test_eight_processes_write_into_one_new_sqlite_file(tmp_path):
     uri = f"sqlite:///{tmp_path}/new/mlflow.db"
     processes = multiprocessing.get_context("forkserver")  # its children have imported MLflow already
-    processes.set_forkserver_preload(["raytrec.tracking.mlflow", "mlflow.store.tracking.sqlalchemy_store"])
+    preload = ["raytrec.tracking.delivery", "mlflow.store.tracking.sqlalchemy_store"]
+    processes.set_forkserver_preload(preload)
     gate, results = processes.Barrier(WRITERS), processes.Queue()
     for writer in range(WRITERS):
-        args = (uri, tmp_path / "artifacts", writer, gate, results)
-        processes.Process(target=write_a_run, args=args, daemon=True).start()
+        processes.Process(
+            target=write_a_run, args=(uri, tmp_path, writer, gate, results), daemon=True
+        ).start()
     found = sorted(results.get(timeout=120) for _ in range(WRITERS))
     assert [(lost, said) for _, _, lost, said in found] == [(None, [])] * WRITERS
 
@@ -236,30 +283,3 @@ def test_eight_processes_write_into_one_new_sqlite_file(tmp_path):
     left = {run.info.run_id for run in runs if run.info.run_name == "grid"}
     assert left == parents and len(parents) == 1, "one parent for all, the others removed"
     assert len(runs) == WRITERS + 1
-
-
-def test_eight_threads_feed_one_tracker(server, tmp_path, monkeypatch):
-    tracker = Tracker(f"sqlite:///{server.folder}/mlflow.db", "many", "run", tmp_path)
-    tracker.ready()
-    calls, write = [], Store.write_metrics
-    monkeypatch.setattr(Store, "write_metrics", lambda *args: (calls.append(monotonic()), write(*args)))
-
-    def feed(rank):
-        for step in range(100):
-            add(tmp_path, {f"rank_{rank}/m{i}": step for i in range(5)}, step)
-            sleep(0.03)
-
-    began = monotonic()
-    threads = [Thread(target=feed, args=(rank,)) for rank in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = monotonic() - began
-    assert tracker.close("FINISHED") is None
-    # A few a second, not one for each of 800 lines; at first, what came while the store was opened.
-    assert len(calls) <= 4 * seconds + 40
-    for rank in range(8):
-        for i in range(5):
-            found = history(tracker.uri, tracker.run_id, f"rank_{rank}/m{i}")
-            assert found == [(step, float(step)) for step in range(100)]

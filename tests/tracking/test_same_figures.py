@@ -9,10 +9,9 @@ import recorded
 from raytrec.common import messages
 from raytrec.driver.recorder import Record
 from raytrec.report import parts
-from raytrec.report.history import History
 from raytrec.tracking.aggregate import FIGURES
 from raytrec.tracking.feed import Feed
-from raytrec.tracking.mlflow import NoTracker
+from raytrec.tracking.run_folder import RunFolder
 
 TABLES = ("user", "item", "city")
 STEPS = (100, 200, 300)
@@ -22,7 +21,7 @@ class Kept:
     """What MLflow is given of a run folder."""
 
     def __init__(self, folder):
-        self.figures, feed = {}, Feed(folder, max_series=64)
+        self.figures, feed = {}, Feed(folder)
         while batch := feed.next_batch():
             for record in batch.records:
                 self.figures.setdefault(record.step, {}).update(record.figures)
@@ -56,7 +55,7 @@ def line(rank, step, random):
 def both(tmp_path_factory):
     """(what MLflow was given, the run as the report reads it)."""
     folder, random = tmp_path_factory.mktemp("same"), Random(0)
-    record = Record(NoTracker(), folder, "same")
+    record = Record(folder)
     plan = [{"table": t, "ranks": [0, 1]} for t in TABLES]
     record.keep(messages.Start(step=0, workers=2, total=300, plan=plan))
     for step in STEPS:
@@ -72,8 +71,8 @@ def both(tmp_path_factory):
         for rank in (0, 1):
             record.keep(messages.RankLine(**line(rank, step, random)))
     assert record.result({"train.steps": 300, "eval.auc": 0.75, "eval.ne": 0.5}, None) is None
-    assert record.close("FINISHED") == []
-    return Kept(folder), History.read(folder)
+    assert record.close() == []
+    return Kept(folder), RunFolder.read(folder)
 
 
 def same(one, other):
@@ -155,12 +154,12 @@ def test_the_ranks_of_the_page(both):
 
 def test_losses_checks_and_results(both):
     kept, history = both
-    for measured in history.figures("train", "eval"):
-        for key in measured.keys() - {"kind", "step", "unix_s", "curves"}:
-            assert same(kept.figures[measured["step"]][f"{measured['kind']}/{key}"], measured[key])
+    for measured in history.figures(messages.Train, messages.Eval):
+        for key, value in measured.figures.items():
+            assert same(kept.figures[measured.step][f"{measured.KIND}/{key}"], value)
     for check in history.checks:
-        figures = kept.figures[check["step"]]
-        assert figures["watch/check/parity"] == check["passed"]
-        assert same(figures["watch/check/parity_figure"], check["figure"])
+        figures = kept.figures[check.step]
+        assert figures["watch/check/parity"] == check.passed
+        assert same(figures["watch/check/parity_figure"], check.figure)
     assert {k: kept.figures[300][k.replace(".", "/")] for k in history.result} == history.result
     assert not isnan(history.result["eval.auc"])

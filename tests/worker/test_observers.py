@@ -129,7 +129,8 @@ def slow_start(rank, number, step, state):
 
 def test_who_waits_for_whom():
     """A rank that is slow spends that time itself; the other one waits for it in collectives."""
-    from raytrec.report.diagnostics import straggler
+    from raytrec.common.messages import RankLine
+    from raytrec.report.findings import straggler
 
     results = on_ranks(2, run, 12, ["tracking.every_steps=6"], slow_start)
     fast, slow = ([m for m in said if m["kind"] == "rank"][1] for said, _ in results)
@@ -138,5 +139,8 @@ def test_who_waits_for_whom():
     assert waits[0] > waits[1] + 0.1
     seconds = [1000 * m["seconds"] for m in (fast, slow)]
     longer = [{p: 1000 * s for p, s in m["phases_s"].items()} for m in (fast, slow)]
-    long = [m | {"seconds": s, "phases_s": p} for m, s, p in zip((fast, slow), seconds, longer, strict=True)]
+    long = [
+        RankLine(**{k: v for k, v in m.items() if k != "kind"} | {"seconds": s, "phases_s": p})
+        for m, s, p in zip((fast, slow), seconds, longer, strict=True)
+    ]
     assert "rank 1" in straggler(long)

@@ -3,11 +3,13 @@
 from math import isclose
 
 import pytest
+import recorded
 import small
 import torch
 from ranks import on_ranks
 
-from raytrec.tracking.aggregate import table_over_ranks
+from raytrec.common.messages import RankLine
+from raytrec.tracking.aggregate import combine_shards
 from raytrec.worker.statistics import NORM_EDGES, _counts, collisions
 
 STEPS = 3
@@ -84,6 +86,10 @@ def test_a_model_without_dense_layers():
     assert found["user"]["lookups"] > 0
 
 
+def line(found):
+    return RankLine(**recorded.interval([], 0, 1, 100, tables=found))
+
+
 @pytest.mark.parametrize(
     "sharding", ["table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid_shard"]
 )
@@ -95,7 +101,7 @@ def test_figures_are_those_of_the_whole_tables(sharding, optimizer):
     gradients = reference_gradients(before, model, whole[-1])
     for name, spec in small.SCHEMA.tables.items():
         shards = [found[name] for found, *_ in results if name in found]
-        figures = table_over_ranks([{"tables": found} for found, *_ in results], name)
+        figures = combine_shards([line(found) for found, *_ in results], name)
         copies = {"column_wise": 2}.get(sharding, 1)
         assert figures["lookups"] == copies * len(ids_of(name, whole))
         assert figures["weight_bytes"] == 4 * spec.rows * spec.dim * (2 if sharding == "data_parallel" else 1)

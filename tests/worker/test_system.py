@@ -1,14 +1,12 @@
-"""Measurements of this very process; gauges on a real Ray's Prometheus page."""
+"""Measurements of this very process; tags of a real Ray."""
 
 import time
 from mmap import PAGESIZE, mmap
-from urllib.request import urlopen
 
 import psutil
 import pytest
 
 from raytrec.cluster.session import ray_session
-from raytrec.tracking.gauges import Gauges
 from raytrec.tracking.tags import run_tags
 from raytrec.tracking.translate import system_metrics
 from raytrec.worker.system import System
@@ -114,54 +112,8 @@ def test_names_are_those_of_mlflows_page():
     assert len(system_metrics(0, dict.fromkeys(KEYS, 1.0))) == len(KEYS)
 
 
-def test_gauges_without_ray_do_nothing():
-    gauges = Gauges("run-1")
-    gauges.set({"step": 20})
-    assert gauges._gauges == {}
-
-
-@pytest.fixture(scope="module")
-def ray_that_reports_soon():
-    """A local Ray whose node has a Prometheus page, and updates it every second instead of every 10."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_metrics_report_interval_ms", "1000")
-        patch.setenv("RAY_enable_metrics_collection", "1")
-        patch.setenv("RAY_prestart_worker_first_driver", "0")  # it needs no workers
-        with ray_session(num_cpus=2):
-            yield
-
-
-def exported(run):
-    """Our gauges of a run on the node's Prometheus page."""
-    import ray
-
-    address = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
-    lines = urlopen(address, timeout=60).read().decode().splitlines()
-    ours = [line for line in lines if line.startswith("ray_raytrec_") and f'run="{run}"' in line]
-    return {line.partition("{")[0]: float(line.split()[-1]) for line in ours}
-
-
-def wait_until_exported(run, expected):
-    until = time.monotonic() + 120
-    while exported(run) != expected and time.monotonic() < until:
-        time.sleep(0.3)
-    assert exported(run) == expected
-
-
-def test_gauges_arrive_at_the_nodes_prometheus_page_and_stay(ray_that_reports_soon, monkeypatch):
-    monkeypatch.setattr("raytrec.tracking.gauges.REPEAT_S", 0.5)
-    gauges = Gauges("run-1")
-    gauges.set({"step": 20, "rows_per_s": 25.5, "auc": None, "eval.ne": 0.75})
-    gauges.set({"step": 40, "rows_per_s": float("nan")})
-    expected = {"ray_raytrec_step": 40.0, "ray_raytrec_rows_per_s": 25.5, "ray_raytrec_eval_ne": 0.75}
-    wait_until_exported("run-1", expected)
-    time.sleep(3)  # Ray forgets a gauge after two reports
-    assert exported("run-1") == expected
-    gauges.close()
-    wait_until_exported("run-1", {})
-
-
-def test_tags_say_the_clusters_shape(ray_that_reports_soon):
-    tags = run_tags()
+def test_tags_have_the_clusters_shape():
+    with ray_session(num_cpus=2):
+        tags = run_tags()
     assert (tags["cluster.nodes"], tags["cluster.cpus"], tags["cluster.gpus"]) == ("1", "2", "0")
     assert "cluster.gpu_types" not in tags

@@ -1,1 +1,1 @@
-"""Pictures of a run: each function takes a History and gives a Figure, or None without data."""
+"""Pictures of a run: each function takes a RunFolder and gives a Figure, or None without data."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from raytrec.report.figures import checks, learning, phases, shards, tables, timeline
-from raytrec.report.history import History
+from raytrec.report.figures import learning, phases, shards, tables, timeline
+from raytrec.tracking.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,20 @@ class Picture:
     Attributes:
         name: of its file.
         section: of the report.
-        label: what it shows, for those who have it read aloud.
+        label: a description for screen readers.
         draw: gives the Figure, or None where there is no data.
-        missing: why there is none.
+        missing: the reason, where there is none.
     """
 
     name: str
     section: str
     label: str
-    draw: Callable[[History], Figure | None]
+    draw: Callable[[RunFolder], Figure | None]
     missing: str
 
 
 NO_METRICS = "no figures of training or evaluation in metrics.jsonl"
-NO_RANKS = "ranks.jsonl has no intervals: too short a run, one of an older version, or tracking is off"
+NO_RANKS = "ranks.jsonl has no intervals: too short a run, or tracking is off"
 NO_CURVES = "no evaluation in metrics.jsonl has this curve (labels must be both 0 and 1)"
 NO_TABLES = "ranks.jsonl has no such figures of tables"
 
@@ -47,7 +47,7 @@ PICTURES = (
     Picture("load_map", "tables", "Lookups of tables by rank", shards.by_load, NO_TABLES),
     Picture("row_norms", "tables", "Norms of rows over steps", tables.row_norms, NO_TABLES),
     Picture("health", "tables", "Dead rows, distinct ids, gradients, updates", tables.health, NO_TABLES),
-    Picture("checks", "checks", "Checks over steps", checks.strip, "checks.jsonl has no checks"),
+    Picture("checks", "checks", "Checks over steps", timeline.checks, "checks.jsonl has no checks"),
     Picture(
         "timeline", "timeline", "Workers and steps over time", timeline.elastic, "events.jsonl has no events"
     ),

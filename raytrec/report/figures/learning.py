@@ -1,7 +1,8 @@
-"""Pictures of how well a run predicts: metrics over steps, reliability of predictions, ROC."""
+"""Pictures of how well runs predict: metrics over steps, of several runs, too; reliability, ROC."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle
 from math import isnan
 from typing import Any
@@ -10,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from raytrec.common.formatting import number
+from raytrec.common.messages import Eval, Final, Measured, Train
 from raytrec.metrics.selection import Figure as Metric
 from raytrec.report.figures.style import (
     BLUE,
@@ -22,37 +24,43 @@ from raytrec.report.figures.style import (
     PLAIN,
     WIDTH,
     few_ticks,
+    fitted,
     new_figure,
     restart_lines,
     step_axis,
     styled,
     thinned,
 )
-from raytrec.report.history import History
+from raytrec.tracking.history import History
 
-LABELS = {"train": "training", "eval": "evaluation", "final": "final evaluation"}
-KINDS = tuple(LABELS)
+# kind → its label, colour, marker and size of markers
+KINDS: dict[type[Measured], tuple[str, str, str | None, float]] = {
+    Train: ("training", BLUE, None, 0),
+    Eval: ("evaluation", ORANGE, "o", 3.5),
+    Final: ("final evaluation", GREEN, "D", 5),
+}
+DASHES = ("-", "--", ":")  # more runs than colours: the colours again, dashed
 
 
 @styled
-def curves(history: History) -> Figure | None:
+def curves(run: History) -> Figure | None:
     """Each metric over steps: of training, of evaluations, of the final one."""
-    return _over_steps(history, [each for each in _measured(history) if not each.is_ratio])
+    return _over_steps(run, [each for each in _measured(run) if not each.is_ratio])
 
 
 @styled
-def ratios(history: History) -> Figure | None:
+def ratios(run: History) -> Figure | None:
     """Metrics that should be 1 over steps, such as the sum of predictions ÷ the sum of labels."""
-    return _over_steps(history, [each for each in _measured(history) if each.is_ratio], right=1)
+    return _over_steps(run, [each for each in _measured(run) if each.is_ratio], right=1)
 
 
 @styled
-def reliability(history: History) -> Figure | None:
+def reliability(run: History) -> Figure | None:
     """Predicted against actual rates of the last evaluation, by bins of predictions, and the bins' rows."""
-    evaluation, curves = _last_curves(history, "reliability", ("predicted", "actual"))
+    evaluation, curves = _last_curves(run, "reliability", ("predicted", "actual"))
     if not curves:
         return None
-    title = f"Predicted and actual rates at step {evaluation['step']:,}"
+    title = f"Predicted and actual rates at step {evaluation.step:,}"
     made, (above, below) = new_figure(title, 3.6, 2, sharex=True, height_ratios=(4, 1))
     top = 1.05 * max(value for curve in curves for key in ("predicted", "actual") for value in curve[key])
     top = max(top, 1e-9)
@@ -74,15 +82,15 @@ def reliability(history: History) -> Figure | None:
 
 
 @styled
-def roc(history: History) -> Figure | None:
+def roc(run: History) -> Figure | None:
     """The ROC curve of the last evaluation."""
-    evaluation, curves = _last_curves(history, "roc", ("fpr", "tpr"))
+    evaluation, curves = _last_curves(run, "roc", ("fpr", "tpr"))
     if not curves:
         return None
-    areas = {each.key: _reached(each, evaluation) for each in history.metrics_of_tasks}
+    areas = {each.key: _reached(each, evaluation) for each in run.metrics_of_tasks}
     named = [areas.get(str(curve["written"].get("metric"))) for curve in curves]
     area = ": " + ", ".join(filter(None, named)) if any(named) else ""
-    made, (axes,) = new_figure(f"ROC at step {evaluation['step']:,}{area}", WIDTH * 0.8)
+    made, (axes,) = new_figure(f"ROC at step {evaluation.step:,}{area}", WIDTH * 0.8)
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.8, label="chance")
     for curve, colour in zip(curves, cycle(LINES)):
         axes.plot(curve["fpr"], curve["tpr"], color=colour, label=curve["name"])
@@ -94,22 +102,58 @@ def roc(history: History) -> Figure | None:
     return made
 
 
-def _measured(history: History) -> list[Metric]:
+@styled
+def overlay(runs: Sequence[History], names: list[str]) -> list[Figure]:
+    """A picture of each metric that should be low or high, in training and evaluations: a line for each run.
+
+    A diamond is a final evaluation, which may be of other data than those before it.
+    """
+    metrics = {each.key: each.label for run in runs for each in run.metrics_of_tasks if each.directed}
+    found = {
+        (kind, name): f"{label} {where}"
+        for kind, where in ((Train, "in training"), (Eval, "in evaluations (diamonds: final ones)"))
+        for name, label in metrics.items()
+        if any(points(run, each, name)[0] for run in runs for each in _with_final(kind))
+    }
+    pictures = []
+    for (kind, name), title in found.items():
+        made, (axes,) = new_figure(title, 1.9 + 0.2 * -(-len(runs) // 2))
+        for index, (run, called) in enumerate(zip(runs, names, strict=True)):
+            colour, dash = LINES[index % len(LINES)], DASHES[index // len(LINES) % len(DASHES)]
+            steps, values = thinned(*points(run, kind, name))
+            marker = "." if kind is Eval else None
+            axes.plot(steps, values, label=fitted(called, 130), color=colour, linestyle=dash, marker=marker)
+            if kind is Eval:
+                final = points(run, Final, name)
+                axes.plot(*final, color=colour, linestyle="none", marker="D", markersize=5)
+        axes.yaxis.set_major_formatter(PLAIN)
+        few_ticks(axes.yaxis)
+        step_axis(axes)
+        made.legend(ncols=2, loc="outside lower left")
+        pictures.append(made)
+    return pictures
+
+
+def _with_final(kind: type[Measured]) -> tuple[type[Measured], ...]:
+    return (Eval, Final) if kind is Eval else (kind,)
+
+
+def _measured(run: History) -> list[Metric]:
     """The metrics that there are figures of; those that training has come first."""
-    found = [each for each in history.metrics_of_tasks if any(points(history, k, each.key)[0] for k in KINDS)]
-    return sorted(found, key=lambda each: not points(history, "train", each.key)[0])
+    found = [each for each in run.metrics_of_tasks if any(points(run, k, each.key)[0] for k in KINDS)]
+    return sorted(found, key=lambda each: not points(run, Train, each.key)[0])
 
 
-def _over_steps(history: History, found: list[Metric], right: float | None = None) -> Figure | None:
+def _over_steps(run: History, found: list[Metric], right: float | None = None) -> Figure | None:
     """A panel for each metric; with `right`, a line at the value that it should have."""
     if not found:
         return None
     height = 0.75 + 1.35 * len(found)
-    made, axes = new_figure(_what_was_reached(history, found), height, len(found), sharex=True)
+    made, axes = new_figure(_what_was_reached(run, found), height, len(found), sharex=True)
     for panel, metric in zip(axes, found, strict=True):
         if right is not None:
             panel.axhline(right, color=MUTED, linewidth=0.8)
-        _draw(panel, history, metric.key)
+        _draw(panel, run, metric.key)
         panel.set_ylabel(metric.label)
     step_axis(axes[-1])
     # The first panel may lack a kind: training has no AUC, and evaluations have no training loss.
@@ -120,47 +164,43 @@ def _over_steps(history: History, found: list[Metric], right: float | None = Non
     return made
 
 
-def _draw(axes: Axes, history: History, name: str) -> None:
-    for kind, colour, marker, size in (
-        ("train", BLUE, None, 0),
-        ("eval", ORANGE, "o", 3.5),
-        ("final", GREEN, "D", 5),
-    ):
-        steps, values = points(history, kind, name)
+def _draw(axes: Axes, run: History, name: str) -> None:
+    for kind, (label, colour, marker, size) in KINDS.items():
+        steps, values = points(run, kind, name)
         if steps:
-            axes.plot(
-                *thinned(steps, values), color=colour, marker=marker, markersize=size, label=LABELS[kind]
-            )
-    restart_lines(axes, history.restarts())
+            axes.plot(*thinned(steps, values), color=colour, marker=marker, markersize=size, label=label)
+    restart_lines(axes, run.restarts)
     axes.yaxis.set_major_formatter(PLAIN)
     few_ticks(axes.yaxis)
 
 
-def points(history: History, kind: str, name: str) -> tuple[list[int], list[float]]:
-    points = [(m["step"], number(m.get(name))) for m in history.figures(kind)]
+def points(run: History, kind: type[Measured], name: str) -> tuple[list[int], list[float]]:
+    """Steps, and the values of a figure there, where it is defined."""
+    points = [(line.step, line.figure(name)) for line in run.figures(kind)]
     points = [(step, value) for step, value in points if not isnan(value)]
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _what_was_reached(history: History, found: list[Metric]) -> str:
-    last = (history.figures("final") or history.figures("eval") or history.figures("train"))[-1]
+def _what_was_reached(run: History, found: list[Metric]) -> str:
+    last = (run.figures(Final) or run.figures(Eval) or run.figures(Train))[-1]
     text = ", ".join(filter(None, (_reached(metric, last) for metric in found))) or "figures"
-    return f"{text[0].upper()}{text[1:]} at step {last['step']:,}"
+    return f"{text[0].upper()}{text[1:]} at step {last.step:,}"
 
 
-def _reached(metric: Metric, line: dict[str, Any]) -> str:
+def _reached(metric: Metric, line: Measured) -> str:
     """A metric's value with its label; empty where a line has none."""
-    value = number(line.get(metric.key))
+    value = line.figure(metric.key)
     return "" if isnan(value) else f"{metric.label} {metric.text(value)}"
 
 
-def _last_curves(history: History, name: str, keys: tuple[str, str]) -> tuple[dict, list[dict[str, Any]]]:
+def _last_curves(
+    run: History, name: str, keys: tuple[str, str]
+) -> tuple[Measured | None, list[dict[str, Any]]]:
     """The last evaluation that has such curves, and of each task its curve: two lists of numbers, equally
-    long, its name for a legend, and what was written of it."""
-    for evaluation in reversed(history.figures("eval", "final")):
-        written = evaluation.get("curves")
+    long, its name for a legend, and the curve as it was written."""
+    for evaluation in reversed(run.figures(Eval, Final)):
         found = []
-        for key, curve in written.items() if isinstance(written, dict) else ():
+        for key, curve in (evaluation.curves or {}).items():  # type: ignore[attr-defined]
             task, _, kind = key.rpartition(".")
             if kind != name or not isinstance(curve, dict):
                 continue
@@ -170,7 +210,7 @@ def _last_curves(history: History, name: str, keys: tuple[str, str]) -> tuple[di
                 found.append({**dict(pair), "name": task or "this model", "written": curve})
         if found:
             return evaluation, found
-    return {}, []
+    return None, []
 
 
 def _list(value: Any) -> list:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import isnan
 from statistics import median
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raytrec.common.formatting import number, or_0
-from raytrec.report.diagnostics import straggler
+from raytrec.common.messages import PHASES, RankLine, Train
+from raytrec.report.figures.learning import points
 from raytrec.report.figures.style import (
     BLUE,
     GREEN,
@@ -29,8 +28,9 @@ from raytrec.report.figures.style import (
     styled,
     thinned,
 )
-from raytrec.report.history import History
-from raytrec.tracking.aggregate import PHASES, begin, by_rank, over_time, own_time, phases_of, skip_warmup
+from raytrec.report.findings import straggler
+from raytrec.tracking.aggregate import by_rank, own_time, skip_warmup, sum_over_time
+from raytrec.tracking.run_folder import RunFolder
 
 COLOURS = dict(zip(PHASES, (ORANGE, YELLOW, PURPLE, INK, SKY, BLUE, GREEN, VERMILION, GREY), strict=True))
 MOST_BARS = 16
@@ -38,16 +38,15 @@ MOST_PANELS = 6
 
 
 @styled
-def throughput(history: History) -> Figure | None:
+def throughput(run: RunFolder) -> Figure | None:
     """Rows trained a second by all ranks together, over steps."""
-    points = [(m["step"], number(m.get("rows_per_s"))) for m in history.figures("train")]
-    points = [(step, rate) for step, rate in points if not isnan(rate)]
-    if not points:
+    steps, rates = points(run, Train, "rows_per_s")
+    if not steps:
         return None
-    usual = median(rate for _, rate in points)
+    usual = median(rates)
     made, (axes,) = new_figure(f"Speed: {usual:,.0f} rows/s in the median", 1.9)
-    axes.plot(*thinned(*zip(*points, strict=True)), color=BLUE)
-    restart_lines(axes, history.restarts())
+    axes.plot(*thinned(steps, rates), color=BLUE)
+    restart_lines(axes, run.restarts)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("rows/s")
     few_ticks(axes.yaxis)
@@ -57,9 +56,9 @@ def throughput(history: History) -> Figure | None:
 
 
 @styled
-def in_total(history: History) -> Figure | None:
+def in_total(run: RunFolder) -> Figure | None:
     """Milliseconds a step in each phase, a bar for each rank of the last group of workers."""
-    ranks = [line for line in over_time(skip_warmup(history.ranks)) if _steps(line)]
+    ranks = [line for line in sum_over_time(skip_warmup(run.ranks)) if line.steps]
     if not ranks:
         return None
     shown, which = _slowest(ranks, MOST_BARS)
@@ -67,12 +66,12 @@ def in_total(history: History) -> Figure | None:
     made, (axes,) = new_figure(title, 1.6 + 0.2 * len(shown))
     left = [0.0] * len(shown)
     for phase in PHASES:
-        widths = [phases_of(line)[phase] / _steps(line) * 1e3 for line in shown]
+        widths = [line.phase_s(phase) / line.steps * 1e3 for line in shown]
         axes.barh(
             range(len(shown)), widths, left=left, color=COLOURS[phase], label=_words(phase), height=0.75
         )
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(shown)), [f"rank {line['rank']}" for line in shown])
+    axes.set_yticks(range(len(shown)), [f"rank {line.rank}" for line in shown])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("ms a step")
@@ -81,9 +80,9 @@ def in_total(history: History) -> Figure | None:
 
 
 @styled
-def over_steps(history: History) -> Figure | None:
+def over_steps(run: RunFolder) -> Figure | None:
     """Milliseconds a step in each phase over steps, a panel for each rank."""
-    ranks = [line for line in over_time(history.ranks) if _steps(line)]
+    ranks = [line for line in sum_over_time(run.ranks) if line.steps]
     if not ranks:
         return None
     shown, which = _slowest(ranks, MOST_PANELS)
@@ -92,11 +91,11 @@ def over_steps(history: History) -> Figure | None:
     made, panels = new_figure(
         f"Time of a step over steps{which}", 1.2 + 1.15 * rows, rows, columns, sharex=True, sharey=True
     )
-    lines = by_rank(history.ranks)
+    lines = by_rank(run.ranks)
     for axes, total in zip(panels, shown, strict=False):
-        _stack(axes, lines[total["rank"]])
-        axes.set_title(f"rank {total['rank']}")
-        restart_lines(axes, history.restarts(), label=None)
+        _stack(axes, lines[total.rank])
+        axes.set_title(f"rank {total.rank}")
+        restart_lines(axes, run.restarts, label=None)
         few_ticks(axes.yaxis)
     lowest_panels(panels, len(shown), columns)
     made.supylabel("ms a step", fontsize=8.5)
@@ -104,43 +103,38 @@ def over_steps(history: History) -> Figure | None:
     return made
 
 
-def _stack(axes: Axes, lines: list[dict]) -> None:
+def _stack(axes: Axes, lines: list[RankLine]) -> None:
     """Each interval as wide as its steps; nothing where the rank was not there."""
-    edges, kept = [begin(lines[0])], []
+    edges: list[int] = [lines[0].first_step]
+    kept: list[RankLine | None] = []
     for line in lines:
-        if begin(line) > edges[-1]:
-            edges.append(begin(line))
+        if line.first_step > edges[-1]:
+            edges.append(line.first_step)
             kept.append(None)
-        edges.append(line["step"])
+        edges.append(line.step)
         kept.append(line)
     bottom = [0.0] * len(kept)
     for phase in PHASES:
-        heights = [
-            phases_of(line)[phase] / _steps(line) * 1e3 if line and _steps(line) else 0.0 for line in kept
-        ]
+        heights = [line.phase_s(phase) / line.steps * 1e3 if line and line.steps else 0.0 for line in kept]
         top = [a + b for a, b in zip(bottom, heights, strict=True)]
         axes.stairs(top, edges, baseline=bottom, fill=True, color=COLOURS[phase], label=_words(phase))
         bottom = top
     axes.set_ylim(bottom=0)
 
 
-def _slowest(ranks: list[dict], most: int) -> tuple[list[dict], str]:
+def _slowest(ranks: list[RankLine], most: int) -> tuple[list[RankLine], str]:
     """Those with the most time of their own a step, if there are too many; and words that say so."""
     if len(ranks) <= most:
         return ranks, ", by rank" if len(ranks) > 1 else ""
-    chosen = sorted(ranks, key=lambda line: own_time(line) / _steps(line), reverse=True)[:most]
+    chosen = sorted(ranks, key=lambda line: own_time(line) / line.steps, reverse=True)[:most]
     return chosen, f": the {most} of {len(ranks)} ranks with the most time of their own"
-
-
-def _steps(line: dict) -> float:
-    return max(0.0, or_0(line.get("steps")))
 
 
 def _words(phase: str) -> str:
     return phase.replace("_", " ")
 
 
-def _title(ranks: list[dict]) -> str | None:
+def _title(ranks: list[RankLine]) -> str | None:
     """Names the straggler, if there is one."""
     sentence = straggler(ranks)
     return sentence and f"Time of a step: {sentence.partition(':')[0]}"

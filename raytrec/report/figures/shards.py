@@ -11,7 +11,8 @@ from matplotlib.colors import LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from raytrec.common.formatting import bytes_text, number, percent
+from raytrec.common.formatting import bytes_text, percent
+from raytrec.common.messages import RankLine
 from raytrec.report.figures.style import (
     BLUE,
     BYTES,
@@ -23,20 +24,19 @@ from raytrec.report.figures.style import (
     new_figure,
     styled,
 )
-from raytrec.report.history import History
-from raytrec.tracking.aggregate import last_group, over_time, spread_part, table_bytes, tables_of
+from raytrec.tracking.aggregate import last_group, sum_over_time, table_bytes
+from raytrec.tracking.run_folder import RunFolder
 
 MOST_TABLES = 40  # that have a row of their own; the rest is one row
 UNEVEN = 1.2  # times the mean: the bar of such a rank stands out
 WRITTEN_RANKS = 4  # up to so many, cells say their value
 MAP = "cividis"
-ON_MANY = "tables on many ranks"
 
 
 @styled
-def by_memory(history: History) -> Figure | None:
+def by_memory(run: RunFolder) -> Figure | None:
     """Tables × ranks: bytes of weights and optimizer state, as of each rank's last interval."""
-    ranks = over_time(last_group(history.ranks))
+    ranks = sum_over_time(last_group(run.ranks))
     held, names = _matrix(ranks, lambda entry: table_bytes(entry) // 1)
     if not held.sum():
         return None
@@ -48,16 +48,16 @@ def by_memory(history: History) -> Figure | None:
 
 
 @styled
-def by_load(history: History) -> Figure | None:
+def by_load(run: RunFolder) -> Figure | None:
     """Tables × ranks: share of all bytes looked up since the group of workers last changed."""
-    ranks = over_time(last_group(history.ranks))
-    looked, names = _matrix(ranks, lambda entry: number(entry.get("lookup_bytes")))
+    ranks = sum_over_time(last_group(run.ranks))
+    looked, names = _matrix(ranks, lambda entry: entry.get("lookup_bytes") or 0.0)
     if not looked.sum():
         return None
     shares = looked / looked.sum()
     hottest = int(shares.sum(axis=0).argmax())
     title = (
-        f"Load: rank {ranks[hottest]['rank']} looks up {percent(shares.sum(axis=0)[hottest])} of all bytes"
+        f"Load: rank {ranks[hottest].rank} looks up {percent(shares.sum(axis=0)[hottest])} of all bytes"
         if len(ranks) > 1
         else f"Load: share of {bytes_text(looked.sum())} looked up, by table"
     )
@@ -66,14 +66,13 @@ def by_load(history: History) -> Figure | None:
     return made
 
 
-def _matrix(ranks: list[dict], value: Callable[[dict], float]) -> tuple[np.ndarray, list[str]]:
+def _matrix(ranks: list[RankLine], value: Callable[[dict], float]) -> tuple[np.ndarray, list[str]]:
     """A row for each table, the largest first (those beyond MOST_TABLES together), a column for each rank."""
     cells: dict[str, np.ndarray] = {}
     for column, line in enumerate(ranks):
-        rest = {ON_MANY: part} if (part := spread_part(line)) else {}
-        for name, entry in {**tables_of(line), **rest}.items():
+        for name, entry in line.tables.items():
             row = cells.setdefault(name, np.zeros(len(ranks)))
-            row[column] += max(0.0, np.nan_to_num(value(entry)))
+            row[column] += max(0.0, value(entry))
     if not cells:
         return np.zeros((0, len(ranks))), []
     names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
@@ -86,7 +85,12 @@ def _matrix(ranks: list[dict], value: Callable[[dict], float]) -> tuple[np.ndarr
 
 
 def _draw(
-    cells: np.ndarray, names: list[str], ranks: list[dict], title: str, kind: FuncFormatter, norm: Normalize
+    cells: np.ndarray,
+    names: list[str],
+    ranks: list[RankLine],
+    title: str,
+    kind: FuncFormatter,
+    norm: Normalize,
 ) -> tuple[Figure, Axes]:
     """The map, with the ranks' totals as bars above it; the bars' axes are given back to be named."""
     height = 0.16 * len(names)
@@ -126,11 +130,11 @@ def _write(axes: Axes, cells: np.ndarray, kind: FuncFormatter, norm: Normalize) 
             axes.text(column, row, kind(value), color=ink, ha="center", va="center", fontsize=6.5)
 
 
-def _rank_at(ranks: list[dict], x: float) -> str:
-    return str(ranks[int(x)]["rank"]) if x == int(x) and 0 <= x < len(ranks) else ""
+def _rank_at(ranks: list[RankLine], x: float) -> str:
+    return str(ranks[int(x)].rank) if x == int(x) and 0 <= x < len(ranks) else ""
 
 
-def _ranks(ranks: list[dict]) -> str:
+def _ranks(ranks: list[RankLine]) -> str:
     return f"{len(ranks)} ranks" if len(ranks) > 1 else "1 rank"
 
 

@@ -26,8 +26,8 @@ from raytrec.report.figures.style import (
     step_axis,
     styled,
 )
-from raytrec.report.history import History
 from raytrec.tracking.aggregate import BINS
+from raytrec.tracking.run_folder import RunFolder
 
 EDGES = np.logspace(-4, 2, BINS + 1)  # of row_norm_counts
 FADING = LinearSegmentedColormap.from_list("fading", [to_rgba(BLUE, 0.0), to_rgba(BLUE, 1.0)])
@@ -44,11 +44,11 @@ PANELS = (
 
 
 @styled
-def row_norms(history: History) -> Figure | None:
+def row_norms(run: RunFolder) -> Figure | None:
     """How the norms of a table's rows are spread, over steps: a panel for each of the most loaded tables."""
     measured = {
         name: points
-        for name, steps in history.tables.items()
+        for name, steps in run.tables.items()
         if (points := {s: e["row_norm_counts"] for s, e in steps.items() if sum(e["row_norm_counts"] or [0])})
     }
     if not measured:
@@ -80,14 +80,14 @@ def row_norms(history: History) -> Figure | None:
 
 
 @styled
-def health(history: History) -> Figure | None:
+def health(run: RunFolder) -> Figure | None:
     """Dead rows, distinct ids, gradient and update norms of all tables over steps; the highest are named."""
-    lines = {key: _known(history.tables, key) for key, _, _ in PANELS}
+    lines = {key: _known(run.tables, key) for key, _, _ in PANELS}
     found = [panel for panel in PANELS if lines[panel[0]]]
     if not found:
         return None
     title = "Tables over steps" + (
-        f" (the {MOST_NAMED} highest at the end are named)" if len(history.tables) > MOST_NAMED else ""
+        f" (the {MOST_NAMED} highest at the end are named)" if len(run.tables) > MOST_NAMED else ""
     )
     made, panels = new_figure(title, 0.6 + 1.2 * len(found), len(found), sharex=True)
     for axes, (key, label, is_share) in zip(panels, found, strict=True):
@@ -104,7 +104,7 @@ def health(history: History) -> Figure | None:
         axes.set_ylabel(label)
         axes.yaxis.set_major_formatter(PERCENT if is_share else PLAIN)
         few_ticks(axes.yaxis, 3)
-        restart_lines(axes, history.restarts(), label=None)
+        restart_lines(axes, run.restarts, label=None)
         axes.legend(*_reversed(axes.get_legend_handles_labels()), loc="center left", bbox_to_anchor=(1, 0.5))
     step_axis(panels[-1])
     return made

@@ -1,11 +1,12 @@
-"""The elastic timeline: workers and steps over the time of a run, with what disturbed it."""
+"""Events and checks of a run: workers and steps over time, with faults and saves; checks over steps."""
 
 from __future__ import annotations
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raytrec.common.formatting import count, duration
+from raytrec.common.formatting import count, duration, short
+from raytrec.common.messages import Check
 from raytrec.report.figures.style import (
     BLUE,
     GREEN,
@@ -19,10 +20,12 @@ from raytrec.report.figures.style import (
     WHOLE,
     few_ticks,
     new_figure,
+    restart_lines,
+    step_axis,
     styled,
 )
-from raytrec.report.history import History
 from raytrec.report.run_timeline import Mark, Story, story
+from raytrec.tracking.run_folder import RunFolder
 
 MARKS = {  # event: its name, colour, marker
     "failed": ("failure", VERMILION, "X"),
@@ -36,9 +39,9 @@ MARKS = {  # event: its name, colour, marker
 
 
 @styled
-def elastic(history: History) -> Figure | None:
+def elastic(run: RunFolder) -> Figure | None:
     """Above: workers. Below: the step that the run was at, going back after a failure; and its marks."""
-    told = story(history)
+    told = story(run)
     if not told.groups:
         return None
     unit, seconds = _unit(max(group.end_s for group in told.groups))
@@ -103,3 +106,37 @@ def _unit(seconds: float) -> tuple[str, int]:
     if seconds < 180:
         return "seconds", 1
     return ("minutes", 60) if seconds < 3 * 3600 else ("hours", 3600)
+
+
+@styled
+def checks(run: RunFolder) -> Figure | None:
+    """A line for each check: a dot where it passed, a cross where it failed."""
+    if not run.checks:
+        return None
+    names = list(dict.fromkeys(line.check for line in run.checks))
+    failed = [line for line in run.checks if not line.passed]
+    made, (axes,) = new_figure(_checks_title(run.checks, failed), 1.3 + 0.2 * len(names))
+    passed = [line for line in run.checks if line.passed]
+    for lines, colour, marker, size, label in (
+        (passed, GREEN, "o", 12, "passed"),
+        (failed, VERMILION, "X", 45, "failed"),
+    ):
+        if not lines:
+            continue
+        places = [names.index(line.check) for line in lines]
+        axes.scatter([line.step for line in lines], places, c=colour, marker=marker, s=size, label=label)
+    axes.set_yticks(range(len(names)), [short(name) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    restart_lines(axes, run.restarts)
+    step_axis(axes)
+    made.legend(ncols=3, loc="outside lower left")
+    return made
+
+
+def _checks_title(checks: list[Check], failed: list[Check]) -> str:
+    if not failed:
+        return f"Checks: all {len(checks)} passed"
+    first = failed[0]
+    also = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+    where = f"{short(first.check)} at step {first.step:,}{also}"
+    return f"Checks: {len(failed)} of {len(checks)} failed: {where}"

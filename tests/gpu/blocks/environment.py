@@ -94,10 +94,10 @@ def handle() -> Any:
     """NVML's handle of the GPU that the blocks use."""
     import pynvml
 
-    from raytrec.worker.system import _handle
+    from raytrec.common.devices import cuda_handle
 
     pynvml.nvmlInit()
-    return _handle("cuda:0")
+    return cuda_handle("cuda:0")
 
 
 def _others() -> list[int]:

@@ -1,6 +1,6 @@
-"""The tracker on a real sqlite store, and on servers that refuse."""
+"""Delivery of a run folder to a real sqlite store, and to servers that refuse."""
 
-import inspect
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +13,14 @@ from time import perf_counter, sleep, time
 from uuid import uuid4
 
 import pytest
+import tracked
 
 from raytrec.common.errors import ConfigError
 from raytrec.common.messages import METRICS, Compared
-from raytrec.config.run_config import load_config
+from raytrec.tracking.delivery import Delivery
 from raytrec.tracking.failures import may_pass, unreachable
 from raytrec.tracking.feed import Feed
 from raytrec.tracking.journal import append_line
-from raytrec.tracking.mlflow import NoTracker, Tracker
 from raytrec.tracking.store import KEY, PARENT_NAME, Store
 from raytrec.tracking.tags import run_tags
 
@@ -32,13 +32,14 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def track(place, request, tmp_path):
-    """Makes trackers of one experiment and one run folder; returns (tracker, what it said of trouble)."""
+def run(place, request, tmp_path):
+    """Makes deliveries of one experiment and one run folder; returns (delivery, its sentences for people)."""
 
-    def make(name="run", **options):
-        said, experiment = [], request.node.name
-        uri, options = f"sqlite:///{place}/new/mlflow.db", {"artifacts": place / "artifacts", **options}
-        return Tracker(uri, experiment, name, tmp_path, on_trouble=said.append, **options), said
+    def make(**values):
+        said = []
+        values = {"tracking": {"uri": f"sqlite:///{place}/new/mlflow.db"}, **values}
+        values["tracking"]["experiment"] = request.node.name
+        return Delivery(tmp_path, tracked.config(tmp_path, values), said.append), said
 
     return make
 
@@ -48,97 +49,83 @@ def add(folder, figures, step, unix_s=None):
     append_line(folder, Compared(step=step, unix_s=time() if unix_s is None else unix_s, figures=figures))
 
 
-def client(tracker):
+def client(delivery):
     from mlflow import MlflowClient
 
-    return MlflowClient(tracker.uri)
+    return MlflowClient(delivery.uri)
 
 
-def test_what_is_handed_over_is_in_the_store(track, place, tmp_path):
-    tracker, said = track(tags={"team": "ads"})
-    run_id = tracker.ready()
+def test_what_is_in_the_folder_is_in_the_store(run, tmp_path):
     plan = {"tables": {"item*": {"sharding_type": "row_wise"}, "user": {"ranks": [0]}}}
-    config = load_config({"data": {"train": "d/train"}, "plan": plan})
-    config.tracking.uri = "http://me:secret@host:5000"
-    tracker.params(config)
-    tracker.tags({"cluster.nodes": "3", "team": "search"})
+    delivery, said = run(plan=plan, warm_start={"from": "http://me:secret@host:5000/run"})
+    assert not (tmp_path / "mlflow.json").exists()
+    assert delivery.deliver() and delivery.run_id
+    (tmp_path / "tags.json").write_text(
+        json.dumps({"cluster.nodes": "3", "team": "search", "api_key": "abc"})
+    )
     for step in range(50):
         add(tmp_path, {"loss": 1 / (step + 1), "auc": None, "ne": float("nan")}, step, unix_s=1e9 + step)
     add(tmp_path, {"table/item*/rows": 3, **{f"many/{i}": i for i in range(2500)}}, 7)
-    (place / "note.txt").write_text("first")
-    tracker.file(place / "note.txt")
-    tracker.file(place / "note.txt", "pictures")
-    assert tracker.close("FINISHED") is None
+    (tmp_path / "plan.json").write_text("first")
+    assert delivery.deliver()
+    (tmp_path / "plan.json").write_text("second")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/curves.svg").write_text("drawn")
+    assert delivery.finish("FINISHED", 60) is None
     assert said == []
 
-    run = client(tracker).get_run(run_id)
+    run = client(delivery).get_run(delivery.run_id)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     assert run.data.params["optim.embeddings.name"] == "rowwise_adagrad"
-    assert run.data.params["tracking.uri"] == "http://me:***@host:5000"
+    assert run.data.params["warm_start.from"] == "http://me:***@host:5000/run"
     assert "'item*': {'sharding_type': 'row_wise'" in run.data.params["plan.tables"]
-    assert (run.data.tags["cluster.nodes"], run.data.tags["team"]) == ("3", "search")
+    tags = run.data.tags
+    assert (tags["cluster.nodes"], tags["team"], tags["api_key"]) == ("3", "search", "***")
     many = {f"many/{i}": float(i) for i in range(2500)}
     assert run.data.metrics == {"loss": 1 / 50, "table/item_/rows": 3.0, **many}
-    history = client(tracker).get_metric_history(run_id, "loss")
+    history = client(delivery).get_metric_history(delivery.run_id, "loss")
     assert [m.step for m in history] == list(range(50))
     assert [m.timestamp for m in history] == [(10**9 + step) * 1000 for step in range(50)]
-    assert [a.path for a in client(tracker).list_artifacts(run_id)] == ["note.txt", "pictures"]
-    kept = place / "artifacts" / run_id / "artifacts"
-    assert (kept / "note.txt").read_text() == (kept / "pictures/note.txt").read_text() == "first"
+    kept = tmp_path.parent / "mlartifacts" / delivery.run_id / "artifacts"
+    found = sorted(str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file())
+    assert found == ["config.yaml", "pictures/curves.svg", "plan.json"]
+    assert (kept / "plan.json").read_text() == "second"
 
 
-def test_what_the_store_refuses_is_dropped_and_said_and_the_rest_is_there(track, place, tmp_path):
-    tracker, said = track()
-    tracker.ready()
-    first, second = ({"data": {"train": "d"}, "run": {"seed": seed}} for seed in (1, 2))
-    tracker.params(load_config(first))
+def test_what_the_store_refuses_is_dropped_and_counted_and_the_rest_is_there(run, tmp_path):
+    delivery, said = run(run={"seed": 1})
     add(tmp_path, {"loss": 1.0}, 1)
     add(tmp_path, {"../loss": 1.0}, 1)  # a name that MLflow does not take
     add(tmp_path, {"loss": 2.0}, 2)
-    tracker.file(place / "missing.txt")
-    lost = tracker.close("FAILED")
-    assert lost.startswith("MLflow lacks 2 records (") and "missing.txt" in lost
+    lost = delivery.finish("FAILED", 60)
+    assert lost.startswith("MLflow lacks 1 record (") and "../loss" in lost
     assert said == [], "nothing that waiting would help"
-    again, _ = track()
-    again.params(load_config(second))  # MLflow keeps a param as it was first written
-    assert again.close("FAILED") is None, "they are not written again"
-    run = client(tracker).get_run(tracker.run_id)
-    assert again.run_id == tracker.run_id
-    assert (run.info.status, run.data.params["run.seed"]) == ("FAILED", "1")
-    assert [m.value for m in client(tracker).get_metric_history(tracker.run_id, "loss")] == [1.0, 2.0]
+    again, _ = run(run={"seed": 2})  # MLflow keeps a param as it was first written
+    assert again.finish("FAILED", 60) is None, "they are not written again"
+    stored = client(delivery).get_run(delivery.run_id)
+    assert again.run_id == delivery.run_id
+    assert (stored.info.status, stored.data.params["run.seed"]) == ("FAILED", "1")
+    history = client(delivery).get_metric_history(delivery.run_id, "loss")
+    assert [m.value for m in history] == [1.0, 2.0]
 
 
-def test_a_run_is_resumed_or_a_new_one_made_which_has_all_of_it(track, tmp_path):
-    tracker, _ = track()
-    before = tracker.ready()
+def test_a_run_is_resumed_or_a_new_one_made_which_has_all_of_it(run, tmp_path):
+    delivery, _ = run()
     add(tmp_path, {"loss": 1.0}, 1)
-    tracker.close("FAILED")
-    again, _ = track()
-    assert again.ready() == before
-    assert client(again).get_run(before).info.status == "RUNNING"
+    delivery.finish("FAILED", 60)
+    before = delivery.run_id
+    again, _ = run()
+    again.deliver()
+    assert again.run_id == before and client(again).get_run(before).info.status == "RUNNING"
     add(tmp_path, {"loss": 0.5}, 2)
-    again.close("FINISHED")
+    again.finish("FINISHED", 60)
     assert [m.step for m in client(again).get_metric_history(before, "loss")] == [1, 2]
 
     client(again).delete_run(before)
-    other, _ = track()
-    assert other.ready() not in (None, before)
-    assert other.close("FINISHED") is None
+    other, _ = run()
+    assert other.finish("FINISHED", 60) is None
+    assert other.run_id not in (None, before)
     assert [m.step for m in client(other).get_metric_history(other.run_id, "loss")] == [1, 2]
-
-
-def test_a_run_folder_of_before_is_continued_where_it_ended(track, tmp_path):
-    """One whose MLflow run is named in mlflow_run_id, and whose lines its driver wrote itself."""
-    tracker, _ = track()
-    (tmp_path / "mlflow_run_id").write_text(tracker.ready())
-    tracker.close("FAILED")
-    (tmp_path / "mlflow.json").unlink()
-    add(tmp_path, {"loss": 1.0}, 1)
-    again, _ = track()
-    assert again.ready() == tracker.run_id
-    add(tmp_path, {"loss": 0.5}, 2)
-    assert again.close("FINISHED") is None
-    assert [m.step for m in client(again).get_metric_history(tracker.run_id, "loss")] == [2]
 
 
 def test_a_run_is_made_once_although_the_answer_got_lost(place):
@@ -184,7 +171,8 @@ def test_four_runs_that_start_at_once_have_one_parent(place):
 
     stores = [open_store(LooksBeforeOthersMake, "it's a grid") for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda store: store.join_parent(), stores))
+        for _ in range(2):  # at the beginning of each run and at its end
+            list(threads.map(lambda store: store.join_parent(), stores))
     assert [parent_of(store) for store in stores] == parents("it's a grid") * 4
     later, other = open_store(Store, "it's a grid"), open_store(Store, "another")
     later.join_parent()
@@ -201,7 +189,7 @@ def test_four_runs_that_start_at_once_have_one_parent(place):
 def test_records_that_fit_are_merged_and_refused_ones_taken_alone(tmp_path):
     for step in range(6):
         add(tmp_path, {f"m{i}": 1.0 for i in range(300)}, step)
-    feed = Feed(tmp_path, 0)
+    feed = Feed(tmp_path)
 
     def steps():
         return [record.step for record in feed.next_batch().records]
@@ -229,12 +217,10 @@ def test_store_that_cannot_be_opened(tmp_path, wrong):
         "port": "http://me:secret@127.0.0.1:port",
     }[wrong]
     began = perf_counter()
-    tracker = Tracker(uri, "exp", "run", tmp_path)
+    delivery = Delivery(tmp_path, tracked.config(tmp_path, {"tracking": {"uri": uri}}), print)
     with pytest.raises(ConfigError, match="cannot open the MLflow store") as error:
-        tracker.ready()
+        delivery.deliver()
     assert "secret" not in str(error.value)
-    add(tmp_path, {"loss": 1.0}, 1)
-    assert tracker.close("FAILED") is None
     assert perf_counter() - began < 60, "MLflow itself tries for 100 s"
 
 
@@ -253,20 +239,11 @@ def test_an_address_that_no_store_has_is_refused_without_importing_mlflow():
     assert done.stdout.endswith("False\n")
 
 
-def test_what_a_slow_store_lacks_has_a_reason(track, tmp_path, monkeypatch):
-    monkeypatch.setattr(Store, "write_metrics", lambda *_: sleep(1))
-    tracker, said = track()
-    tracker.ready()
-    add(tmp_path, {"loss": 1.0}, 1)
-    lost = tracker.close("FINISHED", patience_s=0.1)
-    assert lost == "MLflow lacks 1 record and the end of the run (not written within 0.1 s)" and said == []
-
-
-def test_lines_that_are_none_of_a_runs_are_the_reason_that_is_given(track, tmp_path):
+def test_lines_that_are_not_messages_are_the_reason_that_is_given(run, tmp_path):
     (tmp_path / METRICS).write_text('{"kind": "train"}\n' * 19)
-    tracker, _ = track()
-    lost = tracker.close("FINISHED")
-    assert lost.startswith(f"MLflow lacks 19 records ({METRICS} has a line that is none of a run's: "), lost
+    delivery, _ = run()
+    lost = delivery.finish("FINISHED", 60)
+    assert lost.startswith(f"MLflow lacks 19 records ({METRICS} has a line that is not a message: "), lost
 
 
 @pytest.fixture
@@ -302,24 +279,23 @@ def answers():
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_server_that_wants_somebody_else(answers, tmp_path, status):
-    tracker = Tracker(answers(status)[0], "exp", "run", tmp_path)
+def test_server_that_wants_another_user(answers, tmp_path, status):
+    config = tracked.config(tmp_path, {"tracking": {"uri": answers(status)[0]}})
     with pytest.raises(ConfigError, match="cannot open the MLflow store") as error:
-        tracker.ready()
+        Delivery(tmp_path, config, print).deliver()
     assert ("MLFLOW_TRACKING_TOKEN" in error.value.do) == (status != 404)
-    assert tracker.close("FAILED") is None
 
 
 def test_server_that_fails_is_asked_again_at_our_pace(answers, tmp_path):
     address, asked = answers(503, [("Retry-After", "3600")])
     said = []
-    tracker = Tracker(address, "exp", "run", tmp_path, on_trouble=said.append)
-    assert tracker.ready() is None
+    delivery = Delivery(tmp_path, tracked.config(tmp_path, {"tracking": {"uri": address}}), said.append)
+    assert not delivery.deliver() and delivery.run_id is None
     add(tmp_path, {"loss": 1.0}, 1)
     began = perf_counter()
-    lost = tracker.close("FINISHED", patience_s=2.5)
-    assert 2 < perf_counter() - began < 40
-    assert "lacks 1 record and the end of the run" in lost and "503" in lost
+    lost = delivery.finish("FINISHED", patience_s=2.5)
+    assert perf_counter() - began < 40
+    assert "lacks 2 records and the end of the run" in lost and "503" in lost  # with config.yaml
     assert len(said) == 1 and "does not answer" in said[0]
     assert 4 <= len(asked) <= 10, "at once and after about 1 s, 2 s, each time twice"
 
@@ -369,14 +345,3 @@ def test_run_tags(tmp_path, monkeypatch):
     assert tags["mlflow.source.git.dirty"] == "false"
     Path("a").write_text("2")
     assert run_tags()["mlflow.source.git.dirty"] == "true"
-
-
-def test_no_tracker_takes_the_same_calls(tmp_path):
-    def calls(cls):
-        methods = inspect.getmembers(cls, inspect.isfunction)
-        return {name: list(inspect.signature(m).parameters) for name, m in methods if name[0] != "_"}
-
-    assert calls(NoTracker) == calls(Tracker)
-    nothing = NoTracker()
-    nothing.line(METRICS, {"loss": 1.0})
-    assert nothing.ready() is nothing.run_id is nothing.close("FINISHED") is None

@@ -1,0 +1,261 @@
+"""A run folder brought to MLflow: its lines, files, parameters and tags, and how the run ended."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from select import select
+from time import monotonic, sleep
+from typing import Any
+
+from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import count
+from raytrec.common.reading import NotReadable, json_values, read_bytes
+from raytrec.common.redaction import hide_all
+from raytrec.config.run_config import RunConfig
+from raytrec.tracking.failures import closed_to_us, may_pass, reason, unreachable
+from raytrec.tracking.feed import NOTE, Feed
+from raytrec.tracking.run_folder import CHECK_RESULT, CONFIG, PLAN, REPORT, RESULT, SCHEMA, TAGS
+from raytrec.tracking.store import CORRECT, Store, cannot_open, place_for_artifacts
+from raytrec.tracking.tags import in_parts, parameters
+
+ARTIFACTS = (CONFIG, SCHEMA, PLAN, RESULT, REPORT, CHECK_RESULT)
+LOCK = "mlflow.lock"
+EVERY_S = 1.0  # from the beginning of one round of writing to the next
+LAST_S = 25.0  # for the last round, once training has ended
+FIRST_S, LONGEST_S = 1.0, 30.0  # between two tries of a store that fails
+KEPT = "records are kept in the run folder, and written when it is back"
+BACK = "MLflow is back; the records that it lacks are being written"
+PARAM_LENGTH, TAG_LENGTH = 6000, 8000  # characters
+LOG_IN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+
+
+class Delivery:
+    """Writes one MLflow run out of a run folder.
+
+    Up to which byte the store has the lines is kept in the run folder (tracking.feed), so that nothing is
+    lost, and nothing written twice, whenever this process dies. When the store does not answer, is locked or
+    fails on its side, it is tried again after 1 s, 2 s, … 30 s. What it will never take (a record that it
+    refuses) is dropped; `finish` reports how much that was.
+
+    Args:
+        folder: of the run. Its MLflow run is noted there; a new one is made where the store does not have it.
+        config: of the run; where and as what it is tracked. Tokens and passwords come from MLflow's
+            environment variables.
+        say: called with a sentence when the store stops answering, and with another when it is back.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig, say: Callable[[str], None]):
+        tracking, noted = config.tracking, (folder / NOTE).is_file()
+        self.uri = tracking.uri
+        self._folder, self._say, self._feed = folder, say, Feed(folder)
+        self._store = Store(
+            tracking.uri,
+            tracking.experiment,
+            config.run.name,
+            place_for_artifacts(tracking.uri, folder),
+            self._feed.delivered.key,
+            asked=noted,
+            before=self._feed.delivered.run_id,
+            parent=tracking.parent_run,
+        )
+        self._params, self._tags = parameters(config), {}
+        self._uploaded: dict[Path, tuple[int, int]] = {}  # file → its time and size
+        self._joined = self._tried = self._ended = False
+        self._status: str | None = None  # with which the run is to be ended
+        self._pause_s, self._longest_s, self._next = 0.0, LONGEST_S, 0.0
+        self._why, self._dropped = "", 0
+
+    @property
+    def run_id(self) -> str | None:
+        """Of the MLflow run; None until the store has it."""
+        return self._store.run_id
+
+    def deliver(self) -> bool:
+        """Writes what the store lacks, unless it is to be left alone for a while; whether it has everything.
+
+        Raises:
+            ConfigError: at the first try, the store cannot be opened: a wrong address, a file that is not a
+                database, a server that wants another user.
+        """
+        if monotonic() < self._next:
+            return False
+        try:
+            self._open()
+            self._describe()
+            self._write_lines()
+            self._upload()
+            if self._status and not self._ended:
+                self._attempt(partial(self._end, self._status))
+                self._ended = True
+        except ConfigError:
+            raise
+        except Exception as error:
+            self._failed(error)
+            return False
+        if self._pause_s:
+            self._pause_s = 0.0
+            self._say(BACK)
+        return True
+
+    def finish(self, status: str, patience_s: float) -> str | None:
+        """Writes what is left and ends the run with FINISHED, FAILED or KILLED.
+
+        Returns:
+            None, or what is missing in MLflow after so many seconds.
+
+        Raises:
+            ConfigError: as `deliver`.
+        """
+        until = monotonic() + patience_s
+        self._status, self._longest_s, self._next = status, FIRST_S, 0.0
+        while not self.deliver() and self._next < until:
+            sleep(max(0.0, self._next - monotonic()))
+        dropped = self._dropped + self._feed.dropped
+        records = self._feed.waiting + len(self._changed_files()) + dropped
+        missing = [count(records, "record")] if records else []
+        missing += [] if self._ended else ["the end of the run"]
+        return f"MLflow lacks {' and '.join(missing)} ({self._why or self._feed.why})" if missing else None
+
+    def _attempt(self, call: Callable[[], None]) -> bool:
+        """Makes a call; False for one that the store will never do. Errors that may pass are raised."""
+        try:
+            call()
+        except Exception as error:
+            if may_pass(error):
+                raise
+            self._why = reason(error)
+            return False
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        if not self._pause_s:
+            self._say(f"MLflow does not answer ({reason(error)}): {KEPT}")
+        self._why = reason(error)
+        self._pause_s = min(2 * self._pause_s or FIRST_S, self._longest_s)
+        self._next = monotonic() + self._pause_s
+
+    def _open(self) -> None:
+        """Finds or makes the run. A store that refuses us at the first try is a ConfigError."""
+        if self.run_id:
+            return
+        first, self._tried = not self._tried, True
+        self._feed.delivered.write(self._folder)  # with the key of a run that may be made now
+        try:
+            self._store.load()
+            self._store.open()
+        except Exception as error:
+            if first and not unreachable(error):
+                do = LOG_IN if closed_to_us(error) else CORRECT
+                raise cannot_open(self.uri, reason(error), do) from None
+            raise
+        self._feed.use_run(self._store.run_id)
+
+    def _describe(self) -> None:
+        """Writes the parent, parameters (section.key), unless the run has them already, and new tags."""
+        if not self._joined:
+            self._joined = self._attempt(self._store.join_parent) or True
+        if not self._feed.delivered.params:
+            for part in in_parts(self._params, PARAM_LENGTH):
+                self._dropped += not self._attempt(partial(self._store.write_params, part))
+            self._feed.params_written()
+        with suppress(OSError, NotReadable):
+            tags = json_values(read_bytes(self._folder / TAGS))
+            if tags == self._tags or not isinstance(tags, dict):
+                return
+            for part in in_parts(hide_all({key: str(value) for key, value in tags.items()}), TAG_LENGTH):
+                self._dropped += not self._attempt(partial(self._store.write_tags, part))
+            self._tags = tags
+
+    def _write_lines(self) -> None:
+        while batch := self._feed.next_batch():
+            if not batch.records or self._attempt(partial(self._store.write_metrics, batch.records)):
+                self._feed.written()
+            else:
+                self._feed.refused()
+
+    def _upload(self) -> None:
+        for path, version in self._changed_files().items():
+            place = "" if path.parent == self._folder else path.parent.name
+            self._dropped += not self._attempt(partial(self._store.upload, path, place))
+            self._uploaded[path] = version
+
+    def _changed_files(self) -> dict[Path, tuple[int, int]]:
+        """Files of the run folder that are not in the store as they are now, with their time and size."""
+        paths = [*map(self._folder.joinpath, ARTIFACTS), *sorted(self._folder.glob("pictures/*.svg"))]
+        found = {}
+        for path in paths:
+            with suppress(OSError):
+                about = path.stat()
+                found[path] = about.st_mtime_ns, about.st_size
+        return {path: version for path, version in found.items() if self._uploaded.get(path) != version}
+
+    def _end(self, status: str) -> None:
+        self._store.end(status)
+        self._store.join_parent()
+
+
+@contextmanager
+def one_delivery(folder: Path) -> Iterator[None]:
+    """Waits until no other process delivers the run, and is the one that does while the block runs.
+
+    On file systems without locks, or without room, it waits for none.
+    """
+    try:
+        file = open(folder / LOCK, "a")  # noqa: SIM115 (closed below)
+    except OSError:
+        yield
+        return
+    with file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def follow(folder: Path, config: RunConfig) -> None:
+    """Delivers a run while it is trained, until standard input ends; `raytrec track RUN --follow`.
+
+    The last line of standard input is the status with which the run has ended; without one, its driver has
+    died. On standard output are lines of JSON: {"say": a sentence for people}, {"run_id": …}, {"refused":
+    parts of the error of a store that cannot be opened}, {"missing": a sentence, or null}: the end.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its driver, which may still have to save
+    status, told = None, None
+    with one_delivery(folder):
+        delivery = Delivery(folder, config, lambda text: _tell("say", text))
+        try:
+            while status is None:
+                began = monotonic()
+                delivery.deliver()
+                if delivery.run_id != told:
+                    _tell("run_id", told := delivery.run_id)
+                status = _asked(max(0.0, began + EVERY_S - monotonic()))
+            _tell("missing", delivery.finish(status or status_of(folder), LAST_S if status else 0))
+        except ConfigError as error:
+            _tell("refused", error.parts)
+        except Exception as error:
+            _tell("missing", f"MLflow lacks the end of the run ({type(error).__name__}: {reason(error)})")
+
+
+def status_of(folder: Path) -> str:
+    """With which a run has ended whose driver is gone: FINISHED or FAILED."""
+    return "FINISHED" if (folder / RESULT).is_file() else "FAILED"
+
+
+def _asked(wait_s: float) -> str | None:
+    """What has come on standard input within so many seconds: a status, "" at its end; None: nothing."""
+    if not select([sys.stdin], [], [], wait_s)[0]:
+        return None
+    return os.read(sys.stdin.fileno(), 100).decode().strip()
+
+
+def _tell(kind: str, value: Any) -> None:
+    with suppress(OSError):  # a driver that has died does not read
+        print(json.dumps({kind: value}), flush=True)

@@ -1,0 +1,235 @@
+"""A run folder, read: what a run has recorded, as messages, and the files that describe it.
+
+Lines are decoded here and nowhere else: one that is torn or not of its file is dropped and counted. After a
+restart, steps since the last checkpoint are trained again; for these, later lines win. Nothing is required:
+a file that is missing is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from raytrec.common.errors import RunError
+from raytrec.common.formatting import is_step
+from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS, Message, RankLine, from_line
+from raytrec.common.reading import (
+    MOST_JSON_BYTES,
+    NotReadable,
+    json_values,
+    open_regular,
+    read_text,
+    yaml_values,
+)
+from raytrec.tracking.aggregate import by_step, combine_shards, order_by_load
+from raytrec.tracking.history import History
+
+CONFIG, SCHEMA, PLAN, TAGS = "config.yaml", "schema.yaml", "plan.json", "tags.json"
+RESULT, REPORT, CHECK_RESULT = "result.json", "report.html", "check.json"
+GROWING = (METRICS, RANKS, CHECKS, EVENTS)  # files of messages, to which lines are added
+
+
+class Line(NamedTuple):
+    """A whole line of a file, its first byte, and the byte behind its end."""
+
+    data: bytes
+    begin: int
+    end: int
+
+
+def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
+    """The lines of a file from a byte on; without a last one that has no end yet.
+
+    Raises:
+        OSError: the file cannot be read; one that does not exist is empty.
+    """
+    try:
+        file = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with open(file.fileno(), "rb", closefd=False) as stream, file:
+        begin = stream.seek(since)
+        for data in stream:
+            if not data.endswith(b"\n"):
+                return
+            yield Line(data, begin, begin + len(data))
+            begin += len(data)
+
+
+def decode(file: str, data: bytes | str) -> Message | None:
+    """The message of a line; None for one that a driver that died has left in part.
+
+    Raises:
+        ValueError: it is JSON, but not a line of that file.
+    """
+    try:
+        values = json_values(data)
+    except NotReadable:
+        return None
+    if not isinstance(values, dict):
+        raise ValueError("not a mapping")
+    return from_line(file, values)
+
+
+def messages_of(folder: Path, file: str) -> Iterator[Any]:
+    """The messages of one file of a run folder, as they were written; the class is that of the file."""
+    for line in read_lines(folder / file):
+        with suppress(ValueError):
+            if (message := decode(file, line.data)) is not None:
+                yield message
+
+
+class RunFolder(History):
+    """A run folder. `read_new` reads on where it has stopped; `RunFolder.read` reads all.
+
+    Args:
+        path: of the folder; it may be empty, or not there.
+        files: which of GROWING to read.
+
+    Attributes:
+        dropped: lines that were torn or not of their file.
+        plan: table → its entry in plan.json.
+
+    Example:
+        >>> run = RunFolder("runs/dlrm-1", files=["metrics.jsonl"])
+        >>> run.read_new()
+        False
+        >>> [line.figure("auc") for line in run.figures(messages.Eval)]
+        []
+    """
+
+    def __init__(self, path: str | Path, files: Sequence[str] = GROWING):
+        super().__init__()
+        self.path, self.dropped = Path(path), 0
+        self.plan: dict[str, dict[str, Any]] = {}
+        self._read_to = dict.fromkeys(files, 0)
+
+    @classmethod
+    def read(cls, path: str | Path) -> RunFolder:
+        """All that the folder has now."""
+        run = cls(path)
+        run.read_new()
+        return run
+
+    def read_new(self) -> bool:
+        """Reads what has been added since, and result.json and plan.json; whether there are new lines.
+
+        Raises:
+            OSError: a file is not a file, or cannot be read.
+        """
+        before = dict(self._read_to)
+        for file in self._read_to:
+            for line in read_lines(self.path / file, self._read_to[file]):
+                self._read_to[file] = line.end
+                self._take(file, line.data)
+        result, plan = (_json(self.path / name) for name in (RESULT, PLAN))
+        self.result = result if isinstance(result, dict) else {}
+        entries = [each for each in plan if isinstance(each, dict)] if isinstance(plan, list) else []
+        self.plan = {str(entry.get("table")): entry for entry in entries}
+        self.__dict__.pop("tables", None)
+        return self._read_to != before
+
+    def _take(self, file: str, data: bytes) -> None:
+        try:
+            message = decode(file, data)
+        except ValueError:
+            message = None
+        if message is None:
+            self.dropped += 1
+        else:
+            self.add(message)
+
+    @cached_property
+    def tables(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """Table → step → `over_ranks`; the table with the most bytes looked up first."""
+        series: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in order_by_load(self.ranks)}
+        for step, lines in by_step(self.ranks).items():
+            for name in {name for line in lines for name in line.tables}:
+                series[name][step] = self.over_ranks(lines, name)
+        return series
+
+    def over_ranks(self, lines: list[RankLine], table: str) -> dict[str, Any]:
+        """Figures of a table's shards together, at one step (aggregate.combine_shards)."""
+        return combine_shards(lines, table, self.planned(table).get("sharding_type") == "data_parallel")
+
+    def planned(self, table: str) -> dict[str, Any]:
+        """The table's entry in plan.json; empty where there is none."""
+        return self.plan.get(table, {})
+
+    def table_spec(self, table: str) -> dict[str, Any]:
+        """The table's entry in schema.yaml; empty where there is none."""
+        tables = self.schema.get("tables")
+        spec = tables.get(table) if isinstance(tables, dict) else None
+        return spec if isinstance(spec, dict) else {}
+
+    def table_size(self, table: str) -> tuple[int, int] | None:
+        """(rows, columns) of a whole table, from schema.yaml."""
+        rows, dim = (self.table_spec(table).get(key) for key in ("rows", "dim"))
+        return (rows, dim) if is_step(rows) and is_step(dim) else None
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        section = self.config.get("run")
+        named = section.get("name") if isinstance(section, dict) else None
+        return str(self.result.get("name") or named or self.path.absolute().name)
+
+    @cached_property
+    def config_text(self) -> str:
+        """The text of config.yaml."""
+        return _text(self.path / CONFIG)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The values of config.yaml."""
+        return _mapping(self.config_text)
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """The values of schema.yaml."""
+        return _mapping(_text(self.path / SCHEMA))
+
+
+def existing_run(place: str | Path) -> Path:
+    """The folder of a run.
+
+    Raises:
+        RunError: there is none, or nothing of a run is in it.
+    """
+    folder, files = Path(place).expanduser(), (CONFIG, *GROWING, RESULT)
+    if not folder.is_dir():
+        raise RunError(
+            "there is no such run folder",
+            where=str(place),
+            expected="a folder that `raytrec train` printed (run.dir)",
+        )
+    if not any((folder / name).is_file() for name in files):
+        raise RunError(
+            "nothing of a run is in this folder",
+            where=str(place),
+            expected=f"one of {', '.join(files)}",
+            do="name the folder of a run, not the one above it",
+        )
+    return folder
+
+
+def _text(path: Path) -> str:
+    return read_text(path, MOST_JSON_BYTES) if path.is_file() else ""
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json_values(_text(path) or "null")
+    except NotReadable:
+        return None
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        values = yaml_values(text)
+    except NotReadable:
+        return {}
+    return values if isinstance(values, dict) else {}

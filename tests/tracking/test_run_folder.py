@@ -1,0 +1,177 @@
+"""What is read of a run folder: torn lines, values of wrong kinds, steps trained twice, long runs."""
+
+import json
+
+import pytest
+import recorded
+from recorded import interval, record, write_lines
+
+from raytrec.common import messages
+from raytrec.common.errors import RunError
+from raytrec.common.messages import METRICS, RANKS, Eval, Final, Train
+from raytrec.tracking import intervals
+from raytrec.tracking.aggregate import last_group, skip_warmup
+from raytrec.tracking.run_folder import RunFolder, existing_run, read_lines
+
+NAMES = ["user", "item", "tag"]
+
+
+def test_everything_is_read(tmp_path):
+    run = RunFolder.read(record(tmp_path))
+    assert run.name == "recorded" and run.dropped == 0
+    assert [line.step for line in run.figures(Eval)] == [100, 200, 300, 400, 500]
+    assert len(run.figures(Final)) == 1 and len(run.figures(Train)) == 25
+    steps = [step for step in (100, 200, 300, 400, 500) for _ in range(2)]
+    assert [(line.step, line.rank) for line in run.ranks] == list(zip(steps, [0, 1] * 5, strict=True))
+    assert len(run.checks) == 30
+    assert [check.check for check in run.failures] == ["parity"]
+    assert (run.restarts, run.step, run.total_steps) == ([150], 500, 500)
+    assert [metric.key for metric in run.metrics_of_tasks] == ["auc", "ne", "logloss", "calibration"]
+    assert run.table_size("table_1") == (200, 16) and run.table_size("no_such") is None
+    assert run.planned("table_0")["ranks"] == recorded.holders(0, 2)
+
+
+def test_an_empty_folder_is_a_run_without_lines(tmp_path):
+    run = RunFolder.read(tmp_path / "nowhere")
+    assert (run.figures(Train), run.ranks, run.checks, run.events) == ([], [], [], [])
+    assert (run.name, run.result, run.config, run.dropped) == ("nowhere", {}, {}, 0)
+
+
+def test_lines_that_are_torn_or_strange_are_dropped_and_counted(tmp_path):
+    good = interval(NAMES, 0, 2, 100)
+    strange = [
+        7,
+        [],
+        "text",
+        {"step": 100},
+        {"rank": 0},
+        *({**good, "step": step} for step in ("100", True, -1, 1.5, None)),
+        {**good, "tables": {"user": "not a mapping"}},
+        {**good, "phases_s": None},
+        {**good, "system": 3},
+        {**good, "unix_s": 1e300},
+    ]
+    write_lines(tmp_path / RANKS, [*strange, good], more=json.dumps(good)[:50] + "\n")
+    (tmp_path / METRICS).write_bytes(b'\xff\xfe{"step": 1\n{"kind": "train", "step": 20, "ne": NaN}\n\n{')
+    (tmp_path / "config.yaml").write_text("a: [")
+    (tmp_path / "plan.json").write_text("{")
+    run = RunFolder.read(tmp_path)
+    assert [(line.step, line.rank) for line in run.ranks] == [(100, 0)]
+    assert [(line.step, line.figures) for line in run.figures(Train)] == [(20, {"ne": None})]
+    assert run.dropped == len(strange) + 1 + 2
+    assert (run.config, run.plan) == ({}, {})
+
+
+def test_figures_that_are_not_numbers_are_undefined(tmp_path):
+    write_lines(tmp_path / METRICS, [{"kind": "eval", "step": 1, "auc": "high", "ne": 10**400, "rows": 3}])
+    line = interval(["user"], 0, 1, 100)
+    line["tables"]["user"] |= {"rows": [], "max_abs": {}, "row_norm_counts": ["x"] * 30}
+    write_lines(tmp_path / RANKS, [line])
+    run = RunFolder.read(tmp_path)
+    assert run.figures(Eval)[0].figures == {"auc": None, "ne": None, "rows": 3}
+    entry = run.ranks[0].tables["user"]
+    assert (entry["rows"], entry["max_abs"], entry["device"]) == (None, None, "cpu")
+    assert entry["row_norm_counts"] == [0.0] * 30
+
+
+def test_what_is_added_is_read_from_where_reading_stopped(tmp_path):
+    run, path = RunFolder(tmp_path, files=[METRICS]), tmp_path / METRICS
+    assert not run.read_new() and run.figures(Train) == []
+    text = "".join(json.dumps({"kind": "train", "step": step}) + "\n" for step in (10, 20))
+    path.write_text(text[:-5])
+    assert run.read_new() and run.step == 10
+    assert not run.read_new(), "the second line has no end yet"
+    path.write_text(text)
+    (tmp_path / "result.json").write_text('{"seconds": 3}')
+    assert run.read_new() and [line.step for line in run.figures(Train)] == [10, 20]
+    assert run.result == {"seconds": 3} and run.dropped == 0
+    assert [(line.begin, line.end) for line in read_lines(path, 30)] == [(30, 60)]
+
+
+def test_of_figures_of_a_step_the_later_count(tmp_path):
+    lines = [{"kind": "train", "step": step, "ne": 1.0} for step in (20, 40, 60, 80)]
+    again = [{"kind": "train", "step": step, "ne": 2.0} for step in (60, 80, 100)]
+    other = [{"kind": "eval", "step": 60, "auc": 0.7}]
+    write_lines(tmp_path / METRICS, lines + other + again)
+    run = RunFolder.read(tmp_path)
+    assert [(line.step, line.figure("ne")) for line in run.figures(Train)] == [
+        (20, 1.0), (40, 1.0), (60, 2.0), (80, 2.0), (100, 2.0)
+    ]  # fmt: skip
+    assert [line.step for line in run.figures(Eval)] == [60]
+
+
+def test_a_failed_check_stays_known_when_its_step_is_trained_again(tmp_path):
+    line = {"step": 100, "check": "parity", "text": "differs", "figure": None, "limit": 1.0}
+    write_lines(tmp_path / "checks.jsonl", [line | {"passed": False}, line | {"passed": True}])
+    run = RunFolder.read(tmp_path)
+    assert [check.passed for check in run.checks] == [True]
+    assert [check.passed for check in run.failures] == [False]
+
+
+def test_of_intervals_that_were_trained_again_the_later_count(tmp_path):
+    """Ranks fail after step 200; one continues from 150, so that nothing of rank 1 after 150 is true."""
+    before = [interval(NAMES, rank, 2, step) for step in (100, 200) for rank in (0, 1)]
+    after = [interval(NAMES, 0, 1, step, attempt=1) for step in (250, 350)]  # first steps 150 and 250
+    write_lines(tmp_path / RANKS, before + after)
+    ranks = RunFolder.read(tmp_path).ranks
+    assert [(line.step, line.rank, line.world) for line in ranks] == [
+        (100, 0, 2), (100, 1, 2), (250, 0, 1), (350, 0, 1)
+    ]  # fmt: skip
+    assert [line.step for line in last_group(ranks)] == [250, 350]
+    assert [line.step for line in skip_warmup(ranks)] == [350]
+
+
+def test_a_new_rank_shows_that_the_run_has_gone_back(tmp_path):
+    before = [interval(NAMES, 0, 1, step) for step in (100, 200)]
+    after = [interval(NAMES, rank, 2, 250, attempt=1) for rank in (1, 0)]
+    write_lines(tmp_path / RANKS, before + after)
+    found = [(line.step, line.rank) for line in RunFolder.read(tmp_path).ranks]
+    assert found == [(100, 0), (250, 0), (250, 1)]
+
+
+def test_a_resumed_run_counts_attempts_from_0_again(tmp_path):
+    first = [interval(NAMES, rank, 2, step, seconds=1.0) for step in (100, 200) for rank in (0, 1)]
+    second = [interval(NAMES, rank, 2, step, seconds=2.0) for step in (250, 350) for rank in (1, 0)]
+    write_lines(tmp_path / RANKS, first + second)
+    found = [(line.step, line.rank, line.seconds) for line in RunFolder.read(tmp_path).ranks]
+    assert found == [
+        (100, 0, 1.0), (100, 1, 1.0), (250, 0, 2.0), (250, 1, 2.0), (350, 0, 2.0), (350, 1, 2.0)
+    ]  # fmt: skip
+
+
+def test_long_runs_are_put_together_and_nothing_is_lost_from_sums(tmp_path, monkeypatch):
+    monkeypatch.setattr(intervals, "MOST_INTERVALS", 10)
+    lines = [interval(NAMES, rank, 2, 100 * k) for k in range(1, 51) for rank in (0, 1)]
+    write_lines(tmp_path / RANKS, lines)
+    kept = RunFolder.read(tmp_path).ranks
+    assert len({line.step for line in kept}) <= 11 and kept[-1].step == 5000
+    for rank in (0, 1):
+        mine = [line for line in kept if line.rank == rank]
+        assert [line.first_step for line in mine] == [0, *(line.step for line in mine[:-1])], "no gaps"
+        total = intervals.sum_intervals(mine)
+        assert (total.steps, total.first_step) == (5000, 0)
+        assert total.seconds == pytest.approx(50 * 3.5)
+        assert total.phases_s["backward"] == pytest.approx(50 * 1.2)
+        for name, entry in total.tables.items():
+            assert entry["lookups"] == 50 * 100 * (NAMES.index(name) + 1)
+            assert rank in recorded.holders(NAMES.index(name), 2)
+
+
+def test_folders_that_are_not_runs_are_errors_for_people(tmp_path):
+    with pytest.raises(RunError, match="no such run folder"):
+        existing_run(tmp_path / "nowhere")
+    with pytest.raises(RunError, match="nothing of a run") as error:
+        existing_run(tmp_path)
+    assert error.value.do
+    write_lines(tmp_path / METRICS, recorded.metrics(100))
+    assert existing_run(tmp_path) == tmp_path
+
+
+def test_lines_of_another_process_are_taken_as_those_of_a_file_are():
+    """As of a run on a cluster, whose lines come over the network."""
+    from raytrec.tracking.run_folder import History
+
+    run = History()
+    for step in (1, 2, 1):
+        run.add(messages.from_line(METRICS, {"kind": "train", "step": step, "loss": step / 2}))
+    assert [line.figure("loss") for line in run.figures(Train)] == [0.5]
