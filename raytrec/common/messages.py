@@ -1,4 +1,4 @@
-"""What ranks, coordinator and driver tell one another, and the lines that a run folder keeps of it.
+"""Messages between ranks, coordinator and driver, and the lines that a run folder keeps of them.
 
 A message is a dataclass. Between processes it is `to_json()`, with its kind; in the run folder it is
 `line()`, in the file FILE of its class. `from_json` and `from_line` are the ways back.
@@ -22,7 +22,7 @@ METRICS, RANKS, CHECKS, EVENTS = "metrics.jsonl", "ranks.jsonl", "checks.jsonl",
 
 Figures = Mapping[str, Any]
 ENDED_EARLY = "ended early"  # the Event of a run whose evaluations have ended training
-FLAT = {"flat": True}  # of a field whose keys stand beside the other fields
+FLAT = {"flat": True}  # of a field whose keys are next to those of the other fields
 
 MOST_RECORDED = 64  # ranks whose lines are recorded: pictures show no more
 
@@ -45,7 +45,7 @@ def beat_s(world: int) -> float:
 
 
 class Command(IntEnum):
-    """What ranks are told, in the order of what overrides what."""
+    """Commands to ranks; a larger one overrides a smaller one."""
 
     GO = 0
     SAVE = 1
@@ -79,7 +79,7 @@ class Message:
     Attributes:
         KIND: its name between processes.
         FILE: where the run folder keeps it; None: nowhere.
-        TAG: the key under which its line there says the kind; None: the file says it.
+        TAG: the key of the kind in its line there; None: the file determines it.
         LEFT_OUT: fields that are not in the line.
     """
 
@@ -89,7 +89,7 @@ class Message:
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()
 
     def values(self) -> dict[str, Any]:
-        """Field → value; what `figures` or `details` holds stands beside the others."""
+        """Field → value; those of `figures` or `details` next to the others."""
         out: dict[str, Any] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -136,7 +136,7 @@ class Start(RunEvent):
 
     Attributes:
         total: steps of the whole run; `step` of them have been trained before.
-        plan: of each table, what embeddings.planner.plan.describe says; kept in plan.json.
+        plan: a description of each table (embeddings.planner.plan.describe); kept in plan.json.
         metrics: descriptions of the figures of training and evaluation (metrics.selection.Figure.record).
     """
 
@@ -166,7 +166,7 @@ class Saved(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped(RunEvent):
-    """The state is saved and the run ends, because somebody asked for it."""
+    """The state is saved and the run ends, because a user or the cluster asked for it."""
 
     KIND = "stopped"
     step: int

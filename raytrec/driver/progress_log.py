@@ -1,4 +1,4 @@
-"""A run in the log of its job: lines for people, and messages as JSON for whoever follows it from elsewhere.
+"""A run in the log of its job: lines for people, and messages as JSON for programs that follow it.
 
 movielens-20261122-101500  step 120/550 (22%)  80,000 rows/s  NE 0.9101  loss 0.5123  ETA 0:42
 {"raytrec": "train", "step": 120, "rows_per_s": 80000.4, "ne": 0.9101, "loss": 0.51234}
@@ -19,7 +19,7 @@ from raytrec.metrics.selection import Figure
 
 GAP = "  "  # between the parts of a line
 MARK = '{"raytrec": '  # how a message begins
-FOLDER = "folder"  # the message that says where the run is, {"folder": …}
+FOLDER = "folder"  # the message with the place of the run, {"folder": …}
 KINDS = (FOLDER, "start", "train", "eval")
 
 

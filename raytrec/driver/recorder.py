@@ -87,7 +87,7 @@ class Watch:
             show(**{name: value for name, value in message.values().items() if name != "unix_s"})
 
     def _keep(self, message: Message) -> list[str]:
-        """What people should be told of a message. Whatever goes wrong with one, the next must be read."""
+        """Keeps a message; sentences for people. Whatever goes wrong with one, the next must be read."""
         try:
             return self._record.keep(message)
         except Exception as error:
@@ -153,12 +153,12 @@ class Record:
         return None
 
     def close(self) -> list[str]:
-        """Writes what is left; sentences about what is missing in the end."""
+        """Writes waiting lines; sentences about what is missing in the end."""
         missing = self._journal.missing()
         return [*self._take_warnings(), *filter(None, [missing])]
 
     def keep(self, message: Message) -> list[str]:
-        """Writes one message down; what people should be told of it."""
+        """Writes one message; sentences for people."""
         if message.FILE and message.values().get("unix_s") is None:
             message = replace(message, unix_s=time())  # type: ignore[call-arg]
         if message.FILE:
@@ -215,7 +215,7 @@ class _Reading:
         self._thread.start()
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        if isinstance(error, RayLost):  # the coordinator is gone, too, and Ray may not say so
+        if isinstance(error, RayLost):  # the coordinator is gone, too, and Ray may not report it
             self._lost.set()
         self._over.set()
         if not self._lost.is_set():

@@ -33,15 +33,15 @@ class Follower:
     none. No call but `ready` and `close` waits.
 
     Args:
-        say: called with sentences for people, by `check`, `ready` and `close`.
+        notify: called with sentences for people, by `check`, `ready` and `close`.
 
     Attributes:
         run_id: of the MLflow run; None: not known yet.
     """
 
-    def __init__(self, config: RunConfig, say: Callable[[str], None]):
+    def __init__(self, config: RunConfig, notify: Callable[[str], None]):
         self.run_id: str | None = None
-        self._uri, self._folder, self._say = config.tracking.uri, Path(config.run.dir), say
+        self._uri, self._folder, self._notify = config.tracking.uri, Path(config.run.dir), notify
         self._refusal: ConfigError | None = None
         self._answered, self._read = False, b""
         self._missing: str | None = "MLflow lacks the end of the run (the process that writes it has ended)"
@@ -88,7 +88,7 @@ class Follower:
         return self.run_id
 
     def close(self, status: str, patience_s: float = PATIENCE_S) -> str | None:
-        """Has the process write what is left, and waits until it ends. Ctrl-C ends the waiting, too.
+        """Has the process write the rest, and waits until it ends. Ctrl-C ends the waiting, too.
 
         Args:
             status: FINISHED, FAILED or KILLED.
@@ -132,8 +132,8 @@ class Follower:
     def _report(self, **values) -> None:
         """One line of tracking.delivery.follow."""
         self._answered = True
-        if "say" in values:
-            self._say(values["say"])
+        if "note" in values:
+            self._notify(values["note"])
         self.run_id = values.get("run_id", self.run_id)
         self._missing = values.get("missing", self._missing)
         if "refused" in values:

@@ -36,7 +36,7 @@ class Comparison:
 
 
 def compare(places: Sequence[str | Path]) -> Comparison:
-    """Reads runs and says what differs.
+    """Reads runs, and compares them.
 
     Raises:
         RunError: fewer than two, one that does not exist, or a folder without anything of a run.

@@ -16,7 +16,7 @@ from raytrec.report.run_timeline import story
 from raytrec.tracking.aggregate import WAITING, by_step, order_by_load, own_time, skip_warmup, sum_over_time
 from raytrec.tracking.run_folder import RunFolder
 
-SURE_S = 60.0  # of an interval: in less, what starts beside a rank takes a small machine's processors
+SURE_S = 60.0  # of an interval: in less, other processes that start take a small machine's processors
 SLOWER = 0.15  # share of the interval by which a straggler's own time exceeds the median of the others'
 IDLE_GPU_PERCENT = 50
 DATA_WAIT = 0.30  # share of the time
@@ -150,7 +150,7 @@ def straggler(lines: list[RankLine]) -> str | None:
         seconds / max(1, slow.steps) * 1e3 for seconds in (own_time(slow), excess, more[phase])
     )
     return (
-        f"rank {slow.rank} is slow: {own:.1f} ms of its own a step, {over:.1f} ms more than the "
+        f"rank {slow.rank} is slow: {own:.1f} ms of own time a step, {over:.1f} ms more than the "
         f"median of the others, most of it in {phase} (+{added:.1f} ms)"
     )
 

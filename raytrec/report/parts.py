@@ -85,7 +85,7 @@ def ranks(run: RunFolder) -> Sheet | None:
     columns: dict[str, Callable[[RankLine], Cell]] = {
         "rank": lambda line: Cell(str(line.rank), line.rank),
         "ms a step": lambda line: _a_step(line, line.seconds),
-        "of its own": lambda line: _a_step(line, own_time(line)),
+        "own time": lambda line: _a_step(line, own_time(line)),
         "data wait": lambda line: _share(line.phase_s("data") / max(1e-12, line.seconds)),
         "lookups": lambda line: _share(line.added("lookup_bytes") / total if total else float("nan")),
         "tables": lambda line: Cell(str(len(line.tables)), len(line.tables)),

@@ -49,13 +49,13 @@ class Delivery:
         folder: of the run. Its MLflow run is noted there; a new one is made where the store does not have it.
         config: of the run; where and as what it is tracked. Tokens and passwords come from MLflow's
             environment variables.
-        say: called with a sentence when the store stops answering, and with another when it is back.
+        notify: called with a sentence when the store stops answering, and with another when it is back.
     """
 
-    def __init__(self, folder: Path, config: RunConfig, say: Callable[[str], None]):
+    def __init__(self, folder: Path, config: RunConfig, notify: Callable[[str], None]):
         tracking, noted = config.tracking, (folder / NOTE).is_file()
         self.uri = tracking.uri
-        self._folder, self._say, self._feed = folder, say, Feed(folder)
+        self._folder, self._notify, self._feed = folder, notify, Feed(folder)
         self._store = Store(
             tracking.uri,
             tracking.experiment,
@@ -102,11 +102,11 @@ class Delivery:
             return False
         if self._pause_s:
             self._pause_s = 0.0
-            self._say(BACK)
+            self._notify(BACK)
         return True
 
     def finish(self, status: str, patience_s: float) -> str | None:
-        """Writes what is left and ends the run with FINISHED, FAILED or KILLED.
+        """Writes the rest and ends the run with FINISHED, FAILED or KILLED.
 
         Returns:
             None, or what is missing in MLflow after so many seconds.
@@ -137,7 +137,7 @@ class Delivery:
 
     def _failed(self, error: Exception) -> None:
         if not self._pause_s:
-            self._say(f"MLflow does not answer ({reason(error)}): {KEPT}")
+            self._notify(f"MLflow does not answer ({reason(error)}): {KEPT}")
         self._why = reason(error)
         self._pause_s = min(2 * self._pause_s or FIRST_S, self._longest_s)
         self._next = monotonic() + self._pause_s
@@ -223,25 +223,25 @@ def follow(folder: Path, config: RunConfig) -> None:
     """Delivers a run while it is trained, until standard input ends; `raytrec track RUN --follow`.
 
     The last line of standard input is the status with which the run has ended; without one, its driver has
-    died. On standard output are lines of JSON: {"say": a sentence for people}, {"run_id": …}, {"refused":
+    died. On standard output are lines of JSON: {"note": a sentence for people}, {"run_id": …}, {"refused":
     parts of the error of a store that cannot be opened}, {"missing": a sentence, or null}: the end.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its driver, which may still have to save
     status, told = None, None
     with one_delivery(folder):
-        delivery = Delivery(folder, config, lambda text: _tell("say", text))
+        delivery = Delivery(folder, config, lambda text: _report("note", text))
         try:
             while status is None:
                 began = monotonic()
                 delivery.deliver()
                 if delivery.run_id != told:
-                    _tell("run_id", told := delivery.run_id)
+                    _report("run_id", told := delivery.run_id)
                 status = _asked(max(0.0, began + EVERY_S - monotonic()))
-            _tell("missing", delivery.finish(status or status_of(folder), LAST_S if status else 0))
+            _report("missing", delivery.finish(status or status_of(folder), LAST_S if status else 0))
         except ConfigError as error:
-            _tell("refused", error.parts)
+            _report("refused", error.parts)
         except Exception as error:
-            _tell("missing", f"MLflow lacks the end of the run ({type(error).__name__}: {reason(error)})")
+            _report("missing", f"MLflow lacks the end of the run ({type(error).__name__}: {reason(error)})")
 
 
 def status_of(folder: Path) -> str:
@@ -256,6 +256,6 @@ def _asked(wait_s: float) -> str | None:
     return os.read(sys.stdin.fileno(), 100).decode().strip()
 
 
-def _tell(kind: str, value: Any) -> None:
+def _report(kind: str, value: Any) -> None:
     with suppress(OSError):  # a driver that has died does not read
         print(json.dumps({kind: value}), flush=True)

@@ -1,4 +1,4 @@
-"""What errors of an MLflow store mean: whether the same call may work later, and how to say it."""
+"""Errors of an MLflow store: whether the same call may work later, and their words for people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAITING_HELPS = (401, 403, 408, 409, 429, 499)  # of the 4xx: those that are not
 def may_pass(error: BaseException) -> bool:
     """Whether the same call may work later: the store does not answer, is locked, or fails on its side.
 
-    What is left comes again for certain: the store refuses this record, or a file is missing.
+    Other errors come again for certain: the store refuses this record, or a file is missing.
     """
     if _no_answer(error):
         return True

@@ -40,7 +40,7 @@ class StepGroups:
     def add(self, line: RankLine, begin: int = 0) -> list[RankLine] | None:
         """The lines of all recorded ranks in their order, once the last has come.
 
-        Where a new group of workers begins, what is left of the group before will never be complete.
+        Where a new group of workers begins, the lines of the group before will never be complete.
 
         Args:
             begin: the line's first byte in its file.

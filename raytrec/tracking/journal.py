@@ -15,7 +15,7 @@ from typing import Any
 from raytrec.checkpoint.index import reason
 from raytrec.common.messages import EVENTS, Message
 
-MOST_BYTES = 32 << 20  # of what waits: the oldest lines go beyond that
+MOST_BYTES = 32 << 20  # of waiting lines: beyond that the oldest go
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class Waiting:
 class Journal:
     """Lines of JSON and small files of a run folder, written in the order in which they come.
 
-    Whatever the disk says, nothing is raised, and no line is left in part. What cannot be written waits, and
-    is tried again with the next line.
+    Whatever the disk reports, nothing is raised, and no line is left in part. Lines that cannot be written wait
+    and are tried again with the next one.
 
     Args:
         folder: of the run.
-        say: told once when the folder takes nothing, and once when it does again.
+        notify: called once when the folder takes nothing, and once when it does again.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]):
-        self._folder, self._say = folder, say
+    def __init__(self, folder: Path, notify: Callable[[str], None]):
+        self._folder, self._notify = folder, notify
         self._waiting: deque[Waiting] = deque()
         self._bytes, self._lost, self._trouble = 0, 0, ""
         self._begun: set[str] = set()  # files whose last line is known to be whole
@@ -59,7 +59,7 @@ class Journal:
         self.write()
 
     def write(self) -> None:
-        """Writes what waits, as far as the disk takes it."""
+        """Writes waiting lines, as far as the disk takes them."""
         while self._waiting:
             first = self._waiting[0]
             try:
@@ -70,7 +70,7 @@ class Journal:
             self._bytes -= len(first.data)
         if self._trouble:
             self._trouble = ""
-            self._say("the run folder can be written again; what waited is there" + self._left_out())
+            self._notify("the run folder can be written again; what waited is there" + self._left_out())
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
     def missing(self) -> str | None:
@@ -93,7 +93,7 @@ class Journal:
         if self._trouble:
             return
         self._trouble = why
-        self._say(
+        self._notify(
             f"the run folder cannot be written ({why}): {self._folder}; training continues, and what there "
             "is to record waits in memory until there is room"
         )

@@ -62,7 +62,7 @@ class Store:
         return self.uri.startswith("sqlite")
 
     def load(self) -> None:
-        """Imports MLflow, which takes seconds and asks nobody."""
+        """Imports MLflow, which takes seconds and makes no call."""
         load_quietly()
 
     def open(self) -> None:
@@ -148,7 +148,7 @@ class Store:
     def _make_parent(self) -> str:
         tags = {PARENT_NAME: self._parent}
         run_id = self._client.create_run(self._experiment_id, run_name=self._parent, tags=tags).info.run_id
-        self._client.set_terminated(run_id)  # it has nothing of its own to wait for
+        self._client.set_terminated(run_id)  # nothing more is written to it
         return run_id
 
     def _find_experiment(self) -> str:
@@ -213,8 +213,8 @@ def cannot_open(uri: str, why: str, do: str) -> ConfigError:
 
 
 def place_for_artifacts(uri: str, folder: Path) -> Path:
-    """Where artifacts go if a run's experiment is a new one of an sqlite store: beside the store, where
-    the run is below its folder (a trial of a search is deeper than other runs); else beside the run.
+    """Where artifacts go if a run's experiment is a new one of an sqlite store: next to the store,
+    where the run is below its folder (a trial of a search is deeper than other runs); else next to the run.
     """
     store = Path(uri.removeprefix("sqlite:///")).parent
     return (store if store in folder.parents else folder.parent) / "mlartifacts"
@@ -224,12 +224,12 @@ def place_for_artifacts(uri: str, folder: Path) -> Path:
 def _sqlite_file(uri: str) -> Iterator[None]:
     """Opens the file, so that what is wrong with it is reported at once, and lets in one process at a time.
 
-    MLflow 3.17 tries for 100 s to open what is no database, and processes that make the tables of a new
-    database at the same time fail: its constructor (SqlAlchemyStore.__init__) takes no lock. Ours is on the
+    MLflow 3.17 tries for 100 s to open a file that is not a database, and processes that make the tables of a
+    new database at the same time fail: its constructor (SqlAlchemyStore.__init__) takes no lock. Ours is on the
     folder, where it leaves nothing behind; file systems without such locks do without.
 
     Raises:
-        OSError, sqlite3.DatabaseError: there is no such folder, or it is no database, or cannot be written.
+        OSError, sqlite3.DatabaseError: there is no such folder; it is not a database, or cannot be written.
     """
     import fcntl
 

@@ -67,7 +67,7 @@ def _who() -> dict[str, str]:
 
 
 def _cluster() -> dict[str, str]:
-    """The nodes that are alive now. Does not import Ray: where nobody has, there is no cluster."""
+    """The nodes that are alive now. Does not import Ray: without it there is no cluster."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return {}

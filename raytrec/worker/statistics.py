@@ -1,7 +1,7 @@
-"""What a rank knows of its shards: load, use, norms. Computed in place, from samples.
+"""Figures of a rank's shards: load, use, norms. Computed in place, from samples.
 
-Counts are of every step. Norms of rows are of a strided sample of rows, another one each time. What is said
-of ids and updates is of one probed step.
+Counts are of every step. Norms of rows are of a strided sample of rows, another one each time. Figures
+of ids and updates are of one probed step.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Statistics:
         if not rows:
             return {"max_abs": torch.zeros((), device=shard.values.device)}
         stride = max(1, rows // SAMPLE)
-        # A prime, so that rows beside each other are not looked at one after the other.
+        # A prime, so that neighbouring rows are not sampled one after the other.
         sample = slice(self._turn * 7919 % stride, None, stride)
         weights = shard.read(sample).float()
         norms = torch.linalg.vector_norm(weights, dim=1)
@@ -203,7 +203,7 @@ class Statistics:
         return after
 
     def _mark(self, name: str, features: KeyedJaggedTensor, keys: list[int]) -> None:
-        """Notes rows that are looked up, where no optimizer state tells."""
+        """Notes rows that are looked up, where no optimizer state shows it."""
         values = _shard(self._tables[name]).values
         seen = self._seen.get(name)
         if seen is None:

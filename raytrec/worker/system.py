@@ -66,7 +66,7 @@ class System:
 
 
 class _Gpu:
-    """One GPU, over NVML. One reading of its utilisation says little, so a thread reads it all the time."""
+    """One GPU, over NVML. One reading of its utilisation means little, so a thread reads it all the time."""
 
     def __init__(self, device: str):
         import pynvml

@@ -32,7 +32,7 @@ def lines(*changes: dict, seconds: float = 3.5, **fields) -> list[RankLine]:
 def test_a_straggler_is_named_with_its_phase():
     sentence = straggler(lines({}, {"data": 0.9}, {}, {}, seconds=4.0))
     assert "rank 1" in sentence and "data (+8.0 ms)" in sentence
-    assert "35.0 ms of its own a step, 8.0 ms more" in sentence
+    assert "35.0 ms of own time a step, 8.0 ms more" in sentence
     sentence = straggler(lines({"backward": 2.0}, {}, seconds=4.0))
     assert "rank 0" in sentence and "backward (+8.0 ms)" in sentence
 

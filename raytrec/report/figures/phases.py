@@ -123,11 +123,11 @@ def _stack(axes: Axes, lines: list[RankLine]) -> None:
 
 
 def _slowest(ranks: list[RankLine], most: int) -> tuple[list[RankLine], str]:
-    """Those with the most time of their own a step, if there are too many; and words that say so."""
+    """Those with the most own time a step, if there are too many; and words for a title."""
     if len(ranks) <= most:
         return ranks, ", by rank" if len(ranks) > 1 else ""
     chosen = sorted(ranks, key=lambda line: own_time(line) / line.steps, reverse=True)[:most]
-    return chosen, f": the {most} of {len(ranks)} ranks with the most time of their own"
+    return chosen, f": the {most} of {len(ranks)} ranks with the most own time"
 
 
 def _words(phase: str) -> str:

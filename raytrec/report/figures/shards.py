@@ -27,9 +27,9 @@ from raytrec.report.figures.style import (
 from raytrec.tracking.aggregate import last_group, sum_over_time, table_bytes
 from raytrec.tracking.run_folder import RunFolder
 
-MOST_TABLES = 40  # that have a row of their own; the rest is one row
+MOST_TABLES = 40  # that have a row each; the rest is one row
 UNEVEN = 1.2  # times the mean: the bar of such a rank stands out
-WRITTEN_RANKS = 4  # up to so many, cells say their value
+WRITTEN_RANKS = 4  # up to so many, cells show their value
 MAP = "cividis"
 
 

@@ -26,7 +26,7 @@ from raytrec.common.formatting import bytes_text, percent, short
 
 WIDTH = 4.2  # inches
 TITLE_WIDTH = 54  # characters
-# Points: the width of a panel of two that share an axis at their left; the most of a name beside a panel.
+# Points: the width of a panel of two that share an axis at their left; the most of a name next to a panel.
 PANEL, NAME = 112, 90
 FONT = "DejaVu Sans"
 MOST_POINTS = 1000  # of one line
@@ -120,7 +120,7 @@ def save_png(figure: Figure, path: Path) -> None:
 
 @styled
 def to_svg(figure: Figure, label: str) -> str:
-    """The <svg> element of a picture, for a page that says what the variables in THEME are.
+    """The <svg> element of a picture, for a page that defines the variables in THEME.
 
     Args:
         label: what it shows, for those who have it read aloud; no other picture of the page has it.
@@ -142,7 +142,7 @@ def to_svg(figure: Figure, label: str) -> str:
 
 
 def alone(svg: str) -> str:
-    """The element of `to_svg` as a file of its own, on white."""
+    """The element of `to_svg` as a separate file, on white."""
     for colour, variable in THEME.items():
         svg = svg.replace(variable, colour)
     return svg.replace("<svg", '<svg style="background: white"', 1)
