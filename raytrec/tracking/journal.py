@@ -34,8 +34,8 @@ class Waiting:
 class Journal:
     """Lines of JSON and small files of a run folder, written in the order in which they come.
 
-    Whatever the disk reports, nothing is raised, and no line is left in part. Lines that cannot be written wait
-    and are tried again with the next one.
+    Whatever the disk reports, nothing is raised, and no line is left in part. Lines that cannot be written
+    wait and are tried again with the next one.
 
     Args:
         folder: of the run.

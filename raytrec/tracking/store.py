@@ -225,8 +225,8 @@ def _sqlite_file(uri: str) -> Iterator[None]:
     """Opens the file, so that what is wrong with it is reported at once, and lets in one process at a time.
 
     MLflow 3.17 tries for 100 s to open a file that is not a database, and processes that make the tables of a
-    new database at the same time fail: its constructor (SqlAlchemyStore.__init__) takes no lock. Ours is on the
-    folder, where it leaves nothing behind; file systems without such locks do without.
+    new database at the same time fail: its constructor (SqlAlchemyStore.__init__) takes no lock. Ours is
+    on the folder, where it leaves nothing behind; file systems without such locks do without.
 
     Raises:
         OSError, sqlite3.DatabaseError: there is no such folder; it is not a database, or cannot be written.
