@@ -82,7 +82,6 @@ def configure(folder: Path, data: Path, workers: int | dict[str, int]) -> Path:
         "scaling": {
             "num_workers": workers,
             "device": "cpu",
-            "scale_up_interval_s": 5,
             "hang_timeout_s": 20,
             "max_failures": 1000,
         },

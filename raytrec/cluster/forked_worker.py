@@ -9,7 +9,6 @@ and for workers with an interpreter of their own, it does what Ray's own does.
 import json
 import os
 import socket
-import stat
 import struct
 import sys
 
@@ -25,31 +24,6 @@ def main() -> None:
     if not (plain and _forked(command, mine.get("env_vars") or {}, os.environ.get(PLACE, ""))):
         script = os.path.join(os.path.dirname(command[0]), "setup_worker.py")
         os.execv(sys.executable, [sys.executable, script, *sys.argv[1:]])
-
-
-def forked_on_node(arguments: list) -> bool:
-    """The same for a worker of a cluster that was joined, where a node's warm process answers.
-
-    Args:
-        arguments: of Python: default_worker.py and its own.
-    """
-    place = node_place(os.environ)
-    return is_private(os.path.dirname(place)) and _forked(arguments, {}, place)
-
-
-def node_place(env) -> str:
-    """Where a node's warm process listens for the workers of a job, whose raylet has set these variables."""
-    ids = "-".join(str(env.get(name)) for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"))
-    return f"{env.get('TMPDIR') or '/tmp'}/raytrec-node-{os.getuid()}-{ids}/warm"
-
-
-def is_private(folder: str) -> bool:
-    """Whether it is a folder that its owner, who is this user, alone can enter."""
-    try:
-        about = os.lstat(folder)
-    except OSError:
-        return False
-    return about.st_uid == os.getuid() and about.st_mode == stat.S_IFDIR | 0o700
 
 
 def _forked(command: list, set_for_it: dict, place: str) -> bool:

@@ -6,9 +6,6 @@ started, variables of the environment that Ray's workers will have, the modules 
 socket to listen on. When a byte comes, or the other end is closed, this process and all that it has forked
 end; without that byte the driver was killed, and the raylet's agents end, too.
 
-On a cluster that was joined (warm_nodes.py) the raylet is not ours: then `place`, of the socket, is in the
-second line, and at the end nothing is ended but this process. What it has forked the raylet ends itself.
-
 Ray may be imported before the fork, under two conditions. It reads the ids of its job and its raylet once and
 for ever, so these have to be known; other settings are read again in what is forked. And the generator of the
 ids of tasks and objects must not have been seeded: workers would give out the same ids and mistake each
@@ -23,7 +20,6 @@ import json
 import os
 import runpy
 import selectors
-import shutil
 import signal
 import socket
 import struct
@@ -43,13 +39,12 @@ def main() -> None:
     _import(about["modules"])
     about, (listener,) = _message(control)
     os.environ.update(about["env"])
-    joined = about.get("place")
-    _import_ray(about["modules"], loopback=not joined)
+    _import_ray(about["modules"])
     sys.path[:] = own_path
     gc.collect()
     gc.freeze()  # what is here stays: collections in those who are forked leave its pages shared
     ready = _touched_no_device() and _draw_apart()
-    _serve(control, socket.socket(fileno=listener), ready, joined)
+    _serve(control, socket.socket(fileno=listener), ready)
 
 
 def _import(modules: list[str]) -> None:
@@ -59,12 +54,11 @@ def _import(modules: list[str]) -> None:
             import_module(module)
 
 
-def _import_ray(modules: list[str], loopback: bool) -> None:
+def _import_ray(modules: list[str]) -> None:
     from raytrec.compat.ray_core import actor_class_ids_from, keep_loopback, loopback_setting
 
-    if loopback:
-        os.environ.update(loopback_setting())
-        keep_loopback()
+    os.environ.update(loopback_setting())
+    keep_loopback()
     with actor_class_ids_from(os.urandom):
         _import(modules)
 
@@ -99,12 +93,11 @@ def _drawn() -> bytes:
     return drawn
 
 
-def _serve(control: socket.socket, listener: socket.socket, ready: bool, joined: str | None) -> None:
+def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None:
     """Forks on request, until the other end of `control` is closed.
 
     Args:
         ready: else every request is refused, and the worker starts from the beginning.
-        joined: where it listens, on a cluster that was joined.
     """
     ended, wake = socket.socketpair()
     wake.setblocking(False)
@@ -115,9 +108,6 @@ def _serve(control: socket.socket, listener: socket.socket, ready: bool, joined:
         selector.register(place, selectors.EVENT_READ)
     while True:
         places = [key.fileobj for key, _ in selector.select()]
-        if control in places and joined:
-            shutil.rmtree(os.path.dirname(joined), ignore_errors=True)
-            os._exit(0)
         if control in places:
             return _end(pids, driver_killed=not control.recv(1))
         if ended in places:
@@ -125,15 +115,14 @@ def _serve(control: socket.socket, listener: socket.socket, ready: bool, joined:
             _reap(pids)
         if listener in places:
             with suppress(EOFError, OSError, ValueError):
-                _answer(listener, ready, joined, pids, [selector, control, listener, ended, wake])
+                _answer(listener, ready, pids, [selector, control, listener, ended, wake])
 
 
-def _answer(listener: socket.socket, ready: bool, joined: str | None, pids: set[int], mine: list) -> None:
+def _answer(listener: socket.socket, ready: bool, pids: set[int], mine: list) -> None:
     connection = listener.accept()[0]
     with connection:
         request, fds = _receive(connection)
-        # On a cluster that was joined, Ray has set a worker's variables before it asks.
-        if ready and _is_like_here(request["env"], request["env" if joined else "set"]):
+        if ready and _is_like_here(request["env"], request["set"]):
             if not (pid := os.fork()):
                 _leave(mine)
                 _begin(connection, request, fds)
@@ -148,7 +137,7 @@ def _is_like_here(env: dict[str, str], set_for_it: dict[str, str]) -> bool:
 
     Args:
         env: what Ray starts its workers with.
-        set_for_it: what the worker's runtime environment sets beside.
+        set_for_it: what the worker's runtime environment adds.
     """
     from raytrec.compat.ray_core import READ_AT_ONCE, READ_FOR_EVER, READ_LATER
 
@@ -202,7 +191,7 @@ def _reap(pids: set[int]) -> None:
 def _end(pids: set[int], driver_killed: bool) -> None:
     """Ends all workers and, where the driver was killed, Ray's agents, which would stay for a minute.
 
-    Not otherwise: a raylet ends with its agents, and a process with the raylet that it has joined.
+    Not otherwise: a raylet ends with its agents.
     """
     agents = _agents(int(os.environ["RAY_RAYLET_PID"])) if driver_killed else []
     for pid in [*pids, *agents]:

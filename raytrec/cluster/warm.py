@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,15 +34,12 @@ class Warm:
     Args:
         modules: to import at once.
         on_ray: modules to import when the raylet has been started, because they import Ray.
-        environment: of the process; default: this one's.
 
     Attributes:
         listens: whether it has an address.
     """
 
-    def __init__(
-        self, modules: Sequence[str], on_ray: Sequence[str], environment: Mapping[str, str] | None = None
-    ):
+    def __init__(self, modules: Sequence[str], on_ray: Sequence[str]):
         self._on_ray, self._listener = list(on_ray), socket.socket(socket.AF_UNIX)
         self.listens = False
         self._control, theirs = socket.socketpair()
@@ -52,7 +49,7 @@ class Warm:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | MEMORY if environment is None else environment,
+                env=os.environ | MEMORY,
                 start_new_session=True,  # signals to the driver's group are for the driver
             )
         self._send({"path": [os.path.abspath(path) for path in sys.path], "modules": list(modules)})
@@ -69,15 +66,9 @@ class Warm:
         Args:
             raylet: process id.
         """
-        self._serve({"env": first_job(raylet)})
-
-    def serve_joined(self, place: Path) -> None:
-        """The same on a node of a cluster that was joined, whose raylet has started this process."""
-        self._serve({"env": {}, "place": str(place)})
-
-    def _serve(self, message: dict) -> None:
+        message = {"env": first_job(raylet), "modules": self._on_ray}
         with suppress(OSError), self._listener:  # it has ended: workers begin from the beginning
-            self._send(message | {"modules": self._on_ray}, [self._listener.fileno()])
+            self._send(message, [self._listener.fileno()])
 
     def close(self) -> None:
         """Ends it, and what it has forked."""

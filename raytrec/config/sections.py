@@ -180,18 +180,12 @@ class ScalingSection(Section):
         description="Ray cluster to join ('auto' or HOST:PORT); default: the one of a Ray job, else a "
         "local one on loopback, ended with the run.",
     )
-    phase_timeout_s: Annotated[PositiveInt, Field(le=10**8)] = Field(
-        300, description="Seconds that building, restoring, saving or one read of data may take on a rank."
-    )
     hang_timeout_s: PositiveFloat = Field(
         45,
         description="Seconds without a step, once training has started, after which the group is restarted.",
     )
     max_failures: NonNegativeInt = Field(
         8, description="Worker failures that a run survives. Lost and preempted nodes do not count."
-    )
-    scale_up_interval_s: PositiveFloat = Field(
-        30, description="Seconds between two attempts to add workers, while fewer than the maximum run."
     )
     shutdown_grace_s: PositiveFloat = Field(
         30, description="Seconds that Ctrl-C, SIGTERM or `ray job stop` wait for a last checkpoint."

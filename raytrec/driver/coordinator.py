@@ -41,7 +41,7 @@ ON_GPU = {
     "other": "",
 }
 LOST = "the run's coordinator, an actor on the driver's node, ended"
-# Phases with their own timeout (phase_timeout_s): they may take long, and end or fail by themselves.
+# Phases with their own timeout (launch.PHASE_TIMEOUT_S): they may take long, and end or fail by themselves.
 SLOW_PHASES = ("start", "plan", "restore", "data", "evaluate", "save")
 
 
@@ -123,10 +123,6 @@ class Coordinator:
 
     def _event(self, event: str, **details: Any) -> None:
         self.put({"kind": "event", "event": event, "unix_s": time(), **details})
-
-    async def nodes(self) -> list[str]:
-        """Ray's names of the nodes that the ranks of the last attempt are on."""
-        return sorted({member.node_id for member in self._members.values()})
 
     # Ranks.
 

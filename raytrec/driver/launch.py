@@ -11,8 +11,6 @@ from time import monotonic
 from typing import Any
 
 from raytrec.cluster.session import started_here
-from raytrec.cluster.warm import PLACE
-from raytrec.cluster.warm_nodes import WarmNodes, asks_for_forks
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.messages import Command
 from raytrec.common.storage import open_filesystem, relative
@@ -28,7 +26,7 @@ from raytrec.data.fragments import Dataset
 from raytrec.driver.failure_analysis import explain, write_story
 from raytrec.driver.nodes import check_constraints, choose_device, gpu_nodes, reads_elsewhere
 from raytrec.driver.recorder import Watch
-from raytrec.driver.session import MODULES, ON_RAY, bundle
+from raytrec.driver.session import bundle
 from raytrec.worker.context import WorkerTask
 
 
@@ -74,7 +72,7 @@ def run_group(
     from raytrec.driver.coordinator import start_coordinator
     from raytrec.driver.policies import FailuresWithReason, RoomOnNodes
 
-    coordinator = start_coordinator(scaling.hang_timeout_s, scaling.phase_timeout_s)
+    coordinator = start_coordinator(scaling.hang_timeout_s, PHASE_TIMEOUT_S)
     others_read = reads_elsewhere(device)
     places = bundle(config, device, others_read)
     ray_scaling = ray.train.ScalingConfig(
@@ -88,7 +86,6 @@ def run_group(
         coordinator,
         scaling.min_workers,
         scaling.max_workers,
-        scaling.scale_up_interval_s,
         cpus_beside=scaling.max_workers * config.data.readers if others_read else 0,
         asks=not started_here(),
     )
@@ -98,7 +95,6 @@ def run_group(
     stop = Stop(coordinator, scaling.shutdown_grace_s if saves else 0)
     lifeline = Lifeline(scaling.hang_timeout_s, own=started_here())
     task = WorkerTask(config, schema, datasets, coordinator, checkpoint, fingerprint)
-    environment, look_now = _keep_warm(coordinator, watch, look)
     trainer = ControlledTrainer(
         worker,
         train_loop_config=task,
@@ -107,11 +103,11 @@ def run_group(
             {"backend": "nccl" if device == "cuda" else "gloo", "timeout_s": group_timeout(config, device)},
         ),
         scaling_config=ray_scaling,
-        run_config=_ray_run(checkpoint if saves else f"{config.run.dir}/ray", environment),
+        run_config=_ray_run(checkpoint if saves else f"{config.run.dir}/ray"),
         policies={"scaling_policy": room, "failure_policy": failures},
         own=started_here(),
         on_start=stop.install,
-        wait=lambda ref: wait_for(ref, lifeline, look_now),
+        wait=lambda ref: wait_for(ref, lifeline, look),
     )
     with stop, watch.reading(coordinator):
         try:
@@ -138,23 +134,6 @@ def run_group(
     return watch.result
 
 
-def _keep_warm(
-    coordinator: Any, watch: Watch, look: Callable[[], None]
-) -> tuple[dict[str, str], Callable[[], None]]:
-    """Variables of the workers' environment, and what is to be called now and then, so that workers which
-    start again are forked. On a Ray of our own even the first ones are (warm_workers.py)."""
-    if started_here() or PLACE in os.environ:
-        return WORKER_ENVIRONMENT, look
-    environment = asks_for_forks(WORKER_ENVIRONMENT)
-    nodes = WarmNodes(MODULES, ON_RAY, environment, coordinator.nodes.remote, watch.first_steps)
-
-    def look_now() -> None:
-        look()
-        nodes.look()
-
-    return environment, look_now
-
-
 def _cause(coordinator: Any) -> str:
     """What the coordinator knows of the end; nothing where it has ended itself."""
     import ray
@@ -171,10 +150,11 @@ def group_timeout(config: RunConfig, device: str) -> int:
     When NCCL's time is up it ends the process that waits, which would then be taken for the one that failed.
     The coordinator knows which rank the others wait for, and can report it first. Gloo raises an error.
     """
-    scaling = config.scaling
-    return scaling.phase_timeout_s + (int(scaling.hang_timeout_s) + 1 if device == "cuda" else 0)
+    return PHASE_TIMEOUT_S + (int(config.scaling.hang_timeout_s) + 1 if device == "cuda" else 0)
 
 
+# That building, restoring, saving or one read of data may take on a rank: these end, or fail, by themselves.
+PHASE_TIMEOUT_S = 1800
 TORCH_CONFIG = "raytrec.worker.rendezvous:OwnAddressTorchConfig"
 # How soon the end, or an error, is seen; how long Ray waits for places that are not there after all; and no
 # watcher for nodes that will go, because policies.RoomOnNodes looks for them sooner and needs no barrier.
@@ -188,7 +168,7 @@ RAY_TRAIN = {
 WORKER_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
 
 
-def _ray_run(folder: str, environment: dict[str, str]) -> Any:
+def _ray_run(folder: str) -> Any:
     """Ray Train's own folder is that of the checkpoints, because it accepts only those inside it.
 
     What an earlier driver noted there is removed: half written, it would keep Ray Train from starting. Which
@@ -205,7 +185,7 @@ def _ray_run(folder: str, environment: dict[str, str]) -> Any:
         name=name,
         storage_path=place,
         storage_filesystem=filesystem,
-        worker_runtime_env={"env_vars": environment},
+        worker_runtime_env={"env_vars": WORKER_ENVIRONMENT},
     )
 
 

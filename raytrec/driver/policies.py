@@ -30,6 +30,7 @@ from raytrec.driver.failure_analysis import Cause, Kind, find_cause
 SETTLE_S = 2.0  # after a failure, until what has gone is no longer counted, and what comes back is
 CONNECT_S = 1.0
 GIVE_UP_S = 10.0  # then the old group is given up, whatever seems to be free
+SCALE_UP_INTERVAL_S = 15.0  # between two attempts to add workers, while fewer than the maximum run
 
 
 class FailuresWithReason(FailurePolicy):
@@ -88,7 +89,6 @@ class RoomOnNodes(RequestingPolicy):
 
     Args:
         least, most: workers.
-        scale_up_interval_s: seconds between two looks for more room.
         cpus_beside: that an autoscaler is to have ready for reading, besides the workers' own: read tasks ask
             for none themselves, see session.bundle.
         asks: see RequestingPolicy.
@@ -100,13 +100,12 @@ class RoomOnNodes(RequestingPolicy):
         coordinator: Any,
         least: int,
         most: int,
-        scale_up_interval_s: float,
         cpus_beside: int = 0,
         asks: bool = True,
     ):
         super().__init__(scaling_config, most, cpus_beside, asks)
         self._coordinator, self._least, self._most = coordinator, least, most
-        self._grow_every_s, self._looked, self._roomy = scale_up_interval_s, monotonic(), False
+        self._looked, self._roomy = monotonic(), False
         self._held: Counter[str] = Counter()  # node → workers of the running group
         self._since: float | None = None  # when the group was found to be down
         self._told, self._asked_for = False, 0
@@ -138,7 +137,7 @@ class RoomOnNodes(RequestingPolicy):
             self._coordinator.ask.remote(
                 Command.RESTART, f"{len(going)} of {len(nodes)} nodes will be preempted"
             )
-        elif nodes.total() < self._most and monotonic() - self._looked > self._grow_every_s:
+        elif nodes.total() < self._most and monotonic() - self._looked > SCALE_UP_INTERVAL_S:
             self._looked = monotonic()
             self._look_for_more(nodes)
         return NoopDecision()
@@ -149,7 +148,7 @@ class RoomOnNodes(RequestingPolicy):
         if room > nodes.total() and self._roomy:
             self._coordinator.ask.remote(Command.RESTART, f"there is room for {room} workers")
         elif room > nodes.total():
-            self._looked -= 0.9 * self._grow_every_s  # soon again
+            self._looked -= 0.9 * SCALE_UP_INTERVAL_S  # soon again
         self._roomy = room > nodes.total()
 
     def _resize(self, workers: int) -> ResizeDecision:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
-from time import monotonic, time
+from time import time
 from typing import Any
 
 from raytrec.checkpoint.index import reason
@@ -26,7 +26,6 @@ from raytrec.tracking.intervals import StepGroups
 from raytrec.tracking.journal import Journal, write_whole
 from raytrec.tracking.run_folder import PLAN, RESULT, messages_of
 
-FIRST_STEPS_S = 3.0  # from a group's start of training until it certainly trains
 WAIT_S = 0.5  # from one look whether a group is over to the next
 CALL_S = 5.0  # that a call waits for messages of the coordinator, for each costs both a few milliseconds
 
@@ -53,11 +52,6 @@ class Watch:
         self.ended_early_at: int | None = None
         self.unsaved: RunError | None = None
         self._record, self._unrecorded = record, set()
-        self._started_at: float | None = None
-
-    def first_steps(self) -> bool:
-        """Whether the ranks have been ready to train for a moment."""
-        return self._started_at is not None and monotonic() - self._started_at > FIRST_STEPS_S
 
     def reading(self, coordinator: Any) -> _Reading:
         """A block in which a thread reads the coordinator's messages; at its end none is left there."""
@@ -78,8 +72,6 @@ class Watch:
             self.stopped_at = message.step
         if isinstance(message, messages.Event) and message.event == ENDED_EARLY:
             self.ended_early_at = message.details["step"]
-        if isinstance(message, messages.Start) and self._started_at is None:
-            self._started_at = monotonic()
         if self._record:
             for warning in self._keep(message):
                 self.console.warn(warning)

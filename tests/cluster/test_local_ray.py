@@ -250,7 +250,7 @@ def test_a_run_in_its_own_ray_has_no_actors_that_serve_nobody():
 
     assert PlacementGroupCleanerCallback not in kinds(own=True)
     assert OwnClusterCleanerCallback in kinds(own=False)
-    alone = RoomOnNodes(ScalingConfig(), None, 1, 1, 1.0, cpus_beside=1, asks=False)
+    alone = RoomOnNodes(ScalingConfig(), None, 1, 1, cpus_beside=1, asks=False)
     alone.after_controller_start(None)
     alone.request_resources()
     alone.before_controller_abort()

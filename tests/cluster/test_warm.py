@@ -2,17 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from raytrec.cluster.forked_worker import node_place
 from raytrec.cluster.warm import FORKED_WORKER, PLACE, Warm
-from raytrec.cluster.warm_nodes import SITE, _sweep
 
 RAYLET = 4711
 WORKER = """
@@ -114,63 +110,6 @@ def test_a_worker_and_who_asked_for_it_end_together_and_all_with_the_driver(fold
     for process in processes:
         process.communicate()
     assert not outcome(folder, place)["warm"], "Ray's workers start all the same"
-
-
-class Joined:
-    """A node of a cluster that was joined, whose raylet starts workers in its own way."""
-
-    def __init__(self, folder):
-        (folder / "default_worker.py").write_text(WORKER)
-        (folder / "sitecustomize.py").write_text("import os; os.environ['HIDDEN'] = 'imported'")
-        ids = {"RAY_JOB_ID": "03000000", "RAY_RAYLET_PID": str(RAYLET), "TMPDIR": str(folder)}
-        # The warm process looks for modules where this one does; Ray's own path is in the first environment.
-        self.environment = os.environ | ids | {"PYTHONPATH": f"{SITE}:{folder}"}
-        self.folder, self.place = folder, Path(node_place(self.environment))
-
-    def __enter__(self):
-        self.place.parent.mkdir(mode=0o700)
-        sys.path.insert(0, str(self.folder))
-        self.process = Warm(["early", "numpy.random"], ["late"], self.environment)
-        sys.path.remove(str(self.folder))
-        self.process.listen(self.place)
-        self.process.serve_joined(self.place)
-        return self
-
-    def __exit__(self, *_):
-        self.process.close()
-
-    def start(self, **other):
-        command = [sys.executable, str(self.folder / "default_worker.py"), "--node-id=1"]
-        environment = self.environment | other
-        done = subprocess.run(command, env=environment, cwd=self.folder, capture_output=True, timeout=60)
-        return json.loads(done.stdout)
-
-
-def test_workers_of_a_joined_cluster_are_forked_when_they_start_again(folder):
-    with Joined(folder) as node:
-        forked = node.start(COLOUR="red")
-        assert forked["warm"] and forked["arguments"] == ["--node-id=1"] and forked["env"]["COLOUR"] == "red"
-        assert forked["env"]["HIDDEN"] == "imported"
-        for other in ({"RAY_JOB_ID": "04000000"}, {"MALLOC_ARENA_MAX": "3"}, {"TMPDIR": "/nowhere"}):
-            cold = node.start(**other)
-            assert not cold["warm"] and cold["env"]["HIDDEN"] == "imported"
-        node.place.parent.chmod(0o755)
-        assert not node.start()["warm"], "others could listen there"
-        node.place.parent.chmod(0o700)
-        assert node.start()["warm"]
-    assert not node.place.parent.exists()
-    assert not node.start()["warm"]
-
-
-def test_what_killed_actors_leave_behind_is_swept(tmp_path):
-    mine, gone, at_work = (tmp_path / f"raytrec-node-{os.getuid()}-{job}-7" for job in ("01", "02", "03"))
-    for folder in (mine, gone, at_work):
-        folder.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(at_work / "warm"))
-        listener.listen()
-        _sweep(mine / "warm")
-    assert [folder.exists() for folder in (mine, gone, at_work)] == [False, False, True]
 
 
 def wait_until_gone(pid):

@@ -11,7 +11,6 @@ import parquet
 import pytest
 import ranks
 
-from raytrec.cluster.warm_nodes import asks_for_forks
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order
@@ -119,5 +118,5 @@ def test_old_cycles_are_found_soon():
 
 def test_ranks_have_few_arenas(ray_cluster, tmp_path):
     """Each of glibc's arenas keeps what its threads needed at most."""
-    run = group._ray_run(str(tmp_path / "checkpoints"), asks_for_forks(group.WORKER_ENVIRONMENT))
+    run = group._ray_run(str(tmp_path / "checkpoints"))
     assert run.worker_runtime_env["env_vars"]["MALLOC_ARENA_MAX"] == "2"

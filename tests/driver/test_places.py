@@ -125,7 +125,7 @@ def test_an_autoscaler_hears_of_the_cpus_that_read(ray_with_gpus):
 
     places = {"CPU": 1, "GPU": 1}
     scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=places)
-    room = RoomOnNodes(scaling, None, 2, 2, 30, cpus_beside=4)
+    room = RoomOnNodes(scaling, None, 2, 2, cpus_beside=4)
     room.after_controller_start(SimpleNamespace(run_id="a"))
     wait_for(readers=4, workers=2)
     room.before_controller_abort()
@@ -168,6 +168,6 @@ def test_gpu_memory_is_known_without_taking_one(monkeypatch, visible, mig, memor
 
 def test_nccl_is_given_longer_than_the_hub():
     """It ends the process that waits; the coordinator names the rank that is waited for, and comes first."""
-    run = settings(phase_timeout_s=300, hang_timeout_s=45)
-    assert launch.group_timeout(run, "cpu") == 300
-    assert launch.group_timeout(run, "cuda") > 300 + 45
+    run = settings(hang_timeout_s=45)
+    assert launch.group_timeout(run, "cpu") == launch.PHASE_TIMEOUT_S
+    assert launch.group_timeout(run, "cuda") > launch.PHASE_TIMEOUT_S + 45

@@ -121,7 +121,7 @@ class Here:
                 "global_batch_size": self.size(256, 1024, 2048),
                 "lanes": 6,
             },
-            "scaling": {"num_workers": 1, "device": self.kind, "phase_timeout_s": 120},
+            "scaling": {"num_workers": 1, "device": self.kind},
             "checkpoint": {"every_s": None},
             "tracking": {"enabled": False, "report": False, "every_steps": 20},
         }

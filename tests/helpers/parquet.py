@@ -72,7 +72,7 @@ def settings(folder, run_dir, **changes):
         },
         "model": {"bottom_mlp": [16], "top_mlp": [16]},
         "optim": {"embeddings": {"lr": 0.1}, "dense": {"lr": 0.01}},
-        "scaling": {"num_workers": 2, "phase_timeout_s": 60, "device": "cpu"},
+        "scaling": {"num_workers": 2, "device": "cpu"},
         "tracking": {"report": False},  # drawing takes some seconds
     }
     for key, value in changes.items():

@@ -1,4 +1,4 @@
-"""The last checkpoint of a run takes as long as it takes: phase_timeout_s is its limit, no step's."""
+"""The last checkpoint of a run takes as long as it takes: its limit is that of a phase, not of a step."""
 
 import loop
 from ranks import on_ranks

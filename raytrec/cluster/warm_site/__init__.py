@@ -1,1 +1,0 @@
-"""A folder for PYTHONPATH, from which Python imports `sitecustomize` when it begins (site.html)."""
