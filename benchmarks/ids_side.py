@@ -98,9 +98,9 @@ class Side:
 
 def stream(ids: int, world: int) -> tuple[float, int]:
     """(seconds, bytes that this process has grown by since a tenth of them) of distinct ids through a map."""
+    from raytrec.common.collectives import Peers
     from raytrec.config.managed import ManagedIds
-    from raytrec.embeddings.managed.exchange import IdExchange
-    from raytrec.embeddings.managed.peers import Peers
+    from raytrec.embeddings.managed.batches import IdExchange
     from raytrec.embeddings.managed.row_map import RowMap
 
     peers, cpu = Peers(), torch.device("cpu")
@@ -151,14 +151,14 @@ def resume(rank: int, world: int, root: str, first: int, saves: list[int]) -> tu
         step.trained = first
     batches, memory = _distinct(Form(ReadPlan(schema)), rank, world, first), psutil.Process().memory_info
     before, began, early = 0, perf_counter(), first + (saves[-1] - first) // 10
-    for number, _ in enumerate(step.train(batches, saves[-1] - first), first + 1):
-        if number == early:
-            before = memory().rss
-        if number in saves:
-            ids, about = saved_ids(step.maps, number)
-            saver.save(number, state.tensors(), about, ids)
-            if error := saver.taken().error:
-                raise error
+    for save in saves:
+        for _ in step.train(batches, save - step.trained):
+            if step.trained == early:
+                before = memory().rss
+        ids, about = saved_ids(step.maps)
+        saver.save(save, state.tensors(), about, ids)
+        if error := saver.taken().error:
+            raise error
     return perf_counter() - began, memory().rss - before
 
 

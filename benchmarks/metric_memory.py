@@ -39,9 +39,9 @@ def evaluate(rank: int, store: str, rows: int, exact_rows: int | None, metrics: 
     join_group(rank, WORLD, store)
     import torch
 
+    from raytrec.common.collectives import Peers
     from raytrec.config.evaluation import EvalSection
     from raytrec.metrics.over_ranks.evaluation import Counted, TaskRows
-    from raytrec.metrics.over_ranks.exchange import Exchange
     from raytrec.metrics.selection import Selection
     from raytrec.tasks.losses.bce import BinaryCrossEntropy
     from raytrec.tasks.task import Task
@@ -58,7 +58,7 @@ def evaluate(rank: int, store: str, rows: int, exact_rows: int | None, metrics: 
         kept.add(
             Counted(logits, labels, torch.ones(count), {"user": torch.randint(0, 1 + rows // 50, (count,))})
         )
-    figures, _ = kept.figures(Exchange(cpu), cpu)
+    figures, _ = kept.figures(Peers(cpu), cpu)
     if rank == 0:
         answers.put((peak_bytes() - before, time.perf_counter() - began, figures))
 
@@ -67,12 +67,12 @@ def warm(cpu) -> None:
     """What torch and gloo allocate once."""
     import torch
 
-    from raytrec.metrics.over_ranks.exchange import Exchange
+    from raytrec.common.collectives import Peers
 
-    exchange = Exchange(cpu)
+    peers = Peers(cpu)
     numbers = torch.arange(1000)
-    exchange.send([numbers], numbers % WORLD)
-    exchange.add(numbers.double().sort().values)
+    peers.send([numbers], numbers % WORLD)
+    peers.sum(numbers.double().sort().values)
 
 
 def measure(rows: int, exact_rows: int | None, metrics: list[str]) -> tuple[int, float, dict]:

@@ -3,9 +3,9 @@
     python benchmarks/scale.py [--smallest]
 
 The ranks are simulated: a client sends what so many ranks would send. What is measured is real: the planner,
-the coordinator's actor, the recorder with its run folder, the feed and store of MLflow, the report, folding
-and judging of live checks, the cursor, and the planner and index of checkpoints. Each part runs in a process
-of its own (scale_parts.py). Writes benchmarks/results/scale.json; seconds are of CPU unless they say "wall".
+the coordinator's actor, the recorder with its run folder, the feed and store of MLflow, the report, the
+cursor, and the planner and index of checkpoints. Each part runs in its own process (scale_parts.py). Writes
+benchmarks/results/scale.json; seconds are of CPU unless they are called "wall".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "scale.json"
-PARTS = ("plan", "cursor", "beats", "records", "mlflow", "report", "checks", "checkpoint")
+PARTS = ("plan", "cursor", "beats", "records", "mlflow", "report", "checkpoint")
 SIZES = ((8, 26), (256, 1000), (1024, 1000))
 SMALLEST = ((16, 12),)
 LIMIT_S = 300  # of wall-clock time for one part

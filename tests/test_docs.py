@@ -5,6 +5,7 @@ import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -223,13 +224,21 @@ def mine(tmp_path, monkeypatch):
     del sys.modules["mine"]
 
 
+def run_with(values):
+    """A checked run with one table of one shard."""
+    from raytrec.common.collectives import Peers
+
+    weight = SimpleNamespace(shards=[SimpleNamespace(values=values)])
+    return SimpleNamespace(peers=Peers(alone=True), tables={"item": SimpleNamespace(weight=weight)})
+
+
 def test_examples_of_extending_work(mine, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
     from raytrec_datasets import find_recipe
 
-    from raytrec.checks.live.outcome import STEP
+    from raytrec.checks.live.outcome import STEP, Position
     from raytrec.checks.live.registry import choose
     from raytrec.config.run_config import load_config
     from raytrec.config.schema import Schema
@@ -262,8 +271,10 @@ def test_examples_of_extending_work(mine, tmp_path):
     assert float(mine.Accuracy.figure(mine.Accuracy.sums(view))) == pytest.approx(2 / 3)
 
     bounded = choose(config)["bounded"]
-    judged = bounded.check(None).judge([{"item": 3.0}, {"item": 200.0}], 7)
-    assert bounded.reaction == "warn" and not judged.passed and "200" in judged.text
-    assert bounded.check(None).judge([{"item": 3.0}, {}], 7).passed and STEP in bounded.check.moments
+    outcomes = [
+        bounded.check(run_with(torch.tensor([[size]]))).evaluate(Position(7), True) for size in (3.0, 200.0)
+    ]
+    assert bounded.reaction == "warn" and STEP in bounded.check.moments
+    assert outcomes[0].passed and not outcomes[1].passed and "item has a weight of 200" in outcomes[1].text
     table = apply_transforms(pa.table({"clicks": [1], "views": [10]}), tuple(config.data.transforms), "here")
     assert table["ratio"].to_pylist() == [pytest.approx(0.05)]

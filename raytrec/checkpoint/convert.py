@@ -67,7 +67,7 @@ def to_managed(name: str, table: Table) -> TableChange:
         f"table {name}: ids 0 to {rows - 1:,} keep their rows; one more is for ids that have none",
         np.concatenate([np.arange(rows), np.full(policy.fallback_rows, -1)]),
         saved,
-        {"rows": rows, "waiting": 0, "left": 0, "handed": rows, "marks": []},
+        {"rows": rows, "waiting": 0, "left": 0, "handed": rows},
     )
 
 

@@ -21,33 +21,29 @@ import torch
 
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.state import State
+from raytrec.common.collectives import Peers, RoundTrip
 from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
 from raytrec.config.schema import Table
 from raytrec.embeddings.hashing import unhash_bits
-from raytrec.embeddings.managed.key_map import Entries
+from raytrec.embeddings.managed.key_map import Entries, Free, MapState
 from raytrec.embeddings.managed.keys import count_by_owner, fallback_of, first_keys, keys_of
-from raytrec.embeddings.managed.peers import Peers
-from raytrec.embeddings.managed.policy import Expiry
-from raytrec.embeddings.managed.round_trip import RoundTrip
 from raytrec.embeddings.managed.row_map import RowMap
-from raytrec.embeddings.managed.state import Free, MapState
 
 ROWS, WAITING = ("row", "sightings", "last"), ("sightings", "last")
 
 
-def saved_ids(maps: Mapping[str, RowMap], steps: int) -> tuple[State, dict[str, Any]]:
+def saved_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
     """(tensors in host memory, which nothing changes any more; `about` of the index): a collective.
 
     Args:
-        maps: table → this rank's part of its map.
-        steps: that have been trained.
+        maps: table → this rank's part of its map; no pipeline may be ahead of the tables.
     """
     peers, tensors, about = Peers(), {}, {}
     for table, part in maps.items():
-        state = part.state(steps)
+        state = part.state()
         rows, waiting = state.rows.in_order(), state.waiting.in_order()
         device = rows.keys.device
-        sizes = peers.gather(torch.tensor([len(rows), len(waiting)], device=device)).T.tolist()
+        sizes = peers.stack(torch.tensor([len(rows), len(waiting)], device=device)).T.tolist()
         tensors |= _columns(f"ids/{table}/", rows, ROWS, sizes[0], peers)
         tensors |= _columns(f"ids/{table}/waiting_", waiting, WAITING, sizes[1], peers)
         if len(state.free.left):
@@ -57,7 +53,6 @@ def saved_ids(maps: Mapping[str, RowMap], steps: int) -> tuple[State, dict[str, 
             "waiting": sum(sizes[1]),
             "left": len(state.free.left),
             "handed": state.free.handed,
-            "marks": [list(mark) for mark in state.free.expiry.marks],
         }
     return tensors, {"ids": about} if about else {}
 
@@ -97,9 +92,7 @@ def take_over_ids(
         if anew:
             for entries in (rows, waiting):
                 entries.fields["last"].fill_(-1)
-        marks = () if anew else tuple((int(step), float(seconds)) for step, seconds in sizes["marks"])
-        expiry = Expiry(part.policy.ttl_steps, part.policy.ttl_s, marks)
-        part.load(MapState(rows, waiting, Free(sizes["handed"], left, expiry)))
+        part.load(MapState(rows, waiting, Free(sizes["handed"], left)))
 
 
 def stored_rows(

@@ -62,18 +62,12 @@ class _EarlyStopping(TypedDict, total=False):
     since: Count
 
 
-class _LastSteps(TypedDict):
-    names: list[Text]
-    steps: list[list[Annotated[float, Strict()]]]
-
-
 class _Progress(TypedDict):
     step: Count
     rows: Count
     trained: Annotated[float, Strict()]
     nan_steps: Count
     window: dict[Text, Annotated[float, Strict()]]
-    last_steps: NotRequired[_LastSteps]
     seconds: Annotated[float, Strict(), Field(ge=0)]
     timed_rows: Count
     evaluation: dict[Text, Any] | None
@@ -85,7 +79,6 @@ class _MapSizes(TypedDict):
     waiting: Count
     left: Count
     handed: Count
-    marks: list[tuple[Count, Annotated[float, Strict()]]]
 
 
 class _Ids(TypedDict):

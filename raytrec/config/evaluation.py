@@ -35,11 +35,8 @@ class EvalSection(Section):
     slices: list[str] = Field(
         default_factory=list,
         max_length=20,
-        description="Columns of data.reserve_columns with few values, such as country: of the largest and of "
-        "the worst of them, rows, AUC and calibration of each task are reported.",
-    )
-    slices_shown: Annotated[PositiveInt, Field(le=1000)] = Field(
-        10, description="How many of the largest, and of the worst, are reported."
+        description="Columns of data.reserve_columns with few values, such as country: of the 10 largest and "
+        "the 10 worst of them, rows, AUC and calibration of each task are reported.",
     )
     max_exact_rows: PositiveInt = Field(
         2_000_000,
@@ -50,8 +47,4 @@ class EvalSection(Section):
     retrieval: RetrievalSection | None = Field(
         None,
         description="Rank every evaluated row's item among all items: items, item, seen, at; null: no.",
-    )
-    window_steps: Annotated[PositiveInt, Field(le=10_000)] | None = Field(
-        None,
-        description="Metrics of training are over the last so many steps; default: since the last report.",
     )

@@ -23,9 +23,8 @@ from raytrec.cluster.session import in_job
 from raytrec.common.messages import ENDED_EARLY
 from raytrec.common.terminal import bold, open_console, plain
 from raytrec.driver import progress_log as lines
-from raytrec.metrics.results import format_result
+from raytrec.metrics.results import format_result, slice_tables
 from raytrec.metrics.selection import figures_of
-from raytrec.metrics.slice_tables import slice_tables
 
 Pairs = list[tuple[str, str]]  # names and texts: the rows of a table
 PLAIN_EVERY_S = 10.0  # seconds between progress lines where stderr is not a terminal

@@ -1,6 +1,6 @@
-"""The kinds of metrics: what each is given, and what it gives. (registry.py has them by their names.)
+"""The kinds of metrics: what each gets, and what it returns. (registry.py has them by their names.)
 
-What a metric sums adds up over ranks, so that none of raytrec's own needs all rows in one place.
+What a metric sums adds up over ranks, so that no metric needs all rows in one place.
 """
 
 from __future__ import annotations
@@ -15,21 +15,17 @@ if TYPE_CHECKING:
 
     from raytrec.metrics.over_ranks.groups import Groups
     from raytrec.metrics.over_ranks.ranked import Ranked
-    from raytrec.metrics.rows import Rows
     from raytrec.tasks.outputs import TaskOutputs
 
 Direction = Literal["higher", "lower", "closer to 1"]
 DIRECTIONS = ("higher", "lower", "closer to 1", None)
 POSITIVES = "positives"  # a count (SumMetric.counts) of what a ratio that should be 1 is of
-GROUPS, NO_POSITIVE, ONE_CLASS = (
-    "groups",
-    "groups_without_positive",
-    "groups_of_one_class",
-)  # GroupMetric.counts
+# GroupMetric.counts
+GROUPS, NO_POSITIVE, ONE_CLASS = "groups", "groups_without_positive", "groups_of_one_class"
 
 
 class Metric:
-    """What all metrics have. A class, never an instance: what there is to remember is sums or rows.
+    """What all metrics have. A class, never an instance: metrics hold no state.
 
     Attributes:
         name: in configurations and results.
@@ -52,14 +48,9 @@ class Metric:
     k: ClassVar[int] = 0
 
     @staticmethod
-    def curve(rows: Rows) -> dict[str, list] | None:
-        """A curve of an evaluation's rows, all of them on rank 0, for the report; None: there is none."""
-        return None
-
-    @staticmethod
     def ranked_curve(ranked: Ranked) -> dict[str, list] | None:
-        """A curve of an evaluation's rows in the order of their predictions (metrics/curves.py), for the
-        report; a collective, which returns the same on all ranks. None: there is none."""
+        """A curve of an evaluation's rows in the order of their predictions (builtin/areas.py), for the
+        report; a collective, which returns the same on all ranks. None: the metric has no curve."""
         return None
 
 
@@ -85,7 +76,7 @@ class SumMetric(Metric):
 
     @staticmethod
     def counts(sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
-        """Figures beside it that say how much it is worth, by name; none by default."""
+        """Further figures, which show how much it is worth, by name; none by default."""
         return {}
 
 
@@ -113,14 +104,6 @@ class RankedMetric(Metric):
         been put into one bin (eval.max_exact_rows)."""
         raise NotImplementedError
 
-    @classmethod
-    def of(cls, rows: Rows) -> float | None:
-        """The metric of rows that are all here; None where it is not defined."""
-        from raytrec.metrics.over_ranks.ranked import Ranked
-
-        ranked = Ranked.of(rows.predictions, rows.labels, rows.weights)
-        return float(cls.figure(cls.sums(ranked))) if ranked.both_classes else None
-
 
 class GroupMetric(Metric):
     """A metric of an evaluation's groups: rows with the same value in the task's column `group`. The ranks
@@ -145,7 +128,7 @@ class GroupMetric(Metric):
     @classmethod
     def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
         """Its values for N groups with one positive row each, whose label is 1: float64 [N]. Metrics that
-        have it are also those of full rankings (metrics/full_ranking.py).
+        have it are also those of full rankings (selection.ranking_metrics).
 
         Args:
             ranks_N: of those rows, int64, from 1.
@@ -186,18 +169,5 @@ class GroupMetric(Metric):
 
     @classmethod
     def counts(cls, sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
-        """Figures beside it: the groups, and how many have no value and are left out."""
+        """Further figures: the groups, and how many have no value and are left out."""
         return {GROUPS: sums["groups"], cls.left_out: sums["left_out"]}
-
-
-class RowMetric(Metric):
-    """A metric that needs all rows of an evaluation, gathered on rank 0. Training does not have it."""
-
-    @staticmethod
-    def figure(rows: Rows) -> float | torch.Tensor | None:
-        """The metric, on rank 0; None or NaN where it is not defined.
-
-        Args:
-            rows: logits, predictions and labels of one task, without padding and what its weights mask.
-        """
-        raise NotImplementedError

@@ -1,13 +1,12 @@
-"""The registry of metrics: a new one is a file in this folder and nothing else, or `module:name` of your own.
+"""The registry of metrics: a new one is a class in a file of builtin/ and nothing else, or `module:name`.
 
-A metric is a class of one of four kinds, by what its sums are of; what it sums adds up over ranks:
+A metric is a class of one of three kinds, by what its sums are of; what it sums adds up over ranks:
 
     SumMetric     rows in any order; known in training, too
     RankedMetric  rows in the order of their predictions, as the area under a curve needs them
     GroupMetric   whole groups of rows (tasks.group), as of one request or user
-    RowMetric     all rows at once on rank 0: for metrics of yours that are none of the others
 
-`@metric` gives it a name and says how it is shown:
+`@metric` gives it a name and decides how it is shown:
 
     @metric("mae", title="MAE (mean absolute error)", label="MAE", better="lower")
     class MAE(SumMetric):
@@ -20,8 +19,8 @@ A metric is a class of one of four kinds, by what its sums are of; what it sums 
         def figure(sums):
             return sums["error"] / sums["weight"]
 
-Result table, result.json, console, MLflow, report, `checkpoint.keep_best` and notebooks take all they say of
-a metric from here. No torch in this module: files of metrics import it in their functions.
+Result table, result.json, console, MLflow, report, `checkpoint.keep_best` and notebooks take names, titles
+and formats from here. No torch in this module: files of metrics import it in their functions.
 """
 
 from __future__ import annotations
@@ -43,19 +42,18 @@ from raytrec.metrics.kinds import (
     GroupMetric,
     Metric,
     RankedMetric,
-    RowMetric,
     SumMetric,
 )
 from raytrec.tasks.losses import Kind
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
-FORMAT = re.compile(r"\{:,?(\.\d)?[fgeE%]\}")  # it may come out of somebody else's run folder
+FORMAT = re.compile(r"\{:,?(\.\d)?[fgeE%]\}")  # it may come from an untrusted run folder
 WHERE = "tasks.metrics"
 BOUND = "_bound"  # NAME_bound: how far a figure out of bins may be from the exact one
 RESERVED = {"kind", "step", "total", "state", "eta_s", "rows", "skipped_rows", "nan_steps", "rows_per_s"}
 RESERVED |= {"unix_s", "loss", "curves", "slices", "unknown_items", POSITIVES, GROUPS, NO_POSITIVE, ONE_CLASS}
 T = TypeVar("T", bound=type[Metric])
-KINDS = (SumMetric, RankedMetric, GroupMetric, RowMetric)
+KINDS = (SumMetric, RankedMetric, GroupMetric)
 NAMES_OF_KINDS = ", ".join(kind.__name__ for kind in KINDS)
 
 
@@ -82,7 +80,7 @@ def metric(
             label becomes that number.
 
     Raises:
-        ConfigError: one of them is none.
+        ConfigError: one of them is not valid, or the class is not a metric class.
     """
 
     def register(cls: T) -> T:
@@ -94,22 +92,21 @@ def metric(
                 expected="lower-case letters, digits and _, and none of " + ", ".join(sorted(RESERVED)),
             )
         if better not in DIRECTIONS:
-            raise ConfigError(f"{better!r} is no direction", where=where, expected=_some(DIRECTIONS))
+            raise ConfigError(f"{better!r} is not a direction", where=where, expected=_some(DIRECTIONS))
         if not FORMAT.fullmatch(format):
-            raise ConfigError(f"{format!r} is no format", where=where, expected='such as "{:.4f}"')
+            raise ConfigError(f"{format!r} is not a format", where=where, expected='such as "{:.4f}"')
         if not issubclass(cls, KINDS):
-            raise ConfigError("it is no metric", where=where, expected=f"a subclass of {NAMES_OF_KINDS}")
+            raise ConfigError("not a metric class", where=where, expected=f"a subclass of {NAMES_OF_KINDS}")
         cls.name, cls.better, cls.format, cls.at_k = name, better, format, at_k
         cls.title, cls.label = title or name, label or name
         cls.takes = takes or cls.takes
-        if cls.__module__.startswith(f"{__package__}."):
-            METRICS(name)(cls)
+        METRICS(name)(cls)
         return cls
 
     return register
 
 
-METRICS: Registry[type[Metric]] = Registry("metric", __package__)
+METRICS: Registry[type[Metric]] = Registry("metric", f"{__package__}.builtin")
 
 
 def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
@@ -117,17 +114,17 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
 
     Args:
         reference: a name, or `module:name` of a class out of tree; with @k where the metric has places.
-        folder: where that module may be found beside Python's own path.
+        folder: where that module may be found, in addition to Python's own path.
 
     Raises:
-        ConfigError: there is none; or the class is no metric, or has the name of one of raytrec's; k is
+        ConfigError: there is no such metric; the class is not a metric, or has the name of another one; k is
             missing, not above 0, or not wanted.
     """
     name, at, places = reference.partition("@")
     found = METRICS.find(name, WHERE, folder)
     if not _is_metric(found):
         raise ConfigError(
-            "it is no metric",
+            "not a metric class",
             where=f"{WHERE}: {reference}",
             expected=f"a subclass of {NAMES_OF_KINDS} with @metric (raytrec/metrics/registry.py)",
         )

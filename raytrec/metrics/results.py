@@ -1,15 +1,15 @@
-"""What result.json says to people: the metrics of its tasks, and counts beside them."""
+"""result.json for people: the metrics of its tasks with their counts, and tables of slices. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import isnan
 from typing import Any, NamedTuple
 
 from raytrec.common.formatting import number
-from raytrec.metrics.full_ranking import ITEMS, ROWS, UNKNOWN
 from raytrec.metrics.registry import BOUND, GROUPS, NO_POSITIVE, ONE_CLASS
-from raytrec.metrics.selection import EVAL, Figure, figures_of
+from raytrec.metrics.selection import EVAL, ITEMS, ROWS, UNKNOWN, Figure, figures_of
 
 AFTER = {  # the metrics, in this order
     EVAL + ROWS: ("rows whose item was ranked", "{:,}"),
@@ -31,7 +31,7 @@ AFTER = {  # the metrics, in this order
     "bound.by": ("bound by", "{}"),
     "bound.share": ("share of the time", "{:.0%}"),
 }
-COUNTS = {  # beside a task's metrics of groups
+COUNTS = {  # with a task's metrics of groups
     GROUPS: "groups",
     NO_POSITIVE: "groups without a positive row (left out)",
     ONE_CLASS: "groups of one class (left out)",
@@ -48,8 +48,18 @@ WHEN_ANY = (  # 0 is not worth a line
 BRIEF = ("train.samples_per_s", "seconds")  # with the metrics that have a direction: what matters most
 
 
+SLICES = "eval.slices"  # task → column → slices, largest, worst
+COLUMNS = {  # of a record
+    "slice": ("value", "{}"),
+    "rows": ("rows", "{:,.0f}"),
+    "auc": ("AUC", "{:.4f}"),
+    "auc_bound": ("off by at most", "{:.1e}"),
+    "calibration": ("calibration", "{:.4f}"),
+}
+
+
 class Row(NamedTuple):
-    """A figure as people see it.
+    """A figure as it is shown.
 
     Attributes:
         text: its value; "–" where it is not defined.
@@ -83,7 +93,7 @@ def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
 
 
 def _beside(figure: Figure) -> dict[str, tuple[str, str, bool]]:
-    """What may be counted beside a figure: key → title, format, whether it is brief."""
+    """What may be counted with a figure: key → title, format, whether it is brief."""
     place, of_task = EVAL + figure.key, figure.title.rpartition(": ")[0]
     found = {place + BOUND: (f"{figure.title}: off by at most", "{:.1e}", False)}
     task = figure.key.rpartition(".")[0]
@@ -94,7 +104,59 @@ def _beside(figure: Figure) -> dict[str, tuple[str, str, bool]]:
 
 
 def as_text(value: Any, form: str) -> str:
-    """A figure as it is written; what is no number, as it is."""
+    """A figure as it is written; what is not a number, as it is."""
     if value is None:
         return "–"
     return str(value) if isnan(number(value)) else form.format(value)
+
+
+@dataclass(frozen=True)
+class SliceTable:
+    """Some slices of one task by one column.
+
+    Attributes:
+        title: which these are.
+        columns: their names.
+        rows: of each slice its texts, and its values as numbers (NaN where there is none).
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[list[tuple[str, float]]]
+
+
+def slice_tables(result: Mapping[str, Any]) -> list[SliceTable]:
+    """The largest and the worst slices of a result, task by task; what is not a record is passed over."""
+    tasks = _mapping(result.get(SLICES))
+    return [
+        SliceTable(f"{task}: {name} of {_count(found)} values of {column}", *_table(records))
+        for task, columns in tasks.items()
+        for column, found in _mapping(columns).items()
+        for name in ("largest", "worst")
+        if (records := _records(_mapping(found).get(name)))
+    ]
+
+
+def _table(records: list[dict[str, Any]]) -> tuple[list[str], list[list[tuple[str, float]]]]:
+    shown = {key: about for key, about in COLUMNS.items() if any(key in record for record in records)}
+    rows = [[_cell(record.get(key), form) for key, (_, form) in shown.items()] for record in records]
+    return [title for title, _ in shown.values()], rows
+
+
+def _cell(value: Any, form: str) -> tuple[str, float]:
+    as_number = number(value)
+    if isinstance(value, str) and form == "{}":
+        return value, as_number
+    return ("–" if as_number != as_number else form.format(as_number)), as_number
+
+
+def _records(values: Any) -> list[dict[str, Any]]:
+    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _count(found: Any) -> str:
+    return COLUMNS["rows"][1].format(number(_mapping(found).get("slices")))

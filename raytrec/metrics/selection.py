@@ -13,7 +13,6 @@ from raytrec.common.formatting import number
 from raytrec.config.evaluation import EvalSection
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.metrics.full_ranking import PREFIX, ranking_metrics
 from raytrec.metrics.registry import (
     DIRECTIONS,
     FORMAT,
@@ -23,6 +22,7 @@ from raytrec.metrics.registry import (
     GroupMetric,
     Metric,
     SumMetric,
+    at_places,
     find_metric,
 )
 from raytrec.tasks.task import Task, resolve_tasks
@@ -30,17 +30,19 @@ from raytrec.tasks.task import Task, resolve_tasks
 ANY_FORMAT = "{:.4g}"
 LOSS = "loss"  # the key of the training loss; TASK.loss is a task's part of it
 EVAL = "eval."  # begins the keys of result.json that are of evaluations
+PREFIX = "retrieval"  # of the keys of full rankings (eval.retrieval)
+ROWS, ITEMS, UNKNOWN = f"{PREFIX}.rows", f"{PREFIX}.items", f"{PREFIX}.unknown_items"  # their counts
 WORDS = {  # of Loss.predicts
     "probability": "probabilities",
     "number": "numbers in the label's units",
     "classes": "probabilities of classes",
-    "score": "scores that only say an order",
+    "score": "scores that only give an order",
 }
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A metric of a task, as those who show it know it: also where the metric's code is not at hand.
+    """A metric of a task as it is shown, also where the metric's code cannot be imported.
 
     Attributes:
         key: in messages and files: the metric's name; TASK.NAME where a run has several tasks.
@@ -146,12 +148,12 @@ class Selection:
         return [figure.record() for figure in [*self.figures, *(losses if training else [])]]
 
     def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """What result.json says of the last evaluation."""
+        """The entries of result.json about the last evaluation."""
         return {f"{EVAL}{key}": value for key, value in figures.items()} | {"metrics": self.described()}
 
     @property
     def ratios(self) -> dict[str, str]:
-        """Key of each metric that should be 1 → key of the positives that say how much it is worth."""
+        """Key of each metric that should be 1 → key of the positives that it is of."""
         return {
             self.key(task, metric.name): self.key(task, POSITIVES)
             for task, metrics in self.of.items()
@@ -160,7 +162,7 @@ class Selection:
         }
 
     def best(self, key: str | None, where: str = "checkpoint.best_metric") -> Figure:
-        """The figure that says which of several evaluations is the best.
+        """The figure that decides which of several evaluations is the best.
 
         Args:
             key: METRIC, TASK.METRIC or retrieval.METRIC, or one of these after `eval.`; None: the first that
@@ -180,11 +182,22 @@ class Selection:
             return able[key]
         near = did_you_mean(key, list(able))
         raise ConfigError(
-            f"{where} is {key}, which is no metric of the tasks that has a direction"
+            f"{where} is {key}, which is not a metric of the tasks that has a direction"
             + (f"; did you mean {near}?" if near else ""),
             where=where,
             expected=f"one of {', '.join(able)}" if able else "a metric with a direction among tasks.metrics",
         )
+
+
+def ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
+    """The metrics of full rankings: those of groups with one positive row.
+
+    Args:
+        places: k of those of the first k places.
+    """
+    able = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
+    of_places = [at_places(m, k) for m in able if m.at_k for k in dict.fromkeys(places)]
+    return [*of_places, *(m for m in able if not m.at_k)]
 
 
 def _check_suits(metric: type[Metric], task: Task) -> None:
@@ -193,7 +206,7 @@ def _check_suits(metric: type[Metric], task: Task) -> None:
     if metric.takes is not None and predicts is not None and predicts not in metric.takes:
         able = [name for name, each in METRICS.parts.items() if each.takes is None or predicts in each.takes]
         raise ConfigError(
-            f"{metric.name} is no metric of its loss, whose predictions are {WORDS[predicts]}",
+            f"{metric.name} does not suit the task's loss, whose predictions are {WORDS[predicts]}",
             where=where,
             expected=f"one of {', '.join(able)}",
         )
@@ -209,10 +222,10 @@ def _check_suits(metric: type[Metric], task: Task) -> None:
 
 
 def figures_of(*records: Any) -> list[Figure]:
-    """What the first of some records (a message of kind start, result.json) says of its metrics, under
+    """The metrics that the first of some records (a message of kind start, result.json) describes under
     "metrics"; where none does, raytrec's own metrics, under their names.
 
-    Records may be somebody else's: what is no description is passed over.
+    Records may be untrusted: what is not a description is passed over.
     """
     for record in records:
         described = record.get("metrics") if isinstance(record, Mapping) else None
@@ -237,7 +250,7 @@ def _figure(key: str, metric: type[Metric], of_task: str) -> Figure:
 
 
 def _read(values: Any) -> Figure | None:
-    """A description out of a file; None where it is none."""
+    """A description out of a file; None where it is not valid."""
     if not isinstance(values, dict):
         return None
     key, title, label = (values.get(name) for name in ("key", "title", "label"))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raytrec.metrics.registry import SumMetric
 from raytrec.metrics.selection import LOSS, Selection
@@ -22,19 +21,17 @@ class Sums:
     """Rows, and what the metrics of all tasks sum up, in float64 on the device: one vector, one all_reduce.
 
     Args:
-        selection: the metrics. Those of one task that have the same function `sums` share what it gives.
-        window_steps: figures are over the last so many steps; default: since the last `reduce`.
+        selection: the metrics. Those of one task that have the same function `sums` share what it returns.
 
     Attributes:
         selection: as it was given.
     """
 
-    def __init__(self, selection: Selection, device: torch.device, window_steps: int | None = None):
+    def __init__(self, selection: Selection, device: torch.device):
         self._device, self.selection = device, selection
-        self._names: list[str] = []  # of the vector; the functions say them when they are first called
+        self._names: list[str] = []  # of the vector; known after the functions have first been called
         self._before: dict[str, float] = {}  # what this rank resumes from
         self._vector: torch.Tensor | None = None
-        self._steps: deque[torch.Tensor] | None = deque(maxlen=window_steps) if window_steps else None
         self._functions: dict[str, dict[Callable, str]] = {task: {} for task in selection.of}
         for task, metrics in selection.of.items():  # the first metric that has a function gives it its name
             for metric in metrics:
@@ -52,54 +49,33 @@ class Sums:
                 given = function(outputs[task])
                 found |= {prefix + name: value for name, value in given.items()}
         if self._vector is None:
-            before, self._names = self._names, list(found)
+            self._names = list(found)
             self._vector = self._tensor(self._before)
-            self._reorder(before)
-        step = torch.stack([value.detach().double() for value in found.values()])
-        self._vector += step
-        if self._steps is not None:
-            self._steps.append(step)
+        self._vector += torch.stack([value.detach().double() for value in found.values()])
 
     def total(self) -> dict[str, float]:
         """The sums since the last `reduce` over all ranks, for `resume`; a collective."""
-        return dict(zip(self._names, self._over_ranks(self._so_far()).tolist(), strict=True))
+        return dict(zip(self._names, self._over_ranks().tolist(), strict=True))
 
-    def last_steps(self) -> dict[str, Any] | None:
-        """The sums of each step of the window over all ranks, for `resume`; a collective. None without
-        window_steps."""
-        if self._steps is None:
-            return None
-        steps = self._over_ranks(self._matrix()).tolist() if self._steps else []
-        return {"names": self._names, "steps": steps}
-
-    def resume(self, total: dict[str, float], last_steps: dict[str, Any] | None = None) -> None:
-        """Continues from what `total` and `last_steps` gave, with any number of ranks."""
+    def resume(self, total: dict[str, float]) -> None:
+        """Continues from what `total` returned, with any number of ranks."""
         import torch.distributed as dist
 
-        first = dist.get_rank() == 0
         self._names = list(total)
-        self._before = dict(total) if first else {}
-        if self._steps is not None and last_steps:
-            names, steps = last_steps["names"], last_steps["steps"]
-            self._names = self._names or list(names)
-            known = (dict(zip(names, step, strict=True)) if first else {} for step in steps)
-            self._steps.extend(self._tensor(each) for each in known)
+        self._before = dict(total) if dist.get_rank() == 0 else {}
 
     def reduce(self) -> dict[str, float]:
-        """Figures over all ranks since the last call (rows) and over the window, by key (Selection.key); a
-        collective. What is counted since the last call starts over then.
+        """Figures over all ranks since the last call, by key (Selection.key); a collective.
 
         Returns:
             rows; each SumMetric of each task, NaN where it is not defined, and its counts; of training the
             loss of a step, and of each task where that has several parts: means in which steps count by rows.
         """
-        sums = dict(zip(self._names, self._over_ranks(self._so_far()).cpu(), strict=True))
+        sums = dict(zip(self._names, self._over_ranks().cpu(), strict=True))
         self._before = {}
         if self._vector is not None:
             self._vector.zero_()
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
-        if self._steps is not None:
-            sums = dict(zip(self._names, self._over_ranks(self._matrix().sum(0)).cpu(), strict=True))
         losses = self._own(sums, LOSS_OF)
         for task, metrics in self.selection.of.items():
             if len(losses) > 1:
@@ -113,20 +89,13 @@ class Sums:
             figures[LOSS] = float(sum(losses.values()) / sums[ROWS])
         return figures
 
-    def _so_far(self) -> torch.Tensor:
-        return self._tensor(self._before) if self._vector is None else self._vector.clone()
-
-    def _over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
+    def _over_ranks(self) -> torch.Tensor:
+        """The sums so far over all ranks; a collective."""
         import torch.distributed as dist
 
+        sums = self._tensor(self._before) if self._vector is None else self._vector.clone()
         dist.all_reduce(sums)
         return sums
-
-    def _matrix(self) -> torch.Tensor:
-        """The sums of each step of the window, [steps, names]."""
-        import torch
-
-        return torch.stack([*self._steps]) if self._steps else self._tensor({}).unsqueeze(0)
 
     def _tensor(self, sums: dict[str, float]) -> torch.Tensor:
         """Sums in the order of the names."""
@@ -136,13 +105,6 @@ class Sums:
             return torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         values = [sums.get(name, 0.0) for name in self._names]
         return torch.tensor(values, dtype=torch.float64, device=self._device)
-
-    def _reorder(self, before: list[str]) -> None:
-        """Brings the steps that were resumed into the order of the names."""
-        if self._steps and before != self._names:
-            known = [dict(zip(before, step.tolist(), strict=True)) for step in self._steps]
-            self._steps.clear()
-            self._steps.extend(self._tensor(each) for each in known)
 
     @staticmethod
     def _own(sums: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

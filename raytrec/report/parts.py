@@ -8,7 +8,7 @@ from typing import Any
 
 from raytrec.common.formatting import bytes_text, count, duration, figure, number, percent, ranges
 from raytrec.common.messages import Check, RankLine, Saved
-from raytrec.metrics.slice_tables import slice_tables
+from raytrec.metrics.results import slice_tables
 from raytrec.report.run_timeline import story
 from raytrec.tracking.aggregate import (
     by_step,

@@ -99,7 +99,8 @@ class CheckpointManager:
         self._kept: int | None = progress.step or None  # the step of the newest checkpoint
         self._saver.last_step = self._kept
         self._consensus, self._losses = StepConsensus(), Losses()
-        self._saved_at, self._asked = monotonic(), False
+        self._saved_at, self._asked, self._due = monotonic(), False, Command.GO
+        step.drain_every = keeping.every_steps
         context.heartbeat.watch_device(self._unfinished)
 
     def after_step(self, outputs: Outputs) -> None:
@@ -122,13 +123,19 @@ class CheckpointManager:
         self._obey(decision.command)
 
     def _obey(self, command: Command) -> None:
-        step = self._progress.step
-        if command in (Command.RESTART, Command.STOP) and step < self._last_step:
+        """Saves, or ends this group, at once or as soon as the pipeline has been drained."""
+        step, every = self._progress.step, self._config.checkpoint.every_steps
+        if command == Command.GO and every and step % every == 0:
+            command = Command.SAVE
+        self._due = max(self._due, command)
+        if self._due != Command.GO and self._step.ahead:
+            return self._step.drain()
+        command, self._due = self._due, Command.GO
+        if command == Command.SAVE:
+            self.save()
+        elif command in (Command.RESTART, Command.STOP) and step < self._last_step:
             self.save(wait=True)
             raise {Command.RESTART: Restart, Command.STOP: Stopped}[command](f"at step {step}")
-        every = self._config.checkpoint.every_steps
-        if command == Command.SAVE or (every and step % every == 0):
-            self.save()
 
     def after_evaluation(self) -> None:
         """Saves what may be one of the best."""
@@ -159,7 +166,7 @@ class CheckpointManager:
             heartbeat.tick("save")
             self._take()
             self._before_save()
-            ids, about_ids = saved_ids(self._step.maps, step)
+            ids, about_ids = saved_ids(self._step.maps)
             self._saver.save(step, self._state.tensors(), self._about() | about_ids, ids)
             self._saved_at, self._asked = monotonic(), False
         saved = None

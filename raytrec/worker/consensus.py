@@ -37,7 +37,7 @@ class Decision(NamedTuple):
 
 
 class StepConsensus:
-    """An exchange of a few bytes at each step, over gloo, that nobody waits for: read `lag` steps later.
+    """An exchange of a few bytes at each step, over gloo, which no step waits for: read `lag` steps later.
 
     gloo's all-reduce goes round a ring, 2 (W - 1) hops. Many ranks therefore stand in rows and columns: they
     agree along the rows, and along the columns while the next step is trained; then all know what each knew.

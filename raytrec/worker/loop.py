@@ -35,7 +35,7 @@ def train_worker(task: WorkerTask) -> None:
     context.enter_phase("building the model", "plan")
     step, plan = build_step(config, task.schema, context.device, fill=False, steps=total)
     selection = Selection.of_config(config, task.schema)
-    window = Sums(selection, context.device, config.eval.window_steps)
+    window = Sums(selection, context.device)
     state, progress = LogicalState(step.model, step.optimizer), Progress(window)
     if not restore_run(context, step, state, progress):
         context.enter_phase("setting initial values", "plan")

@@ -65,7 +65,7 @@ class Progress:
         rows: rows of those steps, rows that could not be read included.
         trained: rows that had a loss, as far as they have been reported.
         nan_steps: steps that were skipped because their loss was not finite (train.on_nan: skip).
-        window: sums for the metrics since they were last reported, or of the last eval.window_steps steps.
+        window: sums for the metrics since they were last reported.
         clock: seconds and rows of training.
         reported: the figures of the last window.
         evaluation: figures of the last evaluation of train.eval_every_steps, and its step.
@@ -120,7 +120,6 @@ class Progress:
             "trained": self.trained,
             "nan_steps": self.nan_steps,
             "window": self.window.total(),
-            **({"last_steps": steps} if (steps := self.window.last_steps()) else {}),
             "seconds": self.clock.seconds,
             "timed_rows": self.clock.rows,
             "evaluation": self.last_evaluation,
@@ -131,7 +130,7 @@ class Progress:
         """Continues from a `record`."""
         for name in ("step", "rows", "trained", "nan_steps"):
             setattr(self, name, record[name])
-        self.window.resume(record["window"], record.get("last_steps"))
+        self.window.resume(record["window"])
         self.clock.seconds, self.clock.rows = record["seconds"], record["timed_rows"]
         self.evaluation = record["evaluation"] or {}
         self.early_stopping = dict(record["early_stopping"])

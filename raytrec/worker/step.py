@@ -178,11 +178,13 @@ class Step:
 
     The pipeline looks two batches ahead, so batches are given to it in segments that it runs empty: between
     two segments no batch is in flight, and the model may be evaluated. Between two steps of a segment it may
-    be saved: what has begun of the next ones is their exchange of ids, which depends on no weight.
+    be saved: only the exchange of ids of the next ones has begun, which depends on no weight. Only maps
+    of managed ids are `ahead` then; to save them, the pipeline is drained.
 
     Attributes:
         trained: steps that the model has been trained; dropout (with seed and rank) and learning rates depend
             on it alone, so that a restored run continues like the one that was saved.
+        drain_every: with managed ids, after so many steps of the run nothing is `ahead`.
         phases: where the time of training goes; counts only if it was given.
 
     Args:
@@ -206,6 +208,8 @@ class Step:
         self.model = model
         self.optimizer, self._device = optimizer, device
         self.trained, self._seed, self._schedule = 0, seed, schedule or Schedule()
+        self.drain_every: int | None = None
+        self._draining = False
         self._rates = [(group, group["lr"]) for group in optimizer.param_groups]
         average = average_of(optimizer)
         self._averaged = average.applied if average else nullcontext
@@ -222,22 +226,40 @@ class Step:
         """Trains on the next `steps` batches, yielding after each."""
         self.model.train()
         self.phases.resume()
-        batches = islice(batches, steps)
-        if self.managed is not None:
-            batches = self._assigned(self.managed, batches)
+        batches, end = islice(batches, steps), self.trained + steps
+        segment = self._segment(batches)
         while True:
             self._set_out()
-            if (outputs := self._progress(batches)) is None:
+            if (outputs := self._progress(segment)) is not None:
+                self.trained += 1
+                yield outputs
+            elif self._draining and self.trained < end:
+                segment = self._segment(batches)
+            else:
                 return self.phases.pause()
-            self.trained += 1
-            yield outputs
 
-    def _assigned(self, managed: ManagedRows, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _segment(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches that the pipeline runs empty of before it takes others."""
+        return batches if self.managed is None else self._assigned(batches)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the maps of managed ids are ahead of the tables, by the batches in the pipeline."""
+        return self.managed is not None and self.managed.steps > self.trained
+
+    def drain(self) -> None:
+        """Trains the batches in the pipeline before it takes another one: then nothing is `ahead`."""
+        self._draining = True
+
+    def _assigned(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same, with rows in the place of managed ids; the first of them is that of the next step."""
+        self._draining = False
         for step, batch in enumerate(batches, self.trained):
             with self.phases.phase("input_exchange"):
-                managed.assign(batch, step)
+                self.managed.assign(batch, step)
             yield batch
+            if self._draining or (self.drain_every and (step + 1) % self.drain_every == 0):
+                return self.drain()
 
     def _set_out(self) -> None:
         """What a step depends on beside its batch and the model: learning rates and random numbers."""

@@ -14,8 +14,12 @@ from raytrec.common.errors import SchemaError
 MIDDLE = 3
 
 
-def run(rank, world, sharding, root, first, last):
-    """Trains from step `first`, from what is in `root`; saves at the middle and at the end."""
+def run(rank, world, sharding, root, first, last, drained=()):
+    """Trains from step `first`, from what is in `root`; saves at the middle and at the end.
+
+    Args:
+        drained: steps after which the pipeline is asked to run empty.
+    """
     from raytrec.checkpoint.managed import ids_to_read, saved_ids, take_over_ids
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.save import Saver
@@ -32,14 +36,19 @@ def run(rank, world, sharding, root, first, last):
         take_over_ids(step.maps, found.more, found.about)
         step.trained = first
     local = [local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
-    # All batches are there to be taken ahead, and some have been when the one of the middle is trained.
+    # All batches are there to be taken ahead; the pipeline runs empty before the middle is saved.
+    step.drain_every, ahead = MIDDLE, []
     for number, _ in enumerate(step.train(iter(local[first:]), STEPS - first), first + 1):
+        ahead.append(step.ahead)
+        if number in drained:
+            step.drain()
         if number in (MIDDLE, STEPS):
-            ids, about = saved_ids(step.maps, number)
+            ids, about = saved_ids(step.maps)
             saver.save(number, state.tensors(), about | {"schema": schema().to_yaml()}, ids)
             assert saver.taken().error is None
         if number == last:
             break
+    return ahead
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +95,13 @@ def test_other_ranks_go_on(undisturbed, world, sharding, tmp_path):
         assert checkpoints.equal(folder_of(root, STEPS), folder_of(undisturbed, STEPS)) == []
     for name in one:
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=2e-6)
+
+
+def test_a_pipeline_that_is_drained_trains_the_same(undisturbed, tmp_path):
+    (ahead, other) = on_ranks(2, run, "row_wise", str(tmp_path), 0, STEPS, (4,))
+    assert ahead == other, "all ranks are ahead at the same steps"
+    assert ahead[0] and not ahead[MIDDLE - 1] and not ahead[2 * MIDDLE - 1] and not ahead[-1]
+    assert checkpoints.equal(folder_of(str(tmp_path), STEPS), folder_of(undisturbed, STEPS)) == []
 
 
 def test_rows_of_a_checkpoint_without_any_ranks(undisturbed):
@@ -143,7 +159,7 @@ def warmed(rank, world, folder):
     made.warm_start.from_ = folder
     step, _ = build_step(made, schema(), torch.device("cpu"), fill=False)
     begin(step, made, schema())
-    states = {name: part.state(0).rows.in_order() for name, part in step.maps.items()}
+    states = {name: part.state().rows.in_order() for name, part in step.maps.items()}
     local = [local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
     assert len(list(step.train(iter(local), STEPS))) == STEPS
     return {name: (e.keys.tolist(), e.fields["row"].tolist(), e.fields["last"].tolist())

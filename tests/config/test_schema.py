@@ -59,7 +59,10 @@ def test_mistakes_are_named(path, value, says):
 
 @pytest.mark.parametrize(
     "ids,text",
-    [("managed", "ids: managed"), ({"admit_after": 3, "ttl_s": 5}, "ids: {admit_after: 3, ttl_s: 5.0}")],
+    [
+        ("managed", "ids: managed"),
+        ({"admit_after": 3, "ttl_steps": 5}, "ids: {admit_after: 3, ttl_steps: 5}"),
+    ],
 )
 def test_managed_ids(tmp_path, ids, text):
     schema = Schema.parse(changed(("tables", "user", "ids"), ids), "test")
@@ -76,8 +79,7 @@ def test_managed_ids(tmp_path, ids, text):
         ("user", "manged", "tables.user.ids: expected static, managed, or some of admit_after"),
         ("user", {"admit_afte": 2}, "did you mean 'admit_after'"),
         ("user", {"fallback_rows": 10}, "rows: more than ids.fallback_rows=10 are needed"),
-        ("user", {"admit_after": 2, "admit_probability": 0.5}, "exclude each other"),
-        ("user", {"eviction": "fifo"}, "'lru', 'lfu', 'distance_lfu' or 'none'"),
+        ("user", {"eviction": "fifo"}, "'lru', 'lfu' or 'none'"),
         ("tag", "managed", "out_of_range has no meaning where ids are managed"),
     ],
 )

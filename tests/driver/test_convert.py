@@ -42,7 +42,7 @@ def begun(rank, world, root, schema, optimizer):
     train(step, parts(rank, world))
     state, saver = LogicalState(step.model, step.optimizer), Saver(root, made.checkpoint)
     about = {"config": made.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml()}
-    ids, about_ids = saved_ids(step.maps, STEPS)
+    ids, about_ids = saved_ids(step.maps)
     saver.save(STEPS, state.tensors(), about | {"data": "", "progress": PROGRESS} | about_ids, ids)
     assert saver.taken().error is None
 
@@ -73,7 +73,7 @@ def goes_on(rank, world, folder, optimizer):
     parts_of = LogicalState(step.model, step.optimizer).tables
     tables = {n: {"weight": t.weight.dense()} | {k: p.dense() for k, p in t.state.items()}
               for n, t in parts_of.items()}  # fmt: skip
-    held = {n: m.state(step.trained).rows for n, m in step.maps.items()}
+    held = {n: m.state().rows for n, m in step.maps.items()}
     return losses, tables, {n: (unhash_bits(e.keys), e.fields["row"].long()) for n, e in held.items()}
 
 

@@ -74,25 +74,11 @@ def test_a_gpu_gives_the_figures_of_a_cpu_and_does_not_run_dry(memory):
     assert 0 < expected[0][0]["auc"] < 1 and expected[1][0]["auc"] == expected[0][0]["auc"]
 
 
-def gathered(rank, world, at_once):
-    from raytrec.worker.gather import gather_to_first
-
-    mine = torch.arange(rank * 10, rank * 10 + (7, 0, 3)[rank])
-    whole = gather_to_first(mine, at_once=at_once)
-    return None if whole is None else whole.tolist()
-
-
-@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
-def test_what_is_gathered_in_pieces_is_in_order(at_once):
-    first, *others = on_ranks(3, gathered, at_once)
-    assert first == [*range(7), 20, 21, 22] and others == [None, None]
-
-
 @pytest.mark.parametrize("rows,place", [(1000, "cuda"), (10**9, "cpu")])
 def test_the_auc_of_many_rows_leaves_the_tables_their_memory(rows, place):
     from standin import cuda
 
-    from raytrec.worker.gather import place_for
+    from raytrec.metrics.over_ranks.evaluation import place_for
 
     with cuda():
         assert place_for(rows, torch.device("cuda", 0)).type == place

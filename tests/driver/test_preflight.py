@@ -49,7 +49,7 @@ def test_before_ray_starts(schema, model, says):
     [
         ({"metrics": ["auc", "nee"]}, {}, "there is no metric 'nee'; did you mean 'ne'?"),
         ({"metrics": ["mine:Hits"]}, {}, "the module has no Hits"),
-        ({}, {"best_metric": "mse"}, "checkpoint.best_metric is mse, which is no metric of the tasks"),
+        ({}, {"best_metric": "mse"}, "checkpoint.best_metric is mse, which is not a metric of the tasks"),
         ({"metrics": []}, {"keep_best": 1}, "a metric with a direction"),
     ],
 )

@@ -5,15 +5,13 @@ import pytest
 import torch
 from plain_ids import PlainIds, key
 
-from raytrec.common.errors import RunError
+from raytrec.common.collectives import Peers
 from raytrec.config.managed import ManagedIds
 from raytrec.embeddings.hashing import hash_bits, unhash_bits
-from raytrec.embeddings.managed.exchange import IdExchange
+from raytrec.embeddings.managed.batches import IdExchange
 from raytrec.embeddings.managed.key_map import Entries, KeyMap
 from raytrec.embeddings.managed.keys import NO_KEY, first_keys, keys_of, shares
-from raytrec.embeddings.managed.lowest import lowest
-from raytrec.embeddings.managed.peers import Peers
-from raytrec.embeddings.managed.round_trip import regrouped
+from raytrec.embeddings.managed.policy import lowest
 from raytrec.embeddings.managed.row_map import RowMap
 
 CPU = torch.device("cpu")
@@ -21,14 +19,11 @@ EDGES = [0, 1, -1, 2**63 - 1, -(2**63), 2**62, 12345678901234567]
 POLICIES = {
     "lru": {},
     "lfu": {"eviction": "lfu"},
-    "distance lfu": {"eviction": "distance_lfu"},
     "none": {"eviction": "none"},
     "after": {"admit_after": 3},
     "after, lfu": {"admit_after": 2, "eviction": "lfu", "fallback_rows": 3},
-    "probability": {"admit_probability": 0.3},
     "ttl in steps": {"ttl_steps": 5, "eviction": "none"},
     "long ttl in steps": {"ttl_steps": 17, "admit_after": 2},
-    "ttl in seconds": {"ttl_s": 40.0, "eviction": "none"},
 }
 
 
@@ -62,8 +57,8 @@ def test_a_map_is_that_of_a_dict(name):
     exchange = IdExchange({"t": make(size, policy, 7)}, Peers(alone=True), CPU)
     left = admitted = 0
     for step, ids in enumerate(random_batches(60)):
-        expected = plain.step(step, ids, 1000.0 + 3 * step)
-        rows, new = exchange.train({"t": torch.tensor(ids)}, step, 1000.0 + 3 * step)
+        expected = plain.step(step, ids)
+        rows, new = exchange.train({"t": torch.tensor(ids)}, step)
         numbered.check([expected[i] for i in ids], rows["t"].tolist(), plain.capacity)
         new = dict(zip(new["t"].ids.tolist(), new["t"].rows.tolist(), strict=True))
         assert new == {i: numbered[number] for i, number in plain.new.items()}
@@ -104,7 +99,7 @@ def test_a_batch_with_more_ids_than_rows():
     assert one.counted == {"admitted": 30, "evicted": 20, "lookups": 75, "fallback": 45}
 
 
-@pytest.mark.parametrize(("eviction", "left"), [("lru", 0), ("lfu", 63 - 4), ("distance_lfu", 63 - 4)])
+@pytest.mark.parametrize(("eviction", "left"), [("lru", 0), ("lfu", 63 - 4)])
 def test_a_flood_of_new_ids(eviction, left):
     one = IdExchange({"t": make(65, ManagedIds(eviction=eviction))}, Peers(alone=True), CPU)
     for step in range(6):  # the last one is seen once only
@@ -123,33 +118,13 @@ def test_ids_seen_most_often_are_first_where_rows_are_few():
     assert set(range(30, 37)) <= set(new["t"].ids.tolist()) and int((rows["t"][:40] < 10).sum()) == 10
 
 
-@pytest.mark.parametrize("name", ["lru", "after, lfu", "ttl in seconds"])
-def test_what_it_was_some_steps_ago(name):
-    policy, batches = ManagedIds(**POLICIES[name]), random_batches(40)
-
-    def states(ahead):
-        one, out = make(70, policy), []
-        exchange = IdExchange({"t": one}, Peers(alone=True), CPU)
-        for step, ids in enumerate(batches):
-            exchange.train({"t": torch.tensor(ids)}, step, 5.0 * step)
-            if step >= ahead:
-                out.append(plain_state(one.state(step + 1 - ahead)))
-        return out
-
-    now = states(0)
-    assert states(2) == now[:-2]
-    assert states(3) == now[:-3]
-    with pytest.raises(RunError, match="at most 4 steps ago"):
-        states(5)
-
-
 def plain_state(state):
     """A MapState as values that == compares."""
     maps = [
         [e.keys.tolist(), *(e.fields[n].tolist() for n in sorted(e.fields))]
         for e in (state.rows.in_order(), state.waiting.in_order())
     ]
-    return maps, state.free.handed, state.free.left.tolist(), state.free.expiry
+    return maps, state.free.handed, state.free.left.tolist()
 
 
 @pytest.mark.parametrize("name", ["after, lfu", "long ttl in steps"])
@@ -159,11 +134,11 @@ def test_a_state_that_is_loaded_goes_on_as_the_other(name):
     one, other = (IdExchange({"t": m}, Peers(alone=True), CPU) for m in maps)
     for step, ids in enumerate(batches):
         if step == 20:
-            maps[1].load(maps[0].state(20))
+            maps[1].load(maps[0].state())
         expected = one.train({"t": torch.tensor(ids)}, step)[0]["t"]
         if step >= 20:
             assert torch.equal(other.train({"t": torch.tensor(ids)}, step)[0]["t"], expected)
-    assert plain_state(maps[0].state(40)) == plain_state(maps[1].state(40))
+    assert plain_state(maps[0].state()) == plain_state(maps[1].state())
 
 
 def test_keys_are_those_of_plain_python_and_lead_back_to_ids():
@@ -204,7 +179,7 @@ def test_a_key_map_is_a_dict(made_for, steps):
         everything = map.entries()
         assert dict(zip(everything.keys.tolist(), everything.fields["b"].tolist(), strict=True)) == plain
         assert map.count == len(plain)
-    # Whoever has left has been taken out of the counts of those who passed.
+    # Keys that have left no longer count as passing.
     map.remove(map.occupied())
     assert map.count == 0 and not map._passed.any()
 
@@ -217,13 +192,6 @@ def test_the_lowest_are_those_of_a_sorted_list(highest):
     for count in (1, 2, 150, 299, 300, 301):
         assert sorted(lowest(scores, keys, count, Peers(alone=True)).tolist()) == sorted(order[:count])
     assert len(lowest(scores[:0], keys[:0], 5, Peers(alone=True))) == 0
-
-
-def test_groups_change_their_order():
-    sizes = torch.tensor([[2, 0, 1], [0, 3, 2]])
-    values = [f"{a}{b}{n}" for a in range(2) for b in range(3) for n in range(sizes[a, b])]
-    expected = [f"{a}{b}{n}" for b in range(3) for a in range(2) for n in range(sizes[a, b])]
-    assert [values[i] for i in regrouped(sizes)] == expected
 
 
 @pytest.mark.parametrize("ids", ["managed", {"admit_after": 2}])

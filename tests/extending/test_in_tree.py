@@ -78,7 +78,7 @@ def add_loss(tree):
 
 
 def add_metric(tree):
-    copied(tree, "shop_metric.py", "raytrec/metrics/right_side.py")
+    copied(tree, "shop_metric.py", "raytrec/metrics/builtin/right_side.py")
 
 
 def add_check(tree):

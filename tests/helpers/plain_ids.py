@@ -24,19 +24,19 @@ class PlainIds:
     def __init__(self, rows, policy, seed=0):
         self.capacity, self.policy, self.seed = rows - policy.fallback_rows, policy, seed
         self.rows, self.waiting = {}, {}  # id → [row, sightings, last]; id → [sightings, last]
-        self.free, self.swept, self.clock = list(range(self.capacity)), None, []
+        self.free = list(range(self.capacity))
         self.new, self.left = {}, []
 
-    def step(self, step, ids, now=0.0):
+    def step(self, step, ids):
         """id → its row (None: it has none), after a global batch of these ids."""
         counts = Counter(ids)
         self.new, self.left = {}, []
         wanted = [i for i in sorted(counts, key=key) if self._wants(i, counts[i], step)]
-        self._expire(step, now)
+        self._expire(step)
         self._trim(step)
         missing = len(wanted) - len(self.free)
         if missing > 0 and self.policy.eviction != "none":
-            old = sorted((i for i in self.rows if self.rows[i][2] < step), key=lambda i: self._worth(i, step))
+            old = sorted((i for i in self.rows if self.rows[i][2] < step), key=self._worth)
             self._leave(old[: self._to_free(missing)])
         for i in self._chosen(wanted, counts, step):
             sightings = self.waiting.pop(i, [counts[i]])[0]
@@ -52,9 +52,6 @@ class PlainIds:
         if self.policy.admit_after > 1:
             sightings += self.waiting.get(i, [0])[0]
             self.waiting[i] = [sightings, step]
-        if self.policy.admit_probability < 1:
-            uniform = self._draw(i, step) >> 11
-            return uniform * 2.0**-53 < 1 - (1 - self.policy.admit_probability) ** count
         return sightings >= self.policy.admit_after
 
     def _draw(self, i, step):
@@ -76,15 +73,10 @@ class PlainIds:
         best = sorted(wanted, key=claim)[max(0, len(wanted) - len(self.free)) :]
         return sorted(best, key=key)
 
-    def _expire(self, step, now):
-        ttl_steps, ttl_s = self.policy.ttl_steps, self.policy.ttl_s
+    def _expire(self, step):
+        ttl_steps = self.policy.ttl_steps
         if ttl_steps and step % max(1, ttl_steps // 8) == 0:
             self._leave([i for i in self.rows if self.rows[i][2] < step - ttl_steps])
-        if ttl_s and (self.swept is None or now >= self.swept + ttl_s / 8):
-            self.swept = now
-            self.clock.append((step, now))
-            before = [s for s, seconds in self.clock if seconds <= now - ttl_s]
-            self._leave([i for i in self.rows if before and self.rows[i][2] <= before[-1]])
 
     def _trim(self, step):
         if len(self.waiting) > self.capacity:
@@ -95,10 +87,9 @@ class PlainIds:
             for i in old[: len(self.waiting) - self.capacity + self.capacity // 8]:
                 del self.waiting[i]
 
-    def _worth(self, i, step):
+    def _worth(self, i):
         _, sightings, last = self.rows[i]
-        worth = {"lru": last, "lfu": (sightings, last), "distance_lfu": sightings / (step - last)}
-        return worth[self.policy.eviction], key(i)
+        return last if self.policy.eviction == "lru" else (sightings, last), key(i)
 
     def _leave(self, ids):
         for i in sorted(ids, key=key):

@@ -8,9 +8,8 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.metrics.registry import GroupMetric, RankedMetric, find_metric
-from raytrec.metrics.results import format_result
+from raytrec.metrics.results import format_result, slice_tables
 from raytrec.metrics.selection import Selection, figures_of
-from raytrec.metrics.slice_tables import slice_tables
 from raytrec.tasks.losses import Loss
 from raytrec.tasks.task import resolve_tasks
 
@@ -73,7 +72,7 @@ def test_metrics_of_groups_need_a_group():
 def test_a_metric_has_to_suit_the_loss(predicts, metrics):
     for name in metrics:
         refused = refusal(name, predicts=predicts, group="u")
-        assert f"{name} is no metric of its loss" in refused.what and name not in refused.expected.split(", ")
+        assert f"{name} does not suit the task" in refused.what and name not in refused.expected.split(", ")
         Selection([task(name, predicts=None, group="u")])
     suits = {"classes": ["accuracy", "logloss"], "number": ["auc", "rmse", "mrr"], "score": ["auc", "ndcg@3"]}
     Selection([task(*suits[predicts], predicts=predicts, group="u")])

@@ -9,7 +9,7 @@ from ranks import on_ranks
 from raytrec.common.errors import ConfigError
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
-from raytrec.metrics.registry import METRICS, RowMetric, SumMetric, find_metric, metric
+from raytrec.metrics.registry import METRICS, SumMetric, find_metric, metric
 from raytrec.metrics.selection import Selection, figures_of
 from raytrec.tasks.outputs import Outputs, TaskOutputs
 from raytrec.tasks.task import resolve_tasks
@@ -197,12 +197,10 @@ def test_one_task_has_no_name_before_its_metrics():
 @pytest.mark.parametrize("labels", [[0.0, 0.0], [1.0, 1.0], [0.2, 0.7], [1.0, 2.0], []])
 def test_what_is_not_defined(labels):
     from raytrec.metrics.over_ranks.ranked import Ranked
-    from raytrec.metrics.rows import Rows
 
     labels = torch.tensor(labels)
-    rows = Rows(torch.zeros(len(labels)), labels, torch.sigmoid)
-    assert find_metric("auc").of(rows) is None
-    ranked = Ranked.of(rows.predictions, labels)
+    ranked = Ranked.of(torch.full((len(labels),), 0.5), labels)
+    assert not ranked.both_classes
     assert all(METRICS.parts[name].ranked_curve(ranked) is None for name in ("auc", "calibration"))
     ne, mse = find_metric("ne"), find_metric("mse")
     if len(set(labels.tolist())) == 1:
@@ -219,7 +217,7 @@ def test_weights_mask_rows_and_weigh_them():
 
 
 OF_THE_USER = """
-from raytrec.metrics.registry import RowMetric, SumMetric, metric
+from raytrec.metrics.registry import SumMetric, metric
 
 
 @metric("hits_at_half", title="hits at 0.5", label="hits", better="higher", format="{:.1%}")
@@ -235,10 +233,14 @@ class HitRate(SumMetric):
 
 
 @metric("spread")
-class Spread(RowMetric):
+class Spread(SumMetric):
     @staticmethod
-    def figure(rows):
-        return rows.predictions.max() - rows.predictions.min()
+    def sums(outputs):
+        return {"far": ((outputs.predictions - 0.5).abs() * outputs.weights).sum()}
+
+    @staticmethod
+    def figure(sums):
+        return sums["far"]
 
 
 class NoName(SumMetric):
@@ -269,48 +271,48 @@ def test_a_metric_of_the_users_own_on_two_ranks(tmp_path):
     hits = ((logits.sigmoid() > 0.5) == (labels > 0.5))[real].double().mean()
     assert figures["hits_at_half"] == other["hits_at_half"] == pytest.approx(float(hits))
     p = logits[real].double().sigmoid()
-    assert figures["spread"] == float(p.max() - p.min()) and other["spread"] is None
+    assert figures["spread"] == other["spread"] == pytest.approx(float((p - 0.5).abs().sum()))
     assert figures["ne"] == pytest.approx(defined(logits, labels, weights)["ne"], abs=1e-6) and not curves
     hit_rate, _, spread = figures_of({"metrics": described})
     assert (hit_rate.title, hit_rate.text(0.5), hit_rate.better) == ("hits at 0.5", "50.0%", "higher")
-    assert (spread.title, spread.better, spread.sums) == ("spread", None, False)
+    assert (spread.title, spread.better, spread.sums) == ("spread", None, True)
 
 
 @pytest.mark.parametrize(
-    ("reference", "says"),
+    ("reference", "text"),
     [
         ("loglos", "there is no metric 'loglos'; did you mean 'logloss'"),
         ("no_such_module:X", "there is no module no_such_module"),
         ("metrics_of_mine:Hitrate", "the module has no Hitrate; did you mean HitRate"),
-        ("metrics_of_mine:NoName", "it is no metric"),
-        ("metrics_of_mine:SumMetric", "it is no metric"),
-        ("metrics_of_mine:metric", "it is no metric"),
+        ("metrics_of_mine:NoName", "not a metric class"),
+        ("metrics_of_mine:SumMetric", "not a metric class"),
+        ("metrics_of_mine:metric", "not a metric class"),
         ("metrics_of_mine:Taken", "raytrec has a metric of the name 'auc'"),
     ],
 )
-def test_a_metric_that_there_is_not(tmp_path, monkeypatch, reference, says):
+def test_a_metric_that_there_is_not(tmp_path, monkeypatch, reference, text):
     (tmp_path / "metrics_of_mine.py").write_text(OF_THE_USER)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=text):
         find_metric(reference)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("name", "options", "text"),
     [
         ("Hits", {}, "cannot be a metric's name"),
         ("rows", {}, "cannot be a metric's name"),
-        ("hits", {"better": "more"}, "is no direction"),
-        ("hits", {"format": "{0.__class__}"}, "is no format"),
-        ("hits", {"format": "{:99999999.4f}"}, "is no format"),
+        ("hits", {"better": "more"}, "is not a direction"),
+        ("hits", {"format": "{0.__class__}"}, "is not a format"),
+        ("hits", {"format": "{:99999999.4f}"}, "is not a format"),
     ],
 )
-def test_a_metric_that_cannot_be(name, options, says):
-    with pytest.raises(ConfigError, match=says):
+def test_a_metric_that_cannot_be(name, options, text):
+    with pytest.raises(ConfigError, match=text):
         metric(name, **options)(type("Hits", (SumMetric,), {}))
     with pytest.raises(ConfigError, match="a subclass"):
         metric("hits")(int)
-    assert metric("hits")(type("Hits", (RowMetric,), {})).title == "hits"
+    assert metric("hits")(type("Hits", (SumMetric,), {})).title == "hits"
 
 
 @pytest.mark.parametrize(
@@ -330,7 +332,7 @@ def test_by_which_metric_the_best_are_kept(tasks, key, best):
 
 
 def test_a_metric_by_which_none_can_be_kept():
-    with pytest.raises(ConfigError, match=r"which is no metric of the tasks.*did you mean click.auc"):
+    with pytest.raises(ConfigError, match=r"which is not a metric of the tasks.*did you mean click.auc"):
         selection(TWO).best("clik.auc")
     with pytest.raises(ConfigError, match=r"checkpoint\.best_metric is ne"):
         selection(TWO).best("ne")

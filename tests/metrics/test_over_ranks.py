@@ -183,7 +183,7 @@ def test_beyond_exact_rows_there_are_bins_with_their_bound_and_files(world):
 
 
 def test_bins_rise_with_predictions():
-    from raytrec.metrics.over_ranks.scores import COUNT, bins_of, midpoints
+    from raytrec.metrics.over_ranks.ranked import COUNT, bins_of, midpoints
 
     edges = torch.tensor([-torch.inf, -1e30, -1.5, -1.0, -1e-30, 0.0, 1e-30, 0.5, 0.9, 1.0, 1e30, torch.inf])
     bins = bins_of(edges.double())
@@ -205,13 +205,13 @@ def test_what_a_gpu_holds_is_exchanged_over_it():
 
 def parts(rank, world):
     """How many predictions this rank has of all ranks', and of as many that are all the same."""
-    from raytrec.metrics.over_ranks.exchange import Exchange
+    from raytrec.common.collectives import Peers
     from raytrec.metrics.over_ranks.ranked import Ranked, Ties
 
-    rows, exchange = (8000, 0, 1000)[rank], Exchange(torch.device("cpu"))
+    rows = (8000, 0, 1000)[rank]
     found = []
     for predictions in (torch.randn(rows).exp(), torch.ones(rows)):
-        ranked = Ranked.sort(Ties.of(predictions, torch.zeros(rows), torch.ones(rows)), exchange)
+        ranked = Ranked.sort(Ties.of(predictions, torch.zeros(rows), torch.ones(rows)), Peers())
         found.append(len(ranked.ties.predictions))
         assert ranked.total.tolist() == [0, 9000, 9000]
     return found
@@ -220,23 +220,6 @@ def parts(rank, world):
 def test_each_rank_has_its_part_of_the_order():
     different, same = zip(*on_ranks(3, parts), strict=True)
     assert max(different) < 1.1 * sum(different) / 3 and sum(same) == 1
-
-
-def sent(rank, world, at_once):
-    from raytrec.metrics.over_ranks.exchange import Exchange
-
-    mine = torch.arange(rank * 100, rank * 100 + (7, 0, 30)[rank])
-    exchange = Exchange(torch.device("cpu"), at_once)
-    numbers, halves = exchange.send([mine, mine / 2], mine % world)
-    assert (halves == numbers / 2).all()
-    return sorted(numbers.tolist()), exchange.most(rank), exchange.add(mine[:1].sum()).item()
-
-
-@pytest.mark.parametrize("at_once", [4, 1000])
-def test_rows_go_to_the_ranks_that_they_belong_to(at_once):
-    everything = [*range(7), *range(200, 230)]
-    for rank, (numbers, most, total) in enumerate(on_ranks(3, sent, at_once)):
-        assert numbers == [n for n in everything if n % 3 == rank] and (most, total) == (2, 200)
 
 
 def test_metrics_of_classes():

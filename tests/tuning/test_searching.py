@@ -115,7 +115,7 @@ def test_a_configuration_that_cannot_be_run(data, tmp_path, changes, error, says
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"metric": "nothing"}, "--metric is nothing, which is no metric"),
+        ({"metric": "nothing"}, "--metric is nothing, which is not a metric"),
         ({"trials": 0}, "--trials 0"),
         ({"trials": -1}, "--trials -1"),
         ({"grace_steps": 0}, "--grace-steps 0"),

@@ -109,13 +109,13 @@ def snapshot(model):
 
 
 def sharded_run(rank, world, optimizer, sharding, loss):
-    from raytrec.metrics.auc import AUC
-    from raytrec.metrics.rows import Rows
+    from raytrec.common.collectives import Peers
+    from raytrec.metrics.builtin.areas import AUC
+    from raytrec.metrics.over_ranks.ranked import Ranked
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
     from raytrec.tasks.task import resolve_tasks
     from raytrec.worker.build import build_step
-    from raytrec.worker.gather import gather_to_first
 
     device, settings = torch.device("cpu"), config(optimizer, sharding, loss)
     step, plan = build_step(settings, SCHEMA, device)
@@ -130,9 +130,8 @@ def sharded_run(rank, world, optimizer, sharding, loss):
         logits.append(outputs["y"].logits[outputs.rows > 0])
         labels.append(outputs["y"].labels[outputs["y"].weights > 0])
     figures = sums.reduce()
-    logits, labels = gather_to_first(torch.cat(logits)), gather_to_first(torch.cat(labels))
-    if rank == 0:
-        figures["auc"] = AUC.of(Rows(logits, labels, task.loss.predict))
+    logits, labels = Peers().gather([torch.cat(logits), torch.cat(labels)])
+    figures["auc"] = float(AUC.figure(AUC.sums(Ranked.of(task.loss.predict(logits.double()), labels))))
     sharding_used = {s.sharding_type for module in plan.plan.values() for s in module.values()}
     return before, snapshot(step.model), losses, figures, sharding_used
 

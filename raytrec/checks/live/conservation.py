@@ -4,59 +4,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
+import torch
 
 from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Position, odd_ones, ranks
 from raytrec.checks.live.registry import check
+from raytrec.embeddings.tables import Parts
 
-SHOWN = 8  # ranks whose counts are told
+SHOWN = 8  # ranks whose counts are listed
 
 
 @dataclass(frozen=True)
-class Look:
+class Counts:
     """Counts of one rank since the start (embeddings.taps).
 
     Attributes:
+        step: steps trained. batch_step: the step that the last batch belongs to.
         sent: ids in its part of the batches, of each feature.
         received: ids that its kernels looked up in sharded tables, of each feature.
         kept: the same, in data-parallel tables.
         rows: rows in its part of the batches.
-        rank: whose it is.
     """
 
-    position: Position
+    step: int
+    batch_step: int | None
     sent: dict[str, int]
     received: dict[str, int]
     kept: dict[str, int]
     rows: int
-    rank: int = 0
 
-
-@dataclass(frozen=True)
-class Folded:
-    """Counts of several neighbouring ranks.
-
-    Attributes:
-        first: the rank that they begin with.
-        positions: (step, step of the batch) of each. rows: of each.
-        expected_rows: of the first.
-        sent, received: feature → ids of all of them; first_received: of each of their first SHOWN.
-        differing: feature → (rank, sent, kept) where it kept other ids than it sent.
-    """
-
-    first: int
-    positions: list[tuple[int, int | None]]
-    rows: list[int]
-    expected_rows: int | None
-    sent: dict[str, int]
-    received: dict[str, int]
-    first_received: dict[str, list[int]]
-    differing: dict[str, list[tuple[int, int, int]]]
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last batch is not that of the last step."""
+        return self.batch_step is not None and self.batch_step != self.step - 1
 
 
 @check("conservation")
 class Conservation(Check):
-    """Holds what ranks have looked up against what they were asked for, exactly."""
+    """Compares the ids that ranks have looked up with those of their batches, exactly."""
 
     moments = frozenset({STEP, CHECKPOINT})
     do = (
@@ -64,7 +48,24 @@ class Conservation(Check):
         "and at the versions of torchrec and fbgemm"
     )
 
-    def look(self, position: Position, probed: bool) -> Look:
+    def evaluate(self, position: Position, probed: bool) -> Outcome:
+        mine, peers = self._counts(position), self.run.peers
+        features = list(self.run.schema.sparse)
+        received = [mine.received.get(feature, 0) for feature in features]
+        wrong = mine.is_behind + sum(self._differs(feature, mine) for feature in features)
+        numbers = [*(mine.sent[feature] for feature in features), *received, mine.rows, wrong]
+        totals = peers.sum(torch.tensor(numbers)).tolist()
+        sent, received, (rows, wrong) = totals[: len(features)], totals[len(features) : -2], totals[-2:]
+        both = zip(features, sent, received, strict=True)
+        lost = [feature for feature, *ids in both if self._lost(feature, *ids)]
+        well = not wrong and not lost and position.expected_rows in (None, rows)
+        problems: list[str] = []
+        if not (peers.same((position.step, position.expected_rows)) and well):
+            problems = self._problems(peers.objects(mine), lost, position.expected_rows)
+        good = f"{sum(sent):,} ids sent, all received"
+        return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
+
+    def _counts(self, position: Position) -> Counts:
         taps = self.run.taps
         received: dict[str, int] = {}
         kept: dict[str, int] = {}
@@ -73,85 +74,60 @@ class Conservation(Check):
             for feature, count in zip(lookup.features, lookup.received.tolist(), strict=True):
                 into[feature] = into.get(feature, 0) + count
         sent = dict(zip(taps.features, taps.sent.tolist(), strict=True))
-        return Look(position, sent, received, kept, int(taps.rows), dist.get_rank())
+        return Counts(position.step, position.batch_step, sent, received, kept, int(taps.rows))
 
-    def fold(self, looks: list[Look | Folded]) -> list[Folded]:
-        parts = [look if isinstance(look, Folded) else self._as_folded(look) for look in looks]
-        if len(parts) == 1:
-            return parts
-        first = parts[0]
-        folded = Folded(first.first, [], [], first.expected_rows, {}, {}, {}, {})
-        for part in parts:
-            folded.positions.extend(part.positions)
-            folded.rows.extend(part.rows)
-            for feature in part.sent:
-                folded.sent[feature] = folded.sent.get(feature, 0) + part.sent[feature]
-                folded.received[feature] = folded.received.get(feature, 0) + part.received[feature]
-                each = folded.first_received.setdefault(feature, [])
-                each += part.first_received[feature][: SHOWN - len(each)]
-            for feature, found in part.differing.items():
-                folded.differing.setdefault(feature, []).extend(found)
-        return [folded]
+    def _differs(self, feature: str, counts: Counts) -> bool:
+        """Whether a rank looked up other ids in its copy of a table than its batches have."""
+        return self._weight(feature).replicated and counts.kept.get(feature, 0) != counts.sent[feature]
 
-    def _as_folded(self, look: Look) -> Folded:
-        tables, kept = self.run.tables, look.kept
-        whole = {f for f, spec in self.run.schema.sparse.items() if tables[spec.table].weight.replicated}
-        received = {feature: look.received.get(feature, 0) for feature in look.sent}
-        return Folded(
-            look.rank,
-            [(look.position.step, look.position.batch_step)],
-            [look.rows],
-            look.position.expected_rows,
-            look.sent,
-            received,
-            {feature: [ids] for feature, ids in received.items()},
-            {
-                feature: [(look.rank, look.sent[feature], kept.get(feature, 0))]
-                for feature in sorted(whole)
-                if kept.get(feature, 0) != look.sent[feature]
-            },
-        )
+    def _lost(self, feature: str, sent: int, received: int) -> bool:
+        """Whether the ids of all ranks were not looked up once for each set of columns of their table."""
+        weight = self._weight(feature)
+        return not weight.replicated and received != sent * self._cuts(feature)
 
-    def judge(self, looks: list[Look | Folded], step: int) -> Outcome:
-        (seen,) = self.fold(looks)
-        problems = [*_steps(seen), *_rows(seen)]
+    def _cuts(self, feature: str) -> int:
+        return len({shard.columns.start for shard in self._weight(feature).shards if len(shard.rows)})
+
+    def _weight(self, feature: str) -> Parts:
+        return self.run.tables[self.run.schema.sparse[feature].table].weight
+
+    def _problems(self, of_ranks: list[Counts], lost: list[str], expected_rows: int | None) -> list[str]:
+        problems = [*_steps(of_ranks), *_rows(of_ranks, expected_rows)]
         for feature, spec in self.run.schema.sparse.items():
-            problems += self._ids(feature, spec.table, seen)
-        total = sum(seen.sent.values())
-        return self.outcome(step, problems, f"{total:,} ids sent, all received", float(len(problems)), 0.0)
-
-    def _ids(self, feature: str, table: str, seen: Folded) -> list[str]:
-        """Each id is looked up once for every set of columns that the table is cut into."""
-        weight = self.run.tables[table].weight
-        where = f"table {table}, feature {feature}"
-        if weight.replicated:
-            return [
-                f"{where}: {sent:,} ids in the batches of rank {rank}, {kept:,} looked up there"
-                for rank, sent, kept in seen.differing.get(feature, ())
+            where = f"table {spec.table}, feature {feature}"
+            problems += [
+                f"{where}: {counts.sent[feature]:,} ids in the batches of rank {rank}, "
+                f"{counts.kept.get(feature, 0):,} looked up there"
+                for rank, counts in enumerate(of_ranks)
+                if self._differs(feature, counts)
             ]
-        cuts = len({shard.columns.start for shard in weight.shards if len(shard.rows)})
-        sent, received = seen.sent[feature] * cuts, seen.received[feature]
-        if sent == received:
-            return []
-        each = ", ".join(f"{ids:,}" for ids in seen.first_received[feature])
-        return [f"{where}: {sent:,} ids sent, {received:,} received (ranks from 0: {each})"]
+            if feature in lost:
+                received = [counts.received.get(feature, 0) for counts in of_ranks]
+                sent = sum(counts.sent[feature] for counts in of_ranks) * self._cuts(feature)
+                each = ", ".join(f"{ids:,}" for ids in received[:SHOWN])
+                problems.append(
+                    f"{where}: {sent:,} ids sent, {sum(received):,} received (ranks from 0: {each})"
+                )
+        return problems
 
 
-def _steps(seen: Folded) -> list[str]:
+def _steps(of_ranks: list[Counts]) -> list[str]:
     """All ranks at one step, each with the batch of that step."""
     problems = []
-    steps = [step for step, _ in seen.positions]
+    steps = [counts.step for counts in of_ranks]
     if odd := odd_ones(steps):
         problems.append(f"{ranks(odd)} has trained {steps[odd[0]]} steps, the others another number")
-    for rank, (step, batch_step) in enumerate(seen.positions):
-        if batch_step is not None and batch_step != step - 1:
-            problems.append(f"rank {rank} trained the batch of step {batch_step} at step {step - 1}")
+    for rank, counts in enumerate(of_ranks):
+        if counts.is_behind:
+            problems.append(
+                f"rank {rank} trained the batch of step {counts.batch_step} at step {counts.step - 1}"
+            )
     return problems
 
 
-def _rows(seen: Folded) -> list[str]:
-    expected, rows = seen.expected_rows, sum(seen.rows)
-    if expected is None or rows == expected:
+def _rows(of_ranks: list[Counts], expected: int | None) -> list[str]:
+    rows = [counts.rows for counts in of_ranks]
+    if expected in (None, sum(rows)):
         return []
-    each = ", ".join(f"{part:,}" for part in seen.rows[:SHOWN])
-    return [f"the batches had {expected:,} rows, the ranks trained {rows:,} (from rank 0: {each})"]
+    each = ", ".join(f"{part:,}" for part in rows[:SHOWN])
+    return [f"the batches had {expected:,} rows, the ranks trained {sum(rows):,} (from rank 0: {each})"]

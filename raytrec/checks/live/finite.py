@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
 from math import isfinite
 
 import torch
-import torch.distributed as dist
 
 from raytrec.checks.live.outcome import Check, Outcome, Position, ranks
 from raytrec.checks.live.readout import read
@@ -17,28 +14,6 @@ from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.taps import Lookup
 
 ROWS = 4096  # of a shard that are looked at each time, and of those that a probed step touched
-
-
-@dataclass(frozen=True)
-class Look:
-    """What one rank sees: name → max |value|, NaN where one is NaN or infinite.
-
-    Attributes:
-        weights: of tables and dense layers. state: of their optimizers.
-        rank: whose it is; None: that of its place among the looks.
-    """
-
-    weights: dict[str, float]
-    state: dict[str, float]
-    rank: int | None = None
-
-
-@dataclass(frozen=True)
-class Folded:
-    """What several ranks see that is not finite: name → on which of them."""
-
-    weights: dict[str, list[int]]
-    state: dict[str, list[int]]
 
 
 @check("finite")
@@ -58,8 +33,24 @@ class Finite(Check):
         super().__init__(run)
         self._looks = 0
 
+    def evaluate(self, position: Position, probed: bool) -> Outcome:
+        peers = self.run.peers
+        bad = [name for name, size in self.sizes(probed).items() if not isfinite(size)]
+        on_ranks: dict[str, list[int]] = {}
+        if peers.largest(bool(bad)):
+            for rank, names in enumerate(peers.objects(bad)):
+                for name in names:
+                    on_ranks.setdefault(name, []).append(rank)
+        # What has begun on one rank is soon on all.
+        first = sorted(on_ranks.items(), key=lambda pair: len(pair[1]))
+        problems = [f"{name}: a value is NaN or infinite on {ranks(where)}" for name, where in first]
+        return self.outcome(
+            position.step, problems, "all weights and optimizer state are finite", len(problems), 0
+        )
+
     @torch.no_grad()
-    def look(self, position: Position, probed: bool) -> Look:
+    def sizes(self, probed: bool) -> dict[str, float]:
+        """Name → max |value| on this rank, of weights and then of optimizer state; NaN where not finite."""
         weights = weights_of(self.run, self._looks, probed)
         state = [
             (f"table {table.name}'s {kind}", sample(shard, self._looks))
@@ -69,17 +60,7 @@ class Finite(Check):
         ]
         state += [(name, value) for name, value in self.run.dense.items() if not name.endswith("/value")]
         self._looks += 1
-        return Look(largest(weights), largest(state), dist.get_rank() if dist.is_initialized() else None)
-
-    def fold(self, looks: list[Look | Folded]) -> list[Folded]:
-        parts = [look if isinstance(look, Folded) else _bad(look, place) for place, look in enumerate(looks)]
-        return [Folded(_joined(p.weights for p in parts), _joined(p.state for p in parts))]
-
-    def judge(self, looks: list[Look | Folded], step: int) -> Outcome:
-        (seen,) = self.fold(looks)
-        found = [*_not_finite(seen.weights), *_not_finite(seen.state)]
-        problems = [text for _, text in sorted(found, key=lambda pair: pair[0])]
-        return self.outcome(step, problems, "all weights and optimizer state are finite", len(found), 0)
+        return largest([*weights, *state])
 
 
 def weights_of(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
@@ -125,24 +106,3 @@ def _touched(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
         for table, of_key in zip(lookup.tables, lookup.ids.values().split(sizes), strict=True):
             rows[table].append(of_key[:: max(1, -(-len(of_key) // ROWS))])
     return rows
-
-
-def _bad(look: Look, place: int) -> Folded:
-    rank = place if look.rank is None else look.rank
-    parts = look.weights, look.state
-    return Folded(*({name: [rank] for name, size in part.items() if not isfinite(size)} for part in parts))
-
-
-def _joined(parts: Iterable[dict[str, list[int]]]) -> dict[str, list[int]]:
-    joined: dict[str, list[int]] = defaultdict(list)
-    for part in parts:
-        for name, bad in part.items():
-            joined[name] += bad
-    return dict(joined)
-
-
-def _not_finite(bad_ranks: dict[str, list[int]]) -> list[tuple[int, str]]:
-    """(on how many ranks, sentence): what has begun on one rank is soon on all."""
-    return [
-        (len(bad), f"{name}: a value is NaN or infinite on {ranks(bad)}") for name, bad in bad_ranks.items()
-    ]

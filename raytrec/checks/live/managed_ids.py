@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Position, Watched
+import torch
+
+from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import check
-from raytrec.embeddings.managed.audit import Audit, problems
+from raytrec.embeddings.managed.audit import is_sound, problems
 
 
 @check("managed_ids")
 class OneToOne(Check):
-    """Each rank says how many ids it has, and the sum of the hashes of their rows."""
+    """Each rank counts its ids and adds up the hashes of their rows."""
 
     moments = frozenset({STEP, CHECKPOINT})
     do = (
@@ -18,28 +20,23 @@ class OneToOne(Check):
     )
 
     @classmethod
-    def applies(cls, run: Watched) -> bool:
+    def applies(cls, run: CheckedRun) -> bool:
         return bool(run.maps)
 
-    def look(self, position: Position, probed: bool) -> dict[str, Audit]:
-        """Table → what this rank knows of its map."""
-        return {table: part.audit() for table, part in self.run.maps.items()}
-
-    def fold(self, looks: list[dict[str, Audit]]) -> list[dict[str, Audit]]:
-        folded = looks[:1]
-        for look in looks[1:]:
-            both = {table: audit.joined(look[table]) for table, audit in folded[-1].items()}
-            if None in both.values():
-                folded.append(look)
-            else:
-                folded[-1] = both
-        return folded
-
-    def judge(self, looks: list[dict[str, Audit]], step: int) -> Outcome:
-        wrong = [
-            f"table {table}: {problem}"
-            for table, part in self.run.maps.items()
-            for problem in problems([look[table] for look in looks], part.capacity)
-        ]
-        ids = sum(audit.ids for look in looks for audit in look.values())
-        return self.outcome(step, wrong, f"{ids:,} managed ids have a row each", float(len(wrong)), 0.0)
+    def evaluate(self, position: Position, probed: bool) -> Outcome:
+        peers, maps = self.run.peers, self.run.maps
+        mine = {table: part.audit() for table, part in maps.items()}
+        totals = peers.sum(torch.tensor([audit.numbers for audit in mine.values()])).tolist()
+        parts = zip(mine.values(), totals, maps.values(), strict=True)
+        well = all(is_sound(audit, total, part.capacity) for audit, total, part in parts)
+        wrong: list[str] = []
+        if not (peers.same([audit.free for audit in mine.values()]) and well):
+            audits = peers.objects(mine)
+            wrong = [
+                f"table {table}: {problem}"
+                for table, part in maps.items()
+                for problem in problems([of_rank[table] for of_rank in audits], part.capacity)
+            ]
+        ids = sum(ids for _, ids, _ in totals)
+        good = f"{ids:,} managed ids have a row each"
+        return self.outcome(position.step, wrong, good, float(len(wrong)), 0.0)

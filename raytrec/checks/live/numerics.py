@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from raytrec.checks.live.finite import largest, weights_of
 from raytrec.checks.live.outcome import Check, Outcome, Position, ranks
@@ -28,36 +27,17 @@ DENSE = "dense layers'"
 
 
 @dataclass(frozen=True)
-class Look:
-    """What one rank sees.
+class Sizes:
+    """The sizes of weights and gradients on one rank; of the same names on all of them.
 
     Attributes:
         values: name → max |value| of weights.
         squares: after a probed step, name → Σ of the squared gradient.
         ratios: metric → what should be 1 and the positives that it is of; None, where they are not known.
-        rank: whose it is; None: that of its place among the looks.
     """
 
     values: dict[str, float]
     squares: dict[str, float]
-    ratios: dict[str, tuple[float | None, float | None]]
-    rank: int | None = None
-
-
-@dataclass(frozen=True)
-class Folded:
-    """What several ranks see.
-
-    Attributes:
-        values: name → the largest of its values, and its rank.
-        squares: name → of dense layers (which all ranks have) the largest, of tables the sum.
-        bad: name → ranks whose square is not finite.
-        ratios: of the first rank.
-    """
-
-    values: dict[str, tuple[float, int]]
-    squares: dict[str, float]
-    bad: dict[str, list[int]]
     ratios: dict[str, tuple[float | None, float | None]]
 
 
@@ -75,51 +55,66 @@ class Numerics(Check):
         self._looks = 0
         self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
 
-    @torch.no_grad()
-    def look(self, position: Position, probed: bool) -> Look:
-        values = largest(weights_of(self.run, self._looks, probed))
-        self._looks += 1
-        figures = position.figures
-        ratios = {key: (figures.get(key), figures.get(counted)) for key, counted in position.ratios.items()}
-        squares = self._squares() if probed else {}
-        if self.run.config.train.on_nan == "skip" and not all(map(isfinite, squares.values())):
-            squares = {}  # of a step that is skipped and counted: it has changed nothing
-        return Look(values, squares, ratios, dist.get_rank() if dist.is_initialized() else None)
+    def evaluate(self, position: Position, probed: bool) -> Outcome:
+        return self.judge(self._sizes(position, probed), position.step)
 
-    def fold(self, looks: list[Look | Folded]) -> list[Folded]:
-        parts = [_as_folded(look, place) for place, look in enumerate(looks)]
-        if len(parts) == 1:
-            return parts
-        folded = Folded({}, {}, {}, parts[0].ratios)
-        for part in parts:
-            for name, value in part.values.items():
-                folded.values[name] = max(folded.values.get(name, value), value)
-            for name, square in part.squares.items():
-                before = folded.squares.get(name, 0.0)
-                both = max(before, square) if name.startswith(DENSE) else before + square
-                folded.squares[name] = both
-            for name, bad in part.bad.items():
-                folded.bad.setdefault(name, []).extend(bad)
-        return [folded]
+    def judge(self, mine: Sizes, step: int) -> Outcome:
+        """The outcome; a collective.
 
-    def judge(self, looks: list[Look | Folded], step: int) -> Outcome:
-        (seen,) = self.fold(looks)
-        problems = _not_finite(seen.bad)
-        norm, most = _norm(seen.squares)
-        growths = [self._growth("the gradient", norm, 0.0)]
-        if growths[0] > GROWTH:
-            times = f"{growths[0]:,.0f} × what is usual"
+        Args:
+            mine: of this rank.
+        """
+        values, squares = self._over_ranks(mine)
+        norm, most = _norm(squares)
+        growth = self._growth("the gradient", norm, 0.0)
+        growths = {name: self._growth(name, size, FLOOR) for name, size in values.items()}
+        exploded = [name for name, grown in growths.items() if grown > GROWTH]
+        undefined = [name for name, square in squares.items() if not isfinite(square)]
+        of_ranks = self.run.peers.objects(mine) if exploded or undefined else []
+        problems = _not_finite(undefined, of_ranks)
+        if growth > GROWTH:
+            times = f"{growth:,.0f} × what is usual"
             problems.append(
                 f"the norm of the whole gradient is {norm:.3g}, {times}; most of it is that of {most}"
             )
-        for name, (size, rank) in seen.values.items():
-            growths.append(self._growth(name, size, FLOOR))
-            if growths[-1] > GROWTH:
-                times = f"{growths[-1]:,.0f} × what is usual"
-                problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {times}")
-        problems += _drift(seen.ratios) if step >= SETTLED else ()
+        for name in exploded:
+            size, rank = max((each.values[name], rank) for rank, each in enumerate(of_ranks))
+            times = f"{growths[name]:,.0f} × what is usual"
+            problems.append(f"{name}: max |value| is {size:.3g} (on rank {rank}), {times}")
+        problems += _drift(mine.ratios) if step >= SETTLED else ()
         good = "all gradients are finite, and all numbers of usual size"
-        return self.outcome(step, problems, good, max(growths), GROWTH)
+        return self.outcome(step, problems, good, max([growth, *growths.values()]), GROWTH)
+
+    @torch.no_grad()
+    def _sizes(self, position: Position, probed: bool) -> Sizes:
+        run, figures = self.run, position.figures
+        weights = weights_of(run, self._looks, probed)
+        self._looks += 1
+        tables = [f"table {name}" for name in run.tables]
+        values = dict.fromkeys([*tables, *(name for name, _ in weights)], 0.0) | largest(weights)
+        squares: dict[str, float] = {}
+        if probed:
+            squares = dict.fromkeys([*(f"{DENSE} {name}" for name in run.parameters), *tables], 0.0)
+            found = self._squares()
+            # Those of a step that is skipped and counted do not count: it has changed nothing.
+            if run.config.train.on_nan != "skip" or all(map(isfinite, found.values())):
+                squares |= found
+        ratios = {key: (figures.get(key), figures.get(counted)) for key, counted in position.ratios.items()}
+        return Sizes(values, squares, ratios)
+
+    def _over_ranks(self, mine: Sizes) -> tuple[dict[str, float], dict[str, float]]:
+        """Name → the largest value; name → the square: of dense layers, which all ranks have, the largest, of
+        tables, which all have parts of, the sum."""
+        dense = {name: square for name, square in mine.squares.items() if name.startswith(DENSE)}
+        parts = {name: square for name, square in mine.squares.items() if name not in dense}
+        largest_of = torch.tensor([*mine.values.values(), *dense.values()], dtype=torch.float64)
+        both = self.run.peers.max(largest_of.nan_to_num(nan=inf, posinf=inf)).tolist()
+        sums = self.run.peers.sum(torch.tensor([*parts.values()], dtype=torch.float64)).tolist()
+        values, squares = both[: len(mine.values)], [*both[len(mine.values) :], *sums]
+        return (
+            dict(zip(mine.values, values, strict=True)),
+            dict(zip([*dense, *parts], squares, strict=True)),
+        )
 
     def _growth(self, name: str, size: float, floor: float) -> float:
         """How many times its usual size something has; 0 while that is being learned."""
@@ -152,22 +147,13 @@ class Numerics(Check):
         return dict(out)
 
 
-def _as_folded(look: Look | Folded, place: int) -> Folded:
-    if isinstance(look, Folded):
-        return look
-    rank = place if look.rank is None else look.rank
-    bad = {name: [rank] for name, square in look.squares.items() if not isfinite(square)}
-    return Folded(
-        {name: (value, rank) for name, value in look.values.items()}, look.squares, bad, look.ratios
-    )
-
-
-def _not_finite(bad_ranks: dict[str, list[int]]) -> list[str]:
+def _not_finite(undefined: list[str], of_ranks: list[Sizes]) -> list[str]:
     """What is on the fewest ranks comes first: what has begun on one is soon on all."""
-    found = [
-        (len(bad), f"{name}: the gradient is NaN or infinite on {ranks(bad)}")
-        for name, bad in bad_ranks.items()
-    ]
+    found = []
+    for name in undefined:
+        bad = [rank for rank, each in enumerate(of_ranks) if not isfinite(each.squares[name])]
+        if bad:
+            found.append((len(bad), f"{name}: the gradient is NaN or infinite on {ranks(bad)}"))
     return [text for _, text in sorted(found, key=lambda pair: pair[0])]
 
 

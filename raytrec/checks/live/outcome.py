@@ -1,4 +1,4 @@
-"""What a check that runs while training is given, and what it says."""
+"""Checks that run while training: what each gets, and its outcome."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from raytrec.common.collectives import Peers
 from raytrec.common.formatting import null_nonfinite
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
@@ -24,13 +25,13 @@ START, STEP, CHECKPOINT = "start", "step", "checkpoint"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one check found.
+    """The outcome of one check.
 
     Attributes:
         check: its name.
-        step: steps trained when it looked.
+        step: steps trained then.
         passed: whether all is well.
-        figure, limit: what was measured and the largest that passes; None where there is none.
+        figure, limit: what was measured and the largest value that passes; may be None.
         text: one sentence for people; on failure what is wrong, of which table or parameter, on which rank.
     """
 
@@ -53,12 +54,12 @@ class Position:
 
     Attributes:
         step: steps trained.
-        batch_step: the step that this rank's last batch says it belongs to, from 0; None: not known.
+        batch_step: the step that this rank's last batch belongs to, from 0; None: not known.
         expected_rows: rows over all ranks of the batches trained since the taps were made; None where rows
             may be skipped.
         figures: of the last window of training, the same on all ranks; may be empty.
-        ratios: key of each of them that should be 1 → key of the positives that say how much it is worth.
-        about: at the start: what must be alike on all ranks, as plain values.
+        ratios: key of each of them that should be 1 → key of the positives that it is of.
+        about: at the start: what must be the same on all ranks, as plain values.
     """
 
     step: int
@@ -70,7 +71,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Watched:
+class CheckedRun:
     """The run that is checked, as one rank sees it.
 
     Attributes:
@@ -78,6 +79,7 @@ class Watched:
         parameters: the dense layers', for their gradients; may be empty.
         unbounded: names of `dense` that are infinite by design.
         maps: table with managed ids → this rank's part of its map.
+        peers: the ranks that agree on outcomes.
     """
 
     config: RunConfig
@@ -89,6 +91,7 @@ class Watched:
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     unbounded: frozenset[str] = frozenset()
     maps: Mapping[str, RowMap] = field(default_factory=dict)
+    peers: Peers = field(default_factory=Peers)
 
     @cached_property
     def features(self) -> Features:
@@ -97,15 +100,14 @@ class Watched:
 
 
 class Check:
-    """One consistency check: each rank looks, the looks of all ranks are exchanged, and each rank judges them
-    alike. How a new one is registered: registry.py.
+    """One consistency check, which all ranks evaluate together. How a new one is registered: registry.py.
 
     Args:
         run: what is checked.
 
     Attributes:
         name: in the configuration (`checks.NAME`: off, warn or stop) and in records.
-        moments: when it looks: START, STEP (after a probed step), CHECKPOINT (before one is written).
+        moments: when it is evaluated: START, STEP (after a probed step), CHECKPOINT (before one is written).
         probes: whether it needs steps to be probed (embeddings.taps).
         do: what people can do where it fails.
     """
@@ -115,37 +117,25 @@ class Check:
     probes: ClassVar[bool] = False
     do: ClassVar[str] = "see what it found in checks.jsonl of the run folder"
 
-    def __init__(self, run: Watched):
+    def __init__(self, run: CheckedRun):
         self.run = run
 
     @classmethod
-    def applies(cls, run: Watched) -> bool:
-        """Whether there is something to check in this run."""
+    def applies(cls, run: CheckedRun) -> bool:
+        """Whether this run has something to check."""
         return True
 
     def prepare(self, batch: Batch) -> None:
         """Before a probed step, with this rank's part of its batch in CPU memory; a collective."""
 
-    def look(self, position: Position, probed: bool) -> Any:
-        """What this rank has to say, as plain values; may be a collective.
+    def evaluate(self, position: Position, probed: bool) -> Outcome:
+        """The outcome, the same on all ranks; a collective.
+
+        Ranks agree by sums and maxima of tensors (`run.peers`), however many they are. Only where something
+        is wrong do they exchange objects, to name ranks, tables and features.
 
         Args:
             probed: whether the last step was one that the taps have kept.
-        """
-        raise NotImplementedError
-
-    def fold(self, looks: list[Any]) -> list[Any]:
-        """Looks of neighbouring ranks as fewer, of which `judge` makes the same; they may be folded already.
-
-        For runs of many ranks, where looks differ from rank to rank. What is not folded is sent as it is.
-        """
-        return looks
-
-    def judge(self, looks: list[Any], step: int) -> Outcome:
-        """The outcome.
-
-        Args:
-            looks: of all ranks in their order, or what `fold` makes of them.
         """
         raise NotImplementedError
 
@@ -157,7 +147,7 @@ class Check:
         figure: float | None = None,
         limit: float | None = None,
     ) -> Outcome:
-        """Failed where there are problems: the first three are told."""
+        """Failed where there are problems: its text has the first three."""
         rest = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         text = "; ".join(problems[:3]) + rest if problems else good
         return Outcome(self.name, step, not problems, figure, limit, text)
@@ -172,20 +162,23 @@ def ranks(numbers: list[int]) -> str:
     return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def alike(values: list[Any]) -> bool:
-    """Whether all are the same; cheap where they are one object, as `exchange` leaves them."""
-    return all(value is values[0] or value == values[0] for value in values)
+def differing(found: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
+    """Of values that should be the same on all ranks and are not: name, the ranks' values, the ranks whose
+    value is not the commonest one. A collective; where all are the same, only a hash is exchanged.
 
-
-def different(values: list[Any]) -> list[Any]:
-    """Without values that are the one before them."""
-    return [value for i, value in enumerate(values) if i == 0 or value is not values[i - 1]]
+    Args:
+        found: name → plain value.
+    """
+    if peers.same(found):
+        return []
+    of_ranks = peers.objects(found)
+    names = dict.fromkeys(name for one in of_ranks for name in one)
+    values = {name: [one.get(name) for one in of_ranks] for name in names}
+    return [(name, each, odd) for name, each in values.items() if (odd := odd_ones(each))]
 
 
 def odd_ones(values: list[Any]) -> list[int]:
     """The ranks whose value is not the commonest one; of several, that of the lowest rank."""
-    if alike(values):
-        return []
     counts: list[list[Any]] = []  # [value, how often]; values may not be hashable
     for value in values:
         known = next((pair for pair in counts if pair[0] == value), None)

@@ -1,9 +1,8 @@
 """parity: pooled embeddings and table gradients of a live step are those of one process.
 
-A few bags of the next batch are pooled in plain torch from rows that each rank gives out of its shards, by
-nothing but the map of the shards, and compared with what the dense layers were given. After the step, the
-gradient of those rows is summed from its definition over the batches of all ranks, and compared with what has
-reached the kernels that hold them. No weight is touched, and the pipeline continues undisturbed.
+A few bags of the next batch are pooled in plain torch from rows of the ranks' shards, by nothing but the map
+of the shards, and compared with what the dense layers got. After the step, the gradient of those rows is
+summed from its definition over the batches of all ranks, and compared with what has reached the kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from raytrec.checks.live.keys import Bags, factors_of, flat, slots, some_bags
-from raytrec.checks.live.outcome import STEP, Check, Outcome, Position, Watched
+from raytrec.checks.live.outcome import STEP, Check, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import shard_origin
 from raytrec.config.sections import QCommsSection
@@ -27,24 +26,11 @@ from raytrec.embeddings.planner.qcomms import Rounding, backward_rounding, forwa
 from raytrec.embeddings.row_gradients import add_row_gradients, found, keys_of
 from raytrec.embeddings.tables import Table
 
-BAGS = 4  # of each feature and rank, beside the longest one
+BAGS = 4  # of each feature and rank, in addition to the longest one
 LOOKING = 8  # ranks whose bags are compared at a time: all ranks exchange the ids in them
 ROWS = 256  # of each table whose gradient is compared
 LIMIT = 1e-5  # see Parity; to which comes what plan.qcomms may change
 TINY = 1e-30  # below this, numbers lose digits
-
-
-@dataclass(frozen=True)
-class Look:
-    """Errors on one rank.
-
-    Attributes:
-        forward: feature → (error of its pooled embeddings, rank).
-        gradient: table → (error, rank that holds where it is largest).
-    """
-
-    forward: dict[str, tuple[float, int]]
-    gradient: dict[str, tuple[float, int]]
 
 
 @check("parity")
@@ -54,7 +40,7 @@ class Parity(Check):
     An error is seen against Σ of the sizes of what is added up, bag by bag and row by row, so that terms
     which cancel do not make rounding look large. Measured: up to 5e-7. A wrong divisor, row or factor gives
     0.1 or more. Where plan.qcomms rounds what ranks send one another, the limit is what that may change at
-    most (embeddings/planner/qcomms.py), beside the 1e-5.
+    most (embeddings/planner/qcomms.py), in addition to the 1e-5.
     """
 
     moments = frozenset({STEP})
@@ -64,7 +50,7 @@ class Parity(Check):
         "this plan is wrong from the start, as another version of torchrec or fbgemm may be"
     )
 
-    def __init__(self, run: Watched):
+    def __init__(self, run: CheckedRun):
         super().__init__(run)
         self._turn = 0
         self._rows: dict[str, torch.Tensor] = {}
@@ -90,38 +76,41 @@ class Parity(Check):
             self._expected[feature] = some.at, pooled_SD, sizes_S
 
     @torch.no_grad()
-    def look(self, position: Position, probed: bool) -> Look:
-        pooled = self.run.taps.input.pooled
+    def evaluate(self, position: Position, probed: bool) -> Outcome:
+        run, peers = self.run, self.run.peers
+        pooled = run.taps.input.pooled
+        # Feature → error of its pooled embeddings; table → (error, rank that holds where it is largest).
         forward = {
-            feature: (error_of(flat(pooled[feature][at]), expected, sizes)[0], dist.get_rank())
+            feature: error_of(flat(pooled[feature][at]), expected, sizes)[0]
             for feature, (at, expected, sizes) in self._expected.items()
         }
-        return Look(forward, dict(self._gradients()))
-
-    def fold(self, looks: list[Look]) -> list[Look]:
-        parts = [look.forward for look in looks], [look.gradient for look in looks]
-        return [Look(*({name: max(part[name] for part in of) for name in of[0]} for of in parts))]
-
-    def judge(self, looks: list[Look], step: int) -> Outcome:
-        (seen,), problems, errors = self.fold(looks), [], [(0.0, LIMIT)]
-        for feature, spec in self.run.schema.sparse.items():
-            error, rank = seen.forward[feature]
-            errors.append((error, LIMIT + self._roundings.forward[spec.table].share))
-            if error > errors[-1][1]:
-                problems.append(
-                    f"table {spec.table}, feature {feature}: on rank {rank} pooled embeddings are not those "
-                    f"of one process, by {error:.2g} of their size"
-                )
-        for table in self.run.tables:
-            error, holder = seen.gradient[table]
-            errors.append((error, LIMIT + self._roundings.backward[table].share))
-            if error > errors[-1][1]:
-                problems.append(
-                    f"table {table}: the gradient that reaches rank {holder} is not that of the global loss, "
-                    f"by {error:.2g} of its size"
-                )
+        gradient = dict(self._gradients())
+        limits = [LIMIT + self._roundings.forward[run.schema.sparse[f].table].share for f in forward]
+        limits += [LIMIT + self._roundings.backward[table].share for table in gradient]
+        found = [*forward.values(), *(error for error, _ in gradient.values())]
+        worst = peers.max(torch.tensor(found, dtype=torch.float64)).tolist()
+        errors = list(zip(worst, limits, strict=True))
+        wrong = any(error > limit for error, limit in errors)
+        problems = self._problems(peers.objects((forward, gradient)), errors) if wrong else []
         good = "pooled embeddings and gradients are those of one process"
-        return self.outcome(step, problems, good, *max(errors, key=lambda pair: pair[0] / pair[1]))
+        nearest = max([(0.0, LIMIT), *errors], key=lambda pair: pair[0] / pair[1])
+        return self.outcome(position.step, problems, good, *nearest)
+
+    def _problems(self, of_ranks: list[tuple[dict, dict]], errors: list[tuple[float, float]]) -> list[str]:
+        (forward, gradient), texts = of_ranks[0], []
+        for feature, (error, _) in zip(forward, errors, strict=False):
+            _, rank = max((found[feature], rank) for rank, (found, _) in enumerate(of_ranks))
+            texts.append(
+                f"table {self.run.schema.sparse[feature].table}, feature {feature}: on rank {rank} pooled "
+                f"embeddings are not those of one process, by {error:.2g} of their size"
+            )
+        for table, (error, _) in zip(gradient, errors[len(forward) :], strict=True):
+            _, holder = max(found[table] for _, found in of_ranks)
+            texts.append(
+                f"table {table}: the gradient that reaches rank {holder} is not that of the global loss, "
+                f"by {error:.2g} of its size"
+            )
+        return [text for text, (error, limit) in zip(texts, errors, strict=True) if error > limit]
 
     @cached_property
     def _roundings(self) -> Roundings:
@@ -162,7 +151,7 @@ class Parity(Check):
         for name, table in self.run.tables.items():
             starts[name], total = total, total + table.shape[0]
         keys = torch.cat([b.ids + starts[self.run.schema.sparse[f].table] for f, b in bags.items()])
-        keys = _union(keys)
+        keys = self.run.peers.union(keys)
         borders = torch.tensor([*starts.values(), total], device=keys.device)
         sizes = torch.searchsorted(keys, borders).diff().tolist()
         return {name: part - starts[name] for name, part in zip(starts, keys.split(sizes), strict=True)}
@@ -256,7 +245,7 @@ class Roundings:
     backward: dict[str, Rounding]
 
 
-def _roundings(run: Watched) -> Roundings:
+def _roundings(run: CheckedRun) -> Roundings:
     qcomms, forward, backward = run.config.plan.qcomms, {}, {}
     if qcomms == QCommsSection():
         none = dict.fromkeys(run.tables, Rounding(0.0, 0.0))
@@ -293,19 +282,6 @@ def error_of(got: torch.Tensor, expected: torch.Tensor, sizes: torch.Tensor) -> 
     errors = errors.nan_to_num(nan=float("inf")).masked_fill(same, 0.0)
     at = int(errors.argmax())
     return float(errors.flatten()[at]), at // errors.shape[1], at % errors.shape[1]
-
-
-def _union(keys: torch.Tensor) -> torch.Tensor:
-    """The keys of all ranks: int64, sorted, each once; a collective."""
-    mine, world = keys.unique(), dist.get_world_size()
-    sizes = torch.zeros(world, dtype=torch.int64, device=mine.device)
-    sizes[dist.get_rank()] = len(mine)
-    dist.all_reduce(sizes)
-    ends = sizes.cumsum(0).tolist()
-    everyone = mine.new_zeros(ends[-1])  # a place for each id: nothing is padded for ranks that have few
-    everyone[ends[dist.get_rank()] - len(mine) : ends[dist.get_rank()]] = mine
-    dist.all_reduce(everyone)
-    return everyone.unique()
 
 
 def _blocks(

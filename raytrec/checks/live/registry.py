@@ -4,10 +4,10 @@
     class Replicas(Check):
         do = "resume from the last checkpoint"
 
-        def look(self, position, probed):
+        def evaluate(self, position, probed):
             ...
 
-One of your own needs no more than its file: `checks.custom: {module:Class: stop}`.
+Your own needs no more than its file: `checks.custom: {module:Class: stop}`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def choose(config: RunConfig) -> dict[str, Chosen]:
     """The checks that are not off, by name: raytrec's own, then those of checks.custom.
 
     Raises:
-        ConfigError: a check of checks.custom is not there, is no check, or has the name of another.
+        ConfigError: a check of checks.custom is not there, is not a check, or has the name of another.
     """
     chosen = {
         c.name: Chosen(c, getattr(config.checks, c.name), f"checks.{c.name}=warn") for c in all_checks()
@@ -72,7 +72,9 @@ def choose(config: RunConfig) -> dict[str, Chosen]:
         found = CHECKS.find(path, WHERE)
         if not (isinstance(found, type) and issubclass(found, Check) and found.name):
             raise ConfigError(
-                f"{path} is no check", where=WHERE, expected="a class with @check(NAME), derived from Check"
+                f"{path} is not a check",
+                where=WHERE,
+                expected="a class with @check(NAME), derived from Check",
             )
         if found.name in chosen:
             other = chosen[found.name].check

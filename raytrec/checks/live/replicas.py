@@ -1,4 +1,4 @@
-"""replicas: what every rank has a copy of is the same on all, to the last bit."""
+"""replicas: values that every rank has a copy of are the same on all, to the last bit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from functools import cache
 
 import torch
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, alike, different, odd_ones, ranks
+from raytrec.checks.live.outcome import Check, Outcome, Position, differing, ranks
 from raytrec.checks.live.readout import read
 from raytrec.checks.live.registry import check
+from raytrec.embeddings.hashing import hash_bits
 
 # Values that are multiplied at once: what stays in a core's cache; on a GPU enough to fill it.
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
@@ -26,21 +27,20 @@ class Replicas(Check):
         "its hardware; else at code that changes a parameter, or draws random numbers, on one rank alone"
     )
 
-    def look(self, position: Position, probed: bool) -> dict[str, int]:
-        """Name → hash."""
-        copies = dict(sorted(self._copies(), key=lambda pair: pair[0]))  # none where nothing is dense
+    def evaluate(self, position: Position, probed: bool) -> Outcome:
+        hashes, world = self.hashes(), self.run.peers.world
+        problems = []
+        for name, _, odd in differing(hashes, self.run.peers):
+            others = "the others" if world > 2 else f"rank {1 - odd[0]}"
+            problems.append(f"{name} on {ranks(odd)} is not what it is on {others}")
+        good = f"{len(hashes)} tensors are the same on all ranks"
+        return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
+
+    def hashes(self) -> dict[str, int]:
+        """Name → hash of this rank's copy; none where nothing is dense."""
+        copies = dict(sorted(self._copies(), key=lambda pair: pair[0]))
         hashes = read([fingerprint(tensor) for tensor in copies.values()])
         return {name: int(value) for name, (value,) in zip(copies, hashes, strict=True)}
-
-    def judge(self, looks: list[dict[str, int]], step: int) -> Outcome:
-        problems = []
-        names = dict.fromkeys(name for look in different(looks) for name in look)
-        for name in () if alike(looks) else names:
-            if odd := odd_ones([look.get(name) for look in looks]):
-                others = "the others" if len(looks) > 2 else f"rank {1 - odd[0]}"
-                problems.append(f"{name} on {ranks(odd)} is not what it is on {others}")
-        good = f"{len(names)} tensors are the same on all ranks"
-        return self.outcome(step, problems, good, float(len(problems)), 0.0)
 
     def _copies(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor that all ranks have a copy of, under its logical name (checkpoint/state.py)."""
@@ -77,5 +77,4 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _multipliers(size: int, device: torch.device) -> torch.Tensor:
     """The same on all ranks: int64 [size], odd."""
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator) | 1).to(device)
+    return hash_bits(torch.arange(size, device=device)) | 1

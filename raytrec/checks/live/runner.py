@@ -8,22 +8,22 @@
     outcomes = checks.after_step(Position(step, batch_step, expected_rows, figures))
     if error := verdict(outcomes, config): raise error
 
-Every rank calls the same at the same place and gets the same outcomes, because what ranks have seen is
-exchanged (once for all checks) before any of them judges it.
+Every rank calls the same at the same place and gets the same outcomes: they agree by sums and maxima, and
+exchange objects only where something is wrong, to name ranks (outcome.Check.evaluate).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from raytrec.checks.live.exchange import exchange
-from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, Outcome, Position, Watched
+from raytrec.checks.live.outcome import CHECKPOINT, START, STEP, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import choose
+from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
@@ -34,8 +34,7 @@ from raytrec.embeddings.taps import Taps
 
 
 class LiveChecks:
-    """The checks of a run that are not off and have something to check; making it is a collective, and so is
-    every method.
+    """The checks of a run that are not off and have something to check; every method is a collective.
 
     Args:
         tables, dense: of checkpoint.state.LogicalState; live values.
@@ -61,11 +60,12 @@ class LiveChecks:
         unbounded: frozenset[str] = frozenset(),
         maps: Mapping[str, RowMap] | None = None,
     ):
-        run = Watched(config, schema, tables, dense, taps, device, parameters or {}, unbounded, maps or {})
+        self._peers = Peers(device)
+        run = CheckedRun(
+            config, schema, tables, dense, taps, device, parameters or {}, unbounded, maps or {}, self._peers
+        )
         self._checks = [c.check(run) for c in choose(config).values() if c.check.applies(run)]
         self.probes = any(check.probes for check in self._checks)
-        # Looks are exchanged as objects, which the GPUs' backend cannot do by itself.
-        self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def __len__(self) -> int:
         return len(self._checks)
@@ -74,7 +74,7 @@ class LiveChecks:
         """Before the first step.
 
         Args:
-            about: what must be alike on all ranks, name → plain value.
+            about: what must be the same on all ranks, name → plain value.
             step: steps trained before, of a run that is resumed.
         """
         return self._pass(START, Position(step, about=about))
@@ -100,9 +100,8 @@ class LiveChecks:
         checks = [check for check in self._checks if moment in check.moments]
         if not checks:
             return []
-        mine = [check.look(position, moment == STEP) for check in checks]
-        step, looks = exchange(checks, position.step, mine, self._group)
-        return [check.judge(seen, step) for check, seen in zip(checks, looks, strict=True)]
+        first = int(self._peers.stack(torch.tensor(position.step))[0])
+        return [replace(check.evaluate(position, moment == STEP), step=first) for check in checks]
 
 
 def verdict(outcomes: list[Outcome], config: RunConfig) -> RunError | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from raytrec.checks.live.outcome import START, Check, Outcome, Position, alike, different, odd_ones, ranks
+from raytrec.checks.live.outcome import START, Check, Outcome, Position, differing, ranks
 from raytrec.checks.live.registry import check
 
 SHOWN = 60  # characters of a value
@@ -12,25 +10,19 @@ SHOWN = 60  # characters of a value
 
 @check("same_environment")
 class SameEnvironment(Check):
-    """Compares what ranks say about themselves, key by key."""
+    """Compares the facts that ranks have of themselves, key by key."""
 
     moments = frozenset({START})
     do = "give every node the same raytrec, the same packages and the same files, and start the run again"
 
-    def look(self, position: Position, probed: bool) -> dict[str, Any]:
-        return dict(position.about)
-
-    def judge(self, looks: list[dict[str, Any]], step: int) -> Outcome:
+    def evaluate(self, position: Position, probed: bool) -> Outcome:
         problems = []
-        keys = dict.fromkeys(key for look in different(looks) for key in look)
-        for key in () if alike(looks) else keys:
-            values = [look.get(key) for look in looks]
-            if odd := odd_ones(values):
-                usual = next(value for rank, value in enumerate(values) if rank not in odd)
-                one, other = _apart(str(values[odd[0]]), str(usual))
-                problems.append(f"{key} is {one!r} on {ranks(odd)} and {other!r} on the others")
-        good = f"{len(keys)} facts are the same on all ranks"
-        return self.outcome(step, problems, good, float(len(problems)), 0.0)
+        for key, values, odd in differing(position.about, self.run.peers):
+            usual = next(value for rank, value in enumerate(values) if rank not in odd)
+            one, other = _apart(str(values[odd[0]]), str(usual))
+            problems.append(f"{key} is {one!r} on {ranks(odd)} and {other!r} on the others")
+        good = f"{len(position.about)} facts are the same on all ranks"
+        return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
 
 
 def _apart(one: str, other: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""shards: every value of every table, and of the state beside it, is on one rank (or whole on each)."""
+"""shards: every value of every table, and of its optimizer state, is on one rank (or whole on each)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch.distributed as dist
 
-from raytrec.checks.live.outcome import Check, Outcome, Position, alike, different, odd_ones, ranks
+from raytrec.checks.live.outcome import Check, Outcome, Position, odd_ones, ranks
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Parts, Shard
-
-Look = dict[str, tuple[str, list[str]]]
 
 
 @check("shards")
@@ -27,28 +25,28 @@ class Shards(Check):
         "and at the version of torchrec"
     )
 
-    def look(self, position: Position, probed: bool) -> Look:
-        """Weights or state → (a hash of where this rank believes all shards to be, what is wrong here)."""
-        found = {}
+    def evaluate(self, position: Position, probed: bool) -> Outcome:
+        # Weights or state → (a hash of where this rank believes all shards to be, what is wrong here).
+        found, peers = {}, self.run.peers
         for table in self.run.tables.values():
             for kind, parts in {"weight": table.weight, **table.state}.items():
                 found[f"{table.name}'s {kind}"] = _digest(parts), [*_gaps(parts), *_misfits(parts)]
-        return found
-
-    def judge(self, looks: list[Look], step: int) -> Outcome:
-        problems = []
-        names = dict.fromkeys(name for look in different(looks) for name in look)
-        well = alike(looks) and not any(texts for _, texts in looks[0].values())
-        for name in () if well else names:
-            seen = [look.get(name, ("", ["it does not know of it"])) for look in looks]
-            if odd := odd_ones([digest for digest, _ in seen]):
-                problems.append(f"table {name}: {ranks(odd)} has another map of its shards than the others")
-            wrong = dict.fromkeys(text for _, texts in seen for text in texts)
-            for text in wrong:
-                where = [rank for rank, (_, texts) in enumerate(seen) if text in texts]
-                problems.append(f"table {name}: {text} (says {ranks(where)})")
+        well = peers.same(found) and not any(texts for _, texts in found.values())
+        problems = [] if well else _problems(peers.objects(found))
         good = f"every row of {len(self.run.tables)} tables, and its state, is there once"
-        return self.outcome(step, problems, good, float(len(problems)), 0.0)
+        return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
+
+
+def _problems(of_ranks: list[dict[str, tuple[str, list[str]]]]) -> list[str]:
+    problems = []
+    for name in dict.fromkeys(name for found in of_ranks for name in found):
+        seen = [found.get(name, ("", ["it is not known"])) for found in of_ranks]
+        if odd := odd_ones([digest for digest, _ in seen]):
+            problems.append(f"table {name}: {ranks(odd)} has another map of its shards than the others")
+        for text in dict.fromkeys(text for _, texts in seen for text in texts):
+            where = [rank for rank, (_, texts) in enumerate(seen) if text in texts]
+            problems.append(f"table {name}: {text} (found on {ranks(where)})")
+    return problems
 
 
 def _digest(parts: Parts) -> str:

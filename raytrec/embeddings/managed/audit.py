@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,10 +15,10 @@ MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Audit:
-    """What one rank knows of a map, or several with which all is well.
+    """Counts and hashes of one rank's part of a map.
 
     Attributes:
-        rank: the first of them.
+        rank: whose part it is.
         ids: of this rank, that have a row.
         outside: those of them whose row ids cannot have.
         strangers: those of them that another rank owns.
@@ -40,26 +40,37 @@ class Audit:
     left_sum: int
     unused: int
 
-    def joined(self, other: Audit) -> Audit | None:
-        """Both as one; None where something is wrong by itself."""
-        bad = self.outside or self.strangers or self.repeated or other.outside or other.strangers
-        if bad or other.repeated or self.free != other.free:
-            return None
-        return replace(self, ids=self.ids + other.ids, sum=(self.sum + other.sum) & MASK)
+    @property
+    def numbers(self) -> list[int]:
+        """Integers of 64 bits that add up over ranks: what is wrong by itself, ids, sum."""
+        signed = self.sum - 2**64 if self.sum >= 2**63 else self.sum
+        return [self.outside + self.strangers + self.repeated, self.ids, signed]
 
     @property
     def free(self) -> tuple[int, int, int]:
-        """What it says of the rows without an id."""
+        """The rows without an id, which all ranks know."""
         return self.left, self.left_sum, self.unused
 
 
-def problems(audits: list[Audit], rows: int) -> list[str]:
-    """What is wrong with a map, in words; nothing where each of its rows has one id or is free, once.
+def is_sound(mine: Audit, total: list[int], rows: int) -> bool:
+    """Whether each row of a map has one id or is free, once.
 
     Rows that are there twice change the sum of hashes, but for a probability of 2⁻⁶⁴.
 
     Args:
-        audits: of all ranks, some of them joined.
+        mine: of any rank, if `free` is the same on all.
+        total: the sums of all ranks' `numbers`.
+        rows: that ids can have.
+    """
+    wrong, ids, hashes = total
+    return not wrong and ids + mine.left + mine.unused == rows and not (hashes + mine.left_sum) & MASK
+
+
+def problems(audits: list[Audit], rows: int) -> list[str]:
+    """What is wrong with a map, in words; nothing where it is sound.
+
+    Args:
+        audits: of all ranks.
         rows: that ids can have.
     """
     found, first = [], audits[0]

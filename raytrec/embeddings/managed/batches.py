@@ -1,25 +1,158 @@
-"""Batches with the ids of managed tables → the same with rows."""
+"""Batches with the ids of managed tables → the same with rows: one exchange of ids with their owners, and one
+of rows back."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from time import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.common.collectives import Peers, RoundTrip, regrouped
 from raytrec.common.errors import RunError
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.embeddings.managed.exchange import IdExchange
-from raytrec.embeddings.managed.peers import Peers
+from raytrec.embeddings.hashing import unhash_bits
+from raytrec.embeddings.managed.keys import count_by_owner, first_keys, keys_of
 from raytrec.embeddings.managed.row_map import RowMap
 
 COUNTED = "admitted", "evicted", "lookups", "fallback"  # of RowMap.counted
 
 
+class NewRows(NamedTuple):
+    """Rows that have another id than before, of all ranks.
+
+    Attributes:
+        rows, ids: int64 [n].
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """Keys without repetitions.
+
+    Attributes:
+        keys: int64 [n], ascending. counts: int64 [n], occurrences of each.
+        places: int64 [N], which of them each key was that this was made of.
+    """
+
+    keys: torch.Tensor
+    counts: torch.Tensor
+    places: torch.Tensor
+
+
+class IdExchange:
+    """The maps of all managed tables. All ranks call its methods together.
+
+    Args:
+        maps: table → this rank's part of its map.
+    """
+
+    def __init__(self, maps: Mapping[str, RowMap], peers: Peers, device: torch.device):
+        self.maps, self._peers, self._device = dict(maps), peers, device
+        self._first_keys = first_keys(peers.world, device)
+
+    def train(
+        self, ids: Mapping[str, torch.Tensor], step: int
+    ) -> tuple[dict[str, torch.Tensor], dict[str, NewRows]]:
+        """The rows of the ids of a global batch, some of which get one by it.
+
+        Args:
+            ids: table → int64 [n], this rank's ids of the batch.
+            step: of the run, from 0.
+
+        Returns:
+            (table → int64 [n], the row of each id; table → rows that ids have got, on all ranks).
+        """
+        maps = list(self.maps.values())
+        asked, trip, owned = self._ask(ids)
+        seen = [m.sight(step, d.keys, d.counts) for m, d in zip(maps, owned, strict=True)]
+        sizes = [[len(s.wanted) for s in seen], [m.waiting for m in maps]]
+        gathered = self._peers.stack(torch.tensor(sizes, device=self._device))
+        wanted, waiting = gathered[:, 0].T.tolist(), gathered[:, 1].sum(0).tolist()
+        rows, new, sizes_TW = [], [], []
+        for number, (of_table, its_keys) in enumerate(zip(maps, seen, strict=True)):
+            its_rows, places, admitted = of_table.admit(its_keys, wanted[number], waiting[number])
+            new.append(torch.stack([its_rows[places], unhash_bits(its_keys.keys[places])], 1))
+            rows.append(its_rows)
+            sizes_TW.append(admitted)
+        return self._answer(asked, trip, owned, rows), self._tell(new, sizes_TW)
+
+    def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """table → int64 [n], the row of each id; none gets one by it.
+
+        Args:
+            ids: table → int64 [n], on each rank its own.
+        """
+        asked, trip, owned = self._ask(ids)
+        rows = [m.look_up(d.keys) for m, d in zip(self.maps.values(), owned, strict=True)]
+        return self._answer(asked, trip, owned, rows)
+
+    def _ask(
+        self, ids: Mapping[str, torch.Tensor]
+    ) -> tuple[list[Distinct], RoundTrip | None, list[Distinct]]:
+        """What this rank asks for of each table, its way there, and what it is asked for by all of them; a
+        single rank asks itself."""
+        asked = [_distinct(keys_of(ids[table])) for table in self.maps]
+        if self._peers.world == 1:
+            return asked, None, asked
+        sizes = [count_by_owner(d.keys, self._first_keys) for d in asked]
+        trip = RoundTrip([torch.stack([d.keys, d.counts], 1) for d in asked], sizes, self._peers)
+        return asked, trip, [_merged(pairs) for pairs in trip.received]
+
+    def _answer(
+        self, asked: list[Distinct], trip: RoundTrip | None, owned: list[Distinct], rows: list[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The rows of what has been asked for.
+
+        Args:
+            rows: of each table, those of `owned.keys`; -1 where a key has none.
+        """
+        if trip:
+            rows = trip.back([r[d.places] for r, d in zip(rows, owned, strict=True)])
+        out = {}
+        for (table, of_table), mine, its_rows in zip(self.maps.items(), asked, rows, strict=True):
+            without = (its_rows < 0).nonzero().squeeze(1)
+            if len(without):
+                its_rows = its_rows.index_copy(0, without, of_table.fallback(mine.keys[without]))
+            out[table] = its_rows.index_select(0, mine.places)
+        return out
+
+    def _tell(self, new: list[torch.Tensor], sizes_TW: list[list[int]]) -> dict[str, NewRows]:
+        """All ranks' new rows on every rank: the shards of a table are not where its ids are.
+
+        Args:
+            new: of each table (row, id) of this rank [n, 2].
+            sizes_TW: of each table, each rank's n.
+        """
+        of_ranks = [sum(sizes) for sizes in zip(*sizes_TW, strict=True)]
+        if not any(of_ranks):
+            return {table: NewRows(*pairs.unbind(1)) for table, pairs in zip(self.maps, new, strict=True)}
+        everything = self._peers.concatenate(torch.cat(new), of_ranks)
+        by_table = regrouped(torch.tensor(sizes_TW, device=self._device).T)
+        parts = everything[by_table].split([sum(sizes) for sizes in sizes_TW])
+        return {table: NewRows(*pairs.unbind(1)) for table, pairs in zip(self.maps, parts, strict=True)}
+
+
+def _distinct(keys: torch.Tensor) -> Distinct:
+    distinct, places, counts = torch.unique(keys, return_inverse=True, return_counts=True)
+    return Distinct(distinct, counts, places)
+
+
+def _merged(pairs: torch.Tensor) -> Distinct:
+    """Of (key, count) [N, 2], with the counts of equal keys added up."""
+    keys, places = torch.unique(pairs[:, 0], return_inverse=True)
+    counts = torch.zeros_like(keys).index_add_(0, places, pairs[:, 1])
+    return Distinct(keys, counts, places)
+
+
 class ManagedBatches:
-    """What becomes of batches before a model sees them. All ranks call its methods together.
+    """Maps the ids of batches to rows before a model gets them. All methods are collectives.
 
     Args:
         schema: of the run; some of its tables have managed ids.
@@ -28,11 +161,12 @@ class ManagedBatches:
 
     Attributes:
         maps: managed table → this rank's part of its map.
+        steps: of the run, whose ids have been mapped: a pipeline may be ahead of what has been trained.
     """
 
     def __init__(self, schema: Schema, seed: int, device: torch.device):
         self._peers = peers = Peers()
-        self._device, self._steps, self._told = device, 0, {}
+        self._device, self.steps, self._told = device, 0, {}
         self.maps = {
             name: RowMap(table.rows, table.ids, seed, peers, device)
             for name, table in schema.tables.items()
@@ -46,16 +180,16 @@ class ManagedBatches:
         }
 
     def assign(self, batch: Batch, step: int) -> Batch:
-        """The batch itself, with rows in the place of ids: whoever remembers it has those, too.
+        """The batch itself, changed: with rows in the place of ids.
 
         Args:
             step: of the run, from 0.
         """
         if batch.new_rows is not None:
             raise RunError("a batch whose ids have their rows already", where=f"step {step}")
-        rows, new = self._exchange.train(self._ids(batch.sparse), step, time())
+        rows, new = self._exchange.train(self._ids(batch.sparse), step)
         self._settle()
-        self._steps = step + 1
+        self.steps = step + 1
         batch.sparse, batch.new_rows = self._with_rows(batch.sparse, rows), new
         return batch
 
@@ -66,10 +200,10 @@ class ManagedBatches:
         return replace(batch, sparse=self._with_rows(batch.sparse, rows), new_rows={})
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Managed table → how its ids fare since the last call, on all ranks (docs/monitoring.md)."""
+        """Managed table → figures of its ids since the last call, over all ranks (docs/monitoring.md)."""
         sums = []
         for table, part in self.maps.items():
-            ages, before = part.ages(self._steps), self._told.get(table, {})
+            ages, before = part.ages(self.steps), self._told.get(table, {})
             counted = [part.counted[key] - before.get(key, 0) for key in COUNTED]
             self._told[table] = dict(part.counted)
             sums.append([len(part), len(ages), int(ages.sum()), *counted])

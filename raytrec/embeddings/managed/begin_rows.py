@@ -1,4 +1,4 @@
-"""Rows that get another id begin anew: with that id's initial values, and without optimizer state."""
+"""Rows that get another id start over: with that id's initial values, and without optimizer state."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A hash map of keys in torch: found, put in and removed many at a time, on any device.
+"""A hash map of keys in torch: found, put in and removed many at a time, on any device; and states of maps.
 
 Keys stand in buckets of 8, a cache line each. A key's bucket is its place within the span of keys that this
 rank owns; where that bucket is full, the key is in the next one with room, and each bucket that it had to
-pass counts it, so that a search ends at the first bucket that nobody has passed. Removing a key takes it out
+pass counts it, so that a search ends at the first bucket that no key has passed. Removing a key takes it out
 of those counts again, so that the map stays as quick as it was however many keys come and go.
 
 What is in a map does not depend on which slots keys have: two maps with the same entries are equal.
@@ -48,6 +48,34 @@ class Entries:
     def in_order(self) -> Entries:
         """In the order of keys."""
         return self[self.keys.argsort()]
+
+
+@dataclass(frozen=True)
+class Free:
+    """Rows without an id; the same on all ranks.
+
+    Attributes:
+        handed: the number of rows that have been handed out once.
+        left: int64 [n], those whose ids have left, in the order in which they are handed out again.
+    """
+
+    handed: int
+    left: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MapState:
+    """The contents of a map, of all ranks or of some.
+
+    Attributes:
+        rows: keys with a row: row, sightings, last (the step of the last one).
+        waiting: keys that have been seen, but not often enough: sightings, last.
+        free: rows without an id.
+    """
+
+    rows: Entries
+    waiting: Entries
+    free: Free
 
 
 class KeyMap:

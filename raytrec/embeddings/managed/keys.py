@@ -19,7 +19,7 @@ _BITS = 32  # of a key that decide on its owner
 def keys_of(ids: torch.Tensor) -> torch.Tensor:
     """The keys of ids: int64 [...] → int64 [...], none of them NO_KEY.
 
-    Of the 2⁶⁴ ids two have the same key, that of NO_KEY's neighbour; all others have keys of their own.
+    Of the 2⁶⁴ ids two have the same key, that of NO_KEY's neighbour; all others have different keys.
     """
     return hash_bits(ids).clamp_(min=NO_KEY + 1)
 
@@ -32,7 +32,7 @@ def shares(keys: torch.Tensor, world: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fallback_of(keys: torch.Tensor, first: int, rows: int) -> torch.Tensor:
-    """The row that each key [n] has as long as it has none of its own: int64 [n].
+    """The row that each key [n] has as long as it has no own row: int64 [n].
 
     Args:
         first: of the fallback's rows. rows: how many there are.

@@ -1,53 +1,37 @@
-"""Who gets a row, and who loses it: functions of what all ranks have seen together."""
+"""Which ids get a row, and which lose theirs: functions of what all ranks have seen together."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from raytrec.common.collectives import Peers
 from raytrec.config.managed import Eviction
 from raytrec.embeddings.hashing import hash_bits
 
-SWEEPS = 8  # looks for expired ids in the time after which an id expires
+SWEEPS = 8  # searches for expired ids in the steps after which an id expires
 LARGEST = 2**31 - 1
-FREED = 64  # the part of the rows that is freed at least, so that ids are rarely looked through
+FREED = 64  # the part of the rows that is freed at least, so that ids are rarely searched
 STEPS, MOST_FREED = 4, 4  # with lru: for so many steps like this one, up to this part of the rows
 MOST_ROWS = 2**20  # that are freed ahead, a list of which every rank keeps
+BITS = 12  # of a score that a histogram, which ranks add up, distinguishes: 32 KiB
 
 
-def scores(eviction: Eviction, sightings: torch.Tensor, last: torch.Tensor, step: int) -> torch.Tensor:
-    """What ids with rows are worth: int64 [n], 0 or more; the lowest leave first.
+def scores(eviction: Eviction, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """The scores of ids with rows: int64 [n], 0 or more; the lowest leave first.
 
-    lru: the step of the last sighting. lfu: sightings, and among equals the last step. distance_lfu:
-    sightings ÷ steps since the last one (TorchRec's DistanceLFU_EvictionPolicy with exponent 1).
+    lru: the step of the last sighting. lfu: sightings, and among equals the last step.
 
     Args:
-        sightings: int64 [n]. last: integers [n], the step of the last one, before `step`; -1 or more.
+        sightings: int64 [n]. last: integers [n], the step of the last one; -1 or more.
     """
     if eviction == "lru":
         return last.long() + 1
-    if eviction == "lfu":
-        return (sightings.clamp(max=LARGEST) << 31) | (last + 1)
-    # The bits of doubles that are not negative are in the order of the doubles.
-    return (sightings.double() / (step - last)).view(torch.int64)
-
-
-def drawn(keys: torch.Tensor, counts: torch.Tensor, step: int, seed: int, probability: float) -> torch.Tensor:
-    """Whether any of a key's sightings at this step gives it a row: bool [n].
-
-    It depends on (seed, step, key) alone: nothing has to be kept of ids that were not drawn.
-
-    Args:
-        counts: int64 [n], how often each was seen at this step.
-    """
-    uniform = _draw(keys, step, seed, 53).double() * 2.0**-53
-    return uniform < 1 - (1 - probability) ** counts.double()
+    return (sightings.clamp(max=LARGEST) << 31) | (last + 1)
 
 
 def admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-    """What ids without a row are worth to one another, where rows are too few for all: int64 [n], 0 or more.
-    Those seen more often go first; among equals a draw decides, anew at each step.
+    """The scores of ids without a row, where rows are too few for all: int64 [n], 0 or more. Those seen more
+    often go first; among equals a draw decides, another one at each step.
 
     Args:
         sightings: int64 [n], those of this step included.
@@ -58,8 +42,8 @@ def admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, see
 def rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
     """How many ids lose their rows at a step that lacks some.
 
-    With lru they are as many as are missing, and some ahead. With the others, at most a 64th of the rows
-    changes hands at a step: else a batch with many new ids would take rows from ids that are seen often.
+    With lru they are as many as are missing, and some ahead. With lfu, at most a 64th of the rows changes
+    hands at a step: else a batch with many new ids would take rows from ids that are seen often.
 
     Args:
         rows: that ids can have.
@@ -76,33 +60,54 @@ def _draw(keys: torch.Tensor, step: int, seed: int, bits: int) -> torch.Tensor:
     return (hash_bits(keys ^ salt) >> (64 - bits)) & (2**bits - 1)
 
 
-@dataclass(frozen=True)
-class Expiry:
-    """When ids that were not seen for long leave.
+def horizon(ttl_steps: int | None, step: int) -> int | None:
+    """The step before which ids must have been seen last to leave at this step; None: none leaves.
 
     Args:
-        ttl_steps: for how many steps an id may be unseen; ttl_s: for how many seconds. None: for ever.
-        marks: (step, seconds) of sweeps so far, as far back as is needed to know which step `ttl_s` ago was.
+        ttl_steps: for how many steps an id may be unseen; None: for ever.
     """
+    due = ttl_steps and step % max(1, ttl_steps // SWEEPS) == 0
+    return step - ttl_steps if due else None
 
-    ttl_steps: int | None
-    ttl_s: float | None
-    marks: tuple[tuple[int, float], ...] = ()
 
-    def advance(self, step: int, now: float) -> tuple[Expiry, int | None]:
-        """(this after a step, the step before which ids must have been seen last to leave now). None: nobody
-        is looked for at this step.
+def lowest(scores: torch.Tensor, keys: torch.Tensor, count: int, peers: Peers) -> torch.Tensor:
+    """Which of this rank's keys are among the `count` lowest of all ranks, by score and then by key: int64
+    [n], places in `keys`, in no particular order; a collective.
 
-        Args:
-            now: seconds, the same on all ranks.
-        """
-        horizon, marks = None, self.marks
-        if self.ttl_steps and step % max(1, self.ttl_steps // SWEEPS) == 0:
-            horizon = step - self.ttl_steps
-        if self.ttl_s and (not marks or now >= marks[-1][1] + self.ttl_s / SWEEPS):
-            marks = (*marks, (step, now))
-            old = [mark for mark in marks if mark[1] <= now - self.ttl_s]
-            if old:
-                horizon = max(horizon or 0, old[-1][0] + 1)
-                marks = marks[len(old) - 1 :]
-        return Expiry(self.ttl_steps, self.ttl_s, marks), horizon
+    Histograms of all ranks' scores, each of the bin that the last one has narrowed it down to, lead to the
+    score of the last key that is taken. Of keys with this very score ranks take those that come first, as
+    they own spans of keys in their order.
+
+    Args:
+        scores: int64 [n], 0 or more. keys: int64 [n].
+        count: how many on all ranks; where there are fewer, all are taken.
+    """
+    device = scores.device
+    ends = [int(scores.min()), int(scores.max())] if len(scores) else [2**63 - 1, 0]
+    sizes, lows, highs = peers.stack(torch.tensor([len(scores), *ends], device=device)).T.tolist()
+    if count >= sum(sizes):
+        return torch.arange(len(scores), device=device)
+    score, missing = _threshold(scores, count, min(lows), max(highs), peers)
+    ties = (scores == score).nonzero().squeeze(1)
+    before = peers.stack(torch.tensor([len(ties)], device=device))[: peers.rank].sum()
+    mine = min(max(missing - int(before), 0), len(ties))
+    ties = ties[keys[ties].argsort()[:mine]]
+    return torch.cat([(scores < score).nonzero().squeeze(1), ties])
+
+
+def _threshold(scores: torch.Tensor, count: int, low: int, high: int, peers: Peers) -> tuple[int, int]:
+    """The score of the last of the `count` lowest, and how many with this score are among them.
+
+    Args:
+        low, high: the least and the greatest score of all.
+    """
+    while low < high:
+        shift = max(0, (high - low).bit_length() - BITS)
+        bins = (scores - low) >> shift
+        histogram = peers.sum(torch.bincount(bins, minlength=2**BITS))
+        upto = histogram.cumsum(0)
+        place = int(torch.searchsorted(upto, count))
+        count -= int(upto[place] - histogram[place])
+        low, high = low + (place << shift), min(high, low + ((place + 1) << shift) - 1)
+        scores = scores[bins == place]
+    return low, count

@@ -1,24 +1,40 @@
-"""The ids of one table that have rows, and how they come by them: one rank's part."""
+"""The ids of one table that have rows, and how they get them: one rank's part."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd, sqrt
 
 import torch
 
+from raytrec.common.collectives import Peers
 from raytrec.config.managed import ManagedIds
 from raytrec.embeddings.managed.audit import MASK, Audit, hash_sum, share_sum
-from raytrec.embeddings.managed.journal import Journal
-from raytrec.embeddings.managed.key_map import Entries, KeyMap
+from raytrec.embeddings.managed.key_map import Entries, Free, KeyMap, MapState
 from raytrec.embeddings.managed.keys import fallback_of, shares
-from raytrec.embeddings.managed.lowest import lowest
-from raytrec.embeddings.managed.peers import Peers
-from raytrec.embeddings.managed.policy import Expiry, admission_scores, drawn, rows_to_free, scores
-from raytrec.embeddings.managed.state import Free, MapState, Sighting
+from raytrec.embeddings.managed.policy import admission_scores, horizon, lowest, rows_to_free, scores
 
 SAMPLE = 2**16  # slots that are looked at for the age of ids
 KEPT_SHARE = 8  # of the ids that wait for a row, this part leaves when there are too many
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """The ids that a step brings to this rank.
+
+    Attributes:
+        step: its number.
+        keys: int64 [n], ascending, each once. counts: int64 [n], how often each is in the global batch.
+        rows: int64 [n], the row of each; -1 where it has none.
+        wanted: int64 [m], places of those that are to be admitted. sightings: int64 [m], theirs so far.
+    """
+
+    step: int
+    keys: torch.Tensor
+    counts: torch.Tensor
+    rows: torch.Tensor
+    wanted: torch.Tensor
+    sightings: torch.Tensor
 
 
 class RowMap:
@@ -35,7 +51,7 @@ class RowMap:
 
     Args:
         rows: of the table, those of the fallback included.
-        policy: who gets a row, and who loses it.
+        policy: which ids get a row, and which lose theirs.
         seed: of draws.
 
     Attributes:
@@ -53,9 +69,8 @@ class RowMap:
         self._rows = KeyMap(share, fields, peers.world, device)
         del fields["row"]
         self._waiting = KeyMap(share if policy.admit_after > 1 else 0, fields, peers.world, device)
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        self._free = Free(0, nothing, Expiry(policy.ttl_steps, policy.ttl_s))
-        self._stride, self._journal = _stride(self.capacity), Journal()
+        self._free = Free(0, torch.empty(0, dtype=torch.int64, device=device))
+        self._stride = _stride(self.capacity)
         self.counted = dict.fromkeys(("admitted", "evicted", "lookups", "fallback"), 0)
 
     def __len__(self) -> int:
@@ -66,14 +81,9 @@ class RowMap:
         """Ids of this rank that have been seen, but not often enough."""
         return self._waiting.count
 
-    def state(self, steps: int) -> MapState:
-        """This rank's part as it was after the first `steps` steps of the run.
-
-        Raises:
-            RunError: that was too long ago (journal.KEPT).
-        """
-        rows, waiting = (self._journal.entries(map, steps) for map in (self._rows, self._waiting))
-        return MapState(rows, waiting, self._journal.before(steps, self._free))
+    def state(self) -> MapState:
+        """This rank's part."""
+        return MapState(self._rows.entries(), self._waiting.entries(), self._free)
 
     def load(self, state: MapState) -> None:
         """Takes its part of a state; the map has nothing yet.
@@ -116,7 +126,7 @@ class RowMap:
         return self._rows_at(self._rows.find(keys))
 
     def fallback(self, keys: torch.Tensor) -> torch.Tensor:
-        """The row that each key [n] has as long as it has none of its own."""
+        """The row that each key [n] has as long as it has no own row."""
         return fallback_of(keys, self.capacity, self.policy.fallback_rows)
 
     def sight(self, step: int, keys: torch.Tensor, counts: torch.Tensor) -> Sighting:
@@ -126,7 +136,6 @@ class RowMap:
             step: of the run, from 0.
             keys, counts: as in Sighting.
         """
-        self._journal.begin(step, self._free)
         slots = self._rows.find(keys)
         known, wanted = (slots >= 0).nonzero().squeeze(1), (slots < 0).nonzero().squeeze(1)
         before = self._see(self._rows, slots[known], counts[known], step)
@@ -137,12 +146,10 @@ class RowMap:
         else:
             sightings = counts[wanted]
             enough = torch.ones_like(sightings, dtype=torch.bool)
-        if self.policy.admit_probability < 1:
-            enough = drawn(keys[wanted], sightings, step, self._seed, self.policy.admit_probability)
         return Sighting(step, keys, counts, rows, wanted[enough], sightings[enough])
 
     def admit(
-        self, seen: Sighting, wanted: list[int], waiting: int, now: float
+        self, seen: Sighting, wanted: list[int], waiting: int
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Gives rows to ids; a collective.
 
@@ -150,13 +157,13 @@ class RowMap:
             seen: of `sight`.
             wanted: of each rank, how many of its ids are to be admitted.
             waiting: ids of all ranks that have been seen, but not often enough.
-            now: seconds, the same on all ranks.
 
         Returns:
             (the row of each of `seen.keys`, -1 where it has none; places of those that got a new one; of each
             rank, how many these are).
         """
-        self._expire(seen.step, now)
+        if (oldest := horizon(self.policy.ttl_steps, seen.step)) is not None:
+            self._give_back(self._rows.occupied(self._rows.fields["last"] < oldest))
         if waiting > self.capacity:
             self._trim_waiting(waiting - self.capacity + self.capacity // KEPT_SHARE, seen.step)
         missing = sum(wanted) - self._available
@@ -181,11 +188,11 @@ class RowMap:
         of_keys = admission_scores(keys, seen.sightings, seen.step, self._seed)
         which = which[~torch.isin(which, lowest(of_keys, keys, refused, self._peers))]
         count = torch.tensor([len(which)], device=self.device)
-        return which, self._peers.gather(count).squeeze(1).tolist()
+        return which, self._peers.stack(count).squeeze(1).tolist()
 
     def _see(self, map: KeyMap, slots: torch.Tensor, counts: torch.Tensor, step: int) -> Entries:
         """Counts keys, each once: what the map had of them before."""
-        before = self._journal.update(map, slots)
+        before = map.at(slots)
         map.fields["sightings"].index_copy_(0, slots, before.fields["sightings"] + counts)
         map.fields["last"].index_fill_(0, slots, step)
         return before
@@ -197,7 +204,6 @@ class RowMap:
         before = self._see(self._waiting, slots[known], counts[known], step)
         sightings = counts.index_add(0, known, before.fields["sightings"])
         new = Entries(keys, {"sightings": counts, "last": torch.full_like(keys, step)})[unknown]
-        self._journal.insert(self._waiting, new.keys)
         self._waiting.insert(new)
         return sightings
 
@@ -207,12 +213,9 @@ class RowMap:
         """Ids get these rows: the row of each of `seen.keys`."""
         keys = seen.keys[places]
         last = torch.full_like(keys, seen.step)
-        self._journal.insert(self._rows, keys)
         self._rows.insert(Entries(keys, {"row": new_rows, "sightings": sightings, "last": last}))
         if self.policy.admit_after > 1:
-            slots = self._waiting.find(keys)
-            self._journal.update(self._waiting, slots)
-            self._waiting.remove(slots)
+            self._waiting.remove(self._waiting.find(keys))
         rows = seen.rows.clone()
         rows[places] = new_rows
         self.counted["admitted"] += len(keys)
@@ -235,17 +238,11 @@ class RowMap:
         """The rows that are handed out as the n-th, when each is for the first time."""
         return numbers * self._stride % self.capacity
 
-    def _expire(self, step: int, now: float) -> None:
-        expiry, horizon = self._free.expiry.advance(step, now)
-        self._free = replace(self._free, expiry=expiry)
-        if horizon is not None:
-            self._give_back(self._rows.occupied(self._rows.fields["last"] < horizon))
-
     def _evict(self, missing: int, step: int) -> None:
         """Frees rows, some of them for the steps to come."""
         slots, entries = self._unseen(self._rows, step)
         fields = entries.fields
-        of_entries = scores(self.policy.eviction, fields["sightings"], fields["last"], step)
+        of_entries = scores(self.policy.eviction, fields["sightings"], fields["last"])
         count = rows_to_free(self.policy.eviction, missing, self.capacity)
         self._give_back(slots[lowest(of_entries, entries.keys, count, self._peers)])
 
@@ -253,7 +250,6 @@ class RowMap:
         """Forgets those that were not seen for longest."""
         slots, entries = self._unseen(self._waiting, step)
         slots = slots[lowest(entries.fields["last"].long() + 1, entries.keys, count, self._peers)]
-        self._journal.update(self._waiting, slots)
         self._waiting.remove(slots)
 
     def _unseen(self, map: KeyMap, step: int) -> tuple[torch.Tensor, Entries]:
@@ -264,9 +260,9 @@ class RowMap:
     def _give_back(self, slots: torch.Tensor) -> None:
         """Ids lose their rows, which come to the end of those to be handed out in the order of keys; a
         collective."""
-        rows = self._journal.update(self._rows, slots).in_order().fields["row"].long()
+        rows = self._rows.at(slots).in_order().fields["row"].long()
         self._rows.remove(slots)
-        sizes = self._peers.gather(torch.tensor([len(rows)], device=rows.device)).squeeze(1).tolist()
+        sizes = self._peers.stack(torch.tensor([len(rows)], device=rows.device)).squeeze(1).tolist()
         left = torch.cat([self._free.left, self._peers.concatenate(rows, sizes)])
         self._free = replace(self._free, left=left)
         self.counted["evicted"] += len(rows)

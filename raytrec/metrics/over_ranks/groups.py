@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from raytrec.metrics.over_ranks.exchange import Exchange, rank_of
-from raytrec.metrics.over_ranks.kept_rows import KeptRows
+from raytrec.common.collectives import Peers
+from raytrec.metrics.over_ranks.kept_rows import KeptRows, rank_of
 
 RELEVANT = 0.5  # a label above it is positive
 
@@ -95,22 +95,39 @@ class Groups:
         """(the AUC of each group, ties counted half and rows by their weights, float64 [G]; which groups have
         positive and negative rows, bool [G])."""
         positive, negative = self.weights * self.relevant, self.weights * ~self.relevant
-        new = torch.ones_like(self.relevant)
-        new[1:] = (self.of[1:] != self.of[:-1]) | (self.predictions[1:] != self.predictions[:-1])
-        tie = new.cumsum(0) - 1  # rows with equal predictions of one group
-        ties = len(new) and int(tie[-1]) + 1
-        tied_negative = negative.new_zeros(ties).index_add_(0, tie, negative)
-        above = tied_negative.cumsum(0)[tie] - self._before(negative)[self.of]  # or equal, in the group
-        all_positive, all_negative = self.add(positive), self.add(negative)
-        below = all_negative[self.of] - above
-        pairs = self.add(positive * (below + tied_negative[tie] / 2))
-        both = (all_positive > 0) & (all_negative > 0)
-        return pairs / (all_positive * all_negative).masked_fill(~both, 1), both
+        return auc_of_groups(self.of, self.count, self.predictions, positive, negative)
 
-    def _before(self, values_N: torch.Tensor) -> torch.Tensor:
-        """The sum over all rows before each group, float64 [G]."""
-        sums = self.add(values_N)
-        return sums.cumsum(0) - sums
+
+def auc_of_groups(
+    of_N: torch.Tensor,
+    count: int,
+    predictions_N: torch.Tensor,
+    positive_N: torch.Tensor,
+    negative_N: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the AUC of each group, ties counted half, float64 [G]; which groups have positive and negative rows,
+    bool [G]).
+
+    Args:
+        of_N, count, predictions_N: as in Groups, group after group, the highest prediction of each first.
+        positive_N, negative_N: float64, the weights of each row's positive and negative part.
+    """
+
+    def add(values_N: torch.Tensor) -> torch.Tensor:
+        return values_N.new_zeros(count).index_add_(0, of_N, values_N)
+
+    new = torch.ones_like(of_N, dtype=torch.bool)
+    new[1:] = (of_N[1:] != of_N[:-1]) | (predictions_N[1:] != predictions_N[:-1])
+    tie = new.cumsum(0) - 1  # rows with equal predictions of one group
+    ties = len(new) and int(tie[-1]) + 1
+    tied_negative = negative_N.new_zeros(ties).index_add_(0, tie, negative_N)
+    all_positive, all_negative = add(positive_N), add(negative_N)
+    before = all_negative.cumsum(0) - all_negative  # of the groups before each
+    above = tied_negative.cumsum(0)[tie] - before[of_N]  # or equal, in the group
+    below = all_negative[of_N] - above
+    pairs = add(positive_N * (below + tied_negative[tie] / 2))
+    both = (all_positive > 0) & (all_negative > 0)
+    return pairs / (all_positive * all_negative).masked_fill(~both, 1), both
 
 
 class GroupRows:
@@ -147,18 +164,13 @@ class GroupRows:
         group, *item = (keys[name] for name in self._columns)
         self._kept.add([group, logits_N, labels_N, weights_N, *item])
 
-    def groups(self, exchange: Exchange, place: torch.device) -> Iterator[Groups]:
+    def groups(self, peers: Peers, place: torch.device) -> Iterator[Groups]:
         """All groups, each whole on one rank, in as many parts as all ranks have; a collective for each.
 
         Args:
             place: the device that rows are sorted on.
         """
-        for rows in self._kept.parts(exchange):
-            keys, logits, labels, weights, *item = _sent(exchange, rows)
+        for rows in self._kept.parts(peers):
+            keys, logits, labels, weights, *item = peers.send(rows, rank_of(rows[0], peers.world))
             predictions = self._predict(logits.to(place).double())
             yield Groups.make(keys.to(place), predictions, *(x.to(place) for x in (labels, weights, *item)))
-
-
-def _sent(exchange: Exchange, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Rows to the ranks of their keys, which come first."""
-    return exchange.send(rows, rank_of(rows[0], exchange.world))

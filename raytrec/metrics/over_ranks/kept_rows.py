@@ -9,8 +9,9 @@ from typing import IO
 import numpy as np
 import torch
 
+from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
-from raytrec.metrics.over_ranks.exchange import Exchange, mix
+from raytrec.embeddings.hashing import hash_bits
 
 PARTS = 64  # into which rows on disk are divided by their keys
 
@@ -41,10 +42,10 @@ class KeptRows:
         if self._rows > self._most:
             self._write()
 
-    def parts(self, exchange: Exchange) -> Iterator[list[torch.Tensor]]:
+    def parts(self, peers: Peers) -> Iterator[list[torch.Tensor]]:
         """The rows of this rank, in one part if those of every rank are in memory, else in PARTS: rows with
         one key are in the same part on all ranks. A collective; nothing is kept then."""
-        if exchange.most(bool(self._files)) > 0:
+        if peers.largest(bool(self._files)) > 0:
             self._write()
             for part in range(PARTS):
                 yield self._read(part)
@@ -61,7 +62,7 @@ class KeptRows:
     def _write(self) -> None:
         """Appends what is in memory to the files, part after part."""
         columns = self._joined()
-        parts = mix(columns[0]) % PARTS
+        parts = hash_bits(columns[0]) % PARTS
         order, counts = parts.argsort(stable=True), parts.bincount(minlength=PARTS).tolist()
         try:
             self._files = self._files or [tempfile.TemporaryFile() for _ in columns]  # noqa: SIM115
@@ -88,3 +89,8 @@ class KeptRows:
                 pieces.append(np.fromfile(file, pieces[0].dtype, count))
             found.append(torch.from_numpy(np.concatenate(pieces)))
         return found
+
+
+def rank_of(keys_N: torch.Tensor, world: int) -> torch.Tensor:
+    """The rank that owns each key, int64 [N]: evenly spread, whatever the keys have in common."""
+    return (hash_bits(keys_N) >> 8) % world

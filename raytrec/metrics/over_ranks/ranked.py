@@ -1,14 +1,19 @@
-"""Rows in the order of their predictions, sorted by all ranks together."""
+"""Rows in the order of their predictions, kept in bounded memory and sorted by all ranks together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from raytrec.metrics.over_ranks.exchange import Alone, Exchange
+from raytrec.common.collectives import Peers
 
 SAMPLES = 256  # of a rank's predictions, from which the borders between the ranks' parts are chosen
+BITS = 20  # of a prediction that tell its bin: sign, exponent and 11 bits of fraction
+COUNT = 1 << BITS
+DROPPED = 32 - BITS
+LOWER = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -63,31 +68,30 @@ class Ranked:
         below: the sums of positive, negative and rows of all lower ranks' parts, float64 [3].
         total: those of all ranks.
         both_classes: whether there are rows of both labels, and of no other.
-        exchange: between these ranks.
+        peers: these ranks.
     """
 
     ties: Ties
     below: torch.Tensor
     total: torch.Tensor
     both_classes: bool
-    exchange: Exchange
+    peers: Peers
 
     @classmethod
-    def sort(cls, ties: Ties, exchange: Exchange, binary: bool = True) -> Ranked:
+    def sort(cls, ties: Ties, peers: Peers, binary: bool = True) -> Ranked:
         """Sorts the ties of all ranks; a collective. A rank then has about as many as any other.
 
         Args:
             binary: whether all labels of this rank are 0 and 1.
         """
-        if exchange.world > 1:
-            borders = _borders(ties.predictions, exchange).to(ties.predictions.device)
-            ranks = torch.bucketize(ties.predictions, borders)
-            ties = Ties.merge(*exchange.send(ties.columns, ranks))
+        if peers.world > 1:
+            ranks = torch.bucketize(ties.predictions, _borders(ties.predictions, peers))
+            ties = Ties.merge(*peers.send(ties.columns, ranks))
         sums = torch.stack([x.sum() for x in (ties.positive, ties.negative, ties.rows)])
-        parts = exchange.stack(torch.cat([sums, sums.new_tensor([not binary])]))
-        below, total = parts[: exchange.rank].sum(0), parts.sum(0)
+        parts = peers.stack(torch.cat([sums, sums.new_tensor([not binary])]))
+        below, total = parts[: peers.rank].sum(0), parts.sum(0)
         both = bool(total[0] > 0 and total[1] > 0 and total[3] == 0)
-        return cls(ties, below[:3].to(sums.device), total[:3].to(sums.device), both, exchange)
+        return cls(ties, below[:3], total[:3], both, peers)
 
     @classmethod
     def of(
@@ -95,7 +99,7 @@ class Ranked:
     ) -> Ranked:
         """Of rows that are all in this process."""
         weights_N = torch.ones_like(labels_N) if weights_N is None else weights_N
-        return cls.sort(Ties.of(predictions_N, labels_N, weights_N), Alone(), is_binary(labels_N))
+        return cls.sort(Ties.of(predictions_N, labels_N, weights_N), Peers(alone=True), is_binary(labels_N))
 
     def before(self, which: int) -> torch.Tensor:
         """What is below each of this rank's ties, float64 [D]: of positive (0), negative (1) or rows (2)."""
@@ -108,14 +112,95 @@ def is_binary(labels_N: torch.Tensor) -> bool:
     return bool(((labels_N == 0) | (labels_N == 1)).all())
 
 
-def _borders(rising_D: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def _borders(rising_D: torch.Tensor, peers: Peers) -> torch.Tensor:
     """Values [ranks - 1] between which about equally many of all ranks' values are; a rank is given those up
     to its border."""
     places = torch.linspace(0, max(0, len(rising_D) - 1), SAMPLES, device=rising_D.device).long()
     mine = rising_D[places] if len(rising_D) else rising_D.new_zeros(SAMPLES)
     weights = torch.full_like(mine, len(rising_D) / SAMPLES)
-    values, weights = exchange.stack(torch.stack([mine, weights])).transpose(0, 1).flatten(1)
+    values, weights = peers.stack(torch.stack([mine, weights])).transpose(0, 1).flatten(1)
     values, order = values.sort()
     reached = weights[order].cumsum(0)
-    shares = torch.arange(1, exchange.world, dtype=torch.float64) / exchange.world * reached[-1]
+    shares = torch.arange(1, peers.world, dtype=torch.float64, device=values.device) / peers.world
+    shares *= reached[-1]
     return values[torch.searchsorted(reached, shares).clamp(max=len(values) - 1)]
+
+
+class Scores:
+    """Rows of one task on this rank, from which `Ranked` is made.
+
+    Up to `exact_rows` rows are kept, 12 bytes each. The rows beyond that, and those before, are counted in
+    COUNT bins, 24 MiB in all: rows whose predictions agree in sign, exponent and 11 bits of fraction (1 in
+    2,048 of their size) then count as tied.
+
+    Args:
+        predict: logits → predictions, of the task.
+        exact_rows: eval.max_exact_rows.
+    """
+
+    def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int):
+        self._predict, self._exact_rows = predict, exact_rows
+        self._parts: list[tuple[torch.Tensor, ...]] = []
+        self._rows, self._binary = 0, True
+        self._bins: torch.Tensor | None = None  # float64 [3, COUNT]: positive, negative, rows
+
+    def add(self, logits_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor) -> None:
+        """Adds rows that count, in host memory."""
+        self._parts.append((logits_N, labels_N, weights_N))
+        self._rows += len(labels_N)
+        self._binary = self._binary and is_binary(labels_N)
+        if self._rows > self._exact_rows:
+            self._count()
+
+    def ranked(self, peers: Peers, place: torch.device) -> tuple[Ranked, bool]:
+        """The rows of all ranks in the order of their predictions, and whether they are in bins: all ranks'
+        are, if one's are. A collective, after which nothing is kept here.
+
+        Args:
+            place: the device that rows are sorted on.
+        """
+        binned = peers.largest(self._bins is not None) > 0
+        if binned:
+            self._count()
+            ties = _ties_of(self._bins)
+        else:
+            logits, labels, weights = self._joined()
+            ties = Ties.of(self._predict(logits.to(place).double()), labels.to(place), weights.to(place))
+        self._parts, self._bins = [], None
+        return Ranked.sort(ties, peers, self._binary), binned
+
+    def _count(self) -> None:
+        """Puts the kept rows into bins."""
+        if self._bins is None:
+            self._bins = torch.zeros(3, COUNT, dtype=torch.float64)
+        logits, labels, weights = self._joined()
+        predictions = self._predict(logits.double())
+        middles = midpoints(bins_of(predictions)).masked_fill(predictions.isnan(), float("nan"))
+        ties = Ties.of(middles, labels, weights)
+        self._bins.index_add_(1, bins_of(ties.predictions), torch.stack(ties.columns[1:]))
+        self._parts, self._rows = [], 0
+
+    def _joined(self) -> list[torch.Tensor]:
+        if not self._parts:
+            return [torch.empty(0)] * 3
+        return [torch.cat(columns) for columns in zip(*self._parts, strict=True)]
+
+
+def _ties_of(bins: torch.Tensor) -> Ties:
+    filled = (bins[2] > 0).nonzero().squeeze(1)
+    return Ties(midpoints(filled), *bins[:, filled])
+
+
+def bins_of(predictions_N: torch.Tensor) -> torch.Tensor:
+    """The bin of each prediction, int64 [N]; higher predictions are in higher bins."""
+    limits = torch.finfo(torch.float32)
+    bits = predictions_N.float().clamp(limits.min, limits.max).nan_to_num() + 0.0  # -0.0 is 0.0
+    bits = bits.view(torch.int32)
+    rising = bits ^ ((bits >> 31) & LOWER)  # floats rise as integers do, but for negative ones
+    return (rising.long() >> DROPPED) + COUNT // 2
+
+
+def midpoints(bins_N: torch.Tensor) -> torch.Tensor:
+    """The prediction in the middle of each bin, float64 [N]."""
+    rising = (((bins_N - COUNT // 2) << DROPPED) + (1 << (DROPPED - 1))).int()
+    return (rising ^ ((rising >> 31) & LOWER)).view(torch.float32).double()

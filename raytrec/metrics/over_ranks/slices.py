@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from raytrec.metrics.over_ranks.exchange import Exchange, rank_of
-from raytrec.metrics.over_ranks.ranked import is_binary
-from raytrec.metrics.over_ranks.scores import bins_of, midpoints
+from raytrec.common.collectives import Peers
+from raytrec.metrics.over_ranks.groups import auc_of_groups
+from raytrec.metrics.over_ranks.kept_rows import rank_of
+from raytrec.metrics.over_ranks.ranked import bins_of, is_binary, midpoints
 
+if TYPE_CHECKING:
+    from raytrec.data.batch import Batch
+
+SHOWN = 10  # of the largest slices, and of the worst
 LEAST = 30  # rows of each label that a slice needs to be among the worst: with fewer, that would be chance
+MOST = 100_000  # values of a column whose text a rank keeps
 
 
 class Slices:
     """Rows of one task on this rank, by the slice that they are in: 20 bytes each up to `exact_rows` rows.
 
-    Beyond, rows of one slice whose predictions are in one bin (scores.py) count as tied and are put together:
+    Beyond, rows of one slice whose predictions are in one bin (ranked.py) count as tied and are put together:
     memory then grows with the slices, not with the rows.
 
     Args:
@@ -42,18 +50,18 @@ class Slices:
         if self._rows > self._exact_rows:
             self._bin()
 
-    def figures(self, exchange: Exchange, place: torch.device) -> OfSlices:
+    def figures(self, peers: Peers, place: torch.device) -> SliceFigures:
         """The figures of the slices that belong to this rank; a collective, after which nothing is kept.
 
         Args:
             place: the device that rows are sorted on.
         """
-        if binned := exchange.most(bool(self._binned)) > 0:
+        if binned := peers.largest(bool(self._binned)) > 0:
             self._bin()
         ties = [x.to(place) for x in (self._binned if binned else self._ties())]
         self._parts, self._binned = [], []
-        ties = _put_together(*exchange.send(ties, rank_of(ties[0], exchange.world)))
-        return OfSlices(ties, exchange.most(not self._binary) == 0, binned)
+        ties = _put_together(*peers.send(ties, rank_of(ties[0], peers.world)))
+        return SliceFigures.of(ties, peers.largest(not self._binary) == 0, binned)
 
     def _bin(self) -> None:
         """Puts the kept rows into bins of their slices."""
@@ -76,9 +84,9 @@ class Slices:
 
 
 def _put_together(keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Tensor) -> list[torch.Tensor]:
-    """Ties of slices, by slice and rising prediction: keys, predictions, and the sums of those with equal
+    """Ties of slices, by slice and falling prediction: keys, predictions, and the sums of those with equal
     keys and predictions: of positive weights, negative weights, weighted predictions, and rows."""
-    order = predictions.argsort()
+    order = predictions.argsort(descending=True)
     order = order[keys[order].argsort(stable=True)]
     keys, predictions = keys[order], predictions[order]
     new = torch.ones_like(keys, dtype=torch.bool)
@@ -89,91 +97,113 @@ def _put_together(keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Te
     return [keys[first], predictions[first], *added]
 
 
-class OfSlices:
-    """The figures of some slices.
-
-    Args:
-        ties: of whole slices (`_put_together`).
-        binary: whether all labels are 0 and 1; else there is no AUC.
-        binned: whether rows with nearly equal predictions count as tied.
+@dataclass(frozen=True)
+class SliceFigures:
+    """The figures of S slices: float64 [S] each, in host memory.
 
     Attributes:
-        keys: of the slices, int64 [S].
-        rows: of each, float64 [S].
+        keys: of the slices, int64 [S]. rows: of each.
+        figures: auc (NaN where a slice does not have both labels, or labels are not 0 and 1), calibration,
+            and where rows were put into bins auc_bound.
+        goodness: what the worst slices have least of: the AUC; where labels are not 0 and 1, how near the
+            calibration is to 1. NaN for slices with too few rows.
     """
 
-    def __init__(self, ties: list[torch.Tensor], binary: bool, binned: bool):
-        keys, _, positive, negative, predicted, rows = (x.cpu() for x in ties)
-        self.keys, of = keys.unique_consecutive(return_inverse=True)
+    keys: torch.Tensor
+    rows: torch.Tensor
+    figures: dict[str, torch.Tensor]
+    goodness: torch.Tensor
 
-        def add(values: torch.Tensor) -> torch.Tensor:
-            return values.new_zeros(len(self.keys)).index_add_(0, of, values)
+    @classmethod
+    def of(cls, ties: list[torch.Tensor], binary: bool, binned: bool) -> SliceFigures:
+        """Of ties of whole slices (`_put_together`).
 
-        all_negative = add(negative)
-        below = negative.cumsum(0) - negative - (all_negative.cumsum(0) - all_negative)[of]
-        all_positive, tied = add(positive), positive * negative / 2
-        pairs = all_positive * all_negative
-        self.rows = add(rows)
-        self._auc = add(positive * below + tied) / pairs if binary else torch.full_like(pairs, float("nan"))
-        self._bound = add(tied) / pairs if binary and binned else None
-        self._calibration = add(predicted) / all_positive
-        # How far calibration is from 1, in either direction, where there is no AUC to go by.
-        off = -self._calibration.log().abs()
-        enough = torch.minimum(all_positive, all_negative) >= LEAST if binary else self.rows >= 2 * LEAST
-        self._goodness = torch.where(enough, self._auc if binary else off, float("nan"))
+        Args:
+            binary: whether all labels are 0 and 1.
+            binned: whether rows with nearly equal predictions count as tied.
+        """
+        keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
+        keys, of = keys.unique_consecutive(return_inverse=True)
+        auc, both = auc_of_groups(of, len(keys), predictions, positive, negative)
+        auc = auc.masked_fill(~both if binary else torch.ones_like(both), float("nan"))
+        positives, negatives, rows, predicted, tied = (
+            x.new_zeros(len(keys)).index_add_(0, of, x)
+            for x in (positive, negative, rows, predicted, positive * negative / 2)
+        )
+        calibration = predicted / positives
+        enough = torch.minimum(positives, negatives) >= LEAST if binary else rows >= 2 * LEAST
+        goodness = (auc if binary else -calibration.log().abs()).masked_fill(~enough, float("nan"))
+        bound = {"auc_bound": tied / (positives * negatives)} if binary and binned else {}
+        return cls(keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness)
 
-    def largest(self, count: int) -> list[tuple[float, dict[str, Any]]]:
-        """The slices with the most rows, each after what it is sorted by, ascending."""
-        return self._first(-self.rows, count)
+    def first(self, values: torch.Tensor, peers: Peers) -> list[dict[str, Any]]:
+        """The SHOWN slices of all ranks with the lowest of some values [S], ascending; a collective."""
+        order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:SHOWN]
+        columns = torch.stack([values, self.rows, *self.figures.values()], 1)
+        found = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)
+        return [
+            {"key": key, "rows": int(rows), **self._named(figures)}
+            for (value, rows, *figures), key in sorted(found, key=lambda row: (row[0][0], row[1]))
+            if isfinite(value)
+        ][:SHOWN]
 
-    def worst(self, count: int) -> list[tuple[float, dict[str, Any]]]:
-        """Of slices with enough rows, those with the lowest AUC; where labels are not 0 and 1, those whose
-        calibration is the farthest from 1."""
-        return self._first(self._goodness, count)
-
-    def _first(self, values: torch.Tensor, count: int) -> list[tuple[float, dict[str, Any]]]:
-        order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:count].tolist()
-        return [(float(values[i]), self._record(i)) for i in order if isfinite(values[i])]
-
-    def _record(self, i: int) -> dict[str, Any]:
-        figures = {"auc": self._auc, "auc_bound": self._bound, "calibration": self._calibration}
-        known = {name: float(x[i]) for name, x in figures.items() if x is not None}
-        finite = {name: value if isfinite(value) else None for name, value in known.items()}
-        return {"key": int(self.keys[i]), "rows": int(self.rows[i]), **finite}
+    def _named(self, figures: list[float]) -> dict[str, float | None]:
+        known = zip(self.figures, figures, strict=True)
+        return {name: value if isfinite(value) else None for name, value in known}
 
 
-def summarize(found: OfSlices, count: int, exchange: Exchange, names: dict[int, str]) -> dict[str, Any]:
+def summarize(found: SliceFigures, peers: Peers, names: Mapping[int, str]) -> dict[str, Any]:
     """The largest and the worst slices of all ranks, the same on each; a collective.
 
     Args:
         found: of this rank.
-        count: how many of each.
-        names: what this rank knows of slices' values, by their keys.
+        names: the texts of slices' values that this rank has seen, by their keys.
 
     Returns:
-        slices: how many there are; largest and worst: lists of slice (its value as text), rows, auc,
+        slices: the number of all; largest and worst: lists of slice (its value as text), rows, auc,
         calibration (None where not defined), and auc_bound where rows have been put into bins.
     """
-    said = exchange.tell((len(found.keys), found.largest(count), found.worst(count)))
-
-    def best(which: int) -> list[dict[str, Any]]:
-        of_all = sorted(
-            (each for rank in said for each in rank[which]), key=lambda each: (each[0], each[1]["key"])
-        )
-        return [record for _, record in of_all[:count]]
-
-    largest, worst = best(1), best(2)
-    wanted = {record["key"] for record in largest + worst}
+    lists = {"largest": found.first(-found.rows, peers), "worst": found.first(found.goodness, peers)}
+    wanted = {record["key"] for records in lists.values() for record in records}
     texts: dict[int, str] = {}
-    for known in exchange.tell({key: names[key] for key in wanted & names.keys()}):
+    for known in peers.objects({key: names[key] for key in wanted & names.keys()}):
         texts = known | texts
+    for record in (each for records in lists.values() for each in records):
+        key = record.pop("key")
+        record["slice"] = texts.get(key, f"key {key}")
+    return {"slices": int(peers.sum(torch.tensor(len(found.keys)))), **lists}
 
-    def named(record: dict[str, Any]) -> dict[str, Any]:
-        key = record["key"]
-        return {"slice": texts.get(key, f"key {key}"), **{k: v for k, v in record.items() if k != "key"}}
 
-    return {
-        "slices": sum(rank[0] for rank in said),
-        "largest": [named(record) for record in largest],
-        "worst": [named(record) for record in worst],
-    }
+class Names:
+    """Notes the text of slices' values as batches pass, on the host.
+
+    Args:
+        columns: whose values are slices.
+        key_columns: of Batch.keys, in its order.
+
+    Attributes:
+        of: column → key → text of its value; the first MOST that this rank has seen.
+    """
+
+    def __init__(self, columns: Sequence[str], key_columns: Sequence[str]):
+        self.of: dict[str, dict[int, str]] = {name: {} for name in columns}
+        self._places = {name: key_columns.index(name) for name in columns}
+
+    def note(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches."""
+        for batch in batches:
+            if self.of and batch.reserved is not None and batch.keys is not None:
+                keys_BK = batch.keys[batch.weights > 0].numpy()
+                for name, known in self.of.items():
+                    if name in batch.reserved.column_names:
+                        self._note(known, keys_BK[:, self._places[name]], batch.reserved.column(name))
+            yield batch
+
+    def _note(self, known: dict[int, str], keys, values) -> None:
+        distinct, first = np.unique(keys, return_index=True)
+        new = [
+            (key, row) for key, row in zip(distinct.tolist(), first.tolist(), strict=True) if key not in known
+        ]
+        for key, row in new[: MOST - len(known)]:
+            value = values[row].as_py()
+            known[key] = "null" if value is None else str(value)

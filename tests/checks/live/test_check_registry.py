@@ -57,16 +57,16 @@ def test_one_of_the_users_comes_last_with_its_own_reaction():
 
 
 @pytest.mark.parametrize(
-    "name,says",
+    "name,text",
     [
-        ("Nameless", "is no check"),
-        ("NOT_CHECKS", "is no check"),
+        ("Nameless", "is not a check"),
+        ("NOT_CHECKS", "is not a check"),
         ("Gone", "the module has no Gone"),
         ("Shards", "two checks are called shards"),
     ],
 )
-def test_what_cannot_be_a_check_is_refused(name, says):
-    with pytest.raises(ConfigError, match=says) as error:
+def test_what_cannot_be_a_check_is_refused(name, text):
+    with pytest.raises(ConfigError, match=text) as error:
         choose(own(name))
     assert error.value.where == "checks.custom"
 

@@ -1,4 +1,4 @@
-"""Faults brought into real training loops: the named check finds each within one interval, and says where.
+"""Faults brought into real training loops: the named check finds and places each within one interval.
 
 Every fault comes after step 4, and checks follow step 6: of the two batches between, the pipeline has already
 exchanged the ids of the first.
@@ -91,7 +91,7 @@ def nobodys_row(scene):
     [
         (metadata_of_another_size, "rank 1 has another map"),
         (shards_exchanged, "rank 1 has another map"),
-        (nobodys_row, "rows 22 to 22 are in 0 shards (says ranks 0 and 1)"),
+        (nobodys_row, "rows 22 to 22 are in 0 shards (found on ranks 0 and 1)"),
     ],
 )
 def test_shards_in_the_description(fault, words):
@@ -147,7 +147,7 @@ def nan_in_state(scene):
     ],
 )
 def test_numbers_in_a_shard(fault, check, optimizer, after, words):
-    """A NaN is everywhere one step later; only the check that follows at once can say where it came from."""
+    """A NaN is everywhere one step later; only the check that follows at once can name its origin."""
     settings = {"optimizer": optimizer, "after": after, "steps": 12}
     answers = on_ranks(2, run, ROW_WISE, fault, settings)
     found = failed(answers, check)

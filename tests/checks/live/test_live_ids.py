@@ -1,4 +1,4 @@
-"""Faults in the maps of managed ids: the check finds each, and says what and where."""
+"""Faults in the maps of managed ids: the check finds each, and names what and where."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def an_id_of_another_rank(scene):
 
 
 @pytest.mark.parametrize(
-    "fault,says",
+    "fault,text",
     [
         (two_ids_of_a_row, "table user: there are rows that have two ids"),
         (row_of_the_fallback, "table user: rank 1 has 1 ids with rows that they cannot have"),
@@ -61,9 +61,9 @@ def an_id_of_another_rank(scene):
         (an_id_of_another_rank, "table user: rank 0 has 1 ids of other ranks"),
     ],
 )
-def test_faults_of_maps(fault, says):
+def test_faults_of_maps(fault, text):
     found = failed(on_ranks(2, run, fault, {}), "managed_ids")
-    assert found[0]["step"] == 6 and says in found[0]["text"]
+    assert found[0]["step"] == 6 and text in found[0]["text"]
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -73,13 +73,18 @@ def test_nothing_is_wrong_without_a_fault(world):
     assert {"managed_ids", "parity", "conservation"} <= {o["check"] for o in answers[0]}
 
 
-def test_audits_are_joined_as_they_are_judged_apart():
-    from raytrec.embeddings.managed.audit import MASK, Audit, problems
+def test_sums_of_audits_are_judged_as_the_audits_are():
+    from raytrec.embeddings.managed.audit import MASK, Audit, is_sound, problems
 
     good = [Audit(rank, 5, 0, 0, 0, (-1) ** rank * 7 & MASK, 2, 9, 3) for rank in range(4)]
     good[3] = replace(good[3], sum=(good[3].sum - 9) & MASK)
-    assert problems(good, 25) == [] and problems(good, 24) != []
-    one = good[0].joined(good[1]).joined(good[2]).joined(good[3])
-    assert problems([one], 25) == [] and one.ids == 20
-    assert good[0].joined(replace(good[1], strangers=1)) is None
-    assert good[0].joined(replace(good[1], unused=4)) is None
+
+    def summed(audits):
+        wrong, ids, total = (sum(column) for column in zip(*(a.numbers for a in audits), strict=True))
+        return is_sound(audits[0], [wrong, ids, total], 25)
+
+    assert problems(good, 25) == [] and summed(good) and problems(good, 24) != []
+    assert all(-(2**63) <= number < 2**63 for audit in good for number in audit.numbers)
+    for change in ({"strangers": 1}, {"repeated": 2}, {"outside": 1}, {"sum": 5}, {"ids": 6}):
+        changed = [*good[:2], replace(good[2], **change), good[3]]
+        assert problems(changed, 25) and not summed(changed)

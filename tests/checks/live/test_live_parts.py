@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 import torch
 from loops import PLANS, failed, loop
+from rank_threads import in_threads
 from ranks import on_ranks
 from small import config
 from standin import cuda
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checks.live import finite
 from raytrec.checks.live.finite import ROWS, Finite, largest, sample
 from raytrec.checks.live.keys import LONGEST, some_bags
-from raytrec.checks.live.numerics import GROWTH, Look, Numerics
-from raytrec.checks.live.outcome import Outcome, Position, Watched, odd_ones, ranks
+from raytrec.checks.live.numerics import GROWTH, Numerics, Sizes
+from raytrec.checks.live.outcome import CheckedRun, Outcome, Position, odd_ones, ranks
 from raytrec.checks.live.probe import error_of
 from raytrec.checks.live.readout import read
 from raytrec.checks.live.registry import all_checks
 from raytrec.checks.live.replicas import CHUNK, Replicas, _multipliers, fingerprint
 from raytrec.checks.live.runner import verdict
 from raytrec.checks.live.shards import _gaps
+from raytrec.common.collectives import Peers
 from raytrec.embeddings.row_gradients import keys_of
 from raytrec.embeddings.tables import Parts, Shard, Table
 from raytrec.embeddings.taps import Lookup
@@ -96,21 +97,24 @@ def test_odd_ones():
     assert ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6 and 93 more"
 
 
+def numerics(peers=None):
+    return Numerics(SimpleNamespace(peers=peers or Peers(alone=True)))
+
+
 def judged(numbers, step=1, values=0.5, gradient=0.1, ratios=None):
-    look = Look({"table t": values}, {"table t": gradient**2}, ratios or {})
-    return numbers.judge([look], step)
+    return numbers.judge(Sizes({"table t": values}, {"table t": gradient**2}, ratios or {}), step)
 
 
 def test_growth_is_seen_against_the_median_of_earlier_looks():
-    numbers = Numerics(None)
+    numbers = numerics()
     assert all(judged(numbers, values=x).passed for x in (0.5, 500.0, 0.5)), "it only learns at first"
     assert not judged(numbers, values=51.0).passed and judged(numbers, values=0.5).passed
     assert judged(numbers, values=49.0).passed
     assert "× what is usual" in judged(numbers, gradient=0.1 * GROWTH * 1.1).text
     assert judged(numbers, gradient=0.1 * GROWTH * 0.9).passed
-    small = Numerics(None)
+    small = numerics()
     assert all(judged(small, values=x).passed for x in (1e-4, 1e-4, 1e-4, 0.5, 9.0)), "tables begin near 0"
-    rare = Numerics(None)
+    rare = numerics()
     assert all(judged(rare, gradient=x).passed for x in (0, 0, 0, 0, 0.1, 0.1, 0.1)), "no id for long"
     assert not judged(rare, gradient=20.0).passed
 
@@ -120,37 +124,31 @@ def test_what_is_not_finite():
     both = [("t", torch.tensor([nan])), ("t", torch.tensor([2.0])), ("u", torch.tensor([-3.0, 1.0]))]
     for parts in (both, both[::-1]):
         assert str(largest(parts)["t"]) == "nan" and largest(parts)["u"] == 3.0
-    looks = [finite.Look({"dense": nan, "table": x}, {"table's sum": 1.0}) for x in (1.0, inf)]
-    found = Finite(None).judge(looks, 1)
-    assert found.text.startswith("table: a value is NaN or infinite on rank 1; dense: ") and not found.passed
-    assert Finite(None).judge([finite.Look({"table": 1.0}, {"table's sum": 1.0})], 1).passed
-    numbers = Numerics(None)
+    numbers = numerics()
     assert all(judged(numbers, values=0.5).passed for _ in range(3))
-    assert all(judged(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), "finite says that"
+    assert all(judged(numbers, values=x).passed for x in (inf, nan, inf, nan, inf)), "finite reports that"
     assert not judged(numbers, gradient=nan).passed
     assert not judged(numbers, values=51.0).passed, "what is not finite is not usual"
 
 
 def test_the_norm_is_that_of_the_whole_gradient():
     dense, table = "dense layers' top.0.bias", "table t"
+    usual, alike = ({dense: 9.0, table: 8.0},) * 2, ({dense: 4e5, table: 1.0},) * 2
+    parts = [usual, usual, usual, usual, ({dense: 9.0, table: 2e5}, {dense: 9.0, table: 4e5}), alike]
+    parts += [({dense: 9.0, table: part}, usual[1]) for part in (1e-9, 1e4)]
 
-    def judge(numbers, *squares):
-        return numbers.judge([Look({}, part, {}) for part in squares], 1)
+    def judge(peers):
+        numbers = numerics(peers)
+        return [numbers.judge(Sizes({}, squares[peers.rank], {}), 1) for squares in parts]
 
-    numbers = Numerics(None)
-    usual = {dense: 9.0, table: 8.0}, {dense: 9.0, table: 8.0}
-    assert all(judge(numbers, *usual).passed for _ in range(3))
-    assert judge(numbers, *usual).figure == 1.0, "5 against 5"
-    grown = judge(numbers, {dense: 9.0, table: 2e5}, {dense: 9.0, table: 4e5})
-    assert (
-        not grown.passed
-        and "gradient is 775, 155 × what is usual" in grown.text
-        and "of table t" in grown.text
-    )
-    other = judge(numbers, {dense: 4e5, table: 1.0}, {dense: 4e5, table: 1.0})
+    found, same = in_threads(2, judge)
+    assert found == same
+    assert all(outcome.passed for outcome in found[:4]) and found[3].figure == 1.0, "5 against 5"
+    grown, other, less, more = found[4:]
+    assert not grown.passed and "gradient is 775, 155 × what is usual" in grown.text
+    assert "of table t" in grown.text
     assert "is 632, 126 ×" in other.text and other.text.endswith("of dense layers' top.0.bias")
-    assert judge(numbers, {dense: 9.0, table: 1e-9}, usual[1]).passed
-    assert judge(numbers, {dense: 9.0, table: 1e4}, usual[1]).passed, "a part may leave a plateau"
+    assert less.passed and more.passed, "a part may leave a plateau"
 
 
 @pytest.mark.parametrize(
@@ -167,11 +165,11 @@ def test_the_norm_is_that_of_the_whole_gradient():
     ],
 )
 def test_rates_that_drift(step, ratio, positives, passed):
-    outcome = judged(Numerics(None), step, ratios={"calibration": (ratio, positives)})
+    outcome = judged(numerics(), step, ratios={"calibration": (ratio, positives)})
     assert outcome.passed == passed
     assert passed or f"predicted ÷ real rate is {ratio} over {positives} positives" in outcome.text
     one_of_two = {"click.calibration": (ratio, positives), "like.calibration": (1.0, 100)}
-    outcome = judged(Numerics(None), step, ratios=one_of_two)
+    outcome = judged(numerics(), step, ratios=one_of_two)
     assert outcome.passed == passed and (passed or f"rate of click is {ratio} over" in outcome.text)
 
 
@@ -196,10 +194,12 @@ def test_rows_that_a_probed_step_touched_are_looked_at():
     lookup = Lookup(None, ["a", "b"], ["other", "t"], [2, 2], False, torch.zeros(2), ids)
     for touched, expected in [(777, True), (778, False)]:
         ids.values()[2] = touched
-        run = Watched(config(1, {}), None, {"t": table}, {}, SimpleNamespace(lookups=[lookup]), values.device)
+        run = CheckedRun(
+            config(1, {}), None, {"t": table}, {}, SimpleNamespace(lookups=[lookup]), values.device
+        )
         check = Finite(run)
         for probed in (False, True):
-            outcome = check.judge([check.look(Position(1), probed)], 1)
+            outcome = check.evaluate(Position(1), probed)
             assert outcome.passed != (probed and expected)
 
 
@@ -296,13 +296,14 @@ def test_tensors_of_two_devices_are_hashed_and_measured():
     with cuda() as gpu:
         of_gpu = {n: t if n.endswith("step") else t.clone().to("cuda") for n, t in of_host.items()}
         for dense in (of_host, of_gpu):
-            run = Watched(
+            run = CheckedRun(
                 settings, None, {}, dense, SimpleNamespace(lookups=[]), dense["dense/a/value"].device
             )
             gpu.waits.clear()
-            found.append([check(run).look(Position(1), False) for check in (Replicas, Finite)])
+            found.append([Replicas(run).hashes(), Finite(run).sizes(False)])
     assert found[0] == found[1]
-    assert found[0][1].state == {"dense/a/sum": float(of_host["dense/a/sum"].max()), "dense/a/step": 4.0}
+    sizes = {name: float(value.abs().max()) for name, value in of_host.items()}
+    assert found[0][1] == sizes and sizes["dense/a/step"] == 4.0
 
 
 def test_figures_come_from_each_device_in_one_copy():

@@ -9,9 +9,6 @@ class Patience(Check):
     moments = frozenset({STEP})
     do = "raytrec train --resume RUN"
 
-    def look(self, position, probed):
-        return position.step
-
-    def judge(self, looks, step):
-        problems = ["twenty steps are enough"] if looks[0] == 20 else []
-        return self.outcome(step, problems, "not there yet", float(looks[0]), 20.0)
+    def evaluate(self, position, probed):
+        problems = ["twenty steps are enough"] if position.step == 20 else []
+        return self.outcome(position.step, problems, "not there yet", float(position.step), 20.0)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from raytrec.tasks.outputs import TaskOutputs
 
+
 HALF = 0.5
 
 

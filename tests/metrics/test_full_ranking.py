@@ -100,7 +100,7 @@ def batches(columns, vectors, rank, world, **more):
 def ranked(rank, world, given, cells):
     import torch.distributed as dist
 
-    from raytrec.worker.full_ranking import FullRanking
+    from raytrec.metrics.over_ranks.full_ranking import FullRanking
 
     device = (
         torch.device("cuda", torch.cuda.current_device())

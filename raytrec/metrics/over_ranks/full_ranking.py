@@ -1,7 +1,7 @@
-"""Where the item of an evaluated row stands among all items (eval.retrieval): exact, on any number of ranks.
+"""The rank of an evaluated row's item among all items (eval.retrieval): exact, on any number of ranks.
 
 The items' vectors are computed once an evaluation and stay on the rank that computed them. A batch's queries
-go to all ranks; each holds them against its own items, block by block, and what they count is added up. So no
+go to all ranks; each compares them with its own items, block by block, and the counts are added up. So no
 rank has all items, and queries × items are never in memory at once.
 
 A score is the dot product of two float32 vectors, summed up in float64 and rounded to float32: equal vectors
@@ -18,15 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from raytrec.common.collectives import Peers
 from raytrec.data.arrow import one_array, unnest
 from raytrec.data.batch import Batch
 from raytrec.data.hashing import keys_of
-from raytrec.metrics.full_ranking import ITEMS, PREFIX, ROWS, UNKNOWN
-from raytrec.metrics.over_ranks.exchange import Exchange
+from raytrec.metrics.over_ranks.evaluation import place_for
 from raytrec.metrics.over_ranks.groups import RELEVANT
-from raytrec.metrics.selection import Selection
-from raytrec.worker.gather import place_for
-from raytrec.worker.step import Step
+from raytrec.metrics.selection import ITEMS, PREFIX, ROWS, UNKNOWN, Selection
 
 CELLS = 1 << 22  # queries × items of a block: 56 MiB while it is counted
 
@@ -37,7 +35,7 @@ class FullRanking:
     Rows count whose label in the first task is positive, and whose weight there is not 0.
 
     Args:
-        selection: of the run; its settings say which columns are read.
+        selection: of the run; its settings name the columns that are read.
         device: that the model is on.
         cells: see CELLS.
     """
@@ -45,17 +43,17 @@ class FullRanking:
     def __init__(self, selection: Selection, device: torch.device, cells: int = CELLS):
         self._selection, self._settings = selection, selection.settings.retrieval
         self._task = next(iter(selection.tasks.values()))
-        self._exchange, self._device, self._cells = Exchange(device), device, cells
+        self._peers, self._device, self._cells = Peers(device), device, cells
         self._coming: deque[Queries] = deque()
         self._items: Items | None = None
         self._sums = torch.zeros(len(selection.of_ranking), dtype=torch.float64, device=device)
         self._rows = self._unknown = 0
 
-    def take_items(self, step: Step, items: Any) -> None:
+    def take_items(self, step: Any, items: Any) -> None:
         """Computes the vectors of all items; a collective.
 
         Args:
-            items: the Stream of eval.retrieval.items.
+            step: worker.step.Step, of a model that retrieves. items: the Stream of eval.retrieval.items.
         """
         keys: list[np.ndarray] = []
 
@@ -64,7 +62,7 @@ class FullRanking:
                 keys.append(keys_of(one_array(batch.reserved[self._settings.item])))
                 yield batch
 
-        rows = items.dataset.rows // self._exchange.world + 1
+        rows = items.dataset.rows // self._peers.world + 1
         parts, place = [], None
         for outputs in step.evaluate(noted(), "item", vectors_alone=True):
             vectors = outputs.vectors[outputs.rows > 0]
@@ -99,8 +97,8 @@ class FullRanking:
         """Ranks the items of the next batch's rows, given the vectors of all of its rows; a collective."""
         asked = self._coming.popleft()
         mine = vectors_BD[asked.rows.to(vectors_BD.device)]
-        queries, items, lengths = self._exchange.gather([mine, asked.items, asked.lengths])
-        (seen,) = self._exchange.gather([asked.seen])
+        queries, items, lengths = self._peers.gather([mine, asked.items, asked.lengths])
+        (seen,) = self._peers.gather([asked.seen])
         if not len(items):
             return
         of = torch.arange(len(items)).repeat_interleave(lengths)
@@ -116,12 +114,12 @@ class FullRanking:
         own_Q, place_S = self._items.find(keys_Q), self._items.find(seen_S)
         scores_Q = self._items.scores(queries_QD, own_Q)
         here_Q = (own_Q >= 0).to(scores_Q.device)
-        said = self._exchange.add(torch.stack([scores_Q.double(), here_Q.double()]))
-        scores_Q, known_Q = said[0].float().to(self._device), said[1].to(self._device) > 0
+        scores_Q, known_Q = self._peers.sum(torch.stack([scores_Q.double(), here_Q.double()]))
+        scores_Q, known_Q = scores_Q.float(), known_Q > 0
         number = torch.arange(len(keys_Q), device=own_Q.device)
         left_out = torch.stack([torch.cat([of_S, number]), torch.cat([place_S, own_Q])])
         above_Q = self._items.count_above(queries_QD, scores_Q, left_out[:, left_out[1] >= 0], self._cells)
-        return 1 + self._exchange.add(above_Q).to(self._device), known_Q
+        return 1 + self._peers.sum(above_Q), known_Q
 
     def figures(self) -> dict[str, float | None]:
         """Its figures, by their keys; None where no row counted. The same on all ranks."""
@@ -129,7 +127,7 @@ class FullRanking:
             f"{PREFIX}.{metric.name}": total / self._rows if self._rows else None
             for metric, total in zip(self._selection.of_ranking, self._sums.tolist(), strict=True)
         }
-        counts = self._exchange.add(torch.tensor([len(self._items.keys)]))
+        counts = self._peers.sum(torch.tensor([len(self._items.keys)]))
         return found | {ROWS: self._rows, ITEMS: int(counts), UNKNOWN: self._unknown}
 
 
@@ -204,7 +202,7 @@ class Items:
         return above_Q
 
 
-def ranking_of(selection: Selection, device: torch.device, step: Step, items: Any) -> FullRanking | None:
+def ranking_of(selection: Selection, device: torch.device, step: Any, items: Any) -> FullRanking | None:
     """The ranking of an evaluation that begins, with the items' vectors; a collective. None without items."""
     if items is None:
         return None

@@ -1,0 +1,132 @@
+"""Metrics of the order within groups: recall, hit rate, MRR, NDCG, coverage, GAUC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from raytrec.metrics.kinds import ONE_CLASS
+from raytrec.metrics.registry import GroupMetric, metric
+
+if TYPE_CHECKING:
+    import torch
+
+    from raytrec.metrics.over_ranks.groups import Groups
+
+
+@metric("recall", title="recall at {k}", label="recall@{k}", better="higher", at_k=True)
+class Recall(GroupMetric):
+    """The mean over groups of the share of a group's positive rows that are among its k highest predictions.
+
+    Among equal predictions, negative rows come first. Groups without a positive row are left out and counted.
+    """
+
+    @classmethod
+    def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        found = groups.add(groups.relevant & (groups.ranks <= cls.k))
+        return found / groups.positives, groups.positives > 0
+
+
+@metric("hit_rate", title="hit rate at {k}", label="hit rate@{k}", better="higher", at_k=True)
+class HitRate(GroupMetric):
+    """The share of groups that have a positive row among their k highest predictions.
+
+    Among equal predictions, negative rows come first. Groups without a positive row are left out and counted.
+    """
+
+    @classmethod
+    def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        found = groups.add(groups.relevant & (groups.ranks <= cls.k))
+        return (found > 0).double(), groups.positives > 0
+
+    @classmethod
+    def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
+        return (ranks_N <= cls.k).double()
+
+
+@metric("mrr", title="MRR (mean reciprocal rank)", label="MRR", better="higher")
+class MRR(GroupMetric):
+    """The mean over groups of 1 ÷ the rank of the first positive row.
+
+    Among equal predictions, negative rows come first. Groups without a positive row are left out and counted.
+    """
+
+    @classmethod
+    def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        first = groups.ranks.new_full((groups.count,), len(groups.of) + 1)
+        first = first.scatter_reduce(
+            0, groups.of, groups.ranks.masked_fill(~groups.relevant, len(groups.of) + 1), "amin"
+        )
+        return 1 / first.double(), groups.positives > 0
+
+    @classmethod
+    def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
+        return 1 / ranks_N.double()
+
+
+@metric("ndcg", title="NDCG at {k}", label="NDCG@{k}", better="higher", at_k=True)
+class NDCG(GroupMetric):
+    """The mean over groups of DCG@k ÷ the DCG@k of the best order, DCG@k = Σ label ÷ log2(1 + rank) over the
+    first k ranks. The label is the gain, as in scikit-learn's ndcg_score; negative labels gain nothing.
+
+    Among equal predictions, the lowest label comes first (scikit-learn takes the mean over their orders).
+    Groups without a gain are left out and counted.
+    """
+
+    @classmethod
+    def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        gains = groups.labels.clamp(min=0)
+        best = groups.best_first(gains)
+        discounts = (groups.ranks + 1.0).double().log2().reciprocal() * (groups.ranks <= cls.k)
+        reached, possible = groups.add(gains * discounts), groups.add(best * discounts)
+        return reached / possible, possible > 0
+
+    @classmethod
+    def of_ranks(cls, ranks_N: torch.Tensor) -> torch.Tensor:
+        return (ranks_N + 1.0).double().log2().reciprocal() * (ranks_N <= cls.k)
+
+
+@metric("coverage", title="coverage at {k}", label="coverage@{k}", better="higher", at_k=True)
+class Coverage(GroupMetric):
+    """The distinct items among the k highest predictions of all groups ÷ the distinct items of all rows.
+
+    The task's column `item` names them. Among equal predictions, negative rows come first. Weights only
+    decide which rows count. Source: catalogue coverage of M. Ge et al., Beyond Accuracy, RecSys 2010.
+    """
+
+    needs_item = True
+
+    @classmethod
+    def sums(cls, groups: Groups) -> dict[str, torch.Tensor]:
+        return {}
+
+    @classmethod
+    def distinct(cls, groups: Groups) -> dict[str, torch.Tensor]:
+        return {"shown": groups.items[groups.ranks <= cls.k], "items": groups.items}
+
+    @classmethod
+    def figure(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return sums["shown"] / sums["items"]
+
+    @classmethod
+    def counts(cls, sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
+        return {}
+
+
+@metric("gauc", title="GAUC (AUC within groups)", label="GAUC", better="higher")
+class GAUC(GroupMetric):
+    """Σ n_g AUC_g ÷ Σ n_g over the groups with positive and negative rows: n_g, the impressions, is the sum
+    of the weights of a group's rows. Groups without both are left out and counted (groups_of_one_class).
+
+    Source: H. Zhu et al., Optimized Cost per Click in Taobao Display Advertising, KDD 2017, section 5.
+    """
+
+    left_out = ONE_CLASS
+
+    @classmethod
+    def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
+        return groups.auc()
+
+    @classmethod
+    def weights(cls, groups: Groups) -> torch.Tensor:
+        return groups.add(groups.weights)

@@ -1,0 +1,142 @@
+"""How many ranks agree on outcomes: by sums and maxima, and by objects only where something is wrong."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from loops import COPIES, failed, loop
+from rank_threads import in_threads
+from ranks import on_ranks
+
+from raytrec.checks.live import probe
+from raytrec.checks.live.conservation import Conservation, Counts
+from raytrec.checks.live.finite import Finite
+from raytrec.checks.live.numerics import Numerics, Sizes
+from raytrec.checks.live.outcome import Position, odd_ones
+from raytrec.checks.live.replicas import Replicas
+from raytrec.checks.live.same_environment import SameEnvironment
+
+WORLD, TABLES = 48, 6
+NAMES = [f"t{i}" for i in range(TABLES)]
+
+
+def checked_run(peers):
+    """Tables in one shard each, but for t1, which every rank has a copy of; a feature of each."""
+    tables = {}
+    for name in NAMES:
+        shards = [SimpleNamespace(columns=range(8), rows=range(9))]
+        tables[name] = SimpleNamespace(weight=SimpleNamespace(replicated=name == "t1", shards=shards))
+    sparse = {f"f{name}": SimpleNamespace(table=name) for name in NAMES}
+    return SimpleNamespace(peers=peers, tables=tables, schema=SimpleNamespace(sparse=sparse))
+
+
+def conservation(run, rank, bad):
+    draw = random.Random(rank)
+    sent = {f"f{name}": draw.randint(1, 9) for name in NAMES}
+    received, kept = {f: n for f, n in sent.items() if f != "ft1"}, {"ft1": sent["ft1"]}
+    if bad and rank in (3, 40):
+        received["ft2"] -= 1
+        kept["ft1"] += 1
+    one = Conservation(run)
+    one._counts = lambda _: Counts(7, 7 if bad and rank == 10 else 6, sent, received, kept, 8)
+    return one, Position(7, expected_rows=8 * WORLD)
+
+
+def numerics(run, rank, bad):
+    values = {f"table {name}": 1.0 + rank / 100 for name in NAMES}
+    squares = {f"table {name}": 1.0 for name in NAMES} | {"dense layers' top": 4.0}
+    one = Numerics(run)
+    for _ in range(4):
+        assert one.judge(Sizes(values, squares, {}), 1).passed
+    if bad and rank == 9:
+        values, squares = values | {"table t3": 1e9}, squares | {"table t4": float("nan")}
+    one._sizes = lambda *_: Sizes(values, squares, {})
+    return one, Position(7)
+
+
+def finite(run, rank, bad):
+    sizes = dict.fromkeys(NAMES, 1.0)
+    if bad and rank in (5, 6):
+        sizes["t3"] = float("nan")
+    if bad and rank == 30:
+        sizes["t5"] = float("inf")
+    one = Finite(run)
+    one.sizes = lambda _: sizes
+    return one, Position(7)
+
+
+def replicas(run, rank, bad):
+    one = Replicas(run)
+    one.hashes = lambda: dict.fromkeys(NAMES, 2**60) | ({"t3": 1} if bad and rank == 37 else {})
+    return one, Position(7)
+
+
+def same_environment(run, rank, bad):
+    about = {"config": "x" * 9999, "torch": "2.12" if bad and rank == 37 else "2.13"}
+    return SameEnvironment(run), Position(7, about=about)
+
+
+TEXTS = {
+    conservation: [
+        "rank 10 trained the batch of step 7 at step 6",
+        "ft1: 9 ids in the batches of rank 3, 10 looked up there",
+    ],
+    numerics: ["table t4: the gradient is NaN or infinite on rank 9", "max |value| is 1e+09 (on rank 9)"],
+    finite: ["t5: a value is NaN or infinite on rank 30; t3: a value is NaN or infinite on ranks 5 and 6"],
+    replicas: ["t3 on rank 37 is not what it is on the others"],
+    same_environment: ["torch is '2.12' on rank 37 and '2.13' on the others"],
+}
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_ranks_exchange_objects_only_where_something_is_wrong(kind, bad):
+    def evaluated(peers):
+        one, position = kind(checked_run(peers), peers.rank, bad)
+        return one.evaluate(position, True), peers.spoken
+
+    (outcome, spoken), *others = in_threads(WORLD, evaluated)
+    assert all(other == (outcome, spoken) for other in others), "the same on all ranks"
+    assert outcome.passed != bad and spoken == bad
+    for text in TEXTS[kind] if bad else ():
+        assert text in outcome.text, outcome.text
+
+
+def silent(rank, world, fault):
+    """A loop whose ranks cannot exchange objects."""
+    from unittest.mock import patch
+
+    with patch("raytrec.common.collectives.Peers.objects", side_effect=RuntimeError("nothing is wrong")):
+        return loop(rank, world, COPIES, fault)
+
+
+def a_copy(scene):
+    if scene.rank == 1:
+        scene.state.tables["tag"].weight.local[0].values[-1, -1] += 1
+
+
+def test_a_run_that_is_well_exchanges_no_objects():
+    assert not failed(on_ranks(3, silent, None))
+    with pytest.raises(RuntimeError, match="nothing is wrong"):
+        on_ranks(3, silent, a_copy)
+
+
+def test_odd_ones_of_many_ranks_compare_each_once():
+    class Value(int):
+        compared = 0
+
+        def __eq__(self, other):
+            Value.compared += 1
+            return int(self) == int(other)
+
+        __hash__ = None
+
+    assert odd_ones([Value(rank == 500) for rank in range(1000)]) == [500]
+    assert Value.compared < 5_000
+
+
+def test_the_probe_compares_the_bags_of_few_ranks_at_a_time():
+    assert all(probe.is_looking(rank, 8, turn) for rank in range(8) for turn in range(3)), "few: all, always"
+    for world in (9, 64, 1000):
+        turns = [{r for r in range(world) if probe.is_looking(r, world, turn)} for turn in range(world)]
+        assert max(map(len, turns)) <= probe.LOOKING and set.union(*turns) == set(range(world))

@@ -1,0 +1,64 @@
+"""Collectives on real ranks, against what the ranks brought."""
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from raytrec.common.collectives import Peers, regrouped
+
+
+def sent(rank, world, at_once):
+    mine = torch.arange(rank * 100, rank * 100 + (7, 0, 30)[rank])
+    peers = Peers(torch.device("cpu"), at_once)
+    numbers, halves = peers.send([mine, mine / 2], mine % world)
+    assert (halves == numbers / 2).all()
+    assert peers.union(mine % 50).tolist() == [*range(30)]
+    return sorted(numbers.tolist()), peers.largest(rank), peers.sum(mine[:1].sum()).item()
+
+
+@pytest.mark.parametrize("at_once", [4, 1000])
+def test_rows_go_to_the_ranks_that_they_belong_to(at_once):
+    everything = [*range(7), *range(200, 230)]
+    for rank, (numbers, most, total) in enumerate(on_ranks(3, sent, at_once)):
+        assert numbers == [n for n in everything if n % 3 == rank] and (most, total) == (2, 200)
+
+
+def gathered(rank, world, device):
+    peers = Peers(device)
+    mine = torch.arange(rank * 10, rank * 10 + (7, 0, 3)[rank])
+    rows, wide = peers.gather([mine, torch.stack([mine, -mine], 1).float()])
+    assert wide.tolist() == [[n, -n] for n in rows.tolist()]
+    values = torch.tensor([rank, -rank])
+    assert peers.max(values).tolist() == [2, 0] and peers.stack(values).tolist() == [[0, 0], [1, -1], [2, -2]]
+    assert values.tolist() == [rank, -rank], "unchanged"
+    return rows.tolist()
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_rows_are_gathered_in_the_order_of_ranks(device):
+    assert on_ranks(3, gathered, device) == [[*range(7), 20, 21, 22]] * 3
+
+
+def alike(rank, world):
+    peers, odd = Peers(), rank == 1
+    same = [{"a": 1, "b": [2.5, "x"]}, ("x", None, 2**80), []]
+    other = [{"a": 1 + odd}, [None] * (1 + odd), "x" * odd, -(2**70) * (1 + odd)]
+    assert peers.objects(rank) == [0, 1, 2]
+    return [peers.same(value) for value in same], [peers.same(value) for value in other]
+
+
+def test_whether_values_are_the_same_on_all_ranks():
+    assert on_ranks(3, alike) == [([True] * 3, [False] * 4)] * 3
+
+
+def test_a_process_without_others_exchanges_nothing():
+    peers, values = Peers(), torch.tensor([3, 1, 3])
+    assert peers.world == 1 and peers.same(values) and peers.objects(5) == [5]
+    assert peers.sum(values) is values and peers.send([values], values)[0] is values
+    assert peers.stack(values).tolist() == [[3, 1, 3]] and peers.union(values).tolist() == [1, 3]
+
+
+def test_values_are_regrouped_without_a_sort():
+    sizes_AB = torch.tensor([[2, 0, 1], [1, 3, 0]])
+    of_b = torch.tensor([0, 0, 2, 0, 1, 1, 1])
+    assert regrouped(sizes_AB).tolist() == of_b.argsort(stable=True).tolist()

@@ -1,0 +1,55 @@
+"""Many ranks in threads of one process, for code that knows them by their collectives alone."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import torch
+
+from raytrec.common.collectives import Peers
+
+
+class PeersInThreads(Peers):
+    """Peers whose collectives meet in a list.
+
+    Attributes:
+        spoken: how often objects were exchanged.
+    """
+
+    def __init__(self, rank, world, everyone, barrier):
+        self.rank, self.world, self.device, self.spoken = rank, world, None, 0
+        self._everyone, self._barrier = everyone, barrier
+
+    def _meet(self, value):
+        self._everyone[self.rank] = value
+        self._barrier.wait(60)
+        values = list(self._everyone)
+        self._barrier.wait(60)
+        return values
+
+    def stack(self, values):
+        return torch.stack(self._meet(values))
+
+    def sum(self, values):
+        return self.stack(values).sum(0)
+
+    def max(self, values):
+        return self.stack(values).amax(0)
+
+    def objects(self, value):
+        self.spoken += 1
+        return self._meet(value)
+
+
+def in_threads(world, function):
+    """[function(peers) of each rank]."""
+    everyone, barrier = [None] * world, Barrier(world)
+
+    def run(rank):
+        try:
+            return function(PeersInThreads(rank, world, everyone, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(run, range(world)))
