@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from raytrec.common.formatting import number
 from raytrec.metrics.registry import BOUND, GROUPS, NO_POSITIVE, ONE_CLASS
-from raytrec.metrics.selection import EVAL, ITEMS, ROWS, UNKNOWN, Figure, figures_of
+from raytrec.metrics.selection import EVAL, RANKED_ITEMS, RANKED_ROWS, UNKNOWN_ITEMS, Figure, figures_of
 
 AFTER = {  # the metrics, in this order
-    EVAL + ROWS: ("rows whose item was ranked", "{:,}"),
-    EVAL + ITEMS: ("among so many items", "{:,}"),
-    EVAL + UNKNOWN: ("of an item that is not among them (never found)", "{:,}"),
+    EVAL + RANKED_ROWS: ("rows whose item was ranked", "{:,}"),
+    EVAL + RANKED_ITEMS: ("among so many items", "{:,}"),
+    EVAL + UNKNOWN_ITEMS: ("of an item that is not among them (never found)", "{:,}"),
     "eval.rows": ("rows evaluated", "{:,}"),
     "eval.skipped_rows": ("rows skipped in it", "{:,}"),
     "train.rows": ("rows trained", "{:,}"),
@@ -37,7 +37,7 @@ COUNTS = {  # with a task's metrics of groups
     ONE_CLASS: "groups of one class (left out)",
 }
 WHEN_ANY = (  # 0 is not worth a line
-    EVAL + UNKNOWN,
+    EVAL + UNKNOWN_ITEMS,
     "eval.skipped_rows",
     "train.skipped_rows",
     "skipped_files",

@@ -31,7 +31,11 @@ ANY_FORMAT = "{:.4g}"
 LOSS = "loss"  # the key of the training loss; TASK.loss is a task's part of it
 EVAL = "eval."  # begins the keys of result.json that are of evaluations
 PREFIX = "retrieval"  # of the keys of full rankings (eval.retrieval)
-ROWS, ITEMS, UNKNOWN = f"{PREFIX}.rows", f"{PREFIX}.items", f"{PREFIX}.unknown_items"  # their counts
+RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS = (
+    f"{PREFIX}.rows",
+    f"{PREFIX}.items",
+    f"{PREFIX}.unknown_items",
+)  # their counts
 WORDS = {  # of Loss.predicts
     "probability": "probabilities",
     "number": "numbers in the label's units",

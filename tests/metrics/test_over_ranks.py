@@ -183,11 +183,11 @@ def test_beyond_exact_rows_there_are_bins_with_their_bound_and_files(world):
 
 
 def test_bins_rise_with_predictions():
-    from raytrec.metrics.over_ranks.ranked import COUNT, bins_of, midpoints
+    from raytrec.metrics.over_ranks.ranked import BIN_COUNT, bins_of, midpoints
 
     edges = torch.tensor([-torch.inf, -1e30, -1.5, -1.0, -1e-30, 0.0, 1e-30, 0.5, 0.9, 1.0, 1e30, torch.inf])
     bins = bins_of(edges.double())
-    assert (bins[1:] > bins[:-1]).all() and bins.min() >= 0 and bins.max() < COUNT
+    assert (bins[1:] > bins[:-1]).all() and bins.min() >= 0 and bins.max() < BIN_COUNT
     assert bins_of(torch.tensor([-0.0])) == bins_of(torch.tensor([0.0]))
     middles = midpoints(bins)
     assert middles.isfinite().all() and (bins_of(middles) == bins).all()

@@ -10,7 +10,7 @@ from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Positi
 from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Parts
 
-SHOWN = 8  # ranks whose counts are listed
+SHOWN_RANKS = 8  # ranks whose counts are listed
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Conservation(Check):
             if feature in lost:
                 received = [counts.received.get(feature, 0) for counts in of_ranks]
                 sent = sum(counts.sent[feature] for counts in of_ranks) * self._cuts(feature)
-                each = ", ".join(f"{ids:,}" for ids in received[:SHOWN])
+                each = ", ".join(f"{ids:,}" for ids in received[:SHOWN_RANKS])
                 problems.append(
                     f"{where}: {sent:,} ids sent, {sum(received):,} received (ranks from 0: {each})"
                 )
@@ -129,5 +129,5 @@ def _rows(of_ranks: list[Counts], expected: int | None) -> list[str]:
     rows = [counts.rows for counts in of_ranks]
     if expected in (None, sum(rows)):
         return []
-    each = ", ".join(f"{part:,}" for part in rows[:SHOWN])
+    each = ", ".join(f"{part:,}" for part in rows[:SHOWN_RANKS])
     return [f"the batches had {expected:,} rows, the ranks trained {sum(rows):,} (from rank 0: {each})"]

@@ -13,7 +13,7 @@ from raytrec.checks.live.registry import check
 from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.taps import Lookup
 
-ROWS = 4096  # of a shard that are looked at each time, and of those that a probed step touched
+SAMPLED_ROWS = 4096  # of a shard that are looked at each time, and of those that a probed step touched
 
 
 @check("finite")
@@ -79,8 +79,8 @@ def weights_of(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
 
 
 def sample(shard: Shard, turn: int) -> torch.Tensor:
-    """About `ROWS` rows of a shard, over a number of turns all of them."""
-    stride = max(1, -(-len(shard.rows) // ROWS))
+    """About `SAMPLED_ROWS` rows of a shard, over a number of turns all of them."""
+    stride = max(1, -(-len(shard.rows) // SAMPLED_ROWS))
     return shard.read(slice(turn % stride, None, stride))
 
 
@@ -104,5 +104,5 @@ def _touched(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
             continue
         sizes = lookup.ids.lengths().view(len(lookup.tables), -1).sum(1).tolist()
         for table, of_key in zip(lookup.tables, lookup.ids.values().split(sizes), strict=True):
-            rows[table].append(of_key[:: max(1, -(-len(of_key) // ROWS))])
+            rows[table].append(of_key[:: max(1, -(-len(of_key) // SAMPLED_ROWS))])
     return rows

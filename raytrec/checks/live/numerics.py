@@ -17,7 +17,7 @@ from raytrec.checks.live.registry import check
 
 GROWTH = 100.0  # times the median of the earlier looks
 LEARN = 3  # looks
-KEPT = 100  # looks that the median is taken of
+HISTORY = 100  # looks that the median is taken of
 # What begins near 0 may grow to this in any run: tables of many rows start with values of 1e-3 and less.
 FLOOR = 0.1
 DRIFT = 0.75, 1.33  # predicted ÷ real
@@ -53,7 +53,7 @@ class Numerics(Check):
     def __init__(self, run):
         super().__init__(run)
         self._looks = 0
-        self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         return self.judge(self._sizes(position, probed), position.step)

@@ -28,7 +28,7 @@ from raytrec.embeddings.tables import Table
 
 BAGS = 4  # of each feature and rank, in addition to the longest one
 LOOKING = 8  # ranks whose bags are compared at a time: all ranks exchange the ids in them
-ROWS = 256  # of each table whose gradient is compared
+COMPARED_ROWS = 256  # of each table whose gradient is compared
 LIMIT = 1e-5  # see Parity; to which comes what plan.qcomms may change
 TINY = 1e-30  # below this, numbers lose digits
 
@@ -177,7 +177,7 @@ class Parity(Check):
     def _gradients(self) -> Iterator[tuple[str, tuple[float, int]]]:
         """Table → (error, rank that holds where it is largest)."""
         device, world = self.run.device, dist.get_world_size()
-        rows = {name: every[:: max(1, -(-len(every) // ROWS))] for name, every in self._rows.items()}
+        rows = {name: every[:: max(1, -(-len(every) // COMPARED_ROWS))] for name, every in self._rows.items()}
         sizes = [(len(rows[name]), table.shape[1]) for name, table in self.run.tables.items()]
         flat, blocks = _blocks([*sizes, *sizes, *[(r,) for r, _ in sizes]], device)
         n = len(rows)

@@ -14,7 +14,7 @@ from raytrec.embeddings.hashing import hash_bits
 
 # Values that are multiplied at once: what stays in a core's cache; on a GPU enough to fill it.
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 ODD = 6364136223846793005  # Knuth's multiplier for 64 bits
 
 
@@ -65,7 +65,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     probability of 1 − 2⁻³² or more. Values of 8 bytes count as two of 4, so that high bits cannot cancel.
     """
     flat = tensor.detach().reshape(-1).contiguous()
-    bits = flat.view(BITS[flat.element_size()])
+    bits = flat.view(INTEGERS[flat.element_size()])
     size = CHUNK.get(tensor.device.type, CHUNK["cuda"])
     multipliers = _multipliers(size, tensor.device)
     total = torch.tensor(bits.numel(), dtype=torch.int64, device=tensor.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from raytrec.checks.live.outcome import START, Check, Outcome, Position, differing, ranks
 from raytrec.checks.live.registry import check
 
-SHOWN = 60  # characters of a value
+VALUE_WIDTH = 60  # characters of a value
 
 
 @check("same_environment")
@@ -28,9 +28,11 @@ class SameEnvironment(Check):
 def _apart(one: str, other: str) -> tuple[str, str]:
     """The parts of two texts from a little before where they part."""
     same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    start = max(0, (min(len(one), len(other)) if same is None else same) - SHOWN // 3)
+    start = max(0, (min(len(one), len(other)) if same is None else same) - VALUE_WIDTH // 3)
     cut = [
-        ("…" if start else "") + text[start : start + SHOWN] + ("…" if len(text) > start + SHOWN else "")
+        ("…" if start else "")
+        + text[start : start + VALUE_WIDTH]
+        + ("…" if len(text) > start + VALUE_WIDTH else "")
         for text in (one, other)
     ]
     return cut[0], cut[1]

@@ -19,7 +19,7 @@ from raytrec.embeddings.managed.keys import NO_KEY, shares
 
 BUCKET = 8  # slots
 LOAD = 0.6  # of slots that are filled when a map is as full as it was made for
-MOST = 0.9  # of slots that may be filled before it grows
+MOST_FILLED = 0.9  # of slots that may be filled before it grows
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class KeyMap:
     def insert(self, entries: Entries) -> None:
         """Puts keys in, none of which is there. Slots that were found before may be others afterwards."""
         needed = self.count + len(entries)
-        if needed > MOST * self.slots:
+        if needed > MOST_FILLED * self.slots:
             self._grow(2 * needed)
         slots = self._take_slots(entries.keys)
         for name, values in entries.fields.items():

@@ -9,11 +9,11 @@ from raytrec.config.managed import Eviction
 from raytrec.embeddings.hashing import hash_bits
 
 SWEEPS = 8  # searches for expired ids in the steps after which an id expires
-LARGEST = 2**31 - 1
+MOST_SIGHTINGS = 2**31 - 1
 FREED = 64  # the part of the rows that is freed at least, so that ids are rarely searched
 STEPS, MOST_FREED = 4, 4  # with lru: for so many steps like this one, up to this part of the rows
 MOST_ROWS = 2**20  # that are freed ahead, a list of which every rank keeps
-BITS = 12  # of a score that a histogram, which ranks add up, distinguishes: 32 KiB
+HISTOGRAM_BITS = 12  # of a score that a histogram, which ranks add up, distinguishes: 32 KiB
 
 
 def scores(eviction: Eviction, sightings: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def scores(eviction: Eviction, sightings: torch.Tensor, last: torch.Tensor) -> t
     """
     if eviction == "lru":
         return last.long() + 1
-    return (sightings.clamp(max=LARGEST) << 31) | (last + 1)
+    return (sightings.clamp(max=MOST_SIGHTINGS) << 31) | (last + 1)
 
 
 def admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, seed: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ def admission_scores(keys: torch.Tensor, sightings: torch.Tensor, step: int, see
     Args:
         sightings: int64 [n], those of this step included.
     """
-    return (sightings.clamp(max=LARGEST) << 31) | _draw(keys, step, seed, 31)
+    return (sightings.clamp(max=MOST_SIGHTINGS) << 31) | _draw(keys, step, seed, 31)
 
 
 def rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
@@ -102,9 +102,9 @@ def _threshold(scores: torch.Tensor, count: int, low: int, high: int, peers: Pee
         low, high: the least and the greatest score of all.
     """
     while low < high:
-        shift = max(0, (high - low).bit_length() - BITS)
+        shift = max(0, (high - low).bit_length() - HISTOGRAM_BITS)
         bins = (scores - low) >> shift
-        histogram = peers.sum(torch.bincount(bins, minlength=2**BITS))
+        histogram = peers.sum(torch.bincount(bins, minlength=2**HISTOGRAM_BITS))
         upto = histogram.cumsum(0)
         place = int(torch.searchsorted(upto, count))
         count -= int(upto[place] - histogram[place])

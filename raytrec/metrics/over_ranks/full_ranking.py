@@ -24,7 +24,7 @@ from raytrec.data.batch import Batch
 from raytrec.data.hashing import keys_of
 from raytrec.metrics.over_ranks.evaluation import place_for
 from raytrec.metrics.over_ranks.groups import RELEVANT
-from raytrec.metrics.selection import ITEMS, PREFIX, ROWS, UNKNOWN, Selection
+from raytrec.metrics.selection import PREFIX, RANKED_ITEMS, RANKED_ROWS, UNKNOWN_ITEMS, Selection
 
 CELLS = 1 << 22  # queries × items of a block: 56 MiB while it is counted
 
@@ -128,7 +128,7 @@ class FullRanking:
             for metric, total in zip(self._selection.of_ranking, self._sums.tolist(), strict=True)
         }
         counts = self._peers.sum(torch.tensor([len(self._items.keys)]))
-        return found | {ROWS: self._rows, ITEMS: int(counts), UNKNOWN: self._unknown}
+        return found | {RANKED_ROWS: self._rows, RANKED_ITEMS: int(counts), UNKNOWN_ITEMS: self._unknown}
 
 
 @dataclass(frozen=True)

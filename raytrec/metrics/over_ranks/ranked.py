@@ -10,9 +10,9 @@ import torch
 from raytrec.common.collectives import Peers
 
 SAMPLES = 256  # of a rank's predictions, from which the borders between the ranks' parts are chosen
-BITS = 20  # of a prediction that tell its bin: sign, exponent and 11 bits of fraction
-COUNT = 1 << BITS
-DROPPED = 32 - BITS
+BIN_BITS = 20  # of a prediction that tell its bin: sign, exponent and 11 bits of fraction
+BIN_COUNT = 1 << BIN_BITS
+DROPPED = 32 - BIN_BITS
 LOWER = 0x7FFFFFFF
 
 
@@ -130,7 +130,7 @@ class Scores:
     """Rows of one task on this rank, from which `Ranked` is made.
 
     Up to `exact_rows` rows are kept, 12 bytes each. The rows beyond that, and those before, are counted in
-    COUNT bins, 24 MiB in all: rows whose predictions agree in sign, exponent and 11 bits of fraction (1 in
+    bins, 24 MiB in all: rows whose predictions agree in sign, exponent and 11 bits of fraction (1 in
     2,048 of their size) then count as tied.
 
     Args:
@@ -142,7 +142,7 @@ class Scores:
         self._predict, self._exact_rows = predict, exact_rows
         self._parts: list[tuple[torch.Tensor, ...]] = []
         self._rows, self._binary = 0, True
-        self._bins: torch.Tensor | None = None  # float64 [3, COUNT]: positive, negative, rows
+        self._bins: torch.Tensor | None = None  # float64 [3, BIN_COUNT]: positive, negative, rows
 
     def add(self, logits_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor) -> None:
         """Adds rows that count, in host memory."""
@@ -172,7 +172,7 @@ class Scores:
     def _count(self) -> None:
         """Puts the kept rows into bins."""
         if self._bins is None:
-            self._bins = torch.zeros(3, COUNT, dtype=torch.float64)
+            self._bins = torch.zeros(3, BIN_COUNT, dtype=torch.float64)
         logits, labels, weights = self._joined()
         predictions = self._predict(logits.double())
         middles = midpoints(bins_of(predictions)).masked_fill(predictions.isnan(), float("nan"))
@@ -197,10 +197,10 @@ def bins_of(predictions_N: torch.Tensor) -> torch.Tensor:
     bits = predictions_N.float().clamp(limits.min, limits.max).nan_to_num() + 0.0  # -0.0 is 0.0
     bits = bits.view(torch.int32)
     rising = bits ^ ((bits >> 31) & LOWER)  # floats rise as integers do, but for negative ones
-    return (rising.long() >> DROPPED) + COUNT // 2
+    return (rising.long() >> DROPPED) + BIN_COUNT // 2
 
 
 def midpoints(bins_N: torch.Tensor) -> torch.Tensor:
     """The prediction in the middle of each bin, float64 [N]."""
-    rising = (((bins_N - COUNT // 2) << DROPPED) + (1 << (DROPPED - 1))).int()
+    rising = (((bins_N - BIN_COUNT // 2) << DROPPED) + (1 << (DROPPED - 1))).int()
     return (rising ^ ((rising >> 31) & LOWER)).view(torch.float32).double()

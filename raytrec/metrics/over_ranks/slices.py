@@ -18,9 +18,11 @@ from raytrec.metrics.over_ranks.ranked import bins_of, is_binary, midpoints
 if TYPE_CHECKING:
     from raytrec.data.batch import Batch
 
-SHOWN = 10  # of the largest slices, and of the worst
-LEAST = 30  # rows of each label that a slice needs to be among the worst: with fewer, that would be chance
-MOST = 100_000  # values of a column whose text a rank keeps
+SHOWN_SLICES = 10  # of the largest slices, and of the worst
+LEAST_ROWS = (
+    30  # rows of each label that a slice needs to be among the worst: with fewer, that would be chance
+)
+MOST_NAMES = 100_000  # values of a column whose text a rank keeps
 
 
 class Slices:
@@ -131,21 +133,21 @@ class SliceFigures:
             for x in (positive, negative, rows, predicted, positive * negative / 2)
         )
         calibration = predicted / positives
-        enough = torch.minimum(positives, negatives) >= LEAST if binary else rows >= 2 * LEAST
+        enough = torch.minimum(positives, negatives) >= LEAST_ROWS if binary else rows >= 2 * LEAST_ROWS
         goodness = (auc if binary else -calibration.log().abs()).masked_fill(~enough, float("nan"))
         bound = {"auc_bound": tied / (positives * negatives)} if binary and binned else {}
         return cls(keys, rows, {"auc": auc, "calibration": calibration, **bound}, goodness)
 
     def first(self, values: torch.Tensor, peers: Peers) -> list[dict[str, Any]]:
-        """The SHOWN slices of all ranks with the lowest of some values [S], ascending; a collective."""
-        order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:SHOWN]
+        """The first SHOWN_SLICES of all ranks by some values [S], ascending; a collective."""
+        order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:SHOWN_SLICES]
         columns = torch.stack([values, self.rows, *self.figures.values()], 1)
         found = zip(*(x.tolist() for x in peers.gather([columns[order], self.keys[order]])), strict=True)
         return [
             {"key": key, "rows": int(rows), **self._named(figures)}
             for (value, rows, *figures), key in sorted(found, key=lambda row: (row[0][0], row[1]))
             if isfinite(value)
-        ][:SHOWN]
+        ][:SHOWN_SLICES]
 
     def _named(self, figures: list[float]) -> dict[str, float | None]:
         known = zip(self.figures, figures, strict=True)
@@ -182,7 +184,7 @@ class Names:
         key_columns: of Batch.keys, in its order.
 
     Attributes:
-        of: column → key → text of its value; the first MOST that this rank has seen.
+        of: column → key → text of its value; the first MOST_NAMES that this rank has seen.
     """
 
     def __init__(self, columns: Sequence[str], key_columns: Sequence[str]):
@@ -204,6 +206,6 @@ class Names:
         new = [
             (key, row) for key, row in zip(distinct.tolist(), first.tolist(), strict=True) if key not in known
         ]
-        for key, row in new[: MOST - len(known)]:
+        for key, row in new[: MOST_NAMES - len(known)]:
             value = values[row].as_py()
             known[key] = "null" if value is None else str(value)

@@ -15,7 +15,7 @@ from small import config
 from standin import cuda
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from raytrec.checks.live.finite import ROWS, Finite, largest, sample
+from raytrec.checks.live.finite import SAMPLED_ROWS, Finite, largest, sample
 from raytrec.checks.live.keys import LONGEST, some_bags
 from raytrec.checks.live.numerics import GROWTH, Numerics, Sizes
 from raytrec.checks.live.outcome import CheckedRun, Outcome, Position, odd_ones, ranks
@@ -174,18 +174,18 @@ def test_rates_that_drift(step, ratio, positives, passed):
 
 
 def test_every_row_is_looked_at_in_turn():
-    rows = 3 * ROWS - 5
+    rows = 3 * SAMPLED_ROWS - 5
     shard = Shard(0, range(rows), range(1), torch.arange(rows).view(-1, 1))
     seen = set()
     for turn in range(3):
         some = sample(shard, turn)
-        assert len(some) <= ROWS
+        assert len(some) <= SAMPLED_ROWS
         seen |= set(some.flatten().tolist())
     assert len(seen) == rows
 
 
 def test_rows_that_a_probed_step_touched_are_looked_at():
-    rows = 10 * ROWS
+    rows = 10 * SAMPLED_ROWS
     values = torch.zeros(rows, 2)
     values[777] = float("nan")
     whole = Parts((rows, 2), values.dtype, [Shard(0, range(rows), range(2), values)], False, values.device)
