@@ -11,6 +11,7 @@ import torch.distributed as dist
 from raytrec.checkpoint.blocks import pieces
 from raytrec.checks.live.outcome import ranks
 from raytrec.checks.live.readout import read
+from raytrec.common.collectives import Peers
 from raytrec.compat.torch_ import ShardedTensor
 
 if TYPE_CHECKING:
@@ -46,15 +47,15 @@ def on_any_rank(mine: list[str], group: dist.ProcessGroup | None = None) -> str 
     Args:
         mine: of `not_finite`.
     """
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
+    peers = Peers(group=group)
+    if not peers.largest(bool(mine)):
+        return None
+    everyone = peers.objects(mine)
     on = {
         name: [rank for rank, bad in enumerate(everyone) if name in bad] for bad in everyone for name in bad
     }
     # What has begun on one rank is soon on all, so the fewest come first.
     names = sorted(on, key=lambda name: (len(on[name]), name))
-    if not names:
-        return None
     shown = [f"{in_words(name)} on {ranks(on[name])}" for name in names[:SHOWN]]
     more = f"; and {len(names) - SHOWN} more tensors" if len(names) > SHOWN else ""
     return "; ".join(shown) + more

@@ -10,6 +10,7 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -31,6 +32,7 @@ from raytrec.checkpoint.index import NoRoom
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import State
 from raytrec.checkpoint.storage import ShardWriter
+from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError, root_cause
 from raytrec.compat.torch_ import ShardedTensor
 from raytrec.config.sections import CheckpointSection
@@ -211,9 +213,7 @@ class Saver:
 
     def _make_room(self, tensors: State, notes: list[str]) -> int:
         """Removes older checkpoints until there seems to be room for one more; the bytes of one."""
-        sizes: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(sizes, _bytes_of(tensors), group=self._group)
-        needed = sum(sizes)
+        needed = int(Peers(group=self._group).sum(torch.tensor(_bytes_of(tensors))))
         try:
             if dist.get_rank() == 0 and self._is_short(needed):
                 self._confirm()

@@ -24,16 +24,23 @@ class Peers:
     Args:
         device: that the process group communicates over; default: where the values lie.
         at_once: rows that `send` holds on that device at a time.
-        alone: only this process; default: the default process group, where it has been initialized.
+        alone: only this process; default: the ranks of the group, where one has been initialized.
+        group: of these ranks; default: the default process group.
 
     Attributes:
         rank, world: of this process; the number of ranks.
     """
 
-    def __init__(self, device: torch.device | None = None, at_once: int = AT_ONCE, alone: bool = False):
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        at_once: int = AT_ONCE,
+        alone: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ):
         together = dist.is_initialized() and not alone
-        self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if together else (1, 0)
-        self.device, self._at_once = device, at_once
+        self.world, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if together else (1, 0)
+        self.device, self._at_once, self._group = device, at_once, group
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of [...], of one shape and dtype on all of them."""
@@ -60,7 +67,7 @@ class Peers:
             return values.unsqueeze(0)
         mine = self._travelling(values)
         everyone = mine.new_empty(self.world, *mine.shape)
-        dist.all_gather_into_tensor(everyone.view(-1), mine.view(-1))
+        dist.all_gather_into_tensor(everyone.view(-1), mine.view(-1), group=self._group)
         return everyone.to(values.device)
 
     def gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -131,7 +138,7 @@ class Peers:
             return values
         mine = self._travelling(values)
         arrived = mine.new_empty(sum(received), *values.shape[1:])
-        dist.all_to_all_single(arrived, mine, received, sent)
+        dist.all_to_all_single(arrived, mine, received, sent, group=self._group)
         return arrived.to(values.device)
 
     def objects(self, value: Any) -> list[Any]:
@@ -139,7 +146,7 @@ class Peers:
         if self.world == 1:
             return [value]
         everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, value)
+        dist.all_gather_object(everyone, value, group=self._group)
         return everyone
 
     def _travelling(self, values: torch.Tensor) -> torch.Tensor:
@@ -149,7 +156,7 @@ class Peers:
         if self.world == 1:
             return values
         total = values.to(self.device or values.device, copy=True)
-        dist.all_reduce(total, how)
+        dist.all_reduce(total, how, group=self._group)
         return total.to(values.device)
 
 
