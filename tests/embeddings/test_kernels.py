@@ -73,7 +73,7 @@ def watched(rank, world, kernel, optimizer):
     """Statistics, and what numbers and parity say, of a step on kernels that cache rows."""
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.live.numerics import Numerics
-    from raytrec.checks.live.outcome import Position, Watched
+    from raytrec.checks.live.outcome import CheckedRun, Position
     from raytrec.checks.live.probe import Parity
     from raytrec.embeddings.taps import Taps
     from raytrec.worker.statistics import Statistics
@@ -101,7 +101,7 @@ def watched(rank, world, kernel, optimizer):
     statistics = Statistics(SCHEMA, state.tables, taps)
     for lookup in taps.lookups:
         lookup.kernel.register_forward_hook(release)
-    run = Watched(settings, SCHEMA, state.tables, state.dense, taps, torch.device("cpu"))
+    run = CheckedRun(settings, SCHEMA, state.tables, state.dense, taps, torch.device("cpu"))
     parity, numbers = Parity(run), Numerics(run)
     local = batches(3, rank, world)[1]
     train(step, local[:-1])
@@ -110,13 +110,13 @@ def watched(rank, world, kernel, optimizer):
         parity.prepare(local[-1])
     train(step, local[-1:])
     with caches.holding():
-        looks = parity.look(Position(3), True), numbers.look(Position(3), True)
+        seen = parity.evaluate(Position(3), True), numbers.sizes(Position(3), True)
         figures = statistics.collect()
         for slots in caches.slots():
             slots.masked_fill_(slots == slots, torch.nan)  # whatever is cached
-        broken = numbers.look(Position(3), True)
+        broken = numbers.sizes(Position(3), True)
     assert not caches.flushes
-    return figures, looks, broken
+    return figures, seen, broken
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
@@ -124,8 +124,7 @@ def test_what_is_watched_is_current_though_nothing_is_flushed(optimizer):
     found = on_ranks(2, watched, "fused_uvm_caching", optimizer)
     expected = on_ranks(2, watched, "fused_uvm", optimizer)
     for (figures, (parity, numbers), broken), (others, (_, same), _) in zip(found, expected, strict=True):
-        assert max(error for error, _ in parity.forward.values()) < 1e-5
-        assert max(error for error, _ in parity.gradient.values()) < 1e-5
+        assert parity.passed and parity.figure < 1e-5
         assert numbers == same
         assert any(value != value for name, value in broken.values.items() if name.startswith("table"))
         for table, of_table in others.items():

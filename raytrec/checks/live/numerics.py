@@ -56,7 +56,7 @@ class Numerics(Check):
         self._earlier: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        return self.judge(self._sizes(position, probed), position.step)
+        return self.judge(self.sizes(position, probed), position.step)
 
     def judge(self, mine: Sizes, step: int) -> Outcome:
         """The outcome; a collective.
@@ -86,7 +86,8 @@ class Numerics(Check):
         return self.outcome(step, problems, good, max([growth, *growths.values()]), GROWTH)
 
     @torch.no_grad()
-    def _sizes(self, position: Position, probed: bool) -> Sizes:
+    def sizes(self, position: Position, probed: bool) -> Sizes:
+        """The sizes on this rank."""
         run, figures = self.run, position.figures
         weights = weights_of(run, self._looks, probed)
         self._looks += 1
