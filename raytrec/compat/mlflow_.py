@@ -1,4 +1,4 @@
-"""Names of MLflow's (3.17, 3.18) that are no part of its interface: loggers, tags that its pages read."""
+"""Names of MLflow's (3.17, 3.18) outside its interface: loggers, tags that its pages read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ PARENT_RUN = "mlflow.parentRunId"
 # Else MLflow's pages show what training has measured as evaluations of an agent.
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 # The caller tries again by itself, so MLflow's client need not for minutes (by default 7 times, 120 s each).
-# One more try is for connections that an idle server has closed. Nothing is printed, nothing is told to
-# MLflow's makers. What the user has set stays.
+# One more try is for connections that an idle server has closed. Nothing is printed, nothing is sent
+# to MLflow's makers. What the user has set stays.
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds without an answer
@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-QUIET = {  # what these say of an outage, the caller says
+QUIET = {  # the caller reports outages
     "alembic": logging.WARNING,  # the migrations of a new database, line by line
     "mlflow.store": logging.WARNING,
     "mlflow.store.db.utils": logging.CRITICAL,
@@ -49,7 +49,7 @@ def server_failed(error: BaseException) -> bool:
 
 
 def load_quietly() -> None:
-    """Imports MLflow, which takes seconds and asks nobody; without its retries and what it prints."""
+    """Imports MLflow, which takes seconds and opens no connection; without its retries and what it prints."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name, level in QUIET.items():

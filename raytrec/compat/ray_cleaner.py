@@ -65,10 +65,10 @@ def replaced(callbacks: list[Any], kind: type, others: list[Any]) -> list[Any]:
 
 
 def is_alive_here(actor_id: str, timeout: float) -> bool:
-    """Whether an actor of this process's own cluster lives, as its GCS says.
+    """Whether an actor of this process's own cluster lives, by its GCS.
 
     Raises:
-        RayStateApiException: it does not say; the cleaner then asks again.
+        RayStateApiException: not known; the cleaner then asks again.
     """
     import ray
     from ray.util.state.exception import RayStateApiException

@@ -1,4 +1,4 @@
-"""Private names of Ray client and of Ray's Job API (2.60.0), and what their errors say."""
+"""Private names of Ray client and of Ray's Job API (2.60.0), and texts of their errors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 import re
 from typing import Any
 
-NOT_TAKEN = "Initialization failure from server"  # what Ray client says, and the server's traceback
+NOT_TAKEN = "Initialization failure from server"  # Ray client's error, with the server's traceback
 NOT_STARTED = "Starting Ray client server failed"  # the traceback, when a process has died
-NO_AGENT = "No available agent"  # what the Job API says while a cluster starts
+NO_AGENT = "No available agent"  # the Job API's error while a cluster starts
 
 
 def server_version(client: Any) -> str:
@@ -19,7 +19,7 @@ def server_version(client: Any) -> str:
 
 
 def quiet_uploads() -> None:
-    """Says nothing of each file that is uploaded with a job."""
+    """Silences the line for each file that is uploaded with a job."""
     for talkative in (
         "ray.dashboard.modules.job.sdk",
         "ray.dashboard.modules.dashboard_sdk",

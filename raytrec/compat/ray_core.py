@@ -12,9 +12,8 @@ from typing import Any
 from raytrec.compat.versions import private, replacing
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray sets in the environment of a job's driver
-CURRENT_CLUSTER = (
-    "ray/ray_current_cluster"  # below RAY_TMPDIR: HOST:PORT of the cluster that was started last
-)
+# Below RAY_TMPDIR: HOST:PORT of the cluster that was started last.
+CURRENT_CLUSTER = "ray/ray_current_cluster"
 # What Ray appends to RAY_TMPDIR; the address of a Unix socket must not be too long.
 SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 # Variables of the environment that Python, C libraries or Ray read when they are loaded, but for those that
@@ -56,7 +55,7 @@ def available_resources() -> dict[str, dict[str, float]]:
 
 
 def draining_nodes() -> set[str]:
-    """Ids of nodes that have been told to go (ray.train.get_preemption_info has the same source)."""
+    """Ids of nodes that are being drained (ray.train.get_preemption_info has the same source)."""
     import ray
 
     return set(ray._private.state.state.get_draining_nodes() or {})
@@ -285,11 +284,7 @@ def token_metadata() -> tuple[tuple[str, str], ...]:
 
 
 def _replace(module: Any, name: str, value: Any) -> None:
-    """Sets a name of a module of Ray's.
-
-    Raises:
-        RunError: Ray reads no such name, so that setting it would change nothing.
-    """
+    """Sets a name of a module of Ray's, or raises RunError where Ray reads no such name."""
     private(module, name, "ray")
     setattr(module, name, value)
 

@@ -31,7 +31,7 @@ def ask_for_no_nodes() -> None:
     """Lets Ray Data start read tasks whatever a cluster has left, and ask its autoscaler for nothing.
 
     Read tasks ask for no CPU, so nothing is lost; the stream limits them in number and memory, and Ray's
-    scheduler says whether there is a CPU for them. But Ray Data's own autoscaler (2.60) starts no task at all
+    scheduler knows whether there is a CPU for them. But Ray Data's own autoscaler (2.60) starts no task
     where Ray Train's workers have reserved all CPUs of a cluster, and waits for ever without a word; and it
     goes through an actor, whose process takes seconds to start, before the first batch, and 1 % of a core.
     """
@@ -87,14 +87,14 @@ def pace_executors() -> None:
 
 
 def _progress(metrics: Any) -> tuple[int, ...]:
-    """What changes whenever tasks of an operator begin, bring something or end, or somebody takes it."""
+    """What changes whenever tasks of an operator begin, bring something or end, or a reader takes it."""
     return tuple(private(metrics, name, "ray") for name in PROGRESS)
 
 
 def keep_no_statistics() -> None:
     """Lets Ray Data measure nothing of this process's executions, and start no actor for statistics.
 
-    A stream is an execution for each epoch, under a name of its own, and the actor keeps some 150 gauges of
+    A stream is an execution for each epoch, under its own name, and the actor keeps some 150 gauges of
     each (data/_internal/stats.py): it grew by 0.5 to 1 MiB with every epoch of each rank, without end, and
     the agents that export its gauges with it. It is also detached, and pinned to the node of whoever reads
     first, which would never become idle; and a process that wakes a hundred times a second. What all this

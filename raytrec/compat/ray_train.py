@@ -135,7 +135,7 @@ class RequestingPolicy(ScalingPolicy):
 
     Args:
         most: workers.
-        cpus_beside: CPUs that the autoscaler is to have ready beside the workers' own.
+        cpus_beside: CPUs that the autoscaler is to have ready in addition to the workers'.
         asks: whether there may be an autoscaler; without, nothing is asked, and the actor that would pass it
             on is not started.
     """

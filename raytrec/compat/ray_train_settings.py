@@ -1,4 +1,4 @@
-"""Names of Ray Train's (2.60.0) that are no part of its interface, for what does not import it."""
+"""Names of Ray Train's (2.60.0) outside its interface, for modules that do not import it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def reported(error: BaseException) -> BaseException:
 
 
 def lost_its_node(error: BaseException) -> bool:
-    """Whether an error of Ray's says that an actor's node has gone."""
+    """Whether an error of Ray's means that an actor's node has gone."""
     from ray.exceptions import NodeDiedError, RayActorError
 
     preempted = isinstance(error, RayActorError) and error.preempted

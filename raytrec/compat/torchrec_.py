@@ -21,7 +21,7 @@ from raytrec.compat.versions import private
 
 def sharded_kernels(model: nn.Module) -> Iterator[nn.Module]:
     """TorchRec's lookups of this rank's shards, one for each group of tables that FBGEMM looks up at once
-    (data-parallel tables are behind a DDP of their own, and not among them)."""
+    (data-parallel tables are behind a separate DDP, and not among them)."""
     for lookup in _lookups(model):
         if not isinstance(lookup, DistributedDataParallel):
             yield from private(lookup, "_emb_modules", "torchrec")

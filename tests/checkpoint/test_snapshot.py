@@ -85,7 +85,7 @@ def test_training_waits_where_no_more_rows_can_be_set_aside(tmp_path):
 
 
 def written(rank, world, root):
-    """A save during which rows are written to by somebody else than training."""
+    """A save during which rows are written to other than by training."""
     import torch
 
     from raytrec.checkpoint.save import Saver

@@ -130,7 +130,7 @@ def save(rank, world, folder, attempt="a"):
     torch.set_num_threads(1)
     storage.BLOCK_BYTES = BLOCK
     tensors, _, _ = state(rank, world, SAVED)
-    # In a thread and a group of its own, as a run does it.
+    # In a separate thread and group, as in a run.
     group = torch.distributed.new_group(backend="gloo")
     writer = ShardWriter(folder, attempt, {"step": 5, "who": [1, "x", None]})
     failed = []
@@ -526,7 +526,7 @@ LARGE_BYTES = 1 << 27
 
 
 def memory_taken(end, folder):
-    """Sends the bytes that saving and loading take beside the tensors: whole, a view; as they are, cast."""
+    """Sends the bytes that saving and loading take besides the tensors: whole, a view; as they are, cast."""
     torch.set_num_threads(1)
 
     def status(key):

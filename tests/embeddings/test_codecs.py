@@ -75,7 +75,7 @@ def test_small_gradients_travel_and_do_not_with_fbgemms_own_scale():
 
 
 def test_int8_of_fbgemm_does_not_fit_every_batch():
-    """Its groups are of 32 values, whatever a row's width: 3 rows of 16 are no whole number of them."""
+    """Its groups are of 32 values, whatever a row's width: 3 rows of 16 are not a whole number of them."""
     theirs = QuantizedCommCodec(SparseType.INT8)
     with pytest.raises(RuntimeError, match=r"not a multiple of row dim|invalid for input of size"):
         sent(theirs, torch.randn(3, 16))
@@ -160,7 +160,7 @@ def test_gradients_are_rounded_on_their_way_back():
 
 
 def rounding_of(rank, world):
-    """What the kernels of fp16 tables were told."""
+    """Of the kernels of fp16 tables, whether they round stochastically."""
     from raytrec.compat.fbgemm import fbgemm_of
     from raytrec.compat.torchrec_ import sharded_kernels
 

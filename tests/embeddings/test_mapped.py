@@ -128,7 +128,7 @@ def plan_in(folder):
 
 
 def refused(rank, world, folder, why):
-    """What is said where a file cannot be made."""
+    """The error where a file cannot be made."""
     with pytest.MonkeyPatch.context() as patch:
         if why:
             patch.setattr(os, "posix_fallocate", fails)

@@ -41,7 +41,7 @@ def test_a_table_that_there_is_not():
 
 
 def compared(rank, world, plan, tables, changes=()):
-    """(findings that fail, how many tables have state) after some steps beside one process."""
+    """(findings that fail, how many tables have state) after some steps, compared with one process."""
     from raytrec.checks.parity.compare import compare
     from raytrec.worker.build import build_step
 

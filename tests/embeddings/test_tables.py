@@ -119,7 +119,7 @@ def test_rows_outside_and_other_widths_are_refused():
 
 
 def cast(rank, world, sharding):
-    """What every cast says, and whether the table is untouched after it and still trains."""
+    """The message of every cast, and whether the table is untouched after it and still trains."""
     from raytrec.embeddings.tables import tables
 
     step = build(config(world, {"sharding_type": sharding}))

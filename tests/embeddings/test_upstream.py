@@ -289,7 +289,7 @@ def test_2828_means_behind_managed_collision():
 
 
 def by_hand(rank, world):
-    """What TorchRec says to a plan with a rank that does not exist."""
+    """TorchRec's error about a plan with a rank that does not exist."""
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 

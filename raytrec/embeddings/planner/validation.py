@@ -81,7 +81,7 @@ def host_room(
 ) -> int:
     """Bytes of host memory that each rank on a GPU may fill with tables (fused_uvm, fused_uvm_caching).
 
-    What is left of its share after a reserve, rows read ahead and, with checkpoint.async_save, the copies
+    Its share less a reserve, rows read ahead and, with checkpoint.async_save, the copies
     from which checkpoints are written: of these tables, and of its part of those on GPUs.
 
     Args:

@@ -1,4 +1,4 @@
-"""Plans by hand: what the driver refuses before any worker starts, and says."""
+"""Plans by hand: what the driver refuses before any worker starts, and its messages."""
 
 import pytest
 

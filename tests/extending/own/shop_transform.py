@@ -1,4 +1,4 @@
-"""A transform: a column of its own."""
+"""A transform that adds a column."""
 
 import pyarrow as pa
 import pyarrow.compute as pc
