@@ -35,7 +35,7 @@ EMA_COUNT = "dense/ema/count"
 
 
 class LogicalState:
-    """The live state of a sharded model and its optimizer; making it is a collective.
+    """The live state of a sharded model and its optimizer.
 
     Reading its tensors reads the model, writing them (and then `written`) changes it.
 

@@ -191,7 +191,7 @@ class Table:
 
 
 def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[str, Table]:
-    """Every table of a sharded model by name; a collective when an optimizer is given.
+    """Every table of a sharded model by name.
 
     Args:
         model: a DistributedModelParallel, or any module with a sharded collection inside.
@@ -199,7 +199,7 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
     """
     names = unwrapped(optimizer).names if optimizer is not None else {}
     optimizers = {table: optimizer_of(name) for table, name in names.items()}
-    local_state, kinds = _optimizer_state(optimizer, optimizers) if optimizer is not None else ({}, {})
+    live_state = _live_state(optimizer, optimizers) if optimizer is not None else {}
     found = {}
     for module in sharded_collections(model):
         live, parameters = module.state_dict(), dict(module.named_parameters())
@@ -207,10 +207,6 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
         for name, spec in module.module_sharding_plan.items():
             key = weight_name(module, name)
             weight = _weight(live[key], cached.get(name))
-            state = {
-                kind: _beside(weight, per_row, dtype, local_state.get(name, {}).get(kind, []))
-                for kind, (per_row, dtype) in kinds.get(name, {}).items()
-            }
             found[name] = Table(
                 name,
                 (weight.shape[0], weight.shape[1]),
@@ -219,7 +215,7 @@ def tables(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> dict[st
                 spec.compute_kernel,
                 weight,
                 optimizers.get(name),
-                state,
+                _state(weight, optimizers.get(name), live_state.get(name, {})),
                 parameters.get(key),
             )
     return found
@@ -248,42 +244,46 @@ def _own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
-def _beside(weight: Parts, per_row: bool, dtype: torch.dtype, live: list[torch.Tensor]) -> Parts:
-    """State as shards that are where the weights' shards are."""
+def _state(
+    weight: Parts, optimizer: type[TableOptimizer] | None, live: Mapping[str, list[torch.Tensor]]
+) -> dict[str, Parts]:
+    """Kinds of state as shards that are where the weights' shards are; without those that torch makes at the
+    first step, before it."""
+    here = any(shard.values.numel() for shard in weight.local)
+    return {
+        each.kind: _state_parts(weight, each.per == "row", live.get(each.kind, []))
+        for each in (optimizer.state if optimizer else ())
+        if each.kind in live or not here
+    }
+
+
+def _state_parts(weight: Parts, per_row: bool, live: list[torch.Tensor]) -> Parts:
     values = iter(live)
     shards = [
         Shard(s.rank, s.rows, s.columns, next(values) if s.values is not None and live else None)
         for s in weight.shards
     ]
-    return Parts(
-        weight.shape[:1] if per_row else weight.shape, dtype, shards, weight.replicated, weight.device
-    )
+    shape = weight.shape[:1] if per_row else weight.shape
+    return Parts(shape, torch.float32, shards, weight.replicated, weight.device)
 
 
-def _optimizer_state(
+def _live_state(
     optimizer: KeyedOptimizer, optimizers: Mapping[str, type[TableOptimizer]]
-) -> tuple[dict, dict]:
-    """This rank's live state, {table: {kind: its shards in order}}, and the kinds there are on any rank,
-    {table: {kind: (one value a row, dtype)}}; a collective: ranks without a shard know of none."""
+) -> dict[str, dict[str, list[torch.Tensor]]]:
+    """This rank's state: table → kind → its shards, in order."""
     live: dict[str, dict[str, list[torch.Tensor]]] = {}
     for fqn, states in optimizer.state_dict()["state"].items():
         table = table_of(fqn)
         if table is None:
             continue
-        kinds_of = {state.buffer: state.kind for state in optimizers[table].state}
+        kinds_of = {name: each.kind for each in optimizers[table].state for name in (each.kind, each.buffer)}
         for name, value in states.items():
-            parts = [s.tensor for s in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
-            if parts and all(isinstance(p, torch.Tensor) and p.dim() > 0 for p in parts):
-                kind = name.rpartition(".")[2]  # FBGEMM's name, or torch.optim's
-                live.setdefault(table, {})[kinds_of.get(kind, kind)] = [_flat(p.detach()) for p in parts]
-    mine = {t: {k: (parts[0].dim() == 1, parts[0].dtype) for k, parts in s.items()} for t, s in live.items()}
-    everyone: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    kinds: dict[str, dict] = {}
-    for theirs in everyone:
-        for table, entry in theirs.items():
-            kinds.setdefault(table, {}).update(entry)
-    return live, kinds
+            if kind := kinds_of.get(name.rpartition(".")[2]):  # torch.optim's name of it, or FBGEMM's
+                parts = (
+                    [s.tensor for s in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+                )
+                live.setdefault(table, {})[kind] = [_flat(part.detach()) for part in parts]
+    return live
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:
