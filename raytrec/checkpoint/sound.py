@@ -71,7 +71,7 @@ class _Progress(TypedDict):
     seconds: Annotated[float, Strict(), Field(ge=0)]
     timed_rows: Count
     evaluation: dict[Text, Any] | None
-    early_stopping: NotRequired[_EarlyStopping]
+    early_stopping: _EarlyStopping
 
 
 class _MapSizes(TypedDict):

@@ -104,7 +104,7 @@ def checkpoint(folder, config):
     folder.mkdir(parents=True)
     schema = parquet.SCHEMA_YAML
     progress = {"step": 1, "rows": 8, "trained": 8.0, "nan_steps": 0, "window": {}, "seconds": 1.0}
-    progress |= {"timed_rows": 8, "evaluation": None}
+    progress |= {"timed_rows": 8, "evaluation": None, "early_stopping": {}}
     about = {"progress": progress, "data": "", "config": config, "schema": schema}
     write_index(str(folder), {"attempt": "a", "block_bytes": 1 << 22, "tensors": {}, "about": about})
     return folder

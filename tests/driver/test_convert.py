@@ -18,7 +18,7 @@ from raytrec.embeddings.initial import initial_rows
 
 STEPS = 3
 PROGRESS = {"step": STEPS, "rows": 36, "trained": 36.0, "nan_steps": 0, "window": {}, "seconds": 1.0,
-            "timed_rows": 36, "evaluation": None}  # fmt: skip
+            "timed_rows": 36, "evaluation": None, "early_stopping": {}}  # fmt: skip
 
 
 def with_tables(**tables):

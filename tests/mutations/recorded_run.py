@@ -57,6 +57,7 @@ def make(run, data):
             "seconds": 1.5,
             "timed_rows": 384,
             "evaluation": None,
+            "early_stopping": {},
         },
         "evaluation": None,
         "data": fingerprint(look_at_all(datasets)["train"]),

@@ -28,6 +28,7 @@ from raytrec.prediction.spans import cut_spans
 from raytrec.prediction.writer import SpanWriter, assemble, of_files
 
 PROGRESS = {"rows": 1, "trained": 1.0, "nan_steps": 0, "window": {}, "seconds": 0.0, "timed_rows": 0}
+PROGRESS |= {"early_stopping": {}}
 
 
 def save(root, step, auc, **changes):
