@@ -67,7 +67,9 @@ def find_recipe(path: str) -> Callable[..., None]:
     found = find_code(path, "recipe", "raytrec prepare", os.getcwd())
     if not inspect.isfunction(found):
         raise ConfigError(
-            f"the recipe {path} is no function", where="raytrec prepare", expected="def prepare(out: Path, …)"
+            f"the recipe {path} is not a function",
+            where="raytrec prepare",
+            expected="def prepare(out: Path, …)",
         )
     return found
 

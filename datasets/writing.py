@@ -26,7 +26,7 @@ SPLITS = ("train", "valid", "test")
 class Output:
     """The folder of one prepared dataset.
 
-    Used as a block: what is written goes to a hidden folder beside it, and becomes the folder when the block
+    Used as a block: what is written goes to a hidden folder next to it, and becomes the folder when the block
     ends without an error, so that an interrupted recipe never looks complete.
 
     Args:
@@ -118,7 +118,7 @@ class Output:
 
         Args:
             job: the example in jobs/ that fits the data.
-            settings: overrides that it needs beside the paths.
+            settings: overrides that it needs in addition to the paths.
         """
         rows, place = self.facts()["rows"], relative(self.folder)
         counts = ", ".join(f"{name} {count:,}" for name, count in rows.items())
@@ -189,7 +189,7 @@ class SplitWriter:
 
 @contextmanager
 def progress(text: str, total: int | None) -> Iterator:
-    """A bar on stderr, silent where that is no terminal; yields a function to call with units done."""
+    """A bar on stderr, silent where that is not a terminal; yields a function to call with units done."""
     console = open_console(stderr=True)
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

@@ -4,7 +4,7 @@ Labels: `income` (above 50K a year) and `never_married`, which Ma et al. 2018 le
 (doi.org/10.1145/3219819.3220007). Inputs are all other columns, without three:
 
 - marital_status, which is the second label;
-- relationship, which tells it: husbands and wives are married, and 88 % of own children never were;
+- relationship, which reveals it: husbands and wives are married, and 88 % of own children never were;
 - fnlwgt, the survey's estimate of how many people a row stands for: no property of the person. It is in the
   files under its name, though not in schema.yaml, so that `sample_weight: fnlwgt` can name it.
 
@@ -81,7 +81,7 @@ def read(path: Path) -> pd.DataFrame:
         ) from None
     rows = list(_rows(lines, path))
     if not rows:
-        raise DataError("the file has no rows", where=str(path), do="extract it anew")
+        raise DataError("the file has no rows", where=str(path), do="extract it again")
     return pd.DataFrame(rows, columns=COLUMNS)
 
 

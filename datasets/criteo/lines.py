@@ -84,7 +84,7 @@ def _parse(block: bytes, chunk: Chunk, skip_bad: bool, before: int) -> tuple[pa.
         table = _arrow(block)
         if _well_formed(table):
             return table, 0
-    except pa.ArrowInvalid:  # a wrong number of fields, or a field that is no number
+    except pa.ArrowInvalid:  # a wrong number of fields, or a field that is not a number
         pass
     return _line_by_line(block, chunk, skip_bad, before)
 

@@ -109,7 +109,7 @@ def find_files(source: Path, layout: str) -> Files:
 
 
 def schema_of(sizes: list[int], dim: int) -> Schema:
-    """13 dense columns, 26 features, each with a table of its own."""
+    """13 dense columns, 26 features, each with its own table."""
     return Schema.parse(
         {
             "labels": ["label"],

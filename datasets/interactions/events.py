@@ -78,7 +78,7 @@ class Interactions:
         time_type: what they are in files.
         users, items: the source's key of each id.
         split: TRAIN, VALID or TEST of each, where the source divides them itself: int8 [n].
-        candidates: what is ranked for users of the test beside their own items, where it is given.
+        candidates: what is ranked for users of the test with their own items, where it is given.
         in_order: the interactions of one user are in the order in which they happened.
         of_all: those of all users together are.
     """

@@ -56,7 +56,7 @@ def read_interactions(source: Path, columns: Columns, candidates: Path | None) -
     facts = _read(source, columns, gathering)
     if candidates and "candidates" in facts:
         raise ConfigError(
-            "the source has candidates of its own", where=f"--candidates {candidates}", do="leave it out"
+            "the source has its own candidates", where=f"--candidates {candidates}", do="leave it out"
         )
     if candidates:
         facts["candidates"] = read_candidates(candidates, gathering, columns)
@@ -92,7 +92,7 @@ def _read_files(
 
 
 def suffix_of(path: Path) -> str | None:
-    """What says how a file is read; None: nothing."""
+    """What decides how a file is read; None: nothing."""
     return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
 
 

@@ -63,7 +63,7 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
     """NAME.test.negative: user → its candidates, each once; the first is the one that was left out.
 
     Raises:
-        DataError: a line is no user with candidates; names it.
+        DataError: a line is not a user with candidates; names it.
     """
     found: dict[int, list[int]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -71,7 +71,7 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
         pair = PAIR.fullmatch(first.strip())
         if not pair or not others or not all(item.strip().isdecimal() for item in others):
             raise DataError(
-                f"line {number} is no user with candidates",
+                f"line {number} is not a user with candidates",
                 where=str(path),
                 expected="(user,item) and items, with tabs between them",
             )
@@ -110,7 +110,7 @@ def _ratings(path: Path) -> np.ndarray:
         raise _broken(path, str(error)) from None
     columns = [table.column(place) for place in (0, 1, 3) if place < table.num_columns]
     if len(columns) < 2 or any(column.type != pa.int64() or column.null_count for column in columns):
-        raise _broken(path, "a user, item or time is no whole number")
+        raise _broken(path, "a user, item or time is not a whole number")
     return np.stack([column.to_numpy() for column in columns], axis=1)
 
 

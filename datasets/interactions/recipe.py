@@ -42,7 +42,7 @@ DRAWN = {
 
 @dataclass(frozen=True)
 class Choices:
-    """Options of `raytrec prepare interactions` that say what rows there are."""
+    """Options of `raytrec prepare interactions` that decide which rows are written."""
 
     split: str | None = None
     negatives: int = 99

@@ -43,7 +43,7 @@ class Side:
 
     Attributes:
         keys: of users or items, each once.
-        values: ids from 1, lists of them, or float32; else what is told of an item, in items/ alone.
+        values: ids from 1, lists of them, or float32; else a description of an item, in items/ alone.
         rows: of its table; 0: it has none.
     """
 
@@ -161,5 +161,5 @@ def encode(name: str, keys: pa.Array, values: pa.Array) -> Side:
 def _refuse_nulls(name: str, values: pa.Array, path: Path) -> None:
     if not pc.all(pc.is_finite(values), skip_nulls=False, min_count=0).as_py():
         raise DataError(
-            f"the side feature {name} has values that are no finite number", where=str(path), do="fill them"
+            f"the side feature {name} has values that are not finite numbers", where=str(path), do="fill them"
         )

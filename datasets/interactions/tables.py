@@ -14,7 +14,7 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 from raytrec_datasets.interactions.events import TRAIN, Columns, Gathering
 
-from raytrec.common.errors import ConfigError, DataError, did_you_mean
+from raytrec.common.errors import ConfigError, DataError, hint
 
 BATCH_ROWS, BLOCK_BYTES = 1 << 18, 1 << 24
 Batch = tuple[pa.Array, pa.Array, pa.Array | None]
@@ -100,9 +100,8 @@ def check_columns(wanted: list[str], there: list[str], path: Path) -> None:
     """
     for name in wanted:
         if name not in there:
-            near = did_you_mean(name, there)
             raise ConfigError(
-                f"there is no column '{name}'" + (f"; did you mean '{near}'?" if near else ""),
+                f"there is no column '{name}'" + hint(name, there),
                 where=str(path),
                 expected=f"one of {', '.join(there)}",
                 do="name the columns with --user, --item and --time",
@@ -199,7 +198,7 @@ def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
                     where = f"{path}, line {lines.line_num}"
                     return DataError(f"the line has {wrong}", where=where, expected=expected, do="correct it")
     except (OSError, ValueError):
-        pass  # what pyarrow says of it is enough
+        pass  # pyarrow's message is enough
     return DataError(f"the file does not parse: {why}", where=str(path), expected=expected)
 
 

@@ -34,7 +34,7 @@ def lines(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
     A line with a user alone has no items.
 
     Raises:
-        DataError: a line is empty, or has what is no number; names file and line.
+        DataError: a line is empty, or has something other than numbers; names file and line.
     """
     first = 1
     with path.open("rb") as file:
@@ -59,5 +59,5 @@ def lines(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
 
 
 def _first_bad(words: pa.Array) -> int:
-    """The number of the first word that is no number, from 1; 0: all are."""
+    """The place of the first word that is not a number, from 1; 0: all are."""
     return pc.index(pc.match_substring_regex(words, NUMBER), pa.scalar(False)).as_py() + 1

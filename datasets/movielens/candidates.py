@@ -30,7 +30,7 @@ from raytrec_datasets.writing import Output, SplitWriter, progress
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
 
-VALID_CANDIDATES = 99  # beside the pair that is left out for validation
+VALID_CANDIDATES = 99  # in addition to the pair that is left out for validation
 CHUNK_ROWS = 500_000
 
 
@@ -41,7 +41,7 @@ class Candidates:
     Attributes:
         train: int64 [n, 2]: user and item; without the test's.
         test: user → its candidates; the first is the one that was left out.
-        movies: movieID of each item; None where nobody knows.
+        movies: movieID of each item; None where unknown.
     """
 
     train: np.ndarray

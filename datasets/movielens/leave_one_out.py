@@ -51,7 +51,7 @@ def _of_ratings(source: Path) -> tuple[Interactions, pd.DataFrame | None, pd.Dat
 def _of_candidates(
     source: Path, ranked: bool
 ) -> tuple[Interactions, pd.DataFrame | None, pd.DataFrame | None]:
-    """Keys are userID and movieID, where pairs.parquet says what they are; else the layout's own numbers."""
+    """Keys are userID and movieID, where pairs.parquet has them; else the layout's own numbers."""
     known, named = read_candidates(source), (source / "pairs.parquet").is_file()
     ordered = named and (source / SEQUENCES).is_file()
     test = np.array([(user, items[0]) for user, items in known.test.items()])
@@ -77,7 +77,7 @@ def _of_candidates(
 
 
 def _item_keys(known: Candidates) -> np.ndarray:
-    """movieIDs, or the layout's numbers where nobody knows them; candidates that are in no pair have numbers
+    """movieIDs, or the layout's numbers where they are unknown; candidates that are in no pair have numbers
     below 0, so that no two items have one key."""
     if known.movies is None:
         return np.arange(known.items)

@@ -7,6 +7,7 @@ that others read, so passwords in addresses are hidden.
 
 import re
 import reprlib
+from collections.abc import Iterable
 
 from raytrec.common.redaction import hide
 
@@ -20,7 +21,7 @@ class RaytrecError(Exception):
     """What went wrong, in parts that can be shown one under the other.
 
     Args:
-        what: one sentence that says what is wrong, with the value received.
+        what: one sentence: what is wrong, with the value received.
         where: the file, row group, column, table, rank or config key.
         expected: what would have been right.
         do: what the user can do about it.
@@ -69,7 +70,7 @@ class SchemaError(RaytrecError):
 
 
 class DataError(RaytrecError):
-    """Data does not hold what the schema says, or cannot be read."""
+    """Data does not match the schema, or cannot be read."""
 
 
 class RunError(RaytrecError):
@@ -141,6 +142,12 @@ def did_you_mean(word: str, known: list[str]) -> str | None:
     return near[0] if near else None
 
 
+def hint(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'NAME'?" with the known word nearest to a misspelt one; "" when nothing is near."""
+    near = did_you_mean(word, list(known))
+    return f"; did you mean '{near}'?" if near else ""
+
+
 def root_cause(error: BaseException) -> BaseException:
     """The RaytrecError inside wrappers (Ray's task and training errors), or the error itself.
 
@@ -154,7 +161,7 @@ def root_cause(error: BaseException) -> BaseException:
         if id(current) in seen:
             continue
         seen.add(id(current))
-        # Ray's wrapper is of the wrapped error's class, too, and says where in Ray it has been.
+        # Ray's wrapper is of the wrapped error's class, too, with its place in Ray.
         wrapped = isinstance(getattr(current, "cause", None), BaseException)
         if isinstance(current, RaytrecError) and not wrapped:
             return current

@@ -37,7 +37,7 @@ OTHER_DEVICE = "make clean, then make install DEVICE={device} (docs/install.md)"
 def built_for() -> str | None:
     """What torch and FBGEMM of this environment are for, "cuda" or "cpu"; None where there is no torch.
 
-    FBGEMM's builds are two distributions that share their folder, so that one beside the other breaks it.
+    FBGEMM's builds are two distributions that share their folder, so that installing both breaks it.
     """
     try:
         torch = distribution("torch")

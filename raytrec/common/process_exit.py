@@ -19,7 +19,7 @@ def ends_at_once() -> Iterator[None]:
     with a segmentation fault (which thread's was not found). So threads that Python waits for and functions
     of atexit come to their end, output is flushed, and then the process is gone.
     """
-    code = 1  # of an error that nobody catches
+    code = 1  # of an error that is not caught
 
     def end() -> None:
         for stream in (sys.stdout, sys.stderr):

@@ -14,7 +14,7 @@ def load(path: str, folder: str | None = None) -> Any:
     """What `module:name` names.
 
     Args:
-        folder: where the module may be, beside Python's own path; the folder of the command.
+        folder: where the module may be, in addition to Python's own path; the folder of the command.
 
     Raises:
         ModuleNotFoundError: no such module (or one that it imports). AttributeError: nothing of that name in

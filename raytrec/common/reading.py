@@ -40,7 +40,7 @@ KINDS = {
 
 
 class NotReadable(ValueError):
-    """Text that is no YAML or JSON, or that nothing should be made of; its words are one line for people."""
+    """Text that is not YAML or JSON, or that should not be parsed; its words are one line for people."""
 
 
 def open_regular(path: str | Path) -> FileIO:
@@ -76,7 +76,7 @@ def read_bytes(path: str | Path, most: int = MOST_JSON_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, most: int = MOST_YAML_BYTES) -> str:
-    """The text of a local file; bytes that are no UTF-8 become a mark.
+    """The text of a local file; bytes that are not UTF-8 become a mark.
 
     Raises:
         OSError: as `read_bytes`.
@@ -104,7 +104,7 @@ def yaml_values(text: str | bytes) -> Any:
     except NotReadable:
         raise
     except UnicodeError as error:
-        raise NotReadable(f"it is no UTF-8 text: {_line(error)}") from None
+        raise NotReadable(f"it is not UTF-8 text: {_line(error)}") from None
     except yaml.YAMLError as error:
         raise NotReadable(_line(error)) from None
     except (ValueError, KeyError, OverflowError, AttributeError) as error:  # of dates, numbers and tags

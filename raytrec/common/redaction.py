@@ -16,7 +16,7 @@ import yaml
 from raytrec.common.reading import NotReadable, yaml_values
 
 HIDDEN = "***"
-# Every quantifier that could look at a character twice is possessive: text may be long, and somebody else's.
+# Every quantifier that could look at a character twice is possessive: text may be long, and a stranger's.
 ADDRESS = re.compile(r"([A-Za-z0-9+.-]*+)://([^\s<>\"]*+)")
 WHOLE_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*+)://(.*+)", re.DOTALL)
 PARAMETER = re.compile(r"[?&;#]([^=&;#?/\s]{1,200}+)=")
@@ -44,7 +44,7 @@ SHAPES = re.compile(
     r"|sk-[\w-]{20,}+|(?:hf|npm)_[A-Za-z0-9]{20,}+|pypi-[\w-]{32,}+|ya29\.[\w-]{10,}+|dapi[0-9a-f]{32}|AIza[\w-]{35}|(?:AKIA|ASIA)[A-Z0-9]{16}"
     r"|eyJ[\w-]{10,}+\.[\w-]++\.[\w-]*+)"
 )
-# Parts of a name that say what it is, and words that do so alone.
+# Parts of a name that mark a secret, and words that do so alone.
 PASSWORD = r"passw(?:or)?d|passphrase|pwd|(?:private|api|access|account|shared|secret|encryption)[_-]?key"
 SECRET_NAME = re.compile(rf"{PASSWORD}|secret|token(?!i[sz])|credential|signature", re.IGNORECASE)
 PASSWORD_NAME = re.compile(PASSWORD, re.IGNORECASE)
@@ -95,7 +95,7 @@ def hide_all(value: Any) -> Any:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting or parameter of this name is one that nobody should see."""
+    """Whether a setting or parameter of this name is one to hide."""
     words = [word.lower() for word in WORD.findall(name[:200])]
     if words and words[-1] in PLACES:
         return False
@@ -126,7 +126,7 @@ def _hidden(value: Any, *, secret: bool, password: bool, judged: bool) -> Any:
 
     Args:
         secret: whether a name above it has called it so; then text goes.
-        password: then numbers go as well: those beside `tokens` or `secrets` count something.
+        password: then numbers go as well: those next to `tokens` or `secrets` count something.
         judged: whether names in here are ours or the user's, rather than those of tables.
     """
     if isinstance(value, str):
@@ -208,7 +208,7 @@ def _setting(found: re.Match) -> str:
 
 
 def _field(found: re.Match) -> str:
-    """name: value in a text, where a word after a name that is no password's may be part of a sentence."""
+    """name: value in a text, where a word after a name that is not a password's may be part of a sentence."""
     is_sentence = not PASSWORD_NAME.search(found[1]) and re.fullmatch(r"[a-z]+[.,;:]?", found[3])
     return found.group() if is_sentence else _setting(found)
 

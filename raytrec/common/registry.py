@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 from raytrec.common import python_path
-from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.common.errors import ConfigError, hint
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class Registry(Generic[T]):
 
         Args:
             where: the configuration's key, for errors.
-            folder: where the module may be beside Python's own path; the folder of the command.
+            folder: where the module may be, in addition to Python's own path; the folder of the command.
 
         Raises:
             ConfigError: there is none. Whatever else the module raises while it is imported.
@@ -76,9 +76,8 @@ class Registry(Generic[T]):
             return parts[name]
         if python_path.PYTHON_PATH.fullmatch(name):
             return find_code(name, self._kind, where, folder)
-        near = did_you_mean(name, list(parts))
         raise ConfigError(
-            f"there is no {self._kind} '{name}'" + (f"; did you mean '{near}'?" if near else ""),
+            f"there is no {self._kind} '{name}'" + hint(name, list(parts)),
             where=where,
             expected=f"{', '.join(parts)}, or module:name for one of your own",
         )
@@ -119,9 +118,9 @@ def find_code(path: str, kind: str, where: str, folder: str | None = None) -> An
     except AttributeError:
         if module not in sys.modules:
             raise  # the module's own error, while it was imported
-        near = did_you_mean(name, [n for n in vars(sys.modules[module]) if not n.startswith("_")])
         raise ConfigError(
-            f"no {kind} {path}: the module has no {name}" + (f"; did you mean {near}?" if near else ""),
+            f"no {kind} {path}: the module has no {name}"
+            + hint(name, [n for n in vars(sys.modules[module]) if not n.startswith("_")]),
             where=where,
             expected="module:name",
         ) from None

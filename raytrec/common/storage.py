@@ -72,7 +72,7 @@ def read_bytes(uri: str, most: int = MOST_YAML_BYTES) -> bytes:
     """The content of a file.
 
     Raises:
-        FileNotFoundError: when there is none. OSError: it cannot be read, is no file but a pipe, a device or
+        FileNotFoundError: when there is none. OSError: it cannot be read, is a pipe, a device or
             a folder, or has more bytes than `most`.
     """
     filesystem, path = open_filesystem(uri)
@@ -98,7 +98,7 @@ def read_yaml(uri: str) -> Any:
     """The values of a YAML file.
 
     Raises:
-        OSError: as `read_bytes`. NotReadable: it is no YAML, or nothing should be made of it.
+        OSError: as `read_bytes`. NotReadable: it is not YAML, or should not be parsed.
     """
     return yaml_values(read_bytes(uri))
 
@@ -128,7 +128,7 @@ def absolute(uri: str, root: str | None = None) -> str:
 
 
 def relative(path: Path) -> str:
-    """A path as short as it can be said from here."""
+    """A path, as short as it is from here."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -156,7 +156,7 @@ def train_part(uri: str) -> str:
 
 
 def parts_beside(uri: str) -> dict[str, str]:
-    """Validation and test data beside a folder train/ (or a file train.parquet): name → place."""
+    """Validation and test data next to a folder train/ (or a file train.parquet): name → place."""
     from pyarrow import fs
 
     name = uri.rstrip("/").rpartition("/")[2]

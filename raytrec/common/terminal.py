@@ -19,7 +19,7 @@ def open_console(*, stderr: bool = False) -> Console:
 
 
 def plain(text: object) -> str:
-    """Text without control characters and secrets, for what somebody else has named."""
+    """Text without control characters and secrets, for names that others have chosen."""
     return CONTROL.sub("�", hide(str(text)))
 
 

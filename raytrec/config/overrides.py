@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from raytrec.common.errors import ConfigError, did_you_mean, some
+from raytrec.common.errors import ConfigError, hint, some
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.common.redaction import hide, hide_yaml
 from raytrec.config.schema import scalar
@@ -48,9 +48,8 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
         shown = some(key.strip()) if equals else some(hide(override))  # what is after = may be a secret
         raise ConfigError(f"{shown} is not an override", where="command line", expected="section.key=value")
     if len(parts) == 1 and parts[0] not in sections:
-        near = did_you_mean(parts[0], list(sections))
         raise ConfigError(
-            f"there is no section {some(parts[0])}" + (f"; did you mean {near}?" if near else ""),
+            f"there is no section {some(parts[0])}" + hint(parts[0], list(sections)),
             where="command line",
             expected="section.key=value, or section={key: value, …} for a whole section",
         )

@@ -37,7 +37,7 @@ from raytrec.config.stored import with_current_keys
 from raytrec.config.tasks import TaskSection
 from raytrec.config.trust import code_in, origin, refuse_code
 
-MOST_MISTAKES = 20  # that are told at once
+MOST_MISTAKES = 20  # that one message has
 EXPECTED = "Input should be "  # as pydantic's messages begin
 MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
 
@@ -182,7 +182,7 @@ def _plain(values: dict) -> dict:
 
 
 def _mistakes(error: ValidationError, values: dict) -> str:
-    """What is wrong, one line for each place; a place inside another says more than that one."""
+    """What is wrong, one line for each place; a place inside another is more specific."""
     first = [dict(mistake) for mistake in error.errors()[:MOST_MISTAKES]]
     places: dict[tuple[str, ...], list[dict]] = {}
     for mistake in first:

@@ -1,6 +1,6 @@
 """What a row is: labels, dense columns, sparse features, and the tables that they look up.
 
-A `schema.yaml` beside the data:
+A `schema.yaml` next to the data:
 
     labels: [label]                    # numbers; in [0, 1] where probabilities are learned
     dense: [price, age]                # numbers
@@ -88,7 +88,7 @@ class Table(BaseModel):
 
     @property
     def own_rows(self) -> int:
-        """How many ids can have a row of their own."""
+        """How many ids can have their own row."""
         return self.rows - self.ids.fallback_rows if self.ids else self.rows
 
 
@@ -234,7 +234,7 @@ class Schema(BaseModel):
             raise SchemaError(
                 "there is no schema file",
                 where=str(path),
-                expected="a schema.yaml beside the data, or data.schema=PATH",
+                expected="a schema.yaml next to the data, or data.schema=PATH",
                 do="write one with `raytrec inspect DIR > schema.yaml`",
             ) from None
         except NotReadable as error:

@@ -37,7 +37,7 @@ def _a_name(name: str) -> str:
     if not NAME.fullmatch(name) or name != name.strip() or len(name.encode()) > 200:
         raise ValueError(
             "run.name: a name is at most 150 letters, digits, spaces and . , : + = @ ( ) - _, beginning with "
-            f"a letter, digit or _ (got {name[:60]!r}); run.dir says where its folder is"
+            f"a letter, digit or _ (got {name[:60]!r}); run.dir sets where its folder is"
         )
     return name
 
@@ -458,7 +458,7 @@ class TrainSection(Section):
         gt=0,
         lt=1,
         description="Decay of an exponential moving average of the dense weights over steps, such as 0.999: "
-        "evaluations use it, and checkpoints have it beside the weights. Tables have none. null: no average.",
+        "evaluations use it, and checkpoints have both. Tables have none. null: no average.",
     )
     on_nan: Literal["stop", "skip"] = Field(
         "stop",
@@ -474,7 +474,7 @@ class TrainSection(Section):
     compile: bool = Field(
         False,
         description="Compile the dense layers (torch.compile), which takes a while in the first step and the "
-        "first evaluation. Needs a C++ compiler on nodes with CPU workers, a C compiler beside GPUs.",
+        "first evaluation. Needs a C++ compiler on nodes with CPU workers, a C compiler on those with GPUs.",
     )
     deterministic: bool = Field(
         False,
@@ -493,7 +493,7 @@ class TrackingSection(Section):
     uri: str | None = Field(
         None,
         description="MLflow store or server; default: MLFLOW_TRACKING_URI of the driver's environment, else "
-        "mlflow.db (sqlite) beside the run folder.",
+        "mlflow.db (sqlite) next to the run folder.",
     )
     experiment: str = Field("raytrec", description="MLflow experiment.")
     parent_run: str | None = Field(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from psutil import Process
 
 CONFIG, MARK = "config.yaml", ".mark"
-# What raytrec writes beside the configurations of a run and of a search.
+# What raytrec writes next to the configurations of a run and of a search.
 OF_RUNS = ("driver.json", "events.jsonl", "plan.json", "checkpoints", CONFIG + MARK)
 OF_SEARCHES = ("search.json", "trials.json", "outcome.json", "tune.html")
 FILES_OF_SEARCHES = ("best.yaml", "space.yaml")
@@ -77,7 +77,7 @@ def refuse_code(before: dict[str, str], values: dict[str, Any], where: str) -> N
             where=where,
             expected="data alone: no module:name, no cluster, no URI that chooses its server, and no MLflow "
             "server while a password for one is set",
-            do="if you trust its source, say --allow-code, or make a copy of your own; else set these keys "
+            do="if you trust its source, add --allow-code, or make a copy of your own; else set these keys "
             "to something of your own",
         )
 

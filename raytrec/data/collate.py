@@ -167,7 +167,7 @@ class Collator:
         return tensor
 
     def _reserved(self, pieces: list[Rows], present: np.ndarray | None) -> pa.Table:
-        """The reserved columns of the rows that are there, as one piece of memory of their own."""
+        """The reserved columns of the rows that are there, as one separate piece of memory."""
         if not pieces:
             types = self._form.types
             return pa.schema(
@@ -204,7 +204,7 @@ class Collator:
         """The ids of feature after feature, which is the layout of a KeyedJaggedTensor.
 
         Args:
-            side_features: what stands beside the ids of sequences is put here.
+            side_features: those of sequences are put here.
         """
         flat, lengths = self._memory(len(self._keys) * padded_rows, torch.int32)
         lengths = lengths.reshape(len(self._keys), padded_rows)

@@ -187,7 +187,7 @@ def _count_text(flat: pa.Array, name: str, table: Table, tally: Tally) -> None:
 
 
 def _ids(flat: pa.Array, table: Table) -> np.ndarray:
-    """Ids as integers of their own width (uint64 stays uint64); text hashed to rows, or where ids are managed
+    """Ids as integers of unchanged width (uint64 stays uint64); text hashed to rows, or where ids are managed
     to 64 bits."""
     if pa.types.is_null(flat.type):  # all rows, or lists, are empty
         flat = flat.cast(pa.int64())

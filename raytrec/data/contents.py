@@ -22,14 +22,15 @@ import pyarrow.parquet as pq
 from raytrec.common.errors import DataError
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
-from raytrec.config.transforms import WITH_VOCABULARY, columns_before
+from raytrec.config.transform_columns import columns_before
+from raytrec.config.transforms import WITH_VOCABULARY
 from raytrec.data.form import Form
 from raytrec.data.fragments import Dataset
 
 WHOLE_BYTES = 1 << 30  # a dataset's files are read whole up to its share of this many bytes for each
 SAMPLES, SAMPLE_BYTES = 4096, 64 << 10  # of larger files: so many pieces of the dataset, of so many bytes
 READ_BYTES = 4 << 20
-VERSIONS = ("ETag", "crc32c", "generation")  # what object stores say of an object, of whatever they say
+VERSIONS = ("ETag", "crc32c", "generation")  # of an object's metadata in a store
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Content:
         footer: SHA-256 of the Parquet footer.
         data: SHA-256 of all bytes, or of samples.
         whole: whether of all bytes.
-        modified_ns: when it was written, since 1970; None where the storage does not say.
+        modified_ns: when it was written, since 1970; None where the storage does not have it.
         version: what an object store calls this version of it.
     """
 
@@ -61,7 +62,7 @@ class Content:
         return self._counted() == other._counted()
 
     def written_again(self, other: Content) -> bool:
-        """Whether nothing but samples says that this is the same content."""
+        """Whether this is the same content only by samples."""
         if self.whole or (self.version and self.version == other.version):
             return False
         return (self.modified_ns, self.version) != (other.modified_ns, other.version)
@@ -134,7 +135,7 @@ def differences(before: list[Content], after: list[Content]) -> list[str]:
 
 
 def written_again(before: list[Content], after: list[Content]) -> list[str]:
-    """Names of files that only samples say are the same: large ones, written at another time."""
+    """Names of files that are the same only by samples: large ones, written at another time."""
     was, now = (_by_name(contents) for contents in (before, after))
     return [was[key].name for key in was if key in now and was[key].written_again(now[key])]
 

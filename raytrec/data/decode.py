@@ -64,9 +64,7 @@ def decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> 
     try:
         table = retry_read(path, partial(_read, path, group, first, rows, columns))
         if table.num_rows < rows:
-            raise IndexError(
-                f"its pages hold fewer than {first + rows:,} rows, and its footer says otherwise"
-            )
+            raise IndexError(f"its pages hold fewer than {first + rows:,} rows, and its footer has more")
     except (Damaged, pa.ArrowException, OSError, IndexError, KeyError, ValueError, RecursionError) as error:
         raise undecodable(error, path, group) from None
     return table

@@ -92,7 +92,7 @@ def read_footer(uri: str) -> pq.FileMetaData:
 
     try:
         metadata = retry_read(uri, read)
-        _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # may be no UTF-8
+        _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # may not be UTF-8
     except (pa.ArrowException, OSError, UnicodeDecodeError, Implausible) as error:
         raise DataError(
             f"not a whole Parquet file: {str(error).splitlines()[0]}",
@@ -122,7 +122,7 @@ class Footer:
             self._leaves.setdefault(path.partition(".")[0], []).append(i)
 
     def accused(self) -> list[int]:
-        """Row groups that hold what is not allowed, as far as statistics say."""
+        """Row groups that hold what is not allowed, as far as statistics show."""
         asked = [
             (i, wrong) for name, wrong in _questions(self._form, self._made) for i in self._columns(name)
         ]

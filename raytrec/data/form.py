@@ -26,7 +26,8 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import Sample, columns_before
+from raytrec.config.transform_columns import columns_before
+from raytrec.config.transforms import Sample
 from raytrec.data.arrow import one_array
 from raytrec.data.columns import NO_MANAGED_ID
 from raytrec.data.read_plan import ReadPlan

@@ -14,7 +14,7 @@ from pyarrow import fs
 from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
 from raytrec.config.sections import folders
-from raytrec.config.transforms import with_rows
+from raytrec.config.transform_columns import with_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
 from raytrec.data.footers import Footer, read_footer, why_empty
 from raytrec.data.form import Form
@@ -41,9 +41,9 @@ class Dataset:
         uri: where it is, for messages.
         form: how its rows are read.
         left_out: what was wrong with files that are skipped (data.on_error: skip).
-        accused: row groups that a run will stop at, as far as footers say (statistics.py).
-        empty_tasks: tasks in which no row counts, as far as footers say → why.
-        constant_labels: labels of one value, as far as footers say → that value.
+        accused: row groups that a run will stop at, as far as footers show (footers.py).
+        empty_tasks: tasks in which no row counts, as far as footers show → why.
+        constant_labels: labels of one value, as far as footers show → that value.
     """
 
     uri: str
@@ -155,7 +155,7 @@ def _files_of(uri: str, key: str, between: Between) -> list[str]:
             )
         if info.type == fs.FileType.Unknown:
             raise DataError(
-                "this is no file, but a pipe or a device", where=f"{key}={uri}", expected="Parquet"
+                "this is not a file, but a pipe or a device", where=f"{key}={uri}", expected="Parquet"
             )
         found = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
     except OSError as error:
@@ -163,7 +163,7 @@ def _files_of(uri: str, key: str, between: Between) -> list[str]:
     odd = [f.path for f in found if f.type in (fs.FileType.Unknown, fs.FileType.NotFound)]
     if odd := sorted(n for n in odd if n.endswith(".parquet") and not _hidden(n.removeprefix(path))):
         raise DataError(
-            f"{len(odd)} of the .parquet in the folder are no files, but pipes, devices or links to nothing",
+            f"{len(odd)} of the .parquet in the folder are not files, but pipes, devices or links to nothing",
             where=f"{key}={uri}, {odd[0]}",
             expected="files",
             do="remove them, or name them with _ at the beginning",
@@ -184,7 +184,7 @@ def _hidden(path: str) -> bool:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a file's footer says.
+    """What a file's footer has.
 
     Attributes:
         groups: with rows.

@@ -34,7 +34,7 @@ def check_present(
 
     Args:
         fields: fields of structs are columns, too.
-        form: which says what they are for.
+        form: what they are for.
 
     Raises:
         DataError: one is missing (names the nearest there is), or its name stands for several.
@@ -48,7 +48,7 @@ def check_present(
                 f"column '{column}' is there more than once",
                 where=f"{where}, column {column}",
                 expected="one column, or one field of a struct, of this name",
-                do="write the file again with a name of its own for each column",
+                do="write the file again with a separate name for each column",
             ) from None
         if found is None:
             known = list(dict.fromkeys([*arrow.names, *leaf_names(arrow)]))
@@ -72,7 +72,7 @@ def check_types(arrow: pa.Schema, form: Form, uri: str) -> None:
     """Looks at the types of the columns that the schema, the tasks and data.reserve_columns name.
 
     Raises:
-        DataError: a column of the wrong type; says by which transform, or name, it becomes a right one.
+        DataError: a column of the wrong type, with the transform, or name, by which it becomes a right one.
     """
     schema = form.schema
     for column in form.plan.labels:
@@ -115,9 +115,9 @@ def _check_number(kind: pa.DataType, column: str, role: str, uri: str) -> None:
 
 
 def _as_number(kind: pa.DataType, column: str, role: str) -> str:
-    """How a column that is no number becomes one."""
+    """How a column that is not a number becomes one."""
     if is_text(kind) and role == "label":
-        return f"say which texts are 1: {_transform('binarize', column, 'positive: […]')}"
+        return f"choose which texts are 1: {_transform('binarize', column, 'positive: […]')}"
     if is_text(kind):
         return (
             f"list it under sparse with a table of out_of_range: hash; text that spells numbers: "
@@ -172,7 +172,7 @@ def _check_reserved(kind: pa.DataType, column: str, is_key: bool, uri: str) -> N
 def _check_list(kind: pa.DataType, column: str, uri: str) -> None:
     if not is_list(kind):
         raise DataError(
-            f"'{column}', which says what rows have seen, is of type {_short(kind)}",
+            f"'{column}', the items that rows have seen, is of type {_short(kind)}",
             where=f"{uri}, column {column}",
             expected="lists of items",
             do="name another column in eval.retrieval.seen",
@@ -184,7 +184,7 @@ def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
     if allowed or is_text(kind):
         return
     raise DataError(
-        f"'{column}', whose values say which rows belong together, is of type {_short(kind)}",
+        f"'{column}', whose values group rows, is of type {_short(kind)}",
         where=f"{uri}, column {column}",
         expected="integers, text, bools or dates in a column that a task names as group or item",
         do=_transform("cast", column, "to: int64") + "; or name another column"

@@ -1,7 +1,7 @@
 """Which rows a rank reads at which step: the cursor (see ARCHITECTURE.md).
 
 Everything follows from (row-group sizes, seed, epoch, batch_rows, lanes, shuffle, window) by arithmetic; the
-number of workers only says which lanes are whose.
+number of workers only decides which lanes are whose.
 """
 
 from __future__ import annotations

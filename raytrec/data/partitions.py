@@ -51,7 +51,7 @@ def within(paths: list[str], root: str, between: Between, uri: str) -> list[str]
         for rank, bound in ((first, between[0]), (last, between[1])):
             if [key for key, *_ in rank] != [key for key, *_ in ranks[: len(rank)]]:
                 raise DataError(
-                    f"a file's partition is {partition or 'none'}; data.partitions says {bound}",
+                    f"a file's partition is {partition or 'none'}; data.partitions has {bound}",
                     where=path,
                     expected="folders key=value with data.partitions's keys, from the outermost on",
                     do="correct data.partitions, or remove files that are not in such folders",
@@ -107,7 +107,7 @@ def reserved_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.A
 
 
 def in_folders(path: str) -> dict[str, str | None]:
-    """What the key=value folders on a file's path say; the innermost of each key."""
+    """The values of the key=value folders on a file's path; the innermost of each key."""
     found = {}
     for part in path.split("/")[:-1]:
         key, equals, value = part.partition("=")
@@ -132,13 +132,13 @@ def _holds(arrow: pa.Schema, name: str) -> bool:
 
 
 def type_of_folders(values: Iterable[str | None]) -> pa.DataType:
-    """The type of what folders' names say: whole numbers, else text."""
+    """The type of the values in folders' names: whole numbers, else text."""
     whole = all(value is None or INTEGER.fullmatch(value) for value in values)
     return pa.int64() if whole else pa.string()
 
 
 def value_in_folders(text: str | None, kind: pa.DataType | None) -> pa.Scalar:
-    """What a folder's name says, in the type of the column; None: text."""
+    """The value in a folder's name, in the type of the column; None: text."""
     kind = kind or pa.string()
     return pa.scalar(int(text) if text is not None and pa.types.is_integer(kind) else text, kind)
 

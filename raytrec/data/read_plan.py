@@ -17,7 +17,7 @@ from raytrec.config.transforms import Transform
 
 @dataclass(frozen=True)
 class TaskColumn:
-    """A column that a task reads beside its label.
+    """A column that a task reads in addition to its label.
 
     Attributes:
         role: a mask of 0 and 1, or a factor of the row.
@@ -57,7 +57,7 @@ class TaskRows:
 
     @property
     def columns(self) -> list[TaskColumn]:
-        """What it reads beside the label."""
+        """What it reads in addition to the label."""
         found = []
         if self.mask:
             found.append(TaskColumn(self.mask, "mask", f"mask of task {self.name}"))
@@ -73,7 +73,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Reserved:
-    """Columns that go along with rows, beside what a model reads.
+    """Columns that go along with rows, in addition to what a model reads.
 
     Args:
         columns: with their own types: Batch.reserved.
@@ -107,7 +107,7 @@ class ReadPlan:
             default: 0 to 1.
         whole_labels: labels that are whole numbers.
         read_labels: whether there are labels; without, they are 0.
-        folder: where the transforms' modules may be, beside Python's own path.
+        folder: where the transforms' modules may be, in addition to Python's own path.
     """
 
     schema: Schema
@@ -130,12 +130,12 @@ class ReadPlan:
 
     @cached_property
     def weighs_tasks(self) -> bool:
-        """Whether rows may count differently in some task than padding says: Batch.task_weights."""
+        """Whether rows may count differently in some task: Batch.task_weights."""
         return self.read_labels and any(task.is_weighted for task in self.tasks)
 
     @cached_property
     def columns_of_tasks(self) -> list[TaskColumn]:
-        """What tasks read beside labels."""
+        """What tasks read in addition to labels."""
         return [column for task in self.tasks for column in task.columns] if self.read_labels else []
 
     def named_by(self, column: str) -> str | None:

@@ -59,7 +59,7 @@ def task_weights(table: pa.Table, labels: dict[str, Label], form: Form, place: P
         labels: of the same rows.
 
     Raises:
-        DataError: a mask that is neither 0 nor 1, or a weight that is no finite number ≥ 0.
+        DataError: a mask that is neither 0 nor 1, or a weight that is not a finite number ≥ 0.
     """
     ones = np.ones(table.num_rows, np.float32)
 

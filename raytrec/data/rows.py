@@ -58,7 +58,7 @@ def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -
 
 def _give_way() -> None:
     """Lets this thread decode where a core has nothing else to do: a rank that it held up would hold up all.
-    (The process may be another's later; on Linux, threads have priorities of their own.)"""
+    (The process may be another's later; on Linux, each thread has its own priority.)"""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
 
@@ -71,7 +71,7 @@ def _fetched(items: Any) -> list[Item]:
 
 
 def read_item(item: Item, form: Form, faults: Faults | None = None) -> pa.Table:
-    """The rows of an item in canonical form, shuffled if it has a seed; always as many as the item says.
+    """The rows of an item in canonical form, shuffled if it has a seed; always as many as the item has.
 
     Raises:
         DataError: a row group that cannot be decoded, or a value that the schema does not allow; names file,
@@ -96,7 +96,7 @@ def decode_item(item: Item, columns: list[str]) -> list[pa.Table | DataError]:
 def finish_item(
     item: Item, decoded: list[pa.Table | DataError], form: Form, faults: Faults | None = None
 ) -> pa.Table:
-    """What `read_item` says, after `decode_item`."""
+    """The rest of `read_item`, after `decode_item`."""
     pieces = []
     for ((path, group), parts), table in zip(_groups(item), decoded, strict=True):
         draw = Draw(item.draw, parts[0].number - parts[0].first + _span(parts)[0])
@@ -208,11 +208,11 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
 
 CHECKED_ROWS = 1 << 16  # read at a time
 BUFFER_BYTES = 1 << 20  # of each column
-MOST_ACCUSED = 4  # row groups that are read for what footers say
+MOST_ACCUSED = 4  # row groups that are read because of their footers
 
 
 def check_accused(dataset: Dataset) -> None:
-    """Reads the first row groups of which footers say that they hold what the schema does not allow.
+    """Reads the first row groups that hold what the schema does not allow, by their footers.
 
     Raises:
         DataError: they do; names file, row group, column and row.

@@ -161,7 +161,7 @@ class Stream:
         context.target_max_block_size = BLOCK_BYTES
         context.raise_original_map_exception = True  # else Ray wraps a DataError and loses it
         context.enable_progress_bars = False
-        context.memory_usage_poll_interval_s = None  # a thread in each reader, for figures nobody reads
+        context.memory_usage_poll_interval_s = None  # a thread in each reader, for figures that are not read
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
     def _held_bytes(self) -> int:
@@ -276,7 +276,7 @@ class Supply:
 def place() -> dict[str, Any]:
     """Ray options for one read task.
 
-    On a cluster of both kinds, the CPUs beside GPUs belong to those who train: a node without GPUs is chosen
+    On a cluster of both kinds, the CPUs of nodes with GPUs are for training: a node without GPUs is chosen
     at random, those with more CPUs more often, because tasks ask for none; Ray chooses another if it is gone.
     Else Ray chooses, this node first.
     """

@@ -39,7 +39,7 @@ class Draw:
     first: int = 0
 
 
-ALIKE = Draw()  # also where only types, or what is there already, are looked at
+ALIKE = Draw()  # also where only types, or existing values, are looked at
 
 
 def apply_transforms(
@@ -53,7 +53,7 @@ def apply_transforms(
 
     Args:
         where: file and row group, for errors.
-        folder: where modules of `module:function` may be, beside Python's own path.
+        folder: where modules of `module:function` may be, in addition to Python's own path.
         draw: by what its rows draw ids.
 
     Raises:
@@ -104,7 +104,7 @@ def _apply(transform: t.Transform, table: pa.Table, folder: str | None, draw: Dr
 
 
 def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) -> pa.Table:
-    """A table with further columns, or other ones in the place of its own."""
+    """A table with further columns, or with some of its own replaced."""
     for target, column in zip(names, columns, strict=True):
         if target in table.column_names:
             table = table.set_column(table.column_names.index(target), target, column)

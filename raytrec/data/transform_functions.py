@@ -114,7 +114,7 @@ def _binarize(spec: t.Binarize, array: pa.Array) -> pa.Array:
     if wrong := [value for value in spec.positive if isinstance(value, str) != is_text(array.type)]:
         raise TypeError(
             f"the column holds {kind}, and positive {wrong[0]!r}"
-            + ("; put it into quotes (YAML's bare yes, no and numbers are no text)" * is_text(array.type))
+            + ("; put it into quotes (YAML's bare yes, no and numbers are not text)" * is_text(array.type))
         )
     known = spec.positive if is_text(array.type) else [float(value) for value in spec.positive]
     known = pa.array(known).cast(array.type)
@@ -220,7 +220,7 @@ def timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
     if types.is_integer(kind) or types.is_floating(kind):
         if since_1970 is None:
             raise TypeError(
-                f"these are numbers ({kind}): say with since_1970 in which unit they count: s, ms, us or ns"
+                f"these are numbers ({kind}): set since_1970 to the unit that they count: s, ms, us or ns"
             )
         if types.is_floating(kind):
             array = pc.if_else(pc.is_finite(array), array, pa.scalar(None, kind))

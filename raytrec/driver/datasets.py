@@ -14,7 +14,7 @@ from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.evaluation import TowerName
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import columns_before, needed_transforms
+from raytrec.config.transform_columns import columns_before, needed_transforms
 from raytrec.data.arrow import is_text, one_array
 from raytrec.data.columns import Place
 from raytrec.data.decode import SKIPPED, Faults, decode

@@ -22,17 +22,17 @@ LABEL_NAMES = (
     "conversion",
     "y",
 )
-# Texts that say yes; the one of two values that is rarer where none of them is there.
+# Texts that mean yes; the one of two values that is rarer where none of them is there.
 POSITIVE = frozenset(
     """1 true t yes y on pos positive click clicked buy bought purchase purchased like liked convert converted
     conversion success good win ja oui si sí""".split()  # noqa: SIM905
 )
-LABEL_VALUES = 20  # a text column with more values is no label
+LABEL_VALUES = 20  # a text column with more values is not a label
 TIMES = {"s": (10**8, 10**10), "ms": (10**11, 10**13), "us": (10**14, 10**16), "ns": (10**17, 10**19)}
 SPARSE_FILL = 10  # an id column's range is below this × its distinct values
 CODES = 100  # integers with at most so many values, each of them often, are codes
 ONE_VALUE = "the same in every row: nothing can be learned from it"
-EXACT = 2**53  # integers from here on are no quantities
+EXACT = 2**53  # integers from here on are not quantities
 LONGEST_NAME = 1000  # YAML's keys have at most 1,024 characters
 
 
@@ -72,7 +72,7 @@ def find_role(s: ColumnStats, labels: list[str] | None, other_labels: bool) -> F
 
 
 def find_reserved(s: ColumnStats) -> Finding:
-    """A column that goes along with rows, and is no feature.
+    """A column that goes along with rows, and is not a feature.
 
     Raises:
         SchemaError: it cannot.
@@ -84,7 +84,7 @@ def find_reserved(s: ColumnStats) -> Finding:
             expected="one value a row, of one type in all files",
             do="name another column with --reserve COLUMN",
         )
-    return Finding(s, "reserved", "named with --reserve: no feature")
+    return Finding(s, "reserved", "named with --reserve: not a feature")
 
 
 def is_called_label(name: str) -> bool:
@@ -108,7 +108,7 @@ def _feature(s: ColumnStats) -> Finding:
     if s.base in ("float", "decimal") and s.whole and _is_named_id(s):
         return Finding(s, "sparse", "its name; whole numbers").needs("cast", to="int64")
     if s.is_list and s.base in ("float", "decimal"):
-        return Finding(s, "skipped", "a list of floats that is no feature's weights")
+        return Finding(s, "skipped", "a list of floats that are not a feature's weights")
     if s.is_list and s.base == "bool":
         hint = f"{{do: cast, columns: [{scalar(s.name)}], to: int64}}"
         return Finding(s, "skipped", f"a list of bools; as ids: {hint}")
@@ -156,7 +156,7 @@ def _with_finite_numbers(f: Finding) -> Finding:
 
 
 def fill_weights(f: Finding) -> None:
-    """Weights of what is no number are 0."""
+    """Weights that are not numbers become 0."""
     s = f.stats
     if s.mixed or s.base == "decimal":
         f.needs("cast", to="float32")

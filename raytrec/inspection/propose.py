@@ -4,7 +4,7 @@ How a column's kind is inferred, in this order (column_roles.py):
 
     label      named with --label, or called label, target, click, …; other values than 0 to 1 become 0 and 1
                by a transform (binarize)
-    reserved    named with --reserve: goes along with rows, and is no feature
+    reserved    named with --reserve: goes along with rows, and is not a feature
     skipped    missing in a file, or of types that have nothing in common; constant or only nulls; integers
                and text that differ in each row; copies of the label; dates and times (also
                integers that look like seconds since 1970)
@@ -14,10 +14,10 @@ How a column's kind is inferred, in this order (column_roles.py):
     weights    lists of floats called like a sparse list: tags_weights or tags_weight for tags
     dense      other numbers
 
-Fields of structs are columns: user.age. Features share a table where their values do and their names say so,
+Fields of structs are columns: user.age. Features share a table where their values and their names agree,
 or where values are such (text, hashed ids) that it cannot be chance (shared_tables.py).
 
-A table has max + 1 rows where ids fill their range. Where there is no validation and test data beside the
+A table has max + 1 rows where ids fill their range. Where there is no validation and test data next to the
 training data, or only a sample was read, it has a tenth more, and `out_of_range: hash` for ids that were not
 seen. Text, hashed and negative ids are hashed, too, into ten times as many rows as there are values (of many:
 twice as many).
@@ -25,7 +25,7 @@ twice as many).
 
 from __future__ import annotations
 
-from raytrec.common.errors import ConfigError, DataError, SchemaError, did_you_mean
+from raytrec.common.errors import ConfigError, DataError, SchemaError, hint
 from raytrec.common.storage import parts_beside, train_part
 from raytrec.config.schema import Schema
 from raytrec.inspection.column_roles import (
@@ -58,14 +58,14 @@ def inspect(
     Args:
         uri: folder or file; local, s3:// or gs://. Of a folder with train/, valid/, test/ it looks at train/,
             and at the others for the ids, nulls and types that are there; so it does of a folder train/ with
-            such folders beside it.
+            such folders next to it.
         dim: width of the tables.
         labels: columns to predict; default: a column with a usual name.
-        reserve_columns: columns, also of folders key=value, that are no features, but go along with rows.
+        reserve_columns: columns, also of folders key=value, that are not features, but go along with rows.
         max_rows: look at about this many rows of each, in row groups spread over the files.
 
     Raises:
-        DataError: nothing there, or not Parquet. SchemaError: no label or no sparse feature can be told; no
+        DataError: nothing there, or not Parquet. SchemaError: no label or no sparse feature is recognised; no
             such column to predict or reserve. ConfigError: fewer than one row is to be looked at.
     """
     if not uri.strip():
@@ -101,9 +101,8 @@ def inspect(
 
 def _check_there(named: list[str], names: list[str], uri: str) -> None:
     if missing := [name for name in named if name not in names]:
-        near = did_you_mean(missing[0], names)
         raise SchemaError(
-            f"there is no column '{missing[0]}'" + (f"; did you mean '{near}'?" if near else ""),
+            f"there is no column '{missing[0]}'" + hint(missing[0], names),
             where=uri,
             expected=", ".join(names[:50]),
         )
@@ -154,7 +153,7 @@ def _pair_weights(findings: list[Finding]) -> None:
 
 
 def _keep_length(f: Finding) -> None:
-    """Nulls in a list that has weights become an id of their own, instead of going."""
+    """Nulls in a list that has weights become one more id, instead of going."""
     if not any(t["do"] == "drop_null" for t in f.transforms):
         return
     f.transforms = [t for t in f.transforms if t["do"] != "drop_null"]

@@ -27,7 +27,7 @@ class Inspection:
         transforms: data.transforms, without which training refuses columns of the schema.
         tables: why features share tables.
         scan: what was looked at.
-        reserve_columns: data.reserve_columns, columns that are no features.
+        reserve_columns: data.reserve_columns, columns that are not features.
     """
 
     uri: str
@@ -94,7 +94,7 @@ class Inspection:
             if section:
                 more = [shared[f.stats.name]] if section == "sparse" and f.stats.name in shared else []
                 if section == "sparse" and is_sequence(f):
-                    more.append("its name says sequence: the most recent id has to be the last")
+                    more.append("it is called like a sequence: the most recent id has to be the last")
                 found[section, f.stats.name] = "; ".join([_describe(f), *more])
         return found
 

@@ -12,7 +12,7 @@ from raytrec.config.schema import table_name
 from raytrec.inspection.column_roles import SPARSE_FILL, Finding, table_size, words
 from raytrec.inspection.column_stats import SMALLEST, ColumnStats, count_distinct, share_of
 
-# Words that say how ids are used, not what they stand for.
+# Words for how ids are used, not for what they are.
 HISTORY = frozenset(
     """history histories hist seq sequence sequences recent last past previous prev clicked viewed watched
     bought purchased played liked visited read seen session sessions behavior behaviors""".split()  # noqa: SIM905

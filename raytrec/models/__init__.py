@@ -11,10 +11,10 @@ and returns logits, float32 [B] for one output, else [B, outputs]: a column for 
 has classes, in the order of the tasks. The tasks decide what they mean and what is learned from them
 (raytrec/tasks): a model sees no labels. One that takes `vectors` can give those of query and item, too, for
 losses that compare the rows of a batch: [B, outputs + 2·D], the query's columns before the item's at the end.
-One whose section says `own_loss` gives a loss of its own, which is added to those of the tasks: one column
+One whose section has `own_loss` gives its own loss, which is added to those of the tasks: one column
 after its outputs and before vectors, what each row adds to it, finite for padding, 0 in eval mode.
 
-One whose section says `retrieves` has two more methods, called like forward: `query`, float32 [B, D] (or [B,
+One whose section `retrieves` has two more methods, called like forward: `query`, float32 [B, D] (or [B,
 outputs, D], of which retrieval takes the last), and `item`, [B, D]. Each looks at nothing but the features
 that the section's `tower_members` names; the dot product orders the items of a query as its scores do. So
 items can be ranked all at once, and found in an index (docs/retrieval.md).
@@ -49,13 +49,13 @@ def build_model(
     vectors: bool = False,
     tasks: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """The model that `model.name` says.
+    """The model that `model.name` names.
 
     Args:
         outputs: columns of logits; 0 only with `vectors`.
         vectors: whether it gives vectors of query and item, too.
         tasks: task → its columns, `outputs` in all, in the order of the columns; default: a task for each
-            column, without names of their own.
+            column, without its own name.
 
     Raises:
         ConfigError: what the model refuses; no such module or class, or one that cannot be a model.
@@ -65,7 +65,7 @@ def build_model(
     found = find_code(config.path, "model", "model.name")
     own = isinstance(config, PythonSection)
     if own and not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise _refused(config.name, "it is no torch.nn.Module", "a class derived from torch.nn.Module")
+        raise _refused(config.name, "it is not a torch.nn.Module", "a class derived from torch.nn.Module")
     wanted = {"outputs": outputs, "vectors": vectors, "tasks": tasks}
     taken = {name: value for name, value in wanted.items() if _takes(found, name)}
     if vectors and "vectors" not in taken:
@@ -107,7 +107,7 @@ def _checked(found: type, schema: Schema, config: ModelSection, taken: dict[str,
 
 
 def _takes(found: type, name: str) -> bool:
-    """Whether a class can be given an argument of this name, beside (schema, config)."""
+    """Whether a class can be given an argument of this name, in addition to (schema, config)."""
     places = list(inspect.signature(found).parameters.values())
     return any(each.name == name and each.kind is not each.VAR_KEYWORD for each in places[2:])
 

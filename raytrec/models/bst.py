@@ -17,8 +17,8 @@ class BST(nn.Module):
     columns, what these gave for the target and each id, and all other features side by side, the target among
     them: it is one of the paper's other features, too, and layer norm leaves little of how strong it is.
 
-    Positions say how long ago an id was: 0 is the target's, 1 that of the most recent id; the paper's are of
-    time. Their learned vectors are added to the ids'. Where a sequence has no id, the MLP gets 0. Activations
+    Positions count how long ago an id was: 0 is the target's, 1 that of the most recent id; the paper's are
+    of time. Their learned vectors are added to the ids'. Where a sequence has no id, the MLP gets 0. Activations
     are LeakyReLU.
 
     Args:
@@ -40,7 +40,7 @@ class BST(nn.Module):
         config.check(schema)
         self.target_of = config.targets(schema)
         self.others = [feature for feature in schema.sparse if feature not in self.target_of]
-        # Features are no names of modules: they may have dots.
+        # A feature's name cannot name a module: it may have dots.
         self.transformers = nn.ModuleList(
             Transformer(dim_of(schema, feature), config) for feature in self.target_of
         )

@@ -17,7 +17,7 @@ class DBMTL(nn.Module):
     """P(labels | x) = Πₖ P(label k | x, the labels that it depends on), in the layers below the logits.
 
     With s the layers that all share over the dense columns and embeddings side by side, and tₖ = towerₖ(s)
-    those of task k: rₖ = MLPₖ(tₖ beside rⱼ of each task j that it depends on); its logits are linear in rₖ.
+    those of task k: rₖ = MLPₖ(tₖ next to rⱼ of each task j that it depends on); its logits are linear in rₖ.
 
     Args:
         schema: any dense columns, sparse features of any dims.

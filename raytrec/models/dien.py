@@ -44,7 +44,7 @@ class DIEN(nn.Module):
         self.config, self.target_of = config, config.targets(schema)
         self.held_against = config.held_against(schema)
         self.features = [feature for feature in schema.sparse if feature != config.negatives]
-        # Features are no names of modules: they may have dots.
+        # A feature's name cannot name a module: it may have dots.
         self.interests = nn.ModuleList(
             Interests(dim_of(schema, feature), dim_of(schema, target))
             for feature, target in self.target_of.items()

@@ -1,4 +1,4 @@
-"""DIN: sequences summed by what they say of the item in question (Zhou et al. 2018, arXiv:1706.06978)."""
+"""DIN: sequences summed by their relevance to the item in question (Zhou et al. 2018, arXiv:1706.06978)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raytrec.models.parts.attention import ActivationUnit
 
 
 class DIN(nn.Module):
-    """Each sequence becomes one vector for its target, by a local activation unit of its own; then an MLP
+    """Each sequence becomes one vector for its target, by its own local activation unit; then an MLP
     over the dense columns, those vectors and all other features side by side, the target among them.
 
     Activations are PReLU. The paper's Dice shifts PReLU's kink by the mean and variance of the batch, so that
-    a row would depend on the rows beside it; with a mean of 0 and no variance it is PReLU.
+    a row would depend on other rows; with a mean of 0 and no variance it is PReLU.
 
     Args:
         schema: any dense columns, sparse features of any dims, at least one of pooling: sequence, whose dim
@@ -35,7 +35,7 @@ class DIN(nn.Module):
         super().__init__()
         config.check(schema)
         self.features, self.target_of = list(schema.sparse), config.targets(schema)
-        # Features are no names of modules: they may have dots.
+        # A feature's name cannot name a module: it may have dots.
         self.attention = nn.ModuleList(
             ActivationUnit(dim_of(schema, feature), config.attention_mlp) for feature in self.target_of
         )

@@ -165,7 +165,7 @@ class Experts(nn.Module):
 
 
 class Gate(nn.Module):
-    """Σₑ softmax(W x)ₑ · expert e: a mean of experts, weighted by what x says.
+    """Σₑ softmax(W x)ₑ · expert e: a mean of experts, weighted by x.
 
     Args:
         inputs: width of x. experts: how many there are.

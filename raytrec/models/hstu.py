@@ -19,7 +19,7 @@ FACTOR = log(1.35)  # a bucket's times are 1.35 × as long as those of the one b
 
 
 class HSTU(NextItem):
-    """Hierarchical sequential transduction units over a history (next_item.py says what they predict).
+    """Hierarchical sequential transduction units over a history (parts/next_item.py has what they predict).
 
     x = √D · e + p for each item's embedding e and the learned vector p of its position. Then in each layer,
     with layer norm N (without weights) and dropout d (equations 1 to 3), in each head:

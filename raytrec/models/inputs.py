@@ -20,13 +20,13 @@ class _Ids(NamedTuple):
 
 
 class Sequence(_Ids):
-    """A sequence feature, id by id: a pair, `vectors, present = sequence`, with side features beside it.
+    """A sequence feature, id by id: a pair, `vectors, present = sequence`, with its side features.
 
     Attributes:
         vectors: float32 [B, L, dim], the embedding of each id (times its weight, where the feature has
             weights), the most recent first; 0 where there is none.
         present: bool [B, L], where there is an id: the first `length` of each row.
-        side_features: float64 [B, L, n], the numbers and times (seconds since 1970) beside each id, in the
+        side_features: float64 [B, L, n], the numbers and times (seconds since 1970) of each id, in the
             order of `side_features` in the schema; 0 where there is no id. None: the schema names none.
     """
 

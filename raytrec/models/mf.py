@@ -21,7 +21,7 @@ class MatrixFactorization(nn.Module):
     Args:
         schema: the features of user and item, with one dim; others are not read.
         config: their names; the negatives, and what is learned from them.
-        outputs: logits of a row; of several, each has a query of its own (sampled.Queries) and a b.
+        outputs: logits of a row; of several, each has its own query (sampled.Queries) and b.
         vectors: whether vectors are given, too.
 
     Returns (forward):

@@ -12,11 +12,11 @@ from raytrec.models.parts.sampled import LOSSES, absence, bias_of
 
 
 class NeuMF(nn.Module):
-    """logit = wᵀ (p_user ⊙ p_item, MLP(m_user, m_item)) + b: weighed products (GMF) beside an MLP.
+    """logit = wᵀ (p_user ⊙ p_item, MLP(m_user, m_item)) + b: weighed products (GMF), and an MLP.
 
-    Products and MLP have embeddings of their own, as in the paper: the first `gmf_dim` numbers of a feature's
-    embedding are p, the others m. With `shared`, both read the whole of it. Scores are no dot products of two
-    vectors, so there is no index of items to search: every item is scored.
+    Products and MLP have separate embeddings, as in the paper: the first `gmf_dim` numbers of a feature's
+    embedding are p, the others m. With `shared`, both read the whole of it. Scores are not dot products of
+    two vectors, so there is no index of items to search: every item is scored.
 
     Args:
         schema: the features of user and item; others are not read.

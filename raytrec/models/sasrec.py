@@ -14,7 +14,7 @@ from raytrec.models.parts.packed import Packed
 
 
 class SASRec(NextItem):
-    """A causal transformer over a history (next_item.py says what it predicts).
+    """A causal transformer over a history (parts/next_item.py has what it predicts).
 
     x = √D · e + p for each item's embedding e and the learned vector p of its position (the factor is that of
     the authors' code). Then in each block, with layer norm N and dropout d (sections III.A to III.C):

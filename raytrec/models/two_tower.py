@@ -19,13 +19,13 @@ class TwoTower(nn.Module):
     with the query's. Scale and bias change no order of the items of one query, as long as
     the scale is positive.
 
-    With several outputs, each has a query vector, a scale and a bias of its own, so that one index of items
+    With several outputs, each has its own query vector, scale and bias, so that one index of items
     serves all tasks. With `vectors`, one more query vector is for losses that compare rows; they are given
-    scale · query beside item, so that the scale is a learned temperature.
+    scale · query next to item, so that the scale is a learned temperature.
 
     With `negatives`, the model's own loss holds a row's item against theirs, whose vectors the item tower
     makes of their ids (sampled.py). It is of the last output's query; without outputs, of the one for losses
-    that compare rows, beside which it then stands: negatives from the batch are frequent items more often
+    that compare rows, to which it is then added: negatives from the batch are frequent items more often
     than others, drawn ones are not (mixed, as in Yang et al. 2020, https://doi.org/10.1145/3366424.3386195).
 
     Args:

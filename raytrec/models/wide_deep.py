@@ -1,4 +1,4 @@
-"""Wide & Deep: a linear model that memorises beside an MLP that generalises (Cheng et al. 2016,
+"""Wide & Deep: a linear model that memorises, and an MLP that generalises (Cheng et al. 2016,
 arXiv:1606.07792)."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raytrec.models.parts.fields import SideBySide
 class WideDeep(nn.Module):
     """logit = Σ of the wide part's weights + wᵀ MLP(the deep part side by side) + b.
 
-    The wide part is linear in ids and dense columns. An id's weight is a number of its own: the first of its
+    The wide part is linear in ids and dense columns. An id's weight is a separate number: the first of its
     row of the table, which the MLP does not read; with T outputs the first T, one for each. So a pooled
     embedding has Σ of its ids' weights (or their mean, as it is pooled). A feature that is deep alone enters
     the MLP with its whole row. Products of columns, φ(x) in the paper, are features that the data has.
@@ -23,7 +23,7 @@ class WideDeep(nn.Module):
     Args:
         schema: any dense columns, sparse features of any dims larger than T.
         config: which features belong to which part; sizes and dropout.
-        outputs: T, logits of a row; each has weights of its own, and they share all of the MLP but its last
+        outputs: T, logits of a row; each has its own weights, and they share all of the MLP but its last
             layer.
 
     Returns (forward):

@@ -20,7 +20,8 @@ from raytrec.config.evaluation import TowerName
 from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import Transform, with_rows
+from raytrec.config.transform_columns import with_rows
+from raytrec.config.transforms import Transform
 from raytrec.data.contents import fingerprint, look
 from raytrec.data.fragments import Dataset, list_files, read_footer
 from raytrec.data.partitions import in_folders, type_of_folders

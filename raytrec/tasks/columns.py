@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
-from raytrec.common.errors import ConfigError, DataError, did_you_mean
+from raytrec.common.errors import ConfigError, DataError, hint
 from raytrec.config.evaluation import RetrievalSection
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Transform
@@ -58,9 +58,8 @@ def check_reserved(tasks: Sequence[Task], slices: Sequence[str], reserved: Seque
     named += [("eval.slices", column) for column in slices]
     for key, column in named:
         if column is not None and column not in reserved:
-            near = did_you_mean(column, list(reserved))
             raise ConfigError(
-                f"column '{column}' is not reserved" + (f"; did you mean '{near}'?" if near else ""),
+                f"column '{column}' is not reserved" + hint(column, list(reserved)),
                 where=key,
                 expected=f"one of data.reserve_columns: {', '.join(reserved)}"
                 if reserved

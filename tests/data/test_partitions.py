@@ -55,7 +55,7 @@ def test_ranges(clicks, first, last, expected):
     "first,last,says",
     [
         ("2026-11-02", None, "'2026-11-02' is not a partition"),
-        ("day=2026-11-02", None, "data.partitions says day=2026-11-02"),
+        ("day=2026-11-02", None, "data.partitions has day=2026-11-02"),
         ("hour=9", None, "a file's partition is date=2026-11-01/hour=2"),
         ("date=2027-01-01", None, "no partition between date=2027-01-01 and the last"),
         ("date=2026-11-03", "date=2026-11-01", "no partition between"),

@@ -12,7 +12,8 @@ from pydantic import TypeAdapter
 
 from raytrec.common.errors import ConfigError, DataError
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import Transform, columns_before, needed_transforms, with_rows
+from raytrec.config.transform_columns import columns_before, needed_transforms, with_rows
+from raytrec.config.transforms import Transform
 from raytrec.data import transform
 from raytrec.data.fragments import scan
 from raytrec.data.order import Order, Part

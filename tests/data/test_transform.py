@@ -12,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import Transform, columns_before
+from raytrec.config.transform_columns import columns_before
+from raytrec.config.transforms import Transform
 from raytrec.data.fragments import scan
 from raytrec.data.order import Item, Part
 from raytrec.data.read_plan import ReadPlan

@@ -104,8 +104,8 @@ def test_the_same_seed_gives_the_same_rows(tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "says"),
     [
-        ("x.test.negative", "(0,1)\n", "line 1 is no user with candidates"),
-        ("x.test.negative", "(0,1)\t2\tx\n", "line 1 is no user"),
+        ("x.test.negative", "(0,1)\n", "line 1 is not a user with candidates"),
+        ("x.test.negative", "(0,1)\t2\tx\n", "line 1 is not a user"),
         ("x.test.negative", "", "there are no users"),
         ("x.test.rating", "0\t249\t5\t1\n", "user 0 has item 249 here"),
         ("x.test.rating", "a\tb\n", "does not parse"),

@@ -9,7 +9,7 @@ import pytest
 
 from raytrec.common.errors import DataError
 from raytrec.config.run_config import load_config
-from raytrec.config.transforms import columns_before, needed_transforms
+from raytrec.config.transform_columns import columns_before, needed_transforms
 from raytrec.data.order import Part
 from raytrec.prediction.columns import CarriedColumns
 

@@ -45,11 +45,11 @@ class PythonSection(ModelSection):
 
     @property
     def retrieves(self) -> bool:  # type: ignore[override]
-        """Whether the configuration says which features belong to which tower."""
+        """Whether the configuration assigns features to towers."""
         return self.towers is not None
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """What `towers` says; a feature may be in both towers."""
+        """As `towers` has them; a feature may be in both towers."""
         assert self.towers is not None
         return self.towers.members([*schema.dense, *schema.sparse])
 
@@ -59,7 +59,7 @@ class PythonSection(ModelSection):
 
     @property
     def own_loss(self) -> bool:
-        """What the configuration says: the class itself is not looked at before a worker makes it."""
+        """As configured: the class itself is imported by workers only."""
         return self.gives_loss
 
     @property

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.common.errors import ConfigError, hint
 from raytrec.common.registry import Registry
 from raytrec.config.base import Few, Number, Section
 from raytrec.config.schema import Schema
@@ -24,11 +24,11 @@ class ModelSection(Section):
 
     Attributes:
         path: the model's class as module:Class; the module is imported by workers only.
-        gives_vectors: whether it can give vectors of query and item, too; None: nobody knows before it is
+        gives_vectors: whether it can give vectors of query and item, too; None: not known before it is
             made.
         retrieves: whether it has methods `query` and `item`, whose vectors' dot product orders the items for
-            a query as its scores do; each looks at the features of its own tower alone (`tower_members`).
-        own_loss_of_last: whether the loss of its own, if it gives one, is of the score that is its last
+            a query as its scores do; each reads only the features of its tower (`tower_members`).
+        own_loss_of_last: whether its own loss, if it gives one, is of the score that is its last
             output.
     """
 
@@ -40,7 +40,7 @@ class ModelSection(Section):
 
     @property
     def own_loss(self) -> bool:
-        """Whether the model gives a loss of its own: one more column, after its outputs and before vectors,
+        """Whether the model gives its own loss: one more column, after its outputs and before vectors,
         of what each row adds to it; 0 in evaluations."""
         return False
 
@@ -84,7 +84,7 @@ def model(name: str, path: str) -> Callable[[S], S]:
     """Decorator: registers the section of a model.
 
     Args:
-        name: what model.name says.
+        name: the value of model.name.
         path: module:Class of the model.
     """
 
@@ -125,10 +125,8 @@ def matching(patterns: Sequence[str], names: Sequence[str], where: str) -> set[s
     for pattern in patterns:
         of_pattern = {name for name in names if fnmatchcase(name, pattern)}
         if not of_pattern:
-            near = did_you_mean(pattern, list(names))
             raise ConfigError(
-                f"no feature or dense column is named, or matches, '{pattern}'"
-                + (f"; did you mean '{near}'?" if near else ""),
+                f"no feature or dense column is named, or matches, '{pattern}'" + hint(pattern, list(names)),
                 where=where,
                 expected=f"names or patterns of {', '.join(names)}",
             )
@@ -143,9 +141,8 @@ def check_task_name(name: str, tasks: Collection[str], where: str) -> None:
         ConfigError: it does not.
     """
     if name not in tasks:
-        near = did_you_mean(name, list(tasks))
         raise ConfigError(
-            f"no task is called '{name}'" + (f"; did you mean '{near}'?" if near else ""),
+            f"no task is called '{name}'" + hint(name, list(tasks)),
             where=where,
             expected=f"one of {', '.join(tasks)}",
             do="name an entry of tasks: its name, which by default is its label",
@@ -173,7 +170,7 @@ def check_heads(heads: int, width: int, what: str) -> None:
 def check_first_order(
     schema: Schema, model: str, tasks: Mapping[str, int], features: Collection[str] | None = None
 ) -> None:
-    """Whether rows of tables have room for first-order weights, one for each output, beside a vector.
+    """Whether rows of tables have room for first-order weights, one for each output, and a vector.
 
     Args:
         model: its name, for errors. tasks: task → its columns of logits.
@@ -205,9 +202,8 @@ def check_lengths(schema: Schema, config: ModelSection) -> None:
     known = [feature for feature, spec in schema.sparse.items() if spec.pooling == "sequence"]
     for name in lengths if isinstance(lengths, dict) else ():
         if name not in known:
-            near = did_you_mean(name, known)
             raise ConfigError(
-                f"'{name}' is no sequence" + (f"; did you mean '{near}'?" if near else ""),
+                f"'{name}' is not a sequence feature" + hint(name, known),
                 where=f"model.max_length.{name}",
                 expected=f"features of pooling: sequence, of {', '.join(known) or 'which there are none'}",
             )
@@ -224,9 +220,8 @@ def feature_of(schema: Schema, feature: str, key: str, *, sequence: bool = False
         ConfigError: it cannot.
     """
     if feature not in schema.sparse:
-        near = did_you_mean(feature, list(schema.sparse))
         raise ConfigError(
-            f"'{feature}' is no feature" + (f"; did you mean '{near}'?" if near else ""),
+            f"'{feature}' is not a feature" + hint(feature, list(schema.sparse)),
             where=key,
             expected=f"one of {', '.join(schema.sparse)}",
         )

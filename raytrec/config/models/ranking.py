@@ -50,7 +50,7 @@ class DcnSection(ModelSection):
         None, description="Rank of each cross layer's matrix, as a product U V; default: one full matrix."
     )
     deep: Literal["stacked", "parallel"] = Field(
-        "stacked", description="top_mlp reads what the cross layers give, or their input beside them."
+        "stacked", description="top_mlp reads what the cross layers give, or also their input."
     )
     top_mlp: Sizes = Field([128, 64], description="Hidden sizes of the deep layers.")
     dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
@@ -70,7 +70,7 @@ Names = Annotated[list[str], Field(min_length=1)]
 
 @model("wide_deep", "raytrec.models.wide_deep:WideDeep")
 class WideDeepSection(ModelSection):
-    """A linear model of ids and columns beside an MLP over their embeddings (models/wide_deep.py)."""
+    """A linear model of ids and columns, and an MLP over their embeddings (models/wide_deep.py)."""
 
     name: Literal["wide_deep"] = Field(description="The model.")
     wide: Names = Field(
@@ -109,7 +109,7 @@ class WideDeepSection(ModelSection):
 
 @model("deepfm", "raytrec.models.deepfm:DeepFM")
 class DeepFMSection(ModelSection):
-    """A factorization machine beside an MLP over the same vectors (models/deepfm.py)."""
+    """A factorization machine, and an MLP over the same vectors (models/deepfm.py)."""
 
     name: Literal["deepfm"] = Field(description="The model.")
     top_mlp: Sizes = Field([128, 64], description="Hidden sizes of the MLP.")
@@ -124,7 +124,7 @@ class DeepFMSection(ModelSection):
 
 @model("xdeepfm", "raytrec.models.deepfm:XDeepFM")
 class XDeepFMSection(ModelSection):
-    """A compressed interaction network beside an MLP and a linear model (models/deepfm.py)."""
+    """A compressed interaction network, an MLP and a linear model (models/deepfm.py)."""
 
     name: Literal["xdeepfm"] = Field(description="The model.")
     cin: Annotated[Sizes, Field(min_length=1)] = Field(
@@ -162,9 +162,7 @@ class FinalMLPSection(ModelSection):
     )
     gate2: list[str] = Field([], description="The same for the second stream, such as the item's.")
     gate_mlp: Sizes = Field([64], description="Hidden sizes of the network that gives the weights.")
-    heads: Few = Field(
-        1, description="Parts that the streams are cut into, each with a bilinear form of its own."
-    )
+    heads: Few = Field(1, description="Parts that the streams are cut into, each with its own bilinear form.")
     dropout: Dropout = Field(0.0, description="Dropout in both streams while training.")
 
     def check(self, schema: Schema) -> None:

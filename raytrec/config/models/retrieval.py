@@ -81,7 +81,7 @@ class MfSection(SampledSection):
 
 @model("ncf", "raytrec.models.ncf:NeuMF")
 class NcfSection(SampledSection):
-    """Products of a user's and an item's embeddings beside an MLP over them: NeuMF (models/ncf.py)."""
+    """Products of a user's and an item's embeddings, and an MLP over them: NeuMF (models/ncf.py)."""
 
     name: Literal["ncf"] = Field(description="The model.")
     user: str = Field("user", description="The feature of who asks.")

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.common.errors import ConfigError, hint
 from raytrec.config.base import Few, PositiveFloat
 from raytrec.config.models.base import (
     Dropout,
@@ -24,7 +24,7 @@ from raytrec.config.schema import Schema
 
 
 class TargetedSection(ModelSection):
-    """A model that reads each sequence for a target: an item, say, that may come next."""
+    """A model that reads each sequence for a target: such as an item that may come next."""
 
     max_length: Few = Field(
         50,
@@ -77,9 +77,8 @@ class TargetedSection(ModelSection):
         if self.target in bags:
             return self.target
         if self.target is not None:
-            near = did_you_mean(self.target, bags)
             raise ConfigError(
-                f"'{self.target}' is no feature" + (f"; did you mean '{near}'?" if near else ""),
+                f"'{self.target}' is not a feature" + hint(self.target, bags),
                 where="model.target",
                 expected=f"one of {', '.join(bags)}",
             )
@@ -99,7 +98,7 @@ class SequenceSection(TargetedSection):
 
     name: Literal["sequence"] = Field(description="The model.")
     attention_mlp: Sizes = Field(
-        [32], description="Hidden sizes between an id beside the target and its score."
+        [32], description="Hidden sizes between an id with its target and its score."
     )
     bottom_mlp: Sizes = Field(
         [128], description="Hidden sizes between the dense columns and their embedding."
@@ -118,7 +117,7 @@ class DinSection(TargetedSection):
 
     name: Literal["din"] = Field(description="The model.")
     attention_mlp: Sizes = Field(
-        [36], description="Hidden sizes between an id beside the target and its weight."
+        [36], description="Hidden sizes between an id with its target and its weight."
     )
     top_mlp: Sizes = Field([200, 80], description="Hidden sizes between all vectors side by side and logit.")
     dropout: Dropout = Field(0.0, description="Dropout in the top MLP while training.")
@@ -259,7 +258,7 @@ class HstuSection(NextItemSection):
     )
     time: str | None = Field(
         None,
-        description="A column of times beside the history's ids (schema: sparse.HISTORY.side_features): "
+        description="A column of times of the history's ids (schema: sparse.HISTORY.side_features): "
         "attention knows how long lies between two items; default: only how many items do.",
     )
     normalize: bool = Field(
@@ -285,10 +284,8 @@ class HstuSection(NextItemSection):
         """
         columns = schema.sparse[self.history].side_features
         if self.time not in columns:
-            near = did_you_mean(self.time or "", columns)
             raise ConfigError(
-                f"'{self.time}' is not a column beside {self.history}"
-                + (f"; did you mean '{near}'?" if near else ""),
+                f"'{self.time}' is not a side feature of {self.history}" + hint(self.time or "", columns),
                 where="model.time",
                 expected=f"a side feature of {self.history}: {', '.join(columns) or 'there are none'}",
                 do=f"set side_features: [{self.time}] on {self.history} in schema.yaml",

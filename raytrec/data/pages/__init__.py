@@ -44,7 +44,7 @@ def read_rows(
     """Columns of rows [first, last) of a row group, fewer where it has fewer.
 
     Where its pages are not understood, the row group is decoded from its first row on, some rows at a time:
-    slower, but pyarrow may know what to make of them, and it says what is wrong with the file if not.
+    slower, but pyarrow may be able to read them, and reports what is wrong with the file if not.
 
     Args:
         version: of the file; where its pages are is kept for the next time.
@@ -56,7 +56,7 @@ def read_rows(
     """
     footer, whole = reader.metadata, set(reader.schema_arrow.names)
     leaves = _leaves(footer)
-    # Leaves of structs have pages of their own, with other rows in each.
+    # Leaves of structs have separate pages, with other rows in each.
     single = {name: leaves[name][0] for name in names if name in whole and len(leaves[name]) == 1}
     looked_up = [leaf for name in names for leaf in leaves[name]]
     pieces = _fetch(file, version, footer, group, first, last, looked_up, set(single.values()))

@@ -17,7 +17,7 @@ def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any
     """(field id → value of the struct that begins at byte `at`, the byte after it).
 
     Raises:
-        Truncated: the bytes end before the struct. ValueError: they are no struct.
+        Truncated: the bytes end before the struct. ValueError: they are not a struct.
     """
     if depth > DEEPEST:
         raise ValueError("structs too deep for a header of Parquet")

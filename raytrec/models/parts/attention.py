@@ -1,4 +1,4 @@
-"""Sequences read for a target: how much each of their ids says about it (Zhou et al. 2018)."""
+"""Sequences read for a target: how relevant each of their ids is to it (Zhou et al. 2018)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from raytrec.models.inputs import Sequence
 
 
 class TargetAttention(nn.Module):
-    """The mean of a sequence's vectors, each weighted by how much it says about a target.
+    """The mean of a sequence's vectors, each weighted by its relevance to a target.
 
     Id k with vector e scores s = MLP(e, t, e − t, e ⊙ t) + r_k for the target t, with a learned r_k for how
     long ago it was. The result is Σ σ(s_k) · e_k ÷ n over the n ids that are present, 0 if there are none. As
-    in DIN, weights do not add up to 1, so that a sequence which says much about the target says it louder;
+    in DIN, weights do not add up to 1, so that a sequence which is more relevant to the target counts more;
     and a softmax, whose gradients add up to 0, would leave those of the MLP's biases to rounding. The MLP's
     activations are sigmoids, as in DIN's code.
 
@@ -41,8 +41,8 @@ class ActivationUnit(nn.Module):
     """DIN's local activation unit: Σ w_k · e_k over the ids that are present, 0 if there are none, with
     w = MLP(e, t, e − t, e ⊙ t) for the target t.
 
-    Weights are any numbers, and not normalised: their sum says how strong the interest is (section 4.3). The
-    MLP's activations are PReLU, with a slope of its own for each unit.
+    Weights are any numbers, and not normalised: their sum is how strong the interest is (section 4.3). The
+    MLP's activations are PReLU, with a slope for each unit.
 
     Args:
         dim: of the vectors.
@@ -61,7 +61,7 @@ class ActivationUnit(nn.Module):
 def score_layers(
     dim: int, sizes: list[int], activation: Callable[[int], nn.Module], bias: bool = True
 ) -> nn.Sequential:
-    """The MLP from an id's vector beside a target's to one number: [N, 4 · dim] → [N, 1].
+    """The MLP from an id's vector next to a target's to one number: [N, 4 · dim] → [N, 1].
 
     Args:
         activation: hidden size → what follows that layer. bias: of the last layer.

@@ -46,7 +46,7 @@ class Fields(nn.Module):
     A sparse feature has its pooled embedding; a dense column of value x has x · v with a learned v, as in
     factorization machines (Rendle 2010). With first-order weights, an id's row of the table, and v, is
     [w₁ … w_T, its vector]: the first T numbers are weights, one for each output, so that a linear model of
-    ids and columns is learned beside the vectors, with parameters of its own. That is the papers'
+    ids and columns is learned next to the vectors, with separate parameters. That is the papers'
     parametrisation, with both parts in one row of one table.
 
     Args:

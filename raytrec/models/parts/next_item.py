@@ -27,7 +27,7 @@ class NextItem(nn.Module, ABC):
     Args:
         schema: history and item, of one table; others are not read.
         config: their names, sizes, and what is learned.
-        outputs: logits of a row; of several, each has a query of its own (sampled.Queries).
+        outputs: logits of a row; of several, each has its own query (sampled.Queries).
         vectors: whether vectors are given, too: the query's is divided by the temperature.
 
     Returns (forward):

@@ -15,7 +15,7 @@ class Packed:
     Layers that look at one id at a time take [N, D], which is much less than [B, L, D] where few sequences
     are long. What holds ids of a row against each other takes groups of b rows of about the same length, each
     padded to its longest, in order of time with the oldest id first. What is not there comes last in them,
-    where causal attention never looks: no row needs a mask of its own.
+    where causal attention never looks: no row needs a separate mask.
 
     Args:
         present: bool [B, L], the first `length` of each row, the most recent first.

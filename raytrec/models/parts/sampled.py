@@ -20,7 +20,7 @@ def sampled_loss(
     negatives: Sequence,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss of each of L queries of a row, with one item of its own each, and negatives that they share.
+    """The loss of each of L queries of a row, with one item each, and negatives that they share.
 
     Args:
         kind: bce, softmax or bpr; see `LOSSES`.
