@@ -261,8 +261,8 @@ def _digest(file: pa.NativeFile, pieces: Iterable[tuple[int, int]]) -> str:
 
 
 def _version(file: pa.NativeFile) -> str | None:
-    said = {_text(key): _text(value) for key, value in file.metadata().items()}
-    return "; ".join(f"{key} {said[key]}" for key in VERSIONS if key in said) or None
+    found = {_text(key): _text(value) for key, value in file.metadata().items()}
+    return "; ".join(f"{key} {found[key]}" for key in VERSIONS if key in found) or None
 
 
 def _text(value: bytes | str) -> str:

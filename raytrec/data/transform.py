@@ -104,7 +104,7 @@ def _apply(transform: t.Transform, table: pa.Table, folder: str | None, draw: Dr
 
 
 def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) -> pa.Table:
-    """A table with further columns, or with some of its own replaced."""
+    """A table with further columns, or with some replaced."""
     for target, column in zip(names, columns, strict=True):
         if target in table.column_names:
             table = table.set_column(table.column_names.index(target), target, column)

@@ -58,9 +58,9 @@ class Inspection:
     def schema_yaml(self) -> str:
         """schema.yaml, with the transforms and a comment for every column."""
         sampled = "" if self.whole else ", a sample: cardinalities and ranges are lower bounds"
-        beside = f", ids also from {' and '.join(self.scan.also)}" if self.scan.also else ""
+        others = f", ids also from {' and '.join(self.scan.also)}" if self.scan.also else ""
         lines = [
-            f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{beside}). Look it over before you train."
+            f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{others}). Look it over before you train."
         ]
         lines += [f"{part} was not looked at: {why}" for part, why in self.scan.not_seen.items()]
         if self.transforms or self.reserve_columns or self.tasks:

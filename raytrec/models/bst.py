@@ -18,8 +18,8 @@ class BST(nn.Module):
     them: it is one of the paper's other features, too, and layer norm leaves little of how strong it is.
 
     Positions count how long ago an id was: 0 is the target's, 1 that of the most recent id; the paper's are
-    of time. Their learned vectors are added to the ids'. Where a sequence has no id, the MLP gets 0. Activations
-    are LeakyReLU.
+    of time. Their learned vectors are added to the ids'. Where a sequence has no id, the MLP gets 0.
+    Activations are LeakyReLU.
 
     Args:
         schema: any dense columns, sparse features of any dims, at least one of pooling: sequence, whose dim

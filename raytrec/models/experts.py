@@ -101,7 +101,7 @@ class PLE(nn.Module):
 
 
 class Level(nn.Module):
-    """Task k is given Σₑ softmax(Wₖ xₖ)ₑ · expert e of its own experts, which read xₖ, and the shared ones,
+    """Task k is given Σₑ softmax(Wₖ xₖ)ₑ · expert e of its experts, which read xₖ, and the shared ones,
     which read x of all; all are given the same of every expert, weighted by softmax(W x), but at the last
     level (equations 4 to 7).
 
