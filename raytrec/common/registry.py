@@ -11,14 +11,38 @@ The package's files are imported when a part is first asked for, so that a new o
 from __future__ import annotations
 
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
-from raytrec.common import python_path
 from raytrec.common.errors import ConfigError, hint
+
+PYTHON_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
+
+
+def load_code(path: str, folder: str | None = None) -> Any:
+    """What `module:name` names.
+
+    Args:
+        folder: where the module may be, in addition to Python's own path; the folder of the command.
+
+    Raises:
+        ModuleNotFoundError: no such module (or one that it imports). AttributeError: nothing of that name in
+            it. Whatever else the module raises while it is imported.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if folder is None or folder in sys.path or error.name != module.partition(".")[0]:
+            raise
+        sys.path.insert(0, folder)
+        found = import_module(module)
+    return getattr(found, name)
+
 
 T = TypeVar("T")
 
@@ -74,7 +98,7 @@ class Registry(Generic[T]):
         parts = self.parts
         if name in parts:
             return parts[name]
-        if python_path.PYTHON_PATH.fullmatch(name):
+        if PYTHON_PATH.fullmatch(name):
             return find_code(name, self._kind, where, folder)
         raise ConfigError(
             f"there is no {self._kind} '{name}'" + hint(name, list(parts)),
@@ -107,7 +131,7 @@ def find_code(path: str, kind: str, where: str, folder: str | None = None) -> An
     """
     module, _, name = path.partition(":")
     try:
-        return python_path.load(path, folder)
+        return load_code(path, folder)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"no {kind} {path}: there is no module {error.name}",

@@ -21,7 +21,7 @@ from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_cli
 )
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from raytrec.common.python_path import load
+from raytrec.common.registry import load_code
 from raytrec.compat.ray_cleaner import replaced, with_own_cleaner, without_cleaner
 
 __all__ = [
@@ -65,7 +65,7 @@ class LateTorchConfig(BackendConfig):
 
     @property
     def made(self) -> Any:
-        return load(self.place)(**self.options)
+        return load_code(self.place)(**self.options)
 
     @property
     def backend_cls(self) -> type[Backend]:

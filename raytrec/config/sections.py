@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from raytrec.common.errors import some
-from raytrec.common.python_path import PYTHON_PATH
-from raytrec.common.registry import modules_of
+from raytrec.common.registry import PYTHON_PATH, modules_of
 from raytrec.common.storage import sibling
 from raytrec.config.base import (
     Few,

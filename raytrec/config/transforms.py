@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from raytrec.common.python_path import PYTHON_PATH
+from raytrec.common.registry import PYTHON_PATH
 from raytrec.config.base import Few, PositiveInt, Section
 
 OWN = "module:function"

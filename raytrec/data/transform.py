@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raytrec.common import python_path
 from raytrec.common.errors import DataError
+from raytrec.common.registry import load_code
 from raytrec.config import transforms as t
 from raytrec.config.transforms import Sample
 from raytrec.data.arrow import is_list, is_text, one_array, unnest, value_type
@@ -113,7 +113,7 @@ def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) ->
     return table
 
 
-_function = lru_cache(python_path.load)
+_function = lru_cache(load_code)
 
 
 def _typed(array: pa.Array, transform: t.Transform) -> pa.Array:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from raytrec.common.errors import ConfigError
-from raytrec.common.python_path import PYTHON_PATH
+from raytrec.common.registry import PYTHON_PATH
 from raytrec.config.models.base import MODELS, Lengths, ModelSection, check_lengths
 from raytrec.config.models.retrieval import Towers
 from raytrec.config.schema import Schema
