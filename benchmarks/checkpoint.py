@@ -39,7 +39,7 @@ from rich.table import Table
 from raytrec.checkpoint.save import Saver
 from raytrec.checkpoint.storage import ShardReader, ShardWriter
 from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
-from raytrec.config.sections import CheckpointSection
+from raytrec.config.training import CheckpointSection
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 TABLES, DIM = 4, 16

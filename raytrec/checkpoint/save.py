@@ -35,7 +35,7 @@ from raytrec.checkpoint.storage import ShardWriter
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError, root_cause
 from raytrec.compat.torch_ import ShardedTensor
-from raytrec.config.sections import CheckpointSection
+from raytrec.config.training import CheckpointSection
 from raytrec.metrics.selection import Figure
 
 SLACK_BYTES = 1 << 20  # of a disk: for the index, and Ray Train's notes of checkpoints

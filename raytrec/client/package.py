@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from raytrec.common.errors import ConfigError
+from raytrec.config.data import name_like
 from raytrec.config.run_config import RunConfig, load_config
-from raytrec.config.sections import name_like
 from raytrec.config.trust import own_code
 
 OURS = ("raytrec", "raytrec_datasets")

@@ -1,4 +1,4 @@
-"""One RunConfig of all sections (sections.py). YAML plus `section.key=value` overrides.
+"""One RunConfig of all sections (the other files here). YAML plus `section.key=value` overrides.
 
 No torch or Ray here: `raytrec config` answers in well under a second.
 """
@@ -16,25 +16,17 @@ from raytrec.common.errors import LONGEST_WORD, ConfigError, did_you_mean, some,
 from raytrec.common.reading import NotReadable, yaml_values
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import read_yaml
+from raytrec.config.base import Section
+from raytrec.config.data import DataSection, RunSection, WarmStartSection
 from raytrec.config.evaluation import EvalSection
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.ranking import DlrmSection
+from raytrec.config.monitoring import ChecksSection, TrackingSection
 from raytrec.config.overrides import Overrides, apply_override, as_texts, without_secrets
-from raytrec.config.sections import (
-    CheckpointSection,
-    ChecksSection,
-    DataSection,
-    OptimSection,
-    PlanSection,
-    RunSection,
-    ScalingSection,
-    Section,
-    TrackingSection,
-    TrainSection,
-    WarmStartSection,
-)
 from raytrec.config.stored import with_current_keys
+from raytrec.config.tables import OptimSection, PlanSection
 from raytrec.config.tasks import TaskSection
+from raytrec.config.training import CheckpointSection, ScalingSection, TrainSection
 from raytrec.config.trust import code_in, origin, refuse_code
 
 MOST_MISTAKES = 20  # that one message has

@@ -13,7 +13,7 @@ from pyarrow import fs
 
 from raytrec.common.errors import DataError
 from raytrec.common.storage import open_filesystem
-from raytrec.config.sections import folders
+from raytrec.config.data import folders
 from raytrec.config.transform_columns import with_rows
 from raytrec.data.arrow import empty_table, is_list, plain, select_schema
 from raytrec.data.footers import Footer, read_footer, why_empty

@@ -16,9 +16,9 @@ from raytrec.checkpoint.index import INDEX, reason
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hidden_keys
 from raytrec.common.storage import absolute, relative
+from raytrec.config.data import name_like
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
-from raytrec.config.sections import name_like
 from raytrec.config.transforms import WITH_VOCABULARY
 from raytrec.config.trust import checkpoint_origin, mark
 from raytrec.data.fragments import Dataset

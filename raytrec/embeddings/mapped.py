@@ -18,7 +18,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import bytes_text
 from raytrec.compat.fbgemm_lookups import map_table
 from raytrec.config.run_config import RunConfig
-from raytrec.config.sections import EmbeddingOptim
+from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.bags import Collection, tables_in
 from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.planner.disk import make_room, memory_filesystem, mmap_folder

@@ -9,7 +9,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from raytrec.compat.torch_ import apply_optimizer_in_backward
-from raytrec.config.sections import DenseOptim, EmbeddingOptim
+from raytrec.config.tables import DenseOptim, EmbeddingOptim
 from raytrec.embeddings.bags import Collection, table_of, tables_in
 from raytrec.embeddings.optimizers import optimizer_of
 

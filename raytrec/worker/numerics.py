@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from raytrec.config.sections import TrainSection
+from raytrec.config.training import TrainSection
 
 # What cuBLAS and NCCL read when they begin. torch (2.13.0) warns of cuBLAS without the first, and sets the
 # second itself for process groups that are made while it is deterministic.

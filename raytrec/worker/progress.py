@@ -13,7 +13,7 @@ import torch.distributed as dist
 from raytrec.common import messages
 from raytrec.common.formatting import number
 from raytrec.common.messages import ENDED_EARLY
-from raytrec.config.sections import EarlyStoppingSection
+from raytrec.config.training import EarlyStoppingSection
 from raytrec.metrics.selection import Figure
 from raytrec.metrics.sums import Sums
 from raytrec.tasks.outputs import Outputs

@@ -16,7 +16,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from raytrec.compat.fbgemm import updates_uncounted
 from raytrec.config.evaluation import TowerName
-from raytrec.config.sections import Schedule
+from raytrec.config.tables import Schedule
 from raytrec.data.batch import Batch
 from raytrec.embeddings.averages import average_of
 from raytrec.embeddings.gradients import PieceByPiece

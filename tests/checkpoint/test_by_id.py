@@ -44,7 +44,7 @@ def handed_on(rank, world, link, optimizer, source, root):
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.sections import CheckpointSection
+    from raytrec.config.training import CheckpointSection
 
     step, features = step_of(link, optimizer)
     state, saver = LogicalState(step.model, step.optimizer), Saver(root, CheckpointSection())

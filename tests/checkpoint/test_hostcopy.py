@@ -95,7 +95,7 @@ def trained(rank, world, plan, optimizer, device, root, asynchronous):
     """Trains and saves."""
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.sections import CheckpointSection
+    from raytrec.config.training import CheckpointSection
     from raytrec.worker.build import build_step
 
     settings = config(world, plan, optimizer)
@@ -121,7 +121,7 @@ def resumed(rank, world, plan, optimizer, device, root, target):
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.sections import CheckpointSection
+    from raytrec.config.training import CheckpointSection
     from raytrec.worker.build import build_step
 
     settings = config(world, plan, optimizer)

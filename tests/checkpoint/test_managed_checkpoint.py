@@ -123,7 +123,7 @@ def saved_beside(rank, world, root):
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.parity.batches import cuts, local_batch
-    from raytrec.config.sections import CheckpointSection
+    from raytrec.config.training import CheckpointSection
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import watch_rows
 

@@ -154,7 +154,7 @@ def big_step(world, sharding, fill):
 def save_big(rank, world, root):
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.sections import CheckpointSection
+    from raytrec.config.training import CheckpointSection
 
     step = big_step(world, "row_wise", True)
     saver = Saver(root, CheckpointSection(async_save=False))

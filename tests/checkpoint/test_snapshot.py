@@ -29,7 +29,7 @@ def saved(rank, world, plan, optimizer, root, room):
     from raytrec.checkpoint import snapshot
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.sections import CheckpointSection
+    from raytrec.config.training import CheckpointSection
 
     step = build(config(world, plan, optimizer))
     state, local = LogicalState(step.model, step.optimizer), batches(8, rank, world)[1]
@@ -91,7 +91,7 @@ def written(rank, world, root):
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.snapshot import RowSnapshot
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.sections import CheckpointSection
+    from raytrec.config.training import CheckpointSection
 
     step = build(config(world, {"sharding_type": "row_wise"}))
     state = LogicalState(step.model, step.optimizer)

@@ -8,7 +8,7 @@ from ranks import on_ranks
 from small import SCHEMA, batches, build, config, train
 
 from raytrec.config.run_config import RunConfig
-from raytrec.config.sections import QCommsSection
+from raytrec.config.tables import QCommsSection
 from raytrec.embeddings.codecs import Codec, make_codecs
 from raytrec.embeddings.planner.qcomms import SMALLEST, UNIT, backward_rounding, forward_rounding
 

@@ -61,7 +61,7 @@ def loop(
     from raytrec.checks.live.outcome import Position
     from raytrec.checks.live.runner import LiveChecks
     from raytrec.config.features import resolve_features
-    from raytrec.config.sections import QCommsSection
+    from raytrec.config.tables import QCommsSection
     from raytrec.config.tasks import TaskSection
     from raytrec.embeddings.taps import Taps
     from raytrec.tasks.task import resolve_tasks

@@ -28,7 +28,7 @@ def expected(values, patience, better):
 
 def ended(rank, world, values, section, resumed_after=None):
     """After how many evaluations a run ends, of whose figures only rank 0 knows; and what it says."""
-    from raytrec.config.sections import EarlyStoppingSection
+    from raytrec.config.training import EarlyStoppingSection
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
     from raytrec.worker.progress import EarlyStopping, Progress

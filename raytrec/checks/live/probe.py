@@ -19,7 +19,7 @@ from raytrec.checks.live.keys import Bags, factors_of, flat, slots, some_bags
 from raytrec.checks.live.outcome import STEP, Check, CheckedRun, Outcome, Position
 from raytrec.checks.live.registry import check
 from raytrec.compat.torchrec_ import shard_origin
-from raytrec.config.sections import QCommsSection
+from raytrec.config.tables import QCommsSection
 from raytrec.data.batch import Batch
 from raytrec.embeddings.initial import initial_values
 from raytrec.embeddings.planner.qcomms import Rounding, backward_rounding, forward_rounding, gradient_factor

@@ -19,7 +19,7 @@ from raytrec.common.formatting import null_nonfinite
 from raytrec.config.managed import ManagedIds
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.sections import QCommsSection, Schedule, TablePlan
+from raytrec.config.tables import QCommsSection, Schedule, TablePlan
 from raytrec.embeddings.planner.constraints import resolve_constraints, table_optimizers
 from raytrec.embeddings.planner.plan import describe
 from raytrec.models.inputs import Sequence

@@ -12,7 +12,7 @@ from raytrec.common.errors import ConfigError, did_you_mean
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.sections import EmbeddingOptim
+from raytrec.config.tables import EmbeddingOptim
 
 # What TorchRec (1.8.0) has for tables that give the vector of each id.
 BY_ID_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")

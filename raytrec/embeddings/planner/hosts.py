@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raytrec.compat.ray_core import system_memory
 from raytrec.config.run_config import RunConfig
-from raytrec.config.sections import PlanSection
+from raytrec.config.tables import PlanSection
 from raytrec.embeddings.planner.disk import free_disk
 from raytrec.embeddings.planner.footprint import GIB
 

@@ -19,7 +19,7 @@ from raytrec.compat.torch_ import rank_place
 from raytrec.config.features import Features, resolve_features
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.sections import Sharding
+from raytrec.config.tables import Sharding
 from raytrec.embeddings.codecs import Codecs, make_codecs
 from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.planner.constraints import (

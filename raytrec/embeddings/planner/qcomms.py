@@ -13,7 +13,7 @@ from math import floor, gcd, log2
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.config.sections import Precision
+from raytrec.config.tables import Precision
 from raytrec.embeddings.planner.constraints import SUMMED_TYPES, TableConstraint, column_parts
 
 # What one rounding changes of a value at most, as a share of it; with int8, as a share of the largest in its

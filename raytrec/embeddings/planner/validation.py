@@ -5,7 +5,7 @@ from __future__ import annotations
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
-from raytrec.config.sections import EmbeddingOptim
+from raytrec.config.tables import EmbeddingOptim
 from raytrec.embeddings.optimizers import optimizer_of
 from raytrec.embeddings.planner.constraints import (
     TableConstraint,

@@ -5,7 +5,7 @@ import torch
 from ranks import on_ranks
 from small import SCHEMA, config
 
-from raytrec.config.sections import QCommsSection, Schedule
+from raytrec.config.tables import QCommsSection, Schedule
 
 
 def failed(rank, world, part, where):

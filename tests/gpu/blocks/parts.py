@@ -81,7 +81,7 @@ def _checkpoint_is_equal(here: Here, state) -> None:
 
     from raytrec.checkpoint.restore import load
     from raytrec.checkpoint.save import Saver
-    from raytrec.config.sections import CheckpointSection
+    from raytrec.config.training import CheckpointSection
 
     tensors = state.tensors()
     for name, value in tensors.items():

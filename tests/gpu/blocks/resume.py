@@ -55,7 +55,7 @@ def _settings(here: Here, name: str, steps: int = 60) -> dict:
 
 def _deterministic() -> bool:
     """Whether a configuration can ask for arithmetic that repeats to the last bit."""
-    from raytrec.config.sections import TrainSection
+    from raytrec.config.training import TrainSection
 
     return "deterministic" in TrainSection.model_fields
 

@@ -105,7 +105,7 @@ def _check_host_memory(here: Here, tensors) -> None:
     import psutil
 
     from raytrec.checkpoint.save import Saver
-    from raytrec.config.sections import CheckpointSection
+    from raytrec.config.training import CheckpointSection
 
     process = psutil.Process()
     before = process.memory_info().rss
