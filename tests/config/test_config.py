@@ -102,7 +102,7 @@ def test_resolved_yaml_loads_to_the_same():
         ("trian.epochs=2", "did you mean train"),
         ("scaling.num_workers=two", "scaling.num_workers: Input should be a valid integer or a mapping"),
         ("epochs=2", "there is no section 'epochs'"),
-        ("modle={name: mf}", "did you mean model?"),
+        ("modle={name: mf}", "did you mean 'model'?"),
         ("model={name: mf, mlp: [3]}", "model.mlp: mf has no such key"),
         ("scaling.num_workers=0", "scaling.num_workers"),
         ("data.shuffle=rows", "data.shuffle"),

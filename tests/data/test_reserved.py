@@ -200,8 +200,8 @@ def test_a_column_that_is_missing(tmp_path, name, near):
         ([[1], [2]], "reserved column 'x' is a list"),
         ([{"a": 1}, {"a": 2}], "reserved column 'x' is of type struct"),
         ([0.5, 1.5], "'x', whose values group rows, is of type double"),
-        ([Decimal("0.5"), Decimal(1)], "belong together, is of type decimal"),
-        ([datetime(2026, 1, 1), None], "belong together, is of type timestamp"),
+        ([Decimal("0.5"), Decimal(1)], "group rows, is of type decimal"),
+        ([datetime(2026, 1, 1), None], "group rows, is of type timestamp"),
     ],
 )
 def test_what_no_rows_are_grouped_by(tmp_path, column, says):

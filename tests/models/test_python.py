@@ -106,10 +106,10 @@ def test_a_class_that_retrieves():
     "name,says",
     [
         ("no_such_models:Good", "there is no module no_such_models"),
-        ("models_of_mine:Goood", "no Goood; did you mean Good"),
+        ("models_of_mine:Goood", "no Goood; did you mean 'Good"),
         ("broken_models:Good", "there is no module there_is_no_such_module"),
-        ("models_of_mine:NoModule", "no torch.nn.Module"),
-        ("models_of_mine:function", "no torch.nn.Module"),
+        ("models_of_mine:NoModule", "not a torch.nn.Module"),
+        ("models_of_mine:function", "not a torch.nn.Module"),
         ("models_of_mine:NoArguments", r"cannot be built from \(schema, config\)"),
         ("models_of_mine:OtherForward", r"forward does not take \(dense, pooled\)"),
     ],

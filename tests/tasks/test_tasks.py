@@ -104,7 +104,7 @@ ROUND = [
         ([{"loss": "msee"}], SCHEMA, "there is no loss 'msee'; did you mean 'mse'?"),
         ([{"loss": "msee"}], SCHEMA, "tasks[0].loss"),
         ([{}, {"loss": "mse"}], SCHEMA, "two tasks are called y"),
-        ([{"loss": "own_parts:Focall"}], SCHEMA, "the module has no Focall; did you mean Focal?"),
+        ([{"loss": "own_parts:Focall"}], SCHEMA, "the module has no Focall; did you mean 'Focal'?"),
         ([{"loss": "no_such_parts:Focal"}], SCHEMA, "there is no module no_such_parts"),
         ([{"loss": "own_parts:NoLoss"}], SCHEMA, "it is no raytrec.tasks.losses.Loss"),
         ([{"loss": "own_parts:Unfinished"}], SCHEMA, "it is no raytrec.tasks.losses.Loss with of_rows"),
