@@ -55,7 +55,7 @@ def opened(folder, *tasks, reserve_columns=(), **eval_section):
         (
             {"group": "share", "reserve_columns": ["share"]},
             DataError,
-            "belong together, is of type double",
+            "group rows, is of type double",
             "column share",
         ),
         (
