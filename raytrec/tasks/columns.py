@@ -1,4 +1,4 @@
-"""What tasks and evaluations read of a row beside its features. No torch here."""
+"""What tasks and evaluations read of a row in addition to its features. No torch here."""
 
 from __future__ import annotations
 
