@@ -168,15 +168,12 @@ def tune(
     json: Json = False,
 ):
     """Search good values for keys of a config: raytrec tune CONFIG --space SPACE.yaml --trials 20"""
-    from raytrec.driver.session import begin_early
-
-    begin_early()
     from raytrec.driver.launch import Interrupted
-    from raytrec.tuning.console import print_outcome
-    from raytrec.tuning.tune import tune as search
+    from raytrec.tuning.outcome import print_outcome
+    from raytrec.tuning.tune import tune as run
 
     try:
-        outcome = search(
+        search = run(
             config,
             space,
             overrides,
@@ -192,7 +189,7 @@ def tune(
         )
     except Interrupted as interrupt:  # the search has reported it
         raise typer.Exit(128 + interrupt.signal) from None
-    _dump(outcome.metrics) if json else print_outcome(outcome)
+    _dump(search.metrics) if json else print_outcome(search)
 
 
 @app.command()

@@ -12,6 +12,22 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in names if name.strip()]
 
 
+def usable_gpus() -> list[str]:
+    """Numbers or UUIDs of the GPUs that this process may use; none where CUDA_VISIBLE_DEVICES is empty."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no library, or no driver
+        return []
+    try:
+        return visible_gpus() or list(map(str, range(pynvml.nvmlDeviceGetCount())))
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def gpu_handle(name: str) -> Any:
     """NVML's handle of the GPU with this number or UUID; NVML has to be initialized."""
     import pynvml

@@ -1,6 +1,7 @@
 """Overrides of a configuration: `section.key=value`, or a whole section as `section={key: value}`.
 
-Values are YAML. From Python, a mapping does as well: {"train.epochs": 3, "model": {"name": "deepfm"}}.
+`tasks.NAME.key=value` sets a key of the task of that name. Values are YAML. From Python, a mapping does as
+well: {"train.epochs": 3, "model": {"name": "deepfm"}}.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
     """Sets one key of a configuration's plain values, or replaces a whole section.
 
     Raises:
-        ConfigError: the text is not an override, its value is not YAML, or its key is inside a value.
+        ConfigError: the text is not an override, its value is not YAML, or its key leads into a value or to a
+            task that does not exist.
     """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
@@ -60,12 +62,34 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
             f"{some(text)} is not a YAML value: {error}", where=f"command line, {some(key)}"
         ) from None
     for part in parts[:-1]:
+        if isinstance(values, list):
+            values = _entry(values, part, key)
+            continue
         if values.get(part) is None:
             values[part] = {}
         values = values[part]
-        if not isinstance(values, dict):
+        if not isinstance(values, (dict, list)):
             raise ConfigError(f"'{part}' is a value, not a section", where=f"command line, {key}")
+    if isinstance(values, list):
+        raise ConfigError(
+            f"'{parts[-2]}' is a list, which has no keys",
+            where=f"command line, {key}",
+            expected="tasks.NAME.KEY, or the list as a whole",
+        )
     values[parts[-1]] = value
+
+
+def _entry(values: list, name: str, key: str) -> dict[str, Any]:
+    """The entry of a list, such as tasks, with this name; a task without a name has that of its label."""
+    entries = [each for each in values if isinstance(each, dict)]
+    names = [str(each.get("name") or each.get("label")) for each in entries]
+    if name not in names:
+        raise ConfigError(
+            f"there is no '{name}'" + hint(name, names),
+            where=f"command line, {key}",
+            expected=f"one of {', '.join(names)}" if names else "a section",
+        )
+    return entries[names.index(name)]
 
 
 def section_of(override: str) -> str:

@@ -1,15 +1,19 @@
-"""The pictures of a search: the metric of all trials as they are trained, and over each key."""
+"""tune.html: the trials as a table, and pictures of the metric over steps and over each key."""
 
 from __future__ import annotations
 
-from math import isnan
+from collections import Counter
+from math import isnan, sqrt
+from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Picture
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
-from raytrec.metrics.selection import Figure
+from raytrec.common.formatting import count, number
+from raytrec.report import html
 from raytrec.report.figures.style import (
     BLUE,
     GREY,
@@ -17,14 +21,18 @@ from raytrec.report.figures.style import (
     PANEL,
     PLAIN,
     STYLE,
+    alone,
     few_ticks,
     fitted,
     new_figure,
     step_axis,
     styled,
+    to_svg,
 )
+from raytrec.report.parts import Cell, Sheet
+from raytrec.tuning.outcome import best_text
+from raytrec.tuning.search import Search, State
 from raytrec.tuning.space import Draw
-from raytrec.tuning.trials import FINISHED, Trial, best_of
 
 MOST_NAMES = 12  # trials in a legend
 MOST_KEYS = 12
@@ -32,14 +40,64 @@ MOST_CHOICES = 6  # that have a label
 COLUMNS = 2
 
 
+def write_page(search: Search, page: Path, names: tuple[str, str]) -> None:
+    """Writes the page and its two pictures.
+
+    Args:
+        names: of the files of the pictures, in the page's folder.
+    """
+    label, svgs = search.figure.label, []
+    pictures = ((curves(search), "over steps"), (over_keys(search), "over the drawn values"))
+    for name, (made, what) in zip(names, pictures, strict=True):
+        if made:
+            svgs.append(to_svg(made, f"{label} {what}"))
+            page.with_name(name).write_text(alone(svgs[-1]), encoding="utf-8", errors="replace")
+    best = search.best
+    states = Counter(trial.state for trial in search.trials)
+    summary = f"{count(len(search.trials), 'trial')} compared by {label}: "
+    summary += ", ".join(f"{number} {state}" for state, number in states.items()) + "."
+    summary += f" The best is trial {best.number}, with {search.figure.text(best.value)}." if best else ""
+    html.write_page(
+        page,
+        "tune.html.j2",
+        name=search.config.run.name,
+        folder=str(search.folder.absolute()),
+        summary=summary,
+        caution=search.caution,
+        trials=_sheet(search),
+        pictures=list(map(Markup, svgs)),
+        best=best_text(search, best) if best else "",
+        space=search.space.text,
+    )
+
+
+def _sheet(search: Search) -> Sheet:
+    keys = [draw.key for draw in search.space.draws]
+    rows = []
+    for trial in search.ranked:
+        state = f"{trial.state}: {trial.error}" if trial.error else str(trial.state)
+        value = Cell(search.figure.text(trial.value), trial.value)
+        cells = [
+            Cell(str(trial.number), trial.number),
+            Cell(state),
+            value,
+            Cell(f"{trial.step:,}", trial.step),
+        ]
+        for key in keys:
+            sortable = number(trial.values[key])
+            cells.append(Cell(str(trial.values[key]), None if isnan(sortable) else sortable))
+        rows.append(cells)
+    return Sheet(["trial", "state", search.figure.label, "step", *keys], rows)
+
+
 @styled
-def curves(trials: list[Trial], figure: Figure) -> Picture | None:
-    """A line for each trial; those that were not trained to their end are thin and grey."""
-    shown = [trial for trial in trials if trial.points]
+def curves(search: Search) -> Figure | None:
+    """The metric over steps: a line for each trial, thin and grey if it was not trained to its end."""
+    shown = [trial for trial in search.trials if trial.points]
     if not shown:
         return None
-    best = best_of(trials, figure)
-    ended = [trial for trial in shown if trial.state == FINISHED]
+    figure, best = search.figure, search.best
+    ended = [trial for trial in shown if trial.state == State.FINISHED]
     made, (axes,) = new_figure(f"{figure.label} over steps; thin lines: not trained to the end", 3.0)
     for trial in shown:
         steps = sorted(trial.points)
@@ -60,34 +118,30 @@ def curves(trials: list[Trial], figure: Figure) -> Picture | None:
 
 
 @styled
-def over_keys(trials: list[Trial], draws: tuple[Draw, ...], figure: Figure) -> Picture | None:
-    """A panel for each key: its value in each trial, and the metric of the trial's last evaluation."""
-    shown = [trial for trial in trials if not isnan(trial.value)]
-    draws = draws[:MOST_KEYS]
+def over_keys(search: Search) -> Figure | None:
+    """A panel for each key: its value in each trial, and the metric in the trial's last evaluation."""
+    shown = [trial for trial in search.trials if trial.points]
     if not shown:
         return None
-    best, rows = best_of(trials, figure), -(-len(draws) // COLUMNS)
+    figure, best, draws = search.figure, search.best, search.space.draws[:MOST_KEYS]
+    rows = -(-len(draws) // COLUMNS)
     made, panels = new_figure(
-        f"{figure.label} over what was drawn; filled: trained to the end",
+        f"{figure.label} over the drawn values; filled: trained to the end",
         0.6 + 1.5 * rows,
         rows,
         COLUMNS,
         sharey=True,
     )
     for axes, draw in zip(panels, draws, strict=False):
-        places, names = _places(draw, shown)
-        for trial, place in zip(shown, places, strict=True):
-            face = BLUE if trial.state == FINISHED else "none"
+        names = [str(value) for value in draw.values] if draw.kind == "choice" else []
+        for trial in shown:
+            value = trial.values[draw.key]
+            place = names.index(str(value)) if names else value
+            face = BLUE if trial.state == State.FINISHED else "none"
             marker, size = ("*", 9) if trial is best else ("o", 4)
             axes.plot([place], [trial.value], marker, color=BLUE, markerfacecolor=face, markersize=size)
         axes.margins(0.1)  # so that no marker is cut
-        if names:
-            _choice_axis(axes, names)
-        elif draw.kind == "log_uniform":
-            _log_axis(axes)
-        else:
-            few_ticks(axes.xaxis, 4, whole=draw.kind == "integer")
-            axes.xaxis.set_major_formatter(PLAIN)
+        _draw_axis(axes, draw, names)
         axes.set_xlabel(fitted(draw.key, PANEL, STYLE["axes.labelsize"]))
         axes.yaxis.set_major_formatter(PLAIN)
         few_ticks(axes.yaxis)
@@ -96,30 +150,20 @@ def over_keys(trials: list[Trial], draws: tuple[Draw, ...], figure: Figure) -> P
     return made
 
 
-def _choice_axis(axes: Axes, names: list[str]) -> None:
-    apart = -(-len(names) // MOST_CHOICES)
-    places = range(0, len(names), apart)
-    width = PANEL / len(places) - 4
-    axes.set_xticks(places, [fitted(names[place], width) for place in places])
-    axes.set_xlim(-0.5, len(names) - 0.5)
-
-
-def _log_axis(axes: Axes) -> None:
-    """Round values as plain numbers, few enough for a panel."""
-    axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    if high < 4 * low:
-        few_ticks(axes.xaxis)
+def _draw_axis(axes: Axes, draw: Draw, names: list[str]) -> None:
+    """Ticks along x: of a choice its names, of a logarithmic range its ends and middle, else round values."""
+    if names:
+        shown = range(0, len(names), -(-len(names) // MOST_CHOICES))
+        width = PANEL / len(shown) - 4
+        axes.set_xticks(shown, [fitted(names[place], width) for place in shown])
+        axes.set_xlim(-0.5, len(names) - 0.5)
+    elif draw.kind == "log_uniform":
+        low, high = draw.values
+        ticks = (low, sqrt(low * high), high)
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlim(low * (low / high) ** 0.1, high * (high / low) ** 0.1)
     else:
-        between = (1, 2, 5) if high < 10 * low else (1, 3) if high < 100 * low else (1,)
-        axes.xaxis.set_major_locator(LogLocator(subs=between, numticks=4))
-    axes.xaxis.set_major_formatter(PLAIN)
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
-def _places(draw: Draw, trials: list[Trial]) -> tuple[list[float], list[str]]:
-    """Where the values of a key are along x; of a choice, what its places are called."""
-    if draw.kind != "choice":
-        return [trial.values[draw.key] for trial in trials], []
-    names = [str(value) for value in draw.values]
-    return [names.index(str(trial.values[draw.key])) for trial in trials], names
+        few_ticks(axes.xaxis, 4, whole=draw.kind == "integer")
+        axes.xaxis.set_major_formatter(PLAIN)

@@ -1,83 +1,195 @@
-"""Runs the trials of a search: Ray Tune places them, successive halving stops those that fall behind."""
+"""Runs the trials of a search, each as a child process `raytrec train`; stops those that fall behind."""
 
 from __future__ import annotations
 
-import logging
+import ctypes
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+import subprocess
+import sys
+from collections import Counter, deque
+from contextlib import suppress
 from math import isnan
-from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
-from time import monotonic
+from tempfile import TemporaryFile
+from time import monotonic, sleep
 from typing import Any
 
-from raytrec.cluster.lifeline import Lifeline, RayLost
-from raytrec.cluster.session import started_here
+import numpy as np
+
+from raytrec.cluster.session import ray_session, stays_here
+from raytrec.common.devices import usable_gpus
 from raytrec.common.errors import RunError
-from raytrec.common.leftovers import owner, remove_leftovers
-from raytrec.driver.driver_state import ask_to_stop, driver_of, is_alive
+from raytrec.common.formatting import count
+from raytrec.common.installed import built_for
+from raytrec.common.terminal import plain
+from raytrec.config.run_config import RunConfig
+from raytrec.driver.console import RunConsole
+from raytrec.driver.driver_state import hold_run_lock
 from raytrec.driver.launch import SAME_S
-from raytrec.driver.session import run_in_session
-from raytrec.tuning.console import TuneConsole
-from raytrec.tuning.folder import keep
-from raytrec.tuning.room import cpus_of_local_ray, trials_at_once
-from raytrec.tuning.search import Search
-from raytrec.tuning.trials import FAILED, INTERRUPTED, RUNNING, STOPPED, Trial
+from raytrec.driver.nodes import alive_nodes
+from raytrec.driver.run import PATIENCE_S
+from raytrec.driver.session import bundle, local_cpus
+from raytrec.tuning.folder import write_trials
+from raytrec.tuning.search import OVER, Search, State, Trial
 
-TRIES = 2  # more, of a trial whose processes die: it resumes from its last checkpoint
-# Of Ray Tune, which is not to write files of its own, to speak, or to take Ctrl-C.
-SETTINGS = {
-    "RAY_AIR_NEW_OUTPUT": "0",
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
-}
+# The search has been allowed the code that the configurations of its trials name.
+COMMAND = (sys.executable, "-P", "-m", "raytrec", "train", "--allow-code", "--resume")
+LOOK_S = 0.5  # between two looks at the trials
+TRIES = 3  # of a trial whose process dies: it resumes from its last checkpoint
+FAILED = 1  # exit status of a run that failed
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # of one that has saved because of a signal
+LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
 
-def run_trials(search: Search, console: TuneConsole, at_once: int | None) -> int | None:
-    """Runs what is left of a search.
+class Halving:
+    """Asynchronous successive halving (Li et al., MLSys 2020, https://arxiv.org/abs/1810.05934).
 
-    Returns:
-        The signal that has ended it early; None: all trials are over.
-
-    Raises:
-        RunError: Ray could not be started or reached, or was lost and not to be had again.
+    A trial's age is the rows that it was trained on, so that batch sizes may differ. At grace, grace×factor,
+    grace×factor², … rows its loss is compared with those that others had at that age. It falls behind if
+    it is not among the best 1 / factor of them.
     """
-    if not search.left:
-        return None
-    runner = _Runner(search, console, at_once)
-    run_in_session(search.config, console, runner.work, cpus_of_local_ray(search.configs, at_once))
-    return runner.signal
+
+    def __init__(self, search: Search):
+        steps = search.settings.grace_steps or search.config.train.eval_every_steps
+        rows: float = steps * search.config.data.global_batch_size
+        self._figure = search.figure
+        self._share = 1 / search.settings.factor
+        self._rungs: dict[float, dict[int, float]] = {}  # age → trial → loss
+        while rows < max(trial.rows(trial.total) for trial in search.trials):
+            self._rungs[rows], rows = {}, rows * search.settings.factor
+
+    def falls_behind(self, trial: Trial) -> bool:
+        """Whether an evaluation that was not compared before is worse than those of others of its age."""
+        behind = False
+        for step, value in sorted(trial.points.items()):
+            reached = [age for age in self._rungs if age <= trial.rows(step)]
+            if not reached or trial.number in (others := self._rungs[reached[-1]]):
+                continue
+            loss = self._figure.loss(value)
+            behind |= bool(others) and loss > np.quantile(list(others.values()), self._share)
+            others[trial.number] = loss
+        return behind
 
 
-class _Runner:
-    """What happens to the trials of a search while they run.
+class TuneConsole(RunConsole):
+    """Shows how a search gets on: a line for each event, and a live line."""
+
+    def show(self, search: Search) -> None:
+        """Updates the live line; without a terminal, prints it now and then."""
+        states = Counter(trial.state for trial in search.trials)
+        ended = [trial for trial in search.trials if trial.state in (*OVER, State.FAILED)]
+        parts = [f"{number} {state}" for state, number in states.items() if state != State.WAITING]
+        if best := search.best:
+            parts.append(f"best {best.number}: {search.value_text(best)}")
+        text = f"{len(ended)}/{len(search.trials)} trials  {', '.join(parts)}"
+        done = sum(trial.total if trial in ended else trial.step for trial in search.trials)
+        total = sum(trial.total for trial in search.trials)
+        self._progress.update(self._task, total=total, completed=done, figures=plain(text))
+        self._plain(text, always=False)
+
+
+class TrialProcess(subprocess.Popen):
+    """The process that trains a trial.
+
+    Args:
+        environment: variables in addition to those of this process.
+    """
+
+    def __init__(self, trial: Trial, environment: dict[str, str]):
+        self.trial, self._asked = trial, False
+        self._log = TemporaryFile()  # noqa: SIM115
+        super().__init__(
+            [*COMMAND, str(trial.folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._log,
+            env=os.environ | environment,
+            start_new_session=True,  # signals to the search's group are for the search
+            preexec_fn=_end_with_search,
+        )
+
+    def ask_to_end(self) -> None:
+        """Asks it to save and end; only once, because a second signal would end it at once."""
+        if not self._asked:
+            self._asked = True
+            self.terminate()
+
+    def outcome(self, status: int) -> tuple[State, str]:
+        """The state and error of the trial, by the exit status of its process; RUNNING: the process died."""
+        if status == 0:
+            return State.FINISHED, ""
+        if status == FAILED:
+            self._log.seek(0)
+            text = self._log.read().decode(errors="replace").strip()
+            _, found, message = f"\n{text}".rpartition("\nerror: ")
+            return State.FAILED, message if found else text.rpartition("\n")[2] or "exit status 1"
+        if self._asked or status in STOPPED:
+            return State.STOPPED if self.trial.state == State.STOPPED else State.INTERRUPTED, ""
+        return State.RUNNING, f"its process died {TRIES} times, last with exit status {status}"
+
+
+def _end_with_search() -> None:
+    """Run by a new process: the kernel sends it SIGTERM, upon which it saves, when the search is killed."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Runner:
+    """Runs the trials of a search.
 
     Attributes:
-        signal: that asked the search to end.
+        signal: that asked the search to end; None: none did.
     """
 
-    def __init__(self, search: Search, console: TuneConsole, at_once: int | None):
-        self._search, self._console, self._at_once = search, console, at_once
-        self._trials = {trial.number: trial for trial in search.trials}
-        self._asked: set[tuple[int, int]] = set()  # (trial, process of its driver) that was told to end
-        self._signalled_at = 0.0
+    def __init__(self, search: Search, console: TuneConsole):
         self.signal: int | None = None
+        self._signalled_at = 0.0
+        self._search, self._console, self._halving = search, console, Halving(search)
+        self._waiting = deque(trial for trial in search.trials if trial.state not in OVER)
+        self._deaths: Counter[int] = Counter()  # of a trial's process
+        for trial in search.trials:  # what a resumed search has evaluated
+            self._halving.falls_behind(trial)
 
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """A block in which Ctrl-C and SIGTERM let all trials save and end; a second one ends it at once.
+    def run(self, at_once: int | None) -> None:
+        """Runs the trials that are not over, until all have ended or a signal comes.
 
-        To be entered when Ray has been started, which brings handlers of its own.
+        The first Ctrl-C or SIGTERM lets all running trials save and end; the second one kills them.
+
+        Args:
+            at_once: trials that run at a time; None: as many as there is room for.
+
+        Raises:
+            RunError: the cluster cannot be reached. KeyboardInterrupt: at the second signal.
         """
-        kinds = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._on_signal) for number in kinds}
+        if not self._waiting:
+            return
+        places = find_room([trial.config for trial in self._waiting], at_once)
+        left, label = count(len(self._waiting), "trial"), self._search.figure.label
+        self._console.note(f"{left} to run, {len(places)} at a time, compared by {label}")
+        running: dict[int, TrialProcess] = {}  # by place
+        handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield
+            while running or (self._waiting and self.signal is None):
+                for place, environment in enumerate(places):
+                    if place not in running and self._waiting and self.signal is None:
+                        running[place] = self._begin(self._waiting.popleft(), environment)
+                sleep(LOOK_S)
+                for place, process in list(running.items()):
+                    status = process.poll()  # before the last evaluations are read
+                    self._look(process)
+                    if status is not None:
+                        self._note_end(process, status)
+                        del running[place]
+                self._console.show(self._search)
+        except KeyboardInterrupt:
+            for process in running.values():
+                process.kill()
+                process.wait()
+            raise
         finally:
-            for number, handler in before.items():
+            for process in running.values():  # after an error
+                process.ask_to_end()
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
@@ -86,193 +198,81 @@ class _Runner:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal, self._signalled_at = number, monotonic()
-        self._console.note("ending: trials that run save their state first")
+        self._console.note("ending: running trials save first")
 
-    def work(self) -> None:
-        """Runs what is left in a Ray that has been started."""
-        from ray import tune
+    def _begin(self, trial: Trial, environment: dict[str, str]) -> TrialProcess:
+        patience = PATIENCE_S + trial.config.scaling.shutdown_grace_s
+        with suppress(RunError), hold_run_lock(trial.folder, patience, self._console.note):
+            pass  # a process of a search that was killed has saved
+        trial.state, trial.error = State.RUNNING, ""
+        after = f", resumed after step {trial.step}" if trial.step else ""
+        self._console.note(f"trial {trial.number} begins{after}: {trial.values_text}")
+        self._write()
+        return TrialProcess(trial, environment)
 
-        from raytrec.tuning.actor import TrialActor
-        from raytrec.tuning.schedule import Halving, Queue
-
-        search, left = self._search, self._search.left
-        limit = trials_at_once([search.configs[trial.number - 1] for trial in left], self._at_once)
-        self._console.begin(limit)
-        lifeline = Lifeline(search.config.scaling.hang_timeout_s, own=started_here())
-        queue = Queue(map(self._told, left), lambda: self.signal is not None)
-        halving = Halving(
-            search.figure,
-            search.trials,
-            self._fall_behind,
-            grace_rows=search.grace_rows,
-            most_rows=search.most_rows,
-            factor=search.settings.factor,
-        )
-        remove_leftovers(gettempdir(), "raytrec-tune-{owner}-*")
-        with (
-            TemporaryDirectory(prefix=f"raytrec-tune-{owner()}-") as scratch,
-            _quiet(),
-            self.signals(),
-            _with_its_error(),
-        ):
-            tune.run(
-                TrialActor,
-                name="search",
-                storage_path=scratch,
-                num_samples=len(left),
-                search_alg=queue,
-                scheduler=halving,
-                max_concurrent_trials=limit,
-                resources_per_trial=tune.PlacementGroupFactory([_place_here()]),
-                max_failures=TRIES,
-                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
-                trial_name_creator=_name,
-                trial_dirname_creator=_name,
-                callbacks=[_watcher(self, lifeline)],
-                raise_on_failed_trial=False,
-                verbose=0,
-            )
-
-    def _told(self, trial: Trial) -> dict[str, Any]:
-        """What a trial's actor is told."""
-        return {
-            "number": trial.number,
-            "folder": str(trial.folder),
-            "here": os.getcwd(),
-            "rows": trial.batch_rows,
-            "figure": asdict(self._search.figure),
-        }
-
-    # What happens to a trial.
-
-    def began(self, number: int) -> None:
-        trial = self._trials[number]
-        if trial.state != STOPPED:
-            trial.state, trial.error = RUNNING, ""
-            self._console.began(trial)
-            self._keep()
-
-    def heard(self, number: int, result: dict[str, Any]) -> None:
-        """What a trial says of itself, about twice a second."""
-        trial, before = self._trials[number], self._trials[number].value
-        trial.points = {step: value for step, value in result["points"]}
-        trial.step = max(trial.step, result["step"])
+    def _look(self, process: TrialProcess) -> None:
+        """Reads how far a trial is, and asks it to end if it falls behind or the search ends."""
+        trial, before = process.trial, process.trial.value
+        trial.read_evaluations(self._search.figure.key)
         if not isnan(trial.value) and trial.value != before:
-            self._console.evaluated(trial)
-        if result["done"]:
-            self._ended(trial, result["state"], result["error"])
-        elif self.signal is not None:
-            self._ask_to_end(trial)
-        self._console.show()
+            at = f"step {max(trial.points)}/{trial.total}"
+            self._console.note(f"trial {trial.number}  {at}  {self._search.value_text(trial)}")
+        if self._halving.falls_behind(trial) and trial.step < trial.total:
+            trial.state = State.STOPPED
+            self._write()
+        if self.signal is not None or trial.state == State.STOPPED:
+            process.ask_to_end()
 
-    def died(self, number: int, error: str) -> None:
-        """The processes of a trial have died more often than it is tried."""
-        trial = self._trials[number]
-        self._ended(trial, FAILED, f"it was tried {TRIES + 1} times: {error} ({trial.folder}/run.log)")
+    def _note_end(self, process: TrialProcess, status: int) -> None:
+        trial = process.trial
+        trial.state, trial.error = process.outcome(status)
+        if trial.state == State.RUNNING:
+            self._deaths[trial.number] += 1
+            if self._deaths[trial.number] < TRIES:
+                self._console.warn(f"the process of trial {trial.number} died; restarting")
+                return self._waiting.appendleft(trial)
+            trial.state = State.FAILED
+        self._write()
+        if trial.state == State.FAILED:
+            return self._console.warn(f"trial {trial.number} failed: {trial.error.splitlines()[0]}")
+        at = f"step {trial.step}/{trial.total}"
+        self._console.note(f"trial {trial.number} {trial.state} at {at}: {self._search.value_text(trial)}")
 
-    def _ended(self, trial: Trial, state: str, error: str) -> None:
-        if state == STOPPED and trial.state != STOPPED:  # nobody but the search's end, or somebody outside
-            state = INTERRUPTED
-        trial.state, trial.error = state, error
-        self._keep()
-        self._console.ended(trial)
-
-    def _keep(self) -> None:
+    def _write(self) -> None:
         try:
-            keep(self._search)
-        except OSError as error:  # what trials have come to is in their own folders, too
+            write_trials(self._search)
+        except OSError as error:  # the results are in the folders of the trials, too
             self._console.warn(f"the state of the search cannot be written: {error.strerror}")
 
-    def _fall_behind(self, number: int, step: int) -> None:
-        """The scheduler stops a trial; one that has been trained to its end ends by itself."""
-        trial = self._trials[number]
-        if step < trial.total and trial.state == RUNNING:
-            trial.state = STOPPED
-            self._keep()
-            self._ask_to_end(trial)
 
-    def _ask_to_end(self, trial: Trial) -> None:
-        """Asks the process that drives a trial, as soon as there is one, once: a second time it would not
-        save."""
-        note = driver_of(trial.folder)
-        driver = (trial.number, note.get("pid", 0))
-        if driver in self._asked or note.get("status") != "RUNNING" or not is_alive(note):
-            return
-        self._asked.add(driver)
-        with suppress(RunError, OSError):  # it has just ended
-            ask_to_stop(note)
+def find_room(configs: list[RunConfig], at_once: int | None) -> list[dict[str, str]]:
+    """The places for trials that run at a time: an environment for each, with the GPUs that it may use.
 
+    On this machine each trial starts its own Ray. On a cluster a trial waits for room for all of its workers.
 
-class _Lost(BaseException):
-    """A part of Ray has ended; no Exception, upon which Ray Tune would ask that Ray to end its trials."""
-
-
-@contextmanager
-def _with_its_error() -> Iterator[None]:
-    """A block out of which a _Lost comes as the RayLost that it is."""
-    try:
-        yield
-    except _Lost as lost:
-        raise lost.args[0] from None
+    Raises:
+        RunError: the cluster cannot be reached.
+    """
+    scaling = configs[0].scaling
+    workers = max(config.scaling.max_workers for config in configs)
+    if not stays_here(scaling.address):
+        if not at_once:
+            with ray_session(scaling.address):
+                at_once = min(map(_trials_on_nodes, configs))
+        return [{}] * at_once
+    processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    at_once = at_once or max(1, processors // max(map(local_cpus, configs)))
+    gpus = usable_gpus() if scaling.device != "cpu" and built_for() != "cpu" else []
+    if not gpus:
+        return [{}] * at_once
+    shares = [gpus[i : i + workers] for i in range(0, len(gpus) - workers + 1, workers)] or [gpus]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares[:at_once]]
 
 
-def _watcher(runner: _Runner, lifeline: Lifeline) -> Any:
-    from ray.tune import Callback
-
-    class Watcher(Callback):
-        """Tells the runner what Ray Tune hears of trials; looks after Ray itself."""
-
-        def on_step_begin(self, iteration: int, trials: list, **info: Any) -> None:
-            try:
-                lifeline.check()
-            except RayLost as lost:
-                raise _Lost(lost) from None
-
-        def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-            runner.began(trial.config["number"])
-
-        def on_trial_result(
-            self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
-        ) -> None:
-            runner.heard(trial.config["number"], result)
-
-        def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-            runner.died(trial.config["number"], _last_error(trial))
-
-    return Watcher()
-
-
-def _last_error(trial: Any) -> str:
-    """What Ray Tune has noted last of a trial's errors, in a line."""
-    with suppress(OSError):
-        lines = Path(trial.error_file or "").read_text(errors="replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return "its processes died"
-
-
-def _place_here() -> dict[str, float]:
-    """What keeps the actors of trials, which need next to nothing, on this node: signals reach them here."""
-    import ray
-
-    me = ray.get_runtime_context().get_node_id()
-    node = next(node for node in ray.nodes() if node["NodeID"] == me)
-    return {f"node:{node['NodeManagerAddress']}": 0.001}
-
-
-def _name(trial: Any) -> str:
-    return f"trial-{trial.config['number']:03}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """A block in which Ray Tune keeps what it would say to itself: the console says it."""
-    os.environ |= SETTINGS
-    loggers = [logging.getLogger(name) for name in ("ray.tune", "ray.air", "ray.train")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+def _trials_on_nodes(config: RunConfig) -> int:
+    """Trials of this configuration that the nodes would hold if nothing else ran there; at least one."""
+    scaling, nodes = config.scaling, [node["Resources"] for node in alive_nodes()]
+    gpus = scaling.device == "cuda" or (scaling.device == "auto" and any(node.get("GPU") for node in nodes))
+    places = bundle(config, "cuda" if gpus else "cpu")
+    workers = sum(int(min(node.get(name, 0) // n for name, n in places.items())) for node in nodes)
+    return max(1, workers // scaling.max_workers)

@@ -1,33 +1,29 @@
-"""A search before it starts: its trials are drawn, and each of them is looked at."""
+"""A search before it starts: its trials are drawn, and each of their configurations is checked."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
 from raytrec.cluster.session import stays_here
 from raytrec.common.errors import ConfigError, RaytrecError
+from raytrec.common.messages import METRICS, Eval, Final
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.driver.datasets import open_data
 from raytrec.driver.preflight import check_fit
 from raytrec.driver.prepare import check_nothing_hidden, resolve
-from raytrec.metrics.selection import Figure, Selection
-from raytrec.tuning.space import Space
-from raytrec.tuning.trials import (
-    OVER,
-    Trial,
-    check_space,
-    plain_values,
-    trial_config,
-)
+from raytrec.metrics.selection import EVAL, Figure, Selection
+from raytrec.tracking.run_folder import RunFolder
+from raytrec.tuning.space import Space, plain_values, with_values
 from raytrec.worker.loop import total_steps
 
-KIND = "tune"  # in the name of a search that nobody has named
+BEST = "best.yaml"
 MOST_TRIALS = 10_000
 ON_TEST = (
     "data.valid is not set, so trials are compared on the test data: figures of the best one are better than "
@@ -35,14 +31,32 @@ ON_TEST = (
 )
 
 
+class State(StrEnum):
+    """How far a trial is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"  # trained to its end
+    STOPPED = "stopped"  # because others of its age are better
+    INTERRUPTED = "interrupted"  # with the search
+    FAILED = "failed"
+
+
+OVER = (State.FINISHED, State.STOPPED)  # a resumed search leaves these as they are
+ORDER = {State.FINISHED: 0, State.STOPPED: 1, State.INTERRUPTED: 2, State.RUNNING: 2}  # the best first
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What decides which trials there are, and how long each is trained.
+    """How many trials are drawn, how they are compared, and when the worse ones are stopped.
 
     Attributes:
-        metric: key of a metric in evaluations; None: by which the best checkpoints would be kept.
-        grace_steps: before which no trial is stopped; None: train.eval_every_steps.
-        factor: of the trials of an age, one in so many is trained on.
+        metric: key of a metric in evaluations; None: the one that the best checkpoints are kept by.
+        grace_steps: no trial is stopped before; None: train.eval_every_steps.
+        factor: of the trials of an age, one in this many is trained on.
+
+    Raises:
+        ConfigError: a number is out of range.
     """
 
     trials: int = 10
@@ -52,25 +66,97 @@ class Settings:
     factor: float = 4.0
 
     def __post_init__(self) -> None:
-        for what, is_right, expected in (
-            (f"--trials {self.trials}", 0 < self.trials <= MOST_TRIALS, f"1 to {MOST_TRIALS:,}"),
-            (f"--seed {self.seed}", self.seed >= 0, "0 or a number above it"),
-            (f"--grace-steps {self.grace_steps}", self.grace_steps is None or self.grace_steps > 0, "steps"),
-            (f"--reduction-factor {self.factor:g}", 1 < self.factor <= 1e6, "a number above 1"),
+        grace = self.grace_steps
+        for option, value, is_right, expected in (
+            ("--trials", self.trials, 0 < self.trials <= MOST_TRIALS, f"1 to {MOST_TRIALS:,}"),
+            ("--seed", self.seed, self.seed >= 0, "0 or more"),
+            ("--grace-steps", grace, grace is None or grace > 0, "1 or more"),
+            ("--reduction-factor", self.factor, 1.1 <= self.factor <= 1e6, "at least 1.1"),
         ):
             if not is_right:
-                raise ConfigError(f"{what} cannot be", where="command line", expected=expected)
+                raise ConfigError(f"{option} must be {expected} (got {value})", where="command line")
+
+
+@dataclass
+class Trial:
+    """A trial, which is a run in its own folder.
+
+    Attributes:
+        number: from 1.
+        values: key → value that was drawn.
+        config: of its run, resolved.
+        total: steps of the whole run.
+        points: step → the searched metric in the evaluation there; NaN is left out.
+        step: the last one that its run folder has.
+        error: why it failed.
+    """
+
+    number: int
+    values: dict[str, Any]
+    config: RunConfig
+    total: int
+    state: State = State.WAITING
+    points: dict[int, float] = field(default_factory=dict)
+    step: int = 0
+    error: str = ""
+    _run: RunFolder | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.dir)
+
+    @property
+    def value(self) -> float:
+        """The metric in the last evaluation; NaN before the first."""
+        return self.points[max(self.points)] if self.points else nan
+
+    def last_figures(self) -> dict[str, Any]:
+        """eval.NAME → figure of its last evaluation, if it is finished."""
+        run = RunFolder(self.folder, files=[])
+        run.read_new()
+        return {key: value for key, value in run.result.items() if key.startswith(EVAL)}
+
+    def rows(self, step: int) -> int:
+        """Rows trained by the end of a step: the age by which trials are compared."""
+        return step * self.config.data.global_batch_size
+
+    def read_evaluations(self, key: str) -> None:
+        """Reads what its run folder has gained.
+
+        Args:
+            key: of the searched metric.
+        """
+        self._run = self._run or RunFolder(self.folder, files=[METRICS])
+        self._run.read_new()
+        self.step = self._run.step
+        values = {line.step: line.figure(key) for line in self._run.figures(Eval, Final)}
+        self.points = {step: value for step, value in values.items() if not isnan(value)}
+
+    @property
+    def values_text(self) -> str:
+        """The drawn values on one line."""
+        return ", ".join(f"{key} = {value}" for key, value in self.values.items())
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "trial": self.number,
+            "state": self.state,
+            "values": self.values,
+            "step": self.step,
+            "value": None if isnan(self.value) else self.value,
+            "folder": str(self.folder),
+            "error": self.error or None,
+        }
 
 
 @dataclass
 class Search:
-    """A search whose trials are known.
+    """A search whose trials are drawn.
 
     Attributes:
         config: resolved; each trial differs from it in the keys of the space. run.dir is the search's folder.
-        figure: the searched metric.
-        configs: of the trials.
-        most_rows: that a trial is trained on, those of each epoch counted.
+        figure: the metric that trials are compared by.
     """
 
     config: RunConfig
@@ -78,9 +164,7 @@ class Search:
     space: Space
     settings: Settings
     figure: Figure
-    trials: list[Trial]
-    configs: list[RunConfig]
-    most_rows: int
+    trials: list[Trial] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
@@ -88,35 +172,49 @@ class Search:
 
     @property
     def caution(self) -> str:
-        """A warning about the figures of the best trial, for all that show them; empty: there is none."""
+        """A warning about the figures of the best trial; may be empty."""
         return "" if self.config.data.valid else ON_TEST
 
     @property
-    def left(self) -> list[Trial]:
-        """Trials that are to be begun, or resumed."""
-        return [trial for trial in self.trials if trial.state not in OVER]
+    def ranked(self) -> list[Trial]:
+        """The best trial first: finished ones, those that were stopped, then the others."""
+
+        def place(trial: Trial) -> tuple:
+            missing = isnan(trial.value)
+            loss = 0.0 if missing else self.figure.loss(trial.value)
+            return ORDER.get(trial.state, 3), missing, loss, trial.number
+
+        return sorted(self.trials, key=place)
 
     @property
-    def grace_rows(self) -> int:
-        """The age, in rows, before which no trial is stopped."""
-        steps = self.settings.grace_steps or self.config.train.eval_every_steps
-        return steps * self.config.data.global_batch_size
+    def best(self) -> Trial | None:
+        """The best of the finished trials; if there are none, of those that were stopped."""
+        able = (trial for trial in self.ranked if trial.state in OVER and not isnan(trial.value))
+        return next(able, None)
+
+    def value_text(self, trial: Trial) -> str:
+        """The metric in a trial's last evaluation, with its name."""
+        return f"{self.figure.label} {self.figure.text(trial.value)}"
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """As JSON: name, folder, metric (key, better), best (of a trial; with figures and config), trials."""
+        best = self.best
+        return {
+            "name": self.config.run.name,
+            "folder": str(self.folder),
+            "metric": {"key": self.figure.key, "better": self.figure.better},
+            "best": best
+            and best.record() | {"figures": best.last_figures(), "config": str(self.folder / BEST)},
+            "trials": [trial.record() for trial in self.trials],
+        }
 
 
-def load_base(source: Any, overrides: list[str], allow_code: bool) -> tuple[RunConfig, str, bool]:
-    """The resolved configuration of a new search; its fingerprint, and whether the user has named it."""
-    config = load_config(source, overrides, allow_code=allow_code)
-    named = bool(config.run.name or config.run.dir)
-    text = json.dumps(plain_values(config), sort_keys=True)
-    return resolve(config, source, KIND), hashlib.sha256(text.encode()).hexdigest(), named
-
-
-def prepare(config: RunConfig, space: Space, settings: Settings, before: list[dict] | None = None) -> Search:
-    """Draws the trials, and finds out, before one starts, whether each can be run.
+def prepare(config: RunConfig, space: Space, settings: Settings) -> Search:
+    """Draws the trials, and checks, before the first one starts, that each of them can run.
 
     Args:
         config: resolved; run.dir is the search's folder.
-        before: records of trials that have been drawn before.
 
     Raises:
         ConfigError, SchemaError, DataError: what is wrong, in the configuration, the data or the space.
@@ -125,75 +223,78 @@ def prepare(config: RunConfig, space: Space, settings: Settings, before: list[di
         raise ConfigError(
             "train.eval_every_steps is not set, so there is nothing to compare trials by",
             where="train.eval_every_steps",
-            expected="how many steps there are between two evaluations on data.valid",
+            expected="the number of steps between two evaluations on data.valid",
             do="set it in the configuration, or add train.eval_every_steps=STEPS to the command",
         )
     check_nothing_hidden(config)
     schema, datasets = open_data(config)
-    rows, here = datasets["train"].rows, stays_here(config.scaling.address)
+    here = stays_here(config.scaling.address)
 
-    def accept(each: RunConfig) -> None:
+    def check(each: RunConfig) -> Figure:
         check_fit(each, schema, here=here)
-        find_figure(each, schema, settings.metric)
+        return find_figure(each, schema, settings.metric)
 
-    accept(config)
-    check_space(space, config, accept)
-    trials, configs, most_rows = [], [], 0
-    for drawn in _drawn(space, settings, before or []):
-        number, folder = len(trials) + 1, Path(config.run.dir) / f"trial-{len(trials) + 1:03}"
-        each = _checked(number, drawn, space, accept, config, folder)
-        batch_rows = each.data.global_batch_size
-        steps = total_steps(each, rows)
-        trials.append(Trial(number, drawn, folder, batch_rows, total=steps))
-        configs.append(each)
-        most_rows = max(most_rows, steps * batch_rows)
-    figure = find_figure(config, schema, settings.metric)
-    return Search(config, schema, space, settings, figure, trials, configs, most_rows)
-
-
-def _drawn(space: Space, settings: Settings, before: list[dict]) -> list[dict[str, Any]]:
-    """Key → value of each trial; those that have been drawn before are as they were."""
-    for number, record in enumerate(before, 1):
-        if lacks := [draw.key for draw in space.draws if draw.key not in record["values"]]:
-            raise ConfigError(
-                f"trial {number} of the search lacks {', '.join(lacks)}",
-                where=space.place,
-                expected="the keys that its trials were drawn with",
-                do="restore the files of the search as they were, or begin a new one",
-            )
-    drawn = space.configurations(settings.trials, settings.seed)
-    return [record["values"] for record in before] + drawn[len(before) :]
-
-
-def _checked(
-    number: int,
-    drawn: dict[str, Any],
-    space: Space,
-    accept: Callable[[RunConfig], None],
-    base: RunConfig,
-    folder: Path,
-) -> RunConfig:
-    try:
-        config = trial_config(base, drawn, f"{base.run.name}-{number:03}", folder)
-        config = resolve(config, base.run.name)
-        accept(config)
-    except RaytrecError as error:
-        text = ", ".join(f"{key} = {value}" for key, value in drawn.items())
-        raise ConfigError(
-            f"trial {number} ({text}): {error.what}",
-            where=f"{space.place}, {error.where}" if error.where else space.place,
-            expected=error.expected,
-            do="draw what only goes together as one: a choice of whole sections, such as "
-            "optim.schedule: {choice: [{}, {decay: linear}]}",
-        ) from None
-    return config
+    search = Search(config, schema, space, settings, check(config))
+    _check_extremes(space, config, check)
+    for index, values in enumerate(space.configurations(settings.trials, settings.seed), 1):
+        hint = "draw values that depend on each other as one: a choice of whole sections, such as "
+        hint += "optim.schedule: {choice: [{}, {decay: linear}]}"
+        shown = ", ".join(f"{key} = {value}" for key, value in values.items())
+        with _as_mistake_of(f"trial {index} ({shown})", space.place, hint):
+            each = trial_config(config, values, index)
+            check(each)
+        search.trials.append(Trial(index, values, each, total_steps(each, datasets["train"].rows)))
+    return search
 
 
 def find_figure(config: RunConfig, schema: Schema, key: str | None) -> Figure:
     """The metric that trials are compared by.
 
     Raises:
-        ConfigError: the evaluations have none of that name, or none of its values are better than others.
+        ConfigError: no metric of evaluations has this name, or none of its values are better than others.
     """
     selection = Selection.of_config(config, schema)
     return selection.best(config.checkpoint.best_metric) if key is None else selection.best(key, "--metric")
+
+
+def _check_extremes(space: Space, config: RunConfig, check: Callable[[RunConfig], Any]) -> None:
+    """Whether the configuration takes the ends and choices of each key, one at a time.
+
+    Raises:
+        ConfigError: it does not, with the key and its line.
+    """
+    plain = plain_values(config)
+    for draw, value in space.extremes():
+        with _as_mistake_of(f"{draw.key} = {value}", space.where(draw)):
+            check(load_config(with_values(plain, {draw.key: value})))
+
+
+@contextmanager
+def _as_mistake_of(what: str, where: str, do: str | None = None) -> Iterator[None]:
+    """Names the values of the space that an error comes from."""
+    try:
+        yield
+    except RaytrecError as error:
+        raise ConfigError(
+            f"{what}: {error.what}", where=where, expected=error.expected, do=do or error.do
+        ) from None
+
+
+def trial_config(base: RunConfig, drawn: dict[str, Any], number: int) -> RunConfig:
+    """The resolved configuration of one trial.
+
+    It is evaluated on data.valid at the end, too, so that data.test takes no part in the search. It has no
+    report until it is asked for: `raytrec report FOLDER`.
+
+    Args:
+        base: resolved, of the whole search; its run is the MLflow parent of all trials.
+    """
+    config = load_config(with_values(plain_values(base), drawn))
+    folder = Path(base.run.dir) / f"trial-{number:03}"
+    config.run.name, config.run.dir = f"{base.run.name}-{number:03}", str(folder)
+    config.tracking.parent_run, config.tracking.report = base.run.name, False
+    if config.data.valid:
+        config.data.test = None
+    if config.checkpoint.dir:
+        config.checkpoint.dir = f"{config.checkpoint.dir.rstrip('/')}/{folder.name}"
+    return resolve(config, base.run.name)

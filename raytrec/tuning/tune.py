@@ -1,23 +1,30 @@
-"""`raytrec tune`: many runs of one configuration, each with other values for some keys; the best is kept."""
+"""`raytrec tune`: trains one configuration many times, with other values for some keys; keeps the best."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from raytrec.cluster.lifeline import RayLost
 from raytrec.cluster.session import in_job
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.storage import absolute, relative
-from raytrec.config.overrides import Overrides, as_texts
-from raytrec.config.run_config import RunConfig
+from raytrec.config.overrides import Overrides
+from raytrec.config.run_config import RunConfig, load_config
+from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import hold_run_lock, record_driver
 from raytrec.driver.launch import Interrupted
+from raytrec.driver.prepare import resolve
 from raytrec.driver.run import PATIENCE_S
-from raytrec.tuning.console import TuneConsole
-from raytrec.tuning.folder import is_search, newest_like, read_note, refuse_drawn_code, reopen, write_search
-from raytrec.tuning.outcome import Outcome, outcome_of, write_outcome
-from raytrec.tuning.runner import run_trials
-from raytrec.tuning.search import Search, Settings, load_base, prepare
+from raytrec.tuning.folder import (
+    is_search,
+    newest_like,
+    read_settings,
+    refuse_drawn_code,
+    reopen,
+    write_search,
+)
+from raytrec.tuning.outcome import write_outcome
+from raytrec.tuning.runner import Runner, TuneConsole
+from raytrec.tuning.search import Search, Settings, prepare
 from raytrec.tuning.space import Space
 
 
@@ -35,54 +42,56 @@ def tune(
     resume: str | Path | None = None,
     resume_latest: bool = False,
     allow_code: bool = False,
-) -> Outcome:
+) -> Search:
     """Searches good values for some keys of a configuration.
 
-    Every trial is a run of its own, in a folder below that of the search (run.dir; default: runs/NAME). Those
-    whose evaluations fall behind are stopped early, by successive halving; they save first.
+    Each trial is a run, in a folder inside that of the search (run.dir; default: runs/NAME). Trials whose
+    evaluations fall behind save and are stopped early, by successive halving.
 
     Args:
         source: a config file, its values, or a RunConfig; with train.eval_every_steps.
-        space: a file that says which keys are searched and how their values are drawn (tuning.space).
+        space: a file with the keys that are searched, and how their values are drawn (tuning.space).
         overrides: `section.key=value` strings.
-        trials: how many; default 10. With `resume`, more than there were.
-        metric: key of a metric of evaluations; default: by which the best checkpoints would be kept.
+        trials: their number; default 10. With `resume`, it may grow.
+        metric: key of a metric of evaluations; default: the one that the best checkpoints are kept by.
         seed: the same seed draws the same configurations.
         at_once: trials that run at a time; default: as many as there is room for.
-        grace_steps: before which no trial is stopped; default: train.eval_every_steps.
-        reduction_factor: of the trials of an age, one in so many is trained on.
+        grace_steps: no trial is stopped before; default: train.eval_every_steps.
+        reduction_factor: of the trials of an age, one in this many is trained on.
         resume: the folder of a search that was interrupted.
         resume_latest: resume the newest interrupted search that the same command began, if there is one.
         allow_code: a config from a URI, or a search's folder, may name code (raytrec/config/trust.py).
 
     Returns:
-        Outcome: all trials and the best one, which best.yaml in the search's folder trains again.
+        Search: its trials and the best one, which `raytrec train FOLDER/best.yaml` trains again.
 
     Raises:
         ConfigError, SchemaError, DataError: what is wrong with the input, before a trial starts.
-        RunError: no trial has come to a figure; or Ray was lost. Interrupted: Ctrl-C or SIGTERM.
+        RunError: no trial has a result, or the cluster cannot be reached. Interrupted: Ctrl-C or SIGTERM.
     """
     if at_once is not None and at_once < 1:
-        raise ConfigError(f"--at-once {at_once} cannot be", where="command line", expected="1 or more")
+        raise ConfigError(f"--at-once must be 1 or more (got {at_once})", where="command line")
     if resume:
-        folder = Path(absolute(str(resume)))
         if source or space or overrides:
-            raise ConfigError("a search that is resumed has its CONFIG and space", expected="--resume alone")
-        return _resume(folder, trials, at_once, allow_code)
+            raise ConfigError(
+                "--resume takes CONFIG and space from the folder of the search",
+                where="command line",
+                expected="neither CONFIG nor --space",
+            )
+        return _resume(Path(absolute(str(resume))), trials, at_once, allow_code)
     if source is None or not space:
         raise ConfigError(
             "a search needs a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml"
         )
     settings = Settings(10 if trials is None else trials, metric, seed, grace_steps, reduction_factor)
-    config, fingerprint, named = load_base(source, as_texts(overrides), allow_code)
-    read = Space.read(str(space))  # as CONFIG, of a job from what was submitted with it
+    config = load_config(source, overrides, allow_code=allow_code)
+    named = bool(config.run.name or config.run.dir)
+    config = resolve(config, source, "tune")
+    drawn = Space.read(str(space))  # a job looks for it, as for CONFIG, in its working directory
     if not allow_code:
-        refuse_drawn_code(config, read)
-    if resume_latest:
-        note = {"fingerprint": fingerprint, "settings": settings, "text": read.text}
-        if earlier := newest_like(config, named, note):
-            patience = PATIENCE_S + config.scaling.shutdown_grace_s
-            return _resume(earlier, None, at_once, allow_code, patience)
+        refuse_drawn_code(config, drawn)
+    if resume_latest and (earlier := newest_like(config, drawn, settings, named)):
+        return _resume(earlier, None, at_once, allow_code, PATIENCE_S + config.scaling.shutdown_grace_s)
     if is_search(Path(config.run.dir)):
         raise RunError(
             "there is a search already",
@@ -90,51 +99,44 @@ def tune(
             expected="a new folder",
             do=f"raytrec tune --resume {relative(Path(config.run.dir))}; or choose another run.name",
         )
-    search = prepare(config, read, settings)
-    return _run(search, fingerprint, at_once)
+    return _run(prepare(config, drawn, settings), at_once)
 
 
 def _resume(
     folder: Path, trials: int | None, at_once: int | None, allow_code: bool, patience_s: float = 0
-) -> Outcome:
-    """Resumes a search, for which a process that still runs it is waited for."""
-    read_note(folder)
-    with hold_run_lock(folder, patience_s, TuneConsole(folder.name).note):
+) -> Search:
+    """Resumes a search, after waiting for a process that still runs it."""
+    read_settings(folder)
+    with hold_run_lock(folder, patience_s, RunConsole(folder.name).note):
         pass
-    search, fingerprint = reopen(folder, trials, allow_code)
-    return _run(search, fingerprint, at_once)
+    return _run(reopen(folder, trials, allow_code), at_once)
 
 
-def _run(search: Search, fingerprint: str, at_once: int | None) -> Outcome:
-    """The search itself: its folder, its trials, what they came to."""
+def _run(search: Search, at_once: int | None) -> Search:
+    """Runs a search: writes its folder, runs its trials, writes the outcome."""
     folder = search.folder
-    with TuneConsole(search.config.run.name) as console, hold_run_lock(folder, 0, console.phase):
-        write_search(search, fingerprint)
-        console.follow(search.trials, search.figure)
+    console = TuneConsole(search.config.run.name)
+    with console, hold_run_lock(folder, 0, console.phase):
+        write_search(search)
         if search.caution:
             console.warn(search.caution)
         if in_job():
             console.note(f"search folder {folder}")
         with record_driver(folder):
+            runner = Runner(search, console)
             try:
-                signal = run_trials(search, console, at_once)
-            except RayLost as lost:
-                raise RayLost(lost.what, where=lost.where, do=_how_to_resume(folder)) from None
+                runner.run(at_once)
+                console.phase("writing the outcome")
+                write_outcome(search, console.warn)
+                if runner.signal is not None:
+                    raise Interrupted(runner.signal, None)
             except KeyboardInterrupt:
                 console.note(_how_to_resume(folder))
                 raise
-            console.phase("writing the outcome")
-            outcome = outcome_of(search)
-            write_outcome(search, outcome, console.warn)
-            if signal is not None:
-                console.note(_how_to_resume(folder))
-                raise Interrupted(signal, None)
-    if outcome.best is None:
+    if search.best is None:
         failed = next((trial.error for trial in search.trials if trial.error), "none has been evaluated")
-        raise RunError(
-            f"no trial has come to a figure: {failed}", where=str(folder), do=_how_to_resume(folder)
-        )
-    return outcome
+        raise RunError(f"no trial has a result: {failed}", where=str(folder), do=_how_to_resume(folder))
+    return search
 
 
 def _how_to_resume(folder: Path) -> str:

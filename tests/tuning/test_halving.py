@@ -1,45 +1,35 @@
 """Which trials are stopped, compared with a plain definition of asynchronous successive halving."""
 
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from raytrec.config.run_config import load_config
 from raytrec.metrics.selection import Figure
-from raytrec.tuning.actor import LOSS, ROWS
-from raytrec.tuning.schedule import Halving, Queue
-from raytrec.tuning.trials import STOPPED, Trial
+from raytrec.tuning.runner import Halving
+from raytrec.tuning.search import Settings, Trial
 
 FIGURE = Figure("area", "area", "area", "higher", "{:.4f}", False)
-BATCH = 10
+BATCH, STEPS = 10, 16
+VALUES = {
+    "data": {"train": "/d", "valid": "/v", "global_batch_size": BATCH},
+    "train": {"eval_every_steps": 1},
+    "scaling": {"num_workers": 1},
+}
+CONFIG = load_config(VALUES)
 
 
-def scheduler(past=(), factor=2.0, grace=1, most=16):
-    stopped = []
-    halving = Halving(
-        FIGURE,
-        past,
-        lambda number, step: stopped.append((number, step)),
-        grace_rows=grace * BATCH,
-        most_rows=most * BATCH,
-        factor=factor,
-    )
-    return halving, stopped
-
-
-def ray_trial(number):
-    return SimpleNamespace(trial_id=f"random-{number}", config={"number": number})
-
-
-def tell(halving, number, step, value):
-    result = {"step": step, ROWS: step * BATCH, LOSS: FIGURE.loss(value)}
-    assert halving.on_trial_result(None, ray_trial(number), result) == "CONTINUE"
+def halving(factor=2.0, grace=None, trials=30):
+    made = {number: Trial(number, {}, CONFIG, STEPS) for number in range(trials)}
+    settings = Settings(grace_steps=grace, factor=factor)
+    search = SimpleNamespace(config=CONFIG, settings=settings, figure=FIGURE, trials=list(made.values()))
+    return Halving(search), made
 
 
 class Plain:
-    """Rungs at grace × factor^k below the end; among the best 1/factor of those before goes on."""
+    """Rungs at grace × factor^k below the end; a trial among the best 1/factor of those before goes on."""
 
     def __init__(self, factor, grace, most):
         self.factor, self.rungs = factor, {}
@@ -56,58 +46,51 @@ class Plain:
 
 
 @pytest.mark.parametrize("factor, grace", [(2.0, 1), (3.0, 2), (4.0, 1)])
-def test_who_falls_behind_is_stopped(factor, grace):
-    random, plain = Random(1), Plain(factor, grace, 16)
-    halving, stopped = scheduler(factor=factor, grace=grace)
-    expected, trained = [], {number: 0 for number in range(30)}
-    for number in trained:
-        halving.on_trial_add(None, ray_trial(number))
-    while trained:
-        number = random.choice(list(trained))
-        trained[number] += 1
+def test_trials_that_fall_behind_are_stopped(factor, grace):
+    random, plain = Random(1), Plain(factor, grace, STEPS)
+    rule, trials = halving(factor, grace)
+    expected, stopped, running = [], [], dict.fromkeys(trials, 0)
+    while running:
+        number = random.choice(list(running))
+        running[number] += 1
         value = number / 30 + random.random()
-        for _ in range(2):  # each figure is heard more than once
-            if plain.is_stopped(number, trained[number], value):
-                expected.append((number, trained[number]))
-            tell(halving, number, trained[number], value)
-        if trained[number] == 16 or (number, trained[number]) in expected:
-            del trained[number]
+        if plain.is_stopped(number, running[number], value):
+            expected.append((number, running[number]))
+        trials[number].points[running[number]] = value
+        for _ in range(2):  # each figure is read more than once
+            if rule.falls_behind(trials[number]):
+                stopped.append((number, running[number]))
+        if running[number] == STEPS or (number, running[number]) in expected:
+            del running[number]
     assert stopped == expected and len(stopped) > 8
 
 
-def test_a_search_that_is_resumed_knows_its_past():
-    past = [Trial(n, {}, Path("x"), BATCH, STOPPED, {1: 0.8 + n / 100, 2: 0.9}) for n in (1, 2)]
-    halving, stopped = scheduler(past)
-    assert stopped == []
-    halving.on_trial_add(None, ray_trial(2))
-    tell(halving, 2, 1, 0.1)  # it has been there before
-    halving.on_trial_add(None, ray_trial(3))
-    tell(halving, 3, 1, 0.5)
-    assert stopped == [(3, 1)]
-
-
-def test_what_has_no_figure_yet_or_none_at_all_goes_on():
-    halving, stopped = scheduler()
-    for number in (1, 2, 3):
-        halving.on_trial_add(None, ray_trial(number))
-        halving.on_trial_result(None, ray_trial(number), {"step": 0, ROWS: 0, LOSS: float("nan")})
-        tell(halving, number, 1, float("nan"))
-    assert stopped == []
-
-
-def test_a_run_that_is_over_before_the_first_rung():
-    halving, stopped = scheduler(grace=20, most=16)
+def test_evaluations_of_the_past_count():
+    rule, trials = halving()
     for number in (1, 2):
-        halving.on_trial_add(None, ray_trial(number))
-        tell(halving, number, 16, 1 / number)
-    assert stopped == []
+        trials[number].points = {1: 0.8 + number / 100, 2: 0.9}
+        rule.falls_behind(trials[number])
+    trials[2].points[1] = 0.1  # it has been there before
+    assert not rule.falls_behind(trials[2])
+    trials[3].points[1] = 0.5
+    assert rule.falls_behind(trials[3])
 
 
-def test_trials_are_handed_out_in_order_until_the_search_ends():
-    ending = []
-    queue = Queue([{"number": 1}, {"number": 2}, {"number": 3}], lambda: bool(ending))
-    assert [queue.suggest("a"), queue.suggest("b")] == [{"number": 1}, {"number": 2}]
-    ending.append(True)
-    assert queue.suggest("c") == "FINISHED"
-    ending.clear()
-    assert [queue.suggest("c"), queue.suggest("d")] == [{"number": 3}, "FINISHED"]
+def test_batches_of_different_sizes_are_compared_by_rows():
+    rule, trials = halving(factor=4.0)  # rungs at 10 and 40 rows
+    trials[1].config = load_config(VALUES | {"data": VALUES["data"] | {"global_batch_size": 4 * BATCH}})
+    trials[2].points = {1: 0.2, 4: 0.9}
+    trials[1].points = {1: 0.5}  # after 40 rows
+    assert not rule.falls_behind(trials[2]) and rule.falls_behind(trials[1])
+
+
+def test_a_trial_without_figures_goes_on():
+    rule, trials = halving()
+    assert not any(map(rule.falls_behind, trials.values()))
+
+
+def test_a_run_that_ends_before_the_first_rung():
+    rule, trials = halving(grace=20)
+    for number in (1, 2):
+        trials[number].points = {STEPS: 1 / number}
+        assert not rule.falls_behind(trials[number])

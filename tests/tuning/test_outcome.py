@@ -10,13 +10,11 @@ from drawn_texts import collisions, drawn_texts
 from raytrec.config.run_config import load_config
 from raytrec.config.trust import is_ours
 from raytrec.driver.prepare import resolve
-from raytrec.tuning.console import print_outcome
 from raytrec.tuning.folder import write_search
-from raytrec.tuning.outcome import outcome_of, write_outcome
+from raytrec.tuning.outcome import print_outcome, write_outcome
 from raytrec.tuning.pictures import curves, over_keys
-from raytrec.tuning.search import Settings, prepare
+from raytrec.tuning.search import Settings, State, prepare
 from raytrec.tuning.space import Space
-from raytrec.tuning.trials import FAILED, FINISHED, STOPPED, WAITING
 
 SPACE = """\
 optim.dense.lr: {log_uniform: [0.001, 0.1]}
@@ -37,11 +35,11 @@ def search(data, tmp_path):
     values = parquet.settings(data, tmp_path / "s", train__eval_every_steps=2, tracking__enabled=False)
     config = resolve(load_config(values), "own.yaml", "tune")
     made = prepare(config, Space.parse(SPACE, "space.yaml"), Settings(trials=4))
-    write_search(made, "print")
+    write_search(made)
     key = made.figure.key
     for trial, state, points in zip(
         made.trials,
-        (FINISHED, STOPPED, FAILED, WAITING),
+        (State.FINISHED, State.STOPPED, State.FAILED, State.WAITING),
         ({2: 0.9, 5: 0.8123}, {2: 0.95}, {2: 0.1}, {}),
         strict=True,
     ):
@@ -54,9 +52,8 @@ def search(data, tmp_path):
 
 def test_what_is_written(search, data, capsys):
     warned = []
-    outcome = outcome_of(search)
-    write_outcome(search, outcome, warned.append)
-    assert not warned and outcome.best is search.trials[0]
+    write_outcome(search, warned.append)
+    assert not warned and search.best is search.trials[0]
     key = search.figure.key
 
     text = (search.folder / "best.yaml").read_text()
@@ -64,7 +61,8 @@ def test_what_is_written(search, data, capsys):
     assert is_ours(search.folder / "best.yaml")
     config = load_config(search.folder / "best.yaml")
     assert config.optim.dense.lr == search.trials[0].values["optim.dense.lr"]
-    assert config.run.name is None and config.data.test == f"{data}/test"
+    assert config.run.name is None is config.run.dir and config.data.test == f"{data}/test"
+    assert config.tracking.parent_run is None
 
     page = (search.folder / "tune.html").read_text()
     assert page.count("<svg") == 2 and "not a finite number &lt;b&gt;" in page
@@ -72,7 +70,7 @@ def test_what_is_written(search, data, capsys):
     assert all((search.folder / name).read_text().startswith("<svg") for name in ("curves.svg", "keys.svg"))
     assert not (search.folder / "outcome.json").exists()  # a trial is still to begin
 
-    print_outcome(outcome)
+    print_outcome(search)
     table = capsys.readouterr().out
     assert table.index("0.8123") < table.index("stopped") < table.index("failed")
     assert "trial 3 failed: the loss is not a finite number" in table and "best.yaml" in table
@@ -96,15 +94,15 @@ def wide_search(data, tmp_path):
     config = resolve(load_config(values), "own.yaml", "tune")
     made = prepare(config, Space.parse(WIDE_SPACE, "space.yaml"), Settings(trials=12))
     for trial in made.trials:
-        trial.state, trial.step = FINISHED, 200
+        trial.state, trial.step = State.FINISHED, 200
         trial.points = {100: 0.7, 200: 0.7 + 0.01 * trial.number}
     return made
 
 
 def test_pictures_have_plain_tick_labels_and_whole_markers_in_wide_panels(data, tmp_path):
     made = wide_search(data, tmp_path)
-    picture = over_keys(made.trials, made.space.draws, made.figure)
-    assert collisions(picture) == [] == collisions(curves(made.trials, made.figure))
+    picture = over_keys(made)
+    assert collisions(picture) == [] == collisions(curves(made))
     texts = [drawn.text for drawn in drawn_texts(picture)]
     assert not any("$" in text or "math" in text for text in texts)
     for axes, draw in zip(picture.axes, made.space.draws, strict=True):
@@ -117,12 +115,11 @@ def test_pictures_have_plain_tick_labels_and_whole_markers_in_wide_panels(data, 
 
 
 @pytest.mark.parametrize("kind", ["valid", "test"])
-def test_what_is_said_of_the_best_names_the_data_that_it_was_chosen_on(search, capsys, kind):
+def test_the_data_that_the_best_was_chosen_on_is_named(search, capsys, kind):
     if kind == "test":
         search.config.data.valid = None
-    outcome = outcome_of(search)
-    write_outcome(search, outcome, print)
-    print_outcome(outcome)
+    write_outcome(search, print)
+    print_outcome(search)
     best, page = ((search.folder / name).read_text() for name in ("best.yaml", "tune.html"))
     warned = ["compared on the test data" in " ".join(text.split()) for text in (best, page)]
     warned.append("warning: data.valid is not set" in capsys.readouterr().out)
@@ -134,7 +131,7 @@ def test_what_is_said_of_the_best_names_the_data_that_it_was_chosen_on(search, c
 def test_a_table_that_is_too_wide_for_the_terminal_breaks_no_words(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     made = wide_search(data, tmp_path)
-    print_outcome(outcome_of(made))
+    print_outcome(made)
     table = capsys.readouterr().out
     assert all(len(line) <= 80 for line in table.splitlines() if "│" in line)
     for trial in made.trials:
@@ -142,16 +139,15 @@ def test_a_table_that_is_too_wide_for_the_terminal_breaks_no_words(data, tmp_pat
             assert key in table and all(part in table for part in str(value).split()), key
     assert len(re.findall(r"\b200 │ finished\b", table)) == 12
     monkeypatch.setenv("COLUMNS", "300")
-    print_outcome(outcome_of(made))
+    print_outcome(made)
     assert "│ optim.dense.lr" in capsys.readouterr().out.replace("┃", "│")  # a column
 
 
 def test_a_search_has_ended_when_all_trials_have(search):
-    search.trials[3].state, search.trials[3].error = FAILED, "no room"
-    outcome = outcome_of(search)
-    write_outcome(search, outcome, print)
+    search.trials[3].state, search.trials[3].error = State.FAILED, "no room"
+    write_outcome(search, print)
     written = json.loads((search.folder / "outcome.json").read_text())
-    assert written == json.loads(json.dumps(outcome.metrics))
+    assert written == json.loads(json.dumps(search.metrics))
     assert [trial["state"] for trial in written["trials"]] == ["finished", "stopped", "failed", "failed"]
     assert written["best"]["trial"] == 1 and written["best"]["figures"]["eval.rows"] == 100
     assert written["best"]["config"] == str(search.folder / "best.yaml")
@@ -161,20 +157,19 @@ def test_a_search_has_ended_when_all_trials_have(search):
 
 def test_a_search_without_a_figure(search):
     for trial in search.trials:
-        trial.state, trial.points, trial.error = FAILED, {}, "it is broken"
-    outcome = outcome_of(search)
-    write_outcome(search, outcome, print)
-    assert outcome.best is None and outcome.metrics["best"] is None
+        trial.state, trial.points, trial.error = State.FAILED, {}, "it is broken"
+    write_outcome(search, print)
+    assert search.best is None and search.metrics["best"] is None
     assert not (search.folder / "best.yaml").exists()
     assert "No trial has been evaluated" in (search.folder / "tune.html").read_text()
 
 
 def test_a_store_that_cannot_be_written_loses_no_outcome(search, tmp_path):
-    (tmp_path / "no.db").write_text("this is no database, but a text that is long enough to be taken for one")
+    (tmp_path / "no.db").write_text("not a database, but a text that is long enough to be taken for one")
     search.config.tracking.enabled = True
     search.config.tracking.uri = f"sqlite:///{tmp_path}/no.db"
     warned = []
-    write_outcome(search, outcome_of(search), warned.append)
+    write_outcome(search, warned.append)
     assert len(warned) == 1 and "MLflow lacks the outcome" in warned[0]
     assert (search.folder / "best.yaml").exists()
 
@@ -188,7 +183,7 @@ def test_the_parent_in_mlflow_has_the_outcome(search, tmp_path):
     warned = []
     with made_once():
         for _ in range(2):  # as a search that was resumed, or made longer, does
-            write_outcome(search, outcome_of(search), warned.append)
+            write_outcome(search, warned.append)
     assert not warned
     client = MlflowClient(search.config.tracking.uri)
     experiment = client.get_experiment_by_name(search.config.tracking.experiment).experiment_id

@@ -1,7 +1,7 @@
 """Before a trial starts: what is drawn for it, and what is refused, with the key and its line."""
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 
 import parquet
 import pytest
@@ -11,11 +11,10 @@ from raytrec.config.run_config import load_config
 from raytrec.driver.prepare import resolve
 from raytrec.metrics.registry import METRICS
 from raytrec.metrics.selection import Selection
+from raytrec.tuning import runner
 from raytrec.tuning.folder import is_search, newest_like, reopen, write_search
-from raytrec.tuning.room import cpus_of_local_ray
-from raytrec.tuning.search import Settings, load_base, prepare
+from raytrec.tuning.search import Settings, State, prepare
 from raytrec.tuning.space import Space
-from raytrec.tuning.trials import FINISHED, INTERRUPTED, STOPPED, WAITING
 from raytrec.tuning.tune import tune
 
 SPACE = "optim.dense.lr: {log_uniform: [0.001, 0.1]}\nmodel.dropout: {uniform: [0, 0.5]}\n"
@@ -40,13 +39,13 @@ def test_trials_have_what_was_drawn_in_folders_of_their_own(data, tmp_path):
     search = prepared(data, tmp_path)
     assert [trial.number for trial in search.trials] == [1, 2, 3]
     assert [trial.folder.name for trial in search.trials] == ["trial-001", "trial-002", "trial-003"]
-    for trial, config in zip(search.trials, search.configs, strict=True):
+    for trial in search.trials:
+        config = trial.config
         assert config.optim.dense.lr == trial.values["optim.dense.lr"]
         assert config.model.dropout == trial.values["model.dropout"]
         assert config.run.dir == str(trial.folder) and config.run.name.endswith(trial.folder.name[-4:])
         assert config.tracking.parent_run == search.config.run.name and config.data.test is None
-        assert (trial.total, trial.batch_rows) == (5, 128)
-    assert search.most_rows == 5 * 128 and search.grace_rows == 2 * 128
+        assert (trial.total, trial.rows(2)) == (5, 2 * 128)
     assert search.figure.better in ("higher", "lower")
     again = prepared(data, tmp_path)
     assert [t.values for t in again.trials] == [t.values for t in search.trials]
@@ -54,16 +53,8 @@ def test_trials_have_what_was_drawn_in_folders_of_their_own(data, tmp_path):
     assert [t.values for t in other.trials] != [t.values for t in search.trials]
 
 
-def test_longer_trials_have_more_rows(data, tmp_path):
-    search = prepared(
-        data, tmp_path, "train.epochs: {integer: [1, 3]}\ndata.global_batch_size: {choice: [64, 128]}"
-    )
-    longest = max(search.trials, key=lambda trial: trial.total * trial.batch_rows)
-    assert search.most_rows == longest.total * longest.batch_rows
-
-
 @pytest.mark.parametrize(
-    "space, line, says",
+    "space, line, mistake",
     [
         (SPACE + "optim.dense.lrr: {uniform: [0, 1]}", 3, "did you mean optim.dense.lr"),
         ("optim.dense.lr: {uniform: [-1, 1]}", 1, "optim.dense.lr = -1"),
@@ -76,10 +67,10 @@ def test_longer_trials_have_more_rows(data, tmp_path):
         ("data.train.x: {choice: [1]}", 1, "a value"),
     ],
 )
-def test_a_space_that_the_configuration_refuses(data, tmp_path, space, line, says):
+def test_a_space_that_the_configuration_refuses(data, tmp_path, space, line, mistake):
     with pytest.raises(ConfigError) as error:
         prepared(data, tmp_path, space)
-    assert says in error.value.what and error.value.where == f"space.yaml, line {line}"
+    assert mistake in error.value.what and error.value.where == f"space.yaml, line {line}"
     assert not (tmp_path / "search").exists()
 
 
@@ -93,7 +84,7 @@ def test_values_that_are_refused_together(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, error, says",
+    "changes, error, mistake",
     [
         ({"train": {}}, ConfigError, "train.eval_every_steps is not set"),
         ({"data__train": "/nowhere"}, DataError, "no such folder"),
@@ -101,7 +92,7 @@ def test_values_that_are_refused_together(data, tmp_path):
         ({"plan__tables": {"none": {"ranks": [0]}}}, ConfigError, "none"),
     ],
 )
-def test_a_configuration_that_cannot_be_run(data, tmp_path, changes, error, says):
+def test_a_configuration_that_cannot_be_run(data, tmp_path, changes, error, mistake):
     given = values(data, tmp_path)
     for key, value in changes.items():
         section, _, name = key.partition("__")
@@ -109,30 +100,30 @@ def test_a_configuration_that_cannot_be_run(data, tmp_path, changes, error, says
     (tmp_path / "space.yaml").write_text(SPACE)
     with pytest.raises(error) as found:
         tune(given, str(tmp_path / "space.yaml"))
-    assert says in str(found.value) and not (tmp_path / "search").exists()
+    assert mistake in str(found.value) and not (tmp_path / "search").exists()
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "options, mistake",
     [
         ({"metric": "nothing"}, "--metric is nothing, which is not a metric"),
-        ({"trials": 0}, "--trials 0"),
-        ({"trials": -1}, "--trials -1"),
-        ({"grace_steps": 0}, "--grace-steps 0"),
-        ({"reduction_factor": 1}, "--reduction-factor 1"),
-        ({"seed": -1}, "--seed -1"),
-        ({"at_once": 0}, "--at-once 0"),
+        ({"trials": 0}, "--trials must be 1 to 10,000 (got 0)"),
+        ({"trials": -1}, "--trials must be"),
+        ({"grace_steps": 0}, "--grace-steps must be 1 or more (got 0)"),
+        ({"reduction_factor": 1}, "--reduction-factor must be at least 1.1 (got 1)"),
+        ({"seed": -1}, "--seed must be 0 or more (got -1)"),
+        ({"at_once": 0}, "--at-once must be 1 or more (got 0)"),
         ({"space": None}, "a search needs a config and a space"),
         ({"space": "/nowhere.yaml"}, "no such file"),
-        ({"resume": "/nowhere"}, "has its CONFIG and space"),
+        ({"resume": "/nowhere"}, "--resume takes CONFIG and space from the folder"),
     ],
 )
-def test_options_that_are_wrong(data, tmp_path, options, says):
+def test_options_that_are_wrong(data, tmp_path, options, mistake):
     (tmp_path / "space.yaml").write_text(SPACE)
     given = {"space": str(tmp_path / "space.yaml"), "at_once": 1} | options
     with pytest.raises((ConfigError, RunError)) as error:
         tune(values(data, tmp_path), **given)
-    assert says in str(error.value) and not (tmp_path / "search").exists()
+    assert mistake in str(error.value) and not (tmp_path / "search").exists()
 
 
 def test_the_space_is_beside_the_configuration_and_not_below_the_root_of_a_cluster(
@@ -157,8 +148,8 @@ def test_a_metric_by_its_name(data, tmp_path):
 def test_a_search_is_taken_up_where_it_was(data, tmp_path):
     search = prepared(data, tmp_path)
     assert not is_search(search.folder)
-    write_search(search, "print")
-    assert is_search(search.folder) and [t.state for t in search.trials] == [WAITING] * 3
+    write_search(search)
+    assert is_search(search.folder) and [t.state for t in search.trials] == [State.WAITING] * 3
     records = json.loads((search.folder / "trials.json").read_text())
     for record, state in zip(records, ("running", "stopped", "running"), strict=True):
         record["state"] = state
@@ -169,13 +160,16 @@ def test_a_search_is_taken_up_where_it_was(data, tmp_path):
     (search.trials[2].folder / "result.json").write_text("{}")
     before = {t.folder: (t.folder / "config.yaml").read_text() for t in search.trials}
 
-    again, fingerprint = reopen(search.folder, 4, allow_code=False)
-    assert fingerprint == "print"
-    assert [t.state for t in again.trials] == [INTERRUPTED, STOPPED, FINISHED, WAITING]
+    again = reopen(search.folder, 4, allow_code=False)
+    assert [t.state for t in again.trials] == [
+        State.INTERRUPTED,
+        State.STOPPED,
+        State.FINISHED,
+        State.WAITING,
+    ]
     assert [t.points for t in again.trials] == [{2: 0.1}, {2: 0.2}, {2: 0.3}, {}]
     assert [t.values for t in again.trials[:3]] == [t.values for t in search.trials]
-    assert [t.number for t in again.left] == [1, 4]
-    write_search(again, fingerprint)
+    write_search(again)
     assert {folder: (folder / "config.yaml").read_text() for folder in before} == before
     assert (again.trials[3].folder / "config.yaml").exists()
     with pytest.raises(ConfigError, match="the search has 4"):
@@ -185,24 +179,25 @@ def test_a_search_is_taken_up_where_it_was(data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, says",
+    "change, mistake",
     [
-        (lambda trial: trial.pop("state"), "trial 2 of the search lacks state"),
-        (lambda trial: trial.pop("values"), "trial 2 of the search lacks values"),
-        (lambda trial: trial.pop("error"), "trial 2 of the search lacks error"),
-        (lambda trial: trial["values"].pop("model.dropout"), "trial 2 of the search lacks model.dropout"),
-        (lambda trial: trial.update(values=[]), "trial 2 of the search lacks values"),
-        (lambda trial: trial["values"].update({"model.dropout": "much"}), "trial 2 .*model.dropout"),
+        (lambda trial: trial.pop("state"), "trials.json of the search cannot be read: KeyError: 'state'"),
+        (lambda trial: trial.pop("values"), "trials.json of the search cannot be read: KeyError: 'values'"),
+        (lambda trial: trial.pop("error"), "trials.json of the search cannot be read: KeyError: 'error'"),
+        (lambda trial: trial.update(state="odd"), "trials.json of the search cannot be read"),
+        (lambda trial: trial["values"].pop("model.dropout"), "trial 2 of the search is not what its space"),
+        (lambda trial: trial.update(values=[]), "trial 2 of the search is not what its space draws"),
+        (lambda trial: trial["values"].update({"model.dropout": "much"}), "trial 2 .*its space draws"),
     ],
 )
-def test_a_trial_that_lacks_a_key_cannot_be_resumed(data, tmp_path, change, says):
+def test_a_trial_that_was_changed_cannot_be_resumed(data, tmp_path, change, mistake):
     search = prepared(data, tmp_path)
-    write_search(search, "print")
+    write_search(search)
     file = search.folder / "trials.json"
     records = json.loads(file.read_text())
     change(records[1])
     file.write_text(json.dumps(records))
-    with pytest.raises((RunError, ConfigError), match=says):
+    with pytest.raises(RunError, match=mistake):
         reopen(search.folder, None, allow_code=False)
 
 
@@ -210,7 +205,7 @@ def test_a_trial_that_lacks_a_key_cannot_be_resumed(data, tmp_path, change, says
 @pytest.mark.parametrize("text", [None, "", "{}", "[{}]", "null", '{"settings": {"factor": "x"}}'])
 def test_a_damaged_file_of_a_search_is_an_error_for_people(data, tmp_path, name, text):
     search = prepared(data, tmp_path)
-    write_search(search, "print")
+    write_search(search)
     (search.folder / name).unlink()
     if text is not None:
         (search.folder / name).write_text(text)
@@ -222,7 +217,7 @@ def test_a_search_of_somebody_elses_may_not_bring_code(data, tmp_path, monkeypat
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     search = prepared(data, tmp_path)
-    write_search(search, "print")
+    write_search(search)
     reopen(search.folder, None, allow_code=False)
     for folder in (search.trials[1].folder, search.folder / "base"):
         config, mark = folder / "config.yaml", folder / "config.yaml.mark"
@@ -260,36 +255,59 @@ def test_a_space_or_trials_from_elsewhere_may_not_draw_code(data, tmp_path, monk
     drawn.write_text(json.dumps({key: {"choice": [value]}}))
     with pytest.raises(ConfigError, match="names code to run"):
         tune(values(data, tmp_path, tasks=tasks), drawn.as_uri())
-    write_search(search, "print")
+    write_search(search)
     trials = search.folder / "trials.json"
     records = json.loads(trials.read_text())
     records[0]["values"][key] = value
     trials.write_text(json.dumps(records))
+    with pytest.raises(RunError, match="trial 1 of the search is not what its space draws"):
+        reopen(search.folder, None, allow_code=False)
+    (search.folder / "space.yaml").write_text(drawn.read_text())
     with pytest.raises(ConfigError, match="names code to run"):
         reopen(search.folder, None, allow_code=False)
 
 
 def test_the_same_command_finds_its_search(data, tmp_path):
-    given = values(data, tmp_path)
-    del given["run"]
-    given["run"] = {"root": str(tmp_path)}
-    config, fingerprint, named = load_base(given, [], False)
-    search = prepare(config, Space.parse(SPACE, "space.yaml"), Settings(trials=3))
-    write_search(search, fingerprint)
-    note = {"fingerprint": fingerprint, "settings": Settings(trials=3), "text": SPACE}
-    assert not named and newest_like(config, named, note) == search.folder
-    for other in (
-        {"settings": Settings(**asdict(Settings(trials=3)) | {"seed": 1})},
-        {"text": SPACE + "# changed"},
-        {"fingerprint": load_base(given, ["train.epochs=2"], False)[1]},
-    ):
-        assert newest_like(config, named, note | other) is None
+    given = values(data, tmp_path) | {"run": {"root": str(tmp_path)}}
+    space, settings = Space.parse(SPACE, "space.yaml"), Settings(trials=3)
+
+    def new(*overrides):
+        return resolve(load_config(given, overrides), "own.yaml", "tune")
+
+    search = prepare(new(), space, settings)
+    write_search(search)
+    later = new("run.name=run-tune-20990101-000000")
+    later.run.name = search.config.run.name.rsplit("-", 2)[0] + "-20990101-000000"
+    later.run.dir = str(search.folder.parent / later.run.name)
+    assert newest_like(later, space, settings, named=False) == search.folder
+    assert newest_like(later, space, settings, named=True) is None
+    assert newest_like(later, space, replace(settings, seed=1), named=False) is None
+    assert newest_like(later, Space.parse(SPACE + "# changed", "space.yaml"), settings, named=False) is None
+    assert newest_like(new("train.epochs=2"), space, settings, named=False) is None
     (search.folder / "outcome.json").write_text("{}")
-    assert newest_like(config, named, note) is None
+    assert newest_like(later, space, settings, named=False) is None
 
 
-def test_a_local_ray_has_room_for_the_largest_trial(data, tmp_path):
+def test_trials_that_run_at_a_time_fill_the_processors(data, tmp_path, monkeypatch):
     search = prepared(data, tmp_path, "data.readers: {choice: [1, 3]}", Settings(trials=2))
-    assert cpus_of_local_ray(search.configs, 1) == 2 * (1 + 3)
-    assert cpus_of_local_ray(search.configs, 3) == 3 * 8
-    assert cpus_of_local_ray(search.configs, None) % 8 == 0
+    configs = [trial.config for trial in search.trials]  # of 2 workers: 4 and 8 processors
+    for processors, places in ((4, 1), (16, 2), (17, 2)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, processors=processors: set(range(processors)))
+        assert runner.find_room(configs, None) == [{}] * places
+    assert runner.find_room(configs, 3) == [{}] * 3
+
+
+def test_trials_on_one_machine_share_its_gpus(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(runner, "built_for", lambda: "cuda")
+    monkeypatch.setattr(runner, "usable_gpus", lambda: ["0", "1", "2", "3", "4"])
+    configs = [trial.config for trial in prepared(data, tmp_path, scaling__device="auto").trials]
+
+    def places(at_once=None):
+        return [place.get("CUDA_VISIBLE_DEVICES") for place in runner.find_room(configs, at_once)]
+
+    assert places() == ["0,1", "2,3"] and places(1) == ["0,1"]
+    monkeypatch.setattr(runner, "usable_gpus", lambda: ["0"])
+    assert places() == ["0"]
+    monkeypatch.setattr(runner, "usable_gpus", list)
+    assert places(2) == [None, None]

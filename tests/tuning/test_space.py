@@ -1,11 +1,12 @@
-"""The space of a search: what is drawn, and what is said of a file that is wrong."""
+"""The space of a search: what is drawn, and what is wrong with a file."""
 
 from math import log
 
 import pytest
 
 from raytrec.common.errors import ConfigError
-from raytrec.tuning.space import Space, put
+from raytrec.config.run_config import RunConfig
+from raytrec.tuning.space import COMMON, Space, with_values
 
 TEXT = """\
 # learning rates
@@ -59,21 +60,22 @@ def test_what_is_drawn_may_be_changed():
 
 
 @pytest.mark.parametrize(
-    "text, line, says",
+    "text, line, mistake",
     [
-        ("optim.dense.lr: 0.1", 1, "does not say how it is drawn"),
-        ("\noptim.dense.lr: {uniform: [0, 1], choice: [1]}", 2, "does not say how"),
-        ("x.y: {choice: [1]}\noptim.dense.lr: {loguniform: [1, 2]}", 2, "did you mean log_uniform?"),
-        ("optim.dense.lr: {uniform: [1, 0]}", 1, "not the lower one"),
-        ("optim.dense.lr: {uniform: [1]}", 1, "uniform has [1]"),
-        ("optim.dense.lr: {uniform: [a, 2]}", 1, "uniform has ['a', 2]"),
-        ("optim.dense.lr: {uniform: [0, .inf]}", 1, "uniform has"),
-        ("optim.dense.lr: {uniform: [false, true]}", 1, "uniform has"),
-        ("optim.dense.lr: {log_uniform: [0, 1]}", 1, "no power"),
-        ("train.epochs: {integer: [1, 2.5]}", 1, "integer has"),
-        ("train.epochs: {choice: []}", 1, "choice has []"),
-        ("train.epochs: {choice: [1, 2, 1]}", 1, "has 1 twice"),
+        ("optim.dense.lr: 0.1", 1, "not a way to draw it"),
+        ("\noptim.dense.lr: {uniform: [0, 1], choice: [1]}", 2, "not a way to draw it"),
+        ("x.y: {choice: [1]}\noptim.dense.lr: {loguniform: [1, 2]}", 2, "did you mean 'log_uniform'?"),
+        ("optim.dense.lr: {uniform: [1, 0]}", 1, "needs the lower number first (got [1, 0])"),
+        ("optim.dense.lr: {uniform: [1]}", 1, "uniform needs two numbers (got [1])"),
+        ("optim.dense.lr: {uniform: [a, 2]}", 1, "needs two numbers (got ['a', 2])"),
+        ("optim.dense.lr: {uniform: [0, .inf]}", 1, "uniform needs two numbers"),
+        ("optim.dense.lr: {uniform: [false, true]}", 1, "uniform needs two numbers"),
+        ("optim.dense.lr: {log_uniform: [0, 1]}", 1, "needs a lower bound above 0 (got [0, 1])"),
+        ("train.epochs: {integer: [1, 2.5]}", 1, "integer needs two numbers (got [1, 2.5])"),
+        ("train.epochs: {choice: []}", 1, "choice needs values (got [])"),
+        ("train.epochs: {choice: [1, 2, 1]}", 1, "has a value twice (got [1, 2, 1])"),
         ("# a\n\nrun.name: {choice: [a]}", 3, "run.name cannot be searched"),
+        ("train: {choice: [{}]}", 1, "train cannot be searched"),
         ("tracking.uri: {choice: [a]}", 1, "tracking.uri cannot be searched"),
         ("data.valid: {choice: [a]}", 1, "data.valid cannot be searched"),
         (
@@ -83,10 +85,10 @@ def test_what_is_drawn_may_be_changed():
         ),
     ],
 )
-def test_what_is_wrong_is_said_with_key_and_line(text, line, says):
+def test_an_error_has_key_and_line(text, line, mistake):
     with pytest.raises(ConfigError) as error:
         parse(text)
-    assert says in error.value.what and error.value.where == f"space.yaml, line {line}"
+    assert mistake in error.value.what and error.value.where == f"space.yaml, line {line}"
     assert error.value.expected
 
 
@@ -104,16 +106,22 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def test_values_get_their_places():
-    values = {"tasks": [{"label": "clicked"}, {"name": "buy", "label": "bought"}], "data": {"train": "d"}}
-    put(values, "optim.dense.lr", 0.5)
-    put(values, "tasks.buy.weight", 0.1)
-    put(values, "tasks.clicked.weight", 0.2)
-    assert values["optim"] == {"dense": {"lr": 0.5}}
+    plain = {"tasks": [{"label": "clicked"}, {"name": "buy", "label": "bought"}], "data": {"train": "d"}}
+    drawn = {"optim.dense.lr": 0.5, "tasks.buy.weight": 0.1, "tasks.clicked.weight": 0.2}
+    values = with_values(plain, drawn)
+    assert values["optim"] == {"dense": {"lr": 0.5}} and "optim" not in plain
     assert [task["weight"] for task in values["tasks"]] == [0.2, 0.1]
-    for key, says in (
-        ("tasks.by.weight", "did you mean buy"),
+    for key, mistake in (
+        ("tasks.by.weight", "did you mean 'buy'"),
         ("data.train.x", "a value"),
         ("tasks.x", "no keys"),
     ):
-        with pytest.raises(ConfigError, match=says):
-            put(values, key, 1)
+        with pytest.raises(ConfigError, match=mistake):
+            with_values(plain, {key: 1})
+
+
+def test_what_trials_have_in_common_are_keys_of_the_configuration():
+    for key in COMMON:
+        section, _, name = key.partition(".")
+        kind = RunConfig.model_fields[section].annotation
+        assert not name or name in kind.model_fields

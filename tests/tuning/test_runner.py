@@ -1,0 +1,108 @@
+"""How the processes of trials are run: tried again, stopped, and ended with the search."""
+
+import os
+import signal
+import sys
+from threading import Timer
+
+import parquet
+import pytest
+
+from raytrec.config.run_config import load_config
+from raytrec.driver.prepare import resolve
+from raytrec.tuning import runner
+from raytrec.tuning.folder import write_search
+from raytrec.tuning.search import Settings, State, prepare
+from raytrec.tuning.space import Space
+
+# What takes the place of `raytrec train`: {} is what it does in the folder of its run.
+TRIAL = """\
+import json, os, signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+begun = folder / "begun"
+begun.write_text(begun.read_text() + "x" if begun.exists() else "x")
+def evaluate(step, value):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({{"kind": "eval", "step": step, "{key}": value}}) + "\\n")
+{body}
+"""
+STOPS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return parquet.dataset(tmp_path_factory.mktemp("runner"), train=600, valid=100)
+
+
+@pytest.fixture
+def run(data, tmp_path, monkeypatch):
+    """Runs a search whose trials do something else; its trials, and the signal that ended it."""
+    monkeypatch.setattr(runner, "LOOK_S", 0.01)
+
+    def inner(body, trials=1, at_once=1):
+        values = parquet.settings(data, tmp_path / "s", train__eval_every_steps=1, train__epochs=4)
+        config = resolve(load_config(values), "own.yaml", "tune")
+        search = prepare(
+            config, Space.parse("model.dropout: {uniform: [0, 0.5]}", "s"), Settings(trials, "auc")
+        )
+        write_search(search)
+        script = TRIAL.format(key=search.figure.key, body=body)
+        monkeypatch.setattr(runner, "COMMAND", (sys.executable, "-c", script))
+        running = runner.Runner(search, runner.TuneConsole("search"))
+        running.run(at_once)
+        return search.trials, running.signal
+
+    return inner
+
+
+def begun(trial):
+    return len((trial.folder / "begun").read_text())
+
+
+def test_a_trial_whose_process_dies_is_tried_again(run):
+    (trial,), _ = run("begun.read_text() == 'xxx' or os.kill(os.getpid(), signal.SIGKILL)")
+    assert trial.state == State.FINISHED and begun(trial) == 3 and not trial.error
+
+
+def test_a_trial_whose_process_always_dies_has_failed(run):
+    (trial,), _ = run("os.kill(os.getpid(), signal.SIGKILL)")
+    assert trial.state == State.FAILED and begun(trial) == 3
+    assert trial.error == "its process died 3 times, last with exit status -9"
+
+
+@pytest.mark.parametrize(
+    "body, error",
+    [
+        ("sys.exit('warning: a\\nerror: it is broken\\n  where:    here')", "it is broken\n  where:    here"),
+        ("raise ValueError('odd')", "ValueError: odd"),
+        ("sys.exit(1)", "exit status 1"),
+    ],
+)
+def test_the_error_of_a_trial_is_what_it_printed_last(run, body, error):
+    trials, _ = run(body, trials=2)
+    assert [(trial.state, trial.error) for trial in trials] == [(State.FAILED, error)] * 2
+    assert all(begun(trial) == 1 for trial in trials)
+
+
+def test_a_trial_that_falls_behind_is_asked_to_end(run):
+    good, bad = "evaluate(1, 1.0); evaluate(20, 1.0)", STOPS + "evaluate(1, 0.1); time.sleep(30)"
+    bad = bad.replace("\n", "; ")
+    (first, second), _ = run(f"if folder.name == 'trial-001': {good}\nelse: {bad}", trials=2)
+    assert (first.state, second.state) == (State.FINISHED, State.STOPPED)
+    assert (first.value, second.value) == (1.0, 0.1)
+
+
+def test_a_signal_ends_all_trials_once_they_have_saved(run):
+    Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    trials, ended_by = run(STOPS + "time.sleep(30)", trials=3, at_once=2)
+    assert ended_by == signal.SIGTERM
+    assert [trial.state for trial in trials] == [State.INTERRUPTED] * 2 + [State.WAITING]
+
+
+def test_a_second_signal_kills_them(run, monkeypatch):
+    monkeypatch.setattr(runner, "SAME_S", 0.1)
+    for after in (2, 3):
+        Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(30)")
