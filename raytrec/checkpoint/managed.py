@@ -78,18 +78,18 @@ def ids_to_read(about: Mapping[str, Any], tables: Mapping[str, object]) -> State
 
 
 def take_over_ids(
-    maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, anew: bool = False
+    maps: Mapping[str, RowMap], tensors: State, about: Mapping[str, Any], *, new_run: bool = False
 ) -> None:
     """Gives maps, which have nothing yet, what `ids_to_read` has made room for; a collective.
 
     Args:
-        anew: for a run that begins, before whose first step all ids were seen last.
+        new_run: for a run that begins, before whose first step all ids were seen last.
     """
     for table, part in maps.items():
         sizes, device = about["ids"][table], part.device
         rows, waiting = (_owned(names, tensors, device) for names, _ in _names(table, sizes))
         left = tensors.get(f"ids/{table}/left", torch.empty(0, dtype=torch.int64)).to(device)
-        if anew:
+        if new_run:
             for entries in (rows, waiting):
                 entries.fields["last"].fill_(-1)
         part.load(MapState(rows, waiting, Free(sizes["handed"], left)))

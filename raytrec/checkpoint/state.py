@@ -126,7 +126,7 @@ def sharded(parts: Parts, rows: int | None = None) -> torch.Tensor | ShardedTens
         data = ShardMetadata(
             shard_offsets=[shard.rows.start] if flat else [shard.rows.start, shard.columns.start],
             shard_sizes=[count] if flat else [count, len(shard.columns)],
-            # Of remote shards only the rank counts; a live one must be where its placement says.
+            # Of remote shards only the rank counts; a live one must be at its placement.
             placement=f"rank:{shard.rank}/{parts.device if shard.values is None else shard.values.device}",
         )
         everywhere.append(data)

@@ -197,10 +197,10 @@ class ShardReader(StorageReader):
         self._block_bytes = BLOCK_BYTES
 
     def read_metadata(self, *args) -> Metadata:
-        """What there is to load; nothing where the index cannot be read.
+        """What can be loaded; nothing where the index cannot be read.
 
         torch's loader turns an error here into another one without its parts, so that it is raised in the
-        next step. Where the loader is not used, `read_index` tells.
+        next step. Where the loader is not used, call `read_index`.
         """
         try:
             index = read_index(self._folder)

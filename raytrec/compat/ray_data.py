@@ -62,7 +62,7 @@ def pace_executors() -> None:
     """Lets the threads that drive Ray Data's executions rest while there is nothing for them to do.
 
     Ray 2.60's (execution/streaming_executor.py) goes round and round without a pause while it holds back the
-    output of its tasks, or has no more tasks: always when batches come faster than they are trained. Beside
+    output of its tasks, or has no more tasks: always when batches come faster than they are trained. During
     the step it takes all that it is given of a core, and of Python's lock.
     """
     from ray.data._internal.execution.streaming_executor import StreamingExecutor
@@ -96,9 +96,9 @@ def keep_no_statistics() -> None:
 
     A stream is an execution for each epoch, under its own name, and the actor keeps some 150 gauges of
     each (data/_internal/stats.py): it grew by 0.5 to 1 MiB with every epoch of each rank, without end, and
-    the agents that export its gauges with it. It is also detached, and pinned to the node of whoever reads
-    first, which would never become idle; and a process that wakes a hundred times a second. What all this
-    shows of one epoch's reading nobody looks at. Names of executions, which the actor counts, are random.
+    the agents that export its gauges with it. It is also detached, and pinned to the node that reads
+    first, which would never become idle; and a process that wakes a hundred times a second. None of this is
+    read. Names of executions, which the actor counts, are random.
     """
     from ray.data._internal.execution.callbacks import ResourceAllocatorPrometheusCallback
     from ray.data._internal.stats import _StatsManager

@@ -32,7 +32,7 @@ def begin(step: Step, config: RunConfig, schema: Schema) -> None:
     taken = {table: m for table, m in step.maps.items() if starts[table].policy == "exact"}
     ids = ids_to_read(index["about"], taken)
     load(config.warm_start.from_, tensors | ids, rows)
-    take_over_ids(taken, ids, index["about"], anew=True)
+    take_over_ids(taken, ids, index["about"], new_run=True)
     if found := on_any_rank(not_finite(tensors, state.unbounded)):
         raise RunError(
             f"the checkpoint is NaN or infinite: {found}",

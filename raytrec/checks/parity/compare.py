@@ -110,7 +110,7 @@ def compare(
     Args:
         build: train.build.build_step.
         config: its plan, optimizers, clipping, micro-batches and tasks are what is checked, in fp32
-            whatever train.matmul and plan.qcomms say: a lower precision would hide what is looked for.
+            whatever train.matmul and plan.qcomms are: a lower precision would hide what is looked for.
         schema: tables small enough for one process.
         rows: of a global batch. balance: see `batches.cuts`.
 

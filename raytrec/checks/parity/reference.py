@@ -34,7 +34,7 @@ class GlobalBatch:
         dense: float32 [B, n]. labels: float32 [B, labels of the schema].
         bags: feature → (ids int64 [N], bag of each id int64 [N], weights float32 [N]).
         weights: float32 [B, T], of each row in each task; None: 1. keys: int64 [B, K], of the tasks' columns.
-        side_features: sequence → float64 [N, n], what stands beside its ids; of those that have some.
+        side_features: sequence → float64 [N, n], values of each id; of those that have some.
     """
 
     dense: torch.Tensor
@@ -89,7 +89,7 @@ class Reference(nn.Module):
         objective: whose tasks are learned, and how rows are reduced; default: that of a configuration without
             `tasks`.
 
-    A table given in fp16 is computed in fp32 and rounded to the nearest of its own dtype by
+    A table given in fp16 is computed in fp32 and rounded to the nearest value of its dtype by
     `round_tables`, which `train` calls after every step.
     """
 
