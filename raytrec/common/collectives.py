@@ -15,6 +15,13 @@ import torch.distributed as dist
 AT_ONCE = 1 << 20  # rows of a rank that `send` holds on the device
 
 
+def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device that this rank's collectives take, with an index, as tensors have one: of NCCL its GPU."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 class Peers:
     """The ranks of a run. All methods are collectives, which every rank calls in the same order; a process
     without others exchanges nothing.

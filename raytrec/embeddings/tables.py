@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
+from raytrec.common.collectives import device_of
 from raytrec.common.errors import RunError
 from raytrec.compat.fbgemm import Cache, caches
 from raytrec.compat.torch_ import ShardedTensor
@@ -234,14 +235,8 @@ def _weight(value: torch.Tensor | ShardedTensor, cache: Cache | None) -> Parts:
         (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
         kept = cache if values is not None else None
         shards.append(Shard(rank, range(row, row + rows), range(column, column + columns), values, kept))
-    device = next((values.device for values in live.values()), None) or _own_device()
+    device = next((values.device for values in live.values()), None) or device_of()
     return Parts(tuple(value.shape), value.dtype, shards, False, device)
-
-
-def _own_device() -> torch.device:
-    """What this rank's collectives take: with an index, as tensors have one and are compared by it."""
-    nccl = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def _state(
