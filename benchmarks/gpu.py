@@ -45,7 +45,7 @@ from raytrec.data.batch import Batch
 from raytrec.data.read_plan import ReadPlan
 from raytrec.models import build_model
 from raytrec.worker.build import build_step
-from raytrec.worker.numerics import Numerics
+from raytrec.worker.process import Numerics
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 DENSE, FEATURES = 13, 26

@@ -15,10 +15,10 @@ from raytrec.checkpoint.save import Saver
 from raytrec.checkpoint.snapshot import RowSnapshot
 from raytrec.checkpoint.state import LogicalState
 from raytrec.checks.parity.batches import local_batch, random_batches
+from raytrec.common.memory import keep_memory
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.worker.build import build_step
-from raytrec.worker.memory import keep_freed_memory
 
 DIM, FEATURES, BATCH, BATCHES = 32, 8, 2048, 16
 ROW_BYTES = DIM * 4 + 4  # float32, and one value of state
@@ -107,7 +107,7 @@ def described(settings: Settings, rows: int) -> tuple[Any, Any]:
 def begin(store: str, settings: Settings) -> None:
     """Joins a group of one, and sets everything up that is set up once."""
     join_group(0, 1, store)
-    keep_freed_memory()
+    keep_memory()
     small = Trained(replace(settings, folder=f"{settings.folder}/small"), 1000, fill=True)
     small.train(3)
     small.save_while_training()

@@ -18,14 +18,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from raytrec.cluster.local_ray import LocalRay
+from raytrec.common.memory import FEW_ARENAS
 from raytrec.compat.ray_core import ON_DEMAND, first_job, workers_started_by
 
 HERE = Path(__file__).parent
 SERVER, FORKED_WORKER, PLACE = HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM"
 END_S = 0.5  # that its end takes, unless it is importing
-# glibc reads it when a process begins. It keeps freed memory in up to eight arenas a core, and each becomes
-# as large as any thread's largest need: a rank grew by 8 MiB an epoch until all were in use.
-MEMORY = {"MALLOC_ARENA_MAX": "2"}
 
 
 class Warm:
@@ -49,7 +47,7 @@ class Warm:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | MEMORY,
+                env=os.environ | FEW_ARENAS,
                 start_new_session=True,  # signals to the driver's group are for the driver
             )
         self._send({"path": [os.path.abspath(path) for path in sys.path], "modules": list(modules)})
@@ -112,8 +110,8 @@ def forked_workers(folder: Path) -> Iterator[LocalRay]:
     """
     process, place = _running.get(WARM), folder / WARM
     if process is None or process.listens:
-        yield LocalRay(MEMORY)
+        yield LocalRay(FEW_ARENAS)
         return
     process.listen(place)
     with workers_started_by(FORKED_WORKER):
-        yield LocalRay(MEMORY | ON_DEMAND | {PLACE: str(place)}, process.serve)
+        yield LocalRay(FEW_ARENAS | ON_DEMAND | {PLACE: str(place)}, process.serve)

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrec.common.errors import DataError
+from raytrec.common.memory import give_back, keep_memory
 from raytrec.common.storage import open_filesystem
 from raytrec.config.schema import Sparse, Table
 from raytrec.data.arrow import pick_columns, to_read
@@ -25,7 +26,6 @@ from raytrec.data.decode import Faults, decode, retry_read, undecodable
 from raytrec.data.form import Form, shuffled
 from raytrec.data.fragments import Dataset
 from raytrec.data.hashing import keys_of
-from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item, Part
 from raytrec.data.partitions import reserved_array
 from raytrec.data.row_weights import label_of, task_weights

@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 
 from raytrec.common.errors import root_cause
+from raytrec.common.memory import give_back, keep_memory
 from raytrec.compat.ray_core import nodes_without_gpus
 from raytrec.compat.ray_data import ask_for_no_nodes, keep_no_statistics, pace_executors, prefer_node
 from raytrec.config.features import Features
@@ -23,7 +24,6 @@ from raytrec.data.batch import Batch
 from raytrec.data.collate import Collator, Rows
 from raytrec.data.decode import Faults
 from raytrec.data.fragments import Dataset
-from raytrec.data.memory import give_back, keep_memory
 from raytrec.data.order import Item
 from raytrec.data.rows import read_items
 

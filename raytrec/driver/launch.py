@@ -12,6 +12,7 @@ from typing import Any
 
 from raytrec.cluster.session import started_here
 from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.memory import FEW_ARENAS
 from raytrec.common.messages import Command
 from raytrec.common.storage import open_filesystem, relative
 from raytrec.compat.ray_train_settings import (
@@ -163,9 +164,6 @@ RAY_TRAIN = {
     WORKER_GROUP_START_TIMEOUT_S: "20",
     ENABLE_PREEMPTION_WATCHER: "0",
 }
-# Of ranks and of the read tasks that they start. glibc keeps freed memory in up to eight arenas a core, and
-# each becomes as large as any thread's largest need: a rank grew by 8 MiB an epoch until all were in use.
-WORKER_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
 
 
 def _ray_run(folder: str) -> Any:
@@ -185,7 +183,7 @@ def _ray_run(folder: str) -> Any:
         name=name,
         storage_path=place,
         storage_filesystem=filesystem,
-        worker_runtime_env={"env_vars": WORKER_ENVIRONMENT},
+        worker_runtime_env={"env_vars": FEW_ARENAS},
     )
 
 

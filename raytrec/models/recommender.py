@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from raytrec.common.installed import require_compiler
 from raytrec.config.evaluation import TowerName
 from raytrec.config.features import resolve_features
 from raytrec.config.run_config import RunConfig
@@ -109,3 +110,16 @@ def build_recommender(
     features = resolve_features(schema, config.model)
     call = ModelCall(Sequences(features) if features.sequences else None, config.train.matmul == "bf16")
     return Recommender(PooledEmbeddings(schema, dtypes, features.sequences), model, call)
+
+
+def compile_dense(model: nn.Module, device: torch.device) -> None:
+    """Has a dense model compiled at its first forward, in place: its parameters keep their names.
+
+    Sizes are left open, so that a smaller batch does not compile it again. Training and
+    evaluation each compile it once, in the first step and in the first evaluation.
+
+    Raises:
+        ConfigError: what torch compiles with is not installed on this node.
+    """
+    require_compiler(device.type)
+    model.compile(dynamic=True)

@@ -69,7 +69,7 @@ def _predict(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -
     """Predicts and writes this rank's spans; (rows of all ranks, seconds that it took)."""
     from raytrec.tasks.scoring import Scoring
     from raytrec.worker.consensus import StepConsensus
-    from raytrec.worker.load import load_step
+    from raytrec.worker.initial_state import load_step
     from raytrec.worker.nonfinite import Known
 
     step = load_step(context, objective=Scoring)
@@ -122,7 +122,7 @@ class _Spans:
 
     def take(self, outputs: Outputs, rows: int) -> None:
         """The outputs of the next batch, whose first `rows` rows are rows of a span."""
-        from raytrec.worker.fetch import Fetch
+        from raytrec.worker.nonfinite import Fetch
 
         changed = self._changed.popleft()
         if rows:

@@ -23,13 +23,12 @@ from raytrec.embeddings.optim import combine, fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
-from raytrec.models.recommender import build_recommender
+from raytrec.models.recommender import build_recommender, compile_dense
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import columns_of, needs_vectors
-from raytrec.worker.compiled import compile_dense
 from raytrec.worker.managed import ManagedRows
 from raytrec.worker.nonfinite import SkipBad
-from raytrec.worker.numerics import Numerics, prepare_process
+from raytrec.worker.process import Numerics, prepare_process
 from raytrec.worker.step import LossModel, Step
 from raytrec.worker.step_timing import Phases
 

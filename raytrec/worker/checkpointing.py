@@ -97,6 +97,7 @@ class CheckpointManager:
             context.task.checkpoint, keeping, context.heartbeat.confirm, state.unbounded, best, rows
         )
         self._kept: int | None = progress.step or None  # the step of the newest checkpoint
+        self._error: RunError | None = None  # of the last checkpoint
         self._saver.last_step = self._kept
         self._consensus, self._losses = StepConsensus(), Losses()
         self._saved_at, self._asked, self._due = monotonic(), False, Command.GO
@@ -176,24 +177,29 @@ class CheckpointManager:
         heartbeat.tick("step")
         return saved
 
-    def finish(self, *, again: bool = False) -> RunError | None:
-        """The last checkpoint of the run.
+    def finish(self, *, again: bool = False) -> None:
+        """Writes the last checkpoint of the run.
 
         Args:
-            again: try once more to write it: there may be room by now.
-
-        Returns:
-            Why there is none, and what to do.
+            again: write it even if there is one of this step, or if that has failed.
 
         Raises:
             RunError: the state is not finite, and checks.finite is to stop the run for that.
         """
         self._context.enter_phase("saving the checkpoint", "save")
         saved = self.save(wait=True, again=again)
-        error = saved.error if saved else None
-        if error is None or again:
+        self._error = saved.error if saved else None
+        if self._error is None or again:
             self._saver.close()
-        return self._unsaved_model_error(error) if error else None
+
+    def unsaved(self) -> dict[str, str | None] | None:
+        """Why the trained model is not saved, as RaytrecError.parts; None: it is.
+
+        Where `finish` has failed, it is called once more: there may be room by now.
+        """
+        if self._error is not None:
+            self.finish(again=True)
+        return None if self._error is None else self._unsaved_model_error(self._error).parts
 
     def _unsaved_model_error(self, error: RunError) -> RunError:
         """The error of a run whose last checkpoint could not be written."""

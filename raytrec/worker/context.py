@@ -69,7 +69,7 @@ class WorkerContext:
         import torch
         import torch.distributed as dist
 
-        from raytrec.worker.numerics import prepare_process
+        from raytrec.worker.process import prepare_process
 
         prepare_process(task.config.train)
         if task.folder not in sys.path:
@@ -126,6 +126,12 @@ class WorkerContext:
         """The same as `stream`; each of its batches counts as progress."""
         stream = self.stream(name, order)
         return stream and _Watched(stream, self.heartbeat)
+
+    def settle_process(self) -> None:
+        """Has Python's garbage collector leave out what is built: for when the run's model and state are."""
+        from raytrec.worker.process import freeze_gc
+
+        freeze_gc()
 
     def close(self) -> None:
         """This rank has done its work."""

@@ -17,8 +17,7 @@ from raytrec.metrics.selection import Selection
 from raytrec.metrics.sums import ROWS, Sums
 from raytrec.tasks.outputs import Outputs
 from raytrec.tasks.task import key_columns
-from raytrec.worker.fetch import Fetch
-from raytrec.worker.nonfinite import LATE
+from raytrec.worker.nonfinite import LATE, Fetch
 from raytrec.worker.step import Step
 
 Curves = dict[str, dict[str, Any]]

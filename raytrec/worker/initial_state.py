@@ -1,6 +1,8 @@
-"""The state that a new run begins with: initial values, or those of an earlier run."""
+"""The state that a rank begins with: initial values, those of an earlier run, or a checkpoint's."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from raytrec.checkpoint.finite import not_finite, on_any_rank
 from raytrec.checkpoint.index import read_index
@@ -8,15 +10,21 @@ from raytrec.checkpoint.managed import ids_to_read, take_over_ids
 from raytrec.checkpoint.restore import load
 from raytrec.checkpoint.state import LogicalState, State, is_average
 from raytrec.checkpoint.table_starts import schema_of, table_starts
+from raytrec.common import messages
 from raytrec.common.errors import RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.initial import fill_tables
+from raytrec.tasks.objective import Objective
+from raytrec.worker.build import build_step
 from raytrec.worker.step import Step
+
+if TYPE_CHECKING:
+    from raytrec.worker.context import WorkerContext
 
 
 def begin(step: Step, config: RunConfig, schema: Schema) -> None:
-    """Fills the tables and, with warm_start.from, takes over what that has; a collective."""
+    """Fills the tables and, with warm_start.from, takes over its state; a collective."""
     fill_tables(step.model, schema, config.run.seed)
     if not config.warm_start.from_:
         return
@@ -50,3 +58,24 @@ def _matching(tensors: State, saved: dict[str, dict]) -> State:
         for name, value in tensors.items()
         if not name.startswith("dense/") or (name in saved and saved[name]["shape"] == list(value.shape))
     }
+
+
+def load_step(context: WorkerContext, objective: type[Objective] = Objective) -> Step:
+    """The model of the task's checkpoint; a collective.
+
+    Args:
+        objective: see build.build_step.
+    """
+    task = context.task
+    context.enter_phase("loading the checkpoint", "restore")
+    step, _ = build_step(task.config, task.schema, context.device, fill=False, objective=objective)
+    state = LogicalState(step.model, step.optimizer, with_optimizer=False)
+    about = read_index(task.checkpoint)["about"]
+    ids = ids_to_read(about, step.maps)
+    load(task.checkpoint, state.tensors() | ids)
+    take_over_ids(step.maps, ids, about)
+    if found := on_any_rank(not_finite(state.tensors(), state.unbounded)):
+        context.report(
+            messages.Warn(text=f"the checkpoint is NaN or infinite, its figures mean nothing: {found}")
+        )
+    return step

@@ -20,9 +20,7 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import CheckpointManager, Stopped, restore_run
     from raytrec.worker.evaluate import evaluate
-    from raytrec.worker.garbage import spare_what_stays
     from raytrec.worker.initial_state import begin
-    from raytrec.worker.memory import keep_freed_memory
     from raytrec.worker.nonfinite import Recent
     from raytrec.worker.observers import make_observers
     from raytrec.worker.progress import EarlyStopping, Progress
@@ -40,9 +38,7 @@ def train_worker(task: WorkerTask) -> None:
     if not restore_run(context, step, state, progress):
         context.enter_phase("setting initial values", "plan")
         begin(step, config, task.schema)
-    spare_what_stays()
-    if context.device.type == "cpu":
-        keep_freed_memory()
+    context.settle_process()
     stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
     reading = train.epochs(config.train.epochs, progress.step)
     batches = Recent(context.heartbeat.count_batches(reading), progress.step)
@@ -79,7 +75,7 @@ def train_worker(task: WorkerTask) -> None:
                 stopping.after_evaluation()
                 context.report(messages.Eval(step=progress.step, figures=figures, curves=curves))
                 checkpoints.after_evaluation()
-        unsaved = checkpoints.finish()
+        checkpoints.finish()
         stopping.report(context)
     except Stopped:
         context.report(messages.Stopped(step=progress.step))
@@ -97,10 +93,7 @@ def train_worker(task: WorkerTask) -> None:
         figures, curves = evaluate(step, test, context.device, selection, items)
         context.report(messages.Final(step=progress.step, figures=figures, curves=curves))
         result |= selection.result(figures)
-    if unsaved:  # there may be room by now
-        unsaved = checkpoints.finish(again=True)
-    parts = unsaved.parts if unsaved else None
-    context.report(messages.Result(step=progress.step, figures=result, unsaved=parts))
+    context.report(messages.Result(step=progress.step, figures=result, unsaved=checkpoints.unsaved()))
     return context.close()
 
 
@@ -108,7 +101,7 @@ def evaluate_worker(task: WorkerTask) -> None:
     """Loads a checkpoint and evaluates it as one rank of a Ray Train worker group."""
     from raytrec.metrics.selection import Selection
     from raytrec.worker.evaluate import evaluate
-    from raytrec.worker.load import load_step
+    from raytrec.worker.initial_state import load_step
 
     context = WorkerContext.enter(task)
     step = load_step(context)

@@ -27,8 +27,8 @@ from raytrec.tasks.objective import Objective, total
 from raytrec.tasks.outputs import Outputs
 from raytrec.worker.managed import ManagedRows
 from raytrec.worker.nonfinite import Gate, Verdict
-from raytrec.worker.numerics import Numerics
 from raytrec.worker.pipeline import pipeline
+from raytrec.worker.process import Numerics
 from raytrec.worker.step_timing import Phases
 
 

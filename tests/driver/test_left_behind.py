@@ -17,7 +17,7 @@ from raytrec.data.order import Order
 from raytrec.data.read_plan import ReadPlan
 from raytrec.data.stream import Stream
 from raytrec.driver import launch as group
-from raytrec.worker import garbage
+from raytrec.worker import process
 
 KINDS = ("Tensor", "Parameter", "Batch", "KeyedJaggedTensor", "Outputs", "Thread", "Look")
 OF_READING = ("Reading", "Batch", "Supply", "Dataset", "StreamingExecutor", "DatasetStats", "Tensor")
@@ -103,7 +103,7 @@ class Cycle:
 def test_old_cycles_are_found_soon():
     """Garbage among old objects is found soon, though a process, as ranks do, holds many."""
     ballast = [[] for _ in range(600_000)]
-    garbage.spare_what_stays()
+    process.freeze_gc()
     try:
         cycle = Cycle()
         gc.collect(1)  # it is old now

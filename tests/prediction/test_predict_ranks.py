@@ -54,7 +54,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     from raytrec.data.read_plan import ReadPlan
     from raytrec.data.stream import Stream
     from raytrec.prediction import worker, writer
-    from raytrec.worker import load
+    from raytrec.worker import initial_state
     from raytrec.worker.build import build_step
     from raytrec.worker.context import WorkerContext, WorkerTask
 
@@ -90,7 +90,7 @@ def predict(rank, world, folder, out, changes, fail_after=None, restart_after=No
     patches = [
         patch.object(WorkerContext, "enter", lambda task: context),
         patch.object(Stream, "_tables", read_here),
-        patch.object(load, "load_step", fresh),
+        patch.object(initial_state, "load_step", fresh),
     ]
     if fail_after is not None:
         patches.append(patch.object(writer.SpanWriter, "_write_span", failing))

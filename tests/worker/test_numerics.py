@@ -163,7 +163,7 @@ def test_switches_are_set_within_steps_alone(settings, device, inside):
 
 def test_the_environment_comes_first(monkeypatch):
     from raytrec.config.training import TrainSection
-    from raytrec.worker.numerics import prepare_process
+    from raytrec.worker.process import prepare_process
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("NCCL_ALGO", "Tree")

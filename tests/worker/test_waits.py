@@ -18,10 +18,10 @@ ALLOWED = {
     ("train_pipeline/runtime_forwards.py:<listcomp>", "pipeline.py:start_sparse_data_dist"): SPLITS,
     ("train_pipeline/runtime_forwards.py:__call__", "pipeline.py:start_sparse_data_dist"): SPLITS,
     ("torchrec/distributed/dist_data.py:_get_recat", "pipeline.py:wait_sparse_data_dist"): SPLITS,
-    ("fetch.py:wait", "nonfinite.py:_read", "nonfinite.py:look", "checkpointing.py:after_step"): THROTTLE,
+    ("nonfinite.py:wait", "nonfinite.py:_read", "nonfinite.py:look", "checkpointing.py:after_step"): THROTTLE,
     ("sums.py:reduce", "progress.py:report"): "each train.log_every_steps, which is when people are told",
     (
-        "fetch.py:wait",
+        "nonfinite.py:wait",
         "nonfinite.py:skipped",
         "nonfinite.py:step",
     ): "on_nan=skip: the forward pass decides whether optimizers step; the backward pass is queued behind it",

@@ -1,7 +1,8 @@
-"""How exactly a rank computes its steps: the precision of matrix products, and sums in one order."""
+"""What a rank sets for its whole process: how exactly it computes, and what is searched for garbage."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,12 +26,25 @@ def prepare_process(train: TrainSection) -> None:
             os.environ.setdefault(name, value)
 
 
+def freeze_gc() -> None:
+    """Exempts all objects that exist now, which a run needs to its end, from garbage collection.
+
+    A rank has half a million of them: modules, the model, the plan. Python searches the oldest ones only when
+    a quarter as many have joined them, so that the cycles that an epoch leaves (Ray Data's executor, with its
+    operators and statistics) were kept for some hundred epochs, and each search cost half a second.
+    """
+    import ray.data  # noqa: F401  (what the first epoch would import stays, too)
+
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # of what is left, next to nothing: from here on Python searches often
+
+
 class Numerics:
     """torch's process-wide switches, as a configuration wants them while a step is computed.
 
-    Between steps they are as they were, so that checks, metrics and whatever else runs in this process have
-    float32 throughout. (bf16 is no such switch: models.recommender.ModelCall does it around the dense
-    model.)
+    Between steps they are as they were, so that checks, metrics and other code in this process have float32
+    throughout. (bf16 is not such a switch: models.recommender.ModelCall applies it around the dense model.)
 
     Args:
         train: its matmul and deterministic.

@@ -1,0 +1,54 @@
+"""Freed memory is kept for a while, instead of being given back to the system and asked for again."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from threading import Lock
+from time import monotonic
+
+# glibc's mallopt(3), parameters from <malloc.h>: freed memory of up to KEPT_BYTES at an arena's top is not
+# given back to the system, blocks of up to LARGEST_BYTES are not mapped one by one, and an arena grows by
+# HEAP_BYTES (of threads other than the main one, glibc would otherwise give an empty heap back).
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+KEPT_BYTES, HEAP_BYTES, LARGEST_BYTES = 64 << 20, 64 << 20, 32 << 20
+TRIM_EVERY_S = 5.0  # it takes some milliseconds, and the memory is then paid for again
+# For the environment of ranks, read tasks and what forks them, as glibc reads it when a process begins. It
+# keeps freed memory in up to eight arenas a core, and each becomes as large as any thread's largest need: a
+# rank grew by 8 MiB an epoch until all were in use.
+FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
+
+_trimmed_s, _lock = 0.0, Lock()
+
+
+@cache
+def keep_memory() -> bool:
+    """For processes that allocate and free arrays of a few MiB all the time: reading, collating, training.
+
+    By default glibc gives such arrays back to the system at once, and each new one is paid for page by page,
+    which costs more than filling it.
+
+    Returns:
+        Whether the C library is glibc; another one is left as it is.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    settings = {M_MMAP_THRESHOLD: LARGEST_BYTES, M_TRIM_THRESHOLD: KEPT_BYTES, M_TOP_PAD: HEAP_BYTES}
+    return all([library.mallopt(name, size) for name, size in settings.items()])
+
+
+def give_back() -> None:
+    """Gives freed memory back to the system: for where many arrays have ended, as at the end of an epoch.
+
+    glibc keeps freed memory for each of its arenas, and each epoch's threads use others. So a process would
+    grow by some MiB with every epoch, up to KEPT_BYTES for every arena. What is at an arena's top stays (but
+    the heap's own), so a process still grows in its first epochs, and is flat then.
+    """
+    global _trimmed_s
+    with _lock:
+        if monotonic() - _trimmed_s < TRIM_EVERY_S:
+            return
+        _trimmed_s = monotonic()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

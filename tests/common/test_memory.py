@@ -1,0 +1,78 @@
+"""Freed memory is kept while it is used again, and given back at the end of an epoch."""
+
+import subprocess
+import sys
+
+import pytest
+
+EPOCH = """
+import ctypes
+from raytrec.common import memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def resident_mib():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+memory.keep_memory()
+before = resident_mib()
+pieces = [ctypes.c_void_p(libc.malloc(1 << 20)) for _ in range(100)]
+for piece in pieces:
+    ctypes.memset(piece, 1, 1 << 20)
+for piece in pieces[:-1]:  # the last stays at the top
+    libc.free(piece)
+print(resident_mib() - before)
+memory.give_back()
+print(resident_mib() - before)
+"""
+STEPS = """
+import ctypes, resource, threading
+from raytrec.common.memory import keep_memory
+
+library = ctypes.CDLL(None)
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+library.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+SIZES = [4 << 20] * 8 + [100_000] * 100 + [16 << 20]
+
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [library.malloc(size) for size in SIZES]
+    for block, size in zip(blocks, SIZES):
+        library.memset(block, 1, size)
+    for block in blocks:
+        library.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def measure():
+    as_it_is = [step() for _ in range(3)]
+    assert keep_memory()
+    print(as_it_is[-1], [step() for _ in range(4)][-1])
+
+if THREAD:
+    thread = threading.Thread(target=measure)
+    thread.start(), thread.join()
+else:
+    measure()
+"""
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
+
+
+def printed(code):
+    """The numbers that a process of this code prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return map(float, done.stdout.split())
+
+
+def test_freed_memory_is_kept_and_given_back():
+    kept, left = printed(EPOCH)
+    assert kept > 90 and left < 10
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_step_takes_no_page_from_the_kernel_that_the_one_before_has_freed(thread):
+    before, after = printed(STEPS.replace("THREAD", str(thread)))
+    assert before > 1000, "glibc keeps it by itself: keep_memory is not needed"
+    assert after < 100
