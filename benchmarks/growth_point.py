@@ -98,7 +98,7 @@ class Loop:
         from raytrec.worker.build import build_step
         from raytrec.worker.checkpointing import CheckpointManager
         from raytrec.worker.context import WorkerContext, WorkerTask
-        from raytrec.worker.nonfinite import Recent
+        from raytrec.worker.nonfinite import RecentBatches
         from raytrec.worker.observers import make_observers
         from raytrec.worker.progress import Progress
 
@@ -119,7 +119,7 @@ class Loop:
         context = WorkerContext(rank, point.workers, device, task, Unheard(), 0)
         self.step, plan = build_step(config, schema, device)
         self.progress = Progress(Sums(Selection.of_config(config, schema), device))
-        self.batches = Recent(batches_of(point, schema), 0)
+        self.batches = RecentBatches(batches_of(point, schema), 0)
         state = LogicalState(self.step.model, self.step.optimizer)
         parts = (context, self.step, state, self.progress, self.batches)
         self.observers = make_observers(*parts, NEVER)

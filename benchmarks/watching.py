@@ -44,7 +44,7 @@ from raytrec.metrics.sums import Sums
 from raytrec.tracking.feed import Feed
 from raytrec.worker.build import build_step
 from raytrec.worker.context import WorkerContext, WorkerTask
-from raytrec.worker.nonfinite import Recent
+from raytrec.worker.nonfinite import RecentBatches
 from raytrec.worker.observers import make_observers
 from raytrec.worker.progress import Progress
 
@@ -92,7 +92,7 @@ class Side:
         self._progress, self._rows, self._device = Progress(sums), rows, device
         state = LogicalState(self._step.model, self._step.optimizer)
         source = _endless(batches_of(rows // world, world, seed=rank))
-        self._batches = Recent(source, 0)
+        self._batches = RecentBatches(source, 0)
         self._observers = make_observers(context, self._step, state, self._progress, self._batches, 10**9)
         self._observers.begin()
 

@@ -143,7 +143,7 @@ def weights_after(rank, world, device, plan, optimizer, settings):
     [
         ({"sharding_type": "row_wise"}, "rowwise_adagrad", {}),
         ({"sharding_type": "table_wise"}, "adagrad", {"max_grad_norm": 0.1}),
-        ({"sharding_type": "column_wise"}, "sgd", {"micro_batches": 2}),
+        ({"sharding_type": "column_wise"}, "sgd", {}),
         ({"sharding_type": "data_parallel"}, "adam", {}),
         ({"sharding_type": "row_wise", "compute_kernel": "fused_uvm"}, "sgd", {"on_nan": "skip"}),
     ],

@@ -25,10 +25,10 @@ from raytrec.checkpoint.finite import not_finite
 from raytrec.compat.fbgemm import fbgemm_of, set_updates_made, updates_made
 from raytrec.compat.torch_ import Shard, ShardedTensor, ShardMetadata, sharded_tensor
 from raytrec.compat.torchrec_ import sharded_kernels, tables_of, torch_optimizers, unwrapped
-from raytrec.embeddings.averages import average_of
 from raytrec.embeddings.bags import table_of
 from raytrec.embeddings.optimizers import OPTIMIZERS
 from raytrec.embeddings.tables import Parts, Table, tables
+from raytrec.embeddings.wrappers import average_of
 
 State = dict[str, torch.Tensor | ShardedTensor]
 EMA_COUNT = "dense/ema/count"

@@ -72,11 +72,11 @@ class RunConfig(Section):
                 f"data.global_batch_size is {self.data.global_batch_size} and scaling.num_workers "
                 f"{workers}: each worker needs at least one row of a batch"
             )
-        for place, task in enumerate(self.tasks):
-            if task.divisor == "weights" and self.train.loss_reduction == "sum":
-                raise ValueError(
-                    f"tasks[{place}].divisor is weights, but train.loss_reduction is sum: nothing is divided"
-                )
+        if self.train.compile and self.train.activation_checkpointing:
+            raise ValueError(
+                "train.compile and train.activation_checkpointing are both true; set one of them to false: "
+                "torch.compile chooses by itself what is computed again"
+            )
         if self.checkpoint.keep_best and not self.train.eval_every_steps:
             raise ValueError("checkpoint.keep_best is set, but train.eval_every_steps is not")
         if self.train.early_stopping and not self.train.eval_every_steps:

@@ -60,11 +60,6 @@ class TaskSection(Section):
         description="The share of negatives that down-sampling of the data has kept: predictions p become "
         "p ÷ (p + (1 - p) ÷ share), which metrics see (bce and focal).",
     )
-    divisor: Literal["rows", "weights"] = Field(
-        "rows",
-        description="What the mean of its loss divides by: the rows of the global batch, or the sum of their "
-        "weights in this task over the global batch.",
-    )
     group: Column | None = Field(
         None,
         description="A column of data.reserve_columns: rows of one value are ranked against each other (bpr, "

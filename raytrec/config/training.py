@@ -113,14 +113,10 @@ class TrainSection(Section):
         "null: never.",
     )
     log_every_steps: PositiveInt = Field(20, description="Report loss and speed this often.")
-    loss_reduction: Literal["mean", "sum"] = Field(
-        "mean",
-        description="Reduction over the rows of the global batch, of the loss that gradients are taken of.",
-    )
-    micro_batches: Few = Field(
-        1,
-        description="Pieces in which the dense layers process a batch, one after the other, to save memory. "
-        "The step is that of the whole batch, tables included.",
+    activation_checkpointing: bool = Field(
+        False,
+        description="Compute the activations of each block of the dense model again in backward, instead of "
+        "keeping them: less memory, more time, the same values. Not with train.compile.",
     )
     max_grad_norm: PositiveFloat | None = Field(
         None, description="Largest L2 norm of the whole gradient, tables included; default: no clipping."

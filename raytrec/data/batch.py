@@ -10,12 +10,14 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from raytrec.config.evaluation import TowerName
+
 
 @dataclass
 class Batch(Pipelineable):
     """One rank's part of a global batch, B rows of which some may be padding.
 
-    The last five are None where nothing that is configured needs them.
+    The last six are None where nothing that is configured needs them.
 
     Attributes:
         dense: float32 [B, number of dense columns].
@@ -40,6 +42,7 @@ class Batch(Pipelineable):
         new_rows: managed table → (rows int64 [n], ids int64 [n]): rows that this batch has given to ids, on
             the device of the maps, the same on all ranks. None: `sparse` has the ids of managed tables as
             they were read; otherwise their rows.
+        tower: whose features alone the rows have, so that its vectors are wanted; None: they have all.
     """
 
     dense: torch.Tensor
@@ -54,6 +57,7 @@ class Batch(Pipelineable):
     reserved: pa.Table | None = None
     side_features: Mapping[str, torch.Tensor] | None = None
     new_rows: Mapping[str, tuple[torch.Tensor, torch.Tensor]] | None = None
+    tower: TowerName | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The batch on another device."""

@@ -39,6 +39,7 @@ FREE = (
     "train.eval_every_steps",
     "train.on_nan",
     "train.deterministic",
+    "train.activation_checkpointing",
     "data.train",
     "data.valid",
     "data.test",

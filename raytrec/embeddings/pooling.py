@@ -81,7 +81,7 @@ def refuse_cast(fn: Callable, dtypes: set[torch.dtype]) -> None:
     """Raises if a function that nn.Module applies to its tensors would change one of these dtypes of tables.
 
     Raises:
-        RunError: says what to do instead.
+        RunError: one would be.
     """
     for dtype in dtypes:
         after = fn(torch.empty(0, dtype=dtype)).dtype
@@ -122,9 +122,9 @@ class BagMeans(nn.Module):
 
 
 class Inputs(nn.Module):
-    """What the dense layers are given, of what was looked up: bags, and sequences that are read id by id.
+    """Turns looked-up vectors into the inputs of the dense layers: bags, and sequences read id by id.
 
-    A module of its own so that TorchRec's pipeline, which traces the model to find sharded modules, takes it
+    A separate module, so that TorchRec's pipeline, which traces the model to find sharded modules, takes it
     as one step.
 
     Args:
@@ -143,7 +143,7 @@ class Inputs(nn.Module):
         by_id: list[dict[str, JaggedTensor]],
         sparse: KeyedJaggedTensor,
     ) -> dict[str, torch.Tensor]:
-        """Feature → float32, as PooledEmbeddings says.
+        """Feature → float32, as PooledEmbeddings gives it.
 
         Args:
             sums: [B, Σ dims] of the features whose tables give sums.

@@ -65,7 +65,7 @@ class Input:
 
     Attributes:
         pooled: feature → float32 [B, dim]; of a sequence that is read id by id [B, L, dim].
-        gradient: the same of this rank's loss (gradients.py); before clipping.
+        gradient: the same of this rank's loss (tasks/global_batch.py); before clipping.
         batch: a data.batch.Batch.
     """
 
@@ -79,7 +79,7 @@ class Taps:
 
     Args:
         model: the DistributedModelParallel.
-        head: the module that takes (pooled, batch); see train.step.Head.
+        head: the module that takes (pooled, batch); see worker.step.Head.
         features: the schema's sparse features, in its order.
 
     Attributes:

@@ -54,26 +54,24 @@ class Sequences:
         self,
         embeddings: dict[str, torch.Tensor],
         sparse: KeyedJaggedTensor,
-        rows: slice = slice(None),
         side_features: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor | Sequence]:
         """The inputs by feature.
 
         Args:
-            embeddings: feature → float32 [rows, dim]; of sequences [rows, L, dim].
-            sparse: the whole batch's, for its lengths.
-            rows: which rows of it these are.
-            side_features: the whole batch's, too: feature → float64 [N, n].
+            embeddings: feature → float32 [B, dim]; of sequences [B, L, dim].
+            sparse: of stride B, for its lengths.
+            side_features: feature → float64 [N, n].
         """
         lengths_FB = sparse.lengths().view(len(self._keys), -1)
         inputs: dict[str, torch.Tensor | Sequence] = dict(embeddings)
         for feature, length in self._lengths.items():
             places_L = torch.arange(length, device=lengths_FB.device)
             lengths_B = lengths_FB[self._keys.index(feature)]
-            present_BL = places_L < lengths_B[rows].unsqueeze(1)
+            present_BL = places_L < lengths_B.unsqueeze(1)
             beside = None
             if side_features and feature in side_features:
-                beside = side_by_side(side_features[feature], lengths_B, length)[rows]
+                beside = side_by_side(side_features[feature], lengths_B, length)
             inputs[feature] = Sequence(embeddings[feature], present_BL, beside)
         return inputs
 

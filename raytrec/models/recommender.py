@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.common.installed import require_compiler
@@ -65,19 +67,17 @@ class ModelCall:
         dense: torch.Tensor,
         embeddings: dict[str, torch.Tensor],
         sparse: KeyedJaggedTensor,
-        rows: slice = slice(None),
         tower: TowerName | None = None,
         side_features: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The logits of some rows; or one tower's vectors, float32 [rows, width].
+        """The logits; or one tower's vectors, float32 [B, width].
 
         Args:
-            dense: float32 [rows, dense columns]. embeddings: of PooledEmbeddings, of these rows.
-            sparse: the whole batch's. rows: which rows of it these are.
+            dense: float32 [B, dense columns]. embeddings: of PooledEmbeddings. sparse: of stride B.
             tower: of a model that retrieves (raytrec/models); None: logits.
-            side_features: of sequences, the whole batch's.
+            side_features: of sequences.
         """
-        inputs = self._sequences(embeddings, sparse, rows, side_features) if self._sequences else embeddings
+        inputs = self._sequences(embeddings, sparse, side_features) if self._sequences else embeddings
         called = getattr(model, tower) if tower else model
         if not self._bf16:
             return last_vectors(called(dense, inputs)) if tower else called(dense, inputs)
@@ -87,7 +87,7 @@ class ModelCall:
 
 
 def last_vectors(vectors: torch.Tensor) -> torch.Tensor:
-    """[rows, width], also where a query has a vector for each of several outputs: of these, the last."""
+    """[B, width], also where a query has a vector for each of several outputs: of these, the last."""
     return vectors[:, -1] if vectors.dim() == 3 else vectors
 
 
@@ -123,3 +123,31 @@ def compile_dense(model: nn.Module, device: torch.device) -> None:
     """
     require_compiler(device.type)
     model.compile(dynamic=True)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Has the blocks of a dense model keep nothing but their inputs, and compute the rest again in backward.
+
+    In place; parameters keep their names. Blocks are the model's direct children, and the entries of its
+    lists and dicts of modules: the activations of one block exist at a time. Values and gradients are the
+    same to the last bit, and so are random numbers (dropout).
+    """
+    for block in _blocks(model):
+        block.forward = _recomputed(block, block.forward)
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _blocks(child)
+        else:
+            yield child
+
+
+def _recomputed(block: nn.Module, forward: Callable) -> Callable:
+    def run(*inputs: Any, **options: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return checkpoint(forward, *inputs, use_reentrant=False, **options)
+        return forward(*inputs, **options)
+
+    return run

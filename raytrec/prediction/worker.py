@@ -67,7 +67,7 @@ def _names(folder: PredictionFolder, spans: list[Span], wanted: PredictionTask) 
 
 def _predict(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -> tuple[int, float]:
     """Predicts and writes this rank's spans; (rows of all ranks, seconds that it took)."""
-    from raytrec.tasks.scoring import Scoring
+    from raytrec.tasks.objective import Scoring
     from raytrec.worker.consensus import StepConsensus
     from raytrec.worker.initial_state import load_step
     from raytrec.worker.nonfinite import Known
@@ -82,7 +82,7 @@ def _predict(context: WorkerContext, wanted: PredictionTask, order: SpanOrder) -
     rows, began, told = 0, monotonic(), monotonic()
     try:
         batches = spans.watch(stream.batches())
-        for number, outputs in enumerate(step.evaluate(batches, tower, vectors_alone=bool(tower)), 1):
+        for number, outputs in enumerate(step.evaluate(batches, tower), 1):
             spans.take(outputs, order.local_rows(context.index, number - 1))
             rows += order.global_rows(None, number - 1)
             if monotonic() - told > PROGRESS_S or number == total:

@@ -1,94 +1,91 @@
-"""What a step has to know of the whole global batch: sums of weights, and losses that hold rows of all ranks
-against one another.
+"""The loss of a global batch: what each rank's part of it must be so that every gradient agrees with it.
 
-Both are known before a rank's rows are given to the dense layers in pieces, so that micro-batches change
-nothing. Of a loss over the batch, each rank computes the terms of its own rows, given everybody's logits, and
+    loss = Σ over the rows of the global batch of the row's loss ÷ rows of the global batch
+
+A row's loss counts by its weight in the task: 0 where it has no label or a mask excludes it, else its sample
+weight. Such rows stay among those that are divided by. Losses of several tasks are multiplied by their
+`weight` and added.
+
+TorchRec divides table gradients by the world size (its gradient division stays on) and
+DistributedDataParallel averages dense gradients over ranks. So each rank's loss is
+
+    world_size × Σ over its own rows ÷ rows of the global batch
+
+and both kinds of gradient become exactly those of the definition, for equal, unequal and empty parts.
+
+Of a loss that compares rows, each rank computes the terms of its rows, given the logits of all ranks, and
 their gradient for all logits; the gradients are added up over ranks, and each keeps those of its rows. So
-values and gradients are those of one process that has the whole batch (embeddings/gradients.py).
+values and gradients are those of one process that has the whole batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed import comm_ops
 
+from raytrec.common.errors import RunError
 from raytrec.tasks.losses import BatchLoss, Rows
 
-AT_ONCE = 1 << 24  # pairs of rows that are looked at together: 64 MiB for each number about them
+AT_ONCE = 1 << 24  # pairs of rows that are compared together: 64 MiB for each number about them
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The terms that a rank's rows add to a loss over the global batch.
+def require_gradient_division() -> None:
+    """Raises RunError where TorchRec's division has been switched off for the whole process."""
+    if not comm_ops.get_gradient_division():
+        raise RunError(
+            "TorchRec's gradient division is switched off in this process",
+            where="torchrec.distributed.comm_ops.set_gradient_division(False)",
+            expected="True, TorchRec's default: raytrec's loss is weighted for it",
+            do="remove that call, or set it back to True",
+        )
 
-    Attributes:
-        losses: float32 [B], of each row, times its weight.
-        gradient: float32 [B] or [B, C], of the sum over the global batch, for the logits of these rows; None
-            where it was not asked for.
+
+def rank_loss(
+    losses_B: torch.Tensor, weights_B: torch.Tensor, rows: int, world: int, weight: float = 1.0
+) -> torch.Tensor:
+    """The scalar that one rank calls backward on.
+
+    Args:
+        losses_B: float [B], the loss of each row.
+        weights_B: float [B], the factor of each row; 0 for padding.
+        rows: of the global batch over all ranks, padding not counted.
+        world: number of ranks.
+        weight: a factor of the whole: of a task among several.
     """
-
-    losses: torch.Tensor
-    gradient: torch.Tensor | None
-
-    def of(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
-        """The sum of some rows' losses, with a gradient for their logits."""
-        if self.gradient is None:
-            return self.losses[rows].sum()
-        return _Given.apply(logits, self.losses[rows].sum(), self.gradient[rows])
+    return (losses_B * weights_B).sum() * (weight * world / rows)
 
 
-@dataclass(frozen=True)
-class Whole:
-    """What is known of a global batch.
-
-    Attributes:
-        divisors: task → the sum of its rows' weights over all ranks, 1 where it is 0: float32 scalar.
-        compared: task → the terms of this rank's rows.
-    """
-
-    divisors: dict[str, torch.Tensor] = field(default_factory=dict)
-    compared: dict[str, Compared] = field(default_factory=dict)
-
-
-NOTHING = Whole()
-
-
-def total_weights(weights: list[torch.Tensor], world: int) -> torch.Tensor:
-    """The sums of some weights [B] over all ranks: float32 [n], 1 for a sum of 0; one small collective."""
-    sums = torch.stack([weights_B.sum() for weights_B in weights])
-    if world > 1:
-        dist.all_reduce(sums)
-    return sums.masked_fill(sums == 0, 1.0)
-
-
-def compare(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int, gradient: bool) -> Compared:
-    """A loss over the global batch: what this rank's rows add to it; a collective.
+def compare(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:
+    """What this rank's rows add to a loss that compares rows of the global batch; a collective.
 
     Args:
         own: this rank's rows, as many as every rank has, padding included.
         factors_B: float32 [B], by which the losses of these rows count.
-        gradient: whether the gradient is wanted, too.
+
+    Returns:
+        Float32 scalar. Where gradients are enabled, it has the gradient of the sum over the global batch for
+        `own.logits`.
     """
-    count = len(own.labels)
+    count, gradient = len(own.labels), torch.is_grad_enabled()
     batch, first = (_of_all_ranks(own), dist.get_rank() * count) if world > 1 else (own, 0)
     logits = batch.logits.detach().requires_grad_(gradient)
     batch, size = batch._replace(logits=logits), max(1, AT_ONCE // len(batch.labels))
     losses, grads = [], torch.zeros_like(logits, requires_grad=False)
     for start in range(0, count, size):
         stop = min(start + size, count)
-        with torch.set_grad_enabled(gradient):
-            losses_B = loss.of_batch(batch, slice(first + start, first + stop)) * factors_B[start:stop]
-            if gradient:
-                grads += torch.autograd.grad(losses_B.sum(), logits)[0]
+        losses_B = loss.of_batch(batch, slice(first + start, first + stop)) * factors_B[start:stop]
+        if gradient:
+            grads += torch.autograd.grad(losses_B.sum(), logits)[0]
         losses.append(losses_B.detach())
+    value = torch.cat(losses).sum()
     if not gradient:
-        return Compared(torch.cat(losses), None)
+        return value
     if world > 1:
         dist.all_reduce(grads)
-    return Compared(torch.cat(losses), grads[first : first + count])
+    return _Given.apply(own.logits, value, grads[first : first + count])
 
 
 def _of_all_ranks(own: Rows) -> Rows:
@@ -103,8 +100,7 @@ def _of_all_ranks(own: Rows) -> Rows:
 
 
 def _gathered(values: torch.Tensor) -> torch.Tensor:
-    world = dist.get_world_size()
-    everyone = values.new_empty(world * len(values), *values.shape[1:])
+    everyone = values.new_empty(dist.get_world_size() * len(values), *values.shape[1:])
     dist.all_gather_single(everyone, values)
     return everyone
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TaskOutputs:
 class Outputs:
     """What one rank's step hands to the metrics.
 
-    A step that is skipped on all ranks has zero logits, loss and weights.
+    A step that is skipped on all ranks has zero logits, predictions, labels, weights and losses.
 
     Attributes:
         tasks: task → its part, in the order of the configuration.
@@ -55,7 +55,7 @@ class Outputs:
         verdict: whether the step is skipped; None unless train.on_nan is skip.
         losses: in training, task (or objective.OF_MODEL) → its part of the loss, so that the sum over ranks ÷
             rows of the global batch is the loss of the step: × those rows ÷ ranks.
-        vectors: float32 [B, width], of the tower that was asked for (worker.step.Step.evaluate), or None.
+        vectors: float32 [B, width], of the batch's tower (worker.step.Head), or None.
     """
 
     tasks: dict[str, TaskOutputs]
@@ -67,6 +67,27 @@ class Outputs:
 
     def __getitem__(self, task: str) -> TaskOutputs:
         return self.tasks[task]
+
+    def masked(self, verdict: Verdict) -> Outputs:
+        """The same of a step that may be skipped: zeros, if it is, in place of numbers that may be NaN."""
+
+        def kept(values: torch.Tensor) -> torch.Tensor:
+            return values.masked_fill(verdict.mask, 0)
+
+        tasks = {
+            name: replace(
+                own,
+                logits=kept(own.logits),
+                predictions=kept(own.predictions),
+                labels=kept(own.labels),
+                weights=kept(own.weights),
+            )
+            for name, own in self.tasks.items()
+        }
+        losses = {name: kept(part) for name, part in self.losses.items()}
+        return replace(
+            self, tasks=tasks, rows=kept(self.rows), loss=kept(self.loss), verdict=verdict, losses=losses
+        )
 
     @property
     def skipped(self) -> bool:

@@ -35,7 +35,6 @@ class Task:
         sample_weight: the column with each row's factor in loss and metrics; None: 1.
         positive_weight: factor of a row's loss where its label is 1.
         negatives_kept: the share of negatives that down-sampling has kept, in (0, 1].
-        divisor: what the mean of the loss divides by: rows of the global batch, or the sum of their weights.
         group, item: reserved columns that say which rows belong together, and which item a row is about.
         item_frequency: the reserved column with how often a row's item occurs.
         outputs: logits of a row: the number of classes, or 1.
@@ -53,7 +52,6 @@ class Task:
     sample_weight: str | None = None
     positive_weight: float = 1.0
     negatives_kept: float = 1.0
-    divisor: Literal["rows", "weights"] = "rows"
     group: str | None = None
     item: str | None = None
     item_frequency: str | None = None
@@ -163,7 +161,6 @@ def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) ->
         sample_weight=section.sample_weight,
         positive_weight=section.positive_weight,
         negatives_kept=section.negatives_kept,
-        divisor=section.divisor,
         group=section.group,
         item=section.item,
         item_frequency=section.item_frequency,

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.keyed import KeyedOptimizer
 
+from raytrec.checkpoint.state import LogicalState
 from raytrec.compat.fbgemm import CACHED, pad_empty_shards
 from raytrec.compat.fbgemm_lookups import as_known_to_torchrec, own_lookups
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
-from raytrec.embeddings.averages import DenseAverage
-from raytrec.embeddings.clipping import GlobalNormClip
+from raytrec.data.batch import Batch
 from raytrec.embeddings.codecs import make_codecs, widths_of
-from raytrec.embeddings.gradients import require_gradient_division
 from raytrec.embeddings.initial import fill_tables
+from raytrec.embeddings.managed.batches import ManagedBatches
+from raytrec.embeddings.managed.begin_rows import begin_rows
 from raytrec.embeddings.mapped import MappedFiles, mark_mapped
 from raytrec.embeddings.optim import combine, fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
-from raytrec.models.recommender import build_recommender, compile_dense
+from raytrec.embeddings.wrappers import DenseAverage, GlobalNormClip
+from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
+from raytrec.tasks.global_batch import require_gradient_division
 from raytrec.tasks.objective import Objective
 from raytrec.tasks.task import columns_of, needs_vectors
-from raytrec.worker.managed import ManagedRows
 from raytrec.worker.nonfinite import SkipBad
-from raytrec.worker.process import Numerics, prepare_process
+from raytrec.worker.process import prepare_process
 from raytrec.worker.step import LossModel, Step
-from raytrec.worker.step_timing import Phases
 
 
 def build_step(
@@ -57,6 +60,8 @@ def build_step(
     optimizers = table_optimizers(config, schema)
     if config.train.compile:
         compile_dense(model.head.model, device)
+    if config.train.activation_checkpointing:
+        checkpoint_activations(model.head.model)
     fuse(model.embeddings.collections, optimizers, device.type)
     world = dist.get_world_size()
     plan = make_plan(model, sharders_for_planning(config, schema, world), schema, config, device)
@@ -84,22 +89,11 @@ def build_step(
     managed = None
     if schema.managed:
         managed = ManagedRows(sharded, optimizer, schema, config.run.seed, device)
-    step = Step(
-        sharded,
-        optimizer,
-        device,
-        config.run.seed,
-        config.optim.schedule.over(steps),
-        Phases(device) if config.tracking.every_steps else None,
-        Numerics(config.train, device),
-        prefetch=cache is not None,
-        managed=managed,
-    )
-    return step, plan
+    return Step(sharded, optimizer, device, config, steps, cache is not None, managed), plan
 
 
 class _Alone(DataParallelWrapper):
-    """Leaves the dense layers of a single rank as they are: nobody else's gradients are to be averaged."""
+    """Leaves the dense layers of a single rank as they are: there are no other gradients to average."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         """Does nothing."""
@@ -124,4 +118,40 @@ def _unsharded(
     made = objective.of(config, schema, dist.get_world_size())
     columns, vectors = columns_of(made.tasks), needs_vectors(made.tasks)
     recommender = build_recommender(config, schema, device, sum(columns.values()), vectors, columns)
-    return LossModel(recommender, made, config.train.micro_batches, config.train.on_nan == "skip")
+    ranks_items = config.eval.retrieval is not None and objective is Objective
+    return LossModel(recommender, made, query_vectors=ranks_items)
+
+
+class ManagedRows(ManagedBatches):
+    """ManagedBatches of a model that is trained; making it is a collective.
+
+    A pipeline takes batches a few steps ahead, and their ids get rows then. A row holds the values of the id
+    before it until all earlier steps have been trained: they are replaced when the model is called with the
+    batch that has given the row away.
+
+    Args:
+        model, optimizer: of build_step.
+
+    Attributes:
+        before_writing: as `before` of begin_rows.begin_rows.
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelParallel,
+        optimizer: KeyedOptimizer,
+        schema: Schema,
+        seed: int,
+        device: torch.device,
+    ):
+        super().__init__(schema, seed, device)
+        self.before_writing: Callable[[str, torch.Tensor], None] = lambda table, rows: None
+        self._tables, self._schema, self._seed = LogicalState(model, optimizer).tables, schema, seed
+        model.register_forward_pre_hook(self._before_forward)
+
+    def begin_rows(self, batch: Batch) -> None:
+        """Resets the rows that a batch has given to other ids."""
+        begin_rows(batch.new_rows or {}, self._tables, self._schema, self._seed, self.before_writing)
+
+    def _before_forward(self, model: Any, inputs: tuple[Batch, ...]) -> None:
+        self.begin_rows(inputs[0])

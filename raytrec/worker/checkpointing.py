@@ -27,7 +27,7 @@ from raytrec.config.features import resolve_features
 from raytrec.embeddings.planner.plan import describe
 from raytrec.worker.consensus import Decision, StepConsensus
 from raytrec.worker.context import WorkerContext
-from raytrec.worker.nonfinite import FOLDER, Losses, Recent, dump
+from raytrec.worker.nonfinite import FOLDER, Losses, RecentBatches, dump
 from raytrec.worker.progress import Progress
 from raytrec.worker.step import Outputs, Step
 
@@ -83,7 +83,7 @@ class CheckpointManager:
         plan: ShardingPlan,
         state: LogicalState,
         progress: Progress,
-        batches: Recent,
+        batches: RecentBatches,
         before_save: Callable[[], None],
         last_step: int,
     ):

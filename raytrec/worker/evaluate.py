@@ -50,7 +50,7 @@ def evaluate(
     names = Names(slices, key_columns(list(selection.tasks.values()), slices))
     ranking = ranking_of(selection, device, step, items)
     batches = names.note(stream.batches())
-    for outputs in step.evaluate(ranking.note(batches), "query") if ranking else step.evaluate(batches):
+    for outputs in step.evaluate(ranking.note(batches) if ranking else batches):
         if ranking:
             ranking.add(outputs.vectors)
         sums.add(outputs)

@@ -21,7 +21,7 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.worker.checkpointing import CheckpointManager, Stopped, restore_run
     from raytrec.worker.evaluate import evaluate
     from raytrec.worker.initial_state import begin
-    from raytrec.worker.nonfinite import Recent
+    from raytrec.worker.nonfinite import RecentBatches
     from raytrec.worker.observers import make_observers
     from raytrec.worker.progress import EarlyStopping, Progress
 
@@ -41,7 +41,7 @@ def train_worker(task: WorkerTask) -> None:
     context.settle_process()
     stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
     reading = train.epochs(config.train.epochs, progress.step)
-    batches = Recent(context.heartbeat.count_batches(reading), progress.step)
+    batches = RecentBatches(context.heartbeat.count_batches(reading), progress.step)
     observers = make_observers(context, step, state, progress, batches, total)
     checkpoints = CheckpointManager(
         context, step, plan, state, progress, batches, observers.before_save, total
@@ -138,7 +138,7 @@ def check_worker(task: WorkerTask) -> None:
 
 
 def train_order(config: RunConfig) -> Order:
-    """The order in which data.train is read; with (epoch, step) it says which rows have been consumed."""
+    """The order in which data.train is read; with (epoch, step) it defines which rows have been consumed."""
     data = config.data
     return Order(
         batch_rows=data.global_batch_size,

@@ -112,7 +112,7 @@ class Losses:
 class Verdict:
     """Whether a step is skipped, because the loss of any rank is not finite; making it is a collective.
 
-    The device knows before the host does: gradients are gated by `mask`, so a GPU can be given the backward
+    The device knows before the host does: gradients are masked by `mask`, so a GPU can be given the backward
     pass at once. When the host asks, it waits for the forward pass, behind which the backward pass is queued.
 
     Attributes:
@@ -131,43 +131,45 @@ class Verdict:
         return bool(self._fetch.wait())
 
 
-class Gate(torch.autograd.Function):
-    """The values themselves; their gradient, unless the step is skipped, in which case zeros.
-
-    A zero loss would not do: 0 × NaN is NaN on the way back.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, head: nn.Module) -> torch.Tensor:
-        ctx.head = head
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.masked_fill(ctx.head.verdict.mask, 0), None
-
-
 class SkipBad(OptimizerWrapper):
-    """An optimizer that does nothing at the end of a step that is skipped.
+    """Skips training steps whose loss is not finite on any rank: tables, dense layers and state stay.
 
-    Tables that are updated in backward have got zero gradients, which change nothing under SGD and Adagrad;
-    under fused Adam (on GPUs) their momentum moves on.
+    Tables that are updated in backward get zero gradients, which change nothing under SGD and Adagrad; under
+    fused Adam (on GPUs) their momentum moves on. (A zero loss would not do: 0 × NaN is NaN on the way back.)
 
     Whether to step is decided by the host, on a GPU, too: torch's Adam counts its steps in host memory, and
     its corrections come from that count (torch 2.13.0, optim/adam.py, unless `capturable` or `fused`, which
     round otherwise). A step that the device multiplied by zero would still count, and let momentum decay.
+
+    Args:
+        optimizer: steps everything.
+        head: takes (pooled embeddings, batch) and gives (loss, Outputs), which are masked (worker.step.Head).
     """
 
     def __init__(self, optimizer: KeyedOptimizer, head: nn.Module):
         super().__init__(optimizer)
-        self._head = head
+        self._verdict: Verdict | None = None
+        head.register_forward_pre_hook(self._before_head)
+        head.register_forward_hook(self._after_head)
 
     def step(self, closure: Any = None) -> None:
-        if self._head.verdict is None or not self._head.verdict.skipped:
+        if self._verdict is None or not self._verdict.skipped:
             super().step(closure)
 
+    def _before_head(self, head: nn.Module, inputs: tuple) -> None:
+        if head.training:
+            for values in inputs[0].values():
+                values.register_hook(lambda gradient: gradient.masked_fill(self._verdict.mask, 0))
 
-class Recent:
+    def _after_head(self, head: nn.Module, inputs: tuple, given: tuple) -> tuple | None:
+        if not head.training:
+            return None
+        loss, outputs = given
+        self._verdict = Verdict(loss)
+        return loss, outputs.masked(self._verdict)
+
+
+class RecentBatches:
     """An iterator over batches that remembers the last few, with their steps.
 
     Args:

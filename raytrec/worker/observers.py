@@ -20,10 +20,10 @@ from raytrec.common.installed import installed_versions
 from raytrec.embeddings.taps import Taps
 from raytrec.worker.context import WorkerContext
 from raytrec.worker.heartbeat import Heartbeat
-from raytrec.worker.nonfinite import Recent
+from raytrec.worker.nonfinite import RecentBatches
 from raytrec.worker.progress import Progress
 from raytrec.worker.statistics import Statistics
-from raytrec.worker.step import Head, Step
+from raytrec.worker.step import Step
 from raytrec.worker.step_timing import Phases
 from raytrec.worker.system import System
 
@@ -94,7 +94,7 @@ class RankRecorder(Observer):
         statistics: Statistics,
         phases: Phases,
         progress: Progress,
-        batches: Recent,
+        batches: RecentBatches,
         last_step: int,
     ):
         self._context, self._every = context, context.task.config.tracking.every_steps
@@ -152,7 +152,9 @@ class CheckRunner(Observer):
     `begin`, `after_step` and `before_save` raise a RunError when a check that is set to stop has failed.
     """
 
-    def __init__(self, context: WorkerContext, checks: LiveChecks, progress: Progress, batches: Recent):
+    def __init__(
+        self, context: WorkerContext, checks: LiveChecks, progress: Progress, batches: RecentBatches
+    ):
         self._context, self._config, self._checks = context, context.task.config, checks
         self._progress, self._batches = progress, batches
         self._expected_rows, self._checked_at = 0, -1
@@ -218,7 +220,7 @@ def make_observers(
     step: Step,
     state: LogicalState,
     progress: Progress,
-    batches: Recent,
+    batches: RecentBatches,
     last_step: int,
 ) -> Observers:
     """The observers that the configuration asks for, in their order; a collective.
@@ -232,14 +234,13 @@ def make_observers(
     recorded, checked = config.tracking.every_steps, any_check_is_on(config)
     if not (recorded or checked):
         return Observers(observers)
-    head = next(module for module in step.model.modules() if isinstance(module, Head))
-    taps = Taps(step.model, head, list(schema.sparse))
+    taps = Taps(step.model, step.head, list(schema.sparse))
     probing: list[RankRecorder | CheckRunner] = []
     if recorded:
         of_ids = step.managed.figures if step.managed is not None else dict
         statistics = Statistics(schema, state.tables, taps, of_ids)
         probing.append(RankRecorder(context, statistics, step.phases, progress, batches, last_step))
-    if checked and len(checks := _live_checks(context, step, state, taps, head)):
+    if checked and len(checks := _live_checks(context, step, state, taps)):
         probing.append(CheckRunner(context, checks, progress, batches))
     return Observers([*observers, *probing, ProbeScheduler(taps, progress, probing)])
 
@@ -268,10 +269,8 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _live_checks(
-    context: WorkerContext, step: Step, state: LogicalState, taps: Taps, head: Head
-) -> LiveChecks:
-    parameters = dict(head.model.named_parameters())
+def _live_checks(context: WorkerContext, step: Step, state: LogicalState, taps: Taps) -> LiveChecks:
+    parameters = dict(step.head.model.named_parameters())
     return LiveChecks(
         context.task.config,
         context.task.schema,

@@ -37,7 +37,7 @@ def freeze_gc() -> None:
 
     gc.collect()
     gc.freeze()
-    gc.collect()  # of what is left, next to nothing: from here on Python searches often
+    gc.collect()  # nearly nothing is tracked now: from here on Python searches often
 
 
 class Numerics:

@@ -43,7 +43,7 @@ class Phases:
         self._mark, self._current, self._running = self._now(), "other", True
 
     def pause(self) -> None:
-        """What follows is no training."""
+        """Training pauses, for an evaluation or at its end."""
         if self._running:
             self._switch("other")
         self._running = False
@@ -66,7 +66,7 @@ class Phases:
             self.leave(outer)
 
     def enter(self, name: str) -> str | None:
-        """Begins a phase; what `leave` is to be given at its end."""
+        """Begins a phase; returns the argument of `leave` at its end."""
         if not self._running:
             return None
         outer = self._current
@@ -128,7 +128,7 @@ class Phases:
 
 
 def time_tables(kernels: Iterable[nn.Module], phases: Phases) -> None:
-    """Has what kernels do belong to "tables": their lookups, and their part of backward.
+    """Counts the work of kernels as "tables": their lookups, and their part of backward.
 
     Args:
         kernels: features → pooled embeddings; see compat.torchrec_.sharded_kernels.

@@ -92,8 +92,7 @@ def with_a_mask(rank, world):
     from raytrec.checkpoint.state import LogicalState
 
     step = build(config(world, {"sharding_type": "row_wise"}))
-    head = next(m for m in step.model.modules() if type(m).__name__ == "Head")
-    head.model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    step.head.model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     state = LogicalState(step.model, step.optimizer)
     return sorted(state.unbounded), not_finite(state.tensors(), state.unbounded)
 

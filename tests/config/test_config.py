@@ -117,7 +117,7 @@ def test_resolved_yaml_loads_to_the_same():
         ("plan.tables.user.ranks=[-1]", "plan.tables.user.ranks.0"),
         ("plan.tables.user.dtype=fp8", "plan.tables.user.dtype"),
         ("plan.colocate=[user]", "plan.colocate"),
-        ("train.micro_batches=0", "train.micro_batches"),
+        ("train={compile: true, activation_checkpointing: true}", "set one of them to false"),
     ],
 )
 def test_mistakes_are_one_clear_message(override, says):

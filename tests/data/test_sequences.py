@@ -116,8 +116,6 @@ def test_what_the_model_is_given():
     assert list(inputs) == list(made.sparse)
     assert inputs["history"].present.tolist() == [[True] * 3, [False] * 3, [True, False, False]]
     assert inputs["history"].vectors[:, :, 0].tolist() == [[8, 7, 6], [0, 0, 0], [9, 0, 0]]
-    part = Sequences(features)({k: v[2:] for k, v in found.items()}, batch.sparse, slice(2, 3))
-    assert part["history"].present.tolist() == [[True, False, False]]
 
 
 @pytest.mark.parametrize("by_id", [{"history": 4}, {"history": 4, "last": 2}])

@@ -73,11 +73,6 @@ def test_sides_go_where_their_ids_go(tmp_path):
         [70, 60, 0],
         [0, 0, 0],
     ]
-    rows = slice(2, 4)
-    part = Sequences(features)(
-        {n: v[rows] for n, v in found.items()}, batch.sparse, rows, batch.side_features
-    )
-    assert torch.equal(part["history"].side_features, given.side_features[rows])
     moved = batch.to(torch.device("cpu"))
     assert torch.equal(moved.side_features["history"], side_features)
 

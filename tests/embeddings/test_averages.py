@@ -26,7 +26,7 @@ def formula(history):
 
 def followed(rank, world, steps, optimizer, spoiled=None):
     """(averages, those of the formula, count) after some steps; `spoiled`: a batch whose loss is NaN."""
-    from raytrec.embeddings.averages import average_of
+    from raytrec.embeddings.wrappers import average_of
 
     settings = config(world, ROWS, ema=DECAY, on_nan="skip", max_grad_norm=0.5)
     settings.optim.dense.name = optimizer
@@ -64,7 +64,7 @@ def logits_of(step, batch):
 
 def evaluated(rank, world):
     """Logits of an evaluation: as trained with averages, and of a model that has them for its weights."""
-    from raytrec.embeddings.averages import average_of
+    from raytrec.embeddings.wrappers import average_of
 
     step, local = build(config(world, ROWS, ema=DECAY)), batches(5, rank, world)[1]
     untrained = logits_of(step, local[4])
@@ -113,7 +113,7 @@ def warm(rank, world, root):
     """(count, averages, weights) of a new run that begins with a checkpoint's weights, after one step."""
     from raytrec.checkpoint.restore import load
     from raytrec.checkpoint.state import LogicalState, is_average
-    from raytrec.embeddings.averages import average_of
+    from raytrec.embeddings.wrappers import average_of
 
     step = build(config(world, ROWS, ema=DECAY))
     state = LogicalState(step.model, step.optimizer, with_optimizer=False)

@@ -77,7 +77,6 @@ def watched(rank, world, kernel, optimizer):
     from raytrec.checks.live.probe import Parity
     from raytrec.embeddings.taps import Taps
     from raytrec.worker.statistics import Statistics
-    from raytrec.worker.step import Head
 
     settings = config(world, {"sharding_type": "row_wise", "compute_kernel": kernel}, optimizer)
     step = build(settings)
@@ -85,7 +84,7 @@ def watched(rank, world, kernel, optimizer):
     with caches.holding():
         state = LogicalState(step.model, step.optimizer)
     caches.flushes = 0
-    head = next(module for module in step.model.modules() if isinstance(module, Head))
+    head = step.head
     taps = Taps(step.model, head, list(SCHEMA.sparse))
     held = []
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import on_ranks
-from small import batches, build, config, train
+from small import build, config
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
@@ -69,9 +69,9 @@ def local_means(schema):
 
 @contextmanager
 def clipping_without_tables(schema):
-    from raytrec.embeddings import clipping
+    from raytrec.embeddings import wrappers
 
-    with patch.object(clipping, "sharded_kernels", lambda model: iter(())):
+    with patch.object(wrappers, "sharded_kernels", lambda model: iter(())):
         yield
 
 
@@ -127,46 +127,6 @@ def test_2332_clipping_leaves_tables_out():
     settings = config(2, {"sharding_type": "row_wise"}, "sgd", lr=1.0, max_grad_norm=0.01)
     assert right(parity(2, settings, schema(a="sum")))
     assert parity(2, settings, schema(a="sum"), clipping_without_tables)["weights"] > WRONG
-
-
-def accumulated(rank, world, pieces):
-    """A table's error after 12 rows: in micro-batches, and as batches that each update the tables."""
-    from dataclasses import replace
-
-    from small import SCHEMA
-
-    from raytrec.checks.parity import reference
-    from raytrec.checks.parity.batches import cuts, local_batch
-    from raytrec.embeddings.tables import tables
-    from raytrec.models import build_model
-
-    whole, local = batches(1, rank, world)
-    (batch,) = whole
-    step = build(config(world, {"sharding_type": "row_wise"}, micro_batches=pieces))
-    start = {name: table.weight.dense() for name, table in tables(step.model).items()}
-    model = build_model(SCHEMA, config(world, {}).model)
-    model.load_state_dict(step.model.module.head.model.state_dict())
-    train(step, local)
-    ours = tables(step.model)["user"].weight.dense()
-
-    naive = build(config(world, {"sharding_type": "row_wise"}))
-    size = 12 // pieces
-    parts = [batch[i : i + size] for i in range(0, 12, size)]
-    train(
-        naive,
-        [replace(local_batch(p, SCHEMA, cuts(size, world, "equal"), rank), global_rows=12) for p in parts],
-    )
-
-    one = reference.Reference(SCHEMA, start, model)
-    reference.train(one, whole, [torch.optim.Adagrad(one.tables.values(), lr=0.1, eps=1e-8)])
-    expected = one.tables["user"]
-    return [float((w - expected).abs().max()) for w in (ours, tables(naive.model)["user"].weight.dense())]
-
-
-def test_2332_fused_tables_update_on_every_micro_batch():
-    for ours, naive in on_ranks(2, accumulated, 3):
-        assert ours < 1e-6
-        assert naive > WRONG
 
 
 def read_and_trained(rank, world, guarded):

@@ -98,7 +98,7 @@ def make(rank, world, steps, changes, folder, spoil=None, plan="row_wise"):
     from raytrec.worker.build import build_step
     from raytrec.worker.checkpointing import CheckpointManager
     from raytrec.worker.context import WorkerContext, WorkerTask
-    from raytrec.worker.nonfinite import Recent
+    from raytrec.worker.nonfinite import RecentBatches
     from raytrec.worker.observers import make_observers
     from raytrec.worker.progress import Progress
 
@@ -116,7 +116,7 @@ def make(rank, world, steps, changes, folder, spoil=None, plan="row_wise"):
     task = WorkerTask(config, small.SCHEMA, {}, SimpleNamespace(put=said), f"{folder}/checkpoints")
     context = WorkerContext(rank, world, device, task, Heartbeat(), 0)
     sums = Sums(Selection.of_config(config, small.SCHEMA), device)
-    batches, progress = Recent(iter(read), 0), Progress(sums)
+    batches, progress = RecentBatches(iter(read), 0), Progress(sums)
     state = LogicalState(step.model, step.optimizer)
     observers = make_observers(context, step, state, progress, batches, steps)
     checkpoints = CheckpointManager(

@@ -36,9 +36,8 @@ class Scene:
 
     @property
     def head(self):
-        from raytrec.worker.step import Head
 
-        return next(m for m in self.step.model.modules() if isinstance(m, Head))
+        return self.step.head
 
     def modules(self, kind):
         return [m for m in self.step.model.modules() if type(m).__name__ == kind]

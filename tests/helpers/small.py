@@ -1,6 +1,6 @@
 """A small model with tables of uneven sizes, for tests on ranks."""
 
-from raytrec.config.run_config import RunConfig
+from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 
 SCHEMA = Schema.parse(
@@ -18,16 +18,17 @@ SCHEMA = Schema.parse(
 )
 
 
-def config(world, plan, optimizer="adagrad", lr=0.1, tables=None, **train):
+def config(world, plan, optimizer="adagrad", lr=0.1, tables=None, tasks=None, model=None, **train):
     """A RunConfig; `plan` is plan.tables['*'] or, with a list, plan.sharding_types; `tables` are
     optim.tables."""
     plan = {"sharding_types": plan} if isinstance(plan, list) else {"tables": {"*": plan}}
-    return RunConfig.model_validate(
+    return load_config(
         {
             "run": {"seed": 3},
             "data": {"train": "unused/train", "global_batch_size": 12},
             "scaling": {"num_workers": world},
-            "model": {"bottom_mlp": [6], "top_mlp": [6]},
+            "model": model or {"bottom_mlp": [6], "top_mlp": [6]},
+            "tasks": tasks or [{}],
             "optim": {
                 "embeddings": {"name": optimizer, "lr": lr},
                 "tables": tables or {},
@@ -59,3 +60,22 @@ def batches(count, rank, world, balance="unequal", schema=SCHEMA, features=None,
 def train(step, local):
     """Trains on these batches."""
     return list(step.train(iter(local), len(local)))
+
+
+def objective(tasks, schema=SCHEMA, world=1, **options):
+    """The Objective of these tasks."""
+    from raytrec.tasks.objective import Objective
+    from raytrec.tasks.task import resolve_tasks
+
+    return Objective(resolve_tasks(config(1, {}, tasks=tasks).tasks, schema), world, **options)
+
+
+def labelled(labels, weights=None, rows=None, task_weights=None, keys=None):
+    """A Batch of labels alone, float32 [B] or [B, L]; as many rows count as it has, or `rows`."""
+    import torch
+
+    from raytrec.data.batch import Batch
+
+    labels = labels.unsqueeze(1) if labels.dim() == 1 else labels
+    weights = torch.ones(len(labels)) if weights is None else weights
+    return Batch(None, None, labels, weights, rows or len(labels), task_weights=task_weights, keys=keys)

@@ -77,8 +77,7 @@ class Step:
     def __init__(self, device):
         self._device = device
 
-    def evaluate(self, batches, tower=None, vectors_alone=False):
-        assert tower == ("item" if vectors_alone else "query")
+    def evaluate(self, batches, tower=None):
         for batch in list(batches):  # the pipeline is ahead of what it gives
             nothing = torch.zeros((), device=self._device)
             yield Outputs({}, batch.weights.to(self._device), nothing, vectors=batch.vectors.to(self._device))
@@ -121,7 +120,7 @@ def ranked(rank, world, given, cells):
     own = batches(
         columns, given["queries"], rank, world, labels=given["labels"], task_weights=given["weights"]
     )
-    for outputs in step.evaluate(ranking.note(own), "query"):
+    for outputs in step.evaluate(ranking.note(own)):
         ranking.add(outputs.vectors)
     return ranking.figures()
 

@@ -274,7 +274,7 @@ class Place:
         values = recorded_run.settings(self.work / "run", self.work / "data")
         values["data"]["reserve_columns"], values["eval"] = ["user", "row"], {"slices": ["user"]}
         first = {"label": "label", "nulls": "skip", "sample_weight": "row", "group": "user", "item": "row"}
-        second = {"name": "again", "label": "label", "loss": "mse", "mask": "label", "divisor": "weights"}
+        second = {"name": "again", "label": "label", "loss": "mse", "mask": "label"}
         return values | {"tasks": [first, second]}
 
     @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from design import FACTORS, ROWS, Case, config
+from design import FACTORS, Case, config
 from hypothesis import strategies as st
 
 from raytrec.config.schema import Schema
@@ -26,9 +26,8 @@ class Drawn:
     kernel: str
     place: tuple[int, int]
     balance: str
-    micro_batches: int
+    recomputed: bool
     max_grad_norm: float | None
-    loss: str
     model: str = "dlrm"
     dtype = "fp32"
     groups = tuple(group for group in Case.groups if group not in ("sharding", "pooling"))
@@ -85,8 +84,7 @@ def drawn(draw, place):
         kernel=kernel,
         place=place,
         balance=draw(st.sampled_from(FACTORS["balance"])),
-        micro_batches=draw(st.sampled_from([1, 2, 5, ROWS])),
+        recomputed=draw(st.booleans()),
         max_grad_norm=draw(st.sampled_from([None, 0.01, 1.0])),
-        loss=draw(st.sampled_from(["mean", "sum"])),
         model=model,
     )

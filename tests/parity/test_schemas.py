@@ -51,9 +51,8 @@ def test_ranks_without_a_row(tables, half):
             kernel=kernel,
             place=(3, 1),
             balance="unequal",
-            micro_batches=1,
+            recomputed=False,
             max_grad_norm=max_grad_norm,
-            loss="mean",
         )
         for number, optimizer in enumerate(FACTORS["optimizer"])
         for kernel in ("fused", "dense")

@@ -20,21 +20,21 @@ MASKED = {"sample_weight": "w", "mask": "shown"}
 CLASSES = {"loss": "cross_entropy", "options": {"classes": 4}}
 TASKS = {
     "two, masked and weighted": [
-        {"label": "y", "positive_weight": 3.0, "divisor": "weights", **MASKED},
+        {"label": "y", "positive_weight": 3.0, **MASKED},
         {"label": "z", "loss": "mse", "weight": 0.3, "mask": "y"},
     ],
     "three of one label": [
         {"name": "a", "negatives_kept": 0.1},
         {"name": "b", "loss": "focal", "weight": 2.0, "nulls": "skip"},
-        {"name": "c", "loss": "huber", "divisor": "weights"},
+        {"name": "c", "loss": "huber"},
     ],
     "focal": [{"loss": "focal", "options": {"gamma": 1.5, "alpha": 0.3}}],
     "huber": [{"loss": "huber", "options": {"delta": 0.2}, **MASKED}],
     "poisson": [{"loss": "poisson", "weight": 0.2}],
-    "cross-entropy": [{**CLASSES, **MASKED, "divisor": "weights"}],
+    "cross-entropy": [{**CLASSES, **MASKED}],
     "classes beside a number": [{"label": "y", **CLASSES}, {"label": "z", "loss": "mse"}],
     "bpr": [{"loss": "bpr"}],
-    "bpr in groups": [{"loss": "bpr", "group": "user", **MASKED, "divisor": "weights"}],
+    "bpr in groups": [{"loss": "bpr", "group": "user", **MASKED}],
     "bpr beside bce": [{"label": "y", "loss": "bpr", "group": "user", "weight": 0.5}, {"label": "z"}],
 }
 VECTORS = {
@@ -50,7 +50,7 @@ VECTORS = {
 }
 EXTRAS = {
     "balance": ["unequal", "empty", "equal"],
-    "micro_batches": [1, 3],
+    "recomputed": [False, True],
     "max_grad_norm": [None, 0.05],
     "sharding": ["row_wise", "table_wise", "data_parallel", "column_wise"],
     "optimizer": ["sgd", "adagrad"],
@@ -64,7 +64,7 @@ class Learned:
     tasks: str
     place: tuple[int, int]
     balance: str = "unequal"
-    micro_batches: int = 1
+    recomputed: bool = False
     max_grad_norm: float | None = None
     sharding: str = "row_wise"
     optimizer: str = "sgd"
@@ -80,7 +80,7 @@ class Learned:
             self.optimizer,
             self.place,
             self.balance,
-            self.micro_batches,
+            self.recomputed,
             self.max_grad_norm,
             kernel=kernel,
             model=self.model,
@@ -102,10 +102,10 @@ def learned(name, place, random=None, **extras):
 
 
 FEW = [
-    learned("two, masked and weighted", (2, 1), micro_batches=3, max_grad_norm=0.05),
+    learned("two, masked and weighted", (2, 1), recomputed=True, max_grad_norm=0.05),
     learned("classes beside a number", (2, 1), model="two_tower", balance="empty"),
-    learned("bpr in groups", (2, 1), micro_batches=3, balance="unequal"),
-    learned("softmax beside bce", (2, 1), micro_batches=3, balance="empty", sharding="table_wise"),
+    learned("bpr in groups", (2, 1), recomputed=True, balance="unequal"),
+    learned("softmax beside bce", (2, 1), recomputed=True, balance="empty", sharding="table_wise"),
 ]
 
 
@@ -117,10 +117,10 @@ def test_tasks_of_each_kind(case):
 @pytest.mark.parity
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_every_task(place):
-    """Each loss in every balance, whole and in pieces, with the rest drawn."""
+    """Each loss in every balance, with and without checkpoints of activations, with the rest drawn."""
     random = Random(2)
     cases = [
-        learned(name, place, random, balance=balance, micro_batches=pieces)
-        for name, balance, pieces in product(TASKS | VECTORS, EXTRAS["balance"], EXTRAS["micro_batches"])
+        learned(name, place, random, balance=balance, recomputed=recomputed)
+        for name, balance, recomputed in product(TASKS | VECTORS, EXTRAS["balance"], EXTRAS["recomputed"])
     ]
     assert_parity(cases, place)

@@ -32,8 +32,9 @@ def of_one_query(batch, schema, members):
 
 
 def found(rank, world, model, root):
-    """tower → its vectors beside logits, and of rows without the other tower's features; logits; and tower →
-    the vectors of all rows that one process computes with the checkpoint."""
+    """tower → its vectors of whole rows, and of rows without the other tower's features; logits, with the
+    queries' vectors that come with them; and tower → the vectors of all rows that one process computes with
+    the checkpoint."""
     from raytrec.checkpoint.files import folder_of
     from raytrec.checkpoint.index import read_index
     from raytrec.checkpoint.save import Saver
@@ -45,18 +46,20 @@ def found(rank, world, model, root):
 
     case = Modelled(model, (world, 1))
     values = case.config().model_dump(by_alias=True) | {"tasks": [{"label": "y"}]}
+    values["data"]["test"], values["eval"] = "unused", {"retrieval": {"items": "unused"}}
     config, schema = load_config(values), case.schema()
     whole = of_one_query(
         *random_batches(schema, ROWS, 1, seed=1), schema, config.model.tower_members(schema)["query"]
     )
     step, _ = build_step(config, schema, torch.device("cpu"))
 
-    def vectors(batch, tower, alone):
+    def evaluated(batch, tower=None):
         local = local_batch(
             batch, schema, cuts(ROWS, world, "equal"), rank, resolve_features(schema, config.model)
         )
-        (outputs,) = step.evaluate(iter([local]), tower, alone)
-        return outputs.vectors, None if alone else outputs["y"].logits
+        (outputs,) = step.evaluate(iter([local]), tower)
+        assert bool(outputs.tasks) == (tower is None)
+        return outputs
 
     pairs = {}
     for tower, members in config.model.tower_members(schema).items():
@@ -67,15 +70,15 @@ def found(rank, world, model, root):
             f: values if f in members else values[:0] for f, values in whole.side_features.items()
         }
         alone = replace(whole, dense=dense, bags=bags, side_features=side_features)
-        beside, logits = vectors(whole, tower, False)
-        pairs[tower] = beside, vectors(alone, tower, True)[0]
+        pairs[tower] = evaluated(whole, tower).vectors, evaluated(alone, tower).vectors
+    outputs = evaluated(whole)
     saver, state = Saver(root, config.checkpoint), LogicalState(step.model, step.optimizer)
     saver.save(1, state.tensors(), {})
     assert saver.taken().error is None
     folder = folder_of(root, 1)
     together = local_batch(whole, schema, [0, ROWS], 0, resolve_features(schema, config.model))
     here = {tower: vectors_of(config, schema, folder, read_index(folder), together, tower) for tower in pairs}
-    return pairs, logits, here
+    return pairs, (outputs["y"].logits, outputs.vectors), here
 
 
 @pytest.mark.parametrize("model", [name for name in CASES if MODELS.parts[name].retrieves])
@@ -83,11 +86,12 @@ def test_a_tower_needs_its_own_features_alone(model, tmp_path):
     parts = on_ranks(2, found, model, str(tmp_path))
     vectors = {}
     for tower in ("query", "item"):
-        beside, alone = (torch.cat([pairs[tower][i] for pairs, _, _ in parts]) for i in (0, 1))
-        torch.testing.assert_close(alone, beside, rtol=0, atol=1e-6)
-        torch.testing.assert_close(torch.from_numpy(parts[0][2][tower]), beside, rtol=0, atol=1e-6)
-        assert beside.dtype == torch.float32 and beside.std() > 0
-        vectors[tower] = beside.double()
-    logits = torch.cat([logits for _, logits, _ in parts]).double()
+        of_rows, alone = (torch.cat([pairs[tower][i] for pairs, _, _ in parts]) for i in (0, 1))
+        torch.testing.assert_close(alone, of_rows, rtol=0, atol=1e-6)
+        torch.testing.assert_close(torch.from_numpy(parts[0][2][tower]), of_rows, rtol=0, atol=1e-6)
+        assert of_rows.dtype == torch.float32 and of_rows.std() > 0
+        vectors[tower] = of_rows.double()
+    logits, queries = (torch.cat([given[i] for _, given, _ in parts]).double() for i in (0, 1))
+    torch.testing.assert_close(queries, vectors["query"])
     scores = (vectors["query"] * vectors["item"]).sum(1)
     assert torch.corrcoef(torch.stack([scores, logits]))[0, 1] > 1 - 1e-5, "logits are a line of the scores"

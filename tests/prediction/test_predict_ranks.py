@@ -135,7 +135,7 @@ def expected_scores(rank, world, folder):
     from raytrec.data.order import Order
     from raytrec.data.read_plan import ReadPlan
     from raytrec.data.rows import read_item
-    from raytrec.tasks.scoring import Scoring
+    from raytrec.tasks.objective import Scoring
     from raytrec.worker.build import build_step
 
     config, schema = settings(folder), Schema.load(folder / "schema.yaml")

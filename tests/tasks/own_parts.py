@@ -1,4 +1,4 @@
-"""What somebody writes in a module of theirs: a loss, and models with a logit for each task."""
+"""Parts of a user's: losses, and models with a logit for each task."""
 
 import torch
 from torch import nn
@@ -57,7 +57,7 @@ class NoLoss:
 
 
 class Linear(nn.Module):
-    """A logit for each task; options.tasks says how many."""
+    """A logit for each task; options.tasks is their number."""
 
     def __init__(self, schema, config):
         super().__init__()
@@ -70,7 +70,7 @@ class Linear(nn.Module):
 
 
 class Auxiliary(Linear):
-    """Beside its logits, in training, how far a row's embeddings are from a vector that it learns."""
+    """Gives, after its logits, in training, how far a row's embeddings are from a vector that it learns."""
 
     def __init__(self, schema, config, outputs, vectors):
         super().__init__(schema, type(config)(name=config.name, options={"tasks": outputs}))

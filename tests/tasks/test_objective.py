@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, batches, build, config, train
+from small import SCHEMA, batches, build, config, labelled, objective, train
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.run_config import load_config
 from raytrec.tasks.objective import Objective, total
-from raytrec.tasks.task import resolve_tasks
 
 HERE = str(Path(__file__).parent)
 TWO = SCHEMA.model_copy(update={"labels": ["y", "z"]})
@@ -21,14 +19,8 @@ FOCAL = [{"loss": "own_parts:Focal", "options": {"gamma": 1.5}}]
 
 def settings(world, tasks, logits=0, **changes):
     """A RunConfig of these tasks; logits: of the model of own_parts, default: DLRM."""
-    values = config(world, {"sharding_type": "row_wise"}, "sgd", **changes).model_dump(by_alias=True)
-    if logits:
-        values["model"] = {"name": "own_parts:Linear", "options": {"tasks": logits}}
-    return load_config(values | {"tasks": tasks})
-
-
-def objective(tasks, schema=SCHEMA, reduction="mean", world=1):
-    return Objective(resolve_tasks(settings(1, tasks).tasks, schema), reduction, world)
+    model = {"name": "own_parts:Linear", "options": {"tasks": logits}} if logits else None
+    return config(world, {"sharding_type": "row_wise"}, "sgd", tasks=tasks, model=model, **changes)
 
 
 LOGITS, LABELS = torch.tensor([0.5, -2.0, 9.0]), torch.tensor([1.0, 0.25, 0.0])
@@ -39,12 +31,12 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize("reduction,world,weight", [("mean", 1, 1.0), ("sum", 2, 0.5), ("mean", 3, 2.0)])
-def test_losses_by_their_formulas(name, reduction, world, weight):
-    made = objective([{"loss": name, "weight": weight}], reduction=reduction, world=world)
+@pytest.mark.parametrize("world,weight", [(1, 1.0), (2, 0.5), (3, 2.0)])
+def test_losses_by_their_formulas(name, world, weight):
+    made = objective([{"loss": name, "weight": weight}], world=world)
     rows = [FORMULAS[name](float(x), float(y)) for x, y in zip(LOGITS, LABELS, strict=True)]
-    found = total(made.losses(LOGITS, LABELS.unsqueeze(1), torch.tensor([1.0, 1.0, 0.0]), 7))
-    expected = weight * world * (rows[0] + rows[1]) / (7 if reduction == "mean" else 1)
+    found = total(made.losses(LOGITS, labelled(LABELS, torch.tensor([1.0, 1.0, 0.0]), 7)))
+    expected = weight * world * (rows[0] + rows[1]) / 7
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
@@ -52,7 +44,7 @@ def test_outputs_have_predictions_in_the_labels_units():
     made = objective(CLICK_AND_TIME, TWO)
     logits_BT, labels_BL = torch.stack([LOGITS, -LOGITS], 1), torch.stack([LABELS, 10 * LABELS], 1)
     weights = torch.tensor([1.0, 1.0, 0.0])
-    outputs = made.outputs(torch.tensor(1.5), logits_BT, labels_BL, weights)
+    outputs = made.outputs(torch.tensor(1.5), logits_BT, labelled(labels_BL, weights))
     assert list(outputs.tasks) == ["z", "y"] and not outputs.skipped
     assert torch.equal(outputs["z"].predictions, LOGITS) and torch.equal(outputs["z"].labels, 10 * LABELS)
     assert torch.equal(outputs["y"].predictions, torch.sigmoid(-LOGITS))
@@ -61,17 +53,17 @@ def test_outputs_have_predictions_in_the_labels_units():
 
 
 @pytest.mark.parametrize(
-    "tasks,shape,says",
+    "tasks,shape,message",
     [
         ([{}], (3, 2), r"\[3, 2\] for 1 tasks"),
         (CLICK_AND_TIME, (3,), r"\[3\] for 2 tasks"),
         (CLICK_AND_TIME, (3, 3), r"\[3, 3\] for 2 tasks"),
     ],
 )
-def test_a_model_gives_a_logit_for_each_task(tasks, shape, says):
+def test_a_model_gives_a_logit_for_each_task(tasks, shape, message):
     made = objective(tasks, TWO if len(tasks) > 1 else SCHEMA)
-    with pytest.raises(ConfigError, match=says):
-        total(made.losses(torch.zeros(shape), torch.zeros(3, 2), torch.ones(3), 3))
+    with pytest.raises(ConfigError, match=message):
+        total(made.losses(torch.zeros(shape), labelled(torch.zeros(3, 2))))
 
 
 def trained(rank, world, tasks, logits, changes):
@@ -129,7 +121,7 @@ def trained(rank, world, tasks, logits, changes):
     [
         (FOCAL, 0, {}),
         (CLICK_AND_TIME, 2, {}),
-        (CLICK_AND_TIME, 2, {"micro_batches": 3, "on_nan": "skip"}),
+        (CLICK_AND_TIME, 2, {"activation_checkpointing": True, "on_nan": "skip"}),
     ],
 )
 def test_losses_of_yours_and_several_tasks_as_in_plain_torch(world, tasks, logits, changes, monkeypatch):
@@ -140,7 +132,7 @@ def test_losses_of_yours_and_several_tasks_as_in_plain_torch(world, tasks, logit
 
 
 def overflowing(rank, world):
-    """What a step tells whose logits are finite and whose squared error is not."""
+    """Outputs of a step whose logits are finite and whose squared error is not."""
     local = batches(1, rank, world)[1]
     local[0].labels[0, 0] = 1e30
     (outputs,) = train(build(settings(world, [{"loss": "mse"}])), local)
@@ -149,7 +141,7 @@ def overflowing(rank, world):
     return finite, skipped.skipped, skipped.rows.sum().item()
 
 
-def test_a_loss_that_is_not_finite_is_told_though_logits_are():
+def test_a_loss_that_is_not_finite_is_reported_though_logits_are():
     for finite, skipped, rows in on_ranks(1, overflowing):
         assert finite == [True, False, True]
         assert skipped and rows == 0

@@ -5,30 +5,28 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, build, config
+from small import SCHEMA, build, config, labelled, objective
 
 from raytrec.checks.parity.losses import loss_of
 from raytrec.checks.parity.reference import GlobalBatch
 from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.tasks.objective import Objective, total
-from raytrec.tasks.task import resolve_tasks
 
 HERE = str(Path(__file__).parent)
 TWO = SCHEMA.model_copy(update={"labels": ["y", "z"]})
 LEFT = {"label": "y", "loss": "from_model", "weight": 0.5, "positive_weight": 3.0}
 CASES = {
-    "beside a loss": [{"label": "y"}],
+    "with a loss": [{"label": "y"}],
     "for a task": [LEFT],
-    "by its weights": [LEFT | {"divisor": "weights", "mask": "z"}, {"label": "z", "loss": "mse"}],
-    "beside vectors": [{"label": "z"}, LEFT, {"name": "third", "label": "y", "loss": "in_batch_softmax"}],
+    "by its weights": [LEFT | {"mask": "z"}, {"label": "z", "loss": "mse"}],
+    "with vectors": [{"label": "z"}, LEFT, {"name": "third", "label": "y", "loss": "in_batch_softmax"}],
 }
 
 
 def settings(world, tasks, options=None, **changes):
-    values = config(world, {"sharding_type": "row_wise"}, "sgd", **changes).model_dump(by_alias=True)
     own = {"name": "own_parts:Auxiliary", "gives_loss": True, **(options or {})}
-    return load_config(values | {"tasks": tasks, "model": own})
+    return config(world, {"sharding_type": "row_wise"}, "sgd", tasks=tasks, model=own, **changes)
 
 
 def columns(made, rows=5):
@@ -42,37 +40,35 @@ def columns(made, rows=5):
 
 
 @pytest.mark.parametrize("tasks", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_it_is_added_for_the_rows_of_its_task(tasks, reduction):
-    made = Objective(resolve_tasks(settings(1, tasks).tasks, TWO), reduction, own_loss=True)
+def test_it_is_added_for_the_rows_of_its_task(tasks):
+    made = objective(tasks, TWO, own_loss=True)
     logits, labels, weights = columns(made)
     rows = torch.tensor([1.0, 1, 1, 1, 0])
-    found = total(made.losses(logits, labels, rows, 4, weights))
+    batch = labelled(labels, rows, 4, weights)
+    found = total(made.losses(logits, batch))
     place = sum(made._widths)
     without = torch.cat([logits[:, :place], logits[:, place + 1 :]], 1)
-    rest = total(Objective(made.tasks, reduction).losses(without, labels, rows, 4, weights))
+    rest = total(Objective(made.tasks).losses(without, batch))
     task = [t.loss.from_model for t in made.tasks]
     if any(task):
         of_task = weights[:, task.index(True)]
         by = 0.5 * torch.tensor([3.0, 0, 3, 0.5, 0]) * of_task
-        divisor = of_task.sum() if "divisor" in tasks[0] else 4
     else:
-        by, divisor = rows, 4
-    expected = (logits[:, place] * by).sum() / (divisor if reduction == "mean" else 1)
+        by = rows
+    expected = (logits[:, place] * by).sum() / 4
     assert float(found - rest) == pytest.approx(float(expected), rel=1e-5) != 0
-    scores = made.predictions(logits)
-    assert all(torch.isfinite(values).all() and values.shape == (5,) for values in scores.values())
+    for each in made.outputs(found, logits, batch).tasks.values():
+        assert torch.isfinite(each.predictions).all() and each.predictions.shape == (5,)
 
 
 @pytest.mark.parametrize("tasks", CASES.values(), ids=CASES)
 def test_the_reference_has_the_same_definition(tasks):
-    made = Objective(resolve_tasks(settings(1, tasks).tasks, TWO), own_loss=True)
+    made = objective(tasks, TWO, own_loss=True)
     logits, labels, weights = columns(made)
     batch = GlobalBatch(torch.zeros(5, 0), labels, {}, weights)
-    expected = loss_of(made.tasks, "mean", logits, batch, batch, own_loss=True)
-    assert float(total(made.losses(logits, labels, torch.ones(5), 5, weights))) == pytest.approx(
-        float(expected)
-    )
+    expected = loss_of(made.tasks, logits, batch, own_loss=True)
+    found = total(made.losses(logits, labelled(labels, task_weights=weights)))
+    assert float(found) == pytest.approx(float(expected))
 
 
 def parity(rank, world, tasks, changes):
@@ -89,9 +85,9 @@ def parity(rank, world, tasks, changes):
 
 @pytest.mark.parametrize(
     "world,case,changes",
-    [(2, "by its weights", {"micro_batches": 3}), (2, "beside vectors", {"on_nan": "skip"})],
+    [(2, "by its weights", {"activation_checkpointing": True}), (2, "with vectors", {"on_nan": "skip"})],
 )
-def test_ranks_and_micro_batches_learn_what_one_process_does(world, case, changes):
+def test_ranks_learn_what_one_process_does(world, case, changes):
     wrong, count = on_ranks(world, parity, CASES[case], changes)[0]
     assert count > 10 and not wrong
 
@@ -115,15 +111,15 @@ def test_evaluations_have_no_such_loss():
 
 
 @pytest.mark.parametrize(
-    "tasks,options,says",
+    "tasks,options,message",
     [
         ([{"loss": "from_model"}], {"gives_loss": False}, "gives none"),
         ([{"loss": "from_model"}], {"name": "dlrm"}, "model.name=dlrm, as it is set, gives none"),
         ([LEFT, {"name": "b", "loss": "from_model"}], {}, "two tasks leave their loss to the model"),
     ],
 )
-def test_somebody_has_to_give_it(tasks, options, says):
+def test_a_task_without_a_loss_needs_a_model_that_gives_one(tasks, options, message):
     values = settings(1, tasks).model_dump(by_alias=True)
     model = {"name": "dlrm"} if options.get("name") else values["model"] | options
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         Objective.of(load_config(values | {"model": model}), TWO)

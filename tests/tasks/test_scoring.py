@@ -1,11 +1,11 @@
 """Scores without labels: every task's predictions as metrics see them, and no collective for them."""
 
 import torch
+from small import labelled
 
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
-from raytrec.tasks.objective import total
-from raytrec.tasks.scoring import Scoring
+from raytrec.tasks.objective import Scoring, total
 from raytrec.tasks.task import resolve_tasks
 
 SCHEMA = Schema.parse(
@@ -23,13 +23,13 @@ def test_predictions_of_every_task_without_labels():
     tasks = [
         {"label": "buys", "negatives_kept": 0.25},
         {"label": "kind", "loss": "cross_entropy", "options": {"classes": 3}},
-        {"label": "buys", "name": "pairs", "loss": "bpr", "group": "user", "divisor": "weights"},
+        {"label": "buys", "name": "pairs", "loss": "bpr", "group": "user"},
     ]
     scoring = Scoring(resolve_tasks([TaskSection.model_validate(task) for task in tasks], SCHEMA), world=2)
     logits = torch.tensor([[0.5, 1.0, 2.0, 3.0, -1.0], [-2.0, 0.0, 0.0, 0.0, 4.0]])
-    labels, weights = torch.empty(2, 0), torch.tensor([1.0, 0.0])
-    loss = total(scoring.losses(logits, labels, weights, 1, None, None, None, slice(None)))
-    outputs = scoring.outputs(loss, logits, labels, weights, None, None, None)
+    batch = labelled(torch.empty(2, 0), torch.tensor([1.0, 0.0]))
+    loss = total(scoring.losses(logits, batch))
+    outputs = scoring.outputs(loss, logits, batch)
     found = {name: each.predictions for name, each in outputs.tasks.items()}
     p = torch.sigmoid(logits[:, 0])
     torch.testing.assert_close(found["buys"], p / (p + (1 - p) / 0.25))

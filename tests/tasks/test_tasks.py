@@ -146,7 +146,6 @@ def test_refused(tasks, schema, says):
         ([{"weight": 0}], "tasks.0.weight"),
         ([{"name": "a b"}], "tasks.0.name"),
         ("bce", "tasks: "),
-        ([{"divisor": "row"}], "tasks.0.divisor"),
         ([{"negatives_kept": 0}], "tasks.0.negatives_kept"),
         ([{"negatives_kept": 1.5}], "tasks.0.negatives_kept"),
         ([{"positive_weight": 0}], "tasks.0.positive_weight"),
@@ -199,11 +198,6 @@ def test_columns_that_models_give_and_keys():
     assert key_columns(tasks, ["country", "user"]) == ("user", "film", "country")
     assert whole_labels(tasks) == {"watched s"}
     assert label_ranges(tasks, TWO)["watched s"] == (0, 2)
-
-
-def test_a_sum_is_divided_by_nothing():
-    with pytest.raises(ConfigError, match=r"tasks\[1\].divisor is weights, but train.loss_reduction is sum"):
-        configured([{}, {"name": "b", "divisor": "weights"}], train={"loss_reduction": "sum"})
 
 
 def test_an_override_replaces_all_tasks():

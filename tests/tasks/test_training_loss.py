@@ -32,17 +32,16 @@ def trained(rank, world, tasks, changes, spoil=False):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_the_mean_loss_of_steps_whatever_ranks_and_micro_batches(case):
+def test_it_is_the_mean_loss_of_steps_on_any_number_of_ranks(case):
     one, many = (on_ranks(world, trained, CASES[case], {}) for world in (1, 2))
-    pieces = on_ranks(2, trained, CASES[case], {"micro_batches": 3})
-    for ranks in (one, many, pieces):
+    for ranks in (one, many):
         of_ranks = [sum(losses) / 3 for _, losses in ranks]
         assert ranks[0][0]["loss"] == pytest.approx(sum(of_ranks) / len(of_ranks), rel=1e-5) != 0
         mine = {key: value for key, value in ranks[0][0].items() if key.rpartition(".")[2] == "loss"}
         assert mine == pytest.approx({key: one[0][0][key] for key in mine}, rel=1e-5)
         names = {"".join(key.rpartition(".")[:1]) for key in mine} - {""}
         of_tasks = sum(mine[f"{name}.loss"] for name in names)
-        if case == "beside a loss":  # the model's is only in the sum
+        if case == "with a loss":  # the model's is only in the sum
             assert names == {"y"} and mine["loss"] - of_tasks > 0
         elif case == "for a task":
             assert not names
@@ -58,6 +57,6 @@ def test_the_loss_of_labels_is_their_log_loss_times_the_weight_of_the_task():
 
 
 def test_a_step_that_is_skipped_does_not_count():
-    for figures, losses in on_ranks(2, trained, CASES["beside a loss"], {"on_nan": "skip"}, True):
+    for figures, losses in on_ranks(2, trained, CASES["with a loss"], {"on_nan": "skip"}, True):
         assert losses[1] == 0 and losses[0] != 0
         assert figures["rows"] == 24 and figures["loss"] > 0.3

@@ -1,25 +1,18 @@
-"""What a step knows of the whole global batch: sums of weights, and losses that compare rows of all ranks."""
+"""Losses as they are added up over the global batch, and those that compare rows of all ranks."""
 
 import math
 
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, batches, build, config, train
+from small import batches, build, config, labelled, objective, train
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.run_config import load_config
 from raytrec.tasks.losses import Rows, loss
 from raytrec.tasks.objective import Objective, total
-from raytrec.tasks.task import resolve_tasks
 
 INF = float("inf")
 X, Y = torch.tensor([0.5, -2.0, 3.0]), torch.tensor([1.0, 0.0, 1.0])
-
-
-def objective(tasks, world=1, reduction="mean"):
-    values = config(1, {"sharding_type": "row_wise"}).model_dump(by_alias=True)
-    return Objective(resolve_tasks(load_config(values | {"tasks": tasks}).tasks, SCHEMA), reduction, world)
 
 
 def of(name, logits, labels, **options):
@@ -81,7 +74,7 @@ def test_softmax_over_the_items_of_a_batch():
     e = math.exp
     expected = [math.log((2 * e(4) + 1) / e(4)), math.log((2 + e(2)) / e(2)), 0]
     assert made.of_batch(rows, slice(0, 3)).tolist() == pytest.approx(expected, rel=1e-5)
-    # The third row has the first one's item; without weight, it is nobody's.
+    # The third row has the first one's item; without weight, it is not compared.
     for others in ({"keys": torch.tensor([4, 5, 4])}, {"weights": torch.tensor([1.0, 1.0, 0.0])}):
         found = made.of_batch(rows._replace(**others), slice(0, 1)).tolist()
         assert found == pytest.approx([math.log((e(4) + 1) / e(4))], rel=1e-5)
@@ -92,22 +85,21 @@ def test_softmax_over_the_items_of_a_batch():
     assert often == pytest.approx([math.log(of_first / (e(4) / 2)), math.log(of_second / e(2))], rel=1e-5)
 
 
-@pytest.mark.parametrize("divisor,by", [("rows", 8), ("weights", 2.5)])
-def test_what_the_mean_divides_by(divisor, by):
-    made = objective([{"loss": "mse", "divisor": divisor, "sample_weight": "w"}])
-    found = total(made.losses(X, Y.unsqueeze(1), torch.ones(3), 8, torch.tensor([[0.5], [0.0], [2.0]])))
-    assert float(found) == pytest.approx((0.5 * 0.25 + 2 * 4) / by)
-    nothing = total(made.losses(X, Y.unsqueeze(1), torch.ones(3), 8, torch.zeros(3, 1)))
-    assert float(nothing) == 0
+def test_the_mean_divides_by_the_rows_of_the_global_batch():
+    made = objective([{"loss": "mse", "sample_weight": "w"}])
+    weights = torch.tensor([[0.5], [0.0], [2.0]])
+    found = total(made.losses(X, labelled(Y, rows=8, task_weights=weights)))
+    assert float(found) == pytest.approx((0.5 * 0.25 + 2 * 4) / 8)
+    assert float(total(made.losses(X, labelled(Y, rows=8, task_weights=0 * weights)))) == 0
 
 
 def test_positives_weigh_more_in_the_loss_alone():
     made = objective([{"positive_weight": 3.0}])
     plain = objective([{}])
-    arguments = X, Y.unsqueeze(1), torch.tensor([1.0, 1.0, 0.0]), 3
+    batch = labelled(Y, torch.tensor([1.0, 1.0, 0.0]))
     bce = loss.parts["bce"]().of_rows(X, Y)
-    assert float(total(made.losses(*arguments))) == pytest.approx(float(3 * bce[0] + bce[1]) / 3)
-    outputs = made.outputs(total(plain.losses(*arguments)), *arguments[:3])
+    assert float(total(made.losses(X, batch))) == pytest.approx(float(3 * bce[0] + bce[1]) / 3)
+    outputs = made.outputs(total(plain.losses(X, batch)), X, batch)
     assert outputs["y"].weights.tolist() == [1, 1, 0]
 
 
@@ -115,12 +107,11 @@ def test_down_sampled_negatives_are_corrected():
     made = objective([{"negatives_kept": 0.1}])
     p = X.sigmoid()
     expected = p / (p + (1 - p) / 0.1)
-    outputs = made.outputs(torch.zeros(()), X, Y.unsqueeze(1), torch.ones(3))
+    outputs = made.outputs(torch.zeros(()), X, labelled(Y))
     torch.testing.assert_close(outputs["y"].predictions, expected)
     torch.testing.assert_close(outputs["y"].logits.sigmoid(), expected)
-    torch.testing.assert_close(made.predictions(X)["y"], expected)
-    same = total(objective([{}]).losses(X, Y.unsqueeze(1), torch.ones(3), 3))
-    assert torch.equal(total(made.losses(X, Y.unsqueeze(1), torch.ones(3), 3)), same)
+    same = total(objective([{}]).losses(X, labelled(Y)))
+    assert torch.equal(total(made.losses(X, labelled(Y))), same)
 
 
 MIXED = [
@@ -134,31 +125,29 @@ def test_each_task_has_its_columns():
     made = objective(MIXED)
     logits, labels = torch.randn(3, 3 + 1 + 4), torch.tensor([[0.0], [1.0], [1.0]])
     weights = torch.tensor([[1.0, 0.0, 0.5], [1.0, 1.0, 1.0], [0.0, 1.0, 1.0]])
-    outputs = made.outputs(torch.zeros(()), logits, labels, torch.ones(3), task_weights=weights)
+    outputs = made.outputs(torch.zeros(()), logits, labelled(labels, task_weights=weights))
     torch.testing.assert_close(outputs["kind"].predictions, logits[:, :3].softmax(1))
     assert torch.equal(outputs["click"].logits, logits[:, 3])
     torch.testing.assert_close(outputs["near"].logits, (logits[:, 4:6] * logits[:, 6:]).sum(1))
     for place, task in enumerate(outputs.tasks.values()):
         assert torch.equal(task.weights, weights[:, place])
-    assert list(made.predictions(logits)) == ["kind", "near", "click"]
+    assert list(outputs.tasks) == ["kind", "near", "click"]
     for width in (3, 4, 7):
         with pytest.raises(ConfigError, match=rf"\[3, {width}\] for 3 tasks"):
-            total(made.losses(torch.zeros(3, width), labels, torch.ones(3), 3))
+            total(made.losses(torch.zeros(3, width), labelled(labels)))
 
 
 def test_keys_reach_the_metrics_by_their_columns():
     made = objective([{"group": "user", "item": "film"}])
     keys = torch.tensor([[1, 2], [3, 4], [5, 6]])
-    outputs = made.outputs(torch.zeros(()), X, Y.unsqueeze(1), torch.ones(3), keys=keys)
+    outputs = made.outputs(torch.zeros(()), X, labelled(Y, keys=keys))
     assert {name: values.tolist() for name, values in outputs["y"].keys.items()} == {
         "user": [1, 3, 5],
         "film": [2, 4, 6],
     }
     sliced = Objective(made.tasks, keys=["user", "film", "country"])  # training reads no slices
-    assert list(sliced.outputs(torch.zeros(()), X, Y.unsqueeze(1), torch.ones(3), keys=keys)["y"].keys) == [
-        "user",
-        "film",
-    ]
+    outputs = sliced.outputs(torch.zeros(()), X, labelled(Y, keys=keys))
+    assert list(outputs["y"].keys) == ["user", "film"]
 
 
 def collectives(rank, world, tasks):
@@ -177,9 +166,9 @@ def collectives(rank, world, tasks):
         setattr(dist, name, counted(name))
     try:
         logits = (X + rank).requires_grad_()
-        made = objective(tasks, world)
+        made = objective(tasks, world=world)
         keys = torch.tensor([[1], [1], [2]]) if tasks[0].get("group") else None
-        found = total(made.losses(logits, Y.unsqueeze(1), torch.ones(3), 3 * world, keys=keys))
+        found = total(made.losses(logits, labelled(Y, rows=3 * world, keys=keys)))
         (grad,) = torch.autograd.grad(found, logits)
     finally:
         for name, function in before.items():
@@ -191,7 +180,6 @@ def collectives(rank, world, tasks):
     "task,expected",
     [
         ({}, []),
-        ({"divisor": "weights"}, ["all_reduce"]),
         ({"loss": "bpr"}, ["all_gather_single", "all_reduce"]),
         ({"loss": "bpr", "group": "g"}, ["all_gather_single"] * 2 + ["all_reduce"]),
     ],
@@ -200,7 +188,7 @@ def test_ranks_ask_each_other_only_where_they_have_to(task, expected):
     everyone = on_ranks(2, collectives, [task])
     logits = torch.cat([X, X + 1]).requires_grad_()
     keys = torch.tensor([[1], [1], [2]] * 2) if task.get("group") else None
-    whole = total(objective([task]).losses(logits, Y.repeat(2).unsqueeze(1), torch.ones(6), 6, keys=keys))
+    whole = total(objective([task]).losses(logits, labelled(Y.repeat(2), keys=keys)))
     whole.backward()
     for rank, (calls, _, grad) in enumerate(everyone):
         assert calls == expected
@@ -208,31 +196,12 @@ def test_ranks_ask_each_other_only_where_they_have_to(task, expected):
     assert sum(value for _, value, _ in everyone) / 2 == pytest.approx(whole.item(), rel=1e-6)
 
 
-def dropped_out(rank, world):
-    """What a layer with dropout gives to a batch in 12 pieces: in the first pass, and in the second."""
-    values = config(world, {"sharding_type": "row_wise"}, micro_batches=12).model_dump(by_alias=True)
-    values["model"]["dropout"] = 0.5
-    step, seen = build(load_config(values | {"tasks": [{"loss": "bpr"}]})), []
-    top = step.model.module.head.model.top
-    top.register_forward_hook(lambda *given: seen.append(given[2].detach().clone()))
-    (outputs,) = train(step, batches(1, rank, world)[1])
-    return seen[:12], seen[12:], float(outputs.loss)
-
-
-def test_both_passes_of_micro_batches_drop_the_same():
-    ((first, second, loss_of_batch),) = on_ranks(1, dropped_out)
-    assert len(first) == len(second) == 12 and math.isfinite(loss_of_batch)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert any((values == 0).any() for values in first)
-
-
 def overflowing(rank, world):
     """A step of a loss over the batch in which one rank's logits are not finite."""
     local = batches(2, rank, world)[1]
     if rank == 0:
         local[0].dense[0, 0] = INF
-    made = config(world, {"sharding_type": "row_wise"}, on_nan="skip").model_dump(by_alias=True)
-    step = build(load_config(made | {"tasks": [{"loss": "bpr"}]}))
+    step = build(config(world, {"sharding_type": "row_wise"}, tasks=[{"loss": "bpr"}], on_nan="skip"))
     first, second = train(step, local)
     finite = all(p.isfinite().all() for p in step.model.module.head.parameters())
     return first.skipped, second.skipped, bool(second.loss.isfinite()), finite

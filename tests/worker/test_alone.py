@@ -1,4 +1,4 @@
-"""What a single rank spares: agreeing and averaging with nobody; and what seeds a step."""
+"""A single rank needs no agreement and no averaging; and what seeds a step."""
 
 import loop
 import torch

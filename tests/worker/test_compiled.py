@@ -1,4 +1,4 @@
-"""train.compile: the same losses, weights and names as without, in pieces, evaluations and checkpoints."""
+"""train.compile: the same losses, weights and names as without, in evaluations and checkpoints, too."""
 
 from functools import partialmethod
 
@@ -16,7 +16,7 @@ ROWS = {"sharding_type": "row_wise"}
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.survive)]
 
 
-def trained(rank, world, backend, pieces):
+def trained(rank, world, backend):
     """(names of the dense state, its values, logits of an evaluation, compiled graphs)."""
     import torch._dynamo.utils
 
@@ -28,7 +28,7 @@ def trained(rank, world, backend, pieces):
     stats = torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]
     try:
-        settings = config(world, ROWS, compile=bool(backend), micro_batches=pieces, ema=0.9)
+        settings = config(world, ROWS, compile=bool(backend), ema=0.9)
         step = build(settings)
     finally:
         nn.Module.compile = plain
@@ -41,10 +41,10 @@ def trained(rank, world, backend, pieces):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world,pieces", [(1, 1), (2, 3)])
-def test_a_compiled_model_learns_the_same(world, pieces, backend):
-    plain = on_ranks(world, trained, None, pieces)
-    for own, other in zip(plain, on_ranks(world, trained, backend, pieces), strict=True):
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_compiled_model_learns_the_same(world, backend):
+    plain = on_ranks(world, trained, None)
+    for own, other in zip(plain, on_ranks(world, trained, backend), strict=True):
         assert own[0] == other[0], "checkpoints have the same names"
         for name, value in own[1].items():
             torch.testing.assert_close(other[1][name], value, rtol=1e-4, atol=1e-6)
@@ -53,17 +53,17 @@ def test_a_compiled_model_learns_the_same(world, pieces, backend):
 
 
 @pytest.mark.parametrize(
-    "device,variables,says",
+    "device,variables,message",
     [
         ("cpu", {"PATH": "/nowhere"}, r"there is no C\+\+ compiler \(g\+\+\)"),
         ("cpu", {"CXX": "no-such-compiler"}, r"there is no C\+\+ compiler \(no-such-compiler\)"),
         ("cuda", {"PATH": "/nowhere"}, r"there is no C compiler \(gcc or clang\)"),
     ],
 )
-def test_without_a_compiler(monkeypatch, device, variables, says):
+def test_without_a_compiler(monkeypatch, device, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         require_compiler(device)
 
 

@@ -1,4 +1,4 @@
-"""A loss that is not finite ends a run by its own step's name, however late a GPU tells of it."""
+"""A loss that is not finite ends a run by its own step's name, however late a GPU reports it."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def run(rank, world, folder, bad, steps, behind_s, changes):
 
 
 def heartbeats(rank, world, folder):
-    """What the heartbeat says of the GPU at each of five steps and after them; each takes the GPU 0.3 s."""
+    """What the heartbeat reports of the GPU at each of five steps, 0.3 s each, and after them."""
     from standin import Gpu
 
     said = []

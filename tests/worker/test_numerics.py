@@ -38,7 +38,6 @@ def bf16_step(rank, world, settings):
     model.load_state_dict(dense)
     start = {name: table.weight.dense() for name, table in tables(step.model).items()}
     whole, local = batches(1, rank, world)
-    micro_batches = settings.get("micro_batches", 1)
     errors = {}
     for name, dense_model in {"bf16": InBf16(copy.deepcopy(model)), "fp32": copy.deepcopy(model)}.items():
         one = reference.Reference(SCHEMA, start, dense_model)
@@ -46,7 +45,7 @@ def bf16_step(rank, world, settings):
             torch.optim.SGD(one.tables.values(), lr=1.0),
             torch.optim.SGD(one.model.parameters(), lr=0.1),
         ]
-        reference.train(one, whole, optimizers, micro_batches=micro_batches)
+        reference.train(one, whole, optimizers)
         errors[name] = one
     (outputs,) = train(step, local)
     (evaluated,) = step.evaluate(iter(local))
@@ -66,7 +65,9 @@ def _distance(got, one, start, model):
     return max(float((got[name] - expected[name]).abs().max()) for name in expected) / moved
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batches": 3, "on_nan": "skip"}, {"max_grad_norm": 100.0}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"activation_checkpointing": True, "on_nan": "skip"}, {"max_grad_norm": 100.0}]
+)
 def test_bf16_is_autocast_around_the_dense_model(settings):
     for errors in on_ranks(2, bf16_step, settings):
         # A pooled embedding that differs in its last bit may round to another bfloat16: 2^-8.
@@ -79,7 +80,6 @@ def bf16_models(rank, world):
     from test_on_ranks import SECTIONS
 
     from raytrec.config.features import resolve_features
-    from raytrec.config.run_config import load_config
 
     schema = SCHEMA.model_copy(deep=True)
     schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
@@ -87,8 +87,7 @@ def bf16_models(rank, world):
     for name, section in SECTIONS.items():
         of = {}
         for matmul in ("fp32", "bf16"):
-            values = config(world, {}, matmul=matmul).model_dump(by_alias=True)
-            settings = load_config(values | {"model": section})
+            settings = config(world, {}, model=section, matmul=matmul)
             features = resolve_features(schema, settings.model)
             _, local = batches(3, rank, world, schema=schema, features=features)
             of[matmul] = torch.stack([o["y"].logits for o in train(build(settings, schema), local)])
@@ -108,7 +107,7 @@ def test_every_model_trains_in_bf16(monkeypatch):
 def checked_in_bf16(rank, world):
     from loops import PLANS, loop
 
-    return loop(rank, world, PLANS["row-wise"], matmul="bf16", micro_batches=2)
+    return loop(rank, world, PLANS["row-wise"], matmul="bf16", activation_checkpointing=True)
 
 
 def test_live_checks_hold_for_a_run_in_bf16():

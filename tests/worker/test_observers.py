@@ -30,7 +30,7 @@ def run(rank, world, steps, changes, disturb=None, plan="row_wise"):
     from raytrec.metrics.sums import Sums
     from raytrec.worker.build import build_step
     from raytrec.worker.context import WorkerContext, WorkerTask
-    from raytrec.worker.nonfinite import Recent
+    from raytrec.worker.nonfinite import RecentBatches
     from raytrec.worker.observers import make_observers
     from raytrec.worker.progress import Progress
 
@@ -41,7 +41,7 @@ def run(rank, world, steps, changes, disturb=None, plan="row_wise"):
     for number, batch in zip(count(), local):
         batch.step = number
     sums = Sums(Selection.of_config(config, small.SCHEMA), device)
-    batches, progress = Recent(iter(local), 0), Progress(sums)
+    batches, progress = RecentBatches(iter(local), 0), Progress(sums)
     task = WorkerTask(config, small.SCHEMA, {}, said, "")
     context = WorkerContext(rank, world, device, task, Heartbeat(), 0)
     state = LogicalState(step.model, step.optimizer)

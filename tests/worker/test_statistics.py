@@ -21,13 +21,12 @@ def observed(rank, world, plan, optimizer, train, sample):
     from raytrec.embeddings.taps import Taps
     from raytrec.worker import statistics
     from raytrec.worker.build import build_step
-    from raytrec.worker.step import Head
 
     statistics.SAMPLE = sample
     device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
     step = build_step(small.config(world, plan, optimizer, **train), small.SCHEMA, device)[0]
     state = LogicalState(step.model, step.optimizer)
-    head = next(module for module in step.model.modules() if isinstance(module, Head))
+    head = step.head
     taps = Taps(step.model, head, list(small.SCHEMA.sparse))
     watched = statistics.Statistics(small.SCHEMA, state.tables, taps)
     whole, local = small.batches(STEPS, rank, world)
@@ -65,15 +64,13 @@ def of_mf(rank, world):
     from raytrec.checkpoint.state import LogicalState
     from raytrec.embeddings.taps import Taps
     from raytrec.worker.statistics import Statistics
-    from raytrec.worker.step import Head
 
     sparse = {name: {"table": "user"} for name in ("user", "item")}
     tables = {"user": {"rows": 23, "dim": 8}}
     schema = small.Schema.parse({"labels": ["y"], "sparse": sparse, "tables": tables}, "mf")
-    config = small.config(world, {"sharding_type": "row_wise"}).model_dump(by_alias=True)
-    config |= {"model": {"name": "mf"}, "tasks": [{"loss": "in_batch_softmax"}]}
-    step = small.build(small.RunConfig.model_validate(config), schema)
-    head = next(module for module in step.model.modules() if isinstance(module, Head))
+    parts = {"model": {"name": "mf"}, "tasks": [{"loss": "in_batch_softmax"}]}
+    step = small.build(small.config(world, {"sharding_type": "row_wise"}, **parts), schema)
+    head = step.head
     assert not list(head.parameters())
     taps = Taps(step.model, head, list(schema.sparse))
     watched = Statistics(schema, LogicalState(step.model, step.optimizer).tables, taps)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a GPU, by streams and events that have clocks of their own."""
+"""Where the time of a step goes on a GPU, by streams and events with separate clocks."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def gpu(time):
 
 
 def step(phases, gpu, time, others, data=0.0, computing=0.0):
-    """A step as TorchRec's pipeline takes it: batches and ids on streams of their own."""
+    """A step as TorchRec's pipeline takes it: batches and ids on separate streams."""
     memcpy, data_dist = others
     with torch.cuda.stream(data_dist), phases.phase("input_exchange"):
         data_dist.wait_stream(memcpy)
@@ -61,7 +61,7 @@ def test_phases_are_exclusive_and_add_up_to_the_wall(gpu, time):
     assert all(seconds >= 0 for seconds in taken.values()), taken
     assert sum(taken.values()) == pytest.approx(wall, rel=0.01)
     assert taken["backward"] == pytest.approx(0.05, rel=0.01)
-    assert taken["copy"] + taken["data"] + taken["collectives"] < 0.01, "other streams do it beside"
+    assert taken["copy"] + taken["data"] + taken["collectives"] < 0.01, "other streams do it meanwhile"
 
 
 def test_waiting_for_data_counts_where_the_gpu_stands_idle(gpu, time):

@@ -8,7 +8,7 @@ import pytest
 from ranks import on_ranks
 from standin.clock import simulated
 
-# What waits, and the callers in raytrec, the innermost first (as many as tell it from others) → why it may.
+# A place that waits, and its callers in raytrec, the innermost first (as many as identify it) → why it may.
 SPLITS = "TorchRec reads on the host how many ids go to each rank; on the stream of the ids' exchange"
 THROTTLE = "the host is nonfinite.LATE steps ahead; the GPU has work for as many"
 ALLOWED = {
@@ -19,7 +19,7 @@ ALLOWED = {
     ("train_pipeline/runtime_forwards.py:__call__", "pipeline.py:start_sparse_data_dist"): SPLITS,
     ("torchrec/distributed/dist_data.py:_get_recat", "pipeline.py:wait_sparse_data_dist"): SPLITS,
     ("nonfinite.py:wait", "nonfinite.py:_read", "nonfinite.py:look", "checkpointing.py:after_step"): THROTTLE,
-    ("sums.py:reduce", "progress.py:report"): "each train.log_every_steps, which is when people are told",
+    ("sums.py:reduce", "progress.py:report"): "each train.log_every_steps, for the line that people read",
     (
         "nonfinite.py:wait",
         "nonfinite.py:skipped",
@@ -30,7 +30,6 @@ CONFIGURATIONS = {
     "default": [],
     "max_grad_norm": ["train.max_grad_norm=0.5"],
     "skip": ["train.on_nan=skip"],
-    "micro_batches": ["train.micro_batches=3"],
     "skip and max_grad_norm": ["train.on_nan=skip", "train.max_grad_norm=0.5"],
 }
 FIRST, LAST = 5, 25  # ordinary steps of 30: checks begin before them, the last is saved
@@ -80,6 +79,6 @@ def test_ordinary_steps_wait_only_where_they_may(name, tmp_path):
         assert not new, "the host waits for the GPU in every step, at a place that is not in ALLOWED"
         used = {allowed(where, callers) for where, callers, _ in found}
         skips = {key for key in ALLOWED if key[1] == "nonfinite.py:skipped"}
-        assert used == set(ALLOWED) - (skips if "skip" not in name else set()), "nobody waits there any more"
+        assert used == set(ALLOWED) - (skips if "skip" not in name else set()), "nothing waits there any more"
         dry = {allowed(where, callers) for where, callers, drains in found if drains}
         assert dry <= {("sums.py:reduce", "progress.py:report")}, "the GPU has nothing to do meanwhile"

@@ -188,7 +188,7 @@ class Parity(Check):
         for name, table in self.run.tables.items():
             if table.weight.replicated:
                 got[name] = self._averaged(table, rows[name], got[name] / world)
-            # Each rank's loss is W times its part of the global loss (embeddings/gradients.py).
+            # Each rank's loss is W times its part of the global loss (tasks/global_batch.py).
             error, row, column = error_of(got[name], expected[name] / world, size[name] / world)
             holder = self._holder(table, int(rows[name][row]), column) if len(rows[name]) else 0
             yield name, (error, holder)

@@ -109,7 +109,7 @@ def compare(
 
     Args:
         build: train.build.build_step.
-        config: its plan, optimizers, clipping, micro-batches and tasks are what is checked, in fp32
+        config: its plan, optimizers, clipping and tasks are what is checked, in fp32
             whatever train.matmul and plan.qcomms are: a lower precision would hide what is looked for.
         schema: tables small enough for one process.
         rows: of a global batch. balance: see `batches.cuts`.
@@ -162,7 +162,7 @@ def _gradient(
         found.append(_finding(run, "forward", feature, pooled[feature], vectors.detach(), table))
     parameters = run.named(one)
     sizes = reference.largest_of_a_row(one, batch, list(parameters.values()))
-    reference.train(one, [batch], [], micro_batches=config.train.micro_batches)
+    reference.train(one, [batch], [])
     for (name, parameter), size in zip(parameters.items(), sizes, strict=True):
         rate = GRADIENT_LR if name in run.dtypes else DENSE_GRADIENT_LR
         gradient = (before[name].float() - after[name].float()) / rate
@@ -183,8 +183,6 @@ def _steps(
     start, one = run.weights(), run.reference()
     optimizers = _optimizers(run, one) if one else {}
     rates = [(group, group["lr"]) for each in optimizers.values() for group in each.param_groups]
-    t = config.train
-    settings: dict[str, Any] = {"max_grad_norm": t.max_grad_norm, "micro_batches": t.micro_batches}
     every_step = set(run.dtypes.values()) != {"fp32"}
     worst: dict[tuple[str, str], Finding] = {}
     sizes: dict[str, float] = {}
@@ -196,7 +194,9 @@ def _steps(
         for group, rate in rates:
             group["lr"] = rate * config.optim.schedule.factor(number - 1)
         if one:
-            reference.train(one, ahead[-1:], list(optimizers.values()), **settings)
+            reference.train(
+                one, ahead[-1:], list(optimizers.values()), max_grad_norm=config.train.max_grad_norm
+            )
         if not every_step and number < len(choices):
             continue
         run.train(ahead)

@@ -33,23 +33,13 @@ class Labelled(Protocol):
     def __len__(self) -> int: ...
 
 
-def compares_rows(tasks: Sequence[Task]) -> bool:
-    """Whether a loss is one of the whole batch, of which no piece can be taken alone."""
-    return any(isinstance(task.loss, BatchLoss) for task in tasks)
-
-
 def loss_of(
-    tasks: Sequence[Task],
-    reduction: str,
-    logits: torch.Tensor,
-    piece: Labelled,
-    whole: Labelled,
-    own_loss: bool = False,
+    tasks: Sequence[Task], logits: torch.Tensor, batch: Labelled, own_loss: bool = False
 ) -> torch.Tensor:
-    """What some rows add to the loss of a global batch.
+    """The loss of a global batch.
 
     Args:
-        logits: of these rows, [n] or [n, columns]. piece: these rows; whole: all.
+        logits: [B] or [B, columns].
         own_loss: whether the column after those of the tasks is a loss of the model's own.
     """
     total, first = logits.new_zeros(()), 0
@@ -59,34 +49,29 @@ def loss_of(
         own = columns[:, beside + own_loss :]
         if not task.loss.reads_vectors:
             own, first = columns[:, first : first + task.outputs], first + task.outputs
-        labels, weights = piece.labels[:, task.column], _weights(piece, place)
+        labels, weights = batch.labels[:, task.column], _weights(batch, place)
         by = getattr(task.loss, "by", None)
-        keys = _keys(piece, tasks, getattr(task, by) if by else None)
-        counts = _keys(piece, tasks, task.item_frequency)
+        keys = _keys(batch, tasks, getattr(task, by) if by else None)
+        counts = _keys(batch, tasks, task.item_frequency)
         losses = _losses(task.loss, own, labels, weights, keys, counts)
         losses = losses * weights * torch.where(labels == 1, task.positive_weight, 1.0)
-        divisor: Any = len(whole) if task.divisor == "rows" else _weights(whole, place).sum()
-        divisor = 1 if reduction == "sum" or divisor == 0 else divisor
-        total = total + task.weight * losses.sum() / divisor
-    return total + _of_model(tasks, reduction, columns[:, first], piece, whole) if own_loss else total
+        total = total + task.weight * losses.sum() / len(batch)
+    return total + _of_model(tasks, columns[:, first], batch) if own_loss else total
 
 
-def _of_model(
-    tasks: Sequence[Task], reduction: str, losses: torch.Tensor, piece: Labelled, whole: Labelled
-) -> torch.Tensor:
-    """A piece's part of the loss that the model gives itself.
+def _of_model(tasks: Sequence[Task], losses: torch.Tensor, batch: Labelled) -> torch.Tensor:
+    """The loss that the model gives itself.
 
     Args:
-        losses: that column of what the model gives, [n].
+        losses: that column of what the model gives, [B].
     """
     mine = [(place, task) for place, task in enumerate(tasks) if task.loss.from_model]
     if not mine:
-        return losses.sum() / (len(whole) if reduction == "mean" else 1)
+        return losses.sum() / len(batch)
     ((place, task),) = mine
-    labels, weights = piece.labels[:, task.column], _weights(piece, place)
+    labels, weights = batch.labels[:, task.column], _weights(batch, place)
     losses = losses * labels * weights * torch.where(labels == 1, task.positive_weight, 1.0)
-    divisor: Any = len(whole) if task.divisor == "rows" else _weights(whole, place).sum()
-    return task.weight * losses.sum() / (1 if reduction == "sum" or divisor == 0 else divisor)
+    return task.weight * losses.sum() / len(batch)
 
 
 def _weights(rows: Labelled, place: int) -> torch.Tensor:

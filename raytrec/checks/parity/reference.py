@@ -2,8 +2,7 @@
 
 The dense model is the trained run's own; tables and losses are not. Pooling and losses (losses.py) are
 written from their formulas, tables are ordinary parameters that their optimizers' definitions update
-(embeddings/optimizers), dense layers have torch.optim's, and accumulation and clipping are those of a plain
-training loop.
+(embeddings/optimizers), dense layers have torch.optim's, and clipping is that of a plain training loop.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from raytrec.checks.parity.losses import compares_rows, loss_of
+from raytrec.checks.parity.losses import loss_of
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
 from raytrec.embeddings.optimizers import optimizer_of
@@ -86,7 +85,7 @@ class Reference(nn.Module):
         tables: table → [rows, dim], copied.
         model: forward(dense, pooled) → logits; used as it is.
         sequences: features that the model reads id by id → the most ids, the last of a bag being the first.
-        objective: whose tasks are learned, and how rows are reduced; default: that of a configuration without
+        objective: whose tasks are learned; default: that of a configuration without
             `tasks`.
 
     A table given in fp16 is computed in fp32 and rounded to the nearest value of its dtype by
@@ -157,12 +156,9 @@ class Reference(nn.Module):
     def forward(self, batch: GlobalBatch) -> torch.Tensor:
         return self.model(batch.dense, self.pooled(batch))
 
-    def loss(self, logits: torch.Tensor, piece: GlobalBatch, whole: GlobalBatch) -> torch.Tensor:
-        """A piece's part of the loss of a global batch."""
-        objective = self.objective
-        return loss_of(
-            objective.tasks, objective.reduction, logits, piece, whole, own_loss=objective.own_loss
-        )
+    def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
+        """The loss of a global batch."""
+        return loss_of(self.objective.tasks, logits, batch, own_loss=self.objective.own_loss)
 
 
 def age(bag: torch.Tensor) -> torch.Tensor:
@@ -218,25 +214,17 @@ def train(
     optimizers: list[torch.optim.Optimizer],
     *,
     max_grad_norm: float | None = None,
-    micro_batches: int = 1,
 ) -> list[torch.Tensor]:
     """Trains on whole batches, as a plain loop would; the logits of each batch.
 
     Args:
         max_grad_norm: torch.nn.utils.clip_grad_norm_ over all parameters.
-        micro_batches: gradients are accumulated over this many pieces of a batch, unless a loss compares its
-            rows.
     """
     out = []
-    if compares_rows(reference.objective.tasks):
-        micro_batches = 1
     for batch in batches:
         reference.zero_grad()
-        size, logits = -(-len(batch) // micro_batches), []
-        for start in range(0, len(batch), size):
-            piece = batch[start : start + size]
-            logits.append(reference(piece))
-            reference.loss(logits[-1], piece, batch).backward()
+        logits = reference(batch)
+        reference.loss(logits, batch).backward()
         for p in reference.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if max_grad_norm:
@@ -244,7 +232,7 @@ def train(
         for each in optimizers:
             each.step()
         reference.round_tables()
-        out.append(torch.cat(logits).detach())
+        out.append(logits.detach())
     return out
 
 
@@ -279,7 +267,7 @@ def largest_of_a_row(reference: Reference, batch: GlobalBatch, parameters: list[
     Rows may cancel in the sum, but not their rounding: this is the size that an error must be seen against.
     """
     largest, logits = [0.0] * len(parameters), reference(batch)
-    (slopes,) = torch.autograd.grad(reference.loss(logits, batch, batch), logits)
+    (slopes,) = torch.autograd.grad(reference.loss(logits, batch), logits)
     for row in range(len(batch)):
         of_row = reference(batch[row : row + 1])
         grads = torch.autograd.grad(of_row, parameters, slopes[row : row + 1], allow_unused=True)

@@ -64,7 +64,7 @@ class FullRanking:
 
         rows = items.dataset.rows // self._peers.world + 1
         parts, place = [], None
-        for outputs in step.evaluate(noted(), "item", vectors_alone=True):
+        for outputs in step.evaluate(noted(), "item"):
             vectors = outputs.vectors[outputs.rows > 0]
             place = place or place_for(rows, self._device, 4 * vectors.shape[1])
             parts.append(vectors.to(place))

@@ -12,9 +12,8 @@ STEPS = {
     "plain": {},
     "all": {
         "max_grad_norm": 0.01,
-        "micro_batches": 2,
+        "activation_checkpointing": True,
         "on_nan": "skip",
-        "loss_reduction": "sum",
         "balance": "empty",
     },
 }

@@ -45,7 +45,7 @@ def cases(kind: str) -> list:
     found += [case(o, dtype="fp16") for o in ("sgd", "adagrad")]
     found += [case(o, kernel=kernel) for o in ("rowwise_adagrad", "adam") for kernel in UVM]
     found += [
-        case("adagrad", max_grad_norm=0.05, micro_batches=3),
+        case("adagrad", max_grad_norm=0.05, recomputed=True),
         case("adam", sharding="data_parallel", kernel="dense"),
     ]
     found += [case(model=model) for model in ("dcn", "two_tower", "sequence")]
@@ -61,7 +61,7 @@ def sharded_cases(world: int) -> list:
     return [Case(*way, kernel="dense" if way[0] == "data_parallel" else "fused") for way in ways] + [
         Case("row_wise", "weighted mean", "sgd", (world, 1), "empty"),
         Case(
-            "row_wise", "mixed", "rowwise_adagrad", (world, 1), "unequal", max_grad_norm=0.05, micro_batches=3
+            "row_wise", "mixed", "rowwise_adagrad", (world, 1), "unequal", max_grad_norm=0.05, recomputed=True
         ),
     ]
 

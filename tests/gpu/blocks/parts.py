@@ -41,9 +41,8 @@ def _checks_pass(here: Here, step, state) -> None:
     from raytrec.checks.live.outcome import Position
     from raytrec.checks.live.runner import LiveChecks
     from raytrec.embeddings.taps import Taps
-    from raytrec.worker.step import Head
 
-    head = next(module for module in step.model.modules() if isinstance(module, Head))
+    head = step.head
     taps = Taps(step.model, head, list(small.SCHEMA.sparse))
     parameters = dict(head.model.named_parameters())
     checks = LiveChecks(_config(3), small.SCHEMA, state.tables, state.dense, taps, here.device, parameters)

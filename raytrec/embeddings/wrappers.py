@@ -1,25 +1,22 @@
-"""Clipping by the global norm: one L2 norm over the gradients of all dense layers and all tables.
-
-Tables that FBGEMM updates in backward have no gradient to look at, and clipping them must come before that
-backward. So the graph is cut where a rank's lookup hands its embeddings on: backward ends there, with the
-gradients of the whole global batch for this rank's shards. From them and the ids follows the gradient of each
-touched row; its norm joins that of the dense layers; then the cut gradients, scaled, enter the tables.
-"""
+"""Wrappers of the optimizer: clipping by the global norm, and averages of the dense weights over steps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.compat.torch_ import multiply_
-from raytrec.compat.torchrec_ import sharded_kernels
+from raytrec.compat.torchrec_ import layers, sharded_kernels
 from raytrec.embeddings.bags import table_of
 from raytrec.embeddings.row_gradients import row_gradients_squared
 from raytrec.embeddings.tables import tables
@@ -40,8 +37,13 @@ class GlobalNormClip(OptimizerWrapper):
 
     The factor is min(1, max_norm ÷ (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_, and norm² is the sum
     over dense parameters and data-parallel tables (once, not once a rank) and over the touched rows of all
-    sharded tables (each once, its gradient being the sum over the global batch). It works for every way of
-    sharding and every kernel, because it takes the gradients before the kernel does.
+    sharded tables (each once, its gradient being the sum over the global batch).
+
+    Tables that FBGEMM updates in backward have no gradient, and clipping them must come before that backward.
+    So the graph is cut where a rank's lookup hands its embeddings on: backward ends there, with the gradients
+    of the whole global batch for this rank's shards. From them and the ids follows the gradient of each
+    touched row; its norm joins that of the dense layers; then the cut gradients, scaled, enter the tables.
+    This works for every way of sharding and every kernel.
 
     Args:
         optimizer: steps everything (optim.combine).
@@ -49,8 +51,8 @@ class GlobalNormClip(OptimizerWrapper):
         max_norm: the largest norm.
 
     Attributes:
-        last_norm: of the last gradient before it was scaled: float64 scalar on the device, which nobody
-            waits for; None before the first step.
+        last_norm: of the last gradient before it was scaled: float64 scalar on the device; None before the
+            first step.
     """
 
     def __init__(self, optimizer: KeyedOptimizer, model: DistributedModelParallel, max_norm: float):
@@ -96,3 +98,65 @@ def replicated_parameters(model: DistributedModelParallel) -> list[nn.Parameter]
     """Dense parameters and data-parallel tables: every rank holds a copy, with the same gradient."""
     copies = {name for name, table in tables(model).items() if table.weight.replicated}
     return [p for name, p in model.named_parameters() if table_of(name) in {None, *copies}]
+
+
+class DenseAverage(OptimizerWrapper):
+    """Keeps the exponential moving average of the dense weights. (Of tables it would be a copy of each.)
+
+    With decay d and the weights w₁ … w_t after each step it is
+
+        Σ d^(t−i) · w_i ÷ Σ d^(t−i)        over i = 1 … t
+
+    so that the initial weights have no part in it, however few steps there were. A step that is skipped
+    (worker.nonfinite.SkipBad, which is outside of this) does not count.
+
+    Args:
+        optimizer: steps everything (optim.combine, perhaps clipped).
+        model: the DistributedModelParallel.
+        decay: d, between 0 and 1.
+
+    Attributes:
+        values: parameter of the dense layers → its average, on its device; the same on all ranks.
+        count: t, as float32 scalar in host memory.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer, model: DistributedModelParallel, decay: float):
+        super().__init__(optimizer)
+        self._decay = decay
+        self._weights = {
+            name: weight.detach()
+            for name, weight in model.named_parameters()
+            if table_of(name) is None and weight.is_floating_point()
+        }
+        self.values = {name: weight.clone() for name, weight in self._weights.items()}
+        self.count = torch.tensor(0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.count += 1
+        share = (1 - self._decay) / (1 - self._decay ** int(self.count))  # of these weights in the average
+        get_ema_multi_avg_fn(1 - share)([*self.values.values()], [*self._weights.values()], None)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A block in which the model has the averages in the place of its dense weights."""
+        if not self.count:
+            yield
+            return
+        before = {name: weight.clone() for name, weight in self._weights.items()}
+        self._write(self.values)
+        try:
+            yield
+        finally:
+            self._write(before)
+
+    @torch.no_grad()
+    def _write(self, values: dict[str, torch.Tensor]) -> None:
+        for name, weight in self._weights.items():
+            weight.copy_(values[name])
+
+
+def average_of(optimizer: KeyedOptimizer) -> DenseAverage | None:
+    """The one among an optimizer's wrappers, if it has one."""
+    return next((layer for layer in layers(optimizer) if isinstance(layer, DenseAverage)), None)

@@ -1,0 +1,84 @@
+"""train.activation_checkpointing: the same bits as without, from less memory."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from small import SCHEMA, batches, build, config, train
+
+MODELS = {
+    "dlrm": {"name": "dlrm", "bottom_mlp": [6], "top_mlp": [6], "dropout": 0.5},
+    "dcn": {"name": "dcn", "bottom_mlp": [6], "cross_layers": 3, "top_mlp": [6], "dropout": 0.5},
+    "two_tower": {
+        "name": "two_tower",
+        "towers": {"query": ["a", "user", "tags"], "item": ["b", "friends"]},
+        "tower_mlp": [6, 5],
+    },
+    "sequence": {"name": "sequence", "max_length": 3, "target": "user", "top_mlp": [6]},
+}
+
+
+def schema_of(name):
+    schema = SCHEMA.model_copy(deep=True)
+    if name == "sequence":
+        schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
+    return schema
+
+
+def trained(rank, world, model, recomputed, changes):
+    """Losses of four steps, and all weights and state after them."""
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.config.features import resolve_features
+
+    changes = {"activation_checkpointing": recomputed, **changes}
+    settings = config(world, {"sharding_type": "row_wise"}, model=model, **changes)
+    schema = schema_of(model["name"])
+    step, features = build(settings, schema), resolve_features(schema, settings.model)
+    outputs = train(step, batches(4, rank, world, schema=schema, features=features)[1])
+    state = {}
+    for name, value in LogicalState(step.model, step.optimizer).tensors().items():
+        parts = value.local_shards() if hasattr(value, "local_shards") else None
+        state[name] = [part.tensor for part in parts] if parts is not None else [value]
+    return [each.loss for each in outputs], {n: [p.detach().clone() for p in v] for n, v in state.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("changes", [{}, {"matmul": "bf16", "max_grad_norm": 0.1, "on_nan": "skip"}])
+def test_losses_weights_and_names_are_the_same_bit_for_bit(name, world, changes):
+    plain = on_ranks(world, trained, MODELS[name], False, changes)
+    for (losses, state), (others, other) in zip(
+        plain, on_ranks(world, trained, MODELS[name], True, changes), strict=True
+    ):
+        assert losses == others and all(loss.isfinite() for loss in losses)
+        assert state.keys() == other.keys()
+        for values, theirs in zip(state.values(), other.values(), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(values, theirs, strict=True))
+
+
+def kept_bytes(model, dense, pooled):
+    """Bytes that the graph of a forward pass keeps for backward, parameters and inputs not counted."""
+    theirs = {t.untyped_storage().data_ptr() for t in [dense, *pooled.values(), *model.parameters()]}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in theirs:
+            kept[storage.data_ptr()] = storage.nbytes(), tensor  # alive, so that no other has its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(dense, pooled).sum().backward()
+    return sum(size for size, _ in kept.values())
+
+
+def test_less_is_kept_from_forward_to_backward():
+    from raytrec.models import build_model
+    from raytrec.models.recommender import checkpoint_activations
+
+    section = {"name": "dcn", "bottom_mlp": [64], "cross_layers": 6, "top_mlp": [64, 64, 64]}
+    model = build_model(SCHEMA, config(1, {}, model=section).model)
+    dense = torch.rand(256, 2)
+    pooled = {name: torch.rand(256, 8, requires_grad=True) for name in SCHEMA.sparse}
+    before = kept_bytes(model, dense, pooled)
+    checkpoint_activations(model)
+    assert 0 < kept_bytes(model, dense, pooled) < before / 2
