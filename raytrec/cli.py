@@ -209,8 +209,7 @@ def submit(
     ] = False,
 ):
     """Train on a cluster: upload code and CONFIG, follow the job. Submit again to resume a stopped run."""
-    from raytrec.client.follow import follow
-    from raytrec.client.jobs import Jobs
+    from raytrec.client.jobs import Jobs, follow
     from raytrec.common.redaction import hide
 
     jobs = Jobs(address)
@@ -241,8 +240,7 @@ def head(
 @app.command("follow")
 def follow_job(job: Job = None, address: Address = None):
     """Follow a job's log from its start; exit with the job's code. Ctrl-C detaches."""
-    from raytrec.client.follow import follow
-    from raytrec.client.jobs import Jobs
+    from raytrec.client.jobs import Jobs, follow
 
     jobs = Jobs(address)
     raise typer.Exit(follow(jobs, job or jobs.newest()))
@@ -251,8 +249,7 @@ def follow_job(job: Job = None, address: Address = None):
 @app.command("stop")
 def stop_job(job: Job = None, address: Address = None):
     """Ask a job to checkpoint and end, and wait until it has."""
-    from raytrec.client.follow import stop
-    from raytrec.client.jobs import Jobs
+    from raytrec.client.jobs import Jobs, stop
 
     jobs = Jobs(address)
     stop(jobs, job or jobs.newest())
@@ -569,12 +566,14 @@ def _run(arguments: list[str] | None) -> None:
     """One command; ends in SystemExit."""
     from raytrec.cluster.session import leave
     from raytrec.common.errors import RaytrecError
+    from raytrec.driver.progress_log import ERROR, write_message
 
     try:
         app(arguments)
     except RaytrecError as error:
         prefix = "\033[1;31merror:\033[0m" if sys.stderr.isatty() else "error:"
         print(f"{prefix} {error}", file=sys.stderr)
+        write_message(ERROR, error.parts)
         leave(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -10,7 +10,7 @@ import parquet
 import pytest
 import yaml
 
-from raytrec.cluster.interfaces import socket_interfaces
+from raytrec.cluster.session import socket_interfaces
 from raytrec.cluster.token import MODE, PATH, TOKEN, token_file, use_token
 from raytrec.common.errors import RunError
 

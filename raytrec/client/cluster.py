@@ -33,9 +33,9 @@ class Cluster:
 
     def __init__(self, address: str):
         if address.startswith("ray://"):
-            from raytrec.client.by_client import ByClient as Way
+            from raytrec.client.ray_client import RayClient as Way
         elif address.startswith(("http://", "https://")):
-            from raytrec.client.by_job import ByJob as Way  # type: ignore[assignment]
+            from raytrec.client.job_run import JobApi as Way  # type: ignore[assignment]
         else:
             raise ConfigError(
                 f"'{address}' is not the address of a cluster",
@@ -61,16 +61,16 @@ class Cluster:
             overrides: `section.key=value` strings, or a mapping: {"train.epochs": 3}.
             include: further files and folders that it needs.
         """
-        return Run(self._way, self._way.begin(source, as_texts(overrides), tuple(map(Path, include))))
+        return self._way.train(source, as_texts(overrides), tuple(map(Path, include)))
 
     def run(self, run: str | Path) -> Run:
-        """A run that is there: by its name in RAYTREC_ROOT/runs, or by its folder."""
-        news = self._way.call("news", str(run), {})
-        return Run(self._way, self._way.attach(news), news)
+        """An existing run: by its name in RAYTREC_ROOT/runs or its folder; over http://, by its job's id."""
+        return self._way.run(str(run))
 
     def runs(self) -> list[dict[str, Any]]:
-        """The runs in RAYTREC_ROOT/runs, the newest first: name, folder, state, unix_s."""
-        return self._way.call("runs")
+        """The runs in RAYTREC_ROOT/runs, the newest first: name, folder, state, unix_s (when it began); over
+        http://, the jobs of the cluster: the name is the job's id, the folder None."""
+        return self._way.runs()
 
     def close(self) -> None:
         """Ends the connection; with ray://, also the runs that it has started."""

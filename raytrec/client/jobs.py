@@ -1,32 +1,32 @@
-"""Ray's Job API: a run as a job of a cluster, which outlives whoever submitted it."""
+"""Ray's Job API: a run as a job of a cluster, which outlives the process that submitted it."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import secrets
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from queue import Queue
-from threading import Thread
 from typing import Any, TypeVar
 
 from raytrec.client.package import config_name, packed
-from raytrec.cluster.ray_version import check_ray
+from raytrec.cluster.reach import check_ray
 from raytrec.cluster.token import token_source, use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
 from raytrec.compat.ray_client import NO_AGENT, quiet_uploads, server_version
 from raytrec.config.run_config import RunConfig, load_config
+from raytrec.driver.progress_log import for_people
 
 DEFAULT = "http://127.0.0.1:8265"
 ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which Ray's client takes before what it is given
 YOUNG_S = 60.0  # within which a cluster that answers must be ready for jobs
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+LAST_LINES = 4  # of a job that was stopped: the signal, the save, where it has stopped, how to resume
 T = TypeVar("T")
 
 
@@ -99,16 +99,24 @@ class Jobs:
                     raise
                 time.sleep(1)
 
+    def known(self) -> list[tuple[str, str, float]]:
+        """All jobs that were submitted, the newest first: id, status, and when they began (Unix time)."""
+        found = [
+            (job.submission_id, str(job.status.value), (job.start_time or 0) / 1000)
+            for job in self._asked(self._client.list_jobs)
+            if job.submission_id
+        ]
+        return sorted(found, key=lambda job: job[2], reverse=True)
+
     def newest(self) -> str:
         """The job that was submitted last.
 
         Raises:
             RunError: there is none.
         """
-        jobs = [job for job in self._asked(self._client.list_jobs) if job.submission_id]
-        if not jobs:
-            raise RunError("no job has been submitted to this cluster", where=self.address)
-        return max(jobs, key=lambda job: job.start_time or 0).submission_id
+        for job, _, _ in self.known():
+            return job
+        raise RunError("no job has been submitted to this cluster", where=self.address)
 
     def status(self, job: str) -> str:
         """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
@@ -124,47 +132,31 @@ class Jobs:
         return (0 if status == "SUCCEEDED" else 1) if code is None else code
 
     def message(self, job: str) -> str:
-        """What Ray says of the state of a job."""
+        """Ray's explanation of the state of a job."""
         return self._asked(lambda: self._client.get_job_info(job)).message or ""
 
     def stop(self, job: str) -> bool:
-        """Asks a job to save and to end; whether it was running. Its logs say when it has."""
+        """Asks a job to save and to end; whether it was running."""
         return self._asked(lambda: self._client.stop_job(job))
 
     def logs(self, job: str) -> Iterator[str]:
-        """What a job writes, from its beginning until its end, in pieces as they come."""
-        seen = 0
-        while True:
-            position = 0
-            for piece in self._tail(job):
-                new = piece[max(0, seen - position) :]
-                position += len(piece)
-                if new:
-                    seen = position
-                    yield new
-            if self.status(job) in ENDED:
-                return
-            time.sleep(1)  # the connection was lost, and the job continues
+        """A job's log, from its beginning until its end, in pieces as they come."""
+        seen, status = 0, ""
+        while status not in ENDED:
+            text, status = self.read(job, seen)
+            seen += len(text)
+            yield text
+            time.sleep(0 if status in ENDED else pause_s(seen))
 
-    def _tail(self, job: str) -> Iterator[str]:
-        """Until the job or the connection ends. In a thread: a notebook runs an event loop in this one."""
-        pieces: Queue[str | None] = Queue()
-
-        async def read() -> None:
-            async for piece in self._client.tail_job_logs(job):
-                pieces.put(piece)
-
-        def run() -> None:
-            try:
-                asyncio.run(read())
-            except Exception:  # whatever a network can do; `logs` looks whether the job is still running
-                pass
-            finally:
-                pieces.put(None)
-
-        Thread(target=run, daemon=True).start()
-        while (piece := pieces.get()) is not None:
-            yield piece
+    def read(self, job: str, seen: int) -> tuple[str, str]:
+        """A job's log from its character `seen` on, and its status, which is asked first."""
+        status = self.status(job)
+        try:
+            return self._asked(lambda: self._client.get_job_logs(job))[seen:], status
+        except RunError:
+            if status in ENDED:
+                raise
+            return "", status  # it is asked for again
 
     def _connect(self) -> Any:
         from ray.job_submission import JobSubmissionClient
@@ -177,7 +169,7 @@ class Jobs:
             os.environ |= before
 
     def _asked(self, ask: Callable[[], T]) -> T:
-        """What the job API answers, its errors in our shape."""
+        """An answer of the job API, its errors as RunErrors."""
         from ray.exceptions import AuthenticationError
         from requests.exceptions import RequestException
 
@@ -199,11 +191,52 @@ class Jobs:
                 "cluster here: `raytrec head`",
             ) from None
         except RuntimeError as error:
-            raise RunError(f"the cluster says: {_short(str(error))}", where=self.address) from None
+            raise RunError(f"Ray reports: {_short(str(error))}", where=self.address) from None
+
+
+def pause_s(seen: int) -> float:
+    """Seconds until a log of so many characters is read again, each time as a whole."""
+    return 1 + seen / 250_000
+
+
+def follow(jobs: Jobs, job: str) -> int:
+    """Shows a job's log, from its beginning. Ctrl-C detaches; the job continues.
+
+    Returns:
+        The exit code of the job, 143 where it was stopped, 130 after Ctrl-C.
+    """
+    try:
+        for piece in for_people(jobs.logs(job)):
+            print(piece, end="", flush=True)
+        code = jobs.exit_code(job)
+    except KeyboardInterrupt:
+        detached = f"\ndetached; the job continues: raytrec follow {job} --address {jobs.address}"
+        print(detached, file=sys.stderr)
+        return 130
+    status = jobs.status(job)
+    print(f"job {job} {'succeeded' if code == 0 else status.lower()}", file=sys.stderr)
+    if status == "FAILED" and "exit code" not in (why := jobs.message(job)):
+        print(f"Ray reports: {why}", file=sys.stderr)  # the program itself has reported nothing
+    return code
+
+
+def stop(jobs: Jobs, job: str) -> None:
+    """Asks a job to save and to end, waits until it has, and shows the last lines of its log.
+
+    Raises:
+        RunError: it has ended already.
+    """
+    if (status := jobs.status(job)) in ENDED:
+        raise RunError(f"the job has ended: {status}", where=job)
+    jobs.stop(job)
+    jobs.exit_code(job)
+    last = "".join(for_people(jobs.logs(job))).splitlines()[-LAST_LINES:]
+    print("\n".join(last))
+    print(f"job {job} {jobs.status(job).lower()}", file=sys.stderr)
 
 
 def _check_shown(command: str, runtime_env: dict[str, Any]) -> None:
-    """Refuses secrets in what Ray's dashboard shows of a job to whoever may look at it.
+    """Refuses secrets in what Ray's dashboard shows of a job to all of its users.
 
     Raises:
         ConfigError: there is one.

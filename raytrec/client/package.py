@@ -29,9 +29,9 @@ def packed(
 ) -> Iterator[Path]:
     """A folder to hand to Ray as the working directory of a job; removed with the block.
 
-    It holds raytrec's code as it is here, so that the cluster needs its dependencies alone and computes what
-    the code here says; NAME.yaml, the configuration with its overrides, which therefore stand in no command
-    line; and the user's modules.
+    It holds raytrec's code as it is here, so that the cluster needs its dependencies alone and runs the same
+    code; NAME.yaml, the configuration with its overrides, which are therefore in no command line; and the
+    user's modules.
 
     Args:
         source: a config file, its values, or a RunConfig. Its paths are those of the cluster.
@@ -98,7 +98,7 @@ def config_name(source: str | Path | dict | RunConfig) -> str:
 
 def user_modules(config: RunConfig) -> list[Path]:
     """The files or folders, in the working directory, of modules that the configuration names. Others are
-    installed, or they are missing, which the run says."""
+    installed, or missing, which the run reports."""
     named = own_code(config.model_dump(by_alias=True, mode="json"))
     tops = {name.partition(":")[0].partition(".")[0] for name in named}
     places = [place for top in sorted(tops) for place in (Path(top), Path(f"{top}.py"))]
@@ -120,7 +120,7 @@ def _placed(place: Path) -> Iterator[tuple[Path, Path]]:
         for path, file in _files(whole, str(place)):
             yield top / path, file
     except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that is none
-        raise _refused(place, f"it cannot be looked at: {error}", "a file or folder") from None
+        raise _refused(place, f"it cannot be read: {error}", "a file or folder") from None
 
 
 def _files(whole: Path, named: str) -> Iterator[tuple[Path, Path]]:
@@ -143,7 +143,7 @@ def _files(whole: Path, named: str) -> Iterator[tuple[Path, Path]]:
         for name in sorted(set(files) - skipped):
             file = Path(folder, name)
             if not file.is_file():
-                what = "is a link to nothing" if file.is_symlink() else "is no file"
+                what = "is a link to nothing" if file.is_symlink() else "is not a file"
                 raise _refused(Path(named), f"{file} {what}", "files and folders")
             yield file.relative_to(whole), file
 
@@ -162,7 +162,7 @@ def _check_size(files: dict[Path, Path]) -> None:
     if (total := sum(sizes.values())) > LARGEST_BYTES:
         largest = max(sizes, key=sizes.get)
         raise ConfigError(
-            f"what goes up with the job has {total >> 20} MiB",
+            f"the upload of the job has {total >> 20} MiB",
             where=f"the largest file is {largest}, {sizes[largest] >> 20} MiB",
             expected=f"at most {LARGEST_BYTES >> 20} MiB: code and small files",
             do="put data where the cluster's nodes reach them, and name that place in the config",

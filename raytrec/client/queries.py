@@ -1,7 +1,7 @@
-"""What somebody who follows a run asks a cluster: plain functions of a run, which run there (no torch).
+"""Questions about runs that a cluster answers to those connected with Ray client: functions that run there.
 
-A run is the name of a folder in runs/ below RAYTREC_ROOT, or the path of a run folder. Nothing else can be
-read: what is asked for is a file that a run writes, in a folder that has the config.yaml of a run.
+A run is the name of a folder in runs/ below RAYTREC_ROOT, or the path of a run folder. Only files that a run
+writes can be read, in a folder that has the config.yaml of a run. No torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from raytrec.common.messages import EVENTS, METRICS
 from raytrec.common.reading import (
     MOST_YAML_BYTES,
     NotReadable,
-    json_lines,
     json_values,
     open_regular,
     read_bytes,
@@ -27,9 +26,10 @@ from raytrec.common.reading import (
 )
 from raytrec.common.storage import absolute
 from raytrec.driver.driver_state import LOG, ask_to_stop, driver_of, is_alive
+from raytrec.tracking.run_folder import CONFIG, RESULT
 
-RUNS, RESULT, CONFIG = "runs", "result.json", "config.yaml"
-GROWING = {"metrics": METRICS, "events": EVENTS, "log": LOG}
+RUNS = "runs"
+GROWING = (METRICS, EVENTS, LOG)
 FILES = (CONFIG, "schema.yaml", "plan.json", RESULT, "report.html", "error.txt", "skipped.jsonl")
 PICTURES = "pictures"
 MOST_BYTES = 16 << 20  # of one answer
@@ -50,25 +50,25 @@ def runs() -> list[dict[str, Any]]:
 
 
 def news(run: str, since: dict[str, int]) -> dict[str, Any]:
-    """What has happened since.
+    """What a run has written since.
 
     Args:
-        since: "metrics", "events" and "log": bytes that have been read; missing: none.
+        since: file (GROWING) → bytes that have been read; missing: none.
 
     Returns:
-        "metrics" and "events": new lines, as mappings; "log": new text; "since": for the next time; "folder";
-        "state": running, finished, stopped, failed or interrupted; "job": of Ray's Job API, or None; "error":
-        the parts of it, where it failed; "result": the content of result.json, or None.
+        "lines": file → its new lines, whole ones, of up to MOST_BYTES; "since": for the next time; "folder";
+        "state": running, finished, stopped, failed or interrupted; "error": its parts, where the run failed;
+        "result": the content of result.json, or empty.
     """
     folder = run_folder(run)
-    state, note = _state(folder), driver_of(folder)  # before the rest: what a run wrote last is then read
-    since, told = dict(since), {}
-    for key, name in GROWING.items():
-        text, since[key] = _whole_lines(folder / name, since.get(key, 0))
-        told[key] = text if key == "log" else _objects(text)
-    result = _result(folder)
-    more = {"since": since, "folder": str(folder), "state": state, "result": result}
-    return told | more | {"job": note.get("job"), "error": note.get("error")}
+    state, note = _state(folder), driver_of(folder)  # first: what a run writes at its end is then read
+    told = {name: _new_lines(folder / name, since.get(name, 0)) for name in GROWING}
+    read = {name: since.get(name, 0) + len(data) for name, data in told.items()}
+    about = {"folder": str(folder), "state": state, "error": note.get("error"), "result": _result(folder)}
+    return {
+        "lines": {name: data.decode(errors="replace") for name, data in told.items()},
+        "since": read,
+    } | about
 
 
 def file(run: str, name: str) -> bytes:
@@ -78,12 +78,12 @@ def file(run: str, name: str) -> bytes:
         RunError: another file, or it is not there, or too large.
     """
     if name not in FILES:
-        raise RunError(f"'{name}' is not a file to look at", expected=", ".join(FILES))
+        raise RunError(f"'{name}' is not a file that can be read", expected=", ".join(FILES))
     return _content(run_folder(run) / name)
 
 
 def pictures(run: str) -> dict[str, bytes]:
-    """The pictures of a run's report: name → PNG; drawn when they are asked for for the first time."""
+    """The pictures of a run's report: name → PNG; drawn when they are first asked for."""
     folder = run_folder(run)
     if not (found := _png_files(folder)) and (folder / "report.html").is_file():
         from raytrec.report.report import pictures as draw
@@ -141,9 +141,6 @@ def nearest(run: str, table: str, row: int, k: int) -> dict[str, list]:
     return {"rows": found, "cosines": cosines}
 
 
-CALLS = {call.__name__: call for call in (runs, news, file, pictures, stop, tables, rows, nearest)}
-
-
 def run_folder(run: str) -> Path:
     """The folder of a run, by its name or path.
 
@@ -161,16 +158,16 @@ def run_folder(run: str) -> Path:
     return folder
 
 
-def _result(folder: Path) -> dict[str, Any] | None:
+def _result(folder: Path) -> dict[str, Any]:
     try:
         found = json_values(read_bytes(folder / RESULT, MOST_BYTES))
     except (OSError, NotReadable):  # there is none
-        return None
-    return found if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether there is the config.yaml of a run, whose folder this is."""
+    """Whether the folder has the config.yaml of a run."""
     try:
         values = yaml_values(read_bytes(folder / CONFIG, MOST_YAML_BYTES))
         return Path(values["run"]["name"]).name == values["run"]["name"] and "train" in values["data"]
@@ -184,7 +181,7 @@ def _none(run: str) -> RunError:
     return RunError(
         f"there is no run '{run}'" + (f"; did you mean '{near}'?" if near else ""),
         where=absolute(RUNS),
-        expected=", ".join(names[:10]) or "a run: there is none yet",
+        expected=", ".join(names[:10]) or "the name or folder of a run; there is none yet",
     )
 
 
@@ -204,7 +201,7 @@ def _is_there(note: dict[str, Any]) -> bool:
 
 
 def _hosts() -> dict[str, str]:
-    """Host names of the nodes that are alive → their ids; this host alone, where nobody has started Ray."""
+    """Host names of the nodes that are alive → their ids; this host alone, where Ray is not running."""
     import sys
 
     if (ray := sys.modules.get("ray")) is None or not ray.is_initialized():
@@ -218,23 +215,17 @@ def _on_host(host: str) -> dict[str, Any]:
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(_hosts()[host], soft=False)}
 
 
-def _whole_lines(path: Path, since: int) -> tuple[str, int]:
-    """Text from a byte on, up to the last end of a line, and where that is."""
+def _new_lines(path: Path, since: int) -> bytes:
+    """Whole lines from a byte on."""
     try:
         with open_regular(path) as stream:
             stream.seek(since)
             data = stream.read(MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        return "", since
+        return b""
     except OSError as error:
         raise RunError(f"cannot read {path.name}: {error.strerror}", where=str(path.parent)) from None
-    data = data[: data.rfind(b"\n") + 1]
-    return data.decode(errors="replace"), since + len(data)
-
-
-def _objects(text: str) -> list[dict[str, Any]]:
-    """Lines of JSON; torn ones are passed over."""
-    return list(json_lines(text.split("\n")))
+    return data[: data.rfind(b"\n") + 1]
 
 
 def _content(path: Path) -> bytes:

@@ -1,75 +1,127 @@
-"""A run on a cluster, in the hands of somebody who sits elsewhere."""
+"""A run on a cluster, followed from elsewhere: how far it is, its figures, its result, and its tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from typing import Any
 
 import numpy as np
 
-from raytrec.client.items import Items
-from raytrec.client.points import ENDED, Points
-from raytrec.common.errors import RunError
+from raytrec.client import queries
+from raytrec.client.notebook import Items, Page, Pictures, display
+from raytrec.common.errors import RaytrecError, RunError
+from raytrec.common.messages import Eval, Measured, Train
+from raytrec.metrics.selection import Figure
+from raytrec.tracking.history import History
 
+ENDED = ("finished", "stopped", "failed", "interrupted")
 HOW_IT_ENDED = {
     "stopped": "the run was stopped; its state is saved",
-    "interrupted": "the run was interrupted: its driver ended without a word",
+    "interrupted": "the run was interrupted: its driver exited without reporting an error",
 }
 
 
 class Run:
-    """A run; `Cluster.train` and `Cluster.run` give it.
+    """A run; `Cluster.train` and `Cluster.run` return it.
 
-    Args:
-        way: ByClient or ByJob, how the cluster is reached.
-        handle: of the run, which the way has given.
-        news: the last answer of `queries.news`.
+    Attributes:
+        state: starting, running, finished, stopped (its state is saved), failed, or interrupted (its driver
+            died).
+        history: the figures that have been read so far; log: lines for people, each with its end.
+        error: why it failed.
+        poll_s: seconds between two looks at it.
+        job: the id of the job that it is; None with ray://.
     """
 
-    def __init__(self, way: Any, handle: Any, news: dict[str, Any] | None = None):
-        self._way, self._handle, self._points = way, handle, Points()
-        if news:
-            self._points.take(news if handle.counts_bytes else news | {"since": {}, "metrics": []})
+    job: str | None = None
+    poll_s = 1.0
+
+    def __init__(self) -> None:
+        self.state, self.history, self.log = "starting", History(), list[str]()
+        self.error: RaytrecError | None = None
+        self._first: tuple[float, int] | None = None  # when, and at which step, figures were first read
 
     @property
     def folder(self) -> str:
         """The run's folder on the cluster."""
-        return self._handle.folder()
+        raise NotImplementedError
 
     @property
     def name(self) -> str:
-        """What the run is called."""
+        """The last part of its folder."""
         return PurePosixPath(self.folder).name
 
-    @property
-    def job(self) -> str | None:
-        """The id of the job that it is; None with ray://."""
-        return getattr(self._handle, "job", None)
+    def stop(self) -> None:
+        """Asks the run to checkpoint and to end. The same `Cluster.train` again resumes it."""
+        raise NotImplementedError
+
+    def _read(self) -> None:
+        """Takes what is new into state, history, log and error."""
+        raise NotImplementedError
+
+    def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
+        """The figures of a command of raytrec that the cluster carries out.
+
+        Args:
+            name: evaluate, predict or index.
+            places: of the command's data, by option.
+        """
+        raise NotImplementedError
+
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer of a function of `queries`, called on the cluster with the run's folder."""
+        raise NotImplementedError
 
     def progress(self) -> dict[str, Any]:
-        """How it stands: step, total, rows_per_s, the metrics of training, eta_s, state; None for what is not
-        known yet.
+        """step, total, rows_per_s, the metrics of training, state and eta_s; None: not known yet."""
+        self._poll()
+        return self.known()
 
-        The state is starting, running, finished, stopped (saved), failed, or interrupted (its driver died).
-        """
-        if self._points.state not in ENDED:
-            self._points.take(self._handle.news(self._points.since))
-        return self._points.progress()
+    def known(self) -> dict[str, Any]:
+        """As `progress`, from what has been read already."""
+        trained = self.history.figures(Train)
+        last = trained[-1].figures if trained else {}
+        figures = {name: last.get(name) for name in ("rows_per_s", *self.keys(Train))}
+        known = {"step": self.history.step, "total": self.history.total_steps or None, **figures}
+        return known | {
+            "state": self.state,
+            "eta_s": self._remaining_s() if self.state == "running" else None,
+        }
 
     def metrics(self) -> dict[str, dict[str, list]]:
         """The figures so far: "train" (step, rows_per_s, metrics) and "eval" (step, metrics).
 
-        `pandas.DataFrame(run.metrics()["train"])` is a table of them. Over the job API this takes
-        some seconds.
+        `pandas.DataFrame(run.metrics()["train"])` is a table of them. Of a job, only its log counts.
         """
-        points = Points()
-        points.take(self._ask("news", {}))
-        return points.curves()
+        self._poll()
+        return {
+            "train": self._series(Train, "rows_per_s", *self.keys(Train)),
+            "eval": self._series(Eval, *self.keys(Eval)),
+        }
 
-    def watch(self) -> dict[str, Any]:
+    def keys(self, kind: type[Measured]) -> list[str]:
+        """The metrics that training, or evaluations, have given so far."""
+        given = {key for line in self.history.figures(kind) for key in line.figures}
+        return [figure.key for figure in self.described() if figure.key in given]
+
+    def described(self) -> list[Figure]:
+        """The metrics of the run's tasks."""
+        return self.history.metrics_of_tasks
+
+    def logs(self) -> Iterator[str]:
+        """The lines of the run's log, from its beginning until the run ends."""
+        seen = 0
+        while True:
+            ended = self._poll() in ENDED
+            yield from self.log[seen:]
+            seen = len(self.log)
+            if ended:
+                return
+            sleep(self.poll_s)
+
+    def watch(self) -> dict[str, Any] | None:
         """Shows progress and curves until the run ends. Interrupting detaches; the run continues.
 
         Returns:
@@ -78,18 +130,15 @@ class Run:
         Raises:
             RunError: as `wait`.
         """
-        from raytrec.client.live import display
-
-        with display(self.name) as show:
-            try:
-                while self.progress()["state"] not in ENDED:
-                    show(self._points)
-                    sleep(self._handle.polls_s)
-                self._complete()
-                show(self._points)
-            except KeyboardInterrupt:
-                show.note("detached; the run continues: run.watch(), or run.stop()")
-                return None
+        show = display(self.name)
+        try:
+            while self._poll() not in ENDED:
+                show(self)
+                sleep(self.poll_s)
+            show(self)
+        except KeyboardInterrupt:
+            print("detached; the run continues: run.watch(), or run.stop()")
+            return None
         return self._outcome()
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
@@ -99,35 +148,15 @@ class Run:
             timeout: seconds; None: as long as it takes.
 
         Raises:
-            RunError: the run failed, with its own message; or it was stopped or interrupted, or is still on.
+            RunError: the run failed, with its own message; it was stopped or interrupted; it still runs.
         """
         deadline = monotonic() + (timeout if timeout is not None else 1e18)
-        while self.progress()["state"] not in ENDED:
+        while self._poll() not in ENDED:
             if monotonic() > deadline:
-                raise RunError(f"the run is still on after {timeout} s", where=self.name, do="wait longer")
-            sleep(self._handle.polls_s)
-        self._complete()
+                what = f"the run is still running after {timeout} s"
+                raise RunError(what, where=self.job or self.name, do="wait longer")
+            sleep(self.poll_s)
         return self._outcome()
-
-    def stop(self) -> None:
-        """Asks the run to checkpoint and to end. The same `Cluster.train` again resumes it."""
-        self._handle.stop()
-
-    def logs(self) -> Iterator[str]:
-        """What the run has said, in pieces of text; of a job, until its end."""
-        return self._handle.logs()
-
-    def report(self) -> Frame:
-        """The run's report.html, for a notebook; its `text` is the page."""
-        return Frame(self._ask("file", "report.html").decode())
-
-    def pictures(self) -> Pictures:
-        """The pictures of the report: name → PNG. A notebook shows them all."""
-        return Pictures(self._ask("pictures"))
-
-    def file(self, name: str) -> str:
-        """A file of the run: config.yaml, schema.yaml, plan.json, result.json, error.txt."""
-        return self._ask("file", name).decode()
 
     def evaluate(self, data: str, **options: Any) -> dict[str, Any]:
         """Evaluates the newest checkpoint on the cluster.
@@ -139,7 +168,7 @@ class Run:
         Returns:
             eval.NAME of each metric, eval.rows and more.
         """
-        return self._way.evaluate(self.folder, data, options)
+        return self._command("evaluate", {"data": data}, options)
 
     def predict(self, data: str, out: str, **options: Any) -> dict[str, Any]:
         """Predicts every row of some Parquet on the cluster, with the newest checkpoint: for each file one of
@@ -152,9 +181,9 @@ class Run:
                 step or "best"; overrides: such as data.on_error=skip.
 
         Returns:
-            predict.rows, predict.files and more (raytrec.prediction.predict.Predictions).
+            predict.rows, predict.files and more (raytrec.predict).
         """
-        return self._way.predict(self.folder, data, out, options)
+        return self._command("predict", {"data": data, "out": out}, options)
 
     def index(self, items: str, out: str, **options: Any) -> dict[str, Any]:
         """Writes an index of items on the cluster, with the newest checkpoint; `raytrec.load_index` reads it,
@@ -166,17 +195,33 @@ class Run:
             options: item, columns, faiss, queries, workers, checkpoint, overrides: as `raytrec index`.
 
         Returns:
-            index.items, index.recall@10 and more (raytrec.retrieval.build.Indexed).
+            index.items, index.recall@10 and more (raytrec.index).
         """
-        return self._way.index(self.folder, items, out, options)
+        return self._command("index", {"items": items, "out": out}, options)
+
+    def report(self) -> Page:
+        """The run's report.html, for a notebook; its `text` is the page. ray:// only, as all below."""
+        return Page(self._ask(queries.file, "report.html").decode())
+
+    def pictures(self) -> Pictures:
+        """The pictures of the report: name → PNG. A notebook shows them all."""
+        return Pictures(self._ask(queries.pictures))
+
+    def file(self, name: str) -> str:
+        """A file of the run: config.yaml, schema.yaml, plan.json, result.json, error.txt."""
+        return self._ask(queries.file, name).decode()
 
     def tables(self) -> dict[str, list[int]]:
         """Embedding tables of the newest checkpoint: name → [rows, dim]."""
-        return self._ask("tables")["tables"]
+        return self._ask(queries.tables)["tables"]
 
     def rows(self, table: str, numbers: Sequence[int]) -> np.ndarray:
         """Rows of a table: float32 [len(numbers), dim]."""
-        return self._ask("rows", table, [int(number) for number in numbers])
+        return self._ask(queries.rows, table, [int(number) for number in numbers])
+
+    def nearest(self, table: str, row: int, k: int = 10) -> dict[str, list]:
+        """The rows nearest to a row by cosine, in the newest checkpoint: "rows" and "cosines"."""
+        return self._ask(queries.nearest, table, int(row), k)
 
     def items(self, table: str, titles: Mapping[int, str] | None = None) -> Items:
         """A table whose rows have titles.
@@ -187,63 +232,34 @@ class Run:
         """
         return Items(self, table, {} if titles is None else titles)
 
-    def nearest(self, table: str, row: int, k: int = 10) -> dict[str, list]:
-        """The rows nearest to a row by cosine, in the newest checkpoint: "rows" and "cosines"."""
-        return self._ask("nearest", table, int(row), k)
-
     def __repr__(self) -> str:
-        return f"<Run {self.name}: {self._points.state}>"
+        return f"<Run {self.job or self.name}: {self.state}>"
 
-    def _ask(self, call: str, *arguments: Any) -> Any:
-        return self._way.call(call, self.folder, *arguments)
+    def _poll(self) -> str:
+        """Reads what is new, until the run has ended; its state."""
+        if self.state not in ENDED:
+            self._read()
+            if self._first is None and self.history.step:
+                self._first = time(), self.history.step
+        return self.state
 
-    def _complete(self) -> None:
-        """The figures as the run's files have them, where only its log has been read."""
-        if self._points.result is None and self._points.state == "finished":
-            self._points = Points()
-            self._points.take(self._ask("news", {}))
+    def _remaining_s(self) -> float | None:
+        """Seconds until the last step, at the speed since figures were first read."""
+        step, total = self.history.step, self.history.total_steps
+        if self.state != "running" or self._first is None or not total or step <= self._first[1]:
+            return None
+        return (time() - self._first[0]) / (step - self._first[1]) * (total - step)
+
+    def _series(self, kind: type[Measured], *names: str) -> dict[str, list]:
+        lines = self.history.figures(kind)
+        steps = {"step": [line.step for line in lines]}
+        return steps | {name: [line.figures.get(name) for line in lines] for name in names}
 
     def _outcome(self) -> dict[str, Any]:
-        state = self._points.state
-        if state == "finished":
-            return self._points.result
-        if state == "failed" and self._points.error:
-            raise RunError(**self._points.error)
-        what = HOW_IT_ENDED.get(state, f"the run {state}")
-        raise RunError(
-            what, where=self.name, do="train the same config again: it resumes from its last checkpoint"
-        )
-
-
-class Pictures(dict):
-    """Name → PNG."""
-
-    def __repr__(self) -> str:
-        return f"<Pictures {', '.join(self)}>"
-
-    def _repr_html_(self) -> str:
-        from base64 import b64encode
-
-        style = "width:420px;max-width:100%;margin:4px;background:white"
-        data = {
-            escape(name): f"data:image/png;base64,{b64encode(png).decode()}" for name, png in self.items()
-        }
-        tags = (f'<img alt="{name}" style="{style}" src="{url}">' for name, url in data.items())
-        return f'<div style="display:flex;flex-wrap:wrap;align-items:flex-start">{"".join(tags)}</div>'
-
-
-class Frame:
-    """A page within a notebook, which cannot reach the notebook: a sandbox of its own.
-
-    Attributes:
-        text: the page.
-    """
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def _repr_html_(self) -> str:
-        return (
-            '<iframe sandbox="allow-scripts" style="width:100%;height:720px;border:1px solid #8884" '
-            f'srcdoc="{escape(self.text)}"></iframe>'
-        )
+        if self.state == "finished":
+            return self.history.result
+        if self.state == "failed" and self.error:
+            raise self.error
+        what = HOW_IT_ENDED.get(self.state, f"the run {self.state}")
+        do = "train the same config again: it resumes from its last checkpoint"
+        raise RunError(what, where=self.job or self.name, do=do)

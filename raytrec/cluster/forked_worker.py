@@ -3,7 +3,7 @@
     python forked_worker.py default_worker.py ... --serialized-runtime-env-context=JSON --language=PYTHON
 
 It is run as a file, and imports as little as it can. Where the warm process does not answer, or refuses,
-and for workers with an interpreter of their own, it does what Ray's own does.
+and for workers with their own interpreter, it does the same as Ray's script.
 """
 
 import json

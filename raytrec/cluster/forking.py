@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _import(modules: list[str]) -> None:
-    """One that is missing, or fails, is left to the worker, which says so."""
+    """One that is missing, or fails, is left to the worker, which reports it."""
     for module in modules:
         with suppress(Exception):
             import_module(module)

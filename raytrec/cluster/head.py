@@ -25,7 +25,7 @@ def start_head(
         cpus: logical CPUs; default: what the machine has.
 
     Raises:
-        RunError: there is no `ray` beside this Python; a port is taken, or two are the same.
+        RunError: there is no `ray` next to this Python; a port is taken, or two are the same.
     """
     check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
     program = Path(sys.executable).with_name("ray")
@@ -42,7 +42,7 @@ def start_head(
         f"--dashboard-agent-listen-port={_free_port()}"
     ]  # another Ray here may have the default one
     arguments += [f"--ray-client-server-port={client_port}", *([f"--num-cpus={cpus}"] if cpus else [])]
-    # Any free ports, as a local Ray's workers take them: by default 10002 to 19999 may be nobody else's.
+    # Any free ports, as a local Ray's workers take them: the default, 10002 to 19999, may be taken.
     arguments += ["--min-worker-port=0", "--max-worker-port=0"]
     os.execve(program, [str(program), *arguments], environment)
 
@@ -73,7 +73,7 @@ def check_ports(ports: dict[str, int]) -> None:
 
 def _why_not(port: int) -> str | None:
     if not 1024 <= port <= 65535:
-        return "it is no port that a user may listen on"
+        return "it is not a port that a user may listen on"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just let go of is free
         try:
@@ -87,11 +87,11 @@ def _environment(root: Path) -> dict[str, str]:
     from raytrec.cluster.local_ray import TMPDIR, make_folder
     from raytrec.cluster.session import loopback_environment
 
-    # Held by the program that this process becomes; whoever starts a Ray here afterwards removes it.
+    # Held by the program that this process becomes; the next Ray here removes it.
     folder, owner = make_folder()
     os.set_inheritable(owner, True)
     environment = {TMPDIR: str(folder)} | loopback_environment() | {PATH: str(token_file().absolute())}
-    # Jobs say `python` and mean the one beside us, as in an activated environment.
+    # `python` in jobs is the one of this environment.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return environment | {
         "PATH": path,

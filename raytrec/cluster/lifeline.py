@@ -1,7 +1,7 @@
-"""Whether the parts of Ray that a driver cannot do without are there: its node's raylet, and the GCS.
+"""Whether the parts of Ray that a driver needs are running: its node's raylet, and the GCS.
 
-Ray itself reports it after 13 s (a raylet) or ends the process after 60 s (GCS), in many lines, none
-of which tells how to resume. Here it takes seconds, one sentence, and an error of ours.
+Ray itself reports it after 13 s (a raylet) or ends the process after 60 s (GCS), in many lines, without a
+hint how to resume. Here it takes seconds and one sentence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RayLost(RunError):
 
 
 class Lifeline:
-    """Looks after the raylet and GCS of this driver by connecting to them.
+    """Watches the raylet and GCS of this driver by connecting to them.
 
     Args:
         patience_s: seconds for which a machine that does not answer at all is waited for.
@@ -58,7 +58,7 @@ class Lifeline:
         self._looked = monotonic()
 
     def confirm(self) -> None:
-        """After an error that Ray raised: says whether one of them is behind it, which takes a moment.
+        """After an error that Ray raised: checks whether the end of one of them caused it.
 
         Raises:
             RayLost: it is.

@@ -1,7 +1,7 @@
 """The files and processes of a Ray that is started here: private, out of the way of signals, gone at its end.
 
 Ray 2.60 keeps its sessions in /tmp/ray for ever, makes these folders writable by everybody, and puts there
-which cluster was started last. Its processes belong to the process group of whoever started them, so a
+which cluster was started last. Its processes belong to the process group of the driver, so a
 signal to that group (`timeout`, batch systems, containers) ends them before the driver can save.
 """
 
@@ -64,7 +64,7 @@ def make_folder() -> tuple[Path, int]:
             where=str(base),
             do=f"set {TMPDIR} to a folder on a local disk that you can write to",
         ) from None
-    with suppress(OSError):  # a file system without locks: then nobody sweeps
+    with suppress(OSError):  # a file system without locks: then it is never swept
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (folder / f".{OWNER}").rename(folder / OWNER)
     return folder, owner
@@ -139,10 +139,10 @@ def _remove(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class LocalRay:
-    """What a local Ray is started with.
+    """Settings of a local Ray.
 
     Attributes:
-        environment: variables of its processes, beside this process's.
+        environment: variables that its processes have in addition.
         on_raylet: called with the raylet's process id when it has been started.
     """
 
@@ -157,10 +157,10 @@ def own_sessions(folder: Path, ray: LocalRay | None = None) -> Iterator[Callable
     They still end with this process, which the kernel sees to (Ray's PR_SET_PDEATHSIG).
 
     Args:
-        ray: what else it is started with.
+        ray: its settings.
 
     Yields:
-        Ends what is left of them, after ray.shutdown().
+        A function that ends those that remain after ray.shutdown().
     """
     started: list[int] = []
     ray = ray or LocalRay()

@@ -1,4 +1,4 @@
-"""Tells Ray that this node will be preempted: a run then checkpoints and leaves it (docs/fault_tolerance.md).
+"""Announces to Ray that this node will be preempted: runs checkpoint and leave it (docs/fault_tolerance.md).
 
     python -m raytrec.cluster.preemption aws    on a spot machine: waits for EC2's notice, 2 minutes before
     python -m raytrec.cluster.preemption gcp    the same for GCP, 30 s before
@@ -34,7 +34,7 @@ class Cloud(StrEnum):
 
 
 def aws_notice(base: str = "http://169.254.169.254") -> bool:
-    """Whether EC2 has said that this spot machine will be preempted."""
+    """Whether EC2 has announced that this spot machine will be preempted."""
     ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
     token = _ask(f"{base}/latest/api/token", ttl, method="PUT")
     header = {"X-aws-ec2-metadata-token": token or ""}
@@ -42,7 +42,7 @@ def aws_notice(base: str = "http://169.254.169.254") -> bool:
 
 
 def gcp_notice(base: str = "http://metadata.google.internal") -> bool:
-    """Whether GCP has said that this machine will be preempted."""
+    """Whether GCP has announced that this machine will be preempted."""
     return _ask(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}) == "TRUE"
 
 
@@ -62,7 +62,7 @@ def wait_for(notice: Callable[[], bool]) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def tell(seconds: float, node: str | None = None, address: str = "auto") -> str:
+def announce(seconds: float, node: str | None = None, address: str = "auto") -> str:
     """Marks a node as going; nothing new is placed on it, and runs on it save and leave.
 
     Args:
@@ -81,7 +81,7 @@ def tell(seconds: float, node: str | None = None, address: str = "auto") -> str:
     context = ray.get_runtime_context()
     node = node or context.get_node_id()
     deadline_ms = int((time.time() + seconds) * 1000)
-    accepted, why = drain(context.gcs_address, node, "the machine is taken away", deadline_ms)
+    accepted, why = drain(context.gcs_address, node, "the machine will be preempted", deadline_ms)
     if not accepted:
         raise SystemExit(f"Ray did not accept that node {node} goes: {why}")
     return node
@@ -108,11 +108,11 @@ def main(
     node: Annotated[str | None, typer.Option(help="Ray's id of the node; default: this one.")] = None,
     address: Annotated[str, typer.Option(help="Of the cluster.")] = "auto",
 ) -> None:
-    """Tells Ray that this node will go."""
+    """Announces to Ray that this node will be preempted."""
     seconds = seconds or NOTICE_S.get(cloud, 60)
     if cloud is not Cloud.NOW:
         wait_for(aws_notice if cloud is Cloud.AWS else gcp_notice)
-    node = tell(seconds, node, address)
+    node = announce(seconds, node, address)
     print(f"node {node} goes within {seconds:.0f} s", flush=True)
     wait_until_empty(node, seconds)
 

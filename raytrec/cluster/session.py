@@ -7,16 +7,15 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
 
-from raytrec.cluster.interfaces import socket_interfaces
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import heads, own_sessions, private_folder
-from raytrec.cluster.refused import START_ONE, check_answers, check_token
+from raytrec.cluster.reach import START_ONE, check_answers, check_token
 from raytrec.cluster.token import use_token
 from raytrec.cluster.warm import forked_workers
 from raytrec.common.errors import RunError
@@ -44,7 +43,7 @@ def in_job() -> bool:
 
 
 def stays_here(address: str | None) -> bool:
-    """Whether a run with this scaling.address has a Ray of its own on this machine."""
+    """Whether a run with this scaling.address has its own Ray on this machine."""
     return not (address or os.environ.get("RAY_ADDRESS") or in_job())
 
 
@@ -59,7 +58,7 @@ def ray_session(address: str | None = None, num_cpus: int | None = None) -> Iter
 
     Args:
         address: 'auto', HOST:PORT or ray://HOST:PORT of a running cluster.
-        num_cpus: logical CPUs of a new local cluster; default: what the machine has.
+        num_cpus: logical CPUs of a new local cluster; default: those of the machine.
 
     Raises:
         RunError: when the cluster cannot be reached, or refuses the token, or another Ray is installed.
@@ -90,30 +89,20 @@ def _joined(address: str, given: str) -> Iterator[None]:
     Args:
         given: where the address comes from.
     """
-    import ray
-
     if address == "auto" and not os.environ.get("RAY_ADDRESS") and (here := heads()):
         address = _the_only(here, given)
     if _is_on_loopback(address):
         stay_on_loopback()
     check_answers(address, given)
     check_token(address, given)
-    _init(given, address=address)
-    try:
+    with _left_in_time():
+        _init(given, address=address)
         yield
-    except RayLost as lost:
-        _shut_down_what_is_left(lost.part)
-        raise
-    finally:
-        if not _state.stuck:
-            ray.shutdown()
 
 
 @contextmanager
 def _started(num_cpus: int | None) -> Iterator[None]:
     """A session on a new cluster of this machine alone."""
-    import ray
-
     stay_on_loopback()
     options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     with (
@@ -122,17 +111,12 @@ def _started(num_cpus: int | None) -> Iterator[None]:
         own_sessions(folder, ray_of_ours) as end_rest,
     ):
         try:
-            with only_what_is_needed():
-                _init("a new local cluster", **in_folder(folder / "ray"), **few_wakeups(), **options)
-            _state.ours = True
-            yield
-        except RayLost as lost:
-            _shut_down_what_is_left(lost.part)
-            raise
+            with _left_in_time():
+                with only_what_is_needed():
+                    _init("a new local cluster", **in_folder(folder / "ray"), **few_wakeups(), **options)
+                _state.ours = True
+                yield
         finally:
-            _state.ours = False
-            if not _state.stuck:
-                ray.shutdown()
             end_rest()
 
 
@@ -142,7 +126,7 @@ class _State:
 
     Attributes:
         ours: it was started here.
-        stuck: ray.shutdown() does not come back.
+        stuck: ray.shutdown() does not return.
     """
 
     ours: bool = False
@@ -163,7 +147,7 @@ def logs_here() -> Path | None:
 
 
 def is_stuck() -> bool:
-    """Whether this process can have no other Ray, because it cannot leave the one that it had."""
+    """Whether this process cannot have another Ray, because it cannot leave the one that it had."""
     return _state.stuck
 
 
@@ -176,14 +160,23 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _shut_down_what_is_left(lost: str) -> None:
-    """ray.shutdown() of a Ray that has lost a part; without GCS it would wait for a minute."""
+@contextmanager
+def _left_in_time() -> Iterator[None]:
+    """A block that ends with ray.shutdown(), which may take SHUTDOWN_S where Ray has lost a part."""
     import ray
 
-    thread = Thread(target=ray.shutdown, daemon=True)
-    thread.start()
-    thread.join(SHUTDOWN_S[lost])
-    _state.stuck = thread.is_alive()
+    try:
+        yield
+    except RayLost as lost:
+        thread = Thread(target=ray.shutdown, daemon=True)
+        thread.start()
+        thread.join(SHUTDOWN_S[lost.part])
+        _state.stuck = thread.is_alive()
+        raise
+    finally:
+        _state.ours = False
+        if not _state.stuck:
+            ray.shutdown()
 
 
 def _the_only(addresses: list[str], given: str) -> str:
@@ -208,7 +201,7 @@ def _init(where: str, **options: Any) -> None:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         do = START_ONE if "ADDRESS" in where.upper() else "try again, with less to do for this machine"
         raise RunError(f"cannot reach Ray: {why}", where=where, do=do) from None
-    silence_workers()  # what ended is ours to say
+    silence_workers()  # raytrec reports worker exits itself
 
 
 def _is_on_loopback(address: str) -> bool:
@@ -220,7 +213,7 @@ def _is_on_loopback(address: str) -> bool:
         target = bootstrap_address(address)
         host, _, port = (target or "").rpartition(":")
         own = bool(host) and host == own_address()
-    except (ConnectionError, ValueError):  # ray://, or no cluster; whoever connects reports it
+    except (ConnectionError, ValueError):  # ray://, or no cluster; connecting will report it
         return False
     return own and not _listens(host, int(port)) and _listens("127.0.0.1", int(port))
 
@@ -237,9 +230,9 @@ def stay_on_loopback() -> None:
     """Lets nothing of a local Ray, or of gloo and NCCL between its workers, listen beyond this machine.
 
     Ray 2.60 turns a node address of 127.0.0.1 back into the machine's own and its servers then listen on all
-    interfaces (`services.resolve_ip_for_localhost`), unless it is told, as by default on macOS and Windows,
-    that this will never be a cluster of several nodes. Its processes inherit the environment; the constant is
-    for this one, where Ray may have been imported before.
+    interfaces (`services.resolve_ip_for_localhost`), unless a setting, the default on macOS and Windows,
+    rules out a cluster of several nodes. Its processes inherit the environment; the constant is for this one,
+    where Ray may have been imported before.
     """
     os.environ |= loopback_environment()
     keep_loopback()
@@ -249,3 +242,23 @@ def loopback_environment() -> dict[str, str]:
     """The environment in which a Ray that is started, gloo and NCCL stay on loopback: stay_on_loopback."""
     mine = {name: os.environ.get(name, value) for name, value in socket_interfaces("lo").items()}
     return loopback_setting() | (mine if sys.platform == "linux" else {})
+
+
+def socket_interfaces(interface: str) -> dict[str, str]:
+    """The environment that keeps gloo, and NCCL unless its files set another, to one interface.
+
+    To NCCL a name is a prefix (eth1 is eth10, too), unless it begins with "=". NCCL takes from its files what
+    the environment does not have (NCCL 2.29.7: src/misc/param.cc), so what is set here would override what an
+    administrator has written there.
+    """
+    gloo = {"GLOO_SOCKET_IFNAME": interface}
+    return gloo if _in_nccl_files("NCCL_SOCKET_IFNAME") else gloo | {"NCCL_SOCKET_IFNAME": f"={interface}"}
+
+
+def _in_nccl_files(name: str) -> bool:
+    own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")  # a user may have no home
+    for file in (Path(own), Path("/etc/nccl.conf")):
+        with suppress(OSError):
+            if any(line.startswith(f"{name}=") for line in file.read_text().splitlines()):
+                return True
+    return False

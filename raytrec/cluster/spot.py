@@ -5,8 +5,8 @@ whose machines came up but never ran Ray (`CloudResourceMonitor`, which hears of
 launch that the cloud refuses (ALLOCATION_FAILED) teaches it nothing: it asks for the same type for ever.
 So the second request is made here, within the launch that was refused; the autoscaler sees one node type.
 
-aws.py and gcp.py beside this file are named in cluster.yaml as `provider: {type: external, module: …}`, and
-imported where `ray up` runs and by the autoscaler on the head node.
+AwsSpotFirst and GcpSpotFirst are named in cluster.yaml as `provider: {type: external, module: …}`, and
+imported where `ray up` runs and by the autoscaler on the head node. They need requirements/cloud.txt.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-logger = logging.getLogger(__name__)
-
+from raytrec.compat.ray_clouds import AWSNodeProvider, GCPNodeProvider
 
 if TYPE_CHECKING:
     from ray.autoscaler.node_provider import NodeProvider
 else:
     NodeProvider = object
+
+logger = logging.getLogger(__name__)
+# A machine with GPUs cannot be moved to another host while it runs: GCP requires that it may be stopped.
+GCP_ON_DEMAND = {"provisioningModel": "STANDARD", "onHostMaintenance": "TERMINATE"}
 
 
 class SpotFirst(NodeProvider):
@@ -41,7 +44,7 @@ class SpotFirst(NodeProvider):
             What was launched, by the machine's id.
 
         Raises:
-            Exception: what the cloud said to the last request.
+            Exception: the cloud's answer to the last request.
         """
         on_demand = self.on_demand(node_config)
         if on_demand is None:
@@ -62,3 +65,30 @@ class SpotFirst(NodeProvider):
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
         """The same machine on demand; None where this is not spot."""
         raise NotImplementedError
+
+
+class AwsSpotFirst(SpotFirst, AWSNodeProvider):
+    """A request goes through all subnets, and so zones, that it may use, before the next one on demand."""
+
+    @staticmethod
+    def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
+        if "InstanceMarketOptions" not in node_config:
+            return None
+        return {key: value for key, value in node_config.items() if key != "InstanceMarketOptions"}
+
+
+class GcpSpotFirst(SpotFirst, GCPNodeProvider):
+    """Machines are asked for one by one."""
+
+    def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
+        """As SpotFirst. When one of several is refused, Ray's provider forgets those that it has got."""
+        created = {}
+        for _ in range(count):
+            created |= super().create_node(node_config, tags, 1)
+        return created
+
+    @staticmethod
+    def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
+        if node_config.get("scheduling", {}).get("provisioningModel") != "SPOT":
+            return None
+        return node_config | {"scheduling": GCP_ON_DEMAND}

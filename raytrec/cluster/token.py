@@ -1,7 +1,7 @@
 """Ray's token: asked for by default, found where Ray looks for it, and readable by its owner alone.
 
-Without it, whoever reaches a cluster's ports runs code there (docs/security.md). Ray 2.60 looks for a token
-in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, and ~/.ray/auth_token, where RAY_AUTH_MODE=token.
+Without it, any client that reaches a cluster's ports runs code there (docs/security.md). Ray 2.60 looks for a
+token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, and ~/.ray/auth_token, where RAY_AUTH_MODE=token.
 No Ray is imported here, because Ray reads that variable when it is.
 """
 
@@ -18,13 +18,13 @@ from raytrec.common.errors import RunError
 from raytrec.compat.ray_core import JOB_CONFIG, read_token_again
 
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-NO_HOME = "/dev/null"  # in which nobody can write
+NO_HOME = "/dev/null"  # where files cannot be made
 
 
 def use_token(*, create: bool = False, own: bool = False) -> None:
     """Makes this process, and those it starts, ask for and send Ray's token; to be called before Ray is used.
 
-    Whoever has set RAY_AUTH_MODE has chosen; a job's driver uses what its cluster uses.
+    RAY_AUTH_MODE, where it is set, is the user's choice; a job's driver has that of its cluster.
 
     Args:
         create: makes a token where there is none, for a new cluster.

@@ -80,7 +80,8 @@ class RunConsole:
         """Training begins at a step; `metrics` are descriptions of its figures (selection.Figure)."""
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, figures_of({"metrics": metrics})
-        self._message("start", {"total": total, "step": step, "metrics": metrics})
+        described = {"total": total, "step": step, "workers": workers, "metrics": metrics or []}
+        self._message("start", described)
         if step:
             self.note(f"resuming at step {step} with {workers} workers")
 
@@ -227,3 +228,4 @@ def print_summary(summary: Summary) -> None:
     sentence = summary.metrics.get("bound.sentence")
     for line in [*([sentence] if sentence else []), *summary.next_steps]:
         console.print(plain(line), soft_wrap=True)
+    lines.write_message(lines.RESULT, summary.metrics)

@@ -1,4 +1,4 @@
-"""A run in the log of its job: lines for people, and messages as JSON for programs that follow it.
+"""A run in the log of its job: lines for people, and messages as JSON for programs that follow the job.
 
 movielens-20261122-101500  step 120/550 (22%)  80,000 rows/s  NE 0.9101  loss 0.5123  ETA 0:42
 {"raytrec": "train", "step": 120, "rows_per_s": 80000.4, "ne": 0.9101, "loss": 0.51234}
@@ -13,14 +13,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from raytrec.cluster.session import in_job
 from raytrec.common.formatting import is_step, null_nonfinite
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.metrics.selection import Figure
 
 GAP = "  "  # between the parts of a line
 MARK = '{"raytrec": '  # how a message begins
-FOLDER = "folder"  # the message with the place of the run, {"folder": …}
-KINDS = (FOLDER, "start", "train", "eval")
+# Kinds of messages: the run's folder ({"folder": …}), the figures of a result, the parts of an error.
+FOLDER, RESULT, ERROR = "folder", "result", "error"
+PARTS = ("what", "where", "expected", "do")
+KINDS = (FOLDER, "start", "train", "eval", RESULT, ERROR)
 
 
 def progress(step: int, total: int, rows_per_s: float | None, values: Iterable[str]) -> str:
@@ -54,6 +57,12 @@ def message(kind: str, values: Mapping[str, Any]) -> str:
     return json.dumps({"raytrec": kind, **finite})
 
 
+def write_message(kind: str, values: Mapping[str, Any]) -> None:
+    """A message on stdout, where this process is the driver of a job."""
+    if in_job():
+        print(message(kind, values), flush=True)
+
+
 def parse(line: str) -> tuple[str, dict[str, Any]] | None:
     """The message that a line of a log is: its kind (KINDS) and its values; None for any other line."""
     if not line.startswith(MARK):
@@ -64,8 +73,10 @@ def parse(line: str) -> tuple[str, dict[str, Any]] | None:
         return None
     if not isinstance(values, dict) or (kind := values.pop("raytrec", None)) not in KINDS:
         return None
-    sound = isinstance(values.get(FOLDER), str) if kind == FOLDER else is_step(values.get("step"))
-    return (kind, values) if sound else None
+    if kind == ERROR:
+        values = {part: values[part] for part in PARTS if isinstance(values.get(part), str)}
+    required = {FOLDER: isinstance(values.get(FOLDER), str), RESULT: True, ERROR: "what" in values}
+    return (kind, values) if required.get(kind, is_step(values.get("step"))) else None
 
 
 def for_people(pieces: Iterable[str]) -> Iterator[str]:

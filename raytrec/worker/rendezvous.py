@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ray.train.torch import TorchConfig
 
-from raytrec.cluster.interfaces import socket_interfaces
+from raytrec.cluster.session import socket_interfaces
 from raytrec.common.errors import ConfigError
 from raytrec.common.installed import OTHER_DEVICE
 from raytrec.compat.ray_torch import TorchBackend

@@ -1,4 +1,4 @@
-"""What goes up with a job: everything asked for, where it belongs, and nothing written beside it."""
+"""What goes up with a job: everything asked for, where it belongs, and nothing else is written."""
 
 import os
 
@@ -10,7 +10,7 @@ from raytrec.common.errors import ConfigError
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working directory with neighbours; packages are made in a folder of their own beside them."""
+    """A working directory with neighbours; packages are made in a separate folder."""
     work, made = tmp_path / "work", tmp_path / "made"
     for folder in (work / "mine", tmp_path / "x", made):
         folder.mkdir(parents=True)
@@ -42,7 +42,7 @@ def test_links_are_followed_and_keep_their_name(here):
 
 
 @pytest.mark.parametrize(
-    "include,says",
+    "include,what",
     [
         (["nowhere"], "there is no such file or folder"),
         (["..", "mine"], "the working directory is in it"),
@@ -51,13 +51,13 @@ def test_links_are_followed_and_keep_their_name(here):
         (["../run.yaml"], "the name of the config"),
         (["../x", "../y/x"], "would be there twice"),
         (["../pipe"], "neither a file nor a folder"),
-        (["../odd"], "is no file"),
+        (["../odd"], "is not a file"),
         (["../broken"], "is a link to nothing"),
         (["../circle"], "leads back to a folder above it"),
         (["a\0b"], "there is no such file or folder"),
     ],
 )
-def test_what_cannot_be_taken_along_is_said(here, include, says):
+def test_files_that_cannot_be_taken_are_named(here, include, what):
     for name in ("raytrec", "y/x", "odd", "broken", "circle"):
         (here / name).mkdir(parents=True)
     (here / "raytrec/cli.py").write_text("")
@@ -69,12 +69,12 @@ def test_what_cannot_be_taken_along_is_said(here, include, says):
     (here / "circle/back").symlink_to(here / "circle")
     with pytest.raises(ConfigError) as error:
         packed(*include)
-    assert says in str(error.value) and "--include" in str(error.value)
+    assert what in str(error.value) and "--include" in str(error.value)
     assert list((here / "made").iterdir()) == []
 
 
 def test_a_large_folder_is_refused_before_it_is_copied(here, monkeypatch):
     monkeypatch.setattr(package, "LARGEST_BYTES", 100)
-    with pytest.raises(ConfigError, match="what goes up with the job has"):
+    with pytest.raises(ConfigError, match="the upload of the job has"):
         packed("../x")
     assert list((here / "made").iterdir()) == []

@@ -58,7 +58,7 @@ class Autoscaled:
 
     Attributes:
         address: of the cluster.
-        env: environment for commands of somebody who may use the cluster.
+        env: environment for commands of a user of the cluster.
     """
 
     def __init__(self, folder: Path, idle_s: float):
@@ -74,7 +74,7 @@ class Autoscaled:
         paths = [kept.get("PYTHONPATH"), str(TESTS), str(BENCHMARKS)]  # machines, recorder
         self.env = kept | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
         self.env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        # As raytrec.cluster.session.stay_on_loopback does in a process of its own.
+        # As raytrec.cluster.session.stay_on_loopback does in a separate process.
         self.env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
         self._environment = self.env | {
             "RAY_FAKE_CLUSTER": "1",
@@ -107,7 +107,7 @@ class Autoscaled:
         psutil.wait_procs(children, timeout=5)
 
     def nodes(self) -> dict[str, psutil.Process]:
-        """Raylets beside the head's, by the name that the autoscaler gave their machine."""
+        """Raylets other than the head's, by the name that the autoscaler gave their machine."""
         found = {}
         for process in psutil.Process(self._process.pid).children(recursive=True):
             try:
@@ -127,7 +127,7 @@ class Autoscaled:
         self.nodes()[name].send_signal(signal.SIGKILL)
 
     def run(self, *command: str) -> None:
-        """A command of somebody who may use the cluster, to its end."""
+        """A command of a user of the cluster, to its end."""
         env = self.env | {"RAY_ADDRESS": self.address}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Podman in namespaces of its own: builds the images, runs the compose file as it is, and leaves nothing.
+"""Podman in separate namespaces: builds the images, runs the compose file as it is, and leaves nothing.
 
 What runs is in a pid, network and mount namespace, whose end is the end of it. Only builds use the network.
 """
@@ -139,7 +139,7 @@ class Engine:
         return subprocess.Popen([*self._enter, *command], env=env, stdout=subprocess.PIPE, text=True)
 
     def image(self, tag: str) -> dict:
-        """What `podman image inspect` says of an image."""
+        """The output of `podman image inspect`."""
         shown = subprocess.run(
             ["podman", "image", "inspect", tag], capture_output=True, env=self.env, check=True
         )
@@ -149,7 +149,7 @@ class Engine:
 def pip_of_this_machine(folder: Path) -> tuple[Path, list[str], str]:
     """Where pip finds packages here, for a build: a pip.conf, folders to mount, and the main index.
 
-    All of it comes from pip itself, so that a build finds what an installation beside it would.
+    All of it comes from pip itself, so that a build finds the same as an installation here would.
     """
     # Here alone: a process that has imported pip cannot import setuptools, which torch's compiler needs.
     from pip._internal.models.index import PyPI
@@ -164,10 +164,10 @@ def pip_of_this_machine(folder: Path) -> tuple[Path, list[str], str]:
     for key in ("cert", "find-links", "extra-index-url"):
         for word in values.get(key, "").split():
             place = Path(word.removeprefix("file://"))
-            if key == "extra-index-url":  # an index's links lead to files beside it
+            if key == "extra-index-url":  # an index's links lead to files next to it
                 place = place.parent
             if place.is_absolute() and place.exists():
-                # Not over the image's own certificates: those of this machine get a name of their own.
+                # Not over the image's own certificates: those of this machine get another name.
                 inside = f"/opt/pip-{key}.pem" if place.is_file() else str(place)
                 values[key] = values[key].replace(word, inside) if place.is_file() else values[key]
                 volumes += ["--volume", f"{place}:{inside}:ro"]

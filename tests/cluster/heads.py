@@ -13,6 +13,9 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
+
+import parquet
 
 PYTHON = sys.executable
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -31,7 +34,7 @@ class Head:
         url: of the job API. client: ray:// address. address: HOST:PORT of the cluster itself.
         root: RAYTREC_ROOT of the cluster's nodes.
         token: path of the token file.
-        env: environment for commands of somebody who may use the cluster.
+        env: environment for commands of a user of the cluster.
     """
 
     def __init__(self, folder: Path, cpus: int = 6, environment: dict[str, str] | None = None):
@@ -44,7 +47,7 @@ class Head:
         self.url, self.client = f"http://127.0.0.1:{dashboard}", f"ray://127.0.0.1:{client}"
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
         self.env = kept | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
-        # `python` and `raytrec` of a job are those beside us, as in an activated environment.
+        # `python` and `raytrec` of a job are those of this environment, as in an activated environment.
         path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
         self.env |= {"OMP_NUM_THREADS": "1", "PATH": path}
         short = {"RAY_TMPDIR": str(short_folder(folder))}
@@ -69,7 +72,7 @@ class Head:
         end(self._process)
 
     def run(self, *command: str, timeout: float = 240, **options) -> subprocess.CompletedProcess:
-        """A command of somebody who may use the cluster, to its end; stdout and stderr as text."""
+        """A command of a user of the cluster, to its end; stdout and stderr as text."""
         return subprocess.run(
             command, env=self.env, capture_output=True, text=True, timeout=timeout, **options
         )
@@ -81,6 +84,17 @@ class Head:
             return urllib.request.urlopen(request, timeout=5).status == 200
         except (urllib.error.URLError, OSError):
             return False
+
+
+def tiny_config(**changes) -> dict[str, Any]:
+    """Values of a config for `data/tiny` below RAYTREC_ROOT, where parquet.dataset wrote it.
+
+    Args:
+        changes: section__key → value.
+    """
+    values = parquet.settings("data/tiny", "unused", **changes)
+    del values["run"]
+    return values
 
 
 def end(process: subprocess.Popen) -> None:
@@ -108,7 +122,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Free ports."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -1,6 +1,6 @@
 """Several hosts in one machine: Linux namespaces, each with its own address, processes and name.
 
-A switch (a bridge in a network namespace of its own) joins them, so nothing of the machine's own network is
+A switch (a bridge in another network namespace) joins them, so nothing of the machine's own network is
 touched. A host is one process that holds its namespaces; when it ends, the kernel ends all processes of the
 host and removes its network. It ends with the test, even if that is killed. Needs root.
 """
@@ -36,14 +36,14 @@ except ray.exceptions.RayError:
 
 
 class Hosts:
-    """A Ray cluster on hosts of its own, with a token; started as a user does, with `ray start`.
+    """A Ray cluster on separate hosts, with a token; started as a user does, with `ray start`.
 
     The first host is the head and has no CPUs for workers. `ray start --block` ends when the cluster has
     given its node up, and is started again, as systemd, KubeRay or the cluster launcher would.
 
     Args:
         folder: an empty folder for the token, logs, Ray's files and the shared root.
-        workers: hosts beside the head.
+        workers: hosts other than the head.
         cpus: logical CPUs of each of them.
         environment: more variables of Ray's processes.
 
@@ -52,7 +52,7 @@ class Hosts:
         address: of the cluster, HOST:PORT.
         root: RAYTREC_ROOT of the cluster's nodes, a folder that all hosts see.
         token: path of the token file.
-        env: environment for commands of somebody who may use the cluster.
+        env: environment for commands of a user of the cluster.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Hosts:
         else:
             command += [f"--address={self.address}"]
         host.start("sh", "-c", f"while true; do {shlex.join(command)}; sleep 1; done", env=self.env)
-        if number == 1:  # who comes before the head is there fails, and begins anew
+        if number == 1:  # a worker that comes before the head fails, and begins again
             self._wait_for_nodes()
 
     def _wait_for_nodes(self) -> None:
@@ -123,7 +123,7 @@ class Hosts:
         return int(self.all[0].run(sys.executable, "-c", ALIVE, self.address, env=self.env).split()[-1])
 
     def cut_off(self, number: int) -> None:
-        """From now on no packet from or to a host gets through, and nobody is told: connections hang.
+        """From now on no packet from or to a host gets through, without an error: connections hang.
 
         Args:
             number: of the host, the head's is 1; the last part of its address.
@@ -143,7 +143,7 @@ class Host:
 
     Attributes:
         pid: of that process, as seen from outside.
-        log: what its processes say.
+        log: the output of its processes.
     """
 
     def __init__(self, name: str, folder: Path):
@@ -214,7 +214,7 @@ class Host:
 
 
 def impossible(folder: Path) -> str | None:
-    """Why there can be no hosts here; None where there can."""
+    """Why hosts cannot be made here; None where they can."""
     if os.geteuid() != 0:
         return "namespaces as hosts need root"
     try:

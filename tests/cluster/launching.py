@@ -50,8 +50,8 @@ class Planner:
         """Node types to launch.
 
         Args:
-            tasks: what waits to be placed. workers: what a run has asked for (request_resources).
-            running: nodes beside the head.
+            tasks: to be placed. workers: what a run has asked for (request_resources).
+            running: nodes other than the head.
             availabilities: of node types, as Ray's CloudResourceMonitor has noted them.
         """
         reply = self._schedule(tasks, workers, running, availabilities or {})

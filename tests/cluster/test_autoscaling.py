@@ -24,7 +24,7 @@ LONGEST_S = 240.0  # for anything, on a machine that is busy with other work
 
 
 class Run:
-    """`raytrec train` on the cluster as a process of its own, with a record of the rows of every step."""
+    """`raytrec train` on the cluster as a separate process, with a record of the rows of every step."""
 
     def __init__(self, cluster, folder):
         self.cluster, self.path, self.log = cluster, folder / "run", folder / "run.log"
@@ -87,7 +87,7 @@ class Run:
 
 
 def refuses_to_guess(cluster, folder):
-    """Without a GPU there yet, nobody can know which nodes a run wants that has not said it."""
+    """Without a GPU yet, the device decides which nodes a run needs."""
     config = configure(folder, folder / "guess", {"min": LEAST, "max": MOST})
     prepare(folder / "guess", EPOCHS * 4)
     command = [sys.executable, "-m", "raytrec", "train", str(config), "scaling.device=auto"]

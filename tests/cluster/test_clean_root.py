@@ -232,7 +232,7 @@ def execute(engine: Engine, name: str, *command: str) -> str:
 
 
 def in_image(engine: Engine, target: str, *command: str) -> int:
-    """The exit code of a command in a container of its own."""
+    """The exit code of a command in another container."""
     return engine.podman("run", "--rm", "--network", "none", f"raytrec:{target}", *command).returncode
 
 
@@ -247,7 +247,7 @@ def submission(*overrides: str) -> list[str]:
 
 
 def environment(engine: Engine, token: Path | None = None) -> dict[str, str]:
-    """Of somebody on the host of the containers."""
+    """Of a user on the host of the containers."""
     kept = {k: v for k, v in engine.env.items() if not k.startswith(("RAY_", "RAYTREC_"))}
     return kept | {"RAY_AUTH_TOKEN_PATH": str(token or engine.folder / "deploy/secrets/ray_token")}
 

@@ -70,7 +70,7 @@ def test_loads_and_builds(name):
 
     path = JOBS / f"{name}.yaml"
     text = path.read_text()
-    assert text.startswith("#"), "says what it is for"
+    assert text.startswith("#"), "names its purpose"
     config = load_config(
         path, [] if "train:" in str(yaml.safe_load(text)["data"]) else ["data.train=d/train"]
     )

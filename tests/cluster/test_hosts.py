@@ -1,4 +1,4 @@
-"""Runs over several hosts with addresses of their own, one of which is cut off and comes back."""
+"""Runs over several hosts, one of which is cut off and comes back."""
 
 import asyncio
 import json
@@ -113,7 +113,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
         step = run.attempt().last
         hosts.heal(number)
         run.wait("the same group training on", lambda: run.trained(step + 5))
-        assert len(run.record.look()) == 1, "a moment is no reason to start again"
+        assert len(run.record.look()) == 1, "a moment is not a reason to start again"
 
         run.say("rank 0's host is cut off")
         cut = time.time()
@@ -145,7 +145,7 @@ def test_a_host_is_cut_off_and_comes_back(hosts, record_property):
         "again_s": again.began - cut,
         "back_s": grown.began - healed,
         "auc_delta": abs(auc - expected),
-        "said": hang,
+        "cause": hang,
     }
     print(json.dumps(figures))
 

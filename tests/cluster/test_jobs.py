@@ -11,7 +11,7 @@ from pathlib import Path
 import parquet
 import pytest
 import yaml
-from heads import RAY, RAYTREC, Head
+from heads import RAY, RAYTREC, Head, tiny_config
 
 REPO = Path(__file__).parents[2]
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -25,10 +25,8 @@ def head(tmp_path_factory):
 
 
 def config(place, **changes):
-    """A config whose paths are relative, as in jobs/."""
-    values = parquet.settings("data/tiny", "unused", **changes)
-    del values["run"]
-    place.write_text(yaml.safe_dump(values))
+    """A config file whose paths are relative, as in jobs/."""
+    place.write_text(yaml.safe_dump(tiny_config(**changes)))
     return str(place)
 
 
@@ -176,7 +174,7 @@ def test_a_search_is_stopped_and_submitted_again(head, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command, said",
+    "command, output",
     [
         (["prepare.py", "synthetic", "--out", "data/made", "--rows", "3000"], "3,000"),
         (["check.py", "jobs/synthetic.yaml", "data.train=data/made/train"], "pass"),
@@ -186,14 +184,14 @@ def test_a_search_is_stopped_and_submitted_again(head, tmp_path):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_every_script(head, command, said, tmp_path):
+def test_every_script(head, command, output, tmp_path):
     name = f"script-{command[0][:-3]}"
     done = head.run(
         RAY, "job", "submit", "--address", head.url, "--working-dir", str(checkout(tmp_path / "raytrec")),
         "--submission-id", name, "--", "python", f"jobs/{command[0]}", *command[1:], *_small(command[0]),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert said in done.stdout
+    assert output in done.stdout
 
 
 def _small(script):

@@ -152,7 +152,7 @@ def test_pods_may_nothing_that_they_do_not_need(pods, cluster):
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
             assert "privileged" not in container["securityContext"]
             assert set(container["resources"]) == {"requests", "limits"}
-        # The autoscaler beside the head starts pods; nobody else talks to Kubernetes.
+        # The autoscaler next to the head starts pods; nothing else talks to Kubernetes.
         assert (spec.get("automountServiceAccountToken") is False) == (name != "head")
         assert not spec.get("hostNetwork")
     text = yaml.safe_dump([cluster, *documents("base.yaml")])
@@ -215,7 +215,7 @@ def test_ray_reckons_with_what_the_pods_ask_for(cluster):
 
 
 def test_spot_first_then_on_demand(cluster):
-    """Ray's scheduler with what its CloudResourceMonitor says of a group whose pods did not come up."""
+    """Ray's scheduler with its CloudResourceMonitor's view of a group whose pods did not come up."""
     planner = Planner(autoscaling(cluster))
     workers = [WORKER] * 8
     assert planner.wanted(workers=workers) == {"gpu-spot": 2}

@@ -5,6 +5,7 @@ from math import nan
 import pytest
 from recorded import METRICS
 
+from raytrec.common.errors import RunError
 from raytrec.compat.ray_core import JOB_CONFIG
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
@@ -18,7 +19,7 @@ NAME, FOLDER = "movielens-20261122-101500", "/shared/my [red] :eye: runs/moviele
 
 @pytest.fixture
 def written(monkeypatch, capsys):
-    """A console in a job, that is no terminal, and a function for what it has written."""
+    """A console in a job, without a terminal, and a function for its output."""
     monkeypatch.setattr("raytrec.driver.console.PLAIN_EVERY_S", 0)
     monkeypatch.setenv("COLUMNS", "40")  # lines are not cut where a terminal would end
     monkeypatch.setenv(JOB_CONFIG, "{}")
@@ -41,10 +42,20 @@ def test_what_the_console_writes_is_read_back(written):
     told = [found for line in out().splitlines() if (found := lines.parse(line))]
     assert told == [
         ("folder", {"folder": FOLDER}),
-        ("start", {"total": 550, "step": 0, "metrics": METRICS}),
+        ("start", {"total": 550, "step": 0, "workers": 2, "metrics": METRICS}),
         ("train", {"step": 60, "rows_per_s": None, "logloss": 0.61234, "ne": 1.01, "rows": 100}),
         ("train", {"step": 120, "rows_per_s": 80_000.4, "logloss": 0.51234, "ne": 0.9101}),
         ("eval", {"step": 120, "auc": 0.78, "ne": 0.9, "logloss": 0.55, "calibration": 1.01, "rows": 100}),
+    ]
+
+
+def test_a_result_and_an_error_are_read_back(written, capsys):
+    lines.write_message(lines.RESULT, {"eval.auc": 0.5, "eval.ne": nan})
+    lines.write_message(lines.ERROR, RunError("bad rows", where="a file").parts)
+    told = [lines.parse(line) for line in capsys.readouterr().out.splitlines()]
+    assert told == [
+        ("result", {"eval.auc": 0.5, "eval.ne": None}),
+        ("error", {"what": "bad rows", "where": "a file"}),
     ]
 
 
@@ -69,6 +80,8 @@ def test_only_a_job_has_messages_in_its_log(written, monkeypatch):
     console.start(total=10, metrics=METRICS)
     console.train(step=5, ne=1.0, rows_per_s=10.0)
     assert people_see(text := out()) == text != ""
+    lines.write_message(lines.RESULT, {"eval.auc": 0.5})
+    assert out() == ""
 
 
 def test_figures_that_are_not_defined(written):
@@ -122,6 +135,7 @@ def test_people_see_no_messages_however_a_log_comes(size):
         "", "step 3/4", "warning: rank 1  step 3: x", "name  step 40: saved", "Traceback (most recent)",
         '{"raytrec": "train"}', '{"raytrec": "train", "step": "3"}', '{"raytrec": "exec", "step": 3}',
         '{"raytrec": "folder", "folder": 3}', '{"raytrec": [], "step": 3}', '{"raytrec": "train", "ste',
+        '{"raytrec": "error", "what": 3}',
     ],
 )  # fmt: skip
 def test_lines_of_others(line):

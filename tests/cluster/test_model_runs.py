@@ -40,7 +40,7 @@ class Mine(nn.Module):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A dataset whose tags are a sequence, and a module that lies beside the command."""
+    """A dataset whose tags are a sequence, and a module in the command's folder."""
     folder = parquet.dataset(tmp_path_factory.mktemp("models") / "d")
     schema = folder / "schema.yaml"
     schema.write_text(schema.read_text().replace("pooling: mean", "pooling: sequence"))

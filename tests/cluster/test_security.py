@@ -111,7 +111,7 @@ def head(tmp_path_factory):
 
 
 def stranger(head, kind):
-    """The environment of somebody who has no token, or another one."""
+    """The environment of a user without a token, or with another one."""
     env = {k: v for k, v in head.env.items() if not k.startswith("RAY_")} | {
         "HOME": str(head.folder / "away")
     }

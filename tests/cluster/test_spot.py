@@ -62,7 +62,7 @@ def cloud(tmp_path_factory):
 
 @pytest.fixture
 def account(cloud, monkeypatch):
-    """That account with spot machines to be had and none taken: (EC2, provider, config, what is left)."""
+    """That account with free spot machines, none taken: (EC2, provider, config, remaining machines)."""
     import botocore.client
 
     ec2, provider, config = cloud
@@ -121,7 +121,7 @@ def test_ec2_accepts_every_node_type_as_it_is_written(account):
 
 
 def test_resources_are_those_of_the_machines(account):
-    """What the autoscaler reckons with is what EC2 says of the instance types."""
+    """The autoscaler reckons with EC2's own figures of the instance types."""
     ec2, _, config, _ = account
     types = config["available_node_types"]
     names = [types[name]["node_config"]["InstanceType"] for name in ("gpu", "cpu")]

@@ -22,7 +22,7 @@ def test_the_life_of_a_job(tmp_path):
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
     env = kept | {"HOME": str(tmp_path / "home"), "PATH": path, "OMP_NUM_THREADS": "1"}
     env["RAY_TMPDIR"] = str(short_folder(tmp_path))
-    # A network of its own, in which the usual ports are free.
+    # A separate network, in which the usual ports are free.
     bash = ["unshare", "--net", "sh", "-c", "ip link set lo up && exec bash --norc --noprofile -i"]
     (transcript,) = console_blocks(REPO / "docs" / "jobs.md")
     shell = Shell(bash, tmp_path, env, timeout=400)

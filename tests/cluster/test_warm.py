@@ -1,4 +1,4 @@
-"""The warm process forks workers that are like processes of their own, and refuses what could not be."""
+"""The warm process forks workers that are like new processes, and refuses what could not be."""
 
 import json
 import os
@@ -15,10 +15,10 @@ WORKER = """
 import json, os, sys
 import numpy
 from ray import ObjectRef
-said = {"warm": "early" in sys.modules, "id": ObjectRef.from_random().hex()}
-said |= {"pid": os.getpid(), "arguments": sys.argv[1:], "folder": os.getcwd(), "random": numpy.random.rand()}
-said |= {"env": dict(os.environ), "job": os.environ.get("RAY_JOB_ID")}
-print(json.dumps(said), flush=True)
+found = {"warm": "early" in sys.modules, "id": ObjectRef.from_random().hex()}
+found |= {"pid": os.getpid(), "arguments": sys.argv[1:], "folder": os.getcwd(), "random": numpy.random.rand()}
+found |= {"env": dict(os.environ), "job": os.environ.get("RAY_JOB_ID")}
+print(json.dumps(found), flush=True)
 """
 COLD = "print('{\"warm\": false}')"  # what Ray's own setup_worker.py would do
 

@@ -35,7 +35,7 @@ def commands(transcript: str) -> list[tuple[str, list[str]]]:
 
 
 def pattern(line: str) -> str:
-    """A regular expression for lines that say the same."""
+    """A regular expression for equal lines."""
     parts, last = [], 0
     for found in VARYING.finditer(line):
         parts.append(re.escape(line[last : found.start()]))
@@ -82,7 +82,7 @@ class Shell:
         self._shell.expect_exact(PROMPT)
 
     def type(self, command: str, expected: list[str]) -> list[str]:
-        """Types a command, and ^C where the transcript says so; the lines that came."""
+        """Types a command, and ^C where the transcript has it; the lines that came."""
         said = ""
         self._shell.sendline(command)
         if "^C" in expected:

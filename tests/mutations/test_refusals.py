@@ -44,7 +44,7 @@ RUN_FILES = (
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Where cases run; commands end where they would start Ray, draw, or ask a cluster."""
-    from raytrec.client import queries as peek
+    from raytrec.client import queries
     from raytrec.driver import run as driver
 
     def reached(*_, **__):
@@ -55,7 +55,7 @@ def place(tmp_path_factory):
         made = Place(tmp_path_factory.mktemp("mutations"))
         patch.setattr(driver, "_drive", reached)
         patch.setattr(driver, "session_of", reached)
-        patch.setattr(peek, "_hosts", dict)
+        patch.setattr(queries, "_hosts", dict)
         patch.setattr("raytrec.common.reading.WAITS_S", (0.0, 0.0, 0.0))  # what cannot be read is tried again
         patch.setenv("HOME", str(made.kept.parent))
         patch.delenv("RAYTREC_ROOT", raising=False)
@@ -132,7 +132,7 @@ def schemas(place, data):
 
 
 def run_folders(place, data):
-    from raytrec.client import queries as peek
+    from raytrec.client import queries
 
     with place.fresh():
         for name in data.draw(st.lists(st.sampled_from(RUN_FILES), min_size=1, max_size=2, unique=True)):
@@ -157,8 +157,12 @@ def run_folders(place, data):
         command("train", "--warm-start", "run", "data.train=data/train")
         command("evaluate", "run", "--data", "data/test")
         watched(lambda: history("run"), "history")
-        for call in (lambda: peek.news("./run", {}), lambda: peek.file("./run", "plan.json"), peek.runs):
-            watched(call, "peek")
+        for call in (
+            lambda: queries.news("./run", {}),
+            lambda: queries.file("./run", "plan.json"),
+            queries.runs,
+        ):
+            watched(call, "queries")
 
 
 def history(folder):
@@ -174,7 +178,7 @@ def history(folder):
 
 def indexes(place, data):
     from raytrec.checkpoint.restore import load
-    from raytrec.client import queries as peek
+    from raytrec.client import queries
 
     text = (place.kept / INDEX).read_bytes()
     with place.fresh():
@@ -189,8 +193,8 @@ def indexes(place, data):
         command("train", "--resume", "run")
         command("train", "--warm-start", "run", "data.train=data/train")
         command("evaluate", str(Path(INDEX).parent), "--data", "data/test")
-        for call in (lambda: peek.tables("./run"), lambda: peek.rows("./run", "user", [0, 39])):
-            watched(call, "peek")
+        for call in (lambda: queries.tables("./run"), lambda: queries.rows("./run", "user", [0, 39])):
+            watched(call, "queries")
         watched(lambda: load(str(Path(INDEX).parent), recorded_run.tensors()), "load")
 
 

@@ -1,4 +1,4 @@
-"""Says that no cluster answers, or that it refuses our token; Ray itself would take minutes to say so."""
+"""Whether a cluster answers, takes our token and runs our Ray; Ray itself would take minutes to fail."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 from raytrec.cluster.token import token_file, token_source
 from raytrec.common.errors import RunError
 from raytrec.compat.ray_core import CLIENT_CALL, GCS_CALL, bootstrap_address, token_metadata
+from raytrec.compat.versions import OTHERS
 
-ANSWER_S = 30.0  # on a machine that is busy; nobody waits for one that is not there: check_answers
+(RAY,) = OTHERS["ray"]  # raytrec touches private parts of Ray, each place read for this version
+ANSWER_S = 30.0  # on a busy machine; one that is not there is found by check_answers
 SCHEME = "ray://"
 COMES_UP_S = 5.0  # a cluster that is being started may take so long to listen
-START_ONE = "start one with `raytrec head`, or give no address: a run then starts a Ray of its own"
+START_ONE = "start one with `raytrec head`, or give no address: a run then starts its own Ray"
 
 
 def check_answers(address: str, given: str | None = None) -> None:
@@ -27,7 +29,7 @@ def check_answers(address: str, given: str | None = None) -> None:
     Raises:
         RunError: nothing does.
     """
-    places = _places(address)  # none: Ray says what is wrong with the address
+    places = _places(address)  # none: Ray reports what is wrong with the address
     deadline, why = monotonic() + COMES_UP_S, ""
     while places and not (why and monotonic() > deadline):
         for host, port in places:
@@ -79,7 +81,7 @@ def check_token(address: str, given: str | None = None) -> None:
                 where=given or f"scaling.address={address}",
                 expected=f"a cluster that was started with {token_source()}",
                 do="start the cluster with the token, as `raytrec head` does, or set RAY_AUTH_MODE to "
-                "disabled where nobody else can reach its network",
+                "disabled where strangers cannot reach its network",
             )
 
 
@@ -133,3 +135,40 @@ def _refused(given: str) -> RunError:
         do=f"bring it into {token_file()} (chmod 600), or name its file in RAY_AUTH_TOKEN_PATH"
         + ("" if _token() else "; and do not set RAY_AUTH_MODE to disabled"),
     )
+
+
+def check_ray(cluster: str, *, where: str) -> None:
+    """Compares the version of a cluster's Ray with ours.
+
+    Args:
+        cluster: its version.
+        where: its address, for the error.
+
+    Raises:
+        RunError: it is another one.
+    """
+    if cluster != RAY:
+        raise RunError(
+            f"the cluster runs Ray {cluster}, and this raytrec is made for Ray {RAY}",
+            where=where,
+            expected=f"Ray {RAY} on every node",
+            do="install requirements/cuda.txt (or cpu.txt) of this raytrec on the cluster, or use the "
+            "raytrec that the cluster was set up with",
+        )
+
+
+def check_ray_here() -> None:
+    """Compares the version of Ray that is installed here.
+
+    Raises:
+        RunError: it is another one.
+    """
+    import ray
+
+    if ray.__version__ != RAY:
+        raise RunError(
+            f"Ray {ray.__version__} is installed here, and this raytrec is made for Ray {RAY}",
+            where=str(ray.__file__),
+            expected=f"Ray {RAY}, here and on the cluster",
+            do="pip install --no-deps -r requirements/notebook.txt",
+        )

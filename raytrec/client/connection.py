@@ -1,0 +1,174 @@
+"""A connection of Ray client: functions and actors on a cluster's head, their answers and errors."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from raytrec.client.package import code
+from raytrec.cluster.reach import RAY, check_answers, check_ray, check_ray_here, check_token
+from raytrec.cluster.token import use_token
+from raytrec.common.errors import RunError, root_cause
+from raytrec.compat.ray_client import NOT_STARTED, NOT_TAKEN, version_mismatch
+from raytrec.compat.ray_core import head_nodes
+
+ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it
+
+
+class Connection:
+    """One connection of Ray client, apart from what else this process does with Ray.
+
+    Args:
+        places: files and folders of the user that its processes have, with raytrec's code.
+    """
+
+    def __init__(self, address: str, places: tuple[Path, ...]):
+        self.address, self._lock, self._remote = address, RLock(), {}
+        use_token()
+        check_ray_here()
+        check_answers(address, address)
+        check_token(address)
+
+        with code(places) as folder:
+            self._context = _connect(address, folder)
+        check_ray(self._context.ray_version, where=address)
+        with self.used():
+            self._head = _head_node()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Ray in this block is this connection's. Not by two threads at a time: the context is swapped."""
+        with self._lock, self._context:
+            yield
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer of a function that is called there."""
+        import ray
+
+        with self.used():
+            if function not in self._remote:
+                self._remote[function] = ray.remote(function).options(**self._placed())
+        return self.ask(self._remote[function], *arguments)
+
+    def ask(self, remote: Any, *arguments: Any, timeout: float | None = ANSWER_S) -> Any:
+        """The answer of a remote function or method, its errors as they were raised there."""
+        with self.used():
+            reference = remote.remote(*arguments)
+        return self.result(reference, timeout)
+
+    def actor(self, kind: type) -> Any:
+        import ray
+
+        with self.used():
+            return ray.remote(kind).options(**self._placed()).remote()
+
+    def is_done(self, reference: Any) -> bool:
+        import ray
+
+        with self.used():
+            return bool(ray.wait([reference], timeout=0)[0])
+
+    def result(self, reference: Any, timeout: float | None = ANSWER_S) -> Any:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        try:
+            with self.used():
+                return ray.get(reference, timeout=timeout)
+        except GetTimeoutError:
+            raise RunError(f"the cluster has not answered for {timeout} s", where=self.address) from None
+        except ConnectionError as error:
+            raise RunError(
+                f"the connection to the cluster is lost: {_first_line(error)}",
+                where=self.address,
+                do="connect again: Cluster(ADDRESS); what was started here has ended, and resumes from "
+                "its last checkpoint when it is started again",
+            ) from None
+        except RayError as error:
+            cause = root_cause(error)
+            if cause is error or isinstance(cause, RayError):
+                cause = RunError(f"Ray reports: {_first_line(cause)}", where=self.address)
+            raise cause from None
+
+    def close(self) -> None:
+        self._context.disconnect()
+
+    def _placed(self) -> dict[str, Any]:
+        """On the head, where ray:// ends, however busy it is."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return {
+            "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(self._head, soft=False),
+        }
+
+
+def _connect(address: str, folder: Path) -> Any:
+    """A connection whose processes work in a copy of a folder.
+
+    On a busy machine, the process that Ray 2.60 starts for a client may end before it has begun, without an
+    error (`proxier.start_specific_server`); so that is worth another try.
+    """
+    import ray
+
+    for again in (True, True, False):
+        try:
+            return ray.init(
+                address,
+                namespace="raytrec",
+                allow_multiple=True,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"working_dir": str(folder)},
+            )
+        except Exception as error:
+            if not (again and NOT_STARTED in str(error)):
+                raise _not_connected(address, error) from None
+
+
+def _head_node() -> str:
+    if not (heads := head_nodes()):
+        raise RunError("the cluster has no head node")
+    return heads[0]
+
+
+def _not_connected(address: str, error: Exception) -> RunError:
+    """Why Ray client did not come up, for people."""
+    text = str(error)
+    if found := version_mismatch(text):
+        ray, python = found
+        try:
+            check_ray(ray, where=address)
+        except RunError as skew:
+            return skew
+        here = ".".join(map(str, sys.version_info[:2]))
+        return RunError(
+            f"the cluster runs Python {python}, and this is Python {here}",
+            where=address,
+            expected="the same Python, X.Y, on both sides: with ray:// they exchange code",
+            do="use that Python here; or the job API, Cluster('http://HOST:8265'), which takes any",
+        )
+    if NOT_TAKEN in text:
+        last = [line.strip() for line in text.splitlines() if line.strip()][-1]  # of a traceback
+        return RunError(
+            f"the cluster does not take this connection: {last}",
+            where=address,
+            expected=f"Ray {RAY} on the cluster, as here, and room for one more process on its head",
+            do="look at ray_client_server*.err among the logs of the head",
+        )
+    return RunError(
+        f"cannot connect: {_first_line(error)}",
+        where=address,
+        expected="the address of Ray client, such as ray://127.0.0.1:10001, and the cluster's token",
+        do="forward its port (`ray attach -p 10001 cluster.yaml`, `kubectl port-forward`)",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

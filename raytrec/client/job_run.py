@@ -1,0 +1,148 @@
+"""Ray's Job API (http://): runs as jobs, which outlive this process. Their logs are what comes back."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from raytrec.client.jobs import Jobs, pause_s
+from raytrec.client.package import code
+from raytrec.client.run import ENDED, Run
+from raytrec.common.errors import RunError
+from raytrec.common.messages import EVENTS, METRICS, from_line
+from raytrec.config.overrides import as_texts
+from raytrec.config.run_config import RunConfig
+from raytrec.driver.progress_log import ERROR, FOLDER, RESULT, parse
+
+Source = str | Path | dict | RunConfig
+FOLDER_S = 600  # until a job has begun its run: it may wait for nodes
+STATES = {"SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "stopped"}
+LAST_LINES = 3  # of the log of a job that failed without an error of raytrec's
+
+
+class JobApi:
+    """A cluster behind http://HOST:PORT of its dashboard.
+
+    Args:
+        address: of the dashboard.
+    """
+
+    def __init__(self, address: str):
+        self.jobs = Jobs(address)
+
+    def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
+        """Submits a run; submitting the same again resumes it."""
+        return JobRun(self.jobs, self.jobs.submit(source, overrides, include))
+
+    def run(self, job: str) -> Run:
+        """A run by the id of its job.
+
+        Raises:
+            RunError: there is no such job.
+        """
+        known = [each["name"] for each in self.runs()]
+        if job not in known:
+            raise RunError(
+                f"there is no job '{job}'",
+                where=self.jobs.address,
+                expected=f"the id of a job: {', '.join(known[:5])}" if known else "a job; there is none yet",
+                do="pass the id of its job (run.job), or name the run over Cluster('ray://HOST:10001')",
+            )
+        return JobRun(self.jobs, job)
+
+    def runs(self) -> list[dict[str, Any]]:
+        """The jobs of the cluster, the newest first: name (the id), folder (None), state, unix_s."""
+        return [
+            {"name": job, "folder": None, "state": STATES.get(status, "running"), "unix_s": unix_s}
+            for job, status, unix_s in self.jobs.known()
+        ]
+
+    def close(self) -> None:
+        """Nothing of this stays open."""
+
+
+class JobRun(Run):
+    """A job of raytrec, whose log is read: lines of JSON among those for people (progress_log.py).
+
+    Args:
+        jobs: of the cluster.
+        job: its id.
+    """
+
+    def __init__(self, jobs: Jobs, job: str):
+        super().__init__()
+        self.job, self._jobs, self._folder, self._seen, self._rest = job, jobs, "", 0, ""
+
+    @property
+    def folder(self) -> str:
+        """The run's folder on the cluster; waits until the job has begun its run.
+
+        Raises:
+            RunError: it ended before that, or has not begun for ten minutes.
+        """
+        deadline = monotonic() + FOLDER_S
+        while not self._folder and self._poll() not in ENDED:
+            if monotonic() > deadline:
+                raise RunError(f"the job has not begun a run for {FOLDER_S} s", where=self.job)
+            sleep(self.poll_s)
+        if not self._folder:
+            self._outcome()  # which is an error
+        return self._folder
+
+    def stop(self) -> None:
+        if not self._jobs.stop(self.job):
+            raise RunError("the job has ended", where=self.job)
+
+    def _read(self) -> None:
+        text, status = self._jobs.read(self.job, self._seen)
+        self._seen += len(text)
+        self.poll_s = pause_s(self._seen)
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._take(line)
+        self.state = STATES.get(status) or ("running" if self._folder else "starting")
+        if self.state == "failed" and self.error is None:
+            last = [line.strip() for line in self.log if line.strip()][-LAST_LINES:]
+            expected = " | ".join(last) or self._jobs.message(self.job)
+            self.error = RunError("the job failed", where=self.job, expected=expected)
+
+    def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
+        """Carried out by another job."""
+        words = ["python", "-m", "raytrec", name, self.folder]
+        options = {key: value for key, value in options.items() if value is not None}
+        for override in as_texts(options.pop("overrides", None)):
+            words += ["--set", override]
+        if (columns := options.pop("columns", None)) is not None:
+            options["columns"] = ",".join(columns)
+        for key, value in (places | options).items():
+            words += [f"--{key.replace('_', '-')}", str(value)]
+        with code() as folder:
+            job = self._jobs.start(shlex.join(words), {"working_dir": str(folder)}, name)
+        return JobRun(self._jobs, job).wait()
+
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        raise RunError(
+            f"the job API cannot answer '{question.__name__}': it returns only what jobs write to their logs",
+            where=self._jobs.address,
+            expected="Ray client: Cluster('ray://HOST:10001').run('NAME')",
+            do="connect with ray://, or run a `raytrec` command as a job of the cluster",
+        )
+
+    def _take(self, line: str) -> None:
+        kind, values = parse(line) or ("", {})
+        if not kind:
+            self.log.append(f"{line}\n")
+        elif kind == FOLDER:
+            self._folder = values[FOLDER]
+        elif kind == RESULT:
+            self.history.result = values
+        elif kind == ERROR:
+            self.error = RunError(**values)
+        else:
+            file, tag = (EVENTS, "event") if kind == "start" else (METRICS, "kind")
+            with suppress(ValueError):  # it is not a line of that file
+                self.history.add(from_line(file, {tag: kind, **values}))

@@ -1,0 +1,196 @@
+"""What a notebook or a terminal shows of a run: progress, curves, the report, its pictures, similar items."""
+
+from __future__ import annotations
+
+import sys
+from base64 import b64encode
+from collections.abc import Mapping
+from difflib import get_close_matches
+from html import escape
+from io import BytesIO
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from raytrec.common.errors import RunError
+from raytrec.common.messages import Eval, Train
+from raytrec.driver import progress_log as lines
+from raytrec.metrics.results import format_result
+from raytrec.tracking.history import History
+
+if TYPE_CHECKING:
+    from raytrec.client.run import Run
+
+REDRAW_S = 3.0  # seconds between two drawings of the curves
+COLOURS = {"finished": "#009e73", "failed": "#d55e00", "interrupted": "#d55e00", "stopped": "#e69f00"}
+
+
+def display(name: str) -> InNotebook | OnTerminal:
+    """Shows a run here each time it is called with it."""
+    return InNotebook(name) if _in_notebook() else OnTerminal()
+
+
+class InNotebook:
+    """Progress, figures and curves as outputs of a cell, which are redrawn while the run trains."""
+
+    def __init__(self, name: str):
+        self._name, self._drawn_at, self._drawn = name, 0.0, (0, 0)
+        self._outputs: dict[str, Any] = {}  # of the cell
+
+    def __call__(self, run: Run) -> None:
+        from IPython.display import HTML, Image
+
+        self._show("line", HTML(progress_html(self._name, run)))
+        figures = run.history.step, len(run.history.figures(Eval))
+        ended = run.state not in ("starting", "running")
+        if figures != self._drawn and (ended or monotonic() - self._drawn_at > REDRAW_S):
+            self._drawn_at, self._drawn = monotonic(), figures
+            self._show("curves", Image(curves_png(run.history), width=560))
+
+    def _show(self, output: str, content: Any) -> None:
+        from IPython.display import display as put
+
+        if output in self._outputs:
+            self._outputs[output].update(content)
+        else:
+            self._outputs[output] = put(content, display_id=True)
+
+
+class OnTerminal:
+    """New lines of the run's log, on stderr."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+
+    def __call__(self, run: Run) -> None:
+        print("".join(run.log[self._shown :]), end="", file=sys.stderr, flush=True)
+        self._shown = len(run.log)
+
+
+class Pictures(dict):
+    """Name → PNG."""
+
+    def __repr__(self) -> str:
+        return f"<Pictures {', '.join(self)}>"
+
+    def _repr_html_(self) -> str:
+        style = "width:420px;max-width:100%;margin:4px;background:white"
+        data = {
+            escape(name): f"data:image/png;base64,{b64encode(png).decode()}" for name, png in self.items()
+        }
+        tags = (f'<img alt="{name}" style="{style}" src="{url}">' for name, url in data.items())
+        return f'<div style="display:flex;flex-wrap:wrap;align-items:flex-start">{"".join(tags)}</div>'
+
+
+class Page:
+    """A page within a notebook, in a sandbox: it cannot reach the notebook.
+
+    Attributes:
+        text: the page.
+    """
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def _repr_html_(self) -> str:
+        return (
+            '<iframe sandbox="allow-scripts" style="width:100%;height:720px;border:1px solid #8884" '
+            f'srcdoc="{escape(self.text)}"></iframe>'
+        )
+
+
+class Items:
+    """A trained table whose rows are items with titles, such as films; `Run.items` gives it.
+
+    Args:
+        run: a Run.
+        table: the table's name.
+        titles: row → title.
+    """
+
+    def __init__(self, run: Run, table: str, titles: Mapping[int, str]):
+        self._run, self._table = run, table
+        self._titles = {int(row): str(title) for row, title in titles.items()}
+        self._rows = {title: row for row, title in sorted(self._titles.items(), reverse=True)}
+
+    def nearest(self, item: int | str, k: int = 10) -> Any:
+        """The nearest items by the cosine of their embeddings, in the run's newest checkpoint.
+
+        Args:
+            item: a row, or a title, or a part of one that no other title has.
+            k: how many.
+
+        Returns:
+            pandas.DataFrame: row, title, cosine; the nearest first.
+
+        Raises:
+            RunError: no such item, or several.
+        """
+        import pandas as pd
+
+        found = self._run.nearest(self._table, self.row(item), k)
+        titles = [self._titles.get(row, f"row {row}") for row in found["rows"]]
+        return pd.DataFrame({"row": found["rows"], "title": titles, "cosine": found["cosines"]})
+
+    def row(self, item: int | str) -> int:
+        """The row of an item, by its title or a part of it."""
+        if not isinstance(item, str):
+            return int(item)
+        if item in self._rows:
+            return self._rows[item]
+        matches = [title for title in self._rows if item.lower() in title.lower()]
+        if len(matches) == 1:
+            return self._rows[matches[0]]
+        near = matches[:5] or get_close_matches(item, self._rows, n=5, cutoff=0.4)
+        what = f"{len(matches)} titles contain '{item}'" if matches else f"no title contains '{item}'"
+        raise RunError(what, where=self._table, expected=" | ".join(near) or "a title of the table")
+
+
+def progress_html(name: str, run: Run) -> str:
+    """A bar and a line of figures; at the end, the result."""
+    known = run.known()
+    share = 100 * known["step"] / known["total"] if known["total"] else 0
+    colour = COLOURS.get(run.state, "#0072b2")
+    if run.history.result:
+        rows = [row for row in format_result(run.history.result).values() if row.brief]
+        text = " · ".join(f"{escape(row.title)} <b>{escape(row.text)}</b>" for row in rows)
+    elif run.error:
+        text = f"<pre style='margin:0'>{escape(run.error.what)}</pre>"
+    else:
+        text = escape(" · ".join(_progress(run, known)))
+    bar = f"height:6px;border-radius:3px;background:{colour};width:{share:.1f}%"
+    return (
+        "<div style='font:13px system-ui,sans-serif;max-width:560px'>"
+        f"<div style='display:flex;justify-content:space-between'><b>{escape(name)}</b>"
+        f"<span style='color:{colour}'>{run.state}</span></div>"
+        f"<div style='background:#8883;border-radius:3px;margin:4px 0'><div style='{bar}'></div></div>"
+        f"{text}</div>"
+    )
+
+
+def curves_png(history: History) -> bytes:
+    """The metrics so far, as in the run's report."""
+    from raytrec.report.figures.learning import curves
+    from raytrec.report.figures.style import save_png
+
+    out = BytesIO()
+    save_png(curves(history), out)
+    return out.getvalue()
+
+
+def _progress(run: Run, known: dict[str, Any]) -> list[str]:
+    """The parts of a line about a run that trains."""
+    if not (keys := run.keys(Train)):
+        return ["waiting for the first figures"]
+    speed = f"{known['rows_per_s']:,.0f} rows/s" if known["rows_per_s"] else ""
+    left = lines.remaining(known["eta_s"]) if known["eta_s"] is not None else ""
+    shown = [figure for figure in run.described() if figure.key in keys and figure.directed]
+    figures = [f"{figure.label} {figure.text(known[figure.key])}" for figure in shown]
+    parts = [f"step {known['step']:,} of {known['total'] or '?'}", speed, *figures, left]
+    return [part for part in parts if part]
+
+
+def _in_notebook() -> bool:
+    """Whether this is a kernel, which takes displays."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module else None
+    return shell is not None and hasattr(shell, "kernel")

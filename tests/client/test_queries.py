@@ -1,0 +1,162 @@
+"""What can be asked about a run folder, and what cannot; the states of a run. No Ray."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from raytrec.client import queries
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.driver.driver_state import driver_of, record_driver
+
+CONFIG = "run: {name: mine, dir: somewhere}\ndata: {train: data/train}\n"
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """RAYTREC_ROOT with a run called mine."""
+    monkeypatch.setenv("RAYTREC_ROOT", str(tmp_path))
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(CONFIG)
+    (tmp_path / "secret").write_text("secret")
+    return tmp_path
+
+
+def test_a_run_by_its_name_and_its_folder(root):
+    folder = root / "runs" / "mine"
+    assert [queries.run_folder(run) for run in ("mine", str(folder), "runs/mine")] == [folder] * 3
+    assert [run["name"] for run in queries.runs()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "run", ["", ".", "..", "../mine", "/etc", "/", "mine/..", "mine/../..", "secret", "runs"]
+)
+def test_what_is_no_run(root, run):
+    with pytest.raises(RunError, match="there is no run"):
+        queries.run_folder(run)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "run: 1", "run: {name: ../x}\ndata: {train: a}", "a: b", "{"])
+def test_what_is_no_config_of_a_run(root, text):
+    (root / "runs" / "mine" / "config.yaml").write_text(text)
+    with pytest.raises(RunError, match="there is no run"):
+        queries.run_folder("mine")
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "driver.lock", "checkpoints", "", "."])
+def test_other_files(root, name):
+    with pytest.raises(RunError, match="not a file that can be read"):
+        queries.file("mine", name)
+
+
+def test_links_out_of_the_folder(root):
+    folder = root / "runs" / "mine"
+    (folder / "report.html").symlink_to(root / "secret")
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "roc.png").symlink_to(root / "secret")
+    for ask in (lambda: queries.file("mine", "report.html"), lambda: queries.pictures("mine")):
+        with pytest.raises(RunError, match="link"):
+            ask()
+    with pytest.raises(RunError, match=r"no result.json \(yet\)"):
+        queries.file("mine", "result.json")
+
+
+def test_a_job_without_a_root(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAYTREC_ROOT", raising=False)
+    copy = tmp_path / "runtime_resources" / "working_dir_files" / "x"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    with pytest.raises(ConfigError, match="relative path"):
+        queries.runs()
+
+
+def test_news_since(root):
+    metrics = root / "runs" / "mine" / "metrics.jsonl"
+    first, second = '{"kind": "train", "step": 1}\n', '{"kind": "train", "step": 2}\n'
+    metrics.write_text(first + second[:9])
+    news = queries.news("mine", {})
+    assert news["lines"] == {"metrics.jsonl": first, "events.jsonl": "", "run.log": ""}
+    with metrics.open("a") as file:
+        file.write(second[9:])
+    news = queries.news("mine", news["since"])
+    assert news["lines"]["metrics.jsonl"] == second
+    assert queries.news("mine", news["since"])["lines"]["metrics.jsonl"] == ""
+
+
+def test_how_a_run_ended(root):
+    folder = root / "runs" / "mine"
+    assert queries.news("mine", {})["state"] == "interrupted"
+    with record_driver(folder):
+        assert queries.news("mine", {})["state"] == "running"
+        print("a line", file=sys.stderr)
+    assert queries.news("mine", {})["state"] == "finished"
+    assert queries.news("mine", {})["lines"]["run.log"] == "a line\n"
+    with pytest.raises(RunError), record_driver(folder):
+        raise RunError("bad rows", where="a file", do="look")
+    news = queries.news("mine", {})
+    assert news["state"] == "failed"
+    assert news["error"] == {"what": "bad rows", "where": "a file", "expected": None, "do": "look"}
+    for asked in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(asked), record_driver(folder):
+            raise asked
+        assert queries.news("mine", {})["state"] == "stopped"
+    (folder / "result.json").write_text('{"eval.auc": 0.5}')
+    news = queries.news("mine", {})
+    assert news["state"] == "finished" and news["result"] == {"eval.auc": 0.5}
+
+
+DRIVES = """
+import sys, time
+from pathlib import Path
+from raytrec.driver.driver_state import record_driver
+with record_driver(Path(sys.argv[1])):
+    print("drives", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def driver(root):
+    """A process that drives the run."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVES, str(root / "runs" / "mine")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "drives\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_driver_that_was_killed(driver):
+    assert queries.news("mine", {})["state"] == "running"
+    driver.kill()
+    os.waitid(os.P_PID, driver.pid, os.WEXITED | os.WNOWAIT)
+    assert queries.news("mine", {})["state"] == "interrupted"  # also while it is a zombie
+    driver.wait()
+    assert queries.news("mine", {})["state"] == "interrupted"
+    with pytest.raises(RunError, match="not running: it is interrupted"):
+        queries.stop("mine")
+
+
+def test_a_process_with_the_same_number(root, driver):
+    note = root / "runs" / "mine" / "driver.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"started": 1}))
+    assert queries.news("mine", {})["state"] == "interrupted"
+
+
+def test_stop_asks_the_driver(root, driver):
+    queries.stop("mine")
+    assert driver.wait(20) == -signal.SIGTERM
+
+
+def test_the_note_names_the_job(root, monkeypatch):
+    from raytrec.compat.ray_core import JOB_CONFIG as IN_JOB
+
+    monkeypatch.setenv(IN_JOB, json.dumps({"metadata": {"job_submission_id": "mine-1"}}))
+    with record_driver(root / "runs" / "mine"):
+        note = driver_of(root / "runs" / "mine")
+    assert note["job"] == "mine-1" and note["pid"] == os.getpid()

@@ -1,0 +1,214 @@
+"""A run followed from elsewhere: its figures, its job's log, what a notebook shows. No cluster."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from raytrec.client.job_run import JobApi, JobRun
+from raytrec.client.jobs import Jobs
+from raytrec.client.notebook import Items, Page, Pictures, curves_png, progress_html
+from raytrec.client.run import Run
+from raytrec.common.errors import RunError
+from raytrec.common.messages import Eval, Start, Train
+from raytrec.driver import progress_log as lines
+
+
+class Shown(Run):
+    """A run whose messages a test gives."""
+
+    folder = "/runs/mine"
+
+    def take(self, *messages, state="running"):
+        self._new, self._then = messages, state
+        self._poll()
+        return self
+
+    def _read(self):
+        self.state = self._then
+        for message in self._new:
+            self.history.add(message)
+        self._new = ()
+
+
+def start(step=0):
+    return Start(total=100, step=step, workers=1)
+
+
+def train(step, **figures):
+    return Train(step=step, figures=figures)
+
+
+def test_figures_of_a_run_that_went_back():
+    run = Shown().take(start())
+    assert run.progress()["step"] == 0 and run.progress()["eta_s"] is None
+    run.take(*(train(step, logloss=1 / step, ne=None) for step in (10, 20, 30)))
+    run.take(Eval(step=30, figures={"auc": 0.7}))
+    run.take(start(10), train(20, logloss=9.0, ne=1.0, rows_per_s=5.0))
+    metrics = run.metrics()
+    assert metrics["train"] == {
+        "step": [10, 20],
+        "logloss": [0.1, 9.0],
+        "ne": [None, 1.0],
+        "rows_per_s": [None, 5.0],
+    }
+    assert metrics["eval"]["auc"] == [0.7]
+    assert run.progress()["logloss"] == 9.0
+    assert run.history.restarts == [10]
+
+
+def test_the_time_that_is_left(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("raytrec.client.run.time", lambda: now[0])
+    run = Shown().take(start(), train(10))
+    now[0] += 5
+    assert run.take(train(20)).progress()["eta_s"] == pytest.approx(40)
+    assert run.take(state="finished").progress()["eta_s"] is None
+
+
+def test_a_wait_ends_with_the_result_the_error_or_the_time():
+    run = Shown().take(state="finished")
+    run.history.result = {"eval.auc": 0.5}
+    assert run.wait() == {"eval.auc": 0.5}
+    run = Shown().take(state="failed")
+    run.error = RunError("bad rows", where="a file")
+    with pytest.raises(RunError, match="bad rows"):
+        run.wait()
+    with pytest.raises(RunError, match="was stopped; its state is saved"):
+        Shown().take(state="stopped").wait()
+    with pytest.raises(RunError, match="still running after 0 s"):
+        Shown().take().wait(timeout=0)
+
+
+def test_what_a_notebook_shows():
+    run = Shown()
+    assert "waiting" in progress_html("<mine>", run) and "<mine>" not in progress_html("<mine>", run)
+    figures = [train(step, logloss=1 / step, ne=0.9, rows_per_s=8e4) for step in (10, 20)]
+    run.take(Start(total=40, step=0, workers=1), *figures)
+    page = progress_html("mine", run)
+    assert "width:50.0%" in page and "80,000 rows/s" in page and "log loss 0.0500" in page
+    assert curves_png(run.history).startswith(b"\x89PNG")
+    run.take(state="failed").error = RunError("<b>bad</b>")
+    assert "&lt;b&gt;bad" in progress_html("mine", run)
+    page = Page('<script>parent.document</script>"')._repr_html_()
+    assert 'sandbox="allow-scripts"' in page and "<script>" not in page and "same-origin" not in page
+    assert "data:image/png;base64,iVBO" in Pictures(roc=b"\x89PNG")._repr_html_()
+
+
+def test_titles():
+    items = Items(None, "item", {1: "Star Wars (1977)", 2: "Star Trek (1979)", 3: "Alien (1979)"})
+    assert items.row("Alien (1979)") == items.row("alien") == items.row(3) == 3
+    with pytest.raises(RunError, match="2 titles contain 'Star'"):
+        items.row("Star")
+    with pytest.raises(RunError, match="Alien"):
+        items.row("Alein (1979)")
+
+
+class FakeJobs(Jobs):
+    """A cluster whose jobs have written these logs."""
+
+    address = "http://127.0.0.1:8265"
+
+    def __init__(self, log="", status="RUNNING"):
+        self.log, self.now, self.started = log, status, []
+
+    def read(self, job, seen):
+        return self.log[seen:], self.now
+
+    def known(self):
+        return [("mine-1", self.now, 5.0)]
+
+    def message(self, job):
+        return "no node"
+
+    def start(self, command, runtime_env, name):
+        self.started.append(command)
+        self.log += lines.message(lines.RESULT, {"eval.auc": 0.75}) + "\n"
+        self.now = "SUCCEEDED"
+        return f"{name}-1"
+
+
+def log(*messages):
+    return "".join(f"{lines.message(kind, values)}\n" for kind, values in messages)
+
+
+FOLDER = (lines.FOLDER, {"folder": "/runs/mine"})
+BEGUN = log(FOLDER, ("start", {"total": 40, "step": 0, "workers": 2, "metrics": []}))
+
+
+def test_a_job_is_followed_in_its_log():
+    jobs = FakeJobs("waiting\n")
+    run = JobRun(jobs, "mine-1")
+    assert run.progress()["state"] == "starting"
+    jobs.log += BEGUN + 'mine  step 10/40\n{"raytrec": "train", "step": 10, "ne": 0.9, "rows_p'
+    assert run.progress() == {"step": 0, "total": 40, "rows_per_s": None, "state": "running", "eta_s": None}
+    jobs.log += 'er_s": 5.0}\n{"raytrec": "start", "step": 0}\n'
+    assert (run.folder, run.name, run.progress()["ne"]) == ("/runs/mine", "mine", 0.9)
+    jobs.log += log(("eval", {"step": 20, "auc": 0.7}), (lines.RESULT, {"eval.auc": 0.7}))
+    jobs.now = "SUCCEEDED"
+    assert run.wait() == {"eval.auc": 0.7} and run.metrics()["eval"]["auc"] == [0.7]
+    assert list(run.logs()) == ["waiting\n", "mine  step 10/40\n"]
+
+
+@pytest.mark.parametrize(
+    ("written", "what", "expected"),
+    [
+        (log((lines.ERROR, {"what": "bad rows", "expected": "good ones"})), "bad rows", "good ones"),
+        ("1\n\n2\n3\nValueError: x\n", "the job failed", "2 | 3 | ValueError: x"),
+        ("", "the job failed", "no node"),
+    ],
+)
+def test_a_job_that_failed(written, what, expected):
+    run = JobRun(FakeJobs(BEGUN + written, "FAILED"), "mine-1")
+    with pytest.raises(RunError) as error:
+        run.wait()
+    assert (error.value.what, error.value.expected) == (what, expected)
+    run = JobRun(FakeJobs(written, "FAILED"), "mine-1")
+    with pytest.raises(RunError, match=what):
+        _ = run.folder
+
+
+def test_commands_are_jobs_that_end_in_a_result():
+    jobs = FakeJobs(BEGUN)
+    run = JobRun(jobs, "mine-1")
+    figures = run.predict(
+        "data/valid", "out", columns=["a", "b"], workers=None, overrides={"data.readers": 2}
+    )
+    assert figures == {"eval.auc": 0.75}
+    words = "--set data.readers=2 --data data/valid --out out --columns a,b"
+    assert jobs.started == [f"python -m raytrec predict /runs/mine {words}"]
+
+
+def test_the_job_api_names_the_other_way_for_questions_about_files():
+    run = JobRun(FakeJobs(BEGUN), "mine-1")
+    asks = (
+        run.tables,
+        run.pictures,
+        run.report,
+        lambda: run.rows("user", [1]),
+        lambda: run.file("plan.json"),
+    )
+    for ask in (*asks, lambda: run.items("item", {1: "a"}).nearest(1)):
+        with pytest.raises(RunError, match="returns only what jobs write") as error:
+            ask()
+        assert "ray://HOST:10001" in error.value.expected and "as a job" in error.value.do
+
+
+def test_runs_of_the_job_api_are_jobs(monkeypatch):
+    api = JobApi.__new__(JobApi)
+    api.jobs = FakeJobs()
+    assert api.runs() == [{"name": "mine-1", "folder": None, "state": "running", "unix_s": 5.0}]
+    assert api.run("mine-1").job == "mine-1"
+    with pytest.raises(RunError, match="there is no job 'mine'") as error:
+        api.run("mine")
+    assert "mine-1" in error.value.expected
+
+
+def test_no_torch_and_no_ray_until_a_cluster_is_reached():
+    code = (
+        "import sys, raytrec.client.cluster, raytrec.client.ray_client, raytrec.client.job_run\n"
+        "print([name for name in ('torch', 'torchrec', 'ray', 'mlflow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout) == [], done.stderr
