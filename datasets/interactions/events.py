@@ -10,6 +10,9 @@ import pyarrow.compute as pc
 
 from raytrec.common.errors import DataError
 
+TRAIN, VALID, TEST = 0, 1, 2
+VALID_NAMES = ("valid", "validation", "val", "dev")  # that sources give it
+
 
 class Vocabulary:
     """The keys so far; it grows with each call of `ids`.
@@ -41,10 +44,6 @@ class Vocabulary:
         """The id of each key; -1 of one that has none: int32 [n]."""
         found = pc.index_in(values, value_set=self.keys).fill_null(-1)
         return found.to_numpy(zero_copy_only=False).astype(np.int32)
-
-
-TRAIN, VALID, TEST = 0, 1, 2
-VALID_NAMES = ("valid", "validation", "val", "dev")  # that sources give it
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,10 @@ from raytrec.config.schema import Schema
 DRAWN = {
     ("sparse", "negatives"): "made by data.transforms, {do: sample, …}, as in jobs/interactions/sasrec.yaml"
 }
+OWN, SASREC, TWO_TOWER = "own", "interactions/sasrec", "interactions/two_tower"
+LOSS = {SASREC: {"loss": "from_model"}}
+IN_BATCH = {"loss": "in_batch_softmax", "item": "item", "item_frequency": "item_count"}
+LENGTH, TOWERS = 50, {"query": ["user", "history"], "item": ["item"]}  # of the examples
 
 
 @dataclass(frozen=True)
@@ -179,12 +183,6 @@ def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema
     dense = [side.name for side in sides.features if not side.rows]
     values = {"labels": ["label"], "dense": dense, "sparse": sparse, "tables": tables}
     return Schema.parse(values, "interactions")
-
-
-OWN, SASREC, TWO_TOWER = "own", "interactions/sasrec", "interactions/two_tower"
-LOSS = {SASREC: {"loss": "from_model"}}
-IN_BATCH = {"loss": "in_batch_softmax", "item": "item", "item_frequency": "item_count"}
-LENGTH, TOWERS = 50, {"query": ["user", "history"], "item": ["item"]}  # of the examples
 
 
 def fitting_job(folder: Path, chosen: Choices) -> tuple[str, list[str]]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from raytrec.common.errors import ConfigError
 
 PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
+# What to do where it is the wrong one; see requirements/install.py.
+OTHER_DEVICE = "make clean, then make install DEVICE={device} (docs/install.md)"
 
 
 def installed(package: str) -> str | None:
@@ -28,10 +30,6 @@ def installed(package: str) -> str | None:
 def installed_versions(*more: str) -> dict[str, str]:
     """Package → version, of PACKAGES and `more`; without those that are not installed."""
     return {package: found for package in (*PACKAGES, *more) if (found := installed(package))}
-
-
-# What to do where it is the wrong one; see requirements/install.py.
-OTHER_DEVICE = "make clean, then make install DEVICE={device} (docs/install.md)"
 
 
 def built_for() -> str | None:

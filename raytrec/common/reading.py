@@ -37,6 +37,9 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+T = TypeVar("T")
+# Seconds before the second, third and last try to read from a store that does not answer.
+WAITS_S = (0.2, 1.0, 3.0)
 
 
 class NotReadable(ValueError):
@@ -226,12 +229,6 @@ def _at(mark: Any) -> str:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
-
-
-T = TypeVar("T")
-
-# Seconds before the second, third and last try to read from a store that does not answer.
-WAITS_S = (0.2, 1.0, 3.0)
 
 
 def retry_read(uri: str, read: Callable[[], T]) -> T:

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from raytrec.common.errors import ConfigError, hint
 
 PYTHON_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
+T = TypeVar("T")
 
 
 def load_code(path: str, folder: str | None = None) -> Any:
@@ -42,9 +43,6 @@ def load_code(path: str, folder: str | None = None) -> Any:
         sys.path.insert(0, folder)
         found = import_module(module)
     return getattr(found, name)
-
-
-T = TypeVar("T")
 
 
 class Registry(Generic[T]):

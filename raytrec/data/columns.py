@@ -16,6 +16,8 @@ from raytrec.data.arrow import is_list, is_text, one_array, unnest
 from raytrec.data.hashing import hash_integers, hash_text, hash_text_bits
 
 NO_MANAGED_ID = -(2**63)  # in the place of a managed id where there is none
+PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+DAY_S = 86_400
 
 
 @dataclass(frozen=True)
@@ -240,10 +242,6 @@ def _all_below(ids: np.ndarray, rows: int) -> bool:
         ids = ids.view(f"uint{bits}")
         return int(np.maximum.reduce(ids)) < rows
     return int(ids.min()) >= 0 and int(ids.max()) < rows
-
-
-PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-DAY_S = 86_400
 
 
 def side_features(

@@ -20,6 +20,11 @@ from raytrec.data.pages import Version, read_rows
 from raytrec.data.pages.chunks import Damaged
 
 SKIPPED = "skipped.jsonl"  # in the run folder: what has been skipped
+_footers: dict[Version, pq.FileMetaData] = {}  # of this process, whose threads share it
+_lock = threading.Lock()
+FOOTER_BYTES = 16 << 20
+OPEN_FILES = 8  # of a thread
+WHOLE_ROWS = 65_536  # row groups of up to so many rows are decoded whole, and cut then
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,6 @@ class Faults:
         if self.log:
             with open(self.log, "a") as file:  # short lines, appended whole by each process
                 file.write(json.dumps({"what": error.what, "where": error.where, "rows": rows}) + "\n")
-
-
-_footers: dict[Version, pq.FileMetaData] = {}  # of this process, whose threads share it
-_lock = threading.Lock()
-FOOTER_BYTES = 16 << 20
-OPEN_FILES = 8  # of a thread
-WHOLE_ROWS = 65_536  # row groups of up to so many rows are decoded whole, and cut then
 
 
 def decode(path: str, group: int, first: int, rows: int, columns: list[str]) -> pa.Table:

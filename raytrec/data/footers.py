@@ -24,6 +24,10 @@ from raytrec.data.read_plan import TaskRows
 MOST_ROWS = 2**31 - 1  # of a row group; no writer comes near
 CLOSELY_ROWS = 65_536  # row groups of more are looked at closely
 SIGNATURE_BYTES = 28  # after a footer in plain text, where columns are encrypted
+MOST_FLOAT32 = float(np.finfo(np.float32).max)
+Question = tuple[
+    str, Callable[[pq.ColumnChunkMetaData], bool]
+]  # a column, and what is asked of a chunk of it
 
 
 class Implausible(Exception):
@@ -101,13 +105,6 @@ def read_footer(uri: str) -> pq.FileMetaData:
             do="write or copy the file again, or remove it",
         ) from None
     return metadata
-
-
-MOST_FLOAT32 = float(np.finfo(np.float32).max)
-
-Question = tuple[
-    str, Callable[[pq.ColumnChunkMetaData], bool]
-]  # a column, and what is asked of a chunk of it
 
 
 class Footer:

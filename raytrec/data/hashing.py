@@ -9,6 +9,8 @@ from pyarrow import types
 
 from raytrec.data.arrow import is_text, plain_array
 
+NULL_KEY = -(2**63)  # of all nulls, which are one group
+
 
 def hash_integers(ids: np.ndarray, rows: int) -> np.ndarray:
     """Integers [n] of any type → int64 [n] in [0, rows)."""
@@ -44,9 +46,6 @@ def _distinct(flat: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     unique = np.array(encoded.dictionary.to_pylist(), dtype=object)
     hashes = hash_array(unique) if len(unique) else np.empty(0, np.uint64)
     return hashes, encoded.indices.to_numpy(zero_copy_only=False)
-
-
-NULL_KEY = -(2**63)  # of all nulls, which are one group
 
 
 def keys_of(array: pa.Array) -> np.ndarray:

@@ -19,6 +19,8 @@ from raytrec.data.form import Form
 
 Between = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
 ALL: Between = (None, None)
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows without a value
+INTEGER = re.compile(r"-?\d{1,18}")
 
 
 def in_order(path: str) -> list[tuple]:
@@ -76,10 +78,6 @@ def _checked(bound: str) -> str:
             expected="key=value, or several with / between them: date=2026-11-07/hour=11",
         )
     return "/".join(parts)
-
-
-NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # the folder of rows without a value
-INTEGER = re.compile(r"-?\d{1,18}")
 
 
 def reserved_array(table: pa.Table, name: str, form: Form, place: Place) -> pa.Array:

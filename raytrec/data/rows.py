@@ -34,6 +34,9 @@ from raytrec.data.transform import Draw, apply_transforms
 AHEAD = 2  # items that are decoded before they are asked for, each in a thread
 NICE = 10  # of the threads that decode
 MOST_BAD_ROWS = 64  # of one row group that are looked for one by one; beyond them, the rest is skipped
+CHECKED_ROWS = 1 << 16  # read at a time
+BUFFER_BYTES = 1 << 20  # of each column
+MOST_ACCUSED = 4  # row groups that are read because of their footers
 
 
 def read_items(items: Any, form: Form, faults: Faults | None, index: pa.Table) -> Iterator[pa.Table]:
@@ -204,11 +207,6 @@ def canonical(table: pa.Table, form: Form, place: Place) -> pa.Table:
             for name in form.with_side_features
         },
     )
-
-
-CHECKED_ROWS = 1 << 16  # read at a time
-BUFFER_BYTES = 1 << 20  # of each column
-MOST_ACCUSED = 4  # row groups that are read because of their footers
 
 
 def check_accused(dataset: Dataset) -> None:

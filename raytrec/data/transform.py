@@ -24,6 +24,7 @@ from raytrec.data.hashing import hash_bits
 from raytrec.data.transform_functions import ON_VALUES, read_vocabulary
 
 AT_ONCE = 1 << 20  # ids that are drawn together: 8 MiB for each number about them
+_function = lru_cache(load_code)
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,6 @@ def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) ->
         else:
             table = table.append_column(target, column)
     return table
-
-
-_function = lru_cache(load_code)
 
 
 def _typed(array: pa.Array, transform: t.Transform) -> pa.Array:

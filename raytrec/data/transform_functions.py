@@ -14,10 +14,25 @@ from pyarrow import types
 from raytrec.common.storage import open_filesystem, read_text
 from raytrec.config import transforms as t
 from raytrec.data.arrow import is_number, is_text, one_array
+from raytrec.data.columns import PER_SECOND
 from raytrec.data.hashing import hash_integers, hash_text
 
 # Kind of transform → its function of (the transform, values): values, as many.
 ON_VALUES: dict[type, Callable[..., pa.Array]] = {}
+PARTS = {
+    "second": pc.second,
+    "minute": pc.minute,
+    "hour": pc.hour,
+    "weekday": pc.day_of_week,  # 0 is Monday
+    "day": pc.day,
+    "day_of_year": pc.day_of_year,
+    "week": pc.iso_week,
+    "month": pc.month,
+    "quarter": pc.quarter,
+    "year": pc.year,
+    "hour_of_week": lambda array: pc.add(pc.multiply(pc.day_of_week(array), 24), pc.hour(array)),
+}
+SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 
 
 def does(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Array]]:
@@ -140,22 +155,6 @@ def _drop_null(spec: t.DropNull, array: pa.Array) -> pa.Array:
     return array  # lists lose their nulls after every transform
 
 
-PARTS = {
-    "second": pc.second,
-    "minute": pc.minute,
-    "hour": pc.hour,
-    "weekday": pc.day_of_week,  # 0 is Monday
-    "day": pc.day,
-    "day_of_year": pc.day_of_year,
-    "week": pc.iso_week,
-    "month": pc.month,
-    "quarter": pc.quarter,
-    "year": pc.year,
-    "hour_of_week": lambda array: pc.add(pc.multiply(pc.day_of_week(array), 24), pc.hour(array)),
-}
-SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
-
-
 @does(t.DatePart)
 def date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
     """A part of each time as int64; null where the time is null."""
@@ -176,7 +175,7 @@ def age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
         until: the times that ages count to, one for each; None: spec.until, or none for durations.
     """
     if types.is_duration(array.type):
-        unit = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[array.type.unit]
+        unit = PER_SECOND[array.type.unit]
         return _in_unit(pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), float(unit)), spec)
     if until is None and spec.until is None:
         raise TypeError("age needs until or until_column, unless the column holds durations")
@@ -196,7 +195,7 @@ def _in_unit(seconds: pa.Array, spec: t.Age) -> pa.Array:
 
 def _seconds(array: pa.Array) -> pa.Array:
     """Timestamps as seconds since 1970, float64."""
-    unit = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[array.type.unit]
+    unit = PER_SECOND[array.type.unit]
     return pc.divide(array.cast(pa.int64()).cast(pa.float64(), safe=False), float(unit))
 
 

@@ -17,6 +17,7 @@ SMALLEST = 65_536  # hashes kept to count distinct values: exact below, ± 0.4 %
 LONGEST_COUNTED = 10_000  # bag lengths from here on are counted as this
 FEW = 64  # distinct values that are counted one by one
 NUMBERS = frozenset({"integer", "float", "bool", "decimal"})
+FEWEST_ROWS = 100  # of fewer, columns agree by chance
 
 
 @dataclass
@@ -245,9 +246,6 @@ def share_of(inner: ColumnStats, outer: ColumnStats) -> float:
     return len(np.intersect1d(mine, theirs, assume_unique=True)) / max(len(mine), 1)
 
 
-ROWS = 100  # of fewer, columns agree by chance
-
-
 def pair_with_labels(
     column: ColumnStats, data: Mapping[str, pa.ChunkedArray], labels: Sequence[ColumnStats]
 ) -> None:
@@ -276,7 +274,7 @@ def copied_label(column: ColumnStats, labels: Sequence[str]) -> str | None:
     """The label that a column copies, if there is one; nulls are a value, too."""
     for label in labels:
         pairs = column.pairs.get(label) or {}
-        if column.rows > ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs):
+        if column.rows > FEWEST_ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs):
             return label
     return None
 
