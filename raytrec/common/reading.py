@@ -30,7 +30,7 @@ TEXT_OF_A_VALUE = 100  # characters; longer text counts as several
 MOST_YAML_BYTES = 16 << 20
 MOST_JSON_BYTES = 1 << 30  # the index of a checkpoint of many TiB
 
-KINDS = {
+FILE_KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -208,7 +208,7 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):  # type: ignore[mis
 
 def _check_kind(mode: int, path: str | Path) -> None:
     if not stat.S_ISREG(mode):
-        kind = KINDS.get(stat.S_IFMT(mode), "something else")
+        kind = FILE_KINDS.get(stat.S_IFMT(mode), "something else")
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(number, f"it is {kind}, and not a file", str(path))
 

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.config.features import Features, resolve_features
 from raytrec.data.batch import Batch
-from raytrec.data.form import RESERVED, Form
+from raytrec.data.form import RESERVED_PREFIX, Form
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Chunk:
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             if name == "present":
                 present = array.to_numpy(zero_copy_only=False)
-            elif name.startswith(RESERVED):
-                reserved[name.removeprefix(RESERVED)] = array
+            elif name.startswith(RESERVED_PREFIX):
+                reserved[name.removeprefix(RESERVED_PREFIX)] = array
             elif pa.types.is_fixed_size_list(array.type):
                 matrices[name] = array.flatten().to_numpy().reshape(-1, array.type.list_size)
             else:

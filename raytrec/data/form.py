@@ -32,7 +32,7 @@ from raytrec.data.arrow import one_array
 from raytrec.data.columns import NO_MANAGED_ID
 from raytrec.data.read_plan import ReadPlan
 
-RESERVED = "reserved."  # begins the names of reserved columns
+RESERVED_PREFIX = "reserved."  # begins the names of reserved columns
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Form:
         if keys:
             columns["keys"] = _matrix(keys, rows, np.int64)
         columns |= {
-            f"{RESERVED}{name}": array
+            f"{RESERVED_PREFIX}{name}": array
             for name, array in zip(self.plan.reserved.columns, reserved, strict=True)
         }
         if self.counts_changes:

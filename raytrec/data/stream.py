@@ -27,7 +27,7 @@ from raytrec.data.fragments import Dataset
 from raytrec.data.order import Item
 from raytrec.data.rows import read_items
 
-LOOK_EVERY_S = 10.0  # nodes come and go
+NODES_EVERY_S = 10.0  # nodes come and go
 LEAST_TASK_ROWS = 65_536  # starting a task costs as much as decoding some 40,000 rows
 BLOCK_BYTES = 16 << 20  # of what a task hands over at a time
 
@@ -280,7 +280,7 @@ def place() -> dict[str, Any]:
     at random, those with more CPUs more often, because tasks ask for none; Ray chooses another if it is gone.
     Else Ray chooses, this node first.
     """
-    nodes = _nodes(int(monotonic() / LOOK_EVERY_S))
+    nodes = _nodes(int(monotonic() / NODES_EVERY_S))
     if not nodes:
         return {"scheduling_strategy": "DEFAULT"}
     (chosen,) = random.choices(list(nodes), weights=list(nodes.values()))

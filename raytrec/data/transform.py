@@ -23,7 +23,7 @@ from raytrec.data.arrow import is_list, is_text, one_array, unnest, value_type
 from raytrec.data.hashing import hash_bits
 from raytrec.data.transform_functions import ON_VALUES, read_vocabulary
 
-AT_ONCE = 1 << 20  # ids that are drawn together: 8 MiB for each number about them
+IDS_AT_ONCE = 1 << 20  # ids that are drawn together: 8 MiB for each number about them
 _function = lru_cache(load_code)
 
 
@@ -173,7 +173,7 @@ def sample(spec: Sample, table: pa.Table, draw: Draw, known: pa.Array | None = N
     lengths, parts = np.full(rows, spec.count, np.int64), [np.empty(0, np.int64)]
     if not draw.key and not spec.in_evaluations:
         lengths[:], rows = 0, 0
-    size = max(1, min(AT_ONCE // spec.count, (1 << 62) // (among + 1)))
+    size = max(1, min(IDS_AT_ONCE // spec.count, (1 << 62) // (among + 1)))
     for first in range(0, rows, size):
         stop = min(first + size, rows)
         begin, end = (int(np.searchsorted(owners, place)) for place in (first, stop))

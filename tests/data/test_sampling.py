@@ -84,7 +84,7 @@ def test_rows_epochs_seeds_and_columns_draw_differently(monkeypatch):
     assert len(set.union(*seen)) == 7 * 300
     assert drawn(table.slice(20), Draw((3, 0), 20), rows=10**9) == one[20:], "by its number alone"
     assert [own[:2] for own in one] == drawn(table, count=2, rows=10**9)
-    monkeypatch.setattr(transform, "AT_ONCE", 12)
+    monkeypatch.setattr(transform, "IDS_AT_ONCE", 12)
     assert drawn(table, rows=10**9) == one
 
 
