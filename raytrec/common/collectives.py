@@ -29,7 +29,8 @@ class Peers:
     Results lie where the values lay. Values travel over `device`, since NCCL reads no host memory.
 
     Args:
-        device: that the process group communicates over; default: where the values lie.
+        device: that the process group communicates over; default: this rank's GPU with NCCL, else where the
+            values lie.
         at_once: rows that `send` holds on that device at a time.
         alone: only this process; default: the ranks of the group, where one has been initialized.
         group: of these ranks; default: the default process group.
@@ -47,6 +48,8 @@ class Peers:
     ):
         together = dist.is_initialized() and not alone
         self.world, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if together else (1, 0)
+        if together and device is None and dist.get_backend(group) == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device, self._at_once, self._group = device, at_once, group
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
