@@ -45,6 +45,7 @@ RUN_FILES = (
 def place(tmp_path_factory):
     """Where cases run; commands end where they would start Ray, draw, or ask a cluster."""
     from raytrec.client import queries
+    from raytrec.driver import evaluation
     from raytrec.driver import run as driver
 
     def reached(*_, **__):
@@ -54,7 +55,7 @@ def place(tmp_path_factory):
         warnings.simplefilter("ignore")
         made = Place(tmp_path_factory.mktemp("mutations"))
         patch.setattr(driver, "_drive", reached)
-        patch.setattr(driver, "session_of", reached)
+        patch.setattr(evaluation, "session_of", reached)
         patch.setattr(queries, "_hosts", dict)
         patch.setattr("raytrec.common.reading.WAITS_S", (0.0, 0.0, 0.0))  # what cannot be read is tried again
         patch.setenv("HOME", str(made.kept.parent))
