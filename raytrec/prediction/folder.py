@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
@@ -148,46 +147,42 @@ class PredictionFolder:
     @contextmanager
     def writing(self, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
         """A block that writes a Parquet file, which is there after it; after an error it is not."""
-        options = {"compression": "zstd", "write_page_checksum": True}
-        if not self.is_local:
-            yield from self._writing_object(name, schema, options)
-            return
-        partial = f"{self._path}/{PARTS_FOLDER}/{uuid4().hex}.{owner()}.tmp"
-        os.makedirs(os.path.dirname(partial), exist_ok=True)
-        try:
-            with pq.ParquetWriter(partial, schema, **options) as writer:
-                yield writer
-            sync(partial)
-            os.makedirs(os.path.dirname(f"{self._path}/{name}"), exist_ok=True)
-            os.replace(partial, f"{self._path}/{name}")
-        except BaseException:
-            if os.path.exists(partial):
-                os.unlink(partial)
-            raise
-
-    def _writing_object(
-        self, name: str, schema: pa.Schema, options: dict[str, Any]
-    ) -> Iterator[pq.ParquetWriter]:
-        """An object appears when its stream is closed, which after an error is never done by us. Should the
-        interpreter do it, the footer shows that rows are missing."""
-        stream = self._filesystem.open_output_stream(f"{self._path}/{name}")
-        writer = pq.ParquetWriter(stream, schema, **options)
-        yield writer
-        writer.close()
-        stream.close()
+        with (
+            self._stream(name, f"{PARTS_FOLDER}/{uuid4().hex}") as stream,
+            pq.ParquetWriter(stream, schema, compression="zstd", write_page_checksum=True) as writer,
+        ):
+            yield writer
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file that is there when it is whole."""
-        if not self.is_local:
-            with self._filesystem.open_output_stream(f"{self._path}/{name}") as stream:
-                stream.write(data)
-            return
-        os.makedirs(self._path, exist_ok=True)
         self.sweep()
-        partial = f"{self._path}/{name}.{owner()}.tmp"
-        Path(partial).write_bytes(data)
-        sync(partial)
-        os.replace(partial, f"{self._path}/{name}")
+        with self._stream(name, name) as stream:
+            stream.write(data)
+
+    @contextmanager
+    def _stream(self, name: str, partial: str) -> Iterator[pa.NativeFile]:
+        """A stream to a file that appears after the block; after an error it does not.
+
+        A file on disk is written under another name. An object appears when its stream is closed, which after
+        an error only the interpreter may do: then the footer has fewer rows than its metadata states.
+        """
+        target = f"{self._path}/{name}"
+        if not self.is_local:
+            stream = self._filesystem.open_output_stream(target)
+            yield stream
+            stream.close()
+            return
+        written = f"{self._path}/{partial}.{owner()}.tmp"
+        os.makedirs(os.path.dirname(written), exist_ok=True)
+        try:
+            with self._filesystem.open_output_stream(written) as stream:
+                yield stream
+            sync(written)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.replace(written, target)
+        except BaseException:
+            Path(written).unlink(missing_ok=True)
+            raise
 
     def sweep(self) -> None:
         """Removes what writers that were killed have left, of a folder on disk."""

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.reading import NotReadable, json_values
 from raytrec.common.storage import open_filesystem
-from raytrec.prediction.folder import MANIFEST, PARTS_FOLDER, PredictionFolder
+from raytrec.prediction.folder import MANIFEST, PredictionFolder
 
 PREDICTIONS_FORMAT = 1
 
@@ -198,11 +198,6 @@ def _lock(held: int, folder: PredictionFolder) -> None:
         ) from None
     except OSError:  # a file system without locks
         return
-
-
-def clean(folder: PredictionFolder) -> None:
-    """Removes what is needed no more when all files are complete."""
-    folder.remove(PARTS_FOLDER)
 
 
 def choose_columns(asked: Sequence[str] | None, carry: Sequence[str], scores: Sequence[str]) -> list[str]:

@@ -33,8 +33,8 @@ from raytrec.driver.launch import run_group
 from raytrec.driver.recorder import Watch
 from raytrec.driver.session import session_of
 from raytrec.prediction.columns import CarriedColumns
-from raytrec.prediction.folder import Counts, PredictionFolder, PredictionTask
-from raytrec.prediction.manifest import Manifest, check_place, choose_columns, claim, clean, hold_folder
+from raytrec.prediction.folder import PARTS_FOLDER, Counts, PredictionFolder, PredictionTask
+from raytrec.prediction.manifest import Manifest, check_place, choose_columns, claim, hold_folder
 from raytrec.prediction.spans import SPAN_ROWS
 from raytrec.prediction.worker import predict_worker
 from raytrec.prediction.writer import write_empty
@@ -157,7 +157,7 @@ def predict(
         names = claim(target, manifest)
         figures = _fill(target, names, wanted, config, schema, dataset, folder, tasks)
         metrics = _figures(target, wanted, dataset) | figures
-        clean(target)
+        target.remove(PARTS_FOLDER)
     metrics |= {
         "seconds": round(perf_counter() - began, 3),
         "name": f"{config.run.name} on {data}",
