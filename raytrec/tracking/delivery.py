@@ -19,6 +19,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.common.formatting import count
 from raytrec.common.reading import NotReadable, json_values, read_bytes
 from raytrec.common.redaction import hide_all
+from raytrec.compat.mlflow_ import leave_out_dispensable
 from raytrec.config.run_config import RunConfig
 from raytrec.tracking.failures import closed_to_us, may_pass, reason, unreachable
 from raytrec.tracking.feed import NOTE, Feed
@@ -175,11 +176,12 @@ class Delivery:
             self._tags = tags
 
     def _write_lines(self) -> None:
+        """Writes batch after batch; of one that the store refuses, each record alone."""
         while batch := self._feed.next_batch():
-            if not batch.records or self._attempt(partial(self._store.write_metrics, batch.records)):
-                self._feed.written()
-            else:
-                self._feed.refused()
+            if not self._attempt(partial(self._store.write_metrics, batch.records)):
+                alone = [self._attempt(partial(self._store.write_metrics, [each])) for each in batch.records]
+                self._dropped += alone.count(False)
+            self._feed.written()
 
     def _upload(self) -> None:
         for path, version in self._changed_files().items():
@@ -227,6 +229,7 @@ def follow(folder: Path, config: RunConfig) -> None:
     parts of the error of a store that cannot be opened}, {"missing": a sentence, or null}: the end.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its driver, which may still have to save
+    leave_out_dispensable()
     status, told = None, None
     with one_delivery(folder):
         delivery = Delivery(folder, config, lambda text: _report("note", text))

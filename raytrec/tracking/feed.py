@@ -8,11 +8,10 @@ its line's, and a store has one metric of a name, step, time and value only once
 from __future__ import annotations
 
 import json
-from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from raytrec.common.messages import CHECKS, METRICS, RANKS
@@ -59,8 +58,7 @@ class Delivered:
             write_whole(folder / NOTE, json.dumps(asdict(self)).encode() + b"\n")
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Records for one call, and the bytes up to which the store has the lines of each file after it."""
 
     records: list[Record]
@@ -68,17 +66,18 @@ class Batch:
 
 
 class Feed:
-    """Reads the lines of a run folder as batches; each is given again until it is `written` or `refused`.
+    """Reads the lines of a run folder as batches; each is given again until it is `written`.
 
     Attributes:
         delivered: what the store has.
-        dropped: lines that it will never have.
-        why: what is wrong with the last line that is not a message.
+        dropped: lines that are not messages.
+        why: what is wrong with the last of them.
     """
 
     def __init__(self, folder: Path):
         self.folder, self.dropped, self.why = folder, 0, ""
         self.delivered = Delivered.read(folder)
+        self._batch: Batch | None = None
         self._start()
 
     def use_run(self, run_id: str) -> None:
@@ -89,26 +88,15 @@ class Feed:
         self.delivered.write(self.folder)
 
     def next_batch(self) -> Batch | None:
-        """The next records; None where the store has everything."""
-        if not self._batches and (batch := self._read_batch()):
-            self._batches.append(batch)
-        return self._batches[0] if self._batches else None
+        """The next records, about MOST_METRICS metrics; None where the store has everything."""
+        self._batch = self._batch or self._read_batch()
+        return self._batch
 
     def written(self) -> None:
         """The store has the batch."""
-        self.delivered.offsets |= self._batches.popleft().offsets
+        self.delivered.offsets |= self._batch.offsets
         self.delivered.write(self.folder)
-
-    def refused(self) -> None:
-        """The store will never take the batch: a single record is dropped, of several each is tried alone."""
-        batch = self._batches[0]
-        if len(batch.records) == 1:
-            self.dropped += 1
-            return self.written()
-        self._batches.popleft()
-        alone = [Batch([record], {}) for record in batch.records]
-        alone[-1] = Batch(alone[-1].records, batch.offsets)
-        self._batches.extendleft(reversed(alone))
+        self._batch = None
 
     def params_written(self) -> None:
         """The store has the parameters."""
@@ -119,15 +107,14 @@ class Feed:
     def waiting(self) -> int:
         """Lines that the store does not have; of ranks, lines that have been read count together."""
         unread = sum(1 for file in FILES for _ in read_lines(self.folder / file, self._read_to[file]))
-        return unread + sum(len(batch.records) for batch in self._batches)
+        return unread + (len(self._batch.records) if self._batch else 0)
 
     def _start(self) -> None:
         self._read_to = dict.fromkeys(FILES, 0) | self.delivered.offsets
-        self._batches: deque[Batch] = deque()
+        self._batch = None
         self._translator = Translator()
 
     def _read_batch(self) -> Batch | None:
-        """The next lines, up to MOST_METRICS metrics; None where there are none."""
         records: list[Record] = []
         metrics, before = 0, dict(self._read_to)
         for file in FILES:
@@ -138,7 +125,7 @@ class Feed:
                 if (record := self._record(file, line)) and record.figures:
                     records.append(record)
                     metrics += len(record.figures)
-        if not records and self._read_to == before:
+        if self._read_to == before:
             return None
         offsets = dict(self._read_to)
         if (begin := self._translator.begin_of_waiting()) is not None:

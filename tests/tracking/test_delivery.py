@@ -186,7 +186,7 @@ def test_four_runs_that_start_at_once_have_one_parent(place):
     assert [parent_of(other)] == parents("another") == [first.info.run_id]
 
 
-def test_records_that_fit_are_merged_and_refused_ones_taken_alone(tmp_path):
+def test_records_that_fit_into_a_call_are_merged(tmp_path):
     for step in range(6):
         add(tmp_path, {f"m{i}": 1.0 for i in range(300)}, step)
     feed = Feed(tmp_path)
@@ -195,13 +195,8 @@ def test_records_that_fit_are_merged_and_refused_ones_taken_alone(tmp_path):
         return [record.step for record in feed.next_batch().records]
 
     assert steps() == steps() == [0, 1, 2, 3], "with the last of them it is a call's 1000 metrics"
-    feed.refused()
-    assert steps() == [0]
-    feed.refused()
-    for _ in range(3):
-        feed.written()
-    assert steps() == [4, 5]
-    assert (feed.dropped, feed.waiting) == (1, 2)
+    feed.written()
+    assert steps() == [4, 5] and (feed.dropped, feed.waiting) == (0, 2)
     feed.written()
     assert feed.next_batch() is None
 
