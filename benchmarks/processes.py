@@ -17,7 +17,7 @@ from time import monotonic, time
 
 MARK = "RAYTREC_BENCHMARK"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-OURS = ("driver", "rank", "coordinator", "reader")
+OURS = ("driver", "follower", "rank", "coordinator", "reader")
 ROLES = (  # the first that is found in a process's name and command line
     (r"raylet/raylet ", "raylet"),  # which names what it starts, too
     (r"gcs/gcs_server ", "gcs_server"),
@@ -26,6 +26,7 @@ ROLES = (  # the first that is found in a process's name and command line
     (r" ray::Coordinator", "coordinator"),
     (r" ray::(IDLE|MapBatches|ReadParquet|Split)|(default_worker|forking)\.py", "reader"),
     (r" ray::(\w+)", r"\1"),
+    (r"raytrec track .*--follow", "follower"),
     (r"raytrec train |step_sides\.py ray_recipe", "driver"),
     (r"step_sides\.py \w+ \S+ \d+", "rank"),
     (r"step_sides\.py", "driver"),
