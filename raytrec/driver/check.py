@@ -23,7 +23,7 @@ from raytrec.driver.prepare import resolve
 from raytrec.driver.recorder import Watch, write_json
 from raytrec.driver.run import short
 from raytrec.driver.session import session_of
-from raytrec.driver.track import PATIENCE_S
+from raytrec.driver.track import DELIVERY_S
 from raytrec.tracking.journal import append_line
 from raytrec.tracking.run_folder import CHECK_RESULT
 from raytrec.worker.loop import check_worker
@@ -130,7 +130,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
             status = "KILLED"
             raise
         finally:
-            if delivery and (lost := delivery.finish(status, PATIENCE_S)):
+            if delivery and (lost := delivery.finish(status, DELIVERY_S)):
                 console.warn(lost)
     return result
 

@@ -18,9 +18,10 @@ from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import is_ours, not_ours
 from raytrec.tracking.run_folder import CONFIG, existing_run
 
-ANSWER_S = 5.0  # at the end of a run, for a server that has not answered yet; a file always answers
+SERVER_ANSWER_S = 5.0  # at the end of a run, for a server that has not answered yet; a file always answers
 FILE_S = 60.0
-PATIENCE_S = 30.0  # for all that is missing
+DELIVERY_S = 30.0  # at the end of a run, for all that is missing
+AWAY_S = 15.0  # for a server that does not answer `raytrec track`
 NICE = 19
 # It computes nothing, so threads and arenas of memory would only make it larger.
 SMALL = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
@@ -80,14 +81,14 @@ class Follower:
         Raises:
             ConfigError: as `check`.
         """
-        until = monotonic() + (FILE_S if self._uri.startswith("sqlite") else ANSWER_S)
+        until = monotonic() + (FILE_S if self._uri.startswith("sqlite") else SERVER_ANSWER_S)
         while self._process and not self._answered and (left := until - monotonic()) > 0:
             if not self._take(left):
                 break
         self.check()
         return self.run_id
 
-    def close(self, status: str, patience_s: float = PATIENCE_S) -> str | None:
+    def close(self, status: str, patience_s: float = DELIVERY_S) -> str | None:
         """Has the process write the rest, and waits until it ends. Ctrl-C ends the waiting, too.
 
         Args:
@@ -176,7 +177,7 @@ def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> Ru
         delivery.one_delivery(folder),
     ):
         made = delivery.Delivery(folder, config, console.warn)
-        if lost := made.finish(delivery.status_of(folder), PATIENCE_S):
+        if lost := made.finish(delivery.status_of(folder), AWAY_S):
             raise RunError(
                 lost,
                 where=f"{folder}, tracking.uri={hide(config.tracking.uri)}",

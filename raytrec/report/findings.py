@@ -13,7 +13,14 @@ from raytrec.common.formatting import duration, number, percent
 from raytrec.common.messages import PHASES, Eval, Final, RankLine
 from raytrec.metrics.results import EVAL
 from raytrec.report.run_timeline import story
-from raytrec.tracking.aggregate import WAITING, by_step, order_by_load, own_time, skip_warmup, sum_over_time
+from raytrec.tracking.aggregate import (
+    WAIT_PHASES,
+    by_step,
+    order_by_load,
+    own_time,
+    skip_warmup,
+    sum_over_time,
+)
 from raytrec.tracking.run_folder import RunFolder
 
 SURE_S = 60.0  # of an interval: in less, other processes that start take a small machine's processors
@@ -143,7 +150,7 @@ def straggler(lines: list[RankLine]) -> str | None:
     more = {
         phase: slow.phase_s(phase) - median(other.phase_s(phase) for other in others)
         for phase in PHASES
-        if phase not in WAITING
+        if phase not in WAIT_PHASES
     }
     phase = max(more, key=lambda p: more[p])
     own, over, added = (

@@ -10,10 +10,10 @@ from raytrec.common.messages import RankLine
 from raytrec.tracking.intervals import sum_intervals
 
 ADDED = ("lookups", "lookup_bytes", "weight_bytes", "state_bytes")  # over the tables of a rank
-WAITING = ("input_exchange", "collectives")  # phases in which a rank waits for the others, too
+WAIT_PHASES = ("input_exchange", "collectives")  # phases in which a rank waits for the others, too
 
 SUMMED = ("weight_bytes", "state_bytes", "lookups", "lookup_bytes", "touched_rows")
-LARGEST = ("max_abs", "row_norm_max")
+MAXIMA = ("max_abs", "row_norm_max")
 NORMS = ("weight_norm", "gradient_norm", "update_norm", "state_norm")
 OF_IDS = ("occupancy", "admitted_ids", "evicted_ids", "fallback_share", "id_age")  # the same on all ranks
 # Figures that are averaged over shards, and the weight of a shard: the whole that its figure is a share of.
@@ -27,7 +27,7 @@ WEIGHTS: dict[str, Callable[[dict[str, Any]], float]] = {
     "changed_share": lambda entry: entry.get("read_ids") or 0.0,
     "cache_hit_rate": lambda entry: entry.get("lookups") or 0.0,
 }
-FIGURES = (*SUMMED, *LARGEST, *NORMS, *WEIGHTS)  # of a table, over all ranks
+FIGURES = (*SUMMED, *MAXIMA, *NORMS, *WEIGHTS)  # of a table, over all ranks
 BINS = 30
 
 
@@ -38,7 +38,7 @@ def table_bytes(entry: dict[str, Any]) -> float:
 
 def own_time(line: RankLine) -> float:
     """Seconds of an interval in which a rank did not wait for others."""
-    return line.seconds - sum(line.phase_s(phase) for phase in WAITING)
+    return line.seconds - sum(line.phase_s(phase) for phase in WAIT_PHASES)
 
 
 def by_step(lines: list[RankLine]) -> dict[int, list[RankLine]]:
@@ -107,7 +107,7 @@ def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) 
     entries = [line.tables[table] for line in lines if table in line.tables]
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)
     out: dict[str, Any] = {key: _known(entries, key, sum) for key in SUMMED}
-    out |= {key: _known(entries, key, max) for key in LARGEST}
+    out |= {key: _known(entries, key, max) for key in MAXIMA}
     out |= {key: _known(entries, key, max if replicated else _root_of_squares) for key in NORMS}
     out |= {key: _mean(entries, key, weight) for key, weight in WEIGHTS.items()}
     counts = [c for entry in entries if (c := entry.get("row_norm_counts")) and len(c) == BINS]

@@ -32,7 +32,6 @@ LOCK = "mlflow.lock"
 EVERY_S = 1.0  # from the beginning of one round of writing to the next
 LAST_S = 25.0  # for the last round, once training has ended
 FIRST_S, LONGEST_S = 1.0, 30.0  # between two tries of a store that fails
-KEPT = "records are kept in the run folder, and written when it is back"
 BACK = "MLflow is back; the records that it lacks are being written"
 PARAM_LENGTH, TAG_LENGTH = 6000, 8000  # characters
 LOG_IN = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
@@ -109,8 +108,11 @@ class Delivery:
     def finish(self, status: str, patience_s: float) -> str | None:
         """Writes the rest and ends the run with FINISHED, FAILED or KILLED.
 
+        Args:
+            patience_s: for which a store that fails is tried again.
+
         Returns:
-            None, or what is missing in MLflow after so many seconds.
+            None, or what is missing in MLflow then.
 
         Raises:
             ConfigError: as `deliver`.
@@ -138,7 +140,8 @@ class Delivery:
 
     def _failed(self, error: Exception) -> None:
         if not self._pause_s:
-            self._notify(f"MLflow does not answer ({reason(error)}): {KEPT}")
+            kept = "records are kept in the run folder, and written when it is back"
+            self._notify(f"MLflow does not answer ({reason(error)}): {kept}")
         self._why = reason(error)
         self._pause_s = min(2 * self._pause_s or FIRST_S, self._longest_s)
         self._next = monotonic() + self._pause_s

@@ -34,7 +34,7 @@ from raytrec.report.figures.style import (
 from raytrec.tracking.history import History
 
 # kind → its label, colour, marker and size of markers
-KINDS: dict[type[Measured], tuple[str, str, str | None, float]] = {
+STYLES: dict[type[Measured], tuple[str, str, str | None, float]] = {
     Train: ("training", BLUE, None, 0),
     Eval: ("evaluation", ORANGE, "o", 3.5),
     Final: ("final evaluation", GREEN, "D", 5),
@@ -140,7 +140,7 @@ def _with_final(kind: type[Measured]) -> tuple[type[Measured], ...]:
 
 def _measured(run: History) -> list[Metric]:
     """The metrics that there are figures of; those that training has come first."""
-    found = [each for each in run.metrics_of_tasks if any(points(run, k, each.key)[0] for k in KINDS)]
+    found = [each for each in run.metrics_of_tasks if any(points(run, k, each.key)[0] for k in STYLES)]
     return sorted(found, key=lambda each: not points(run, Train, each.key)[0])
 
 
@@ -165,7 +165,7 @@ def _over_steps(run: History, found: list[Metric], right: float | None = None) -
 
 
 def _draw(axes: Axes, run: History, name: str) -> None:
-    for kind, (label, colour, marker, size) in KINDS.items():
+    for kind, (label, colour, marker, size) in STYLES.items():
         steps, values = points(run, kind, name)
         if steps:
             axes.plot(*thinned(steps, values), color=colour, marker=marker, markersize=size, label=label)

@@ -16,7 +16,7 @@ from raytrec.common.messages import RankLine
 from raytrec.report.figures.style import (
     BLUE,
     BYTES,
-    NAME,
+    NAME_POINTS,
     PERCENT,
     ROUND,
     VERMILION,
@@ -77,7 +77,7 @@ def _matrix(ranks: list[RankLine], value: Callable[[dict], float]) -> tuple[np.n
         return np.zeros((0, len(ranks))), []
     names = sorted(cells, key=lambda name: (-cells[name].sum(), name))
     own, others = names[:MOST_TABLES], names[MOST_TABLES:]
-    rows, labels = [cells[name] for name in own], [fitted(name, NAME) for name in own]
+    rows, labels = [cells[name] for name in own], [fitted(name, NAME_POINTS) for name in own]
     if others:
         rows.append(np.sum([cells[name] for name in others], axis=0))
         labels.append(f"{len(others)} other tables")

@@ -27,7 +27,7 @@ from raytrec.common.formatting import bytes_text, percent, short
 WIDTH = 4.2  # inches
 TITLE_WIDTH = 54  # characters
 # Points: the width of a panel of two that share an axis at their left; the most of a name next to a panel.
-PANEL, NAME = 112, 90
+PANEL, NAME_POINTS = 112, 90
 FONT = "DejaVu Sans"
 MOST_POINTS = 1000  # of one line
 ROUND = (1, 2, 2.5, 5, 10)  # what ticks are multiples of

@@ -13,7 +13,7 @@ from raytrec.report.figures.style import (
     BLUE,
     GREY,
     LINES,
-    NAME,
+    NAME_POINTS,
     PANEL,
     PERCENT,
     PLAIN,
@@ -99,7 +99,7 @@ def health(run: RunFolder) -> Figure | None:
                 *zip(*points, strict=True),
                 color=LINES[place] if named else GREY,
                 linewidth=1.3 if named else 0.6,
-                label=fitted(name, NAME) if named else None,
+                label=fitted(name, NAME_POINTS) if named else None,
             )
         axes.set_ylabel(label)
         axes.yaxis.set_major_formatter(PERCENT if is_share else PLAIN)
