@@ -17,7 +17,7 @@ from uuid import uuid4
 from raytrec.common.messages import CHECKS, METRICS, RANKS
 from raytrec.common.reading import NotReadable, json_values, read_bytes
 from raytrec.tracking.journal import write_whole
-from raytrec.tracking.run_folder import Line, decode_line, read_lines
+from raytrec.tracking.run_folder import Line, decode, read_lines
 from raytrec.tracking.store import MOST_METRICS
 from raytrec.tracking.translate import Record, Translator
 
@@ -134,7 +134,7 @@ class Feed:
 
     def _record(self, file: str, line: Line) -> Record | None:
         try:
-            message = decode_line(file, line.data)
+            message = decode(file, line.data)
         except ValueError as error:
             self.dropped += 1
             self.why = f"{file} has a line that is not a message: {error}"

@@ -59,7 +59,7 @@ def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
             begin += len(data)
 
 
-def decode_line(file: str, data: bytes | str) -> Message | None:
+def decode(file: str, data: bytes | str) -> Message | None:
     """The message of a line; None for one that a driver that died has left in part.
 
     Raises:
@@ -78,7 +78,7 @@ def messages_of(folder: Path, file: str) -> Iterator[Any]:
     """The messages of one file of a run folder, as they were written; the class is that of the file."""
     for line in read_lines(folder / file):
         with suppress(ValueError):
-            if (message := decode_line(file, line.data)) is not None:
+            if (message := decode(file, line.data)) is not None:
                 yield message
 
 
@@ -134,7 +134,7 @@ class RunFolder(History):
 
     def _take(self, file: str, data: bytes) -> None:
         try:
-            message = decode_line(file, data)
+            message = decode(file, data)
         except ValueError:
             message = None
         if message is None:
