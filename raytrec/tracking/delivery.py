@@ -66,7 +66,8 @@ class Delivery:
             before=self._feed.delivered.run_id,
             parent=tracking.parent_run,
         )
-        self._params, self._tags = parameters(config), {}
+        self._params = parameters(config)
+        self._tags: dict[str, str] = {}  # that the store has
         self._uploaded: dict[Path, tuple[int, int]] = {}  # file → its time and size
         self._joined = self._tried = self._ended = False
         self._status: str | None = None  # with which the run is to be ended
@@ -93,8 +94,7 @@ class Delivery:
             self._write_lines()
             self._upload()
             if self._status and not self._ended:
-                self._attempt(partial(self._end, self._status))
-                self._ended = True
+                self._ended = self._attempt(partial(self._end, self._status))
         except ConfigError:
             raise
         except Exception as error:
@@ -170,13 +170,19 @@ class Delivery:
             for part in in_parts(self._params, PARAM_LENGTH):
                 self._dropped += not self._attempt(partial(self._store.write_params, part))
             self._feed.params_written()
-        with suppress(OSError, NotReadable):
-            tags = json_values(read_bytes(self._folder / TAGS))
-            if tags == self._tags or not isinstance(tags, dict):
-                return
-            for part in in_parts(hide_all({key: str(value) for key, value in tags.items()}), TAG_LENGTH):
+        tags = self._read_tags()
+        if tags != self._tags:
+            for part in in_parts(tags, TAG_LENGTH):
                 self._dropped += not self._attempt(partial(self._store.write_tags, part))
             self._tags = tags
+
+    def _read_tags(self) -> dict[str, str]:
+        """The tags of the run folder, without secrets; empty while there are none."""
+        try:
+            tags = json_values(read_bytes(self._folder / TAGS))
+        except (OSError, NotReadable):
+            return {}
+        return hide_all({key: str(value) for key, value in tags.items()}) if isinstance(tags, dict) else {}
 
     def _write_lines(self) -> None:
         """Writes batch after batch; of one that the store refuses, each record alone."""
