@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -131,17 +131,6 @@ def json_values(text: str | bytes) -> Any:
     if count > MOST_DEPTH and _is_deep(values):
         raise NotReadable(f"it has more than {MOST_DEPTH} levels")
     return values
-
-
-def json_lines(lines: Any) -> Iterator[dict[str, Any]]:
-    """The mappings of lines of JSON; lines that are torn, or something else, are passed over."""
-    for line in lines:
-        try:
-            values = json_values(line)
-        except NotReadable:
-            continue
-        if isinstance(values, dict):
-            yield values
 
 
 if yaml.__with_libyaml__:  # several times as fast

@@ -60,12 +60,6 @@ def initial_blocks(
         yield first, initial_values(seed, table, ids, columns, spec.rows)
 
 
-def initial_rows(schema: Schema, table: str, seed: int, start: int, stop: int) -> torch.Tensor:
-    """Initial values of rows [start, stop): float32 [stop - start, dim]."""
-    spec = schema.tables[table]
-    return initial_values(seed, table, torch.arange(start, stop), range(spec.dim), spec.rows)
-
-
 def fill_tables(model: nn.Module, schema: Schema, seed: int) -> None:
     """Writes the initial values into a sharded model's local shards, in place and block by block, on the
     device of each: no host holds a part of a table for that."""

@@ -8,10 +8,9 @@ import checkpoints
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, batches, build, config, train
+from small import SCHEMA, batches, build, config, initial_rows, train
 
 from raytrec.config.schema import Schema
-from raytrec.embeddings.initial import initial_rows
 
 # (world size, hosts, plan for all tables). Kernels differ, too.
 PLANS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from plain_ids import key
 from ranks import on_ranks
-from small import SCHEMA, build, config, train
+from small import SCHEMA, build, config, initial_rows, train
 from typer.testing import CliRunner
 
 from raytrec.checkpoint.files import folder_of
@@ -14,7 +14,6 @@ from raytrec.checkpoint.index import CheckpointError, read_index
 from raytrec.common.errors import ConfigError, SchemaError
 from raytrec.config.schema import Schema
 from raytrec.driver.convert import convert
-from raytrec.embeddings.initial import initial_rows
 
 STEPS = 3
 PROGRESS = {"step": STEPS, "rows": 36, "trained": 36.0, "nan_steps": 0, "window": {}, "seconds": 1.0,

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from small import initial_rows
 
 from raytrec.common.errors import ConfigError, RunError, SchemaError
 from raytrec.config.schema import Schema
 from raytrec.driver import run as driver
-from raytrec.embeddings.initial import initial_rows
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 STILL = ["optim.embeddings.lr=1e-30", "optim.dense.lr=1e-30"]

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from ranks import on_ranks
+from small import initial_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.embeddings.bags import table_of
-from raytrec.embeddings.initial import BLOCK_VALUES, fill_tables, initial_rows
+from raytrec.embeddings.initial import BLOCK_VALUES, fill_tables
 from raytrec.embeddings.tables import tables
 
 BLOCK_ROWS = BLOCK_VALUES // 8

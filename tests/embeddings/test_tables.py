@@ -3,10 +3,9 @@
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, batches, build, config, train
+from small import SCHEMA, batches, build, config, initial_rows, train
 
 from raytrec.common.errors import RunError
-from raytrec.embeddings.initial import initial_rows
 
 WAYS = [
     ("data_parallel", None, "adagrad", 2, 1),

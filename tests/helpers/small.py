@@ -79,3 +79,13 @@ def labelled(labels, weights=None, rows=None, task_weights=None, keys=None):
     labels = labels.unsqueeze(1) if labels.dim() == 1 else labels
     weights = torch.ones(len(labels)) if weights is None else weights
     return Batch(None, None, labels, weights, rows or len(labels), task_weights=task_weights, keys=keys)
+
+
+def initial_rows(schema, table, seed, start, stop):
+    """Initial values of rows [start, stop): float32 [stop - start, dim]."""
+    import torch
+
+    from raytrec.embeddings.initial import initial_values
+
+    spec = schema.tables[table]
+    return initial_values(seed, table, torch.arange(start, stop), range(spec.dim), spec.rows)
