@@ -107,7 +107,7 @@ def test_rows_are_named_by_model_data_or_themselves(quality):
 def test_the_table(quality):
     from quality_table import document, lines_of
 
-    published = {"figures": {"a": 0.5}, "source": "somebody"}
+    published = {"figures": {"a": 0.5}, "source": "an author"}
     row = quality.Row(
         "mf", "toys", {"a": "eval.a", "b": "eval.b"}, "x --source {source}/y", "Toys", published
     )
@@ -124,7 +124,7 @@ def test_the_table(quality):
     assert line[5:] == ("0.5", "12,345", "", "10")
     other = replace(row, model="ncf")
     text = document([row, other], {row.name: {"runs": runs}, other.name: {"runs": runs}})
-    assert "raytrec prepare x --source SOURCE/y" in text and "`toys`, mf, ncf: somebody" in text
+    assert "raytrec prepare x --source SOURCE/y" in text and "`toys`, mf, ncf: an author" in text
     assert lines_of([row], {}) == []
 
 

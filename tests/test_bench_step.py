@@ -9,7 +9,7 @@ import pytest
 
 REPO = Path(__file__).parents[1]
 SPIN = "import time\nwhile time.process_time() < {}: pass\n"
-# One burns 0.3 s of CPU and ends; the other, in a session of its own, 0.2 s, and stays.
+# One burns 0.3 s of CPU and ends; the other, in a separate session, 0.2 s, and stays.
 BOTH = f"""
 import subprocess, sys, time
 subprocess.run([sys.executable, "-S", "-c", {SPIN.format(0.3)!r}])

@@ -1,6 +1,6 @@
 """The command line: what it prints, its exit code, its speed, and what it needs.
 
-Where a process of its own would show no more, it is called in this one.
+Where a separate process would show no more, it is called in this one.
 """
 
 import json
@@ -99,7 +99,7 @@ def train(here, data, tmp_path, *overrides):
 
 
 @pytest.mark.parametrize(
-    "overrides,says",
+    "overrides,message",
     [
         (["scaling.wokers=2"], "did you mean scaling.num_workers"),
         (["data.train=/nowhere/train"], "there is no such folder"),
@@ -107,10 +107,10 @@ def train(here, data, tmp_path, *overrides):
         (["data.schema=/nowhere.yaml"], "there is no schema file"),
     ],
 )
-def test_wrong_input_is_one_message(here, data, tmp_path, overrides, says):
+def test_wrong_input_is_one_message(here, data, tmp_path, overrides, message):
     result = train(here, data, tmp_path, *overrides)
     assert result.returncode == 1
-    assert says in result.stderr and "error: " in result.stderr
+    assert message in result.stderr and "error: " in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
 

@@ -1,4 +1,4 @@
-"""What the documents say exists: links, headings, files, configuration keys, commands and their options."""
+"""What the documents name exists: links, headings, files, configuration keys, commands and their options."""
 
 import re
 import sys
@@ -108,7 +108,7 @@ def known(key: str) -> bool:
 
 
 def is_figure(key: str) -> bool:
-    """Whether it is one of result.json: eval.METRIC, or what is counted beside metrics."""
+    """Whether it is one of result.json: eval.METRIC, or what is counted in addition to metrics."""
     section, *_, name = key.split(".")
     return section == "eval" and (name in METRICS.parts or name in RESERVED)
 

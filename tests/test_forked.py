@@ -1,4 +1,4 @@
-"""The processes that warm.py forks are processes of their own."""
+"""The processes that warm.py forks are separate processes."""
 
 
 def test_workers_of_ray_give_out_different_ids(ray_cluster):

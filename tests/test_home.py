@@ -14,7 +14,7 @@ from raytrec.cluster.session import socket_interfaces
 from raytrec.cluster.token import MODE, PATH, TOKEN, token_file, use_token
 from raytrec.common.errors import RunError
 
-# Where nobody can write, not even root; a home that is a file; a user in no list, who has none.
+# Where no user can write, not even root; a home that is a file; a user in no list, who has none.
 HOMES = ["/proc/none", "/dev/null", None]
 
 

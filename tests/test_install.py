@@ -40,7 +40,7 @@ def make_wheel(folder: Path, name: str, version: str, module: str, text: str = "
 
 
 def index_of(wheels: Path) -> str:
-    """A simple index beside a folder of wheels, as a file:// address."""
+    """A simple index next to a folder of wheels, as a file:// address."""
     root = wheels.parent / f"{wheels.name}-simple"
     for wheel in wheels.glob("*.whl"):
         project = root / wheel.name.partition("-")[0].replace("_", "-")
@@ -145,7 +145,7 @@ def test_a_torch_that_something_else_chose_is_noticed(place):
 
 
 def test_a_package_without_a_wheel_for_this_python_is_named(place):
-    """A file of sources beside it is not compiled, which would end in pages of a compiler's messages."""
+    """A file of sources next to it is not compiled, which would end in pages of a compiler's messages."""
     folder = place.folder / "pypi-simple/old-kernel"
     folder.mkdir()
     (folder / "index.html").write_text('<a href="old-kernel-1.0.tar.gz">old-kernel-1.0.tar.gz</a>')

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of the package and of what the linter is told."""
+    """A copy of the package and of the linter's settings."""
     shutil.copytree(ROOT / "raytrec", tmp_path / "raytrec", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path

@@ -35,7 +35,7 @@ def test_documents_name_targets_that_there_are(file):
 
 
 def test_no_smallest_form_writes_results(smoke):
-    """Benchmarks are told to write nothing, or what they write lies in a folder of the smoke test's own."""
+    """Benchmarks are asked to write nothing, or what they write lies in a folder of the smoke test's own."""
     for name, command in smoke.TARGETS.items():
         script = re.search(r"benchmarks/\w+\.py", command)
         if script and "results" in (REPO / script[0]).read_text():

@@ -33,7 +33,7 @@ def sources():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built of a copy, as building writes beside the sources."""
+    """Built of a copy, as building writes next to the sources."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("raytrec", "datasets"):
         shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -54,7 +54,7 @@ def test_every_file_of_the_tree_is_in_the_wheel(wheel):
 
 @pytest.fixture(scope="module")
 def run(wheel, tmp_path_factory):
-    """Runs a command of an environment that has raytrec from the wheel, in a folder of its own.
+    """Runs a command of an environment that has raytrec from the wheel, in a separate folder.
 
     Of the environment that runs the tests it sees all packages but raytrec: files *.pth, by which that one
     finds the checkout, count only in an environment's own site-packages.

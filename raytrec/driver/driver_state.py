@@ -181,7 +181,7 @@ LOCK = "driver.lock"
 
 
 @contextmanager
-def hold_run_lock(folder: Path, patience_s: float, say: Callable[[str], None]) -> Iterator[None]:
+def hold_run_lock(folder: Path, patience_s: float, report: Callable[[str], None]) -> Iterator[None]:
     """Holds a run folder while the block runs; the lock goes with the process, however it ends.
 
     On file systems without locks there is none.
@@ -189,13 +189,13 @@ def hold_run_lock(folder: Path, patience_s: float, say: Callable[[str], None]) -
     Args:
         folder: of the run.
         patience_s: how long to wait for another driver, which may be saving its last checkpoint.
-        say: called with a line that names the process it waits for.
+        report: a function that takes a line naming the process it waits for.
 
     Raises:
         RunError: another driver trains this run.
     """
     with _opened(folder) as file:
-        _wait(file, folder, patience_s, say)
+        _wait(file, folder, patience_s, report)
         yield
 
 
@@ -207,7 +207,7 @@ def _opened(folder: Path):
         raise RunError(f"cannot write the run folder: {error.strerror}", where=str(folder)) from None
 
 
-def _wait(file, folder: Path, patience_s: float, say: Callable[[str], None]) -> None:
+def _wait(file, folder: Path, patience_s: float, report: Callable[[str], None]) -> None:
     deadline, told = monotonic() + patience_s, False
     while True:
         try:
@@ -224,7 +224,7 @@ def _wait(file, folder: Path, patience_s: float, say: Callable[[str], None]) -> 
                 do="wait for it, stop it, or begin another run with run.name=NAME",
             )
         if not told:
-            say(f"waiting for {holder} to let go of {folder}")
+            report(f"waiting for {holder} to let go of {folder}")
             told = True
         sleep(0.5)
 

@@ -24,7 +24,7 @@ def read_plan(
     """What tasks and evaluations read of a dataset's rows.
 
     Args:
-        slices: columns whose values an evaluation tells apart, and calls by their text.
+        slices: columns by whose values an evaluation is split, named by their text.
         retrieval: eval.retrieval of a dataset whose rows' items are ranked among all items.
     """
     ranked = (retrieval.item, *retrieval.seen) if retrieval else ()
@@ -69,7 +69,7 @@ def check_reserved(tasks: Sequence[Task], slices: Sequence[str], reserved: Seque
 
 
 def check_counts(tasks: Sequence[Task], types: Mapping[str, pa.DataType], uri: str) -> None:
-    """Looks whether the columns that say how often items occur hold whole numbers.
+    """Checks that the columns of item frequencies hold whole numbers.
 
     Args:
         types: of reserved columns, in all files of a dataset together.
@@ -80,7 +80,7 @@ def check_counts(tasks: Sequence[Task], types: Mapping[str, pa.DataType], uri: s
     for column in (task.item_frequency for task in tasks if task.item_frequency is not None):
         if not pa.types.is_integer(types.get(column, pa.int64())):
             raise DataError(
-                f"'{column}', which says how often items occur, is of type {types[column]}",
+                f"'{column}', the frequency of items, is of type {types[column]}",
                 where=f"{uri}, column {column}",
                 expected="whole numbers",
                 do=f"data.transforms: {{do: cast, columns: [{column}], to: int64}}, or name another column",

@@ -35,7 +35,7 @@ def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
         raise ConfigError(
             f"the task leaves its loss to the model, and model.name={model.name}, as it is set, gives none",
             where=f"tasks[{left[0]}].loss, model.name",
-            expected="a model with a loss of its own: one whose model.negatives is set",
+            expected="a model that computes its loss: one whose model.negatives is set",
             do="set model.gives_loss=true if its outputs are followed by one"
             if of_theirs
             else "set model.negatives, if the model has it; or take another loss, such as bce",
@@ -86,6 +86,6 @@ def check_options(section: TaskSection, loss: Loss, where: str) -> None:
         raise ConfigError(
             f"the loss {section.loss} compares rows by the task's {loss.by}, and there is none",
             where=f"{where}.{loss.by}",
-            expected="a column that says which rows belong together",
+            expected="a column by which rows are grouped",
             do=f"set {loss.by} to a column of data.reserve_columns",
         )

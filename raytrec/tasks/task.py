@@ -35,7 +35,7 @@ class Task:
         sample_weight: the column with each row's factor in loss and metrics; None: 1.
         positive_weight: factor of a row's loss where its label is 1.
         negatives_kept: the share of negatives that down-sampling has kept, in (0, 1].
-        group, item: reserved columns that say which rows belong together, and which item a row is about.
+        group, item: reserved columns with a row's group and its item.
         item_frequency: the reserved column with how often a row's item occurs.
         outputs: logits of a row: the number of classes, or 1.
     """
@@ -124,7 +124,7 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
         raise ConfigError(
             f"two tasks are called {min(twice)}",
             where="tasks",
-            expected="a name of its own for each; by default it is the label",
+            expected="a different name for each; by default it is the label",
             do="set name on one of them",
         )
     for place, task in enumerate(tasks):
@@ -204,7 +204,7 @@ def _loss(section: TaskSection, where: str) -> Loss:
     found = loss.find(section.loss, where, os.getcwd())
     if not (isinstance(found, type) and issubclass(found, Loss)) or inspect.isabstract(found):
         raise ConfigError(
-            f"no loss {section.loss}: it is no raytrec.tasks.losses.Loss with of_rows",
+            f"no loss {section.loss}: not a raytrec.tasks.losses.Loss with of_rows",
             where=where,
             expected="a class derived from raytrec.tasks.losses.Loss",
         )

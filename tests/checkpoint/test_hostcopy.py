@@ -54,14 +54,14 @@ def test_a_copy_from_a_gpu_is_page_locked_and_no_larger_than_the_state():
         assert gpu.pinned_bytes == 0
         host.copy(tensors)
         del host
-        assert gpu.pinned_bytes == 0, "unlocked before it is unmapped, whoever forgets to close"
+        assert gpu.pinned_bytes == 0, "unlocked before it is unmapped, also where close is forgotten"
 
 
 def test_a_copy_waits_once_and_for_the_stream_that_brings_it():
     with cuda() as gpu:
         tensors, host, other = state("cuda"), HostCopy(), torch.cuda.Stream()
         del tensors["dense/0/value"]  # an empty tensor has no address, pinned or not
-        other.work(30.0)  # of somebody else
+        other.work(30.0)  # of another program
         gpu.work(0.01)
         gpu.waits.clear()
         copies = host.copy(tensors)
@@ -75,7 +75,7 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is_and_said():
         tensors, host = state("cuda"), HostCopy()
         assert same(host.copy(tensors), tensors) and not gpu.pinned_bytes
         assert "could not be page-locked (cudaHostRegister: error 2)" in host.note
-        assert same(host.copy(tensors), tensors) and host.note is None, "said once"
+        assert same(host.copy(tensors), tensors) and host.note is None, "one warning"
 
 
 def test_ranks_without_a_gpu_do_not_touch_cuda():

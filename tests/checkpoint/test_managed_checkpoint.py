@@ -134,7 +134,7 @@ def saved_beside(rank, world, root):
     plain = rows.pieces
     rows.pieces = lambda *a, **k: go.wait(20) and plain(*a, **k)
     alone = Saver(f"{root}/alone", CheckpointSection(async_save=False))
-    beside = Saver(f"{root}/beside", CheckpointSection(), rows=rows)
+    beside = Saver(f"{root}/next", CheckpointSection(), rows=rows)
     local = [local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
     for number, _ in enumerate(step.train(iter(local), STEPS), 1):
         if number == MIDDLE:
@@ -176,7 +176,7 @@ def test_a_warm_start_takes_the_ids_over(undisturbed):
 
 
 @pytest.mark.parametrize(
-    "table,policy,says",
+    "table,policy,message",
     [
         ({"rows": 15, "dim": 8}, "exact", "15 × 8 now, 15 × 8 with managed ids"),
         ({"rows": 15, "dim": 8}, "resize", "warm_start.tables.user=new"),
@@ -184,12 +184,12 @@ def test_a_warm_start_takes_the_ids_over(undisturbed):
         ({"rows": 15, "dim": 8, "ids": {"fallback_rows": 2}}, "exact", "2 of them for the fallback now"),
     ],
 )
-def test_tables_that_a_warm_start_cannot_take_over(table, policy, says):
+def test_tables_that_a_warm_start_cannot_take_over(table, policy, message):
     made = settings(1, {"sharding_type": "row_wise"}, "sgd")
     made.warm_start.tables = {"user": policy}
     new = schema({**TABLES, "user": table})
     with pytest.raises(SchemaError) as error:
         table_starts(made, schema(), new)
-    assert says in str(error.value)
+    assert message in str(error.value)
     made.warm_start.tables = {"user": "new"}
     assert table_starts(made, schema(), new)["user"].policy == "new"

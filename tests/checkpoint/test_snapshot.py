@@ -24,7 +24,7 @@ def saved(rank, world, plan, optimizer, root, room):
         room: bytes for rows that are set aside, or None.
 
     Returns:
-        The folders, the names that were copied, and how often training has said that it waits.
+        The folders, the names that were copied, and how often training has reported that it waits.
     """
     from raytrec.checkpoint import snapshot
     from raytrec.checkpoint.save import Saver
@@ -45,7 +45,7 @@ def saved(rank, world, plan, optimizer, root, room):
         alone = Saver(f"{root}/alone", CheckpointSection(async_save=False))
         alone.save(3, state.tensors(), {})
         folders = [alone.taken().folder]
-        beside = Saver(f"{root}/beside", CheckpointSection(), rows=rows)
+        beside = Saver(f"{root}/next", CheckpointSection(), rows=rows)
         for number, batch in enumerate(local[3:5]):  # twice: places are used again
             beside.save(3 + number, state.tensors(), {})
             if room is not None:

@@ -83,16 +83,16 @@ class Shell:
 
     def type(self, command: str, expected: list[str]) -> list[str]:
         """Types a command, and ^C where the transcript has it; the lines that came."""
-        said = ""
+        printed = ""
         self._shell.sendline(command)
         if "^C" in expected:
             line = expected[expected.index("^C") - 1]
             came = self._shell.expect([pattern(line), re.escape(PROMPT)])
-            said = self._shell.before + self._shell.after
-            assert came == 0, f"$ {command}\nended without: {line}\n--- all of it:\n{said}"
+            printed = self._shell.before + self._shell.after
+            assert came == 0, f"$ {command}\nended without: {line}\n--- all of it:\n{printed}"
             self._shell.sendintr()
         self._shell.expect_exact(PROMPT)
-        lines = COLOURS.sub("", said + self._shell.before).replace("\r", "").splitlines()
+        lines = COLOURS.sub("", printed + self._shell.before).replace("\r", "").splitlines()
         return [line for line in lines if line.strip() and line != "^C"]
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def test_one_of_yours_is_found_by_its_path(parts):
 
 
 @pytest.mark.parametrize(
-    "name,says",
+    "name,message",
     [
         ("tofee", "there is no sweet 'tofee'; did you mean 'toffee'?"),
         ("tofee", "fudge, toffee, or module:name"),
@@ -50,10 +50,10 @@ def test_one_of_yours_is_found_by_its_path(parts):
         ("no_such_sweets:Nougat", "there is no module no_such_sweets"),
     ],
 )
-def test_what_is_none_is_refused(parts, name, says):
+def test_what_is_none_is_refused(parts, name, message):
     with pytest.raises(ConfigError) as error:
         parts.find(name, "bag")
-    assert says in str(error.value) and "where:    bag" in str(error.value)
+    assert message in str(error.value) and "where:    bag" in str(error.value)
 
 
 def test_errors_of_a_module_are_its_own(parts):

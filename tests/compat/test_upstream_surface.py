@@ -248,7 +248,7 @@ SET = [
         )
     ],
 ]
-# (file below its package, text): names of files and variables, and what errors say.
+# (file below its package, text): names of files and variables, and texts of errors.
 TEXTS = [
     ("ray/train/v2/_internal/constants.py", '"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"'),
     ("ray/train/v2/_internal/constants.py", '"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"'),

@@ -95,7 +95,7 @@ def test_resolved_yaml_loads_to_the_same():
 
 
 @pytest.mark.parametrize(
-    "override,says",
+    "override,expected_text",
     [
         ("scaling.wokers=2", "scaling.wokers: unknown key; did you mean scaling.num_workers?"),
         ("train.batch_size=2", "did you mean data.global_batch_size"),
@@ -120,10 +120,10 @@ def test_resolved_yaml_loads_to_the_same():
         ("train={compile: true, activation_checkpointing: true}", "set one of them to false"),
     ],
 )
-def test_mistakes_are_one_clear_message(override, says):
+def test_mistakes_are_one_clear_message(override, expected_text):
     with pytest.raises(ConfigError) as error:
         load_config({**BASE, "train": {"epochs": 1}}, [override])
-    assert says in str(error.value), str(error.value)
+    assert expected_text in str(error.value), str(error.value)
 
 
 def test_all_mistakes_at_once():
@@ -158,7 +158,7 @@ def test_jobs_are_valid(path):
 
 
 @pytest.mark.parametrize(
-    "override,says",
+    "override,expected_text",
     [
         ("optim.dense.lr=.inf", "optim.dense.lr: Input should be a finite number"),
         ("optim.embeddings.lr=.nan", "optim.embeddings.lr"),
@@ -191,10 +191,10 @@ def test_jobs_are_valid(path):
         ('run.name="a\\nb"', "run.name: a name is"),
     ],
 )
-def test_values_that_cannot_be_are_refused(override, says):
+def test_values_that_cannot_be_are_refused(override, expected_text):
     with pytest.raises(ConfigError) as error:
         load_config(BASE, [override])
-    assert says in str(error.value), str(error.value)
+    assert expected_text in str(error.value), str(error.value)
 
 
 def test_numbers_as_people_write_them():
@@ -208,7 +208,7 @@ LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
 
 
 @pytest.mark.parametrize(
-    "text,says",
+    "text,expected_text",
     [
         ("data: {train: a}\nrun: {}\ndata: {train: b}\n", "key 'data' stands twice: in line 1 and in line 3"),
         ("data:\n  train: a\n  train: b\n", "key 'train' stands twice: in line 2 and in line 3"),
@@ -220,12 +220,16 @@ LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
         ("a: !!python/name:os.system x", "could not determine a constructor"),
     ],
 )
-def test_yaml_that_is_a_trap_is_one_line(tmp_path, text, says):
+def test_yaml_that_is_a_trap_is_one_line(tmp_path, text, expected_text):
     (tmp_path / "a.yaml").write_text(text)
     for load, kind in ((load_config, ConfigError), (Schema.load, SchemaError)):
         with pytest.raises(kind) as error:
             load(tmp_path / "a.yaml")
-        assert says in error.value.what and "\n" not in error.value.what and len(str(error.value)) < 1000
+        assert (
+            expected_text in error.value.what
+            and "\n" not in error.value.what
+            and len(str(error.value)) < 1000
+        )
 
 
 def test_merge_keys_and_anchors_stay():
@@ -236,12 +240,12 @@ def test_merge_keys_and_anchors_stay():
 
 def test_a_file_has_to_be_a_file(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    for place, says in (
+    for place, expected_text in (
         (tmp_path / "pipe.yaml", "a pipe"),
         ("/dev/zero", "a device"),
         (tmp_path / "x\0", "zero"),
     ):
-        with pytest.raises(RaytrecError, match=says):
+        with pytest.raises(RaytrecError, match=expected_text):
             load_config(place)
 
 

@@ -35,7 +35,7 @@ def test_text_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path,value,says",
+    "path,value,message",
     [
         (("sparse", "user", "table"), "usr", "did you mean 'user'"),
         (("sparse", "user", "poling"), "sum", "did you mean 'pooling'"),
@@ -51,10 +51,10 @@ def test_text_round_trip(tmp_path):
         (("tables", "items"), {"rows": 3, "dim": 4}, "call it 'items_table'"),
     ],
 )
-def test_mistakes_are_named(path, value, says):
+def test_mistakes_are_named(path, value, message):
     with pytest.raises(SchemaError) as error:
         Schema.parse(changed(path, value), "my.yaml")
-    assert says in str(error.value) and "my.yaml" in str(error.value)
+    assert message in str(error.value) and "my.yaml" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_managed_ids(tmp_path, ids, text):
 
 
 @pytest.mark.parametrize(
-    "table,ids,says",
+    "table,ids,message",
     [
         ("user", "manged", "tables.user.ids: expected static, managed, or some of admit_after"),
         ("user", {"admit_afte": 2}, "did you mean 'admit_after'"),
@@ -83,10 +83,10 @@ def test_managed_ids(tmp_path, ids, text):
         ("tag", "managed", "out_of_range has no meaning where ids are managed"),
     ],
 )
-def test_mistakes_in_managed_ids(table, ids, says):
+def test_mistakes_in_managed_ids(table, ids, message):
     with pytest.raises(SchemaError) as error:
         Schema.parse(changed(("tables", table, "ids"), ids), "my.yaml")
-    assert says in str(error.value) and "my.yaml" in str(error.value)
+    assert message in str(error.value) and "my.yaml" in str(error.value)
 
 
 def test_names_that_tables_cannot_have_are_torchs_own():

@@ -1,4 +1,4 @@
-"""Batches as they are put together: what they say about themselves, and the memory that they lie in."""
+"""Batches as they are put together: their counts, and the memory that they lie in."""
 
 import pickle
 import threading
@@ -29,10 +29,10 @@ from raytrec.embeddings.pooling import own_copy
 PADDED = 40
 
 
-def form(weights=False, beside=False):
-    """With `beside`, there are weights of two tasks, a key and a reserved column, too."""
+def form(weights=False, reserved=False):
+    """With `reserved`, there are weights of two tasks, a key and a reserved column, too."""
     more = {}
-    if beside:
+    if reserved:
         tasks = (TaskRows("y", sample_weight="x"), TaskRows("y", nulls="skip"))
         more = {"tasks": tasks, "reserved": Reserved(("text",), keys=("text",))}
     return Form(ReadPlan(schema(weights, dense=["x"]), **more), lists=frozenset({"history", "tags"}))
@@ -50,11 +50,11 @@ def rows(form, count, seed, longest=5, absent=False):
     singles = [rng.integers(-(i % 2), 1000, count) for i in range(len(form.singles))]
     bags = [bag(form.schema.sparse[name].weights) for name in form.bags]
     numbers = rng.random(count, np.float32)
-    beside = ([], [], [])
+    reserved = ([], [], [])
     if form.plan.reserved.columns:
         texts = pa.array([f"row {seed}-{i}" for i in range(count)])
-        beside = ([numbers, numbers + 1], [keys_of(texts)], [texts])
-    table = form.table([numbers], [numbers], singles, bags, count, None, *beside)
+        reserved = ([numbers, numbers + 1], [keys_of(texts)], [texts])
+    table = form.table([numbers], [numbers], singles, bags, count, None, *reserved)
     if absent:
         table = table.append_column("present", [rng.random(count) < 0.8])
     return Rows.of(table.combine_chunks().to_batches()[0])
@@ -117,15 +117,15 @@ def test_no_step_waits_for_the_lengths_of_keys():
 
 @pytest.mark.parametrize("counts", [[7, 9], []], ids=["rows", "padding alone"])
 @pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("beside", [False, True])
-def test_batches_for_a_gpu_are_put_together_in_pinned_memory(counts, weights, beside, monkeypatch):
+@pytest.mark.parametrize("reserved", [False, True])
+def test_batches_for_a_gpu_are_put_together_in_pinned_memory(counts, weights, reserved, monkeypatch):
     how = {"by_id": {"history": 2}, "absent": True}
-    usual = batch_of(form(weights, beside), counts, **how)
-    assert len(parts(usual)) == 5 + weights + 2 * beside
+    usual = batch_of(form(weights, reserved), counts, **how)
+    assert len(parts(usual)) == 5 + weights + 2 * reserved
     assert not any(tensor.is_pinned() for tensor in parts(usual))
     with cuda() as gpu:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("a second copy"))
-        batch = batch_of(form(weights, beside), counts, pin_memory=True, **how)
+        batch = batch_of(form(weights, reserved), counts, pin_memory=True, **how)
         assert all(tensor.is_pinned() for tensor in parts(batch))
         sent = batch.to(gpu.device, non_blocking=True)
         assert all(tensor.is_cuda for tensor in parts(sent)) and not gpu.waits
@@ -138,12 +138,12 @@ def test_batches_for_a_gpu_are_put_together_in_pinned_memory(counts, weights, be
 def parts(batch):
     sparse = batch.sparse
     weights = [] if sparse.weights_or_none() is None else [sparse.weights()]
-    beside = [part for part in (batch.task_weights, batch.keys) if part is not None]
-    return [batch.dense, batch.labels, batch.weights, sparse.values(), sparse.lengths(), *weights, *beside]
+    reserved = [part for part in (batch.task_weights, batch.keys) if part is not None]
+    return [batch.dense, batch.labels, batch.weights, sparse.values(), sparse.lengths(), *weights, *reserved]
 
 
 def test_what_goes_along_with_rows_is_put_together_like_them():
-    made = form(beside=True)
+    made = form(reserved=True)
     pieces = [rows(made, 9, seed, absent=True)[2:8] for seed in (1, 2)]
     batch = Collator(made)(pieces, PADDED, 12)
     here = batch.weights == 1

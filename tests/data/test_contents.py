@@ -71,7 +71,7 @@ def test_copies_are_the_same(folder, tmp_path, monkeypatch, whole):
     after = look(scanned(tmp_path / "copy"))
     assert fingerprint(after) == fingerprint(before) and not contents.differences(before, after)
     said = contents.written_again(before, after)
-    assert said == ([] if whole else ["part-0.parquet", "part-1.parquet"]), "samples alone are no proof"
+    assert said == ([] if whole else ["part-0.parquet", "part-1.parquet"]), "samples alone prove nothing"
     assert contents.written_again(before, look(scanned(folder))) == []
     assert [Content(**json.loads(json.dumps(asdict(c)))) for c in before] == before
 

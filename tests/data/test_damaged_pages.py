@@ -1,4 +1,4 @@
-"""Damaged pages: an error, or rows as they were written; never rows of one column beside those of another."""
+"""Damaged pages: an error, or rows as written; never rows of one column next to those of another."""
 
 import random
 from bisect import bisect_right

@@ -130,7 +130,7 @@ def check_exactly_once(folder, rows, order, phases):
 
 
 def rank_process(folder, log, order, rank, world, epoch, step):
-    """One rank of a run, in a process of its own: what it trains goes to its log, a line for each step."""
+    """One rank of a run, in a separate process: what it trains goes to its log, a line for each step."""
     import ray
 
     here = str(Path(__file__).parent)

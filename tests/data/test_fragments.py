@@ -120,7 +120,7 @@ def test_an_encrypted_file_is_named_as_such(tmp_path, plaintext_footer):
 
 
 @pytest.mark.parametrize(
-    "columns,says",
+    "columns,expected_text",
     [
         ({"price": None, "prize": [1.0, 2.0]}, "column 'price' is missing"),
         ({"price": None, "prize": [1.0, 2.0]}, "did you mean 'prize'"),
@@ -133,11 +133,11 @@ def test_an_encrypted_file_is_named_as_such(tmp_path, plaintext_footer):
         ({"tag_weights": [1.0, 2.0]}, "weights 'tag_weights' are of type double"),
     ],
 )
-def test_columns_that_do_not_fit(tmp_path, columns, says):
+def test_columns_that_do_not_fit(tmp_path, columns, expected_text):
     write(tmp_path / "a.parquet")
     assert scan(str(tmp_path), ReadPlan(SCHEMA)).rows == 2
     write(tmp_path / "b.parquet", **columns)
-    fails(tmp_path, says, "b.parquet")
+    fails(tmp_path, expected_text, "b.parquet")
 
 
 @pytest.mark.parametrize("rows", [2**50, 2**31, 2**20, -1])

@@ -174,7 +174,7 @@ def test_ends_in_a_message_or_in_the_same_rows(name, expected, tmp_path):
 
 @pytest.mark.parametrize("name", mutations())
 def test_skipping_keeps_every_other_row(name, expected, tmp_path):
-    """Beside a good file: the good file's rows are all there, and of the bad one none that is wrong."""
+    """Next to a good file: the good file's rows are all there, and of the bad one none that is wrong."""
     whole = pickle.loads(expected[True])
     (tmp_path / "a.parquet").write_bytes(mutations()[name])
     (tmp_path / "b.parquet").write_bytes(written(good()))

@@ -117,7 +117,7 @@ def test_rows_that_arrow_counted_wrongly(tmp_path):
 @pytest.mark.parametrize("error", [KeyError, IndexError, TypeError, Truncated])
 @pytest.mark.parametrize("after", [0, 20])
 def test_pages_that_are_not_understood(tmp_path, monkeypatch, error, after):
-    """What pyarrow can read is no damage: it is read from the row group's beginning."""
+    """What pyarrow can read is not damaged: it is read from the row group's beginning."""
     path, whole, calls = str(tmp_path / "a.parquet"), table(), []
     pq.write_table(whole, path, max_rows_per_page=100)
 
@@ -166,7 +166,7 @@ def test_headers_that_lie_take_no_memory(tmp_path, monkeypatch, field, lie):
 
 
 def test_chunks_that_end_later_than_they_are_said_to(tmp_path):
-    """A chunk that ends later than its footer says, as Java's first writers counted it."""
+    """A chunk that ends later than in its footer, as Java's first writers counted it."""
     path, whole = str(tmp_path / "a.parquet"), table()
     pq.write_table(whole, path, max_rows_per_page=100)
     chunk = pq.read_metadata(path).row_group(0).column(1)

@@ -52,7 +52,7 @@ def test_ranges(clicks, first, last, expected):
 
 
 @pytest.mark.parametrize(
-    "first,last,says",
+    "first,last,message",
     [
         ("2026-11-02", None, "'2026-11-02' is not a partition"),
         ("day=2026-11-02", None, "data.partitions has day=2026-11-02"),
@@ -61,8 +61,8 @@ def test_ranges(clicks, first, last, expected):
         ("date=2026-11-03", "date=2026-11-01", "no partition between"),
     ],
 )
-def test_wrong_ranges(clicks, first, last, says):
-    with pytest.raises(DataError, match=says):
+def test_wrong_ranges(clicks, first, last, message):
+    with pytest.raises(DataError, match=message):
         between(clicks, first, last)
 
 

@@ -195,7 +195,7 @@ def test_a_column_that_is_missing(tmp_path, name, near):
 
 
 @pytest.mark.parametrize(
-    "column,says",
+    "column,message",
     [
         ([[1], [2]], "reserved column 'x' is a list"),
         ([{"a": 1}, {"a": 2}], "reserved column 'x' is of type struct"),
@@ -204,9 +204,9 @@ def test_a_column_that_is_missing(tmp_path, name, near):
         ([datetime(2026, 1, 1), None], "group rows, is of type timestamp"),
     ],
 )
-def test_what_no_rows_are_grouped_by(tmp_path, column, says):
+def test_what_no_rows_are_grouped_by(tmp_path, column, message):
     write(tmp_path / "a.parquet", x=column)
-    with pytest.raises(DataError, match=says) as error:
+    with pytest.raises(DataError, match=message) as error:
         scan(str(tmp_path), ReadPlan(SCHEMA, reserved=Reserved(keys=("x",), groups=("x",))))
     assert "a.parquet, column x" in error.value.where and error.value.do
 

@@ -138,7 +138,7 @@ def test_rows_that_are_skipped_count_nowhere(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "columns,task,says,in_footer",
+    "columns,task,expected_text,in_footer",
     [
         ({"w": [1.0, 2.0, math.nan]}, {"sample_weight": "w"}, "column 'w' has NaN", False),
         ({"w": [1.0, 2.0, None]}, {"sample_weight": "w"}, "column 'w' has a null", True),
@@ -150,17 +150,17 @@ def test_rows_that_are_skipped_count_nowhere(tmp_path):
         ({"click": [0.5, None, -1]}, {}, "label 'click' is -1", True),
     ],
 )
-def test_values_that_are_none(tmp_path, columns, task, says, in_footer):
+def test_values_that_are_none(tmp_path, columns, task, expected_text, in_footer):
     """The message has the row; where footers show it, before anything starts."""
     path = write(tmp_path / "a.parquet", group=2, **columns)
     tasks = (TaskRows("click", "click", "skip", **task),)
-    with pytest.raises(DataError, match=says) as error:
+    with pytest.raises(DataError, match=expected_text) as error:
         read(path, tasks)
     assert f"a.parquet, row group 1, column {next(iter(columns))}, row 0" in error.value.where
     data = scan(path, ReadPlan(SCHEMA, tasks=tasks, label_ranges=RANGES))
     assert [group.index for group in data.accused] == [1] * in_footer
     if in_footer:
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=expected_text):
             check_accused(data)
 
 
@@ -200,7 +200,7 @@ def test_a_task_in_which_no_row_counts_is_known_from_footers(tmp_path, columns, 
 
 
 @pytest.mark.parametrize(
-    "columns,task,says",
+    "columns,task,expected_text",
     [
         ({"m": ["a", "b"]}, {"mask": "m"}, "mask 'm' is of type string"),
         ({"m": [[1], [0]]}, {"mask": "m"}, "mask 'm' is a list"),
@@ -210,12 +210,12 @@ def test_a_task_in_which_no_row_counts_is_known_from_footers(tmp_path, columns, 
         ({"weigth": [1, 2]}, {"sample_weight": "weight"}, "column 'weight' is missing"),
     ],
 )
-def test_columns_that_are_none(tmp_path, columns, task, says):
+def test_columns_that_are_none(tmp_path, columns, task, expected_text):
     path = write(tmp_path / "a.parquet", **columns)
-    with pytest.raises(DataError, match=says) as error:
+    with pytest.raises(DataError, match=expected_text) as error:
         scan(path, ReadPlan(SCHEMA, tasks=(TaskRows("click", "click", **task),)))
     assert "a.parquet" in error.value.where and error.value.do
-    if "missing" in says:
+    if "missing" in expected_text:
         assert f"{next(iter(task))} of task click" in error.value.expected
 
 

@@ -94,7 +94,7 @@ def test_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "columns,says,row",
+    "columns,expected_text,row",
     [
         ({"label": [0, None, 1]}, "column 'label' has a null", 1),
         ({"price": [1.0, 2.0, None]}, "column 'price' has a null", 2),
@@ -110,11 +110,11 @@ def test_weights(tmp_path):
         ({"tags": [[1], [], [None]]}, "feature 'tags' has a null inside a list", 2),
     ],
 )
-def test_wrong_values_are_placed(tmp_path, columns, says, row):
+def test_wrong_values_are_placed(tmp_path, columns, expected_text, row):
     with pytest.raises(DataError) as error:
         read(tmp_path, columns)
     message = str(error.value)
-    assert says in message, message
+    assert expected_text in message, message
     assert f"a.parquet, row group 0, column {next(iter(columns))}, row {row}" in message
     with pytest.raises(DataError) as error:
         read(tmp_path, columns, first=1)
@@ -122,15 +122,15 @@ def test_wrong_values_are_placed(tmp_path, columns, says, row):
 
 
 @pytest.mark.parametrize(
-    "weights,says",
+    "weights,expected_text",
     [
         ([[0.5], [], [2.0]], "'w' has 1 weights for 2 ids of 'tags'"),
         ([[0.5], [], [2.0, float("nan")]], "column 'w' has NaN"),
         ([[0.5], [], [2.0, None]], "weights 'w' have a null"),
     ],
 )
-def test_wrong_weights(tmp_path, weights, says):
-    with pytest.raises(DataError, match=says):
+def test_wrong_weights(tmp_path, weights, expected_text):
+    with pytest.raises(DataError, match=expected_text):
         read(tmp_path, {"w": weights}, schema(weights="w"))
 
 

@@ -1,4 +1,4 @@
-"""Ids that are drawn for rows: which, how often, and the same whoever reads the rows."""
+"""Ids that are drawn for rows: which, how often, and the same whichever rank reads the rows."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Numbers and times beside the ids of a sequence: read, checked, cut and padded like the ids."""
+"""Numbers and times next to the ids of a sequence: read, checked, cut and padded like the ids."""
 
 from datetime import UTC, date, datetime
 
@@ -91,7 +91,7 @@ def test_rows_and_slices_of_them(tmp_path):
 
 
 def test_a_side_alone_makes_a_list_of_a_feature(tmp_path):
-    """An id a row, with a list of one time beside it."""
+    """An id a row, with a list of one time next to it."""
     schema = Schema.parse(VALUES | {"sparse": VALUES["sparse"]}, "test")
     times = [[10], [20], [30], [40]]
     price = [[1.0], [2.0], [3.0], [4.0]]

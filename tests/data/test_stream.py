@@ -21,7 +21,7 @@ from raytrec.data.read_plan import ReadPlan, Reserved, TaskRows
 from raytrec.data.stream import Stream
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-# The row's own number is looked up, too: it tells which rows a batch holds.
+# The row's own number is looked up, too: it shows which rows a batch holds.
 VALUES = yaml.safe_load(parquet.SCHEMA_YAML)
 VALUES["sparse"]["row"] = {"table": "row"}
 VALUES["tables"]["row"] = {"rows": 10_000, "dim": 8}

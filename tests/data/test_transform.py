@@ -175,7 +175,7 @@ def test_ages():
 
 
 @pytest.mark.parametrize(
-    "spec,says",
+    "spec,message",
     [
         ({"do": "binarize"}, "at_least .* or positive"),
         ({"do": "binarize", "at_least": 1, "positive": ["a"]}, "at_least .* or positive"),
@@ -184,13 +184,13 @@ def test_ages():
         ({"do": "cast", "to": "int"}, "int64"),
     ],
 )
-def test_settings_that_do_not_fit(spec, says):
-    with pytest.raises(ValidationError, match=says):
+def test_settings_that_do_not_fit(spec, message):
+    with pytest.raises(ValidationError, match=message):
         parse([{"columns": ["x"], **spec}])
 
 
 @pytest.mark.parametrize(
-    "spec,column,says",
+    "spec,column,message",
     [
         ({"do": "binarize", "positive": [True]}, ["yes"], "put it into quotes"),
         ({"do": "binarize", "positive": ["1"]}, [1], "holds int64, and positive '1'"),
@@ -203,8 +203,8 @@ def test_settings_that_do_not_fit(spec, says):
         ({"do": "cast", "to": "float32"}, ["many"], "many"),
     ],
 )
-def test_columns_that_do_not_fit(spec, column, says):
-    with pytest.raises(DataError, match=says):
+def test_columns_that_do_not_fit(spec, column, message):
+    with pytest.raises(DataError, match=message):
         run(column, **spec)
 
 
@@ -264,15 +264,15 @@ def test_columns_before():
 
 
 @pytest.mark.parametrize(
-    "spec,says",
+    "spec,message",
     [
         ({"do": "log"}, r"data.transforms\[0\] \(log\) failed: "),
         ({"do": "lookup_vocabulary", "vocabulary": "no-such.txt"}, "no-such.txt"),
         ({"do": "fill_null", "value": "many"}, "fill_null"),
     ],
 )
-def test_what_fails_is_named(spec, says):
-    with pytest.raises(DataError, match=says) as error:
+def test_what_fails_is_named(spec, message):
+    with pytest.raises(DataError, match=message) as error:
         run([1, 2] if spec["do"] == "fill_null" else ["a", "b"], **spec)
     assert "test" in str(error.value)
 

@@ -48,25 +48,25 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("column", "value", "says"), WRONG)
-def test_footers_accuse_and_the_row_is_named(folder, column, value, says):
+@pytest.mark.parametrize(("column", "value", "message"), WRONG)
+def test_footers_accuse_and_the_row_is_named(folder, column, value, message):
     change(folder, column, 310, value)
     dataset = scanned(folder)
     assert [(g.path.rpartition("/")[2], g.index) for g in dataset.accused] == [("part-1.parquet", 1)]
-    with pytest.raises(DataError, match=says) as error:
+    with pytest.raises(DataError, match=message) as error:
         check_accused(dataset)
     assert "part-1.parquet, row group 1" in error.value.where and "row 10" in error.value.where
 
 
-@pytest.mark.parametrize(("column", "value", "says"), WRONG)
-def test_what_no_footer_says_is_found_by_reading(folder, monkeypatch, column, value, says):
+@pytest.mark.parametrize(("column", "value", "message"), WRONG)
+def test_what_no_footer_says_is_found_by_reading(folder, monkeypatch, column, value, message):
     monkeypatch.setattr(rows, "CHECKED_ROWS", 64)
     change(folder, column, 310, value, write_statistics=False)
     dataset = scanned(folder)
     assert dataset.accused == ()
     read = [n for g in dataset.groups[:3] for n in check_rows(g.path, g.index, dataset.form)]
     assert sum(read) == 750 and max(read) == 64
-    with pytest.raises(DataError, match=says) as error:
+    with pytest.raises(DataError, match=message) as error:
         list(check_rows(dataset.groups[3].path, 1, dataset.form))
     assert "row 10" in error.value.where
 

@@ -120,7 +120,7 @@ def test_the_seed_draws_another_fifth(prepared, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "says"),
+    ("column", "value", "message"),
     [
         ("age", "old", "age is 'old', no number"),
         ("capital_gain", "-3", "capital_gain is '-3', no number"),
@@ -131,7 +131,7 @@ def test_the_seed_draws_another_fifth(prepared, tmp_path):
         ("sex", "Male, Female", "the line has 16 fields"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, column, value, says):
+def test_a_broken_line_is_named(tmp_path, column, value, message):
     people = make_people(10, 3)
     if value is None:
         people[6].pop(column)
@@ -140,7 +140,7 @@ def test_a_broken_line_is_named(tmp_path, column, value, says):
     write(tmp_path, lines_of(people), lines_of(make_people(5, 4)))
     result = run(tmp_path)
     assert isinstance(result.exception, DataError)
-    assert says in str(result.exception) and "adult.data, line 7" in str(result.exception)
+    assert message in str(result.exception) and "adult.data, line 7" in str(result.exception)
     assert not (tmp_path / "out").exists()
 
 

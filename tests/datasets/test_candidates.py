@@ -27,7 +27,7 @@ def original(folder, layout="pairs"):
     rng, movies = random.Random(5), {item: 7 * item + 3 for item in range(ITEMS)}
     seen = {user: rng.sample(range(ITEMS), rng.randint(3, 9)) for user in range(USERS)}
     pairs = [(user, item) for user, items in seen.items() for item in items]
-    # Items are numbered in the order in which they appear, and those that nobody has seen come last.
+    # Items are numbered in the order in which they appear, and unseen ones come last.
     number = {item: n for n, item in enumerate(dict.fromkeys([i for _, i in pairs] + [*range(ITEMS)]))}
     pairs = [(user, number[item]) for user, item in pairs]
     movies = {number[item]: movie for item, movie in movies.items()}
@@ -102,7 +102,7 @@ def test_the_same_seed_gives_the_same_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "says"),
+    ("file", "text", "message"),
     [
         ("x.test.negative", "(0,1)\n", "line 1 is not a user with candidates"),
         ("x.test.negative", "(0,1)\t2\tx\n", "line 1 is not a user"),
@@ -112,14 +112,14 @@ def test_the_same_seed_gives_the_same_rows(tmp_path):
         ("pairs.parquet", None, "no pairs to train on"),
     ],
 )
-def test_what_is_wrong_with_files(tmp_path, file, text, says):
+def test_what_is_wrong_with_files(tmp_path, file, text, message):
     original(tmp_path / "in")
     if text is None:
         (tmp_path / "in" / file).unlink()
     else:
         (tmp_path / "in" / file).write_text(text)
     result = run("--source", tmp_path / "in", "--out", tmp_path / "out")
-    assert isinstance(result.exception, DataError) and says in str(result.exception)
+    assert isinstance(result.exception, DataError) and message in str(result.exception)
     assert file.split(".")[0] in str(result.exception)
 
 

@@ -93,10 +93,10 @@ def test_1tb_with_frequencies(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "broken,says",
+    "broken,message",
     [("1\t2\t3", "3 fields"), (None, "I5 is 'x'"), ("hex", "C3 is 'zz'"), ("label", "label is '7'")],
 )
-def test_malformed_line_is_named(tmp_path, broken, says):
+def test_malformed_line_is_named(tmp_path, broken, message):
     text = make_lines(300, 2)
     fields = text[210].split("\t")
     if broken is None:
@@ -109,7 +109,7 @@ def test_malformed_line_is_named(tmp_path, broken, says):
     (tmp_path / "train.txt").write_text("\n".join(text) + "\n")
     result = run("--source", tmp_path, "--out", tmp_path / "out")
     assert isinstance(result.exception, DataError)
-    assert says in str(result.exception) and "train.txt, line 211" in str(result.exception)
+    assert message in str(result.exception) and "train.txt, line 211" in str(result.exception)
     assert not (tmp_path / "out").exists()
     assert run("--source", tmp_path, "--out", tmp_path / "out", "--on-bad-line", "skip").exit_code == 0
     assert sum(len(rows_of(tmp_path / "out" / s)) for s in ("train", "valid", "test")) == 299

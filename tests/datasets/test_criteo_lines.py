@@ -24,7 +24,7 @@ def rows_and_skipped(path, skip_bad):
 
 
 @pytest.mark.parametrize(
-    "field,value,says",
+    "field,value,message",
     [
         (20, "1_0", "C7 is '1_0'"),  # int('1_0', 16) is a number to Python
         (20, "0x1f", "C7 is '0x1f'"),
@@ -36,12 +36,12 @@ def rows_and_skipped(path, skip_bad):
         (0, "", "the label is ''"),
     ],
 )
-def test_no_line_is_lost_in_silence(tmp_path, field, value, says):
+def test_no_line_is_lost_in_silence(tmp_path, field, value, message):
     path = tmp_path / "train.txt"
     path.write_text("\n".join([GOOD, "", GOOD, changed(field, value), GOOD]) + "\n")
     with pytest.raises(DataError) as error:
         rows_and_skipped(path, skip_bad=False)
-    assert says in str(error.value) and "line 4" in str(error.value)
+    assert message in str(error.value) and "line 4" in str(error.value)
     assert rows_and_skipped(path, skip_bad=True) == (3, 1)
 
 

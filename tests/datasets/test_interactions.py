@@ -409,7 +409,7 @@ GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) 
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "arguments", "says"),
+    ("name", "text", "arguments", "message"),
     [
         ("x.csv", GOOD, ["--user", "usr"], "no column 'usr'; did you mean 'user'?"),
         ("x.csv", GOOD + "7,1\n", [], "x.csv, line 22"),
@@ -432,10 +432,10 @@ GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) 
         ("x.train.rating", "1\t2\t3\t4\n", [], "x.test.rating"),
     ],
 )
-def test_what_is_wrong_is_said(name, text, arguments, says, tmp_path):
+def test_what_is_wrong_is_said(name, text, arguments, message, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_text(text)
     source = tmp_path / "in" if name == "train.txt" else tmp_path / "in" / name
     result = run(source, tmp_path / "out", *arguments)
     assert isinstance(result.exception, RaytrecError), result.exception
-    assert says in str(result.exception) and not (tmp_path / "out").exists()
+    assert message in str(result.exception) and not (tmp_path / "out").exists()

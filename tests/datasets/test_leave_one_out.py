@@ -67,7 +67,7 @@ def test_ratings_of_any_set(layout, tmp_path):
 
 
 def sequences(folder):
-    """sequences.parquet of the pairs of a folder, each user's in an order of its own; {userID: movieIDs}."""
+    """sequences.parquet of the pairs of a folder, each user's in a separate order; {userID: movieIDs}."""
     pairs = pq.read_table(folder / "pairs.parquet").to_pylist()
     lists = {}
     for pair in random.Random(4).sample(pairs, len(pairs)):

@@ -142,7 +142,7 @@ def test_ids_fit_their_tables(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "break_it,says",
+    "break_it,message",
     [
         (lambda d: (d / "u.item").unlink(), "u.item is missing"),
         (lambda d: (d / "u.data").unlink(), "no MovieLens files here"),
@@ -150,11 +150,11 @@ def test_ids_fit_their_tables(tmp_path):
         (lambda d: (d / "u.data").write_text("1\t2\tx\t4\n"), "does not parse"),
     ],
 )
-def test_broken_sources(tmp_path, break_it, says):
+def test_broken_sources(tmp_path, break_it, message):
     write_100k(tmp_path, make_ratings())
     break_it(tmp_path)
     result = run("--source", tmp_path, "--out", tmp_path / "out")
-    assert isinstance(result.exception, DataError) and says in str(result.exception)
+    assert isinstance(result.exception, DataError) and message in str(result.exception)
     assert str(tmp_path) in str(result.exception)
 
 

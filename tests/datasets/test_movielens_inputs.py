@@ -70,19 +70,19 @@ def test_small_sets_have_small_row_groups(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line,says",
+    "line,message",
     [
         (",1,5.0,880000000", "a field is empty"),
         ("2,1,5.0,880000000000", "seconds since 1970"),  # milliseconds would mix the users' histories
     ],
 )
-def test_ratings_that_would_mix_users_are_refused(tmp_path, line, says):
+def test_ratings_that_would_mix_users_are_refused(tmp_path, line, message):
     source = write(tmp_path / "from", make_ratings())
     with (source / "ratings.csv").open("a") as file:
         file.write(line + "\n")
     result = run("--source", source, "--out", tmp_path / "out")
     assert isinstance(result.exception, DataError)
-    assert says in str(result.exception) and "ratings.csv" in str(result.exception)
+    assert message in str(result.exception) and "ratings.csv" in str(result.exception)
 
 
 def test_an_empty_genre_is_no_genre(tmp_path):

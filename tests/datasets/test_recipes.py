@@ -17,12 +17,12 @@ told = []
 
 
 def plain(out: Path, rows: int = 7, seed: int = 0, source: Path | None = None, force: bool = False):
-    """Says what it was told."""
+    """Repeats its option."""
     told.append((out, rows, seed, source, force))
 
 
 def annotated(out: Path, share: Annotated[float, Option("--part", min=0, max=1, help="Of rows.")] = 0.5):
-    """Has an option of its own."""
+    """Has a separate option."""
     told.append((out, share))
 
 
@@ -48,7 +48,7 @@ def test_what_the_function_does_not_take_is_refused(arguments):
 
 def test_help_is_the_docstring_and_the_shared_options_say_what_they_are():
     shown = " ".join(run("plain", "--help").output.split())
-    assert "Says what it was told." in shown and "Folder to write train/" in shown
+    assert "Repeats its option." in shown and "Folder to write train/" in shown
     assert "Replace what the folder holds." in shown and "The same seed gives the same data." in shown
 
 
@@ -63,7 +63,7 @@ def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", ["no_such_module:prepare", f"{__name__}:no_such_function", f"{__name__}:told"]
+    "path", ["no_such_module:prepare", f"{__name__}:no_such_function", f"{__name__}:given"]
 )
 def test_what_is_no_recipe_is_an_error_for_people(path):
     with pytest.raises(ConfigError, match="recipe"):

@@ -1,4 +1,4 @@
-"""The planted data: what it says of itself, repeated, and without memory for all of it."""
+"""The planted data: its description, its repetition, and less memory than all of it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The synthetic recipe against a slow reading of its own files, one row and feature at a time."""
+"""The synthetic recipe against a slow reading of the files, one row and feature at a time."""
 
 import json
 
@@ -22,7 +22,7 @@ def exact_auc(labels, scores):
 
 
 def slow_logits(table, schema, model, ranks):
-    """Each row's logit, with bags pooled as schema.yaml says; ranks: for each feature its rank by id."""
+    """Each row's logit, with bags pooled as in schema.yaml; ranks: for each feature its rank by id."""
     out = []
     for row in table.to_pylist():
         dense = np.array([row[name] for name in schema.dense])
@@ -60,7 +60,7 @@ def test_labels_follow_the_planted_model(tmp_path, monkeypatch):
     best = json.loads((tmp_path / "out/prepared.json").read_text())["best_auc"]["test"]
     assert best == pytest.approx(exact_auc(labels, logits), abs=1e-5)
     probability = 1 / (1 + np.exp(-logits))
-    for low in np.arange(0, 1, 0.2):  # in every fifth of the probabilities, as many labels as they say
+    for low in np.arange(0, 1, 0.2):  # in every fifth of the probabilities, as many labels as expected
         inside = (probability >= low) & (probability < low + 0.2)
         deviation = np.sqrt((probability * (1 - probability))[inside].sum())
         assert abs(labels[inside].sum() - probability[inside].sum()) < 4.5 * deviation

@@ -1,4 +1,4 @@
-"""What every recipe's folder promises: complete or absent, quick to repeat, never somebody else's data."""
+"""What every recipe's folder promises: complete or absent, quick to repeat, never another user's data."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq

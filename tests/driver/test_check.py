@@ -82,7 +82,7 @@ def test_a_check_that_passes(folder, tmp_path, capsys):
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
-    "plan,says",
+    "plan,message",
     [
         ({"user": {"ranks": [2]}}, "table user: on rank 2"),
         (
@@ -92,18 +92,18 @@ def test_a_check_that_passes(folder, tmp_path, capsys):
         ({"usr": {"ranks": [0]}}, "did you mean 'user'"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused_before_any_worker_starts(folder, tmp_path, capfd, plan, says):
+def test_a_plan_that_cannot_be_is_refused_before_any_worker_starts(folder, tmp_path, capfd, plan, message):
     values = settings(folder, tmp_path) | {"plan": {"tables": plan}}
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         check.check(values)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         driver.train(
             parquet.settings(parquet.dataset(tmp_path / "data"), tmp_path / "run") | {"plan": values["plan"]}
         )
     assert "starting the workers" not in capfd.readouterr().err
 
 
-# In a copy of the package: the code that is right, what is put in its place, what the check must say of it.
+# In a copy of the package: the code that is right, what is put in its place, the check's message.
 SABOTAGE = {
     "means are not divided": (
         "embeddings/pooling.py",
@@ -161,7 +161,7 @@ def test_what_a_check_that_fails_says(folder, tmp_path, monkeypatch, capsys):
 @pytest.mark.survive
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_a_check_that_fails(folder, tmp_path, name):
-    file, right, wrong, says = SABOTAGE[name]
+    file, right, wrong, message = SABOTAGE[name]
     package = tmp_path / "raytrec"
     shutil.copytree(Path(raytrec.__file__).parent, package)
     code = (package / file).read_text()
@@ -179,6 +179,6 @@ def test_a_check_that_fails(folder, tmp_path, name):
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
     assert "FAIL" in result.stdout
-    for line in says:
+    for line in message:
         assert line in result.stdout
     assert json.loads((tmp_path / "check/check.json").read_text())["passed"] is False

@@ -182,7 +182,7 @@ def test_ids_that_wait_go_on_waiting(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tables,says",
+    "tables,message",
     [
         (["user=managed", "user=hash"], "names user twice"),
         (["usr=managed"], "did you mean 'user'"),
@@ -194,10 +194,10 @@ def test_ids_that_wait_go_on_waiting(tmp_path):
         ([], "no table was given"),
     ],
 )
-def test_what_cannot_be_asked_for(trained, tables, says, tmp_path):
+def test_what_cannot_be_asked_for(trained, tables, message, tmp_path):
     with pytest.raises((ConfigError, SchemaError)) as error:
         convert(trained["adam"], tables, str(tmp_path / "out"))
-    assert says in str(error.value) and not (tmp_path / "out").exists()
+    assert message in str(error.value) and not (tmp_path / "out").exists()
 
 
 def test_what_a_table_cannot_become(managed, trained, tmp_path):

@@ -294,7 +294,7 @@ def test_nothing_listens_beyond_loopback(runs, heard):
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="names Linux's interfaces")
 def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_path):
-    """As a worker's process is, before it joins a group. What somebody has set stays."""
+    """As a worker's process is, before it joins a group. Existing settings stay."""
     import ray
 
     from raytrec.cluster.session import loopback_environment
@@ -321,7 +321,7 @@ def test_gloo_and_nccl_are_told_the_interface_that_ray_uses(monkeypatch, tmp_pat
         "= is: this name, no longer ones"
     )
     assert own["NCCL_SOCKET_IFNAME"] == "eth7"
-    assert conf == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": None}, "NCCL's own file says it"
+    assert conf == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": None}, "NCCL's own file has it"
     for name in names:
         monkeypatch.delenv(name, raising=False)
     assert loopback_environment().items() >= {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}.items()
@@ -370,7 +370,7 @@ def test_bad_rows_in_test_lose_no_training(folder, tmp_path, monkeypatch):
     for change, rows in (("data.on_error=skip", 1002), ("tables.us*.out_of_range=hash", 1003)):
         figures = evaluate("run", overrides=[change]).metrics
         assert (figures["eval.rows"], figures["eval.skipped_rows"]) == (rows, 1003 - rows)
-    assert seen(run) == before, "nothing is written where somebody else's run may lie"
+    assert seen(run) == before, "nothing is written where another user's run may lie"
 
     shutil.copytree(folder / "test", bad / "test", dirs_exist_ok=True)
     assert driver.train(None, resume="run").metrics["eval.rows"] == 1003

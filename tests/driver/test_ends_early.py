@@ -13,7 +13,7 @@ from raytrec.common.errors import ConfigError, DataError
 from raytrec.driver import run as driver
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-STEP = 30  # an evaluation every 10 steps; after the first, nothing is learned, and two may be no better
+STEP = 30  # an evaluation every 10 steps; after the first, nothing is learned, and two may be equal
 EARLY = {"metric": "auc", "patience": 2}
 
 

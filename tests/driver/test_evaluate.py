@@ -132,7 +132,7 @@ def test_what_an_evaluation_can_change():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ("model.top_mlp=[3]", "has no part in an evaluation"),
         ("run.dir=/x", "has no part"),
@@ -143,8 +143,8 @@ def test_what_an_evaluation_can_change():
         ("nonsense", "has no part|not an override"),
     ],
 )
-def test_what_an_evaluation_cannot_change(change, says):
-    with pytest.raises((ConfigError, SchemaError), match=says):
+def test_what_an_evaluation_cannot_change(change, message):
+    with pytest.raises((ConfigError, SchemaError), match=message):
         evaluation_config(ABOUT, "there", [change], allow_code=False)
 
 

@@ -49,7 +49,7 @@ OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacit
 
 
 @pytest.mark.parametrize(
-    "text,says",
+    "text,message",
     [
         (ILLEGAL + ADVICE + FRAMES, ILLEGAL),
         (ECC + ADVICE, ECC),
@@ -75,12 +75,12 @@ OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacit
         ),
     ],
 )
-def test_an_error_of_its_own_gpu_that_comes_up_in_a_collective(text, says):
-    """Rank 1 has it; the others lost rank 1. It is said by the line that says it."""
+def test_an_error_of_its_own_gpu_that_comes_up_in_a_collective(text, message):
+    """Rank 1 has it; the others lost rank 1. The line that raises it is named."""
     lost = NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call failed")
     cause = find_cause({0: RuntimeError(lost), 1: RuntimeError(text), 2: RuntimeError(lost)})
-    assert (cause.kind, cause.rank) == (Kind.ERROR, 1) and says in cause.text, cause
-    assert says in main_line(text) and "\n" not in main_line(text)
+    assert (cause.kind, cause.rank) == (Kind.ERROR, 1) and message in cause.text, cause
+    assert message in main_line(text) and "\n" not in main_line(text)
 
 
 @pytest.mark.parametrize(

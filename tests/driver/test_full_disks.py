@@ -1,4 +1,4 @@
-"""Whole runs on disks that are full: they train to their end, say what is missing, and can be resumed."""
+"""Whole runs on disks that are full: they train to their end, report what is missing, and can be resumed."""
 
 import json
 from contextlib import contextmanager, suppress
@@ -73,7 +73,7 @@ def same(one, other):
 
 
 def test_the_run_folders_disk_is_full_to_the_end(undisturbed, folder, disk, tmp_path, capfd):
-    """With it the MLflow store, which lies beside it; checkpoints are elsewhere."""
+    """With it the MLflow store, which lies next to it; checkpoints are elsewhere."""
     run = disk / "runs/one"
     config = tmp_path / "config.json"
     config.write_text(json.dumps(settings(folder, run, checkpoint__dir=str(tmp_path / "checkpoints"))))

@@ -24,7 +24,7 @@ OF_READING = ("Reading", "Batch", "Supply", "Dataset", "StreamingExecutor", "Dat
 
 
 def alive(kinds):
-    """How many objects of each class there are that somebody holds, and how many threads."""
+    """How many objects of each class there are that are referenced, and how many threads."""
     gc.collect()
     found = Counter(type(each).__name__ for each in gc.get_objects())
     return {kind: found[kind] for kind in kinds} | {"threads": threading.active_count()}
@@ -41,7 +41,7 @@ def settle(kinds):
 
 
 def grown(early, late):
-    """{kind: (before, now)} of what there is more of."""
+    """{kind: (before, now)} of kinds that have grown."""
     return {kind: (count, late[kind]) for kind, count in early.items() if late[kind] > count}
 
 

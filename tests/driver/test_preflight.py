@@ -1,4 +1,4 @@
-"""What configuration and schema cannot do together, said before Ray starts; and text that is only text."""
+"""What configuration and schema cannot do together, reported before Ray starts; text that is only text."""
 
 import io
 import subprocess
@@ -24,7 +24,7 @@ TWO = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
 
 
 @pytest.mark.parametrize(
-    "schema,model,says",
+    "schema,model,message",
     [
         ({"tables": {"user": {"rows": 4, "dim": 8}, "tag": {"rows": 4, "dim": 4}}}, {}, "dims 4, 8"),
         ({}, {"name": "sequence"}, "the schema has no sequence"),
@@ -37,15 +37,15 @@ TWO = {"name": "two_tower", "towers": {"query": ["user"], "item": ["tags"]}}
         ),
     ],
 )
-def test_before_ray_starts(schema, model, says):
+def test_before_ray_starts(schema, model, message):
     config = load_config({"data": {"train": "d/train"}, "model": model, "scaling": {"device": "cpu"}})
     with pytest.raises(ConfigError) as error:
         fit.check_fit(config, Schema.parse(SCHEMA | schema, "test"), here=True)
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("task", "checkpoint", "says"),
+    ("task", "checkpoint", "message"),
     [
         ({"metrics": ["auc", "nee"]}, {}, "there is no metric 'nee'; did you mean 'ne'?"),
         ({"metrics": ["mine:Hits"]}, {}, "the module has no Hits"),
@@ -53,14 +53,14 @@ def test_before_ray_starts(schema, model, says):
         ({"metrics": []}, {"keep_best": 1}, "a metric with a direction"),
     ],
 )
-def test_metrics_before_ray_starts(task, checkpoint, says, tmp_path, monkeypatch):
+def test_metrics_before_ray_starts(task, checkpoint, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("")
     values = {"data": {"train": "d/train", "valid": "d"}, "tasks": [{"label": "label", **task}]}
     values |= {"train": {"eval_every_steps": 5}, "checkpoint": checkpoint, "scaling": {"device": "cpu"}}
     with pytest.raises(ConfigError) as error:
         fit.check_fit(load_config(values), Schema.parse(SCHEMA, "test"), here=True)
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
 def test_what_fits_is_let_through(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ PARTS = {"coordinator": "ray::Coordinator", "raylet": "raylet/raylet", "GCS": "g
 
 @contextmanager
 def training(file, *words, run=None):
-    """`raytrec train` in a process group of its own, after its first checkpoint."""
+    """`raytrec train` in a separate process group, after its first checkpoint."""
     command = [*words, sys.executable, "-m", "raytrec", "train", str(file)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -95,7 +95,7 @@ def test_the_end_of_gcs_is_one_sentence(undisturbed, folder, tmp_path):  # noqa:
 
 
 def test_nothing_stays_of_a_driver_that_was_killed(folder, tmp_path):  # noqa: F811
-    """Ray's processes end with it; whoever starts next sweeps its folder."""
+    """Ray's processes end with it; the next run sweeps its folder."""
     with training(run_file(folder, tmp_path)) as process:
         family, _, ray = below(process)
         process.kill()

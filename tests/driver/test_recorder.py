@@ -1,4 +1,4 @@
-"""The thread that reads what ranks have said."""
+"""The thread that reads the messages of ranks."""
 
 import time
 from threading import enumerate as threads
@@ -33,7 +33,7 @@ def test_no_thread_is_left_in_a_call_to_a_ray_that_was_lost(ray_cluster):
 
 def test_the_step_at_which_training_was_over_is_kept():
     watch = Watch(console=None)
-    watch.receive(Event(event="asked", details={"command": "SAVE", "reason": "somebody"}))
+    watch.receive(Event(event="asked", details={"command": "SAVE", "reason": "a-user"}))
     assert watch.ended_early_at is None
     watch.receive(Event(event=ENDED_EARLY, details={"step": 30, "reason": "no better"}))
     assert watch.ended_early_at == 30

@@ -56,7 +56,7 @@ def brief(ray_cluster, large, tmp_path_factory):
 
 
 def events(run, kind=None):
-    """What events.jsonl says so far."""
+    """The lines of events.jsonl so far."""
     path = Path(run) / "events.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [e for e in map(json.loads, lines) if kind in (None, e["event"])]
@@ -312,7 +312,7 @@ def test_keeps_the_last_and_the_best(folder, tmp_path):
 
 @pytest.mark.survive
 def test_a_full_disk_does_not_stop_training(undisturbed, folder, tmp_path, capfd):
-    """The file system of the checkpoints has no room for one; then somebody makes some."""
+    """The file system of the checkpoints has no room for one; then there is some."""
     place = tmp_path / "small"
     place.mkdir()
     size = sum(p.stat().st_size for p in checkpoints.newest(undisturbed.path).iterdir())

@@ -1,4 +1,4 @@
-"""What tasks and evaluations read beside features: known before a worker starts; resumed only as it began."""
+"""Columns of tasks and evaluations: known before a worker starts; resumed only as they began."""
 
 import parquet
 import pyarrow as pa
@@ -16,7 +16,7 @@ BUY = {"name": "buy", "label": "label", "nulls": "skip", "loss": "mse"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Data with further columns, some of which are not what their names say."""
+    """Data with further columns, some of which do not hold what their names promise."""
     folder = parquet.dataset(tmp_path_factory.mktemp("columns") / "d", train=60, valid=20, test=20)
     for path in folder.rglob("*.parquet"):
         table, rows = pq.read_table(path), pq.read_metadata(path).num_rows
@@ -48,7 +48,7 @@ def opened(folder, *tasks, reserve_columns=(), **eval_section):
 
 
 @pytest.mark.parametrize(
-    "how,error,says,where",
+    "how,error,message,where",
     [
         ({"reserve_columns": ["countri"]}, DataError, "column 'countri' is missing", "part-0.parquet"),
         ({"reserve_columns": ["tags"]}, DataError, "reserved column 'tags' is a list", "column tags"),
@@ -82,11 +82,11 @@ def opened(folder, *tasks, reserve_columns=(), **eval_section):
         ({"sample_weight": "never"}, DataError, "weight 'never' is 0 in every row", "d/train"),
     ],
 )
-def test_known_before_anything_starts(folder, how, error, says, where):
+def test_known_before_anything_starts(folder, how, error, message, where):
     reserve_columns, slices = how.pop("reserve_columns", ()), how.pop("slices", [])
     with pytest.raises(error) as found:
         opened(folder, how, reserve_columns=reserve_columns, slices=slices)
-    assert says in found.value.what and where in found.value.where
+    assert message in found.value.what and where in found.value.where
     assert found.value.expected and found.value.do
 
 

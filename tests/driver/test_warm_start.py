@@ -41,7 +41,7 @@ def test_goes_on_with_the_weights(first, folder, tmp_path, workers):
     assert second.metrics["train.rows"] == 2 * 1500
     for name in ("eval.auc", "eval.ne", "eval.logloss", "eval.calibration"):
         assert second.metrics[name] == pytest.approx(first.metrics[name], abs=1e-6)
-    assert (second.path / "config.yaml").read_text().count(str(first.path)) == 2, "says where it comes from"
+    assert (second.path / "config.yaml").read_text().count(str(first.path)) == 2, "names its origin"
 
 
 @pytest.mark.survive
@@ -118,7 +118,7 @@ def changed_schema(folder, tmp_path, **rows):
 
 
 def test_tables_that_have_grown_or_begin_anew(first, folder, tmp_path, capfd):
-    """user: 40 rows became 50; tag begins anew. What both have is taken over, state included."""
+    """user: 40 rows became 50; tag begins with initial values. What both have is kept, state included."""
     schema = changed_schema(folder, tmp_path, user=50)
     changes = {
         "warm_start.tables": "{'us*': resize, tag: new}",
@@ -141,14 +141,14 @@ def test_tables_that_have_grown_or_begin_anew(first, folder, tmp_path, capfd):
     assert (new["tables/user/sum"][40:] == 0).all() and old["tables/user/sum"].min() > 0
     assert second.metrics["train.steps"] == 1 and second.metrics["train.rows"] == 128
     assert not any(name.startswith("eval.") for name in second.metrics)
-    assert str(first.path) in (second.path / "config.yaml").read_text(), "says where it comes from"
+    assert str(first.path) in (second.path / "config.yaml").read_text(), "names its origin"
     steps = {name: value for name, value in new.items() if name.endswith("/step")}
     assert steps and all(value == old[name] + 1 for name, value in steps.items())
 
 
 @pytest.mark.survive
 def test_tables_that_have_shrunk_or_gone(first, tmp_path):
-    """Ids of other data end at 30, and there are no tags: the dense layers begin anew."""
+    """Ids of other data end at 30, and there are no tags: the dense layers begin with initial values."""
     data = parquet.dataset(tmp_path / "d")
     for path in data.glob("*/*.parquet"):
         table = pq.read_table(path)

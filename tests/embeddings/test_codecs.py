@@ -61,7 +61,7 @@ def test_nothing_loses_more_than_is_stated(precision, factor):
     largest = values.abs().amax(1, keepdim=True) if precision == "int8" else values.abs()
     bound = UNIT[precision] * largest.clamp(min=SMALLEST[precision] / factor)
     assert ((arrived - values).abs() <= bound * (1 + 1e-6)).all()
-    assert ((arrived - values).abs() > bound / 3).any(), "the bound says nothing"
+    assert ((arrived - values).abs() > bound / 3).any(), "the bound is useless"
 
 
 def test_small_gradients_travel_and_do_not_with_fbgemms_own_scale():

@@ -31,7 +31,7 @@ def by_definition(seed: int, table: str, ids: np.ndarray, columns: range, rows: 
 def test_bits_are_those_of_unsigned_arithmetic():
     expected = hash_bits_in_numpy(IDS.numpy().astype(np.uint64))
     assert np.array_equal(hash_bits(IDS).numpy().astype(np.uint64), expected)
-    # The first outputs of splitmix64 from 1234567, as published beside its reference implementation.
+    # The first outputs of splitmix64 from 1234567, as published with its reference implementation.
     first = hash_bits(torch.tensor([1234567, 1234567 + GOLDEN]))
     assert first.numpy().astype(np.uint64).tolist() == [6457827717110365317, 3203168211198807973]
 
@@ -92,7 +92,7 @@ def test_values_are_uniform_and_neighbours_are_independent(of):
     for name, (one, other) in neighbours.items():
         correlation = (one * other).mean() * 3
         assert correlation.abs() < 4.5 / one.numel() ** 0.5, name
-        # Pairs over 16 × 16 cells, too: dependence that is no correlation.
+        # Pairs over 16 × 16 cells, too: dependence without correlation.
         pairs = ((one + 1) * 8).long() * 16 + ((other + 1) * 8).long()
         cells, expected = torch.bincount(pairs.flatten(), minlength=256).double(), one.numel() / 256
         assert abs(((cells - expected) ** 2 / expected).sum().item() - 255) < 4.5 * 510**0.5, name

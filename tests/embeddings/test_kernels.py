@@ -70,7 +70,7 @@ def plain(rank, world, plan):
 
 
 def watched(rank, world, kernel, optimizer):
-    """Statistics, and what numbers and parity say, of a step on kernels that cache rows."""
+    """Statistics, and the outcomes of numerics and parity, of a step on kernels that cache rows."""
     from raytrec.checkpoint.state import LogicalState
     from raytrec.checks.live.numerics import Numerics
     from raytrec.checks.live.outcome import CheckedRun, Position
@@ -185,14 +185,14 @@ def test_hits_of_a_kernel_count_for_all_of_its_tables():
     statistics = Statistics.__new__(Statistics)
     statistics._taps = SimpleNamespace(lookups=[SimpleNamespace(kernel=kernel, tables=["a", "b", "a"])])
     assert statistics._cache_hits() == {"a": {"cache_hit_rate": 0.75}, "b": {"cache_hit_rate": 0.75}}
-    assert statistics._cache_hits() == {}, "counted anew"
+    assert statistics._cache_hits() == {}, "counted again"
     lookup.gather_uvm_cache_stats = False
     assert cache_hits(kernel) is None
 
 
 def test_the_names_of_fbgemm_and_torchrec_that_are_used_are_there():
-    """What raytrec touches in other libraries' kernels, beside what they document. A name that has gone would
-    otherwise be noticed on GPUs alone, or by nobody."""
+    """What raytrec uses of other libraries' kernels without documentation. A name that has gone would
+    otherwise be noticed on GPUs alone, or not at all."""
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         DenseTableBatchedEmbeddingBagsCodegen,
         SplitTableBatchedEmbeddingBagsCodegen,

@@ -230,7 +230,7 @@ def managed(rank, world, divided_by_raytrec):
     plan = ShardingPlan({"": spec})
     model = DistributedModelParallel(module, device=torch.device("cpu"), plan=plan, sharders=[sharder])
     ids = KeyedJaggedTensor(["a"], torch.tensor([5, 900, 17, 4]), lengths=torch.tensor([3, 0, 1]))
-    model(ids)  # takes the ids in, and sets the rows that they get anew
+    model(ids)  # takes the ids in, and sets their new rows to initial values
     # All rows are the same, so a mean is that row, whatever the ids are remapped to.
     tables(model)["a"].weight.load(torch.full((rows, 8), 3.0))
     model.eval()

@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(folder, ray_cluster):
-    """What the console said of the recipe, of a run that its own check ended, and of its resumption."""
+    """The console's output of the recipe, of a run that its own check ended, and of its resumption."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         command("prepare", "shop_recipe:prepare", "--out", "data", "--rows", "2000")

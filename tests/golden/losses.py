@@ -1,9 +1,9 @@
 """The first 50 losses of an example configuration, on ranks without Ray.
 
-    .venv/bin/python tests/golden/losses.py [NAME...]     # records anew
+    .venv/bin/python tests/golden/losses.py [NAME...]     # records again
 
 That is legitimate where a commit means to change what is computed (another order of the rows, other initial
-values, another kernel, a new version of torch, TorchRec, FBGEMM or NumPy) and says so, with the reason. A
+values, another kernel, a new version of torch, TorchRec, FBGEMM or NumPy) and states that, with the reason. A
 commit that moves, renames or simplifies never needs it: then its losses are wrong.
 """
 
@@ -100,7 +100,7 @@ def _hashed(batches, digest):
 
 
 def environment() -> dict:
-    """What the last bits of a loss depend on beside the code."""
+    """What the last bits of a loss depend on apart from the code."""
     import torch
 
     libraries = "torch", "torchrec", "fbgemm-gpu-cpu", "numpy", "pyarrow"

@@ -1,8 +1,8 @@
 """The first 50 losses of every example configuration are those that are committed here, bit for bit.
 
 They were recorded before the code was divided into today's rooms. Where this fails, the change is not the
-refactoring that it was meant to be: `rows` says whether another row was read, `losses` where figures part.
-When recording anew is legitimate, and how: losses.py.
+refactoring that it was meant to be: `rows` shows whether another row was read, `losses` where figures part.
+When recording again is legitimate, and how: losses.py.
 """
 
 import json

@@ -2,8 +2,8 @@
 
     python tests/gpu/check.py [--device auto|cpu|cuda] [--only parity,train] [--smallest]
 
-Each block (blocks/__init__.py) runs in a process of its own, with a limit on its time: one that crashes or
-hangs stops no other. A block ends at its first failure. No network is needed. The table at the end says of
+Each block (blocks/__init__.py) runs in a separate process, with a limit on its time: one that crashes or
+hangs stops no other. A block ends at its first failure. No network is needed. The table at the end states for
 each: passed, failed, or cannot run here and why; gpu-check.json has the figures. Exit 1 if a block failed.
 """
 
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def run_block(block: Block, here: Here) -> Outcome:
-    """Runs a block in a process of its own and waits for its end."""
+    """Runs a block in a separate process and waits for its end."""
     here.folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-W", "ignore", __file__, "--child", block.name, "--device", here.kind]
     command += ["--folder", str(here.shared), *(["--smallest"] if here.smallest else [])]
@@ -75,8 +75,8 @@ def run_block(block: Block, here: Here) -> Outcome:
             late = True
         finally:
             _end(process)
-    said = here.folder / "outcome.json"
-    values = json.loads(said.read_text()) if said.exists() else {"found": {}, "about": {}}
+    printed = here.folder / "outcome.json"
+    values = json.loads(printed.read_text()) if printed.exists() else {"found": {}, "about": {}}
     if late:
         values |= {"result": FAILED, "why": f"not done after {block.limit_s} s; it was {_tail(log)}"}
     elif "result" not in values:
@@ -97,9 +97,9 @@ def _end_of(process: subprocess.Popen) -> str:
 
 
 def _tail(log: Path) -> str:
-    """The last line of a log that says something."""
-    said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return said[-1][-300:] if said else "silent"
+    """The last line of a log that is not empty."""
+    printed = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return printed[-1][-300:] if printed else "silent"
 
 
 def child(name: str, here: Here) -> None:
@@ -128,11 +128,11 @@ def _say(here: Here, values: dict[str, Any]) -> None:
 
 def _why(error: BaseException) -> str:
     """The error's first line and its place in the block."""
-    said = str(error).strip().splitlines() or ["an assertion"]
+    printed = str(error).strip().splitlines() or ["an assertion"]
     kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "gpu/blocks" in f.filename]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].name})" if frames else ""
-    return f"{kind}{said[0]}{place}"
+    return f"{kind}{printed[0]}{place}"
 
 
 def _device(stand_in: bool) -> Any:
@@ -184,7 +184,7 @@ def prepare(here: Here) -> None:
 
 
 def _tell(folder: Path) -> None:
-    """What a block that failed has said, and the tracebacks of its runs' workers."""
+    """The output of a block that failed, and the tracebacks of its runs' workers."""
     for path in [folder / "log.txt", *sorted(folder.rglob("error.txt"))]:
         print(f"\n--- {path.relative_to(folder.parent)} ---\n{path.read_text(errors='replace')[-4000:]}")
 
@@ -203,8 +203,10 @@ def show(outcomes: list[Outcome]) -> None:
     colors = {PASSED: "green", FAILED: "red", CANNOT: "yellow"}
     asserts = {block.name: block.asserts for block in BLOCKS}
     for o in outcomes:
-        said = o.why or "; ".join(f"{k} {_short(v)}" for k, v in o.found.items()) or asserts.get(o.name, "")
-        table.add_row(o.name, f"[{colors[o.result]}]{o.result}[/]", f"{o.seconds:.0f}", said)
+        printed = (
+            o.why or "; ".join(f"{k} {_short(v)}" for k, v in o.found.items()) or asserts.get(o.name, "")
+        )
+        table.add_row(o.name, f"[{colors[o.result]}]{o.result}[/]", f"{o.seconds:.0f}", printed)
     Console().print(table)
 
 

@@ -25,7 +25,7 @@ from raytrec.models.dlrm import DLRM
 CYCLES = 1 << 40  # of a GPU's clock: some ten minutes
 STUCK_S = 600
 PACKAGE = str(Path(raytrec.__file__).parent)
-# Frames that run for somebody else: what called them is who waits.
+# Frames that run for another function: their caller is the one that waits.
 LIBRARIES = (
     "/torch/",
     "/lib/python3",

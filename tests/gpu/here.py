@@ -1,4 +1,4 @@
-"""What a block of `make gpu-check` is given: a device, sizes, folders, and ways to say what it found."""
+"""What a block of `make gpu-check` is given: a device, sizes, folders, and ways to report what it found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 60  # of a collective
 
 
 class CannotRun(Exception):
-    """Raised by a block that this machine cannot run; says why. The block has not failed."""
+    """Raised by a block that this machine cannot run, with the reason. The block has not failed."""
 
 
 @dataclass
@@ -149,7 +149,7 @@ def join(rank: int, world: int, kind: str, store: str) -> None:
 
 
 def on_gpus(here: Here, world: int, function: Callable, *args: Any) -> Any:
-    """What function(device, *args) returns on rank 0 of `world` processes, each with a GPU of its own.
+    """What function(device, *args) returns on rank 0 of `world` processes, each with its own GPU.
 
     Args:
         function: of a module's top level, because the processes import it.

@@ -42,7 +42,7 @@ def test_no_block_stops_the_others(tmp_path, monkeypatch):
 
 
 def command(tmp_path, *arguments):
-    """(exit status, gpu-check.json, what was said) of the command."""
+    """(exit status, gpu-check.json, output) of the command."""
     out = tmp_path / "gpu-check.json"
     words = [sys.executable, "-W", "ignore", HERE / "check.py", "--smallest", "--out", out, *arguments]
     done = subprocess.run([*map(str, words)], capture_output=True, text=True, timeout=900)
@@ -119,7 +119,7 @@ def test_docs_have_every_block():
 
 
 def test_who_waits(tmp_path):
-    """Of a stack, the innermost frame that is no library's."""
+    """Of a stack, the innermost frame outside libraries."""
     import traceback
 
     import disturbed

@@ -11,7 +11,7 @@ def small_disk(place, size, busy=False):
     """A new file system of `size`, as mount takes it (1m), at a folder; skips without the right to mount.
 
     Args:
-        busy: somebody may still use it at the end.
+        busy: a process may still use it at the end.
     """
     place.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]

@@ -1,4 +1,4 @@
-"""The texts of a picture, and where they are: what overlaps or is cut can be told without looking at it."""
+"""The texts of a picture, and where they are: what overlaps or is cut is found without looking at it."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ class Said(list):
     put = property(lambda self: self)
 
     def remote(self, message):
-        self.append(json.loads(json.dumps(message)))  # what is said must be JSON
+        self.append(json.loads(json.dumps(message)))  # messages must be JSON
 
 
 class Heartbeat:
-    """A heartbeat that nobody hears."""
+    """A heartbeat without a coordinator."""
 
     def __init__(self):
         from raytrec.common.messages import Command

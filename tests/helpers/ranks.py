@@ -17,16 +17,16 @@ from time import monotonic
 import warm
 
 TIMEOUT_S = 120
-KEPT = 4  # processes, beside those in use
+KEPT = 4  # processes, in addition to those in use
 _pools = {}
 
 
 def on_ranks(world, function, *args, hosts=1, device="cpu"):
-    """[function(rank, world, *args) for each rank], each in a process of its own.
+    """[function(rank, world, *args) for each rank], each in a separate process.
 
     Args:
         hosts: hosts that the ranks pretend to be on.
-        device: cuda: each has a GPU of its host, a stand-in (standin.cuda), and its group says it is NCCL's.
+        device: cuda: each has a GPU of its host, a stand-in (standin.cuda), its group claims to be NCCL's.
     """
     key = world, hosts, device
     pool = _pools.pop(key, None)

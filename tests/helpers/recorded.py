@@ -120,7 +120,7 @@ def interval(names: list[str], rank: int, world: int, step: int, attempt: int = 
 
 
 def shard(table: int, parts: int) -> dict:
-    """What a rank says of its part of table number `table`."""
+    """What a rank reports of its part of table number `table`."""
     rows = 100 * (table + 1) // parts
     counts = np.zeros(30, int)
     counts[12 + table % 4 : 15 + table % 4] = rows // 4, rows // 2, rows - rows // 4 - rows // 2

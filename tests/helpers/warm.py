@@ -161,7 +161,7 @@ class _Copy:
 
 
 def _serve(alive, address, modules):
-    """Forks on request, until nobody holds the other end of `alive`."""
+    """Forks on request, until the other end of `alive` is closed."""
     for module in modules:
         import_module(module)
     listener = socket.socket(socket.AF_UNIX)

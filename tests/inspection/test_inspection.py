@@ -203,7 +203,7 @@ def test_what_is_written_of_odd_columns_is_what_the_reader_takes(odd, capsys):
     found.show()
     captured = capsys.readouterr()
     assert captured.out == text and "[/red]" in captured.err
-    assert inspect(str(odd / "train")).schema == schema, "of train/ it looks at what is beside it, too"
+    assert inspect(str(odd / "train")).schema == schema, "of train/ it reads the folders next to it, too"
 
 
 def test_kinds_of_odd_columns(odd):
@@ -301,13 +301,13 @@ def test_the_command_that_is_shown_has_the_transforms(tmp_path, capsys):
 
 
 def test_labels_that_cannot_be(tmp_path):
-    for values, says in (
+    for values, reason in (
         ([f"name {i}" for i in range(90)], "text with 90 values.*binarize"),
         ([[1]] * 90, "of type list"),
         (pa.nulls(90), "only nulls"),
     ):
         write(tmp_path / "a.parquet", {"label": values, "user_id": np.arange(90) % 7})
-        with pytest.raises(SchemaError, match=rf"(?s)column 'label' cannot be the label: .*{says}"):
+        with pytest.raises(SchemaError, match=rf"(?s)column 'label' cannot be the label: .*{reason}"):
             inspect(str(tmp_path))
     columns = {"label": np.arange(90) % 5 + 1, "click": np.arange(90) % 2, "user_id": np.arange(90) % 7}
     write(tmp_path / "a.parquet", columns)

@@ -10,7 +10,7 @@ from raytrec.models import build_model
 
 
 def weighted(w, past, target, sizes):
-    """Σ of the ids' vectors, each times what the unit says of it beside the target."""
+    """Σ of the ids' vectors, each times the unit's weight for it and the target."""
     total = torch.zeros_like(target)
     for e in past:
         x = torch.cat([e, target, e - target, e * target])

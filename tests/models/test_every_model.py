@@ -212,7 +212,7 @@ USER = {"sparse": {"user": {"table": "user"}}, "tables": {"user": {"rows": 3, "d
 
 
 @pytest.mark.parametrize(
-    "section,changes,says",
+    "section,changes,message",
     [
         (DcnSection(bottom_mlp=[4]), {"dense": []}, "no dense columns"),
         (("query", ["usr"]), {}, "did you mean 'user'"),
@@ -232,13 +232,13 @@ USER = {"sparse": {"user": {"table": "user"}}, "tables": {"user": {"rows": 3, "d
         ({}, {"tables": TABLES | {"tag": {"rows": 3, "dim": 8}}}, "dims 4, 8"),
     ],
 )
-def test_refused(section, changes, says):
+def test_refused(section, changes, message):
     if isinstance(section, tuple):
         towers = TOWERS | {section[0]: section[1]}
         section = TwoTowerSection(name="two_tower", towers=towers)
     elif isinstance(section, dict):
         section = SequenceSection(name="sequence", **section)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         build_model(schema(**changes), section)
 
 

@@ -54,13 +54,13 @@ def test_without_gates_both_streams_read_the_features_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "changes,says",
+    "changes,message",
     [
         ({"gate1": ["usr"]}, "did you mean 'user'"),
         ({"gating": False, "gate2": ["item"]}, "gating is false"),
         ({"heads": 4}, r"(?s)width 6 cannot be cut into 4 heads.*model\.mlp2 to 8"),
     ],
 )
-def test_refused(changes, says):
-    with pytest.raises(ConfigError, match=says):
+def test_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
         build_model(schema(), FinalMLPSection(**SECTION | changes))

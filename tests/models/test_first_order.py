@@ -83,7 +83,7 @@ def test_xdeepfm(outputs, dense):
 @pytest.mark.parametrize("outputs", [1, 3])
 @pytest.mark.parametrize("wide,deep", [(["*"], ["*"]), (["tags", "price"], ["user", "item", "a*"])])
 def test_wide_deep(outputs, wide, deep):
-    """Cheng et al. 2016, equation 3: a feature that is deep alone has no weight of its own."""
+    """Cheng et al. 2016, equation 3: a feature that is deep alone has no weight in the first order."""
     of = schema(dims=(8, 4, 12))
     section = WideDeepSection(name="wide_deep", wide=wide, deep=deep, top_mlp=[6])
     model = randomized(build_model(of, section, outputs))
@@ -100,7 +100,7 @@ def test_wide_deep(outputs, wide, deep):
 
 
 @pytest.mark.parametrize(
-    "section,dims,outputs,says",
+    "section,dims,outputs,message",
     [
         (WideDeepSection(name="wide_deep", wide=["usr"]), (8, 8, 8), 1, "did you mean 'user'"),
         (WideDeepSection(name="wide_deep", wide=["user"], deep=["item"]), (8, 8, 8), 1, "wide nor deep: age"),
@@ -111,8 +111,8 @@ def test_wide_deep(outputs, wide, deep):
         (XDeepFMSection(name="xdeepfm"), (4, 4, 4), 5, r"(?s)table user has dim 4.*a dim of 8 or more"),
     ],
 )
-def test_refused(section, dims, outputs, says):
-    with pytest.raises(ConfigError, match=says):
+def test_refused(section, dims, outputs, message):
+    with pytest.raises(ConfigError, match=message):
         build_model(schema(dims=dims), section, outputs)
 
 

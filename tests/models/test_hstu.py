@@ -98,8 +98,8 @@ def test_batches_without_histories_have_no_nan():
 
 
 @pytest.mark.parametrize(
-    "keys,says", [({"time": "at"}, "there are none"), ({"width": 6, "heads": 4}, "model.width is 6")]
+    "keys,message", [({"time": "at"}, "there are none"), ({"width": 6, "heads": 4}, "model.width is 6")]
 )
-def test_refused(keys, says):
-    with pytest.raises(ConfigError, match=says):
+def test_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
         make("hstu", **keys)

@@ -170,7 +170,7 @@ def test_one_task_gives_one_logit():
 
 
 @pytest.mark.parametrize(
-    "section,tasks,says",
+    "section,tasks,message",
     [
         ({"click": "clik", "conversion": "bought"}, ["clicked", "bought"], "did you mean 'clicked'"),
         ({"click": "clicked", "conversion": "clicked"}, ["clicked", "bought"], "both click and conversion"),
@@ -182,8 +182,8 @@ def test_one_task_gives_one_logit():
         ({"relations": {"bought": ["clicked"], "clicked": ["bought"]}}, ["clicked", "bought"], "circle"),
     ],
 )
-def test_refused(section, tasks, says):
+def test_refused(section, tasks, message):
     kind, name = (DBMTLSection, "dbmtl") if "relations" in section else (ESMMSection, "esmm")
     of_tasks = {task: TASKS.get(task, 1) for task in tasks}
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         build_model(schema(), kind(name=name, **section), sum(of_tasks.values()), tasks=of_tasks)

@@ -126,7 +126,7 @@ TABLES = schema().model_dump()["tables"]
 
 
 @pytest.mark.parametrize(
-    "name,keys,changes,says",
+    "name,keys,changes,message",
     [
         ("mf", {"user": "usr"}, {}, "did you mean 'user'"),
         ("mf", {}, {"tables": TABLES | {"user": {"rows": 3, "dim": 4}}}, "the same dim"),
@@ -138,6 +138,6 @@ TABLES = schema().model_dump()["tables"]
         ("two_tower", {"towers": {"query": ["user", "neg*"], "item": ["item"]}}, {}, "matches, 'neg\\*'"),
     ],
 )
-def test_refused(name, keys, changes, says):
-    with pytest.raises(ConfigError, match=says):
+def test_refused(name, keys, changes, message):
+    with pytest.raises(ConfigError, match=message):
         make(name, of=schema(**changes), **keys)

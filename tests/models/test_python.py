@@ -1,4 +1,4 @@
-"""model.name: "module:Class": a class of the user's, and what is said of one that cannot be a model."""
+"""model.name: "module:Class": a class of the user's, and the message of one that cannot be a model."""
 
 import sys
 
@@ -103,7 +103,7 @@ def test_a_class_that_retrieves():
 
 
 @pytest.mark.parametrize(
-    "name,says",
+    "name,message",
     [
         ("no_such_models:Good", "there is no module no_such_models"),
         ("models_of_mine:Goood", "no Goood; did you mean 'Good"),
@@ -114,8 +114,8 @@ def test_a_class_that_retrieves():
         ("models_of_mine:OtherForward", r"forward does not take \(dense, pooled\)"),
     ],
 )
-def test_a_class_that_cannot_be_a_model(name, says):
-    with pytest.raises(ConfigError, match=says):
+def test_a_class_that_cannot_be_a_model(name, message):
+    with pytest.raises(ConfigError, match=message):
         build_model(SCHEMA, section(name, options={"width": 3}))
 
 
@@ -125,7 +125,7 @@ def test_errors_of_the_module_itself_are_its_own():
 
 
 @pytest.mark.parametrize(
-    "model,says",
+    "model,message",
     [
         ({"name": "models_of_mine"}, f"name is one of {', '.join(MODELS.parts)}, or module:Class"),
         ({"name": "models_of_mine:a.b"}, "module:Class"),
@@ -136,10 +136,10 @@ def test_errors_of_the_module_itself_are_its_own():
         ({"name": "two_tower", "towers": {"query": ["a"], "items": ["b"]}}, "model.towers.item: missing"),
     ],
 )
-def test_sections_refuse_what_their_model_does_not_read(model, says):
+def test_sections_refuse_what_their_model_does_not_read(model, message):
     with pytest.raises(ConfigError) as error:
         load_config({"data": {"train": "d/train"}, "model": model})
-    assert says in str(error.value), str(error.value)
+    assert message in str(error.value), str(error.value)
 
 
 def test_another_model_by_an_override():

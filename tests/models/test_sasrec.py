@@ -108,7 +108,7 @@ SPARSE = schema().model_dump()["sparse"]
 
 
 @pytest.mark.parametrize(
-    "keys,changes,says",
+    "keys,changes,message",
     [
         ({"history": "histroy"}, {}, "did you mean 'history'"),
         ({"item": "itm"}, {}, "did you mean 'item'"),
@@ -120,6 +120,6 @@ SPARSE = schema().model_dump()["sparse"]
     ],
 )
 @pytest.mark.parametrize("name", ["sasrec", "hstu"])
-def test_refused(name, keys, changes, says):
-    with pytest.raises(ConfigError, match=says):
+def test_refused(name, keys, changes, message):
+    with pytest.raises(ConfigError, match=message):
         make(name, of=schema(**changes), **keys)

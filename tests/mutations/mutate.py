@@ -113,7 +113,7 @@ VALUES = st.one_of(
                 "\x1b[31m",
                 "‮x",
                 "é" * 300,
-                "~nobody/x",
+                "~no-such-user/x",
                 "no",
                 "1e-3",
                 "null",
@@ -235,7 +235,7 @@ def dumped(values):
 
 
 def put_kind(path, kind):
-    """Puts something that is no file where one was."""
+    """Puts something that is not a file where one was."""
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -291,7 +291,7 @@ class Place:
         shutil.copytree(self.kept, self.work)
 
     def outside(self):
-        """What lies beside the working directory."""
+        """What lies next to the working directory."""
         return {str(p) for p in self.outer.rglob("*") if self.work not in (p, *p.parents)}
 
 
@@ -308,14 +308,14 @@ def rehash(text):
 
 
 def command(*arguments):
-    """Runs the command line; what it said on stderr, and its exit code (None: it would start Ray now)."""
+    """Runs the command line; its stderr, and its exit code (None: it would start Ray now)."""
     from raytrec.cli import main
 
     return watched(lambda: main([str(a) for a in arguments]), arguments)
 
 
 def watched(call, what):
-    """Runs something with the watchdog, and looks at what it says; (stderr, exit code)."""
+    """Runs something with the watchdog, and checks its output; (stderr, exit code)."""
     from raytrec.common.errors import RaytrecError
 
     out, said, code = io.StringIO(), io.StringIO(), 0

@@ -80,5 +80,5 @@ def tensors():
 
 
 def schema_of(data):
-    """The schema beside its data."""
+    """The schema next to its data."""
     return Schema.load(Path(data) / "schema.yaml")

@@ -87,7 +87,7 @@ def few_and_many(case, **strategies):
 
 
 def on_config(place, content, overrides=(), name="config.yaml"):
-    """Both commands that read a configuration, and nothing beside."""
+    """Both commands that read a configuration, and nothing else."""
     with place.fresh() as work:
         before = place.outside()
         Path(name).write_bytes(content)

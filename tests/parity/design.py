@@ -65,7 +65,7 @@ class Case:
     def config(self):
         tables = {"*": {"sharding_type": self.sharding, "compute_kernel": self.kernel, "dtype": self.dtype}}
         if self.model == "sequence" and self.sharding not in BY_ID_TYPES:
-            # Of tables of sequences, which have fewer ways of sharding; beside a table that has them all.
+            # Of tables of sequences, which have fewer ways of sharding; next to a table that has them all.
             nearest = {"table_column_wise": "column_wise"}.get(self.sharding, "row_wise")
             tables |= {"user": {"sharding_type": nearest}, "tag": {"sharding_type": nearest}}
         return config(self, tables)

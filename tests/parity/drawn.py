@@ -1,4 +1,4 @@
-"""Configurations that nobody thought of: schemas, plans and settings drawn by hypothesis."""
+"""Configurations that no test lists: schemas, plans and settings drawn by hypothesis."""
 
 from dataclasses import dataclass
 

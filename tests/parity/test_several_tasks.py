@@ -32,17 +32,17 @@ TASKS = {
     "huber": [{"loss": "huber", "options": {"delta": 0.2}, **MASKED}],
     "poisson": [{"loss": "poisson", "weight": 0.2}],
     "cross-entropy": [{**CLASSES, **MASKED}],
-    "classes beside a number": [{"label": "y", **CLASSES}, {"label": "z", "loss": "mse"}],
+    "classes and a number": [{"label": "y", **CLASSES}, {"label": "z", "loss": "mse"}],
     "bpr": [{"loss": "bpr"}],
     "bpr in groups": [{"loss": "bpr", "group": "user", **MASKED}],
-    "bpr beside bce": [{"label": "y", "loss": "bpr", "group": "user", "weight": 0.5}, {"label": "z"}],
+    "bpr and bce": [{"label": "y", "loss": "bpr", "group": "user", "weight": 0.5}, {"label": "z"}],
 }
 VECTORS = {
     "softmax": [{"loss": "in_batch_softmax"}],
     "softmax by items": [
         {"loss": "in_batch_softmax", "options": {"temperature": 0.5}, "item": "film", **MASKED}
     ],
-    "softmax beside bce": [
+    "softmax and bce": [
         {"name": "near", "loss": "in_batch_softmax", "item": "film"},
         {"label": "z", "positive_weight": 2.0},
         {"name": "also", "label": "y", "loss": "in_batch_softmax", "weight": 0.2, "nulls": "skip"},
@@ -103,9 +103,9 @@ def learned(name, place, random=None, **extras):
 
 FEW = [
     learned("two, masked and weighted", (2, 1), recomputed=True, max_grad_norm=0.05),
-    learned("classes beside a number", (2, 1), model="two_tower", balance="empty"),
+    learned("classes and a number", (2, 1), model="two_tower", balance="empty"),
     learned("bpr in groups", (2, 1), recomputed=True, balance="unequal"),
-    learned("softmax beside bce", (2, 1), recomputed=True, balance="empty", sharding="table_wise"),
+    learned("softmax and bce", (2, 1), recomputed=True, balance="empty", sharding="table_wise"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Columns that go from input files to predictions: as files have them, transforms make them, folders say."""
+"""Columns that go from input files to predictions: of files, of transforms, of folders' names."""
 
 import datetime
 import decimal

@@ -1,4 +1,4 @@
-"""Runs beside one another: what differs, on the terminal and on the page."""
+"""Runs next to one another: what differs, on the terminal and on the page."""
 
 import json
 import subprocess

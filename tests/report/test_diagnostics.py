@@ -44,7 +44,7 @@ def test_who_is_a_little_slower_is_no_straggler():
 
 
 def test_less_than_a_minute_makes_no_straggler():
-    """What starts beside a rank takes the processors of a small machine for a while."""
+    """What starts next to a rank takes the processors of a small machine for a while."""
     quick, slow = lines({}, {"data": 2.0}, seconds=5.0)
     assert "rank 1" in straggler([quick, slow])
     tenths = [

@@ -51,11 +51,11 @@ def test_any_finite_number_where_squared_error_is_learned(tmp_path):
     assert read(path, STARS) == ([[0, 4.5], [1, -3.0]], False)
     assert read(written(tmp_path, [0, 1], [4.5, 3.0]), COUNT) == ([[0, 4.5], [1, 3.0]], False)
     path = written(tmp_path, [0, 1], [4.5, -3.0])
-    assert read(path, {"label": "clicked"}) == ([[0, 4.5], [1, -3.0]], False), "nobody learns stars"
+    assert read(path, {"label": "clicked"}) == ([[0, 4.5], [1, -3.0]], False), "no task learns stars"
 
 
 @pytest.mark.parametrize(
-    "task,stars,says",
+    "task,stars,message",
     [
         ({"label": "stars"}, [0.5, 4.5], "label 'stars' is 4.5"),
         ({"label": "stars"}, [0.5, 4.5], "a number in [0, 1]"),
@@ -66,11 +66,11 @@ def test_any_finite_number_where_squared_error_is_learned(tmp_path):
         (STARS, [0.5, float("inf")], "column 'stars' has inf"),
     ],
 )
-def test_labels_that_a_loss_does_not_take_are_refused(task, stars, says, tmp_path):
+def test_labels_that_a_loss_does_not_take_are_refused(task, stars, message, tmp_path):
     path = written(tmp_path, [0, 1], stars)
     with pytest.raises(DataError) as error:
         read(path, task, check=False)
-    assert says in str(error.value) and "row 1" in str(error.value)
+    assert message in str(error.value) and "row 1" in str(error.value)
 
 
 def test_footers_know_it_before_a_run_starts(tmp_path):

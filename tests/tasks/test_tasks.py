@@ -97,7 +97,7 @@ ROUND = [
 
 
 @pytest.mark.parametrize(
-    "tasks,schema,says",
+    "tasks,schema,message",
     [
         ([{}, {"loss": "mse"}], TWO, "two tasks are called clicked"),
         ([{"label": "cliked"}], TWO, "no label 'cliked'; did you mean 'clicked'?"),
@@ -106,8 +106,8 @@ ROUND = [
         ([{}, {"loss": "mse"}], SCHEMA, "two tasks are called y"),
         ([{"loss": "own_parts:Focall"}], SCHEMA, "the module has no Focall; did you mean 'Focal'?"),
         ([{"loss": "no_such_parts:Focal"}], SCHEMA, "there is no module no_such_parts"),
-        ([{"loss": "own_parts:NoLoss"}], SCHEMA, "it is no raytrec.tasks.losses.Loss"),
-        ([{"loss": "own_parts:Unfinished"}], SCHEMA, "it is no raytrec.tasks.losses.Loss with of_rows"),
+        ([{"loss": "own_parts:NoLoss"}], SCHEMA, "not a raytrec.tasks.losses.Loss"),
+        ([{"loss": "own_parts:Unfinished"}], SCHEMA, "not a raytrec.tasks.losses.Loss with of_rows"),
         ([{"loss": "own_parts:Focal", "options": {"gama": 2}}], SCHEMA, "unexpected keyword argument 'gama'"),
         ([{"loss": "bce", "options": {"gamma": 2}}], SCHEMA, "tasks[0].options"),
         ([{"mask": "y"}], SCHEMA, "task y counts where task y is 1"),
@@ -132,14 +132,14 @@ ROUND = [
         ([{"loss": "bpr", "item_frequency": "often"}], SCHEMA, "tasks[0].item_frequency"),
     ],
 )
-def test_refused(tasks, schema, says):
+def test_refused(tasks, schema, message):
     with pytest.raises(ConfigError) as error:
         resolved(tasks, schema)
-    assert says in str(error.value), str(error.value)
+    assert message in str(error.value), str(error.value)
 
 
 @pytest.mark.parametrize(
-    "tasks,says",
+    "tasks,message",
     [
         ([], "tasks: List should have at least 1 item"),
         ([{"lable": "y"}], "tasks.0.lable: unknown key; did you mean tasks.label?"),
@@ -153,10 +153,10 @@ def test_refused(tasks, schema, says):
         ([{"msk": "y"}], "tasks.0.msk: unknown key; did you mean tasks.mask?"),
     ],
 )
-def test_refused_as_a_configuration(tasks, says):
+def test_refused_as_a_configuration(tasks, message):
     with pytest.raises(ConfigError) as error:
         configured(tasks)
-    assert says in str(error.value), str(error.value)
+    assert message in str(error.value), str(error.value)
 
 
 def test_rows_that_count_in_each_task():

@@ -180,7 +180,7 @@ def test_four_runs_that_start_at_once_have_one_parent(place):
     assert parent_of(later) == parent_of(stores[0])
     assert [parent_of(other)] == parents("another") != parents("it's a grid")
 
-    tags = {PARENT_NAME: "another"}  # somebody's who was first, but whose call took very long
+    tags = {PARENT_NAME: "another"}  # of a process that was first, but whose call took very long
     first = other._client.create_run(other._experiment_id, start_time=1000, run_name="another", tags=tags)
     other.join_parent()
     assert [parent_of(other)] == parents("another") == [first.info.run_id]

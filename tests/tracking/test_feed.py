@@ -207,7 +207,7 @@ def test_lines_of_a_group_that_was_lost_wait_for_nobody(tmp_path):
     assert resumed.delivered.offsets[messages.RANKS] > size
 
     append_line(tmp_path, message(0, 4))
-    assert records(resumed) == []  # and rank 1 never says more: steps 300 and on are trained once more
+    assert records(resumed) == []  # and rank 1 never reports more: steps 300 and on are trained once more
     again = [
         messages.RankLine(**message(rank, step).line() | {"attempt": 1}) for step in (4, 5) for rank in (1, 0)
     ]
@@ -225,7 +225,7 @@ def test_torn_lines_and_others_are_passed_over(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write("\n" + json.dumps(message("train", 2).line()) + "\n[]\n{}\n")  # as the next driver does
     assert [r.step for r in records(feed)] == [2]
-    assert feed.dropped == 2, "a line that is no message; what is torn never was one"
+    assert feed.dropped == 2, "a line that is not a message; what is torn never was one"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is written into a run folder whose disk is full for a while: nothing lost, nothing torn, said once."""
+"""Lines of a run folder whose disk is full for a while: nothing lost, nothing torn, one warning."""
 
 import dataclasses
 import errno

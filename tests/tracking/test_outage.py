@@ -24,7 +24,7 @@ from raytrec.tracking.journal import append_line
 
 
 class Server:
-    """`mlflow server` on a port of its own on loopback, over one sqlite file."""
+    """`mlflow server` on a separate port on loopback, over one sqlite file."""
 
     def __init__(self, folder):
         with socket.socket() as free:

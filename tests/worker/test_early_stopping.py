@@ -27,7 +27,7 @@ def expected(values, patience, better):
 
 
 def ended(rank, world, values, section, resumed_after=None):
-    """After how many evaluations a run ends, of whose figures only rank 0 knows; and what it says."""
+    """After how many evaluations a run ends, of whose figures only rank 0 knows; and its message."""
     from raytrec.config.training import EarlyStoppingSection
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums

@@ -7,7 +7,7 @@ from raytrec.driver.coordinator import SLOW_PHASES
 
 
 def phases_of_waits(rank, world, folder):
-    """What the heartbeat says this rank does, each time it waits for a checkpoint that is being written."""
+    """The phase that the heartbeat reports, each time it waits for a checkpoint that is being written."""
     made, found = loop.make(rank, world, 3, ["checkpoint.every_s=null"], folder), []
     saver, heartbeat = made.checkpoints._saver, made.context.heartbeat
     taken = saver.taken

@@ -14,11 +14,11 @@ class Said(list):
     put = property(lambda self: self)
 
     def remote(self, message):
-        self.append(json.loads(json.dumps(message)))  # what is said must be JSON
+        self.append(json.loads(json.dumps(message)))  # messages must be JSON
 
 
 def run(rank, world, steps, changes, disturb=None, plan="row_wise"):
-    """(what this rank said, the error that ended it) of a loop as in worker.py."""
+    """(this rank's messages, the error that ended it) of a loop as in worker.py."""
     from itertools import count
 
     import torch
@@ -73,7 +73,7 @@ def test_what_is_said_and_when():
             assert line["tables"]["user"]["gradient_norm"] > 0
         checks = [m for m in said if m["kind"] == "check"]
         if rank:
-            assert not checks  # said once, not once a rank
+            assert not checks  # one warning, not one a rank
             continue
         assert all(m["passed"] for m in checks)
         at = {

@@ -71,7 +71,7 @@ def test_the_cache_is_at_rest_between_steps():
     ((settled, after_flush, training, evaluating),) = on_ranks(1, streams_around_steps, device="cuda")
     assert settled == [True] * 8
     assert after_flush == [True] * 8
-    assert training == [True, False, False, False]  # beside forward
+    assert training == [True, False, False, False]  # during forward
     assert evaluating == [True] * 4
 
 

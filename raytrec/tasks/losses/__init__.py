@@ -98,7 +98,7 @@ class BatchLoss(Loss):
     """A loss that holds rows against others of the global batch, whichever rank they are on.
 
     Attributes:
-        by: which of the task's columns says how rows belong together: group or item; None: neither.
+        by: which of the task's columns groups its rows: group or item; None: neither.
         needs_column: whether the task must name that column.
         reads_counts: whether it is given how often a row's item occurs (the task's item_frequency).
     """

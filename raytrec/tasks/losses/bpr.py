@@ -17,7 +17,7 @@ class BayesianPersonalizedRanking(BatchLoss):
 
     Groups are the values of the task's `group`, wherever in the global batch its rows are; without one, the
     global batch is one group. A group that is spread over several batches is compared within each of them.
-    Source: Rendle et al. 2009, arXiv:1205.2618. Predictions are scores: their order is all they say.
+    Source: Rendle et al. 2009, arXiv:1205.2618. Predictions are scores: only their order has a meaning.
     """
 
     metrics = ("auc",)

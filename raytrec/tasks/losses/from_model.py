@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @loss("from_model")
 class FromModel(Loss):
-    """y · the row's own loss, as the model gives it; say, of the row's item against others that are drawn.
+    """y · the row's own loss, as the model gives it, such as of its item against others that are drawn.
 
     Nothing else is learned of the task's label: rows of label 0 have no loss. Metrics and predictions are of
     the model's score. It is the objective that adds up the model's loss (tasks/objective.py); that of the

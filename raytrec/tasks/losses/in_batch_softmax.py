@@ -15,12 +15,12 @@ class InBatchSoftmax(BatchLoss):
     """−y · ln of the softmax of ⟨query, item⟩ ÷ temperature at the row's own item, over the items of all rows
     of the global batch that count.
 
-    Rows of label 0 have no loss of their own, but their items are among those that others are held against.
+    Rows of label 0 have no loss, but their items are among those that others are held against.
     With the task's `item`, other rows of the same item are not held against a row. With its `item_frequency`,
     ln of it is subtracted from the scores of every item (not from predictions): an item stands in a batch as
     often as it occurs in the data, and without this, frequent items would be held down (log-Q correction; Yi
     et al. 2019, https://doi.org/10.1145/3298689.3346996). Counts below 1 are taken for 1. The model gives
-    vectors (two_tower does); a row's score is the product of its own two.
+    vectors (two_tower does); a row's score is the product of these two.
 
     Args:
         temperature: > 0.

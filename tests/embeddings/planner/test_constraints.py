@@ -79,7 +79,7 @@ def test_a_group_follows_the_rank_of_one_of_its_tables():
 
 
 @pytest.mark.parametrize(
-    "tables,says",
+    "tables,message",
     [
         ({"itme": {"compute_kernel": "fused"}}, "'itme'; did you mean 'item'"),
         ({"x*": {"compute_kernel": "fused"}}, "'x*'"),
@@ -100,10 +100,10 @@ def test_a_group_follows_the_rank_of_one_of_its_tables():
         ({"item": {"compute_kernel": "dense", "dtype": "fp16"}}, "dtype fp16 with a dense kernel"),
     ],
 )
-def test_a_bad_plan_names_table_and_reason(tables, says):
+def test_a_bad_plan_names_table_and_reason(tables, message):
     with pytest.raises(ConfigError) as error:
         check(tables)
-    assert says in str(error.value), str(error.value)
+    assert message in str(error.value), str(error.value)
 
 
 @pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
@@ -173,18 +173,18 @@ def test_int8_needs_widths_that_share_a_divisor():
 
 
 @pytest.mark.parametrize(
-    "tables,together,says",
+    "tables,together,message",
     [
-        ({}, [["user", "nobody"]], "'nobody'"),
+        ({}, [["user", "no-table"]], "'no-table'"),
         ({}, [["user", "item"], ["item", "shop"]], "table item: in two groups"),
         ({"user": {"sharding_type": "row_wise"}}, [["user", "item"]], "in plan.colocate and row_wise"),
         ({"user": {"ranks": [0]}, "item": {"ranks": [1]}}, [["user", "item"]], "a group is on one rank"),
     ],
 )
-def test_a_bad_group_is_named(tables, together, says):
+def test_a_bad_group_is_named(tables, together, message):
     with pytest.raises(ConfigError) as error:
         check(tables, together)
-    assert says in str(error.value), str(error.value)
+    assert message in str(error.value), str(error.value)
 
 
 def test_a_group_larger_than_a_device_is_refused():
@@ -245,15 +245,15 @@ def test_tables_in_files_take_disk_and_no_memory():
 
 
 @pytest.mark.parametrize(
-    "line,options,says",
+    "line,options,message",
     [
         ({}, {"device": "cuda"}, "kernel fused_mmap on a GPU, which reads no files"),
         ({}, {"optimizer": "adam"}, "kernel fused_mmap with adam on CPU"),
         ({"sharding_type": "data_parallel"}, {}, "data_parallel with kernel fused_mmap"),
     ],
 )
-def test_where_tables_cannot_be_in_files(line, options, says):
-    with pytest.raises(ConfigError, match=says):
+def test_where_tables_cannot_be_in_files(line, options, message):
+    with pytest.raises(ConfigError, match=message):
         check({"item": line | {"compute_kernel": "fused_mmap"}}, **options)
 
 

@@ -157,12 +157,12 @@ def test_tables_settled_on_a_full_rank_are_refused():
     assert "does not fit on rank 1" in message
 
 
-def places(*hosts, says=None, gib=80, order=sorted):
+def places(*hosts, expected_text=None, gib=80, order=sorted):
     """Of the ranks of hosts with so many of them: each has a GPU of its host; 1 TiB of memory a host."""
     out = []
     for host, count in enumerate(hosts):
         for index in order(range(count)):
-            out.append(Place(f"host{host}", says or count, f"cuda:{index}", gib * GIB, 1024 * GIB))
+            out.append(Place(f"host{host}", expected_text or count, f"cuda:{index}", gib * GIB, 1024 * GIB))
     return out
 
 
@@ -177,8 +177,8 @@ def by_name(numbers):
         (places(8, 8), 8),
         (places(8, 5), 1),
         (places(4, 2), 1),
-        (places(8, 8, says=4), 4),
-        (places(4, 4, says=8), 8),
+        (places(8, 8, expected_text=4), 4),
+        (places(4, 4, expected_text=8), 8),
         (places(12, 12, order=by_name), 12),
     ],
     ids=["equal", "8+5", "4+2", "halves of hosts", "two hosts as one", "many GPUs"],
@@ -228,7 +228,7 @@ def test_memory_is_the_least_of_any_rank():
     assert hosts_of(places(4), section).memory == hosts_of(on_cpu, section).memory == 3 * GIB
 
 
-def trained_on(rank, world, gpus, says):
+def trained_on(rank, world, gpus, expected_text):
     """Where the shards of a table lie, after a step, on ranks with these GPUs of their hosts."""
     import os
 
@@ -239,7 +239,7 @@ def trained_on(rank, world, gpus, says):
     before, settings = os.environ["LOCAL_WORLD_SIZE"], config(world, {"sharding_type": "row_wise"})
     device = torch.device("cuda", gpus[rank])
     torch.cuda.set_device(device)
-    os.environ["LOCAL_WORLD_SIZE"] = str(says[rank])
+    os.environ["LOCAL_WORLD_SIZE"] = str(expected_text[rank])
     try:
         step, plan = build_step(settings, SCHEMA, device)
         assert len(train(step, batches(1, rank, world)[1])) == 1
@@ -251,13 +251,13 @@ def trained_on(rank, world, gpus, says):
 
 
 @pytest.mark.parametrize(
-    "gpus,says",
+    "gpus,expected_text",
     [([0, 1, 0], [2, 2, 1]), ([2, 0, 1], [3, 3, 3]), ([0, 1, 2], [1, 1, 1])],
     ids=["2+1", "another order", "one a host"],
 )
-def test_steps_run_on_the_gpus_that_ranks_have(gpus, says):
+def test_steps_run_on_the_gpus_that_ranks_have(gpus, expected_text):
     expected = [f"rank:{rank}/cuda:{index}" for rank, index in enumerate(gpus)]
-    assert on_ranks(3, trained_on, gpus, says, device="cuda") == [expected] * 3
+    assert on_ranks(3, trained_on, gpus, expected_text, device="cuda") == [expected] * 3
 
 
 def dry(

@@ -1,4 +1,4 @@
-"""1: a group with NCCL and one with gloo beside it do what raytrec asks of them, on loopback alone."""
+"""1: a group with NCCL and one with gloo next to it do what raytrec asks of them, on loopback alone."""
 
 from __future__ import annotations
 

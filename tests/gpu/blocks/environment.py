@@ -1,4 +1,4 @@
-"""0: the packages are the pinned ones, and go together with driver and GPU; nobody else computes there."""
+"""0: the packages are the pinned ones, and go together with driver and GPU; nothing else computes there."""
 
 from __future__ import annotations
 

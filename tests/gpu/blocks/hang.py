@@ -32,8 +32,8 @@ def run(here: Here) -> None:
     hangs = [e for e in events if e["event"] == "hang"]
     assert len(hangs) == 1, f"{len(hangs)} hangs were found where there was one"
     cause, found_s = hangs[0]["cause"], hangs[0]["unix_s"] - stuck["unix_s"]
-    here.found |= {"found_after_s": round(found_s, 1), "said": cause}
-    assert "rank 0" in cause and "NCCL" not in cause, f"it says: {cause}"
+    here.found |= {"found_after_s": round(found_s, 1), "printed": cause}
+    assert "rank 0" in cause and "NCCL" not in cause, f"the cause is: {cause}"
     assert found_s < HANG_S + 10, f"found after {found_s:.0f} s, where scaling.hang_timeout_s is {HANG_S}"
     starts = [e["unix_s"] for e in events if e["event"] == "started"]
     assert len(starts) == 3, f"{len(starts)} starts; the first, one after the hang, one after the kill"
@@ -42,14 +42,14 @@ def run(here: Here) -> None:
         round(starts[2] - killed["unix_s"], 1),
     ]
     died = [e["cause"] for e in events if e["event"] == "failed"][-1]
-    assert "died" in died and "NCCL" not in died, f"of the killed worker it says: {died}"
+    assert "died" in died and "NCCL" not in died, f"of the killed worker it reports: {died}"
     for what in (stuck, killed):
         assert not _alive(what["pid"]), f"process {what['pid']} is still there"
     _check_memory(here, before)
 
 
 def _alive(pid: int) -> bool:
-    """Whether it still runs; one that has ended and that nobody has asked about does not."""
+    """Whether it still runs; one that has ended and was not waited for does not."""
     import psutil
 
     try:

@@ -67,7 +67,7 @@ def sharded_cases(world: int) -> list:
 
 
 def compare_all(device, wanted: list) -> dict[str, float]:
-    """Case → its worst error as a share of what is allowed; on rank 0. NaN is no share, and fails."""
+    """Case → its worst error as a share of what is allowed; on rank 0. NaN is not a share, and fails."""
     from math import nan
 
     from raytrec.checks.parity.compare import compare
@@ -92,7 +92,7 @@ def compare_all(device, wanted: list) -> dict[str, float]:
 
 
 def _bf16_is_refused(here: Here) -> None:
-    """FBGEMM has no kernels for bf16 tables, on no device; raytrec says so before it builds any."""
+    """FBGEMM has no kernels for bf16 tables, on no device; raytrec refuses them before it builds any."""
     from raytrec.common.errors import ConfigError
     from raytrec.config.run_config import load_config
     from raytrec.embeddings.planner.validation import validate_constraints

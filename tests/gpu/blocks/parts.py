@@ -85,8 +85,8 @@ def _checkpoint_is_equal(here: Here, state) -> None:
     tensors = state.tensors()
     for name, value in tensors.items():
         for shard in value.local_shards() if isinstance(value, ShardedTensor) else []:
-            says, lies = shard.metadata.placement.device(), shard.tensor.device
-            assert says == lies, f"{name}: its metadata say {says}, it lies on {lies}"
+            claimed, lies = shard.metadata.placement.device(), shard.tensor.device
+            assert claimed == lies, f"{name}: its metadata has {claimed}, it lies on {lies}"
     saver = Saver(str(here.folder / "checkpoints"), CheckpointSection(every_s=None))
     for number in (3, 4):  # the second uses the first one's buffers again
         saver.save(number, tensors, {})

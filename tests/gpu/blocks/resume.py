@@ -11,7 +11,7 @@ APART = 1e-5  # of AUC
 
 
 def run(here: Here) -> None:
-    """Configurations say device: auto, so that what Ray counts decides where a model is evaluated."""
+    """Configurations have device: auto, so that what Ray counts decides where a model is evaluated."""
     import checkpoints
 
     from raytrec.driver import run as driver

@@ -1,17 +1,17 @@
 """A stand-in for CUDA, so that code for GPUs runs, and fails as it would there, on a machine that has none.
 
-Tensors on it say that they lie on cuda:N. Their values lie in host memory, and torch's, FBGEMM's and gloo's
+Tensors on it claim to lie on cuda:N. Their values lie in host memory, and torch's, FBGEMM's and gloo's
 CPU code computes them, so whole training steps run and their results are right. What is like CUDA:
 
 - Operations refuse tensors of two devices, and collectives of "nccl" groups refuse tensors in host memory.
 - Whatever makes the host wait for the device is recorded with its place (`Gpu.waits`).
-- Streams and events have clocks of their own. `Gpu.work(seconds)` puts work on the current stream, and the
+- Streams and events have their own clocks. `Gpu.work(seconds)` puts work on the current stream, and the
   host waits for it where it would wait on CUDA.
 - Host memory is pageable or pinned, and only a copy from or to pinned memory is asynchronous.
 - Tables of fused kernels lie on the device; planners, shards and checkpoints see them there.
 
 What is not: speed, rounding, CUDA's own kernels (FBGEMM's fused Adam, caches of UVM tables), memory that
-runs out. Gradients inside backward are not told apart by device, as autograd's engine makes them as
+runs out. Gradients inside backward are not distinguished by device, as autograd's engine makes them as
 ordinary tensors.
 
     with cuda() as gpu:

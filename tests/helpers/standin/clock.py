@@ -1,4 +1,4 @@
-"""Time that passes only where a test says so: what depends on time is then the same on a slow machine."""
+"""Time that passes only where a test advances it: what depends on time is then the same on a slow machine."""
 
 from contextlib import AbstractContextManager
 from time import perf_counter

@@ -38,7 +38,7 @@ class Wait(NamedTuple):
 
 
 class Stream:
-    """Work in order, done at a time of its own."""
+    """Work in order, done at its own time."""
 
     def __init__(self, device: object = None, priority: int = 0, **_: object):
         self.done_at, self.cuda_stream = 0.0, id(self)
@@ -101,7 +101,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Properties:
-    """What torch.cuda.get_device_properties tells of it: an H100's."""
+    """What torch.cuda.get_device_properties returns for it: an H100's."""
 
     name: str = "stand-in for an NVIDIA H100"
     major: int = 9

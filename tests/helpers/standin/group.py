@@ -23,7 +23,7 @@ COLLECTIVES = (
 
 @contextmanager
 def nccl() -> Iterator[None]:
-    """Groups that are asked for as "nccl" are gloo's and say that they are NCCL's."""
+    """Groups that are asked for as "nccl" are gloo's and claim to be NCCL's."""
     names: set[str] = set()
     begin, new, backend_of = dist.init_process_group, dist.new_group, dist.get_backend
 

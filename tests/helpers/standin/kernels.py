@@ -1,4 +1,4 @@
-"""FBGEMM's kernels for CUDA, computed by those for CPU on tables that say they lie on the GPU."""
+"""FBGEMM's kernels for CUDA, computed by those for CPU on tables that claim to lie on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that say that they lie on a GPU."""
+"""Tensors that claim to lie on a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COPIED = {"tensor", "as_tensor", "asarray"}  # factories that make values on the
 
 
 class DeviceTensor(torch.Tensor):
-    """Says that it lies on the GPU in use; to torch's C++ code it is an ordinary tensor in host memory."""
+    """Claims to lie on the GPU in use; to torch's C++ code it is an ordinary tensor in host memory."""
 
     @property
     def device(self) -> torch.device:
@@ -65,7 +65,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class Factories(TorchFunctionMode):
-    """Makes tensors on the GPU where `device` says so; torch's C++ code would refuse."""
+    """Makes tensors on the GPU where `device` asks for it; torch's C++ code would refuse."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -84,7 +84,7 @@ def is_on_device(value: Any) -> bool:
 
 
 def place(value: torch.Tensor) -> torch.Tensor:
-    """The same values, said to be on the GPU."""
+    """The same values, claimed to be on the GPU."""
     if is_on_device(value):
         return value
     kind = type(value)
@@ -271,7 +271,7 @@ def _both(kind: type) -> type:
 
 @contextmanager
 def on_device(gpu: Gpu) -> Iterator[None]:
-    """Tensors are made on the GPU where code says so, in this thread and in those that begin meanwhile."""
+    """Tensors are made on the GPU where code asks for it, in this thread and in those begun meanwhile."""
     run = Thread.run
 
     def run_on_device(self: Thread) -> None:
