@@ -179,6 +179,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python benchmarks/language.py
 	$(BIN)/mypy
 
 format: install
