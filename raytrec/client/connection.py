@@ -14,8 +14,8 @@ from raytrec.client.package import code
 from raytrec.cluster.reach import RAY, check_answers, check_ray, check_ray_here, check_token
 from raytrec.cluster.token import use_token
 from raytrec.common.errors import RunError, root_cause
-from raytrec.compat.ray_client import NOT_STARTED, NOT_TAKEN, version_mismatch
 from raytrec.compat.ray_core import head_nodes
+from raytrec.compat.ray_names import NOT_STARTED, NOT_TAKEN, version_mismatch
 
 ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it
 

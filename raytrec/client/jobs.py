@@ -18,7 +18,7 @@ from raytrec.cluster.reach import check_ray
 from raytrec.cluster.token import token_source, use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
-from raytrec.compat.ray_client import NO_AGENT, quiet_uploads, server_version
+from raytrec.compat.ray_names import NO_AGENT, quiet_uploads, server_version
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.driver.progress_log import for_people
 

@@ -15,7 +15,7 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.memory import FEW_ARENAS
 from raytrec.common.messages import Command
 from raytrec.common.storage import open_filesystem, relative
-from raytrec.compat.ray_train_settings import (
+from raytrec.compat.ray_names import (
     ENABLE_PREEMPTION_WATCHER,
     HEALTH_CHECK_INTERVAL_S,
     SNAPSHOT,

@@ -1,6 +1,12 @@
-"""Names of Ray Train's (2.60.0) outside its interface, for modules that do not import it."""
+"""Names of Ray Train, Ray client and the Job API (2.60.0) outside their interfaces; imports none of them."""
 
 from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from raytrec.compat.versions import private
 
 # ray/train/v2/_internal/constants.py. How soon the end, or an error, is seen; how long Ray waits for places
 # that are not there after all; and whether it watches for nodes that will go.
@@ -8,6 +14,9 @@ HEALTH_CHECK_INTERVAL_S = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 WORKER_GROUP_START_TIMEOUT_S = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 ENABLE_PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 SNAPSHOT = "checkpoint_manager_snapshot.json"  # what Ray Train notes in the folder of a run
+NOT_TAKEN = "Initialization failure from server"  # Ray client's error, with the server's traceback
+NOT_STARTED = "Starting Ray client server failed"  # the traceback, when a process has died
+NO_AGENT = "No available agent"  # the Job API's error while a cluster starts
 
 
 def reported(error: BaseException) -> BaseException:
@@ -30,3 +39,24 @@ def ran_out_of_memory(error: BaseException) -> bool:
     from ray.exceptions import OutOfMemoryError
 
     return isinstance(error, OutOfMemoryError) or "running low on memory" in str(error)
+
+
+def server_version(client: Any) -> str:
+    """The version of Ray that a JobSubmissionClient has asked its cluster for."""
+    return private(client, "_server_ray_version", "ray")
+
+
+def quiet_uploads() -> None:
+    """Silences the line for each file that is uploaded with a job."""
+    for talkative in (
+        "ray.dashboard.modules.job.sdk",
+        "ray.dashboard.modules.dashboard_sdk",
+        "ray._private.runtime_env.packaging",
+    ):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
+
+
+def version_mismatch(text: str) -> tuple[str, str] | None:
+    """Ray's and Python's version of a cluster that does not take this client's; None: it is another error."""
+    found = re.findall(r"(Ray|Python): (\S+)", text) if "ersion mismatch" in text else []
+    return (found[0][1], found[1][1]) if len(found) > 1 else None
