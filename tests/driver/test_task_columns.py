@@ -61,7 +61,7 @@ def opened(folder, *tasks, reserve_columns=(), **eval_section):
         (
             {"loss": "in_batch_softmax", "item_frequency": "country", "reserve_columns": ["country"]},
             DataError,
-            "how often items occur, is of type string",
+            "the frequency of items, is of type string",
             "column country",
         ),
         (
