@@ -35,7 +35,7 @@ def fuse(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOp
             if device in known.devices:
                 # No weight decay: validation.check_decay has refused it for these kernels.
                 settings = _settings(optimizers[table])
-                apply_optimizer_in_backward(known.kernel_class(), module.parameters(), settings)
+                apply_optimizer_in_backward(known.torch_class(), module.parameters(), settings)
 
 
 class RunOptimizer(CombinedOptimizer):

@@ -2,7 +2,7 @@
 
     @table_optimizer
     class Adagrad(TableOptimizer):
-        state = (State("sum", "value", "momentum1"),)
+        state = (StateKind("sum", "value", "momentum1"),)
 
         def torch_class(): ...
         def update(weight_ND, gradient_ND, state, step, lr, eps): ...
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 STATE_BYTES = 4  # of a value of state: FBGEMM keeps it in fp32, whatever the weights are
 
 
-class State(NamedTuple):
+class StateKind(NamedTuple):
     """One kind of optimizer state; it is 0 before the first update.
 
     Attributes:
@@ -52,7 +52,7 @@ class TableOptimizer(ABC):
     """
 
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    state: ClassVar[tuple[State, ...]] = ()
+    state: ClassVar[tuple[StateKind, ...]] = ()
     counts: ClassVar[bool] = False
     second_moment: ClassVar[str | None] = None
     settings: ClassVar[tuple[str, ...]] = ("eps",)
@@ -60,12 +60,7 @@ class TableOptimizer(ABC):
     @staticmethod
     @abstractmethod
     def torch_class() -> type[torch.optim.Optimizer]:
-        """The torch optimizer that makes dense updates, with the same kinds of state."""
-
-    @classmethod
-    def kernel_class(cls) -> type[torch.optim.Optimizer]:
-        """The class by which TorchRec finds FBGEMM's kernel; default: `torch_class`."""
-        return cls.torch_class()
+        """The torch optimizer of dense updates, with this state; by it TorchRec finds FBGEMM's kernel."""
 
     @staticmethod
     @abstractmethod

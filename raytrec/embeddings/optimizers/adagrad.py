@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from raytrec.embeddings.optimizers import State, TableOptimizer, table_optimizer
+from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optimizer
 
 
 @table_optimizer
 class Adagrad(TableOptimizer):
     """s ← s + g², w ← w − lr·g ÷ (√s + eps)."""
 
-    state = (State("sum", "value", "momentum1"),)
+    state = (StateKind("sum", "value", "momentum1"),)
     second_moment = "sum"
 
     @staticmethod

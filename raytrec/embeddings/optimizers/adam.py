@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrec.embeddings.optimizers import State, TableOptimizer, table_optimizer
+from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optimizer
 
 
 @table_optimizer
@@ -14,7 +14,7 @@ class Adam(TableOptimizer):
     """
 
     devices = ("cuda",)
-    state = (State("exp_avg", "value", "momentum1"), State("exp_avg_sq", "value", "momentum2"))
+    state = (StateKind("exp_avg", "value", "momentum1"), StateKind("exp_avg_sq", "value", "momentum2"))
     counts = True
     second_moment = "exp_avg_sq"
 

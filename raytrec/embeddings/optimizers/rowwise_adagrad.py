@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from raytrec.embeddings.optimizers import State, TableOptimizer, table_optimizer
+from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optimizer
 
 
 @table_optimizer
 class RowWiseAdagrad(TableOptimizer):
     """s ← s + mean(g²), w ← w − lr·g ÷ (√s + eps)."""
 
-    state = (State("sum", "row", "momentum1"),)
+    state = (StateKind("sum", "row", "momentum1"),)
     second_moment = "sum"
 
     @staticmethod

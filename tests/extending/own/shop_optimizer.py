@@ -1,6 +1,6 @@
 """An optimizer of tables that FBGEMM has no kernel for: its updates are dense."""
 
-from raytrec.embeddings.optimizers import State, TableOptimizer, table_optimizer
+from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optimizer
 
 
 @table_optimizer
@@ -8,7 +8,7 @@ class RMSprop(TableOptimizer):
     """v ← 0.99·v + 0.01·g², w ← w − lr·g ÷ (√v + eps)."""
 
     devices = ()
-    state = (State("square_avg", "value", "momentum1"),)
+    state = (StateKind("square_avg", "value", "momentum1"),)
     counts = True
     second_moment = "square_avg"
 
