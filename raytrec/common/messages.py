@@ -74,7 +74,7 @@ PHASES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """What all have in common.
+    """The base of all messages.
 
     Attributes:
         KIND: its name between processes.
@@ -97,7 +97,7 @@ class Message:
         return out
 
     def to_json(self) -> dict[str, Any]:
-        """As it goes from one process to another."""
+        """The mapping that goes from one process to another."""
         return {"kind": self.KIND, **self.values()}
 
     def line(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(Message):
-    """What rank 0 does from now on, for people."""
+    """The phase that rank 0 enters, for people."""
 
     KIND = "phase"
     text: str
@@ -174,7 +174,7 @@ class Stopped(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Event(RunEvent):
-    """What the coordinator saw: started, asked, waiting, failed, hang.
+    """An event that the coordinator saw: started, asked, waiting, failed, hang.
 
     Attributes:
         details: attempt and workers; command and reason; cause, rank, step, again.
@@ -247,14 +247,14 @@ class Result(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(Measured):
-    """What `raytrec check` found, under its own names."""
+    """Findings of `raytrec check`, under its own names."""
 
     KIND = "compared"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Message):
-    """What a live check found (checks.live.outcome.Outcome).
+    """The outcome of a live check (checks.live.outcome.Outcome).
 
     Attributes:
         figure, limit: what was measured, and the largest that passes; None where there is none.

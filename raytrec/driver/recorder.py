@@ -58,7 +58,7 @@ class Watch:
         return _Reading(coordinator, lambda values: self.receive(from_json(values)))
 
     def failed(self, cause: str, again: bool) -> None:
-        """Notes that all workers have ended, of which no coordinator could tell."""
+        """Notes that all workers have ended, which no coordinator could report."""
         self.receive(messages.Event(event="failed", details={"cause": cause, "rank": None, "again": again}))
 
     def receive(self, message: Message) -> None:
@@ -113,11 +113,11 @@ class Record:
         self._lately: list[RankLine] = []  # of each rank its intervals since then, or of SURE_S seconds
 
     def summary(self) -> dict[str, int]:
-        """How many checks have passed and failed."""
+        """The numbers of checks that have passed and failed."""
         return {"train.checks_passed": self.checks[True], "train.checks_failed": self.checks[False]}
 
     def bound(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """What the time of a run went into, by its figures."""
+        """The figures bound.… of a run (report.bounds)."""
         return find_bound(self.times, metrics["seconds"], metrics["train.samples_per_s"])
 
     def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:

@@ -1,4 +1,4 @@
-"""Delivery of a run to MLflow: by a process that follows the run, or once, of what was missed."""
+"""Delivery of a run to MLflow: by a process that follows the run, or once, of missed records."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Follower:
         return process
 
     def check(self) -> None:
-        """Passes on what the process has reported.
+        """Passes on reports of the process.
 
         Raises:
             ConfigError: the store cannot be opened: a wrong address, a server that wants another user.
@@ -119,7 +119,7 @@ class Follower:
         return f"{self._missing}; the run folder has everything: raytrec track {self._folder}"
 
     def _take(self, wait_s: float) -> bool:
-        """Takes what the process reports within so many seconds; False once it has ended."""
+        """Takes reports of the process within so many seconds; False once it has ended."""
         while self._process and select([self._process.stdout], [], [], wait_s)[0]:
             if not (data := os.read(self._process.stdout.fileno(), 1 << 16)):
                 return False

@@ -1,4 +1,4 @@
-"""What the time of a run went into, and which part took the most.
+"""The parts of a run's time, and the largest of them.
 
 The time of a run, from its start to its result, is divided into five parts (docs/monitoring.md defines them).
 """

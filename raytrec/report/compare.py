@@ -1,4 +1,4 @@
-"""`raytrec compare RUN RUN …`: results side by side, what their configurations differ in, their curves."""
+"""`raytrec compare RUN RUN …`: results side by side, differences of configurations, curves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def write(comparison: Comparison, out: str | Path) -> Path:
 
 
 def print_table(comparison: Comparison) -> None:
-    """The results, and what the configurations differ in, as tables on stdout."""
+    """The results and the differences of configurations as tables on stdout."""
     from rich.table import Table
 
     from raytrec.common.terminal import open_console, plain

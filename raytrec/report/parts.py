@@ -1,4 +1,4 @@
-"""The tables of a report, as rows of text with what they are sorted by."""
+"""The tables of a report, as rows of text with values for sorting."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sheet:
 
 
 def bound_sentence(run: RunFolder) -> str:
-    """What has bounded the run; empty where its result does not have it."""
+    """The sentence about the run's bound; empty where its result has none."""
     sentence = run.result.get("bound.sentence")
     return sentence if isinstance(sentence, str) else ""
 
@@ -155,7 +155,7 @@ def checks(run: RunFolder) -> Sheet | None:
 
 
 def events(run: RunFolder) -> Sheet | None:
-    """What happened, without the saves that went well; the last MOST_EVENTS."""
+    """The last MOST_EVENTS events, without saves that went well."""
     told = story(run)
     rows = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in told.marks if mark.kind != "saved"]
     rows += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in told.groups]

@@ -1,4 +1,4 @@
-"""What happened to a run, put together from its events: groups of workers, faults, saves, pauses."""
+"""The course of a run, from its events: groups of workers, faults, saves, pauses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Story:
-    """A run as it went.
+    """The course of a run.
 
     Attributes:
         progress: (second of the run, step), going back included.
@@ -57,7 +57,7 @@ class Story:
 
     @property
     def restarts(self) -> int:
-        """How often a group was started again."""
+        """The number of times a group was started again."""
         return max(0, len(self.groups) - 1)
 
     def count(self, kind: str) -> int:

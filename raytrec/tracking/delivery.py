@@ -80,7 +80,7 @@ class Delivery:
         return self._store.run_id
 
     def deliver(self) -> bool:
-        """Writes what the store lacks, unless it is to be left alone for a while; whether it has everything.
+        """Writes missing records, unless the store is to be left alone for a while; whether it has them all.
 
         Raises:
             ConfigError: at the first try, the store cannot be opened: a wrong address, a file that is not a
@@ -257,12 +257,12 @@ def follow(folder: Path, config: RunConfig) -> None:
 
 
 def status_of(folder: Path) -> str:
-    """With which a run has ended whose driver is gone: FINISHED or FAILED."""
+    """The status of a run whose driver is gone: FINISHED or FAILED."""
     return "FINISHED" if (folder / RESULT).is_file() else "FAILED"
 
 
 def _asked(wait_s: float) -> str | None:
-    """What has come on standard input within so many seconds: a status, "" at its end; None: nothing."""
+    """A status from standard input within so many seconds; "" at its end; None: nothing came."""
     if not select([sys.stdin], [], [], wait_s)[0]:
         return None
     return os.read(sys.stdin.fileno(), 100).decode().strip()

@@ -39,7 +39,7 @@ def closed_to_us(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in at most 200 characters, without secrets: the words of the innermost error."""
+    """The text of the innermost error: at most 200 characters, without secrets."""
     said = [str(cause).strip() for cause in _chain(error)]
     text = next((words for words in reversed(said) if words), type(error).__name__)
     return hide(text.splitlines()[0])[:200]
@@ -76,7 +76,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and so on inwards."""
+    """The error, its cause, the cause of that, and so on."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

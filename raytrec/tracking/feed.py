@@ -27,7 +27,7 @@ FILES = (METRICS, CHECKS, RANKS)
 
 @dataclass
 class Delivered:
-    """What the store has of a run folder.
+    """The part of a run folder that the store has.
 
     Attributes:
         key: of the MLflow run, by which it is found where the answer that had its id got lost.

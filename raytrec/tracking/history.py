@@ -1,4 +1,4 @@
-"""What a run has recorded, in memory: messages, of which the later win where steps were trained again."""
+"""The messages of a run, in memory; of steps that were trained again, the later ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytrec.tracking.intervals import Intervals
 
 
 class History:
-    """What a run has recorded, in memory; of steps that were trained again, the later lines.
+    """The messages of a run; of steps that were trained again, the later ones.
 
     Attributes:
         failures: all failed checks, those of steps that were trained again, too.

@@ -1,4 +1,4 @@
-"""Lines of ranks.jsonl as they were written: which of them count, and when those of all ranks are there."""
+"""Lines of ranks.jsonl in the order of writing: those that count, and groups of all ranks at a step."""
 
 from __future__ import annotations
 

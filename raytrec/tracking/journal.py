@@ -1,4 +1,4 @@
-"""What is written into a run folder during a run; it waits in memory while the disk takes nothing."""
+"""Lines and files on their way into a run folder; they wait in memory while the disk takes nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Journal:
         self.write()
 
     def put(self, name: str, text: str) -> None:
-        """A file as a whole, in place of what it was."""
+        """Replaces a file."""
         self._put(Waiting(name, text.encode(), True))
         self.write()
 
@@ -74,7 +74,7 @@ class Journal:
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
     def missing(self) -> str | None:
-        """What the run folder lacks, as a sentence; None: nothing."""
+        """A sentence about lines that the run folder lacks; None: it has all."""
         self.write()
         lines = len(self._waiting) + self._lost
         if not lines:

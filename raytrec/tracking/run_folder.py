@@ -1,4 +1,4 @@
-"""A run folder, read: what a run has recorded, as messages, and the files that describe it.
+"""A run folder, read: recorded messages, and the files that describe the run.
 
 Lines are decoded here and nowhere else: one that is torn or not of its file is dropped and counted. After a
 restart, steps since the last checkpoint are trained again; for these, later lines win. Nothing is required:
@@ -115,7 +115,7 @@ class RunFolder(History):
         return run
 
     def read_new(self) -> bool:
-        """Reads what has been added since, and result.json and plan.json; whether there are new lines.
+        """Reads lines that were added since, result.json and plan.json; whether there are new lines.
 
         Raises:
             OSError: a file is not a file, or cannot be read.

@@ -87,7 +87,7 @@ class Store:
         self._experiment_id = self._find_experiment()
 
     def write_metrics(self, records: list[Record]) -> None:
-        """In as few calls as possible. What the store has already stays as it is there."""
+        """Writes metrics in as few calls as possible. Those that the store has already stay as they are."""
         from mlflow.entities import Metric
 
         metrics = [

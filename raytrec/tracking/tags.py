@@ -1,4 +1,4 @@
-"""What describes an MLflow run: its parameters, and tags of versions, commit, user, the cluster's shape."""
+"""Descriptions of an MLflow run: parameters, and tags of versions, commit, user, the cluster's shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACCELERATOR = "accelerator_type:"  # the resource by which Ray names a node's ki
 
 
 def run_tags() -> dict[str, str]:
-    """Tags of a run that is started here and now; what is not known is skipped.
+    """Tags of a run that is started here and now; unknown ones are skipped.
 
     Nothing of the environment or of the command's arguments is in them, so no secrets.
 

@@ -251,7 +251,7 @@ def any_check_is_on(config: Any) -> bool:
 
 
 def describe_environment(context: WorkerContext) -> dict[str, Any]:
-    """What must be the same on all ranks."""
+    """Facts that must be equal on all ranks."""
     return {
         "config": context.task.config.to_yaml(),
         "schema": context.task.schema.to_yaml(),

@@ -109,7 +109,7 @@ class Statistics:
         return total
 
     def _cache_hits(self) -> dict[str, dict[str, float]]:
-        """table → what is known of the cache of the kernel that looks it up, since the last call."""
+        """table → cache hits of the kernel that looks it up, since the last call."""
         found: dict[str, dict[str, float]] = {}
         for lookup in self._taps.lookups:
             if (share := cache_hits(lookup.kernel)) is not None:

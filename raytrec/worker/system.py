@@ -13,7 +13,7 @@ GPU_EVERY_S = 1.0
 
 
 class System:
-    """Measures this process, its host and its GPU. What cannot be read is None; nothing is ever raised.
+    """Measures this process, its host and its GPU. Unreadable figures are None; nothing is ever raised.
 
     Args:
         device: of the rank, such as 'cpu' or 'cuda:0', as text or torch.device. On CUDA a thread reads the
@@ -112,7 +112,7 @@ def _host_memory_percent() -> float:
 
 
 def _or_none(read: Callable[[], Any]) -> Any:
-    """What a reading gives, or None: a run does not end because a counter cannot be read."""
+    """The reading, or None: a run does not end because a counter cannot be read."""
     try:
         return read()
     except Exception:

@@ -139,7 +139,7 @@ def _with_final(kind: type[Measured]) -> tuple[type[Measured], ...]:
 
 
 def _measured(run: History) -> list[Metric]:
-    """The metrics that there are figures of; those that training has come first."""
+    """The metrics that were measured; those of training first."""
     found = [each for each in run.metrics_of_tasks if any(points(run, k, each.key)[0] for k in STYLES)]
     return sorted(found, key=lambda each: not points(run, Train, each.key)[0])
 

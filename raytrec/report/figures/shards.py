@@ -1,4 +1,4 @@
-"""Shard maps: which rank holds how much of which table, and which rank is asked for it how often."""
+"""Shard maps: memory and lookups of each table on each rank."""
 
 from __future__ import annotations
 

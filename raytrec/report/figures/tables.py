@@ -1,4 +1,4 @@
-"""How tables do: row norms over time, rows never trained, gradients and updates."""
+"""Health of tables: row norms over time, rows never trained, gradients and updates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PANELS = (
 
 @styled
 def row_norms(run: RunFolder) -> Figure | None:
-    """How the norms of a table's rows are spread, over steps: a panel for each of the most loaded tables."""
+    """The distribution of a table's row norms over steps: a panel for each of the most loaded tables."""
     measured = {
         name: points
         for name, steps in run.tables.items()
