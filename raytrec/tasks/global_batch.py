@@ -23,9 +23,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchrec.distributed import comm_ops
 
+from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.tasks.losses import BatchLoss, Rows
 
@@ -69,8 +69,8 @@ def compare(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int) -> 
         Float32 scalar. Where gradients are enabled, it has the gradient of the sum over the global batch for
         `own.logits`.
     """
-    count, gradient = len(own.labels), torch.is_grad_enabled()
-    batch, first = (_of_all_ranks(own), dist.get_rank() * count) if world > 1 else (own, 0)
+    count, gradient, peers = len(own.labels), torch.is_grad_enabled(), Peers(alone=world == 1)
+    batch, first = (_of_all_ranks(own, peers), peers.rank * count) if world > 1 else (own, 0)
     logits = batch.logits.detach().requires_grad_(gradient)
     batch, size = batch._replace(logits=logits), max(1, AT_ONCE // len(batch.labels))
     losses, grads = [], torch.zeros_like(logits, requires_grad=False)
@@ -83,26 +83,17 @@ def compare(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int) -> 
     value = torch.cat(losses).sum()
     if not gradient:
         return value
-    if world > 1:
-        dist.all_reduce(grads)
-    return _Given.apply(own.logits, value, grads[first : first + count])
+    return _Given.apply(own.logits, value, peers.sum(grads)[first : first + count])
 
 
-def _of_all_ranks(own: Rows) -> Rows:
+def _of_all_ranks(own: Rows, peers: Peers) -> Rows:
     """The rows of all ranks, in the order of ranks; a collective."""
     width = own.logits[0].numel()
-    numbers = _gathered(
-        torch.cat([own.logits.detach().view(-1, width), torch.stack([own.labels, own.weights], 1)], 1)
-    )
+    mine = torch.cat([own.logits.detach().view(-1, width), torch.stack([own.labels, own.weights], 1)], 1)
+    numbers = peers.stack(mine).flatten(0, 1)
     logits = numbers[:, :width].reshape(-1, *own.logits.shape[1:])
-    keys, counts = (None if x is None else _gathered(x.contiguous()) for x in (own.keys, own.counts))
+    keys, counts = (None if x is None else peers.stack(x).flatten(0, 1) for x in (own.keys, own.counts))
     return Rows(logits, numbers[:, width], numbers[:, width + 1], keys, counts)
-
-
-def _gathered(values: torch.Tensor) -> torch.Tensor:
-    everyone = values.new_empty(dist.get_world_size() * len(values), *values.shape[1:])
-    dist.all_gather_single(everyone, values)
-    return everyone
 
 
 class _Given(torch.autograd.Function):

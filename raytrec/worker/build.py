@@ -18,14 +18,14 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 from raytrec.embeddings.codecs import make_codecs, widths_of
-from raytrec.embeddings.initial import fill_tables
+from raytrec.embeddings.initial import fill_tables, initial_values
 from raytrec.embeddings.managed.batches import ManagedBatches
-from raytrec.embeddings.managed.begin_rows import begin_rows
 from raytrec.embeddings.mapped import MappedFiles, mark_mapped
 from raytrec.embeddings.optim import combine, fuse
 from raytrec.embeddings.planner.constraints import table_optimizers
 from raytrec.embeddings.planner.footprint import MMAP_KERNEL
 from raytrec.embeddings.planner.plan import make_plan, sharders, sharders_for_planning
+from raytrec.embeddings.tables import Shard
 from raytrec.embeddings.wrappers import DenseAverage, GlobalNormClip
 from raytrec.models.recommender import build_recommender, checkpoint_activations, compile_dense
 from raytrec.tasks.global_batch import require_gradient_division
@@ -133,7 +133,8 @@ class ManagedRows(ManagedBatches):
         model, optimizer: of build_step.
 
     Attributes:
-        before_writing: as `before` of begin_rows.begin_rows.
+        before_writing: called before anything is written to rows of a shard: (table, rows int64 [n], counted
+            from the shard's first).
     """
 
     def __init__(
@@ -149,9 +150,28 @@ class ManagedRows(ManagedBatches):
         self._tables, self._schema, self._seed = LogicalState(model, optimizer).tables, schema, seed
         model.register_forward_pre_hook(self._before_forward)
 
+    @torch.no_grad()
     def begin_rows(self, batch: Batch) -> None:
-        """Resets the rows that a batch has given to other ids."""
-        begin_rows(batch.new_rows or {}, self._tables, self._schema, self._seed, self.before_writing)
+        """Resets the rows of this rank's shards that a batch has given to other ids: to these ids' initial
+        values, without optimizer state."""
+        for name, (rows, ids) in (batch.new_rows or {}).items():
+            if not len(rows):
+                continue
+            table, spec = self._tables[name], self._schema.tables[name]
+            for shard in table.weight.local:
+                places = _within(shard, rows)
+                its_rows = rows[places] - shard.rows.start
+                values = initial_values(self._seed, name, ids[places], shard.columns, spec.rows)
+                self.before_writing(name, its_rows)
+                shard.values.index_copy_(0, its_rows, values.to(shard.values.dtype))
+            for parts in table.state.values():
+                for shard in parts.local:
+                    shard.values.index_fill_(0, rows[_within(shard, rows)] - shard.rows.start, 0)
 
     def _before_forward(self, model: Any, inputs: tuple[Batch, ...]) -> None:
         self.begin_rows(inputs[0])
+
+
+def _within(shard: Shard, rows: torch.Tensor) -> torch.Tensor:
+    """Which of these rows a shard has: int64 [n], places."""
+    return ((rows >= shard.rows.start) & (rows < shard.rows.stop)).nonzero().squeeze(1)
