@@ -11,7 +11,7 @@ import torch.distributed as dist
 from raytrec.checkpoint.blocks import pieces
 from raytrec.checks.live.outcome import ranks
 from raytrec.checks.live.readout import read
-from raytrec.common.collectives import Peers, device_of
+from raytrec.common.collectives import Peers
 from raytrec.compat.torch_ import ShardedTensor
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def on_any_rank(mine: list[str], group: dist.ProcessGroup | None = None) -> str 
     Args:
         mine: of `not_finite`.
     """
-    peers = Peers(device_of(group), group=group)
+    peers = Peers(group=group)
     if not peers.largest(bool(mine)):
         return None
     everyone = peers.objects(mine)

@@ -29,8 +29,7 @@ class Peers:
     Results lie where the values lay. Values travel over `device`, since NCCL reads no host memory.
 
     Args:
-        device: that the process group communicates over; default: this rank's GPU with NCCL, else where the
-            values lie.
+        device: that the process group communicates over; default: `device_of` the group.
         at_once: rows that `send` holds on that device at a time.
         alone: only this process; default: the ranks of the group, where one has been initialized.
         group: of these ranks; default: the default process group.
@@ -48,9 +47,8 @@ class Peers:
     ):
         together = dist.is_initialized() and not alone
         self.world, self.rank = (dist.get_world_size(group), dist.get_rank(group)) if together else (1, 0)
-        if together and device is None and dist.get_backend(group) == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device, self._at_once, self._group = device, at_once, group
+        self.device = device or (device_of(group) if together else None)
+        self._at_once, self._group = at_once, group
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of [...], of one shape and dtype on all of them."""
@@ -160,12 +158,12 @@ class Peers:
         return everyone
 
     def _travelling(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(self.device or values.device).contiguous()
+        return values.to(self.device).contiguous()
 
     def _reduce(self, values: torch.Tensor, how: Any) -> torch.Tensor:
         if self.world == 1:
             return values
-        total = values.to(self.device or values.device, copy=True)
+        total = values.to(self.device, copy=True)
         dist.all_reduce(total, how, group=self._group)
         return total.to(values.device)
 
