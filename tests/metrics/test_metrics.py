@@ -4,6 +4,7 @@ from math import isnan, log
 
 import pytest
 import torch
+from ranked_rows import ranked
 from ranks import on_ranks
 
 from raytrec.common.errors import ConfigError
@@ -196,12 +197,10 @@ def test_one_task_has_no_name_before_its_metrics():
 
 @pytest.mark.parametrize("labels", [[0.0, 0.0], [1.0, 1.0], [0.2, 0.7], [1.0, 2.0], []])
 def test_what_is_not_defined(labels):
-    from raytrec.metrics.over_ranks.ranked import Ranked
-
     labels = torch.tensor(labels)
-    ranked = Ranked.of(torch.full((len(labels),), 0.5), labels)
-    assert not ranked.both_classes
-    assert all(METRICS.parts[name].ranked_curve(ranked) is None for name in ("auc", "calibration"))
+    rows = ranked(torch.full((len(labels),), 0.5), labels)
+    assert not rows.both_classes
+    assert all(METRICS.parts[name].ranked_curve(rows) is None for name in ("auc", "calibration"))
     ne, mse = find_metric("ne"), find_metric("mse")
     if len(set(labels.tolist())) == 1:
         outputs = TaskOutputs(torch.zeros(2), torch.full((2,), 0.5), labels, torch.ones(2))

@@ -270,9 +270,9 @@ def test_rows_do_not_know_of_each_other():
 
 def test_order_can_be_learnt():
     """Where the newest id alone decides, attention finds it, and the mean of the ids does not."""
+    from ranked_rows import auc_of
+
     from raytrec.checks.parity import reference
-    from raytrec.metrics.builtin.areas import AUC
-    from raytrec.metrics.over_ranks.ranked import Ranked
 
     values = schema(dense=[]).model_dump()
     del values["sparse"]["tags"], values["tables"]["tag"]
@@ -298,9 +298,7 @@ def test_order_can_be_learnt():
         optimizer = torch.optim.Adam(one.parameters(), lr=0.02)
         reference.train(one, (batch(256) for _ in range(150)), [optimizer])
         test = batch(2000)
-        return float(
-            AUC.figure(AUC.sums(Ranked.of(one(test).detach().double().sigmoid(), test.labels[:, 0])))
-        )
+        return auc_of(one(test).detach().double().sigmoid(), test.labels[:, 0])
 
     sections = {"bottom_mlp": [], "top_mlp": [16]}
     read = SequenceSection(name="sequence", max_length=LENGTH, **sections)

@@ -109,9 +109,9 @@ def snapshot(model):
 
 
 def sharded_run(rank, world, optimizer, sharding, loss):
+    from ranked_rows import auc_of
+
     from raytrec.common.collectives import Peers
-    from raytrec.metrics.builtin.areas import AUC
-    from raytrec.metrics.over_ranks.ranked import Ranked
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
     from raytrec.tasks.task import resolve_tasks
@@ -131,7 +131,7 @@ def sharded_run(rank, world, optimizer, sharding, loss):
         labels.append(outputs["y"].labels[outputs["y"].weights > 0])
     figures = sums.reduce()
     logits, labels = Peers().gather([torch.cat(logits), torch.cat(labels)])
-    figures["auc"] = float(AUC.figure(AUC.sums(Ranked.of(task.loss.predict(logits.double()), labels))))
+    figures["auc"] = auc_of(task.loss.predict(logits.double()), labels)
     sharding_used = {s.sharding_type for module in plan.plan.values() for s in module.values()}
     return before, snapshot(step.model), losses, figures, sharding_used
 

@@ -93,14 +93,6 @@ class Ranked:
         both = bool(total[0] > 0 and total[1] > 0 and total[3] == 0)
         return cls(ties, below[:3], total[:3], both, peers)
 
-    @classmethod
-    def of(
-        cls, predictions_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor | None = None
-    ) -> Ranked:
-        """Of rows that are all in this process."""
-        weights_N = torch.ones_like(labels_N) if weights_N is None else weights_N
-        return cls.sort(Ties.of(predictions_N, labels_N, weights_N), Peers(alone=True), is_binary(labels_N))
-
     def before(self, which: int) -> torch.Tensor:
         """What is below each of this rank's ties, float64 [D]: of positive (0), negative (1) or rows (2)."""
         values = self.ties.columns[1 + which]
