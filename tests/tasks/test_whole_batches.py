@@ -160,7 +160,7 @@ def collectives(rank, world, tasks):
         there = getattr(dist, name)
         return lambda *given, **named: calls.append(name) or there(*given, **named)
 
-    names = ["all_reduce", "all_gather_single"]
+    names = ["all_reduce", "all_gather_into_tensor"]
     before = {name: getattr(dist, name) for name in names}
     for name in names:
         setattr(dist, name, counted(name))
@@ -180,8 +180,8 @@ def collectives(rank, world, tasks):
     "task,expected",
     [
         ({}, []),
-        ({"loss": "bpr"}, ["all_gather_single", "all_reduce"]),
-        ({"loss": "bpr", "group": "g"}, ["all_gather_single"] * 2 + ["all_reduce"]),
+        ({"loss": "bpr"}, ["all_gather_into_tensor", "all_reduce"]),
+        ({"loss": "bpr", "group": "g"}, ["all_gather_into_tensor"] * 2 + ["all_reduce"]),
     ],
 )
 def test_ranks_ask_each_other_only_where_they_have_to(task, expected):
