@@ -119,7 +119,7 @@ def fingerprint(contents: Iterable[Content] | None) -> str:
     digest = hashlib.sha256()
     for content in contents:
         digest.update(f"{content._counted()}\n".encode())
-    return digest.hexdigest()
+    return f"2-{digest.hexdigest()}"  # as checkpoints have it
 
 
 def differences(before: list[Content], after: list[Content]) -> list[str]:
