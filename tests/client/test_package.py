@@ -60,7 +60,7 @@ def test_links_are_followed_and_keep_their_name(here):
 def test_files_that_cannot_be_taken_are_named(here, include, what):
     for name in ("raytrec", "y/x", "odd", "broken", "circle"):
         (here / name).mkdir(parents=True)
-    (here / "raytrec/cli.py").write_text("")
+    (here / "raytrec/__main__.py").write_text("")
     (here / "run.yaml").write_text("")
     (here / "y/x/lists.txt").write_text("")
     os.mkfifo(here / "pipe")

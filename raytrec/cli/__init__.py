@@ -1,0 +1,88 @@
+"""The command line. Commands only parse, call and print."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import Annotated
+
+import typer
+from raytrec_datasets import app as prepare_app
+
+from raytrec.cli.jobs import follow_job, head, stop_job, submit
+from raytrec.cli.runs import check, config, plan, train, tune
+from raytrec.cli.saved import compare, convert, evaluate, index, inspect, predict, report, track
+
+app = typer.Typer(
+    name="raytrec",
+    help="Trains recommender models whose embedding tables outgrow one GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(prepare_app, name="prepare")
+app.command()(train)
+app.command()(tune)
+app.command()(submit)
+app.command()(head)
+app.command("follow")(follow_job)
+app.command("stop")(stop_job)
+app.command()(evaluate)
+app.command()(predict)
+app.command()(index)
+app.command()(convert)
+app.command()(check)
+app.command()(plan)
+app.command()(report)
+app.command()(track)
+app.command()(compare)
+app.command()(inspect)
+app.command()(config)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from raytrec import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The `raytrec` command. A RaytrecError is one message and exit code 1, without a traceback.
+
+    Args:
+        arguments: default: the command line's; then the process ends here.
+    """
+    from raytrec.common.process_exit import ends_at_once
+
+    with ends_at_once() if arguments is None else nullcontext():
+        _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> None:
+    """One command; ends in SystemExit."""
+    from raytrec.cluster.session import leave
+    from raytrec.common.errors import RaytrecError
+    from raytrec.driver.progress_log import ERROR, write_message
+
+    try:
+        app(arguments)
+    except RaytrecError as error:
+        prefix = "\033[1;31merror:\033[0m" if sys.stderr.isatty() else "error:"
+        print(f"{prefix} {error}", file=sys.stderr)
+        write_message(ERROR, error.parts)
+        leave(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

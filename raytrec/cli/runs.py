@@ -1,0 +1,200 @@
+"""Commands that take a configuration: train, tune, check, plan, config."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from raytrec.cli.options import (
+    AllowCode,
+    Json,
+    Overrides,
+    print_json,
+    show,
+)
+
+
+def train(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--warm-start",
+            metavar="RUN",
+            help="Start from the weights of this run or checkpoint; without CONFIG, also from its config.",
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN",
+            help="Resume this run from its newest checkpoint; CONFIG, if given, must be equivalent.",
+        ),
+    ] = None,
+    resume_latest: Annotated[
+        bool,
+        typer.Option(
+            "--resume-latest",
+            help="Resume the newest interrupted run of this CONFIG; start a new one if there is none.",
+        ),
+    ] = False,
+    allow_code: AllowCode = False,
+    json: Json = False,
+):
+    """Train, evaluate and save a run: raytrec train jobs/synthetic.yaml scaling.num_workers=2"""
+    from raytrec.driver.session import begin_early
+
+    begin_early()  # while the rest is imported
+    from raytrec.common.errors import ConfigError
+    from raytrec.driver.launch import Interrupted
+    from raytrec.driver.run import Unfinished
+    from raytrec.driver.run import train as run
+
+    overrides, earlier = overrides or [], start_from or resume
+    if earlier and config and "=" in config:  # no CONFIG: the first argument is an override
+        config, overrides = None, [config, *overrides]
+    if start_from and resume:
+        raise ConfigError("--warm-start and --resume exclude each other", expected="one of them")
+    if resume_latest and earlier:
+        raise ConfigError("--resume-latest finds the run itself", expected="CONFIG alone, or --resume RUN")
+    if config is None and earlier is None:
+        raise ConfigError(
+            "no config was given",
+            expected="raytrec train CONFIG, or raytrec train --warm-start RUN, or --resume RUN",
+        )
+    try:
+        result = run(config, overrides, start_from, resume, resume_latest, allow_code)
+    except Interrupted as interrupt:  # the run has reported it
+        raise typer.Exit(128 + interrupt.signal) from None
+    except Unfinished as error:  # there is a result to show
+        show(error.result, json)
+        raise
+    show(result, json)
+
+
+def tune(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    space: Annotated[
+        str | None, typer.Option(metavar="SPACE.yaml", help="The keys to search, and how they are drawn.")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="Number of trials; default: 10.")] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Metric to compare trials by; default: as for checkpoint.best_metric."),
+    ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(help="Trials that run at a time; default: as many as there is room for.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same trials.")] = 0,
+    grace_steps: Annotated[
+        int | None,
+        typer.Option(help="Steps before which no trial is stopped; default: train.eval_every_steps."),
+    ] = None,
+    reduction_factor: Annotated[
+        float, typer.Option(help="One in this many trials of an age is trained on.")
+    ] = 4.0,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="FOLDER", help="Resume this search; --trials may add some."),
+    ] = None,
+    resume_latest: Annotated[
+        bool,
+        typer.Option(
+            "--resume-latest",
+            help="Resume the newest interrupted search of this command; start a new one if there is none.",
+        ),
+    ] = False,
+    allow_code: AllowCode = False,
+    json: Json = False,
+):
+    """Search good values for keys of a config: raytrec tune CONFIG --space SPACE.yaml --trials 20"""
+    from raytrec.driver.launch import Interrupted
+    from raytrec.tuning.outcome import print_outcome
+    from raytrec.tuning.tune import tune as run
+
+    try:
+        search = run(
+            config,
+            space,
+            overrides,
+            trials=trials,
+            metric=metric,
+            seed=seed,
+            at_once=at_once,
+            grace_steps=grace_steps,
+            reduction_factor=reduction_factor,
+            resume=resume,
+            resume_latest=resume_latest,
+            allow_code=allow_code,
+        )
+    except Interrupted as interrupt:  # the search has reported it
+        raise typer.Exit(128 + interrupt.signal) from None
+    print_json(search.metrics) if json else print_outcome(search)
+
+
+def check(
+    config: Annotated[str, typer.Argument(metavar="CONFIG")], overrides: Overrides = None, json: Json = False
+):
+    """Compare a config, its plan and cluster with one plain torch process; exit code 1 on a difference."""
+    from raytrec.driver.session import begin_early
+
+    begin_early()
+    from raytrec.driver.check import check as run
+    from raytrec.driver.check import print_check
+
+    result = run(config, overrides or [])
+    print_json(result.metrics) if json else print_check(result)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def plan(
+    config: Annotated[str, typer.Argument(metavar="CONFIG")],
+    overrides: Overrides = None,
+    hosts: Annotated[
+        int | None, typer.Option(help="Number of hosts; default: as many as scaling.num_workers fill.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs, or workers on CPU, per host; default: up to 8.")
+    ] = None,
+    memory_gib: Annotated[
+        float, typer.Option(help="Memory of each GPU, or worker on CPU, unless plan.memory_gib is set.")
+    ] = 80,
+    host_memory_gib: Annotated[
+        float | None, typer.Option(help="Memory of each host; default: twice that of its GPUs.")
+    ] = None,
+    disk_gib: Annotated[
+        float | None, typer.Option(help="Disk of each host for tables in files; default: enough.")
+    ] = None,
+    json: Json = False,
+):
+    """Plan the sharding of tables for machines that are not here; needs the schema, no data."""
+    from raytrec.driver.plan import plan as make
+    from raytrec.driver.plan import print_plan
+
+    found = make(config, overrides or [], hosts, gpus, memory_gib, host_memory_gib, disk_gib)
+    print_json(found) if json else print_plan(found)
+
+
+def config(
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of configs.")] = False,
+):
+    """Print a config resolved, with all defaults, or the JSON Schema for editors."""
+    from raytrec.common.errors import ConfigError
+    from raytrec.common.redaction import hide_yaml
+    from raytrec.config.run_config import json_schema, load_config
+
+    if schema:
+        print(json.dumps(json_schema(), indent=2))
+    elif config:
+        resolved = load_config(config, overrides or [], allow_code=True)  # nothing of it runs
+        print(hide_yaml(resolved.to_yaml()), end="")
+    else:
+        raise ConfigError("no config was given", expected="raytrec config CONFIG, or raytrec config --schema")
