@@ -74,7 +74,7 @@ def _run(arguments: list[str] | None) -> None:
     """One command; ends in SystemExit."""
     from raytrec.cluster.session import leave
     from raytrec.common.errors import RaytrecError
-    from raytrec.driver.progress_log import ERROR, write_message
+    from raytrec.tracking.progress_log import ERROR, write_message
 
     try:
         app(arguments)

@@ -16,7 +16,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import EVENTS, METRICS, from_line
 from raytrec.config.overrides import as_texts
 from raytrec.config.run_config import RunConfig
-from raytrec.driver.progress_log import ERROR, FOLDER, RESULT, parse
+from raytrec.tracking.progress_log import ERROR, FOLDER, RESULT, parse
 
 Source = str | Path | dict | RunConfig
 FOLDER_S = 600  # until a job has begun its run: it may wait for nodes

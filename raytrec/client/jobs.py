@@ -20,7 +20,7 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
 from raytrec.compat.ray_names import NO_AGENT, quiet_uploads, server_version
 from raytrec.config.run_config import RunConfig, load_config
-from raytrec.driver.progress_log import for_people
+from raytrec.tracking.progress_log import for_people
 
 DEFAULT = "http://127.0.0.1:8265"
 ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which Ray's client takes before what it is given

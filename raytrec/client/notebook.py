@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Eval, Train
-from raytrec.driver import progress_log as lines
 from raytrec.metrics.results import format_result
+from raytrec.tracking import progress_log as lines
 from raytrec.tracking.history import History
 
 if TYPE_CHECKING:

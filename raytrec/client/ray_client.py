@@ -16,7 +16,7 @@ from raytrec.client.run import ENDED, Run
 from raytrec.common.errors import RaytrecError, RunError, root_cause
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.driver.driver_state import ASKED, LOG
-from raytrec.driver.progress_log import for_people
+from raytrec.tracking.progress_log import for_people
 from raytrec.tracking.run_folder import decode
 
 Source = str | Path | dict | RunConfig

@@ -22,9 +22,9 @@ from rich.text import Text
 from raytrec.cluster.session import in_job
 from raytrec.common.messages import ENDED_EARLY
 from raytrec.common.terminal import bold, open_console, plain
-from raytrec.driver import progress_log as lines
 from raytrec.metrics.results import format_result, slice_tables
 from raytrec.metrics.selection import figures_of
+from raytrec.tracking import progress_log as lines
 
 Pairs = list[tuple[str, str]]  # names and texts: the rows of a table
 PLAIN_EVERY_S = 10.0  # seconds between progress lines where stderr is not a terminal
@@ -34,7 +34,7 @@ class RunConsole:
     """Shows the messages that rank 0 sends (common/messages.py), each with the method of its kind.
 
     On a terminal they become one live line; elsewhere a plain line now and then, and in the log of a job a
-    line of JSON as well (progress_log.py).
+    line of JSON as well (tracking/progress_log.py).
     """
 
     def __init__(self, name: str):

@@ -12,7 +12,7 @@ from raytrec.client.notebook import Items, Page, Pictures, curves_png, progress_
 from raytrec.client.run import Run
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Eval, Start, Train
-from raytrec.driver import progress_log as lines
+from raytrec.tracking import progress_log as lines
 
 
 class Shown(Run):

@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from heads import Head, tiny_config
 
-from raytrec.driver.progress_log import for_people
 from raytrec.retrieval.index import load_index
+from raytrec.tracking.progress_log import for_people
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 WAYS = ["client", "url"]

@@ -9,10 +9,10 @@ from raytrec.common.errors import RunError
 from raytrec.compat.ray_core import JOB_CONFIG
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TaskSection
-from raytrec.driver import progress_log as lines
 from raytrec.driver.console import RunConsole
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.task import resolve_tasks
+from raytrec.tracking import progress_log as lines
 
 NAME, FOLDER = "movielens-20261122-101500", "/shared/my [red] :eye: runs/movielens-20261122-101500"
 
