@@ -30,7 +30,7 @@ def test_a_driver_that_was_killed_counts_up_to_its_last_line(tmp_path, last, sec
     if last is not None:
         line = {"kind": "train", "step": 1, "unix_s": begin + last}
         (tmp_path / "metrics.jsonl").write_text(
-            json.dumps({"unix_s": begin + 9999}) + "\n" + json.dumps(line)
+            json.dumps({"unix_s": begin + 9999}) + "\n" + json.dumps(line) + "\n"
         )
     with record_driver(tmp_path) as before_s:
         assert before_s == pytest.approx(seconds)
