@@ -12,12 +12,10 @@ import torch
 from torchrec.distributed.types import ShardingPlan
 
 from raytrec.checkpoint.files import folder_of
-from raytrec.checkpoint.managed import ids_to_read, saved_ids, take_over_ids
-from raytrec.checkpoint.restore import restore
+from raytrec.checkpoint.managed import saved_ids
 from raytrec.checkpoint.save import NotFinite, Saved, Saver
 from raytrec.checkpoint.snapshot import RowSnapshot
-from raytrec.checkpoint.sound import why_no_progress
-from raytrec.checkpoint.state import LogicalState, State
+from raytrec.checkpoint.state import LogicalState
 from raytrec.common import messages
 from raytrec.common.errors import RunError
 from raytrec.common.installed import installed_versions
@@ -34,24 +32,6 @@ from raytrec.worker.step import Outputs, Step
 
 class Stopped(Exception):
     """Raised by all ranks when the state is saved and the run is to end, as a user asked."""
-
-
-def restore_run(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> bool:
-    """Resumes from the newest checkpoint that is whole; False where there is none. A collective."""
-    maps = step.maps
-
-    def ids(about: dict[str, Any]) -> State:
-        context.enter_phase("restoring", "restore")
-        return ids_to_read(about, maps)
-
-    found = restore(context.task.checkpoint, state, why_no_progress, ids)
-    for reason in found.passed_over:
-        context.report(messages.Warn(text=f"passed over a checkpoint: {reason}"))
-    if found.folder:
-        take_over_ids(maps, found.more, found.about)
-        progress.resume(found.about["progress"])
-        step.trained = progress.step
-    return bool(found.folder)
 
 
 def watch_rows(step: Step, state: LogicalState, patient: Callable[[], None]) -> RowSnapshot:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raytrec.checkpoint.finite import not_finite, on_any_rank
 from raytrec.checkpoint.index import read_index
 from raytrec.checkpoint.managed import ids_to_read, take_over_ids
-from raytrec.checkpoint.restore import load
+from raytrec.checkpoint.restore import load, restore
+from raytrec.checkpoint.sound import why_no_progress
 from raytrec.checkpoint.state import LogicalState, State, is_average
 from raytrec.checkpoint.table_starts import schema_of, table_starts
 from raytrec.common import messages
@@ -21,6 +22,32 @@ from raytrec.worker.step import Step
 
 if TYPE_CHECKING:
     from raytrec.worker.context import WorkerContext
+    from raytrec.worker.progress import Progress
+
+
+def begin_or_resume(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> None:
+    """The state of the newest checkpoint of the run that is whole, else that of a new run; a collective."""
+    if not _restore(context, step, state, progress):
+        context.enter_phase("setting initial values", "plan")
+        begin(step, context.task.config, context.task.schema)
+
+
+def _restore(context: WorkerContext, step: Step, state: LogicalState, progress: Progress) -> bool:
+    """Takes over the newest checkpoint of the run that is whole; False where there is none."""
+    maps = step.maps
+
+    def ids(about: dict[str, Any]) -> State:
+        context.enter_phase("restoring", "restore")
+        return ids_to_read(about, maps)
+
+    found = restore(context.task.checkpoint, state, why_no_progress, ids)
+    for reason in found.passed_over:
+        context.report(messages.Warn(text=f"passed over a checkpoint: {reason}"))
+    if found.folder:
+        take_over_ids(maps, found.more, found.about)
+        progress.resume(found.about["progress"])
+        step.trained = progress.step
+    return bool(found.folder)
 
 
 def begin(step: Step, config: RunConfig, schema: Schema) -> None:

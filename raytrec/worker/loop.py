@@ -18,9 +18,9 @@ def train_worker(task: WorkerTask) -> None:
     from raytrec.metrics.selection import Selection
     from raytrec.metrics.sums import Sums
     from raytrec.worker.build import build_step
-    from raytrec.worker.checkpointing import CheckpointManager, Stopped, restore_run
+    from raytrec.worker.checkpointing import CheckpointManager, Stopped
     from raytrec.worker.evaluate import evaluate
-    from raytrec.worker.initial_state import begin
+    from raytrec.worker.initial_state import begin_or_resume
     from raytrec.worker.nonfinite import RecentBatches
     from raytrec.worker.observers import make_observers
     from raytrec.worker.progress import EarlyStopping, Progress
@@ -35,9 +35,7 @@ def train_worker(task: WorkerTask) -> None:
     selection = Selection.of_config(config, task.schema)
     window = Sums(selection, context.device)
     state, progress = LogicalState(step.model, step.optimizer), Progress(window)
-    if not restore_run(context, step, state, progress):
-        context.enter_phase("setting initial values", "plan")
-        begin(step, config, task.schema)
+    begin_or_resume(context, step, state, progress)
     context.settle_process()
     stopping = EarlyStopping(config.train.early_stopping, progress, context.device)
     reading = train.epochs(config.train.epochs, progress.step)
