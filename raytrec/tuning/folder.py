@@ -21,10 +21,10 @@ from raytrec.config.trust import code_in, is_ours, mark, not_ours, origin, refus
 from raytrec.driver.prepare import make_folder, write_config
 from raytrec.driver.recorder import write_json, write_text
 from raytrec.tracking.run_folder import RESULT
-from raytrec.tuning.search import Search, Settings, State, prepare
+from raytrec.tuning.search import Search, Settings, State, prepare_search
 from raytrec.tuning.space import Space, plain_values, with_values
 
-CONFIG, SEARCH, TRIALS = "base/config.yaml", "search.json", "trials.json"
+SEARCH_CONFIG, SEARCH, TRIALS = "base/config.yaml", "search.json", "trials.json"
 SPACE, OUTCOME = "space.yaml", "outcome.json"
 
 
@@ -36,8 +36,8 @@ def write_search(search: Search) -> None:
     """
     folder = search.folder
     try:
-        (folder / CONFIG).parent.mkdir(parents=True, exist_ok=True)
-        write_config((folder / CONFIG).parent, search.config)
+        (folder / SEARCH_CONFIG).parent.mkdir(parents=True, exist_ok=True)
+        write_config((folder / SEARCH_CONFIG).parent, search.config)
         write_text(folder / SPACE, search.space.text)
         mark(folder / SPACE)
         write_json(folder / SEARCH, asdict(search.settings))
@@ -93,12 +93,12 @@ def reopen(folder: Path, trials: int | None, allow_code: bool) -> Search:
             where=str(folder),
             do="leave it out",
         )
-    config = _trusted(folder / CONFIG, allow_code)
+    config = _trusted(folder / SEARCH_CONFIG, allow_code)
     config.run.dir = str(folder)  # it may have been moved
     space = Space.read(str(folder / SPACE))
     if not allow_code:
         refuse_drawn_code(config, space)
-    search = prepare(config, space, replace(settings, trials=trials or settings.trials))
+    search = prepare_search(config, space, replace(settings, trials=trials or settings.trials))
     for trial, (values, state, error) in zip(search.trials, before, strict=False):
         if values != trial.values:
             raise RunError(
@@ -131,7 +131,7 @@ def newest_like(config: RunConfig, space: Space, settings: Settings, named: bool
         if not is_search(folder) or (folder / OUTCOME).exists():
             return False
         try:
-            earlier = load_config(folder / CONFIG, allow_code=True, stored=True)  # only compared
+            earlier = load_config(folder / SEARCH_CONFIG, allow_code=True, stored=True)  # only compared
             earlier.run.name, earlier.run.dir = config.run.name, config.run.dir
             same = earlier.to_yaml() == config.to_yaml() and read_settings(folder) == settings
             return same and read_text(folder / SPACE) == space.text

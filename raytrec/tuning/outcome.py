@@ -24,7 +24,7 @@ from raytrec.tuning.search import BEST, OVER, Search, Trial
 from raytrec.tuning.space import plain_values, with_values
 
 PAGE, PICTURES = "tune.html", ("curves.svg", "keys.svg")
-PATIENCE_S = 60.0  # with an MLflow server that does not answer
+MLFLOW_PATIENCE_S = 60.0  # with an MLflow server that does not answer
 
 
 def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
@@ -49,7 +49,7 @@ def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
         failed = ["no answer within a minute"]
         thread = Thread(target=_write_run, args=(search, failed), name="mlflow", daemon=True)
         thread.start()
-        thread.join(PATIENCE_S)
+        thread.join(MLFLOW_PATIENCE_S)
         if failed:
             warn(f"MLflow lacks the outcome of the search ({failed[-1]}); the folder has it: {folder}")
 

@@ -47,7 +47,7 @@ def write_page(search: Search, page: Path, names: tuple[str, str]) -> None:
         names: of the files of the pictures, in the page's folder.
     """
     label, svgs = search.figure.label, []
-    pictures = ((curves(search), "over steps"), (over_keys(search), "over the drawn values"))
+    pictures = ((trial_curves(search), "over steps"), (over_keys(search), "over the drawn values"))
     for name, (made, what) in zip(names, pictures, strict=True):
         if made:
             svgs.append(to_svg(made, f"{label} {what}"))
@@ -91,7 +91,7 @@ def _sheet(search: Search) -> Sheet:
 
 
 @styled
-def curves(search: Search) -> Figure | None:
+def trial_curves(search: Search) -> Figure | None:
     """The metric over steps: a line for each trial, thin and grey if it was not trained to its end."""
     shown = [trial for trial in search.trials if trial.points]
     if not shown:

@@ -34,7 +34,7 @@ from raytrec.tuning.search import OVER, Search, State, Trial
 
 # The search has been allowed the code that the configurations of its trials name.
 COMMAND = (sys.executable, "-P", "-m", "raytrec", "train", "--allow-code", "--resume")
-LOOK_S = 0.5  # between two looks at the trials
+LOOK_AT_TRIALS_S = 0.5  # between two looks at the trials
 TRIES = 3  # of a trial whose process dies: it resumes from its last checkpoint
 FAILED = 1  # exit status of a run that failed
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # of one that has saved because of a signal
@@ -173,7 +173,7 @@ class Runner:
                 for place, environment in enumerate(places):
                     if place not in running and self._waiting and self.signal is None:
                         running[place] = self._begin(self._waiting.popleft(), environment)
-                sleep(LOOK_S)
+                sleep(LOOK_AT_TRIALS_S)
                 for place, process in list(running.items()):
                     status = process.poll()  # before the last evaluations are read
                     self._look(process)

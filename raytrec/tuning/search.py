@@ -210,7 +210,7 @@ class Search:
         }
 
 
-def prepare(config: RunConfig, space: Space, settings: Settings) -> Search:
+def prepare_search(config: RunConfig, space: Space, settings: Settings) -> Search:
     """Draws the trials, and checks, before the first one starts, that each of them can run.
 
     Args:
@@ -265,7 +265,7 @@ def _check_extremes(space: Space, config: RunConfig, check: Callable[[RunConfig]
     """
     plain = plain_values(config)
     for draw, value in space.extremes():
-        with _as_mistake_of(f"{draw.key} = {value}", space.where(draw)):
+        with _as_mistake_of(f"{draw.key} = {value}", draw.where):
             check(load_config(with_values(plain, {draw.key: value})))
 
 

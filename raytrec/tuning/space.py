@@ -26,7 +26,7 @@ from raytrec.config.overrides import apply_override, as_texts
 from raytrec.config.run_config import RunConfig
 
 # Kind → how it is written.
-KINDS = {
+DRAW_KINDS = {
     "uniform": "two numbers, the lower first: {uniform: [0, 0.5]}",
     "log_uniform": "two numbers above 0, the lower first: {log_uniform: [0.001, 0.1]}",
     "integer": "two whole numbers, the lower first: {integer: [1, 4]}",
@@ -47,20 +47,20 @@ class Draw:
     """How the values of one key are drawn.
 
     Attributes:
-        kind: one of KINDS.
+        kind: one of DRAW_KINDS.
         values: the two ends of a range; the values of a choice.
-        line: of the file, from 1.
+        where: file and line.
     """
 
     key: str
     kind: str
     values: tuple[Any, ...]
-    line: int
+    where: str
 
     def sample(self, random: Random) -> Any:
         """A value; numbers are rounded to DIGITS digits, within the ends."""
         if self.kind == "choice":
-            return deepcopy(random.choice(self.values))
+            return random.choice(self.values)
         low, high = self.values
         if self.kind == "integer":
             return random.randint(low, high)
@@ -120,14 +120,10 @@ class Space:
         if not isinstance(values, dict) or not values:
             raise ConfigError("the space has no keys", where=place, expected=EXPECTED)
         lines = {key.value: key.start_mark.line + 1 for key, _ in yaml.compose(text).value}
-        draws = [_draw(str(key), how, place, lines.get(str(key), 1)) for key, how in values.items()]
+        draws = [_draw(str(k), how, f"{place}, line {lines.get(str(k), 1)}") for k, how in values.items()]
         for draw in draws:
-            _check_key(draw, draws, place)
+            _check_key(draw, draws)
         return cls(place, text, tuple(draws))
-
-    def where(self, draw: Draw) -> str:
-        """The place of a key, for errors."""
-        return f"{self.place}, line {draw.line}"
 
     def configurations(self, trials: int, seed: int) -> list[dict[str, Any]]:
         """Key → value of each trial. A seed gives the same trials, whatever their number.
@@ -143,7 +139,7 @@ class Space:
         combinations = list(product(*listed))
         Random(seed).shuffle(combinations)
         keys = [draw.key for draw in self.draws]
-        return [dict(zip(keys, deepcopy(values), strict=True)) for values in combinations[:trials]]
+        return [dict(zip(keys, values, strict=True)) for values in combinations[:trials]]
 
     def extremes(self) -> Iterator[tuple[Draw, Any]]:
         """Each key with its ends, or with each of its choices: values that the configuration has to take."""
@@ -165,22 +161,23 @@ def with_values(plain: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _draw(key: str, how: Any, place: str, line: int) -> Draw:
-    where = f"{place}, line {line}"
+def _draw(key: str, how: Any, where: str) -> Draw:
     if not isinstance(how, dict) or len(how) != 1:
         raise ConfigError(f"{key}: {some(how)} is not a way to draw it", where=where, expected=EXPECTED)
     ((kind, values),) = how.items()
-    if kind not in KINDS:
+    if kind not in DRAW_KINDS:
         raise ConfigError(
-            f"{key}: there is no way to draw '{kind}'" + hint(str(kind), KINDS),
+            f"{key}: there is no way to draw '{kind}'" + hint(str(kind), DRAW_KINDS),
             where=where,
-            expected=f"one of {', '.join(KINDS)}",
+            expected=f"one of {', '.join(DRAW_KINDS)}",
         )
     found = tuple(values) if isinstance(values, list) else ()
     found = found if kind == "choice" else tuple(_number(value, kind) for value in found)
     if mistake := _mistake(kind, found):
-        raise ConfigError(f"{key}: {kind} {mistake} (got {some(values)})", where=where, expected=KINDS[kind])
-    return Draw(key, kind, found, line)
+        raise ConfigError(
+            f"{key}: {kind} {mistake} (got {some(values)})", where=where, expected=DRAW_KINDS[kind]
+        )
+    return Draw(key, kind, found, where)
 
 
 def _mistake(kind: str, values: tuple[Any, ...]) -> str:
@@ -206,22 +203,22 @@ def _number(value: Any, kind: str) -> int | float | None:
     return number if isfinite(number) else None
 
 
-def _check_key(draw: Draw, draws: list[Draw], place: str) -> None:
+def _check_key(draw: Draw, draws: list[Draw]) -> None:
     """
     Raises:
         ConfigError: the key is the same in all trials, or is part of another one that is drawn.
     """
-    parts, where = f"{draw.key}.", f"{place}, line {draw.line}"
+    parts = f"{draw.key}."
     if any(parts.startswith(f"{common}.") or f"{common}.".startswith(parts) for common in COMMON):
         raise ConfigError(
             f"{draw.key} cannot be searched",
-            where=where,
+            where=draw.where,
             expected="a key that trials may differ in",
             do=f"set it in the configuration; the same in all trials are {', '.join(COMMON)}",
         )
     if around := [each for each in draws if each is not draw and parts.startswith(f"{each.key}.")]:
         raise ConfigError(
-            f"{draw.key} is a part of {around[0].key}, which is drawn in line {around[0].line}",
-            where=where,
+            f"{draw.key} is a part of {around[0].key}, which is drawn in {around[0].where}",
+            where=draw.where,
             expected="keys that are not parts of one another",
         )

@@ -24,7 +24,7 @@ from raytrec.tuning.folder import (
 )
 from raytrec.tuning.outcome import write_outcome
 from raytrec.tuning.runner import Runner, TuneConsole
-from raytrec.tuning.search import Search, Settings, prepare
+from raytrec.tuning.search import Search, Settings, prepare_search
 from raytrec.tuning.space import Space
 
 
@@ -99,7 +99,7 @@ def tune(
             expected="a new folder",
             do=f"raytrec tune --resume {relative(Path(config.run.dir))}; or choose another run.name",
         )
-    return _run(prepare(config, drawn, settings), at_once)
+    return _run(prepare_search(config, drawn, settings), at_once)
 
 
 def _resume(

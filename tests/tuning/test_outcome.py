@@ -12,8 +12,8 @@ from raytrec.config.trust import is_ours
 from raytrec.driver.prepare import resolve
 from raytrec.tuning.folder import write_search
 from raytrec.tuning.outcome import print_outcome, write_outcome
-from raytrec.tuning.pictures import curves, over_keys
-from raytrec.tuning.search import Settings, State, prepare
+from raytrec.tuning.pictures import over_keys, trial_curves
+from raytrec.tuning.search import Settings, State, prepare_search
 from raytrec.tuning.space import Space
 
 SPACE = """\
@@ -34,7 +34,7 @@ def search(data, tmp_path):
     """Its first trial has finished, the second was stopped, the third failed, the fourth is to begin."""
     values = parquet.settings(data, tmp_path / "s", train__eval_every_steps=2, tracking__enabled=False)
     config = resolve(load_config(values), "own.yaml", "tune")
-    made = prepare(config, Space.parse(SPACE, "space.yaml"), Settings(trials=4))
+    made = prepare_search(config, Space.parse(SPACE, "space.yaml"), Settings(trials=4))
     write_search(made)
     key = made.figure.key
     for trial, state, points in zip(
@@ -92,7 +92,7 @@ def wide_search(data, tmp_path):
     """12 trials of many keys, which have ended."""
     values = parquet.settings(data, tmp_path / "s", train__eval_every_steps=2, tracking__enabled=False)
     config = resolve(load_config(values), "own.yaml", "tune")
-    made = prepare(config, Space.parse(WIDE_SPACE, "space.yaml"), Settings(trials=12))
+    made = prepare_search(config, Space.parse(WIDE_SPACE, "space.yaml"), Settings(trials=12))
     for trial in made.trials:
         trial.state, trial.step = State.FINISHED, 200
         trial.points = {100: 0.7, 200: 0.7 + 0.01 * trial.number}
@@ -102,7 +102,7 @@ def wide_search(data, tmp_path):
 def test_pictures_have_plain_tick_labels_and_whole_markers_in_wide_panels(data, tmp_path):
     made = wide_search(data, tmp_path)
     picture = over_keys(made)
-    assert collisions(picture) == [] == collisions(curves(made))
+    assert collisions(picture) == [] == collisions(trial_curves(made))
     texts = [drawn.text for drawn in drawn_texts(picture)]
     assert not any("$" in text or "math" in text for text in texts)
     for axes, draw in zip(picture.axes, made.space.draws, strict=True):

@@ -12,7 +12,7 @@ from raytrec.config.run_config import load_config
 from raytrec.driver.prepare import resolve
 from raytrec.tuning import runner
 from raytrec.tuning.folder import write_search
-from raytrec.tuning.search import Settings, State, prepare
+from raytrec.tuning.search import Settings, State, prepare_search
 from raytrec.tuning.space import Space
 
 # What takes the place of `raytrec train`: {} is what it does in the folder of its run.
@@ -38,12 +38,12 @@ def data(tmp_path_factory):
 @pytest.fixture
 def run(data, tmp_path, monkeypatch):
     """Runs a search whose trials do something else; its trials, and the signal that ended it."""
-    monkeypatch.setattr(runner, "LOOK_S", 0.01)
+    monkeypatch.setattr(runner, "LOOK_AT_TRIALS_S", 0.01)
 
     def inner(body, trials=1, at_once=1):
         values = parquet.settings(data, tmp_path / "s", train__eval_every_steps=1, train__epochs=4)
         config = resolve(load_config(values), "own.yaml", "tune")
-        search = prepare(
+        search = prepare_search(
             config, Space.parse("model.dropout: {uniform: [0, 0.5]}", "s"), Settings(trials, "auc")
         )
         write_search(search)

@@ -1,6 +1,7 @@
 """Before a trial starts: what is drawn for it, and what is refused, with the key and its line."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import parquet
@@ -13,7 +14,7 @@ from raytrec.metrics.registry import METRICS
 from raytrec.metrics.selection import Selection
 from raytrec.tuning import runner
 from raytrec.tuning.folder import is_search, newest_like, reopen, write_search
-from raytrec.tuning.search import Settings, State, prepare
+from raytrec.tuning.search import Settings, State, prepare_search
 from raytrec.tuning.space import Space
 from raytrec.tuning.tune import tune
 
@@ -32,7 +33,7 @@ def values(data, tmp_path, **changes):
 
 def prepared(data, tmp_path, space=SPACE, settings=None, **changes):
     config = resolve(load_config(values(data, tmp_path, **changes)), "own.yaml", "tune")
-    return prepare(config, Space.parse(space, "space.yaml"), settings or Settings(trials=3))
+    return prepare_search(config, Space.parse(space, "space.yaml"), settings or Settings(trials=3))
 
 
 def test_trials_have_what_was_drawn_in_folders_of_their_own(data, tmp_path):
@@ -274,7 +275,7 @@ def test_the_same_command_finds_its_search(data, tmp_path):
     def new(*overrides):
         return resolve(load_config(given, overrides), "own.yaml", "tune")
 
-    search = prepare(new(), space, settings)
+    search = prepare_search(new(), space, settings)
     write_search(search)
     later = new("run.name=run-tune-20990101-000000")
     later.run.name = search.config.run.name.rsplit("-", 2)[0] + "-20990101-000000"
@@ -311,3 +312,16 @@ def test_trials_on_one_machine_share_its_gpus(data, tmp_path, monkeypatch):
     assert places() == ["0"]
     monkeypatch.setattr(runner, "usable_gpus", list)
     assert places(2) == [None, None]
+
+
+def test_trials_on_a_cluster_fill_its_nodes(data, tmp_path, monkeypatch):
+    configs = [trial.config for trial in prepared(data, tmp_path).trials]  # 2 workers of 2 CPUs each
+    for config in configs:
+        config.scaling.address, config.scaling.device = "10.0.0.1:6379", "auto"
+    nodes = [{"Resources": {"CPU": cpus}} for cpus in (8.0, 3.0, 1.0)]
+    monkeypatch.setattr(runner, "alive_nodes", lambda: nodes)
+    monkeypatch.setattr(runner, "ray_session", lambda address: nullcontext())
+    assert runner.find_room(configs, None) == [{}] * 2  # 4 and 1 workers
+    nodes[0]["Resources"]["GPU"] = 2.0
+    assert runner.find_room(configs, None) == [{}]
+    assert runner.find_room(configs, 3) == [{}] * 3
