@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from math import isnan
 from typing import Any
 
-from raytrec.common.errors import ConfigError, did_you_mean
+from raytrec.common.errors import ConfigError, hint
 from raytrec.common.formatting import number
 from raytrec.config.evaluation import EvalSection
 from raytrec.config.run_config import RunConfig
@@ -184,10 +184,8 @@ class Selection:
             key = key.removeprefix(f"{next(iter(self.of))}.")
         if key in able:
             return able[key]
-        near = did_you_mean(key, list(able))
         raise ConfigError(
-            f"{where} is {key}, which is not a metric of the tasks that has a direction"
-            + (f"; did you mean {near}?" if near else ""),
+            f"{where} is {key}, which is not a metric of the tasks that has a direction{hint(key, able)}",
             where=where,
             expected=f"one of {', '.join(able)}" if able else "a metric with a direction among tasks.metrics",
         )

@@ -331,7 +331,7 @@ def test_by_which_metric_the_best_are_kept(tasks, key, best):
 
 
 def test_a_metric_by_which_none_can_be_kept():
-    with pytest.raises(ConfigError, match=r"which is not a metric of the tasks.*did you mean click.auc"):
+    with pytest.raises(ConfigError, match=r"which is not a metric of the tasks.*did you mean 'click.auc'"):
         selection(TWO).best("clik.auc")
     with pytest.raises(ConfigError, match=r"checkpoint\.best_metric is ne"):
         selection(TWO).best("ne")
