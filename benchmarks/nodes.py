@@ -15,8 +15,8 @@ import psutil
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
+from raytrec.cluster.access import use_token
 from raytrec.cluster.session import stay_on_loopback
-from raytrec.cluster.token import use_token
 from raytrec.compat.ray_core import gcs_client
 
 HERE = Path(__file__).parent

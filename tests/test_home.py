@@ -10,8 +10,8 @@ import parquet
 import pytest
 import yaml
 
+from raytrec.cluster.access import MODE, PATH, TOKEN, token_file, use_token
 from raytrec.cluster.session import socket_interfaces
-from raytrec.cluster.token import MODE, PATH, TOKEN, token_file, use_token
 from raytrec.common.errors import RunError
 
 # Where no user can write, not even root; a home that is a file; a user in no list, who has none.

@@ -15,10 +15,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from raytrec.client.package import Source
 from raytrec.client.run import Run
 from raytrec.common.errors import ConfigError
 from raytrec.config.overrides import Overrides, as_texts
-from raytrec.config.run_config import RunConfig
 
 
 class Cluster:
@@ -47,7 +47,7 @@ class Cluster:
 
     def train(
         self,
-        source: str | Path | dict | RunConfig,
+        source: Source,
         overrides: Overrides | None = None,
         include: list[str | Path] | tuple = (),
     ) -> Run:

@@ -11,8 +11,7 @@ from threading import RLock
 from typing import Any
 
 from raytrec.client.package import code
-from raytrec.cluster.reach import RAY, check_answers, check_ray, check_ray_here, check_token
-from raytrec.cluster.token import use_token
+from raytrec.cluster.access import RAY, check_answers, check_ray, check_ray_here, check_token, use_token
 from raytrec.common.errors import RunError, root_cause
 from raytrec.compat.ray_core import head_nodes
 from raytrec.compat.ray_names import NOT_STARTED, NOT_TAKEN, version_mismatch

@@ -10,15 +10,13 @@ from time import monotonic, sleep
 from typing import Any
 
 from raytrec.client.jobs import Jobs, pause_s
-from raytrec.client.package import code
+from raytrec.client.package import Source, code
 from raytrec.client.run import ENDED, Run
 from raytrec.common.errors import RunError
 from raytrec.common.messages import EVENTS, METRICS, from_line
 from raytrec.config.overrides import as_texts
-from raytrec.config.run_config import RunConfig
 from raytrec.tracking.progress_log import ERROR, FOLDER, RESULT, parse
 
-Source = str | Path | dict | RunConfig
 FOLDER_S = 600  # until a job has begun its run: it may wait for nodes
 STATES = {"SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "stopped"}
 LAST_LINES = 3  # of the log of a job that failed without an error of raytrec's

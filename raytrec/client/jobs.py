@@ -13,13 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raytrec.client.package import config_name, packed
-from raytrec.cluster.reach import check_ray
-from raytrec.cluster.token import token_source, use_token
+from raytrec.client.package import Source, config_name, packed
+from raytrec.cluster.access import check_ray, token_source, use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
 from raytrec.compat.ray_names import NO_AGENT, quiet_uploads, server_version
-from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.run_config import load_config
 from raytrec.tracking.progress_log import for_people
 
 DEFAULT = "http://127.0.0.1:8265"
@@ -55,7 +54,7 @@ class Jobs:
 
     def submit(
         self,
-        source: str | Path | dict | RunConfig,
+        source: Source,
         overrides: list[str] | None = None,
         include: list[str | Path] | tuple = (),
         root: str | None = None,

@@ -15,6 +15,7 @@ from raytrec.config.data import name_like
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import own_code
 
+Source = str | Path | dict | RunConfig  # a config file, its values, or a RunConfig
 OURS = ("raytrec", "raytrec_datasets")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".git", ".venv", ".ipynb_checkpoints")
 MOST_FILES = 20_000
@@ -23,7 +24,7 @@ LARGEST_BYTES = 100 << 20  # data belong on storage that all nodes reach; Ray's 
 
 @contextmanager
 def packed(
-    source: str | Path | dict | RunConfig,
+    source: Source,
     overrides: list[str] | None = None,
     include: list[str | Path] | tuple = (),
 ) -> Iterator[Path]:
@@ -91,7 +92,7 @@ def code(places: list[Path] | tuple = (), taken: tuple[str, ...] = ()) -> Iterat
         shutil.rmtree(folder)
 
 
-def config_name(source: str | Path | dict | RunConfig) -> str:
+def config_name(source: Source) -> str:
     """The name of the config's file in the package."""
     return f"{name_like(Path(source).stem)}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
 

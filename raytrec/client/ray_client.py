@@ -11,15 +11,13 @@ from typing import Any
 
 from raytrec.client import queries
 from raytrec.client.connection import Connection
-from raytrec.client.package import config_name, user_modules
+from raytrec.client.package import Source, config_name, user_modules
 from raytrec.client.run import ENDED, Run
 from raytrec.common.errors import RaytrecError, RunError, root_cause
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.driver.driver_state import ASKED, LOG
 from raytrec.tracking.progress_log import for_people
 from raytrec.tracking.run_folder import decode
-
-Source = str | Path | dict | RunConfig
 
 
 class RayClient:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from raytrec.cluster.token import PATH, token_file, use_token
+from raytrec.cluster.access import PATH, token_file, use_token
 from raytrec.common.errors import RunError
 
 STOP_WAIT_S = 60  # `ray job stop` kills after 3 s otherwise, which is short for a checkpoint

@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep, time
 
@@ -137,40 +136,29 @@ def _remove(folder: Path) -> None:
         sleep(0.2)
 
 
-@dataclass(frozen=True)
-class LocalRay:
-    """Settings of a local Ray.
-
-    Attributes:
-        environment: variables that its processes have in addition.
-        on_raylet: called with the raylet's process id when it has been started.
-    """
-
-    environment: dict[str, str] = field(default_factory=dict)
-    on_raylet: Callable[[int], None] = lambda pid: None
-
-
 @contextmanager
-def own_sessions(folder: Path, ray: LocalRay | None = None) -> Iterator[Callable[[], None]]:
+def own_sessions(
+    folder: Path, environment: dict[str, str], on_raylet: Callable[[int], None]
+) -> Iterator[Callable[[], None]]:
     """Lets the Ray that the block starts have its files in a folder, and its processes in their own sessions.
 
     They still end with this process, which the kernel sees to (Ray's PR_SET_PDEATHSIG).
 
     Args:
-        ray: its settings.
+        environment: variables that its processes have in addition.
+        on_raylet: called with the raylet's process id when it has been started.
 
     Yields:
         A function that ends those that remain after ray.shutdown().
     """
     started: list[int] = []
-    ray = ray or LocalRay()
 
     def began(pid: int, is_raylet: bool) -> None:
         started.append(pid)
         if is_raylet:
-            ray.on_raylet(pid)
+            on_raylet(pid)
 
-    environment = REPORTS_SELDOM | ray.environment | {TMPDIR: str(folder)}
+    environment = REPORTS_SELDOM | environment | {TMPDIR: str(folder)}
     with popen_replaced({"start_new_session": True}, environment, began):
         yield lambda: end_sessions(started)
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
 
+from raytrec.cluster.access import START_ONE, check_answers, check_token, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import heads, own_sessions, private_folder
-from raytrec.cluster.reach import START_ONE, check_answers, check_token
-from raytrec.cluster.token import use_token
 from raytrec.cluster.warm import forked_workers
 from raytrec.common.errors import RunError
 from raytrec.compat.ray_core import (
@@ -107,8 +106,8 @@ def _started(num_cpus: int | None) -> Iterator[None]:
     options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     with (
         private_folder() as folder,
-        forked_workers(folder) as ray_of_ours,
-        own_sessions(folder, ray_of_ours) as end_rest,
+        forked_workers(folder) as (environment, on_raylet),
+        own_sessions(folder, environment, on_raylet) as end_rest,
     ):
         try:
             with _left_in_time():

@@ -13,11 +13,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from raytrec.cluster.local_ray import LocalRay
 from raytrec.common.memory import FEW_ARENAS
 from raytrec.compat.ray_core import ON_DEMAND, first_job, workers_started_by
 
@@ -102,16 +101,19 @@ def cool_down() -> None:
 
 
 @contextmanager
-def forked_workers(folder: Path) -> Iterator[LocalRay]:
+def forked_workers(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int], None]]]:
     """A block in which a local Ray that is started has its workers forked, if there is a warm process.
 
     Args:
         folder: a private one.
+
+    Yields:
+        Variables for the Ray's processes, and what is to be called with its raylet's process id.
     """
     process, place = _running.get(WARM), folder / WARM
     if process is None or process.listens:
-        yield LocalRay(FEW_ARENAS)
+        yield FEW_ARENAS, lambda pid: None
         return
     process.listen(place)
     with workers_started_by(FORKED_WORKER):
-        yield LocalRay(FEW_ARENAS | ON_DEMAND | {PLACE: str(place)}, process.serve)
+        yield FEW_ARENAS | ON_DEMAND | {PLACE: str(place)}, process.serve

@@ -397,7 +397,7 @@ def test_another_ray_here(head, tmp_path):
     got = light.run(CONNECT, env, head.client)
     assert got["error"].startswith("Ray 2.59.0 is installed here, and this raytrec is made for Ray 2.60.0\n")
     assert len(got["error"].splitlines()) <= 4
-    older = "import raytrec.cluster.reach as versions; versions.RAY = '2.59.0'\n"  # a raytrec of then
+    older = "import raytrec.cluster.access as versions; versions.RAY = '2.59.0'\n"  # a raytrec of then
     got = light.run(older + CONNECT, env, head.client)
     assert "Ray 2.59.0 on the cluster, as here" in got["error"], got["error"]
     print(got["error"])

@@ -138,7 +138,7 @@ def test_ports_of_a_head_are_looked_at_first():
 @pytest.mark.parametrize("way", ["scaling.address", "RAY_ADDRESS"])
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_a_cluster_that_is_not_there_is_said_soon(monkeypatch, way, scheme):
-    monkeypatch.setattr("raytrec.cluster.reach.COMES_UP_S", 0.5)
+    monkeypatch.setattr("raytrec.cluster.access.COMES_UP_S", 0.5)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -155,7 +155,7 @@ def test_a_cluster_that_is_not_there_is_said_soon(monkeypatch, way, scheme):
 
 
 def test_what_is_no_cluster_is_said(monkeypatch):
-    monkeypatch.setattr("raytrec.cluster.reach.ANSWER_S", 0.5)
+    monkeypatch.setattr("raytrec.cluster.access.ANSWER_S", 0.5)
     with socket.socket() as web:
         web.bind(("127.0.0.1", 0))
         web.listen()

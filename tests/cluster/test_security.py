@@ -17,7 +17,7 @@ import pytest
 import yaml
 from heads import PYTHON, RAYTREC, Head, descendants, free_ports
 
-from raytrec.cluster.token import use_token
+from raytrec.cluster.access import use_token
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hidden_keys, hide, hide_all, hide_yaml
 from raytrec.config.trust import code_in

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from raytrec.cluster.reach import check_token
+from raytrec.cluster.access import check_token
 from raytrec.common.errors import RunError
 from raytrec.compat.ray_core import GCS_CALL
 
@@ -18,7 +18,7 @@ def token(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     own = (("authorization", f"Bearer {TOKEN}"),)
-    monkeypatch.setattr("raytrec.cluster.reach._token", lambda: own)  # Ray has read its settings
+    monkeypatch.setattr("raytrec.cluster.access._token", lambda: own)  # Ray has read its settings
     monkeypatch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)  # 127.0.0.1 stays what it is
 
 

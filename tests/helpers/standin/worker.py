@@ -58,8 +58,8 @@ def gpu_cluster(cpus: int = 6, gpus: int = 2) -> Iterator[None]:
     """A local Ray on loopback that counts GPUs, and runs whose workers have stand-ins for them."""
     import ray
 
+    from raytrec.cluster.access import use_token
     from raytrec.cluster.session import stay_on_loopback
-    from raytrec.cluster.token import use_token
 
     folder = str(Path(__file__).parents[1])
     path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH")) if p)
