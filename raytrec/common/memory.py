@@ -9,7 +9,8 @@ from time import monotonic
 
 # glibc's mallopt(3), parameters from <malloc.h>: freed memory of up to KEPT_BYTES at an arena's top is not
 # given back to the system, blocks of up to LARGEST_BYTES are not mapped one by one, and an arena grows by
-# HEAP_BYTES (of threads other than the main one, glibc would otherwise give an empty heap back).
+# HEAP_BYTES (of threads other than the main one, glibc would otherwise give an empty heap back). A step of
+# 1,024 rows takes 7 % less processor time with these; larger ones save nothing more, nor at 8,192 rows.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 KEPT_BYTES, HEAP_BYTES, LARGEST_BYTES = 64 << 20, 64 << 20, 32 << 20
 TRIM_EVERY_S = 5.0  # it takes some milliseconds, and the memory is then paid for again
