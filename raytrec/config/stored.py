@@ -17,7 +17,6 @@ ANY = object()  # a value that does not change what a run learns
 # Key that was removed → the value with which a run does what every run does today. With another value the
 # key is unknown.
 REMOVED: dict[str, Any] = {
-    "checkpoint.async_save": True,
     "data.prefetch": ANY,
     "eval.slices_shown": ANY,
     "eval.window_steps": ANY,

@@ -222,7 +222,7 @@ def test_items_that_are_none_are_refused_before_anything_starts(folder, tmp_path
         ({"retrieval": {"at": [0]}}, ConfigError, "eval.retrieval.at"),
         ({"retrieval": {"item": "title"}}, DataError, "what eval.retrieval.item reads"),
         ({"retrieval": {"seen": ["met"]}}, DataError, "what eval.retrieval.seen reads"),
-        ({"checkpoint": {"best_metric": "retrieval.mrrr"}}, ConfigError, "did you mean retrieval.mrr"),
+        ({"checkpoint": {"best_metric": "retrieval.mrrr"}}, ConfigError, "did you mean 'retrieval.mrr'"),
     ],
 )
 def test_settings_that_cannot_be_met_are_refused(folder, tmp_path, changes, error, message):

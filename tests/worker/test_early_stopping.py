@@ -98,7 +98,7 @@ def test_what_cannot_be():
     with pytest.raises(ConfigError, match="greater than 0"):
         load_config(base, ["train.early_stopping={patience: 0}"])
     selection = Selection.of_config(base, SCHEMA)
-    with pytest.raises(ConfigError, match=r"train\.early_stopping\.metric is aux.* did you mean auc"):
+    with pytest.raises(ConfigError, match=r"train\.early_stopping\.metric is aux.* did you mean 'auc'"):
         selection.best("aux", "train.early_stopping.metric")
 
 
