@@ -83,3 +83,11 @@ def ray_cluster(_rays):
 def ray_with_gpus(_rays):
     """One that counts 2 GPUs, too; there are none."""
     _rays.use(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory):
+    """A folder of parquet.dataset that tests share and do not change."""
+    import parquet
+
+    return parquet.dataset(tmp_path_factory.mktemp("tiny") / "d")

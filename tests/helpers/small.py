@@ -3,19 +3,24 @@
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 
-SCHEMA = Schema.parse(
-    {
-        "labels": ["y"],
-        "dense": ["a", "b"],
-        "sparse": {
-            "user": {"table": "user"},
-            "friends": {"table": "user", "pooling": "mean"},
-            "tags": {"table": "tag", "pooling": "mean", "weights": "w"},
-        },
-        "tables": {"user": {"rows": 23, "dim": 8}, "tag": {"rows": 5, "dim": 8}},
+PARTS = {
+    "labels": ["y"],
+    "dense": ["a", "b"],
+    "sparse": {
+        "user": {"table": "user"},
+        "friends": {"table": "user", "pooling": "mean"},
+        "tags": {"table": "tag", "pooling": "mean", "weights": "w"},
     },
-    "small",
-)
+    "tables": {"user": {"rows": 23, "dim": 8}, "tag": {"rows": 5, "dim": 8}},
+}
+
+
+def a_schema(**parts):
+    """A Schema of these parts; those that are left out are those of PARTS."""
+    return Schema.parse(PARTS | parts, "small")
+
+
+SCHEMA = a_schema()
 
 
 def config(world, plan, optimizer="adagrad", lr=0.1, tables=None, tasks=None, model=None, **train):
