@@ -34,7 +34,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from raytrec.checkpoint.state import LogicalState
-from raytrec.common.messages import from_json
+from raytrec.common.decoding import from_json
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.data.batch import Batch
 from raytrec.driver.recorder import Record

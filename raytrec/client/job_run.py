@@ -12,8 +12,9 @@ from typing import Any
 from raytrec.client.jobs import Jobs, pause_s
 from raytrec.client.package import Source, code
 from raytrec.client.run import ENDED, Run
+from raytrec.common.decoding import from_line
 from raytrec.common.errors import RunError
-from raytrec.common.messages import EVENTS, METRICS, from_line
+from raytrec.common.messages import EVENTS, METRICS
 from raytrec.config.overrides import as_texts
 from raytrec.tracking.progress_log import ERROR, FOLDER, RESULT, parse
 

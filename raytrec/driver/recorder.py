@@ -15,9 +15,10 @@ from typing import Any
 from raytrec.checkpoint.index import reason
 from raytrec.cluster.lifeline import RayLost
 from raytrec.common import messages
+from raytrec.common.decoding import from_json
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import null_nonfinite
-from raytrec.common.messages import CHECKS, ENDED_EARLY, RANKS, Message, RankLine, from_json
+from raytrec.common.messages import CHECKS, ENDED_EARLY, RANKS, Message, RankLine
 from raytrec.common.redaction import hide_all, hide_yaml
 from raytrec.report.bounds import Times, find_bound
 from raytrec.report.findings import SURE_S, hot_rank, low_utilisation, straggler

@@ -13,9 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raytrec.common.decoding import from_line
 from raytrec.common.errors import RunError
 from raytrec.common.formatting import is_step
-from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS, Message, RankLine, from_line
+from raytrec.common.messages import CHECKS, EVENTS, METRICS, RANKS, Message, RankLine
 from raytrec.common.reading import (
     MOST_JSON_BYTES,
     NotReadable,

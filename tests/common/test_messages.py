@@ -7,7 +7,8 @@ import pytest
 import recorded
 
 from raytrec.common import messages
-from raytrec.common.messages import CLASSES, Message, from_json, from_line
+from raytrec.common.decoding import CLASSES, from_json, from_line
+from raytrec.common.messages import Message
 
 FIGURES = {"logloss": 0.5, "ctr.ne": None, "rows": 128}
 EXAMPLES = [

@@ -7,7 +7,8 @@ import pytest
 from ranks import on_ranks
 from recorded import interval, record
 
-from raytrec.common.messages import RankLine, from_json, recorded_ranks
+from raytrec.common.decoding import from_json
+from raytrec.common.messages import RankLine, recorded_ranks
 from raytrec.report.bounds import Times, find_bound
 
 STEPS = 7

@@ -6,7 +6,7 @@ import pytest
 import recorded
 from recorded import interval, record, write_lines
 
-from raytrec.common import messages
+from raytrec.common.decoding import from_line
 from raytrec.common.errors import RunError
 from raytrec.common.messages import METRICS, RANKS, Eval, Final, Train
 from raytrec.tracking import intervals
@@ -173,5 +173,5 @@ def test_lines_of_another_process_are_taken_as_those_of_a_file_are():
 
     run = History()
     for step in (1, 2, 1):
-        run.add(messages.from_line(METRICS, {"kind": "train", "step": step, "loss": step / 2}))
+        run.add(from_line(METRICS, {"kind": "train", "step": step, "loss": step / 2}))
     assert [line.figure("loss") for line in run.figures(Train)] == [0.5]
