@@ -1,8 +1,10 @@
-"""The linter holds the order of rooms (pyproject.toml): a wrong import makes `make lint` fail."""
+"""The linter holds the order of rooms (pyproject.toml), and a public name has one meaning."""
 
+import ast
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,27 @@ def test_a_room_that_the_order_does_not_name(tree):
     (tree / "raytrec" / "attic" / "__init__.py").touch()
     code, said = lint(tree)
     assert code == 1 and "attic" in said, said
+
+
+def names_in(module):
+    """The public names that a module's top level defines, but type variables and an entry point's `main`."""
+    for node in module.body:
+        match node:
+            case ast.Assign(value=ast.Call(func=ast.Name("TypeVar"))):
+                continue
+            case ast.Assign(targets=targets):
+                names = [part.id for part in ast.walk(ast.Tuple(targets)) if isinstance(part, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(name)) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names = [name]
+            case _:
+                continue
+        yield from (name for name in names if name != "main" and not name.startswith("_"))
+
+
+def test_a_public_name_is_in_at_most_two_modules():
+    """Those of cli/ are the commands' names, which their work has elsewhere."""
+    found = defaultdict(set)
+    for file in (ROOT / "raytrec").rglob("*.py"):
+        for name in names_in(ast.parse(file.read_text())) if file.parent.name != "cli" else []:
+            found[name].add(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in found.items() if len(files) > 2} == {}

@@ -16,7 +16,7 @@ from raytrec.common.storage import absolute, chooses_server, open_filesystem
 from raytrec.config.trust import is_ours, not_ours
 from raytrec.metrics.selection import Figure
 
-PREFIX = "step-"
+STEP_PREFIX = "step-"
 FOLDER = "checkpoints"  # in a run folder, unless checkpoint.dir is set
 # Folder → size and time of its index, and its `about`: one of many shards takes seconds to read.
 _KNOWN: dict[str, tuple[tuple[int, int], dict]] = {}
@@ -24,7 +24,7 @@ _KNOWN: dict[str, tuple[tuple[int, int], dict]] = {}
 
 def folder_of(root: str, step: int) -> str:
     """The folder of the checkpoint of a step."""
-    return f"{root.rstrip('/')}/{PREFIX}{step:010d}"
+    return f"{root.rstrip('/')}/{STEP_PREFIX}{step:010d}"
 
 
 def steps(root: str) -> list[int]:
@@ -34,7 +34,7 @@ def steps(root: str) -> list[int]:
     filesystem, path = open_filesystem(root)
     found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
     names = [info.base_name for info in found if info.type == fs.FileType.Directory]
-    return sorted((int(n.removeprefix(PREFIX)) for n in names if _is_step(n)), reverse=True)
+    return sorted((int(n.removeprefix(STEP_PREFIX)) for n in names if _is_step(n)), reverse=True)
 
 
 def newest(root: str) -> tuple[str | None, dict[str, Any], list[CheckpointError]]:
@@ -245,7 +245,7 @@ def _of_a_run(folder: str, index: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_step(name: str) -> bool:
-    return name.startswith(PREFIX) and name.removeprefix(PREFIX).isdecimal()
+    return name.startswith(STEP_PREFIX) and name.removeprefix(STEP_PREFIX).isdecimal()
 
 
 def _exists(uri: str) -> bool:

@@ -17,7 +17,7 @@ from raytrec.common.errors import RunError, did_you_mean
 
 BAND_BYTES = 4 << 20  # float32 values of whole rows that are in work at a time
 STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
-PLACE = "tables/{}/{}"
+TENSOR_KEY = "tables/{}/{}"
 
 
 class StoredTable:
@@ -39,7 +39,7 @@ class StoredTable:
     """
 
     def __init__(self, folder: str, index: dict[str, Any], name: str, kind: str = "weight"):
-        entry = index["tensors"].get(PLACE.format(name, kind))
+        entry = index["tensors"].get(TENSOR_KEY.format(name, kind))
         if entry is None:
             raise _unknown(name, table_names(index), folder)
         if entry["dtype"] not in STORED:
@@ -122,7 +122,7 @@ class StoredTable:
 
 def table_names(index: dict[str, Any]) -> list[str]:
     """Tables that a checkpoint holds, in the order of their names."""
-    head, tail = PLACE.format("\0", "weight").split("\0")
+    head, tail = TENSOR_KEY.format("\0", "weight").split("\0")
     names = [n for n in index["tensors"] if n.startswith(head) and n.endswith(tail)]
     return sorted(name.removeprefix(head).removesuffix(tail) for name in names)
 

@@ -21,7 +21,7 @@ import typer
 from raytrec.compat.ray_core import available_resources, drain
 
 LOOK_EVERY_S = 2.0
-ANSWER_S = 2.0  # that a machine's own metadata server may take
+METADATA_S = 2.0  # that a machine's own metadata server may take
 NOTICE_S = {"aws": 120, "gcp": 30}
 
 
@@ -51,7 +51,7 @@ def _ask(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
     try:
         request = urllib.request.Request(url, headers=headers, method=method)
-        return opener.open(request, timeout=ANSWER_S).read().decode()
+        return opener.open(request, timeout=METADATA_S).read().decode()
     except (urllib.error.URLError, TimeoutError, ConnectionError):
         return None
 

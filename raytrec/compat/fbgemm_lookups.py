@@ -49,7 +49,7 @@ class DenseBagsOfOne(DenseTableBatchedEmbeddingBagsCodegen):
 
 
 ONE_BAG: dict[str, Any] = {"feature_table_map": [0], "pooling_mode": PoolingMode.SUM}
-OWN = {
+EACH_ID_KERNELS = {
     SplitTableBatchedEmbeddingBagsCodegen: FusedBagsOfOne,
     DenseTableBatchedEmbeddingBagsCodegen: DenseBagsOfOne,
 }
@@ -93,7 +93,7 @@ def own_lookups(zeros: Zeros) -> Iterator[None]:
 
     kernels = batched_embedding_kernel
     with ExitStack() as stack:
-        for theirs, own in OWN.items():
+        for theirs, own in EACH_ID_KERNELS.items():
             stack.enter_context(replacing(kernels, theirs.__name__, making(theirs, own), "torchrec"))
         for base in (kernels.BaseBatchedEmbedding, kernels.BaseBatchedEmbeddingBag):
             stack.enter_context(replacing(base, "init_parameters", lambda kernel: None, "torchrec"))

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from raytrec.common.errors import some
-from raytrec.common.registry import modules_of
 from raytrec.common.storage import sibling
 from raytrec.config.base import Few, PositiveFloat, PositiveInt, Section
 from raytrec.config.transforms import BUILT_IN, Transform
-
-if TYPE_CHECKING:
-    Optimizer = str
-else:  # one file each
-    Optimizer = Literal[tuple(modules_of("raytrec.embeddings.optimizers"))]
-
 
 NAME = re.compile(r"\w[\w .,:+=@()-]{0,149}")
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from raytrec.common.registry import PYTHON_PATH, modules_of
+from raytrec.common.registry import PYTHON_PATH
 from raytrec.config.base import PositiveInt, Section
-
-if TYPE_CHECKING:
-    Optimizer = str
-else:  # one file each
-    Optimizer = Literal[tuple(modules_of("raytrec.embeddings.optimizers"))]
 
 
 class TrackingSection(Section):

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from raytrec.common.registry import modules_of
 from raytrec.config.base import Few, NonNegativeInt, Number, PositiveFloat, PositiveInt, Section
-
-if TYPE_CHECKING:
-    Optimizer = str
-else:  # one file each
-    Optimizer = Literal[tuple(modules_of("raytrec.embeddings.optimizers"))]
 
 
 class WorkerRange(Section):

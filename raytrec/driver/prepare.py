@@ -147,7 +147,7 @@ def write_config(folder: Path, config: RunConfig) -> None:
     mark(folder / "config.yaml")
 
 
-def make_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
+def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
     if (folder / RESULT).exists():
         raise RunError(
             "this run folder holds a finished run",

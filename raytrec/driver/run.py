@@ -24,7 +24,7 @@ from raytrec.driver.driver_state import hold_run_lock, record_driver
 from raytrec.driver.evaluation import with_recovery_hint
 from raytrec.driver.launch import run_group
 from raytrec.driver.preflight import check_plan
-from raytrec.driver.prepare import RunPlan, make_folder, resolve_run, write_config
+from raytrec.driver.prepare import RunPlan, make_run_folder, resolve_run, write_config
 from raytrec.driver.recorder import Record, Watch, write_json
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
 from raytrec.driver.session import resume_command, run_in_session
@@ -87,7 +87,7 @@ def train(
             warnings += check_same_data(folder, config.checkpoint_root, schema, datasets, contents.result())
             write_config(folder, config)
         else:
-            make_folder(folder, config, schema)
+            make_run_folder(folder, config, schema)
         if in_job():
             console.folder(str(folder))
         for line in [*warnings, *note_left_out(folder, datasets)]:

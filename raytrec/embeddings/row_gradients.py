@@ -36,7 +36,7 @@ class Key:
 Part = tuple[ShardedEmbeddingTable, Key, torch.Tensor]  # a key of a lookup; see `split_lookup`
 
 
-def keys_of(features: KeyedJaggedTensor, count: int) -> Iterator[Key]:
+def each_key(features: KeyedJaggedTensor, count: int) -> Iterator[Key]:
     """Its `count` keys in order, even where a name comes twice."""
     lengths_KB = features.lengths().view(count, -1).long()
     sizes = lengths_KB.sum(1).tolist()
@@ -74,7 +74,7 @@ def split_lookup(kernel: nn.Module, features: KeyedJaggedTensor, given: torch.Te
             [N, columns]. Then every id is a bag.
     """
     shards = [table for table in tables_of(kernel) for _ in table.feature_names]
-    keys = list(keys_of(features, len(shards)))
+    keys = list(each_key(features, len(shards)))
     if gives_each_id(kernel):
         keys = [each_id(key) for key in keys]
         parts = given.split([len(key.ids) for key in keys])

@@ -30,13 +30,13 @@ from raytrec.tasks.task import Task, resolve_tasks
 ANY_FORMAT = "{:.4g}"
 LOSS = "loss"  # the key of the training loss; TASK.loss is a task's part of it
 EVAL = "eval."  # begins the keys of result.json that are of evaluations
-PREFIX = "retrieval"  # of the keys of full rankings (eval.retrieval)
+RETRIEVAL = "retrieval"  # of the keys of full rankings (eval.retrieval)
 RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS = (
-    f"{PREFIX}.rows",
-    f"{PREFIX}.items",
-    f"{PREFIX}.unknown_items",
+    f"{RETRIEVAL}.rows",
+    f"{RETRIEVAL}.items",
+    f"{RETRIEVAL}.unknown_items",
 )  # their counts
-WORDS = {  # of Loss.predicts
+PREDICTED = {  # of Loss.predicts
     "probability": "probabilities",
     "number": "numbers in the label's units",
     "classes": "probabilities of classes",
@@ -108,9 +108,9 @@ class Selection:
         self.of: dict[str, list[type[Metric]]] = {}
         retrieval = self.settings.retrieval
         self.of_ranking = ranking_metrics(retrieval.at) if retrieval else []
-        if retrieval and len(tasks) > 1 and PREFIX in self.tasks:
+        if retrieval and len(tasks) > 1 and RETRIEVAL in self.tasks:
             raise ConfigError(
-                f"a task is called {PREFIX}, as the figures of eval.retrieval are",
+                f"a task is called {RETRIEVAL}, as the figures of eval.retrieval are",
                 where="tasks, eval.retrieval",
                 do="set name of that task",
             )
@@ -143,7 +143,7 @@ class Selection:
             for task, metrics in self.of.items()
             for metric in metrics
         ]
-        return of_tasks + [_figure(f"{PREFIX}.{m.name}", m, f"{PREFIX}: ") for m in self.of_ranking]
+        return of_tasks + [_figure(f"{RETRIEVAL}.{m.name}", m, f"{RETRIEVAL}: ") for m in self.of_ranking]
 
     def described(self, training: bool = False) -> list[dict[str, Any]]:
         """`figures` as JSON, for the result of a run and, with the losses of `training`, for its start;
@@ -208,7 +208,7 @@ def _check_suits(metric: type[Metric], task: Task) -> None:
     if metric.takes is not None and predicts is not None and predicts not in metric.takes:
         able = [name for name, each in METRICS.parts.items() if each.takes is None or predicts in each.takes]
         raise ConfigError(
-            f"{metric.name} does not suit the task's loss, whose predictions are {WORDS[predicts]}",
+            f"{metric.name} does not suit the task's loss, whose predictions are {PREDICTED[predicts]}",
             where=where,
             expected=f"one of {', '.join(able)}",
         )

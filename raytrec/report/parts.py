@@ -101,7 +101,7 @@ def ranks(run: RunFolder) -> Sheet | None:
     return _sheet(columns, lines)
 
 
-def tables(run: RunFolder) -> Sheet | None:
+def table_sheet(run: RunFolder) -> Sheet | None:
     """One row for each table: its plan, and the figures of the last interval; load since the group began."""
     group = sum_over_time(last_group(run.ranks))
     latest = list(by_step(run.ranks).values())[-1] if run.ranks else []

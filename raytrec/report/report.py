@@ -41,7 +41,7 @@ def build(folder: str | Path) -> Path:
 
 def pictures(folder: str | Path) -> list[Path]:
     """Writes the pictures that there is data for as PNG into FOLDER/pictures/; their paths."""
-    from raytrec.report.figures.gallery import PICTURES as GALLERY
+    from raytrec.report.figures.gallery import GALLERY
     from raytrec.report.figures.style import save_png
 
     run, target = RunFolder.read(folder), Path(folder) / PICTURES
@@ -66,7 +66,7 @@ def build_with_pictures(folder: str | Path, out: str | Path | None = None) -> tu
 
 def draw(run: RunFolder) -> list[Drawn]:
     """The whole gallery."""
-    from raytrec.report.figures.gallery import PICTURES as GALLERY
+    from raytrec.report.figures.gallery import GALLERY
     from raytrec.report.figures.style import to_svg
 
     figures = ((picture, picture.draw(run)) for picture in GALLERY)
@@ -152,7 +152,7 @@ def _write(run: RunFolder, drawn: list[Drawn], folder: Path) -> Path:
         bounds=parts.bounds(run),
         slices=parts.slices(run),
         ranks=parts.ranks(run),
-        tables=parts.tables(run),
+        tables=parts.table_sheet(run),
         checks=parts.checks(run),
         failures=[f"{check.check} at step {check.step:,}: {check.text}" for check in run.failures[:50]],
         events=parts.events(run),

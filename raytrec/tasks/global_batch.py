@@ -58,7 +58,7 @@ def rank_loss(
     return (losses_B * weights_B).sum() * (weight * world / rows)
 
 
-def compare(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:
+def compared_loss(loss: BatchLoss, own: Rows, factors_B: torch.Tensor, world: int) -> torch.Tensor:
     """What this rank's rows add to a loss that compares rows of the global batch; a collective.
 
     Args:

@@ -11,7 +11,7 @@ from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
-from raytrec.tasks.global_batch import compare, rank_loss
+from raytrec.tasks.global_batch import compared_loss, rank_loss
 from raytrec.tasks.losses import BatchLoss, Rows
 from raytrec.tasks.options import check_model_learns
 from raytrec.tasks.outputs import Outputs, TaskOutputs
@@ -74,7 +74,7 @@ class Objective:
             if isinstance(task.loss, BatchLoss):
                 key = self._key(getattr(task, task.loss.by) if task.loss.by else None, batch.keys)
                 rows = Rows(own, labels_B, own_B, key, self._key(task.item_frequency, batch.keys))
-                losses = compare(task.loss, rows, factors_B, self.world)
+                losses = compared_loss(task.loss, rows, factors_B, self.world)
                 factors_B = losses.new_ones(())
             else:
                 losses = task.loss.of_rows(own, labels_B)

@@ -18,7 +18,7 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError
 from raytrec.common.reading import json_values, read_bytes, read_text
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.trust import code_in, is_ours, mark, not_ours, origin, refuse_code
-from raytrec.driver.prepare import make_folder, write_config
+from raytrec.driver.prepare import make_run_folder, write_config
 from raytrec.driver.recorder import write_json, write_text
 from raytrec.tracking.run_folder import RESULT
 from raytrec.tuning.search import Search, Settings, State, prepare_search
@@ -46,7 +46,7 @@ def write_search(search: Search) -> None:
         raise RunError(f"cannot write the search's folder: {error.strerror}", where=str(folder)) from None
     for trial in search.trials:
         if not (trial.folder / "config.yaml").exists():
-            make_folder(trial.folder, trial.config, search.schema)
+            make_run_folder(trial.folder, trial.config, search.schema)
 
 
 def write_trials(search: Search) -> None:

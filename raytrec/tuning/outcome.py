@@ -23,7 +23,7 @@ from raytrec.tuning.folder import OUTCOME, SPACE
 from raytrec.tuning.search import BEST, OVER, Search, Trial
 from raytrec.tuning.space import plain_values, with_values
 
-PAGE, PICTURES = "tune.html", ("curves.svg", "keys.svg")
+PAGE, SEARCH_PICTURES = "tune.html", ("curves.svg", "keys.svg")
 MLFLOW_PATIENCE_S = 60.0  # with an MLflow server that does not answer
 
 
@@ -40,7 +40,7 @@ def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
     try:
         from raytrec.tuning.pictures import write_page
 
-        write_page(search, folder / PAGE, PICTURES)
+        write_page(search, folder / PAGE, SEARCH_PICTURES)
     except Exception as error:  # a search does not fail for its pictures
         warn(f"no {PAGE}: {type(error).__name__}: {error}")
     if all(trial.state in OVER or trial.error for trial in search.trials):
@@ -124,7 +124,7 @@ def _write_run(search: Search, failed: list[str]) -> None:
             figures = {key: value for key, value in figures.items() if not isnan(number(value))}
             store.write_metrics([Record(figures, best.step, round(time() * 1000))])
         store.write_tags(tags)
-        for file in (SPACE, BEST, PAGE, *PICTURES):
+        for file in (SPACE, BEST, PAGE, *SEARCH_PICTURES):
             if (folder / file).is_file():
                 store.upload(folder / file, "")
         failed.clear()

@@ -25,7 +25,7 @@ from raytrec.config.features import resolve_features
 from raytrec.embeddings.planner.plan import describe
 from raytrec.worker.consensus import Decision, StepConsensus
 from raytrec.worker.context import WorkerContext
-from raytrec.worker.nonfinite import FOLDER, Losses, RecentBatches, dump
+from raytrec.worker.nonfinite import NAN_FOLDER, Losses, RecentBatches, dump
 from raytrec.worker.progress import Progress
 from raytrec.worker.step import Outputs, Step
 
@@ -264,14 +264,14 @@ class CheckpointManager:
             decision = self._consensus.agree(self._losses.wait())
         context, step = self._context, decision.bad
         batch, folder = self._batches.at(step - 1), self._config.run.dir  # batches are counted from 0
-        there = f"its batch is in {folder}/{FOLDER}"
+        there = f"its batch is in {folder}/{NAN_FOLDER}"
         try:
             if batch is not None:
                 schema = context.task.schema
                 sequences = resolve_features(schema, self._config.model).sequences
                 dump(batch, schema, folder, step, context.index, sequences)
         except OSError as error:
-            there = f"its batch could not be written to {folder}/{FOLDER}: {error.strerror or error}"
+            there = f"its batch could not be written to {folder}/{NAN_FOLDER}: {error.strerror or error}"
         raise RunError(
             "the loss is not a finite number",
             where=f"step {step}; {there}",

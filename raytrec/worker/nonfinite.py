@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from raytrec.config.schema import Schema
 from raytrec.data.batch import Batch
 
-FOLDER = "nan"
+NAN_FOLDER = "nan"
 TASK_WEIGHTS = "task_weights"  # the column of each row's factors
 LATE = 2  # steps that the host may be ahead of a GPU: enough to keep it busy, and few batches are in flight
 # Batches. A bad loss is known at most LATE steps later, and acted on one step after that, or two
@@ -219,7 +219,7 @@ def dump(
         if name in sequences:  # the oldest first again
             rows = [ids[::-1] for ids in rows]
         columns[name] = pa.array(rows, pa.list_(pa.int64()))
-    place = Path(folder) / FOLDER / f"step-{step:010d}-rank-{rank}.parquet"
+    place = Path(folder) / NAN_FOLDER / f"step-{step:010d}-rank-{rank}.parquet"
     place.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), place)
     return str(place)

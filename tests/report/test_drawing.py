@@ -42,8 +42,8 @@ def drawn():
         calls.append(history)
         return original(history)
 
-    original, one_each = report.draw, {picture.section: picture for picture in reversed(gallery.PICTURES)}
-    with patch.object(report, "draw", draw), patch.object(gallery, "PICTURES", one_each.values()):
+    original, one_each = report.draw, {picture.section: picture for picture in reversed(gallery.GALLERY)}
+    with patch.object(report, "draw", draw), patch.object(gallery, "GALLERY", one_each.values()):
         yield calls
 
 

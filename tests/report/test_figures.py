@@ -13,7 +13,7 @@ from recorded import METRICS, PHASE_S, PHASES, interval, record, write_lines
 from raytrec.common.messages import Eval, Final, Train
 from raytrec.metrics.selection import figures_of
 from raytrec.report.figures import learning, phases, shards, style, tables, timeline
-from raytrec.report.figures.gallery import PICTURES
+from raytrec.report.figures.gallery import GALLERY
 from raytrec.tracking.run_folder import RunFolder
 
 
@@ -240,7 +240,7 @@ def test_speed_is_rows_a_second(run):
 
 
 def test_all_have_the_style_and_leave_nothing_of_it_behind(run):
-    for picture in PICTURES:
+    for picture in GALLERY:
         made = picture.draw(run)
         assert made.get_size_inches()[0] == style.WIDTH, picture.name
         assert made.get_suptitle(), picture.name

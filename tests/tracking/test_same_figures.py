@@ -118,7 +118,7 @@ COLUMNS = {
 
 def test_the_tables_of_the_page(both):
     kept, history = both
-    sheet = parts.tables(history)
+    sheet = parts.table_sheet(history)
     for row in sheet.rows:
         cells = dict(zip(sheet.columns, row, strict=True))
         name = cells["table"].text

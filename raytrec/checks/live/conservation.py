@@ -14,7 +14,7 @@ SHOWN_RANKS = 8  # ranks whose counts are listed
 
 
 @dataclass(frozen=True)
-class Counts:
+class IdCounts:
     """Counts of one rank since the start (embeddings.taps).
 
     Attributes:
@@ -65,7 +65,7 @@ class Conservation(Check):
         good = f"{sum(sent):,} ids sent, all received"
         return self.outcome(position.step, problems, good, float(len(problems)), 0.0)
 
-    def _counts(self, position: Position) -> Counts:
+    def _counts(self, position: Position) -> IdCounts:
         taps = self.run.taps
         received: dict[str, int] = {}
         kept: dict[str, int] = {}
@@ -74,9 +74,9 @@ class Conservation(Check):
             for feature, count in zip(lookup.features, lookup.received.tolist(), strict=True):
                 into[feature] = into.get(feature, 0) + count
         sent = dict(zip(taps.features, taps.sent.tolist(), strict=True))
-        return Counts(position.step, position.batch_step, sent, received, kept, int(taps.rows))
+        return IdCounts(position.step, position.batch_step, sent, received, kept, int(taps.rows))
 
-    def _differs(self, feature: str, counts: Counts) -> bool:
+    def _differs(self, feature: str, counts: IdCounts) -> bool:
         """Whether a rank looked up other ids in its copy of a table than its batches have."""
         return self._weight(feature).replicated and counts.kept.get(feature, 0) != counts.sent[feature]
 
@@ -91,7 +91,7 @@ class Conservation(Check):
     def _weight(self, feature: str) -> Parts:
         return self.run.tables[self.run.schema.sparse[feature].table].weight
 
-    def _problems(self, of_ranks: list[Counts], lost: list[str], expected_rows: int | None) -> list[str]:
+    def _problems(self, of_ranks: list[IdCounts], lost: list[str], expected_rows: int | None) -> list[str]:
         problems = [*_steps(of_ranks), *_rows(of_ranks, expected_rows)]
         for feature, spec in self.run.schema.sparse.items():
             where = f"table {spec.table}, feature {feature}"
@@ -111,7 +111,7 @@ class Conservation(Check):
         return problems
 
 
-def _steps(of_ranks: list[Counts]) -> list[str]:
+def _steps(of_ranks: list[IdCounts]) -> list[str]:
     """All ranks at one step, each with the batch of that step."""
     problems = []
     steps = [counts.step for counts in of_ranks]
@@ -125,7 +125,7 @@ def _steps(of_ranks: list[Counts]) -> list[str]:
     return problems
 
 
-def _rows(of_ranks: list[Counts], expected: int | None) -> list[str]:
+def _rows(of_ranks: list[IdCounts], expected: int | None) -> list[str]:
     rows = [counts.rows for counts in of_ranks]
     if expected in (None, sum(rows)):
         return []

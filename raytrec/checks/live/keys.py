@@ -8,7 +8,7 @@ import torch
 
 from raytrec.embeddings.row_gradients import Key
 
-LONGEST = 1024  # ids in a bag that is compared
+LONGEST_BAG = 1024  # ids in a bag that is compared
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def some_bags(
     longest: bool = True,
     sequence: int | None = None,
 ) -> Bags:
-    """The `first` bags of a feature, and the longest; without those of more than `LONGEST` ids.
+    """The `first` bags of a feature, and the longest; without those of more than `LONGEST_BAG` ids.
 
     Args:
         sequence: the most ids of one that is read id by id.
     """
-    short = key.lengths.masked_fill(key.lengths > LONGEST, 0)
+    short = key.lengths.masked_fill(key.lengths > LONGEST_BAG, 0)
     at = torch.cat([first, short.argmax().view(1)]) if longest else first
-    at = at[key.lengths[at] <= LONGEST]
+    at = at[key.lengths[at] <= LONGEST_BAG]
     lengths = key.lengths[at]
     starts = (key.lengths.cumsum(0) - key.lengths)[at] - (lengths.cumsum(0) - lengths)
     bag = torch.arange(len(at)).repeat_interleave(lengths)

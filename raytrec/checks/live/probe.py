@@ -23,7 +23,7 @@ from raytrec.config.tables import QCommsSection
 from raytrec.data.batch import Batch
 from raytrec.embeddings.initial import initial_values
 from raytrec.embeddings.planner.qcomms import Rounding, backward_rounding, forward_rounding, gradient_factor
-from raytrec.embeddings.row_gradients import add_row_gradients, found, keys_of
+from raytrec.embeddings.row_gradients import add_row_gradients, each_key, found
 from raytrec.embeddings.tables import Table
 
 BAGS = 4  # of each feature and rank, in addition to the longest one
@@ -142,7 +142,7 @@ class Parity(Check):
                 looking,
                 sequences.get(feature),
             )
-            for feature, key in zip(features, keys_of(batch.sparse, len(features)), strict=True)
+            for feature, key in zip(features, each_key(batch.sparse, len(features)), strict=True)
         }
 
     def _wanted(self, bags: dict[str, Bags]) -> dict[str, torch.Tensor]:
@@ -199,7 +199,7 @@ class Parity(Check):
         """Adds up what this rank's bags give to the gradient of rows, and the sizes of what is added up."""
         seen, features = self.run.taps.input, self.run.schema.sparse
         for (feature, spec), key in zip(
-            features.items(), keys_of(seen.batch.sparse, len(features)), strict=True
+            features.items(), each_key(seen.batch.sparse, len(features)), strict=True
         ):
             gradient, table = seen.gradient.get(feature), spec.table
             if gradient is None or not len(rows[table]):

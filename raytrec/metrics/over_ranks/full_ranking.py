@@ -24,7 +24,7 @@ from raytrec.data.batch import Batch
 from raytrec.data.hashing import keys_of
 from raytrec.metrics.over_ranks.evaluation import place_for
 from raytrec.metrics.over_ranks.groups import RELEVANT
-from raytrec.metrics.selection import PREFIX, RANKED_ITEMS, RANKED_ROWS, UNKNOWN_ITEMS, Selection
+from raytrec.metrics.selection import RANKED_ITEMS, RANKED_ROWS, RETRIEVAL, UNKNOWN_ITEMS, Selection
 
 CELLS = 1 << 22  # queries × items of a block: 56 MiB while it is counted
 
@@ -124,7 +124,7 @@ class FullRanking:
     def figures(self) -> dict[str, float | None]:
         """Its figures, by their keys; None where no row counted. The same on all ranks."""
         found: dict[str, float | None] = {
-            f"{PREFIX}.{metric.name}": total / self._rows if self._rows else None
+            f"{RETRIEVAL}.{metric.name}": total / self._rows if self._rows else None
             for metric, total in zip(self._selection.of_ranking, self._sums.tolist(), strict=True)
         }
         counts = self._peers.sum(torch.tensor([len(self._items.keys)]))

@@ -13,7 +13,7 @@ from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
 from raytrec.embeddings.hashing import hash_bits
 
-PARTS = 64  # into which rows on disk are divided by their keys
+DISK_PARTS = 64  # into which rows on disk are divided by their keys
 
 
 class KeptRows:
@@ -31,7 +31,7 @@ class KeptRows:
         self._pieces: list[Sequence[torch.Tensor]] = [self._none]
         self._files: list[IO[bytes]] = []
         self._ranges: list[list[tuple[int, int]]] = [
-            [] for _ in range(PARTS)
+            [] for _ in range(DISK_PARTS)
         ]  # of rows in the files: first, how many
         self._written = 0
 
@@ -43,18 +43,18 @@ class KeptRows:
             self._write()
 
     def parts(self, peers: Peers) -> Iterator[list[torch.Tensor]]:
-        """The rows of this rank, in one part if those of every rank are in memory, else in PARTS: rows with
-        one key are in the same part on all ranks. A collective; nothing is kept then."""
+        """The rows of this rank, in one part if those of every rank are in memory, else in DISK_PARTS: rows
+        of a key are in the same part on all ranks. A collective; nothing is kept then."""
         if peers.largest(bool(self._files)) > 0:
             self._write()
-            for part in range(PARTS):
+            for part in range(DISK_PARTS):
                 yield self._read(part)
             for file in self._files:
                 file.close()
         else:
             yield self._joined()
         self._pieces, self._rows = [self._none], 0
-        self._files, self._ranges, self._written = [], [[] for _ in range(PARTS)], 0
+        self._files, self._ranges, self._written = [], [[] for _ in range(DISK_PARTS)], 0
 
     def _joined(self) -> list[torch.Tensor]:
         return [torch.cat(pieces) for pieces in zip(*self._pieces, strict=True)]
@@ -62,8 +62,8 @@ class KeptRows:
     def _write(self) -> None:
         """Appends what is in memory to the files, part after part."""
         columns = self._joined()
-        parts = hash_bits(columns[0]) % PARTS
-        order, counts = parts.argsort(stable=True), parts.bincount(minlength=PARTS).tolist()
+        parts = hash_bits(columns[0]) % DISK_PARTS
+        order, counts = parts.argsort(stable=True), parts.bincount(minlength=DISK_PARTS).tolist()
         try:
             self._files = self._files or [tempfile.TemporaryFile() for _ in columns]  # noqa: SIM115
             for file, column in zip(self._files, columns, strict=True):

@@ -35,7 +35,7 @@ NO_RANKS = "ranks.jsonl has no intervals: too short a run, or tracking is off"
 NO_CURVES = "no evaluation in metrics.jsonl has this curve (labels must be both 0 and 1)"
 NO_TABLES = "ranks.jsonl has no such figures of tables"
 
-PICTURES = (
+GALLERY = (
     Picture("curves", "learning", "Metrics over steps", learning.curves, NO_METRICS),
     Picture("ratios", "learning", "Metrics that should be 1, over steps", learning.ratios, NO_METRICS),
     Picture("reliability", "learning", "Predicted and actual rates", learning.reliability, NO_CURVES),

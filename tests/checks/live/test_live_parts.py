@@ -16,7 +16,7 @@ from standin import cuda
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from raytrec.checks.live.finite import SAMPLED_ROWS, Finite, largest, sample
-from raytrec.checks.live.keys import LONGEST, some_bags
+from raytrec.checks.live.keys import LONGEST_BAG, some_bags
 from raytrec.checks.live.numerics import GROWTH, Numerics, Sizes
 from raytrec.checks.live.outcome import CheckedRun, Outcome, Position, odd_ones, ranks
 from raytrec.checks.live.probe import error_of
@@ -26,7 +26,7 @@ from raytrec.checks.live.replicas import CHUNK, Replicas, _multipliers, fingerpr
 from raytrec.checks.live.runner import verdict
 from raytrec.checks.live.shards import _gaps
 from raytrec.common.collectives import Peers
-from raytrec.embeddings.row_gradients import keys_of
+from raytrec.embeddings.row_gradients import each_key
 from raytrec.embeddings.tables import Parts, Shard, Table
 from raytrec.embeddings.taps import Lookup
 
@@ -204,16 +204,16 @@ def test_rows_that_a_probed_step_touched_are_looked_at():
 
 
 def test_bags_that_are_compared():
-    lengths = torch.tensor([0, 2, LONGEST + 1, LONGEST, 1])
+    lengths = torch.tensor([0, 2, LONGEST_BAG + 1, LONGEST_BAG, 1])
     ids = torch.arange(int(lengths.sum()))
     weights = torch.rand(len(ids)) + 0.5
     sparse = KeyedJaggedTensor(["a", "b"], ids, weights, lengths=torch.cat([lengths, 0 * lengths]))
-    key, empty = keys_of(sparse, 2)
+    key, empty = each_key(sparse, 2)
     for mean in (False, True):
         bags = some_bags(key, torch.tensor([0, 1, 2]), mean, ids.device)
         assert bags.at.tolist() == [0, 1, 3], "the longest that is not too long comes last"
-        assert bags.ids.tolist() == [0, 1, *range(LONGEST + 3, 2 * LONGEST + 3)]
-        assert bags.bag.tolist() == [1, 1, *[2] * LONGEST]
+        assert bags.ids.tolist() == [0, 1, *range(LONGEST_BAG + 3, 2 * LONGEST_BAG + 3)]
+        assert bags.bag.tolist() == [1, 1, *[2] * LONGEST_BAG]
         divisor = weights[:2].sum() if mean else 1.0
         assert torch.allclose(bags.factors[:2], weights[:2] / divisor)
     assert some_bags(empty, torch.tensor([4]), True, ids.device).ids.tolist() == []
