@@ -1,44 +1,159 @@
-"""What tests of models share: a schema, inputs, and weights that are nowhere 0."""
+"""What tests of models share: schemas, inputs, weights that are nowhere 0, parts of equations."""
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear
 
+from raytrec.config.models import SECTIONS
 from raytrec.config.schema import Schema
+from raytrec.models import build_model
+from raytrec.models.inputs import Sequence
 
-ROWS, DIM = 7, 8
-
-
-def schema(dense=("age", "price"), dims=(DIM, DIM, DIM)):
-    names = ("user", "item", "tag")
-    return Schema.parse(
-        {
-            "labels": ["y", "z"],
-            "dense": list(dense),
-            "sparse": {
-                "user": {"table": "user"},
-                "item": {"table": "item"},
-                "tags": {"table": "tag", "pooling": "mean"},
-            },
-            "tables": {name: {"rows": 9, "dim": dim} for name, dim in zip(names, dims, strict=True)},
-        },
-        "test",
-    )
+ROWS, DIM, LENGTH, DRAWN = 6, 8, 5, 3
+LENGTHS, COUNTS = (0, 1, 2, 4, 5, 5), (3, 3, 0, 1, 2, 3)  # of each row's history, and of its negatives
+POOLED = ("user", "item", "tags")
+SPARSE = {
+    "user": {"table": "user"},
+    "item": {"table": "item"},
+    "tags": {"table": "tag", "pooling": "mean"},
+    "history": {"table": "item", "pooling": "sequence"},
+    "negatives": {"table": "item", "pooling": "sequence"},
+}
 
 
-def randomized(model):
-    """With parameters that begin as 0 or 1 drawn, too, so that none goes unnoticed."""
+def schema(*features, dense=("age", "price"), dims=(DIM, DIM, DIM), **sparse):
+    """A Schema of these features (default: POOLED) and of those in `sparse`.
+
+    Args:
+        dims: of the tables user, item and tag.
+    """
+    sparse = {name: SPARSE[name] for name in features or POOLED} | sparse
+    sizes = dict(zip(("user", "item", "tag"), dims, strict=True))
+    tables = {spec["table"]: {"rows": 9, "dim": sizes[spec["table"]]} for spec in sparse.values()}
+    return Schema.parse({"labels": ["y"], "dense": list(dense), "sparse": sparse, "tables": tables}, "test")
+
+
+def make(name, of, outputs=1, *, vectors=False, tasks=None, **keys):
+    """A model in training, whose parameters are all drawn: also those that begin as 0 or 1."""
+    section = SECTIONS[name].model_validate({"name": name} | keys)
+    model = build_model(of, section, outputs, vectors, tasks)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) / max(parameter.shape, default=1) ** 0.5)
-    return model
+    return model.train()
 
 
-def inputs(of, rows=ROWS):
-    """Dense columns, and pooled embeddings by feature."""
+def inputs(of, lengths=LENGTHS, counts=COUNTS, side_features=None):
+    """Dense columns, and the inputs of the features, of which gradients are asked for.
+
+    Args:
+        side_features: of the history.
+    """
     torch.manual_seed(2)
-    pooled = {f: torch.randn(rows, of.tables[spec.table].dim) for f, spec in of.sparse.items()}
-    return torch.randn(rows, len(of.dense)), pooled
+    found = {}
+    for name, spec in of.sparse.items():
+        dim = of.tables[spec.table].dim
+        if name == "negatives":
+            found[name] = sequence(counts, max(counts), dim)
+        elif spec.pooling == "sequence":
+            found[name] = sequence(lengths, LENGTH, dim, side_features)
+        else:
+            found[name] = torch.randn(len(lengths), dim, requires_grad=True)
+    return torch.randn(len(lengths), len(of.dense)), found
 
 
-def weights(model):
-    return dict(model.named_parameters())
+def sequence(lengths, length, dim, side_features=None):
+    present = torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
+    vectors = (torch.randn(len(lengths), length, dim) * present.unsqueeze(2)).requires_grad_()
+    return Sequence(vectors, present, side_features)
+
+
+def weights(model, prefix=""):
+    """The parameters under a prefix, by the rest of their names."""
+    return {k.removeprefix(prefix): v for k, v in model.named_parameters() if k.startswith(prefix)}
+
+
+def ids_of(found, i, name="history"):
+    """The vectors of one row's ids: [n, D], the most recent first."""
+    return found[name].vectors[i, : int(found[name].present[i].sum())]
+
+
+def layers(w, name, x, count, step=2, activation=lambda name: torch.relu):
+    """`count` linear layers name.0, name.step, …, each followed by `activation(the name after it)`."""
+    for i in range(count):
+        x = linear(x, w[f"{name}.{i * step}.weight"], w[f"{name}.{i * step}.bias"])
+        x = activation(f"{name}.{i * step + 1}")(x)
+    return x
+
+
+def last(w, name, x):
+    """The linear layer of this name."""
+    return linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+
+def prelu(w):
+    """PReLU by the name of its slopes."""
+    return lambda name: lambda x: torch.where(x > 0, x, w[f"{name}.weight"] * x)
+
+
+def unit(x):
+    return x / x.square().sum(-1, keepdim=True).sqrt()
+
+
+def loss(kind, own, others):
+    """Of one score and a list of others, by its definition."""
+    scores = torch.stack([own, *others])
+    if kind == "softmax":
+        return cross_entropy(scores.unsqueeze(0), torch.tensor([0]))
+    if kind == "bce":
+        labels = torch.tensor([1.0] + [0.0] * len(others))
+        return binary_cross_entropy_with_logits(scores, labels, reduction="sum")
+    each = [-torch.sigmoid(own - other).log() for other in others]
+    return sum(each) / len(each) if each else own * 0
+
+
+def assert_alone(model, dense, found):
+    """Rows know nothing of each other, so that dealing them to ranks changes nothing, and nothing of what
+    stands where no id is."""
+    whole = model(dense, found)
+
+    def of_row(x, i):
+        if not isinstance(x, Sequence):
+            return x[i : i + 1]
+        parts = (x.vectors, x.present, x.side_features)
+        return Sequence(*(part if part is None else part[i : i + 1] for part in parts))
+
+    for i in range(len(dense)):
+        alone = model(dense[i : i + 1], {name: of_row(x, i) for name, x in found.items()})
+        torch.testing.assert_close(alone.reshape(-1), whole[i].reshape(-1))
+    noisy = dict(found)
+    for name, x in found.items():
+        if isinstance(x, Sequence):
+            noise = 9 * torch.randn_like(x.vectors) * ~x.present.unsqueeze(2)
+            noisy[name] = Sequence(x.vectors + noise, x.present, x.side_features)
+    torch.testing.assert_close(model(dense, noisy), whole)
+
+
+def assert_learns(model, dense, found, unused=()):
+    """Gradients reach every parameter and every id that is there, and no other; all are finite."""
+    model(dense, found).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
+    for name, x in found.items():
+        if name not in unused:
+            gradient = (x.vectors if isinstance(x, Sequence) else x).grad
+            assert gradient.isfinite().all() and gradient.any(), name
+            assert not isinstance(x, Sequence) or not gradient[~x.present].any(), name
+
+
+def assert_no_nan(model, dense, found):
+    """Rows without any id have finite gradients: none for what stands where no id is."""
+    given = model(dense, found)
+    given.sum().backward()
+    assert given.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    for x in found.values():
+        if isinstance(x, Sequence) and x.vectors.grad is not None:
+            assert not x.vectors.grad[~x.present].any()
+    return given

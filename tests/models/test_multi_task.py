@@ -2,48 +2,28 @@
 
 import pytest
 import torch
-from made import ROWS, inputs, randomized, schema, weights
-from references import layers
-from torch.nn.functional import linear
-
-from raytrec.common.errors import ConfigError
-from raytrec.config.models.multitask import (
-    DBMTLSection,
-    ESMMSection,
-    MMoESection,
-    PLESection,
-    SharedBottomSection,
-)
-from raytrec.models import build_model
+from made import ROWS, inputs, last, layers, make, schema, weights
 
 TASKS = {"clicked": 1, "kind": 3, "bought": 1}
 SMALL = {"expert_mlp": [6, 5], "tower_mlp": [4]}
-SECTIONS = [
-    SharedBottomSection(name="shared_bottom", bottom_mlp=[6], tower_mlp=[4]),
-    MMoESection(name="mmoe", experts=3, **SMALL),
-    PLESection(name="ple", **SMALL),
-    DBMTLSection(name="dbmtl", bottom_mlp=[6], tower_mlp=[5], relation_mlp=[4]),
-    ESMMSection(name="esmm", click="clicked", conversion="bought", tower_mlp=[6]),
-]
+KEYS = {
+    "shared_bottom": {"bottom_mlp": [6], "tower_mlp": [4]},
+    "mmoe": {"experts": 3, **SMALL},
+    "ple": SMALL,
+    "dbmtl": {"bottom_mlp": [6], "tower_mlp": [5], "relation_mlp": [4]},
+    "esmm": {"click": "clicked", "conversion": "bought", "tower_mlp": [6]},
+}
+ANY = [name for name in KEYS if name != "esmm"]  # of any number of tasks
 
 
-def made(section, tasks=TASKS, of=None):
+def made(name, tasks=TASKS, of=None, **keys):
     of = of or schema()
-    return randomized(build_model(of, section, sum(tasks.values()), tasks=tasks)), *inputs(of)
+    return make(name, of, sum(tasks.values()), tasks=tasks, **KEYS[name] | keys), *inputs(of)
 
 
 def towers(w, of_tasks, hidden):
-    return torch.cat(
-        [
-            linear(
-                layers(w, f"towers.towers.{k}", x, hidden),
-                w[f"towers.logits.{k}.weight"],
-                w[f"towers.logits.{k}.bias"],
-            )
-            for k, x in enumerate(of_tasks)
-        ],
-        1,
-    )
+    after = [layers(w, f"towers.towers.{k}", x, hidden) for k, x in enumerate(of_tasks)]
+    return torch.cat([last(w, f"towers.logits.{k}", x) for k, x in enumerate(after)], 1)
 
 
 def experts(w, name, count, x):
@@ -59,7 +39,7 @@ def gated(w, name, x, of_experts):
 
 @pytest.mark.parametrize("dense", [("age", "price"), ()])
 def test_shared_bottom(dense):
-    model, *given = made(SECTIONS[0], of=schema(dense, dims=(4, 8, 12)))
+    model, *given = made("shared_bottom", of=schema(dense=dense, dims=(4, 8, 12)))
     w, x = weights(model), torch.cat([given[0], *given[1].values()], 1)
     expected = towers(w, [layers(w, "bottom", x, 1)] * 3, 1)
     assert expected.shape == (ROWS, 5)
@@ -68,7 +48,7 @@ def test_shared_bottom(dense):
 
 def test_mmoe():
     """Ma et al. 2018, equations 6 and 7."""
-    model, dense, pooled = made(SECTIONS[1])
+    model, dense, pooled = made("mmoe")
     w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
     of_experts = experts(w, "experts", 3, x)
     expected = towers(w, [gated(w, f"gates.{k}", x, of_experts) for k in range(3)], 1)
@@ -78,8 +58,7 @@ def test_mmoe():
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_ple(levels):
     """Tang et al. 2020, equations 4 to 7."""
-    section = PLESection(name="ple", levels=levels, task_experts=2, shared_experts=3, **SMALL)
-    model, dense, pooled = made(section)
+    model, dense, pooled = made("ple", levels=levels, task_experts=2, shared_experts=3)
     w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
     of_tasks, of_all = [x, x, x], x
     for level in range(levels):
@@ -97,12 +76,10 @@ def test_ple(levels):
 @pytest.mark.parametrize("names", [("clicked", "bought"), ("bought", "clicked")])
 def test_esmm(names):
     """Ma et al. 2018, equation 4, in probabilities."""
-    model, dense, pooled = made(SECTIONS[4], dict.fromkeys(names, 1))
+    model, dense, pooled = made("esmm", dict.fromkeys(names, 1))
     w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
     ctr, cvr = (
-        torch.sigmoid(
-            linear(layers(w, f"{tower}.0", x, 1), w[f"{tower}.1.weight"], w[f"{tower}.1.bias"])
-        ).double()
+        torch.sigmoid(last(w, f"{tower}.1", layers(w, f"{tower}.0", x, 1))).double()
         for tower in ("click", "conversion")
     )
     expected = {"clicked": ctr, "bought": ctr * cvr}
@@ -112,7 +89,7 @@ def test_esmm(names):
 
 def test_esmms_log_odds_are_exact_at_the_ends():
     """Where a product of probabilities in float32 is 0 or 1."""
-    model, dense, pooled = made(SECTIONS[4], {"clicked": 1, "bought": 1})
+    model, dense, pooled = made("esmm", {"clicked": 1, "bought": 1})
     with torch.no_grad():
         for place, logit in ((0, 1.0), (1, -1.0)):
             for tower in (model.click, model.conversion):
@@ -137,53 +114,27 @@ def test_esmms_log_odds_are_exact_at_the_ends():
     ],
 )
 def test_dbmtl(relations, parents):
-    section = DBMTLSection(
-        name="dbmtl", bottom_mlp=[6], tower_mlp=[5, 4], relation_mlp=[3], relations=relations
-    )
-    model, dense, pooled = made(section)
+    model, dense, pooled = made("dbmtl", tower_mlp=[5, 4], relation_mlp=[3], relations=relations)
     w, x = weights(model), torch.cat([dense, *pooled.values()], 1)
     shared, names, related = layers(w, "bottom", x, 1), list(TASKS), {}
     for name, before in parents.items():
         k = names.index(name)
         own = layers(w, f"towers.{k}", shared, 2)
         related[name] = layers(w, f"relations.{k}", torch.cat([own, *(related[b] for b in before)], 1), 1)
-    expected = [
-        linear(related[name], w[f"logits.{k}.weight"], w[f"logits.{k}.bias"]) for k, name in enumerate(names)
-    ]
+    expected = [last(w, f"logits.{k}", related[name]) for k, name in enumerate(names)]
     torch.testing.assert_close(model(dense, pooled), torch.cat(expected, 1))
 
 
-def test_what_a_task_learns_reaches_its_own_layers_and_shared_ones():
-    for section in SECTIONS[:4]:
-        model, dense, pooled = made(section)
-        model(dense, pooled)[:, 0].sum().backward()
-        reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
-        own = {name for name in reached if ".towers.1" in name or ".logits.1" in name}
-        assert reached and not own, section.name
+@pytest.mark.parametrize("name", ANY)
+def test_what_a_task_learns_reaches_its_own_layers_and_shared_ones(name):
+    model, dense, pooled = made(name)
+    model(dense, pooled)[:, 0].sum().backward()
+    reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert reached and not [name for name in reached if ".towers.1" in name or ".logits.1" in name]
 
 
-def test_one_task_gives_one_logit():
-    for section in SECTIONS[:4]:
-        model, dense, pooled = made(section, {"y": 1})
-        assert model(dense, pooled).shape == (ROWS,)
-        assert build_model(schema(), section, 2)(dense, pooled).shape == (ROWS, 2)
-
-
-@pytest.mark.parametrize(
-    "section,tasks,message",
-    [
-        ({"click": "clik", "conversion": "bought"}, ["clicked", "bought"], "did you mean 'clicked'"),
-        ({"click": "clicked", "conversion": "clicked"}, ["clicked", "bought"], "both click and conversion"),
-        ({"click": "clicked", "conversion": "bought"}, ["clicked"], r"(?s)'bought'.*model\.conversion"),
-        ({"click": "clicked", "conversion": "bought"}, ["clicked", "bought", "y"], "none for y"),
-        ({"click": "clicked", "conversion": "kind"}, ["clicked", "kind"], "kind has 3 columns"),
-        ({"relations": {"bougt": ["clicked"]}}, ["clicked", "bought"], "did you mean 'bought'"),
-        ({"relations": {"bought": ["clik"]}}, ["clicked", "bought"], r"(?s)'clicked'.*relations\.bought"),
-        ({"relations": {"bought": ["clicked"], "clicked": ["bought"]}}, ["clicked", "bought"], "circle"),
-    ],
-)
-def test_refused(section, tasks, message):
-    kind, name = (DBMTLSection, "dbmtl") if "relations" in section else (ESMMSection, "esmm")
-    of_tasks = {task: TASKS.get(task, 1) for task in tasks}
-    with pytest.raises(ConfigError, match=message):
-        build_model(schema(), kind(name=name, **section), sum(of_tasks.values()), tasks=of_tasks)
+@pytest.mark.parametrize("name", ANY)
+def test_one_task_gives_one_logit(name):
+    model, dense, pooled = made(name, {"y": 1})
+    assert model(dense, pooled).shape == (ROWS,)
+    assert make(name, schema(), 2, **KEYS[name])(dense, pooled).shape == (ROWS, 2)

@@ -1,15 +1,12 @@
-"""What all models of any features have in common: rows, dropout, gradients, precision."""
+"""What all models of any features have in common: rows, dropout, gradients, precision, outputs."""
 
 import pytest
 import torch
-from made import ROWS, inputs, randomized, schema
-from pydantic import TypeAdapter
+from made import ROWS, assert_alone, assert_learns, inputs, make, schema
 
-from raytrec.config.models import AnyModel
 from raytrec.config.models.base import MODELS
-from raytrec.models import build_model
 
-SECTIONS = {
+KEYS = {
     "dcn": {"top_mlp": [6]},
     "dlrm": {"bottom_mlp": [], "top_mlp": [6]},
     "wide_deep": {"top_mlp": [6]},
@@ -24,49 +21,45 @@ SECTIONS = {
     "dbmtl": {"relation_mlp": [6]},
 }
 TASKS = {"y": 1, "z": 1}
+# Models whose outputs share all layers but the last.
+SHARING = {
+    "dlrm": {"bottom_mlp": [3], "top_mlp": [6]},
+    "dcn": {"cross_layers": 1, "top_mlp": [6], "deep": "parallel"},
+    "sequence": {"max_length": 5, "top_mlp": [6]},
+    "two_tower": {"towers": {"query": ["user", "age", "history"], "item": ["item", "price"]}},
+}
 
 
 def made(name, dense=("age", "price"), **more):
-    of = schema(dense)
-    section = TypeAdapter(AnyModel).validate_python({"name": name} | SECTIONS[name] | more)
-    return randomized(build_model(of, section, 2, tasks=TASKS)), *inputs(of)
+    of = schema(dense=dense)
+    return make(name, of, 2, tasks=TASKS, **KEYS[name] | more), *inputs(of)
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_rows_do_not_know_of_each_other(name):
-    """So that dealing them to ranks changes nothing; with dense columns and without."""
-    for dense in (("age", "price"), ()):
-        model, columns, pooled = made(name, dense)
-        whole = model(columns, pooled)
-        assert whole.shape == (ROWS, 2)
-        for row in range(ROWS):
-            rows = slice(row, row + 1)
-            one = model(columns[rows], {f: x[rows] for f, x in pooled.items()})
-            torch.testing.assert_close(one[0], whole[row])
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("dense", [("age", "price"), ()])
+def test_rows_are_alone(name, dense):
+    model, columns, pooled = made(name, dense)
+    assert model(columns, pooled).shape == (ROWS, 2)
+    assert_alone(model, columns, pooled)
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", KEYS)
 def test_every_parameter_and_every_feature_is_learned(name):
     """Ranks wait for the gradient of each parameter; there is one, and none is of no use."""
     model, columns, pooled = made(name)
-    for x in (columns, *pooled.values()):
-        x.requires_grad_()
-    (model(columns, pooled).sigmoid() ** 2).sum().backward()
-    for part, x in [*model.named_parameters(), ("columns", columns), *pooled.items()]:
-        assert x.grad is not None and torch.isfinite(x.grad).all() and x.grad.any(), part
+    assert_learns(model, columns.requires_grad_(), pooled)
+    assert columns.grad.isfinite().all() and columns.grad.any()
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", KEYS)
 def test_dropout_is_for_training_alone(name):
     model, columns, pooled = made(name, dropout=0.5)
-    model.train()
     assert not torch.equal(model(columns, pooled), model(columns, pooled))
-    model.eval()
     plain, _, _ = made(name)
-    assert torch.equal(model(columns, pooled), plain(columns, pooled))
+    assert torch.equal(model.eval()(columns, pooled), plain(columns, pooled))
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", KEYS)
 def test_empty_bags_have_logits_and_gradients(name):
     model, columns, pooled = made(name)
     pooled = {f: torch.zeros_like(x, requires_grad=True) for f, x in pooled.items()}
@@ -75,7 +68,7 @@ def test_empty_bags_have_logits_and_gradients(name):
     assert torch.isfinite(given).all() and all(torch.isfinite(x.grad).all() for x in pooled.values())
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", KEYS)
 def test_bfloat16_gives_nearly_the_same(name):
     model, columns, pooled = made(name)
     with torch.autocast("cpu", torch.bfloat16):
@@ -83,5 +76,22 @@ def test_bfloat16_gives_nearly_the_same(name):
     torch.testing.assert_close(rough, model(columns, pooled), rtol=0.1, atol=0.1)
 
 
-def test_names_of_sections_are_those_of_the_registry():
-    assert set(SECTIONS) <= set(MODELS.parts)
+@pytest.mark.parametrize("name", SHARING)
+def test_several_outputs_share_all_but_the_last_layer(name):
+    of = schema("user", "item", "history")
+    model, (dense, found) = make(name, of, 3, **SHARING[name]), inputs(of)
+    if name != "sequence":
+        found["history"] = torch.randn(ROWS, 8)
+    logits = model(dense, found)
+    assert logits.shape == (ROWS, 3)
+    logits[:, 1].sum().backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(grad is not None for grad in grads.values())
+    of_last = next((grad for name, grad in grads.items() if name.endswith("logit.weight")), None)
+    if of_last is not None:
+        assert (of_last.abs().sum(1) > 0).tolist() == [False, True, False]
+    assert make(name, of, **SHARING[name])(dense, found).shape == (ROWS,)
+
+
+def test_names_are_those_of_the_registry():
+    assert set(KEYS) <= set(MODELS.parts)

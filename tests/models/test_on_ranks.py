@@ -1,15 +1,24 @@
-"""Models between ranks: what one plan has saved, another takes up, and goes on like the first."""
+"""Models between ranks: what one plan has saved, another takes up; and a model without labels, from its
+weights alone, gives what evaluation gives."""
 
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, batches, build, config
+from small import PARTS, a_schema, batches, build, config, train
+
+from raytrec.config.features import resolve_features
 
 SECTIONS = {
     "dcn": {"name": "dcn", "cross_rank": 3, "top_mlp": [6]},
     "two_tower": {"name": "two_tower", "towers": {"query": ["user", "a"], "item": ["friends", "tags", "b"]}},
     "sequence": {"name": "sequence", "max_length": 2, "target": "user", "top_mlp": [6]},
 }
+SEQUENCES = a_schema(
+    sparse={
+        name: {**spec, "pooling": "sequence"} if "pooling" in spec else spec
+        for name, spec in PARTS["sparse"].items()
+    }
+)
 
 
 def state_after(rank, world, name, plan, root, first, last):
@@ -17,29 +26,18 @@ def state_after(rank, world, name, plan, root, first, last):
     from raytrec.checkpoint.restore import restore
     from raytrec.checkpoint.save import Saver
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.features import resolve_features
-    from raytrec.config.run_config import load_config
     from raytrec.embeddings.tables import tables
 
-    schema = SCHEMA.model_copy(deep=True)
-    schema.sparse["tags"].pooling = schema.sparse["friends"].pooling = "sequence"
-    settings = config(world, {"sharding_type": plan})
-    values = settings.model_dump(by_alias=True) | {"model": SECTIONS[name]}
-    settings = load_config(values)
-    step = build(settings, schema)
+    settings = config(world, {"sharding_type": plan}, model=SECTIONS[name])
+    features, step = resolve_features(SEQUENCES, settings.model), build(settings, SEQUENCES)
     state = LogicalState(step.model, step.optimizer)
     assert bool(restore(root, state).folder) == bool(first)
-    local = batches(last, rank, world, schema=schema, features=resolve_features(schema, settings.model))[1][
-        first:
-    ]
-    for _ in step.train(iter(local), len(local)):
-        pass
+    train(step, batches(last, rank, world, schema=SEQUENCES, features=features)[1][first:])
     saver = Saver(root, settings.checkpoint)
     saver.save(last, state.tensors(), {})
     assert saver.taken().error is None
     found = {key: p.detach().clone() for key, p in step.model.module.head.model.named_parameters()}
-    whole = {table.name: table.weight.dense(first_only=True) for table in tables(step.model).values()}
-    return found | whole
+    return found | {name: table.weight.dense(first_only=True) for name, table in tables(step.model).items()}
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -48,8 +46,39 @@ def test_goes_on_under_another_plan(name, tmp_path):
     place = str(tmp_path / "parts")
     on_ranks(2, state_after, name, "row_wise", place, 0, 3)
     parts = on_ranks(3, state_after, name, "column_wise", place, 3, 6)[0]
-    assert set(parts) == set(whole)
-    for key, values in whole.items():
-        torch.testing.assert_close(
-            parts[key], values, rtol=0, atol=2e-6, msg=lambda m, key=key: f"{key}: {m}"
-        )
+    torch.testing.assert_close(parts, whole, rtol=0, atol=2e-6)
+
+
+def scored(rank, world, matmul):
+    """Logits of a global batch: by evaluation on ranks, and by a model that is given features alone."""
+    from raytrec.checks.parity.batches import local_batch
+    from raytrec.embeddings.bags import tables_in
+    from raytrec.embeddings.tables import tables
+    from raytrec.models.recommender import build_recommender
+
+    settings = config(world, {"sharding_type": "row_wise"}, model=SECTIONS["sequence"], matmul=matmul)
+    features, step = resolve_features(SEQUENCES, settings.model), build(settings, SEQUENCES)
+    whole, local = batches(3, rank, world, schema=SEQUENCES, features=features)
+    train(step, local)
+    (outputs,) = step.evaluate(iter(local[-1:]))
+    weights = {name: table.weight.dense() for name, table in tables(step.model).items()}
+    recommender = build_recommender(settings, SEQUENCES, torch.device("cpu"))
+    recommender.embeddings.to_empty(device="cpu")
+    recommender.model.load_state_dict(step.model.module.head.model.state_dict())
+    with torch.no_grad():
+        for collection in recommender.embeddings.collections:
+            for name, table in tables_in(collection).items():
+                table.weight.copy_(weights[name])
+        batch = local_batch(whole[-1], SEQUENCES, [0, 12], 0, features)
+        logits = recommender.eval()(batch.dense, batch.sparse)
+    return outputs["y"].logits[outputs.rows > 0], logits
+
+
+@pytest.mark.parametrize("matmul,tolerance", [("fp32", 1e-6), ("bf16", 1e-2)])
+def test_features_are_enough(matmul, tolerance):
+    ranks = on_ranks(2, scored, matmul)
+    evaluated = torch.cat([logits for logits, _ in ranks])
+    for _, logits in ranks:
+        torch.testing.assert_close(logits, evaluated, rtol=0, atol=tolerance)
+        assert torch.equal(logits, logits.bfloat16().float()) == (matmul == "bf16")
+    assert evaluated.shape == (12,) and evaluated.std() > 1e-3

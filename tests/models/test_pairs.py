@@ -2,90 +2,135 @@
 
 import pytest
 import torch
-from drawn_items import ROWS, assert_alone, assert_learns, drawn, inputs, loss, make, schema
+from made import (
+    DIM,
+    ROWS,
+    assert_alone,
+    assert_learns,
+    ids_of,
+    inputs,
+    last,
+    layers,
+    loss,
+    schema,
+    unit,
+    weights,
+)
+from made import make as make_model
 
-from raytrec.common.errors import ConfigError
 from raytrec.config.features import resolve_features
 from raytrec.config.models import SECTIONS
 
+OF = schema("user", "item", "history", "negatives", dense=())
+DRAWN = {"negatives": "negatives", "max_negatives": 3}
 TOWERS = {"query": ["user", "history"], "item": ["item"]}
+KINDS = ["softmax", "bce", "bpr"]
+
+
+def make(name, outputs=1, vectors=False, **keys):
+    return make_model(name, OF, outputs, vectors=vectors, **DRAWN | keys)
+
+
+def assert_scores(model, dense, found, kind, score):
+    """Scores are those, and the model's own loss that of the negatives' scores."""
+    given = model(dense, found)
+    for i in range(ROWS):
+        user, item = found["user"][i], found["item"][i]
+        torch.testing.assert_close(given[i, 0], score(user, item))
+        others = [score(user, other) for other in ids_of(found, i, "negatives")]
+        torch.testing.assert_close(given[i, 1], loss(kind, score(user, item), others))
+    assert_alone(model, dense, found)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", ["softmax", "bce", "bpr"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_matrix_factorisation(kind, bias):
-    model = make("mf", loss=kind, bias=bias)
-    dense, found = inputs()
-    given = model(dense, found)
+    model, (dense, found) = make("mf", loss=kind, bias=bias), inputs(OF)
 
     def score(user, item):
         if not bias:
             return user @ item
         return user[:-1] @ item[:-1] + user[-1] + item[-1] + model.bias[0]
 
-    for i in range(ROWS):
-        user, item = found["user"][i], found["item"][i]
-        torch.testing.assert_close(given[i, 0], score(user, item))
-        others = [score(user, other) for other in drawn(found, i)]
-        torch.testing.assert_close(given[i, 1], loss(kind, score(user, item), others))
+    assert_scores(model, dense, found, kind, score)
     query, item = model.query(dense, {"user": found["user"]}), model.item(dense, {"item": found["item"]})
     apart = found["user"][:, -1] + model.bias if bias else torch.zeros(ROWS)
-    torch.testing.assert_close(given[:, 0] - (query * item).sum(1), apart)
-    assert_alone(model, dense, found)
-    # Where scores are compared, a bias of all of them cancels: exactly, not up to rounding.
-    assert_learns(model, dense, {f: found[f] for f in ("user", "item", "negatives")})
+    torch.testing.assert_close(model(dense, found)[:, 0] - (query * item).sum(1), apart)
+    assert_learns(model, dense, found, unused=("history",))
 
 
-def test_a_bias_that_cancels_is_not_learned():
-    for name in ("mf", "ncf"):
-        model = make(name, loss="softmax")
-        dense, found = inputs()
-        model(dense, found)[:, 1].sum().backward()
-        assert model.bias.grad.tolist() == [0.0]
+@pytest.mark.parametrize("name", ["mf", "ncf"])
+def test_a_bias_that_cancels_is_not_learned(name):
+    """Exactly, not up to rounding, where scores are compared."""
+    model, (dense, found) = make(name, loss="softmax"), inputs(OF)
+    model(dense, found)[:, 1].sum().backward()
+    assert model.bias.grad.tolist() == [0.0]
 
 
+# Keys of the parts, and how many numbers of an embedding are for the products.
 PARTS = {
-    "parted": {},
-    "first": {"gmf_dim": 2},
-    "mlp": {"gmf_dim": 0},
-    "gmf": {"gmf_dim": 8},
-    "shared": {"shared": True},
+    "parted": ({}, 4),
+    "first": ({"gmf_dim": 2}, 2),
+    "mlp": ({"gmf_dim": 0}, 0),
+    "gmf": ({"gmf_dim": 8}, 8),
+    "shared": ({"shared": True}, 8),
 }
 
 
-@pytest.mark.parametrize("kind", ["softmax", "bce", "bpr"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", PARTS)
 def test_neural_collaborative_filtering(kind, parts):
-    model = make("ncf", loss=kind, mlp=[6, 5], **PARTS[parts])
-    dense, found = inputs()
-    given, w = model(dense, found), dict(model.named_parameters())
-    first = {"parted": 4, "first": 2, "mlp": 0, "gmf": 8, "shared": 8}[parts]
+    keys, first = PARTS[parts]
+    model, (dense, found) = make("ncf", loss=kind, mlp=[6, 5], **keys), inputs(OF)
+    w = weights(model)
 
     def score(user, item):
         own = (user, item) if parts == "shared" else (user[first:], item[first:])
-        last = [user[:first] * item[:first]]
+        products = [user[:first] * item[:first]]
         if parts != "gmf":
-            x = torch.cat(own)
-            for layer in ("first", "mlp.2"):
-                x = (w[f"{layer}.weight"] @ x + w[f"{layer}.bias"]).relu()
-            last.append(x)
-        return w["logit.weight"][0] @ torch.cat(last) + w["bias"][0]
+            products.append(last(w, "mlp.2", last(w, "first", torch.cat(own)).relu()).relu())
+        return w["logit.weight"][0] @ torch.cat(products) + w["bias"][0]
 
-    for i in range(ROWS):
-        user, item = found["user"][i], found["item"][i]
-        torch.testing.assert_close(given[i, 0], score(user, item))
-        others = [score(user, other) for other in drawn(found, i)]
-        torch.testing.assert_close(given[i, 1], loss(kind, score(user, item), others))
-    assert_alone(model, dense, found)
+    assert_scores(model, dense, found, kind, score)
     assert not model.eval()(dense, found)[:, 1].any()
 
 
-@pytest.mark.parametrize("kind", ["softmax", "bce", "bpr"])
+@pytest.mark.parametrize("outputs,vectors", [(1, False), (0, True), (1, True), (2, True)])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_two_towers(outputs, vectors, normalize):
+    of = schema("user", "item", "tags", "history")
+    towers = {"query": ["user", "age", "hist*"], "item": ["item", "tags", "price"]}
+    keys = {"towers": towers, "tower_mlp": [6, 3], "normalize": normalize}
+    model, (dense, found) = make_model("two_tower", of, outputs, vectors=vectors, **keys), inputs(of)
+    found["history"] = torch.randn(ROWS, DIM)
+    of_query = torch.cat([dense[:, :1], found["user"], found["history"]], 1)
+    of_item = torch.cat([dense[:, 1:], found["item"], found["tags"]], 1)
+    query, item = (
+        last(w, "last", layers(w, "hidden", x, 1))
+        for w, x in ((weights(model, "towers.query."), of_query), (weights(model, "towers.item."), of_item))
+    )
+    query = query.view(ROWS, outputs + vectors, 3)
+    if normalize:
+        query, item = unit(query), unit(item)
+    # Each tower alone, from its own features alone.
+    alone = model.query(dense, {f: found[f] for f in ("user", "history")})
+    torch.testing.assert_close(alone.view(query.shape), query)
+    torch.testing.assert_close(model.item(dense, {f: found[f] for f in ("item", "tags")}), item)
+    given, scale = model(dense, found).view(ROWS, -1), model.scale.view(-1)
+    for place in range(outputs):
+        expected = scale[place] * (query[:, place] * item).sum(1) + model.bias.view(-1)[place]
+        torch.testing.assert_close(given[:, place], expected)
+    if vectors:
+        torch.testing.assert_close(given[:, outputs:], torch.cat([scale[-1] * query[:, -1], item], 1))
+    assert len(weights(model)) == 9 + (outputs > 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("outputs,vectors", [(1, False), (0, True), (2, True)])
 def test_two_towers_with_negatives(kind, outputs, vectors):
     keys = {"towers": TOWERS, "tower_mlp": [6, 4], "normalize": True, "temperature": 0.4, "loss": kind}
     model = make("two_tower", outputs, vectors, learn_temperature=False, **keys)
-    dense, found = inputs()
+    dense, found = inputs(OF)
     found["history"] = found["history"].vectors.sum(1)
     given, place = model(dense, found), outputs  # of the own loss
     queries = model.query(dense, found).view(ROWS, -1, 4)
@@ -93,51 +138,34 @@ def test_two_towers_with_negatives(kind, outputs, vectors):
     bias = model.bias.view(-1)[-1] if outputs and kind == "bce" else 0
     for i in range(ROWS):
         own = query[i] @ model.item(dense, found)[i] / 0.4 + bias
-        items = [model.item(dense, {"item": other.unsqueeze(0)})[0] for other in drawn(found, i)]
+        drawn = ids_of(found, i, "negatives")
+        items = [model.item(dense, {"item": other.unsqueeze(0)})[0] for other in drawn]
         others = [query[i] @ item / 0.4 + bias for item in items]
         torch.testing.assert_close(given[i, place], loss(kind, own, others))
     if vectors:
         item = model.item(dense, {"item": found["item"]})
         torch.testing.assert_close(given[:, outputs + 1 :], torch.cat([queries[:, -1] / 0.4, item], 1))
-    assert "scale" not in dict(model.named_parameters()) and "scale" not in model.state_dict()
+    assert "scale" not in weights(model) and "scale" not in model.state_dict()
     assert not model.eval()(dense, found)[:, place].any()
 
 
 def test_two_towers_learn_everything_from_negatives():
-    model = make("two_tower", towers=TOWERS, tower_mlp=[6, 4], temperature=0.5)
-    dense, found = inputs()
+    model, (dense, found) = make("two_tower", towers=TOWERS, tower_mlp=[6, 4], temperature=0.5), inputs(OF)
     mean = {**found, "history": found["history"].vectors.mean(1)}
     model(dense, mean)[:, 1].sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     assert all(p.grad.any() for name, p in model.named_parameters() if name != "bias")
 
 
-def test_only_negatives_are_read_id_by_id():
-    for name, keys in {"mf": {}, "ncf": {}, "two_tower": {"towers": TOWERS}}.items():
-        section = SECTIONS[name].model_validate(
-            {"name": name, "negatives": "negatives", "max_negatives": 7} | keys
-        )
-        assert resolve_features(schema(), section).sequences == {"negatives": 7}
-    section = SECTIONS["sasrec"].model_validate({"name": "sasrec", "max_length": 9})
-    assert resolve_features(schema(), section).sequences == {"history": 9}
-
-
-TABLES = schema().model_dump()["tables"]
-
-
 @pytest.mark.parametrize(
-    "name,keys,changes,message",
+    "name,keys,sequences",
     [
-        ("mf", {"user": "usr"}, {}, "did you mean 'user'"),
-        ("mf", {}, {"tables": TABLES | {"user": {"rows": 3, "dim": 4}}}, "the same dim"),
-        ("mf", {"negatives": "user"}, {}, "pooling: sequence"),
-        ("ncf", {"gmf_dim": 12}, {}, "12 of each"),
-        ("ncf", {"gmf_dim": 2, "shared": True}, {}, "one of the two"),
-        ("ncf", {"shared": True}, {"tables": TABLES | {"user": {"rows": 3, "dim": 4}}}, "have 4 numbers"),
-        ("two_tower", {"towers": {"query": ["history"], "item": ["item", "user"]}}, {}, "only ids are known"),
-        ("two_tower", {"towers": {"query": ["user", "neg*"], "item": ["item"]}}, {}, "matches, 'neg\\*'"),
+        ("mf", DRAWN, {"negatives": 3}),
+        ("ncf", DRAWN, {"negatives": 3}),
+        ("two_tower", DRAWN | {"towers": TOWERS}, {"negatives": 3}),
+        ("sasrec", {"max_length": 9}, {"history": 9}),
     ],
 )
-def test_refused(name, keys, changes, message):
-    with pytest.raises(ConfigError, match=message):
-        make(name, of=schema(**changes), **keys)
+def test_what_is_read_id_by_id(name, keys, sequences):
+    section = SECTIONS[name].model_validate({"name": name} | keys)
+    assert resolve_features(OF, section).sequences == sequences

@@ -1,0 +1,236 @@
+"""sequence, din, dien and bst, which read sequences for a target, against their equations: one row, head and
+id at a time, in plain torch."""
+
+import pytest
+import torch
+from made import (
+    DIM,
+    LENGTH,
+    ROWS,
+    assert_alone,
+    assert_learns,
+    assert_no_nan,
+    ids_of,
+    inputs,
+    last,
+    layers,
+    make,
+    prelu,
+    schema,
+    weights,
+)
+from torch.nn.functional import layer_norm, logsigmoid
+
+from raytrec.models.inputs import Sequence
+
+DIMS = (4, DIM, 12)
+ONE_DIM = (DIM, DIM, DIM)  # what `sequence` takes
+KEYS = {"din": {"top_mlp": []}, "bst": {}, "dien": {"negatives": "negatives"}, "sequence": {}}
+
+
+def of_target(name="din", *more, dense=("age", "price")):
+    """A Schema whose features have different dims, where the model takes that."""
+    return schema(
+        *("user", "history", "item", "tags", *more), dims=ONE_DIM if name == "sequence" else DIMS, dense=dense
+    )
+
+
+def made(name, **changes):
+    """A model, its dense columns, and its inputs."""
+    negatives = ["negatives"] * (name == "dien")
+    dense = changes.pop("dense", ("age", "price"))
+    of = of_target(name, *negatives, dense=dense)
+    counts = (LENGTH,) * len(changes.get("lengths", range(ROWS)))
+    return make(name, of, max_length=LENGTH, **KEYS[name]), *inputs(of, counts=counts, **changes)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_rows_are_alone_and_everything_learns(name):
+    assert_alone(*made(name))
+    assert_learns(*made(name))
+    model, dense, found = made(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.isfinite(model(dense, found)).all()
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_no_dense_columns_and_empty_sequences(name):
+    assert_no_nan(*made(name, dense=(), lengths=(0, 0)))
+
+
+def test_dien_and_attention_for_empty_sequences():
+    model, _, found = made("dien", lengths=(0, 0))
+    interest, _ = model.interests[0](found["history"], found["item"])
+    assert not interest.any()
+    model, dense, found = made("sequence", lengths=(0, 0))
+    model(dense, found).sum().backward()
+    assert not model.attention[0].recency.grad.any()
+
+
+def test_sequence():
+    of, keys = of_target("sequence"), {"attention_mlp": [6, 5], "bottom_mlp": [3], "top_mlp": [6]}
+    model, (dense, found) = make("sequence", of, max_length=LENGTH, **keys), inputs(of)
+    assert model.target_of == {"history": "item"}
+    w, of_dlrm = weights(model, "attention.0."), weights(model, "dlrm.")
+    read = []
+    for i in range(ROWS):
+        target, ids = found["item"][i], ids_of(found, i)
+        total = torch.zeros(DIM)
+        for place, e in enumerate(ids):
+            x = torch.cat([e, target, e - target, e * target])
+            h = layers(w, "score", x, 2, activation=lambda _: torch.sigmoid)
+            total = total + e * torch.sigmoid((w["score.4.weight"] @ h)[0] + w["recency"][place]) / len(ids)
+        read.append(total)
+    x = layers(of_dlrm, "bottom", dense, 2)
+    vectors = [x, found["user"], torch.stack(read), found["item"], found["tags"]]
+    pairs = [(vectors[i] * vectors[j]).sum(1) for i in range(5) for j in range(i + 1, 5)]
+    h = layers(of_dlrm, "top", torch.cat([x, torch.stack(pairs, 1)], 1), 1)
+    torch.testing.assert_close(model(dense, found), last(of_dlrm, "logit", h)[:, 0])
+    # Which of the ids is the most recent makes a difference.
+    history = found["history"]
+    turned = model(dense, found | {"history": Sequence(history.vectors.flip(1), history.present)})
+    assert not torch.allclose(turned[-1], model(dense, found)[-1])
+
+
+@pytest.mark.parametrize("outputs,target", [(1, None), (3, "item")])
+def test_din(outputs, target):
+    of, keys = of_target(), {"attention_mlp": [6, 3], "top_mlp": [10, 4], "target": target}
+    model, (dense, found) = make("din", of, outputs, max_length=LENGTH, **keys), inputs(of)
+    given, w = model(dense, found), weights(model)
+    for i in range(ROWS):
+        target, interest = found["item"][i], torch.zeros(DIM)
+        for e in ids_of(found, i):
+            x = torch.cat([e, target, e - target, e * target])
+            x = layers(w, "attention.0.score", x, 2, 2, prelu(w))
+            interest = interest + last(w, "attention.0.score.4", x) * e
+        x = torch.cat([dense[i], found["user"][i], interest, target, found["tags"][i]])
+        expected = last(w, "logit", layers(w, "top", x, 2, 2, prelu(w)))
+        torch.testing.assert_close(given[i].reshape(-1), expected)
+    assert given.shape == ((ROWS,) if outputs == 1 else (ROWS, 3))
+
+
+def step(w, names, x, h, weight=1.0):
+    """DIEN's equations 2 to 5, and with a weight 7 to 9: u, r, h̃, h. Weights of r, u and h̃ are below each
+    other, as torch has them; with its weights, the sigmoid is the share that is kept, 1 − u."""
+    given = (w[names[0]] @ x + w[names[1]]).chunk(3)
+    from_h = (w[names[2]] @ h + w[names[3]]).chunk(3)
+    r, u = torch.sigmoid(given[0] + from_h[0]), 1 - torch.sigmoid(given[1] + from_h[1])
+    candidate = torch.tanh(given[2] + r * from_h[2])
+    return (1 - weight * u) * h + weight * u * candidate
+
+
+EXTRACTOR = [f"extractor.{kind}_l0" for kind in ("weight_ih", "bias_ih", "weight_hh", "bias_hh")]
+EVOLUTION = [f"evolution.cell.{kind}" for kind in ("weight_ih", "bias_ih", "weight_hh", "bias_hh")]
+
+
+def interests(w, past, target):
+    """(the state after each id, the oldest first; the last state of AUGRU)."""
+    states, h = [], torch.zeros(DIM)
+    for e in past:
+        h = step(w, EXTRACTOR, e, h)
+        states.append(h)
+    state = torch.zeros(DIM)
+    if states:
+        shares = torch.stack([h @ w["attention.weight"] @ target for h in states]).softmax(0)
+        for h, a in zip(states, shares, strict=True):
+            state = step(w, EVOLUTION, h, state, a)
+    return states, state
+
+
+@pytest.mark.parametrize("outputs,weight", [(1, None), (1, 0.25), (2, 1.0)])
+def test_dien(outputs, weight):
+    of = of_target("dien", *["negatives"] * (weight is not None))
+    keys = {"negatives": "negatives", "auxiliary_weight": weight} if weight else {}
+    model = make("dien", of, outputs, max_length=LENGTH, top_mlp=[10, 4], **keys)
+    dense, found = inputs(of, counts=(5, 5, 5, 1, 5, 3))
+    given, w = model(dense, found), weights(model)
+    for i in range(ROWS):
+        ids = ids_of(found, i).flip(0)
+        states, interest = interests(weights(model, "interests.0."), ids, found["item"][i])
+        x = torch.cat([dense[i], found["user"][i], interest, found["item"][i], found["tags"][i]])
+        expected = last(w, "logit", layers(w, "top", x, 2, 2, prelu(w)))
+        if weight:
+            drawn, own = ids_of(found, i, "negatives"), torch.zeros(())
+            for t in range(len(ids) - 1):
+                if (k := len(ids) - 2 - t) < len(drawn):  # of id t + 1, which k are more recent than
+                    own = own - logsigmoid(states[t] @ ids[t + 1])
+                    own = own - (1 - torch.sigmoid(states[t] @ drawn[k])).log()
+            expected = torch.cat([expected, weight * own.reshape(1)])
+        torch.testing.assert_close(given[i].reshape(-1), expected, rtol=1e-4, atol=1e-5)
+    assert given.shape == ((ROWS,) if outputs == 1 and not weight else (ROWS, outputs + bool(weight)))
+    if weight:
+        assert given[2:, -1].all() and not given[:2, -1].any()
+        assert not model.eval()(dense, found)[:, -1].any()
+
+
+def leaky(x):
+    return torch.where(x > 0, x, 0.01 * x)
+
+
+def attended(of, x, heads):
+    """BST's multi-head self-attention: [n, D] → [n, D]."""
+    q, k, v = (x @ part.T for part in of["attention.in_proj_weight"].chunk(3))
+    size, read = DIM // heads, []
+    for t in range(len(x)):
+        parts = []
+        for h in range(heads):
+            own = slice(h * size, (h + 1) * size)
+            shares = torch.stack([q[t, own] @ k[s, own] / size**0.5 for s in range(len(x))]).softmax(0)
+            parts.append(sum(a * v[s, own] for s, a in enumerate(shares)))
+        read.append(torch.cat(parts) @ of["attention.out_proj.weight"].T)
+    return torch.stack(read)
+
+
+@pytest.mark.parametrize("outputs,blocks,heads", [(1, 1, 2), (2, 2, 4)])
+def test_bst(outputs, blocks, heads):
+    of, keys = of_target(), {"blocks": blocks, "heads": heads, "feedforward": 6, "top_mlp": [10, 4]}
+    model, (dense, found) = make("bst", of, outputs, max_length=LENGTH, **keys), inputs(of)
+    given, w = model(dense, found), weights(model)
+    torch.testing.assert_close(model.eval()(dense, found), given)
+    for i in range(ROWS):
+        x = torch.cat([found["item"][i : i + 1], ids_of(found, i)])
+        x = x + w["transformers.0.position"][: len(x)]
+        for block in range(blocks):
+            own = weights(model, f"transformers.0.layers.{block}.")
+            s = x + attended(own, x, heads)
+            s = layer_norm(s, (DIM,), own["norms.0.weight"], own["norms.0.bias"])
+            x = s + last(own, "feedforward.2", leaky(last(own, "feedforward.0", s)))
+            x = layer_norm(x, (DIM,), own["norms.1.weight"], own["norms.1.bias"])
+        x = torch.cat([x.flatten(), torch.zeros((1 + LENGTH) * DIM - x.numel())])
+        x = torch.cat([dense[i], *(found[feature][i] for feature in ("user", "item", "tags")), x])
+        x = layers(w, "top", x, 2, 2, lambda _: leaky)
+        torch.testing.assert_close(given[i].reshape(-1), last(w, "logit", x))
+    assert given.shape == ((ROWS,) if outputs == 1 else (ROWS, 2))
+
+
+def test_the_newest_id_alone_can_be_learned_by_attention_and_not_by_a_mean():
+    from ranked_rows import auc_of
+
+    from raytrec.checks.parity import reference
+
+    planted, generator = schema("user", "item", "history", dense=()), torch.Generator().manual_seed(0)
+
+    def batch(rows):
+        users, items = torch.randint(0, 9, (2, rows), generator=generator)
+        history = torch.randint(0, 9, (rows, LENGTH), generator=generator)
+        labels = (history[:, -1] % 3 == items % 3).float()
+        one, each = torch.arange(rows), torch.ones(rows)
+        bags = {
+            "user": (users, one, each),
+            "item": (items, one, each),
+            "history": (history.flatten(), one.repeat_interleave(LENGTH), torch.ones(rows * LENGTH)),
+        }
+        return reference.GlobalBatch(torch.empty(rows, 0), labels.unsqueeze(1), bags)
+
+    def auc(name, by_id, **keys):
+        torch.manual_seed(3)
+        tables = {name: torch.randn(9, DIM) / 3 for name in planted.tables}
+        model = make(name, planted, bottom_mlp=[], top_mlp=[16], **keys)
+        one = reference.Reference(planted, tables, model, by_id)
+        optimizer = torch.optim.Adam(one.parameters(), lr=0.02)
+        reference.train(one, (batch(256) for _ in range(150)), [optimizer])
+        test = batch(2000)
+        return auc_of(one(test).detach().double().sigmoid(), test.labels[:, 0])
+
+    assert auc("sequence", {"history": LENGTH}, max_length=LENGTH) > 0.9
+    assert auc("dlrm", {}) < 0.8

@@ -1,0 +1,152 @@
+"""sasrec and hstu against their equations, one row, one item and one pair of items at a time."""
+
+import pytest
+import torch
+from made import (
+    LENGTH,
+    LENGTHS,
+    ROWS,
+    SPARSE,
+    assert_alone,
+    assert_learns,
+    assert_no_nan,
+    ids_of,
+    inputs,
+    last,
+    loss,
+    schema,
+    unit,
+    weights,
+)
+from made import make as make_model
+from torch.nn.functional import layer_norm, silu
+
+SIZES = {"max_length": LENGTH, "dropout": 0.0, "negatives": "negatives", "max_negatives": 3}
+NAMES = ["sasrec", "hstu"]
+
+
+def of_items(**changes):
+    return schema("user", "item", "history", "negatives", dense=(), **changes)
+
+
+def make(name, outputs=1, vectors=False, of=None, **keys):
+    return make_model(name, of or of_items(), outputs, vectors=vectors, **SIZES | keys)
+
+
+def placed(model, past_TD, positions):
+    """Items with the vectors of their positions."""
+    count = len(past_TD)
+    places = range(count) if positions == "order" else range(count - 1, -1, -1)
+    at = weights(model)["positions"]
+    return torch.stack([e * len(e) ** 0.5 + at[p] for e, p in zip(past_TD, places, strict=True)])
+
+
+def states_of_sasrec(model, past_TD, heads, positions, times):
+    """The state after each item, [T, D]."""
+    w, count, dim = weights(model), len(past_TD), past_TD.shape[1]
+    x = placed(model, past_TD, positions)
+    for i in range(len(model.blocks)):
+        of = weights(model, f"blocks.{i}.")
+        n = layer_norm(x, (dim,), of["norms.0.weight"], of["norms.0.bias"])
+        q, k, v = last(of, "attention.inputs", n).split(dim, 1)
+        read, size = [], dim // heads
+        for t in range(count):
+            parts = []
+            for h in range(heads):
+                own = slice(h * size, (h + 1) * size)
+                shares = torch.stack([q[t, own] @ k[s, own] / size**0.5 for s in range(t + 1)]).softmax(0)
+                parts.append(sum(a * v[s, own] for s, a in enumerate(shares)))
+            read.append(torch.cat(parts))
+        x = x + last(of, "attention.output", torch.stack(read))
+        n = layer_norm(x, (dim,), of["norms.1.weight"], of["norms.1.bias"])
+        x = x + last(of, "network.3", last(of, "network.0", n).relu())
+    return layer_norm(x, (dim,), w["norm.weight"], w["norm.bias"])
+
+
+def states_of_hstu(model, past_TD, heads, positions, times):
+    """The state after each item, [T, D]."""
+    count, dim = past_TD.shape
+    x = placed(model, past_TD, positions)
+    for i in range(len(model.layers)):
+        of = weights(model, f"layers.{i}.")
+        width = of["inputs.weight"].shape[0] // 4
+        u, v, q, k = silu(layer_norm(x, (dim,)) @ of["inputs.weight"].T).split(width, 1)
+        read, size = torch.zeros(count, width), width // heads
+        for h in range(heads):
+            own = slice(h * size, (h + 1) * size)
+            for t in range(count):
+                for s in range(t + 1):
+                    score = q[t, own] @ k[s, own] + of["distances"][t - s]
+                    if times is not None:
+                        between = (times[t] - times[s]).clamp(min=1)
+                        place = between.log() / torch.tensor(1.35).double().log()
+                        score = score + of["times"][min(int(place), 127)]
+                    read[t, own] = read[t, own] + score * torch.sigmoid(score) / LENGTH * v[s, own]
+        x = x + last(of, "output", u * layer_norm(read, (width,)))
+    return x
+
+
+@pytest.mark.parametrize(
+    "name,kind,keys",
+    [
+        ("sasrec", "softmax", {"heads": 2, "feedforward": 6}),
+        ("sasrec", "bce", {"positions": "order"}),
+        ("sasrec", "bpr", {"normalize": True, "temperature": 0.3, "blocks": 1}),
+        ("hstu", "softmax", {"heads": 2}),
+        ("hstu", "softmax", {"width": 12, "positions": "order", "normalize": False, "temperature": 1.0}),
+        ("hstu", "softmax", {"time": "at"}),
+    ],
+)
+def test_equations(name, kind, keys):
+    of, timed = of_items(), "time" in keys
+    if timed:
+        of = of_items(history=SPARSE["history"] | {"side_features": ["price", "at"]})
+    model = make(name, of=of, loss=kind, **keys)
+    times = torch.tensor([[1e9, 9.99e8, 9.98e8, 5e8, 0.0]] * ROWS, dtype=torch.float64)
+    dense, found = inputs(of, side_features=torch.stack([times * 0, times], 2) if timed else None)
+    given, queries = model(dense, found), model.query(dense, found)
+    normalize, temperature = model.config.normalize, model.config.temperature
+    scaled = unit if normalize else lambda x: x
+    states = states_of_sasrec if name == "sasrec" else states_of_hstu
+    for i, count in enumerate(LENGTHS):
+        if not count:
+            assert given[i].tolist() == [0, 0] and not queries[i].any()
+            continue
+        history, at = ids_of(found, i).flip(0), times[i, :count].flip(0) if timed else None
+        after = scaled(states(model, history, keys.get("heads", 1), keys.get("positions", "recency"), at))
+        item, others = scaled(found["item"][i]), scaled(ids_of(found, i, "negatives"))
+        torch.testing.assert_close(queries[i], after[-1])
+        torch.testing.assert_close(given[i, 0], after[-1] @ item / temperature)
+        total = 0
+        for state, following in zip(after, [*scaled(history[1:]), item], strict=True):
+            own = state @ following / temperature
+            total = total + loss(kind, own, list(others @ state / temperature))
+        torch.testing.assert_close(given[i, 1], total / LENGTH)
+    torch.testing.assert_close(model.item(dense, {"item": found["item"]}), scaled(found["item"]))
+    assert_alone(model, dense, found)
+    assert_learns(model, dense, found, unused=("user",))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluations_have_no_loss_and_batches_without_histories_no_nan(name):
+    model, (dense, found) = make(name), inputs(of_items())
+    assert not model.eval()(dense, found)[:, 1].any()
+    assert not assert_no_nan(model.train(), *inputs(of_items(), lengths=(0, 0), counts=(0, 3))).any()
+
+
+def test_several_outputs_and_vectors():
+    model, (dense, found) = make("sasrec", 2, True, temperature=0.5), inputs(of_items())
+    given, query, item = model(dense, found), model.query(dense, found), model.item(dense, found)
+    assert given.shape == (ROWS, 2 + 1 + 2 * 8) and query.shape == (ROWS, 3, 8)
+    torch.testing.assert_close(given[:, 1], (query[:, 1] * item).sum(1) / 0.5)
+    torch.testing.assert_close(given[:, 3:], torch.cat([query[:, 2] / 0.5, item], 1))
+    # The own loss is of the last output's query, not of the vectors'.
+    given[:, 2].sum().backward()
+    assert model.queries.weights.grad.any(1).tolist() == [False, True, False]
+    assert make("sasrec", negatives=None)(dense, found).shape == (ROWS,)
+
+
+def test_dropout_of_attention():
+    model, (dense, found) = make("sasrec", attention_dropout=0.5), inputs(of_items())
+    assert not torch.equal(model(dense, found), model(dense, found))
+    assert torch.equal(model.eval()(dense, found), model(dense, found))

@@ -1,0 +1,145 @@
+"""What each model refuses: of a schema, of its keys, of tasks."""
+
+import pytest
+from made import SPARSE, make, schema
+
+from raytrec.common.errors import ConfigError
+
+ITEMS = schema("user", "item", "history", "negatives", dense=())
+NARROW = schema("user", "item", "history", "negatives", dense=(), dims=(4, 8, 8))
+ELSEWHERE = {"table": "user", "pooling": "sequence"}
+TARGETS = schema("user", "history", "item", "tags", dims=(4, 8, 12))
+SEQUENCES = schema("user", "item", "tags", "history")
+TOWERS = {"query": ["user", "age", "history"], "item": ["item", "tags", "price"]}
+DRAWN = {"negatives": "negatives"}
+NEXT = DRAWN | {"max_length": 5}
+
+
+def towers(query, item=TOWERS["item"]):
+    return {"towers": {"query": query, "item": item}}
+
+
+def of_dims(*dims):
+    return schema(dims=dims)
+
+
+@pytest.mark.parametrize(
+    "name,of,keys,message",
+    [
+        ("dlrm", of_dims(8, 16, 8), {}, "dims 8, 16"),
+        ("dlrm", schema(), {"vectors": True}, r"model\.name=dlrm gives none"),
+        ("dcn", schema(dense=()), {"bottom_mlp": [4]}, "no dense columns"),
+        ("wide_deep", schema(), {"wide": ["usr"]}, "did you mean 'user'"),
+        ("wide_deep", schema(), {"wide": ["user"], "deep": ["item"]}, "wide nor deep: age"),
+        ("wide_deep", of_dims(8, 4, 8), {"outputs": 4}, "table item has dim 4.*4 columns"),
+        ("deepfm", of_dims(8, 4, 8), {}, "dims 4, 8"),
+        ("deepfm", schema(), {"outputs": 8}, r"(?s)table user has dim 8.*a dim of 12 or more"),
+        ("xdeepfm", of_dims(8, 4, 8), {}, "dims 4, 8"),
+        ("xdeepfm", of_dims(4, 4, 4), {"outputs": 5}, r"(?s)table user has dim 4.*a dim of 8 or more"),
+        ("masknet", of_dims(8, 4, 8), {}, "dims 4, 8"),
+        ("final_mlp", schema(), {"gate1": ["usr"]}, "did you mean 'user'"),
+        ("final_mlp", schema(), {"gating": False, "gate2": ["item"]}, "gating is false"),
+        (
+            "final_mlp",
+            schema(),
+            {"mlp1": [4], "mlp2": [6], "heads": 4},
+            r"(?s)width 6 cannot be cut into 4 heads.*model\.mlp2 to 8",
+        ),
+        ("two_tower", SEQUENCES, towers(["usr"]), "did you mean 'user'"),
+        ("two_tower", SEQUENCES, towers(["user", "age", "item"]), "in both towers: item"),
+        ("two_tower", SEQUENCES, towers(["user"]), "in neither tower: age, history"),
+        ("two_tower", ITEMS, DRAWN | towers(["history"], ["item", "user"]), "only ids are known"),
+        ("two_tower", ITEMS, DRAWN | towers(["user", "neg*"], ["item"]), "matches, 'neg\\*'"),
+        ("mf", ITEMS, {"user": "usr"}, "did you mean 'user'"),
+        ("mf", NARROW, {}, "the same dim"),
+        ("mf", ITEMS, {"negatives": "user"}, "pooling: sequence"),
+        ("ncf", ITEMS, {"gmf_dim": 12}, "12 of each"),
+        ("ncf", ITEMS, {"gmf_dim": 2, "shared": True}, "one of the two"),
+        ("ncf", NARROW, {"shared": True}, "have 4 numbers"),
+        ("hstu", ITEMS, NEXT | {"time": "at"}, "there are none"),
+        ("hstu", ITEMS, NEXT | {"width": 6, "heads": 4}, "model.width is 6"),
+        ("sequence", schema(), {}, "no sequence"),
+        ("sequence", SEQUENCES, {"target": "itm"}, "did you mean 'item'"),
+        (
+            "sequence",
+            schema("user", "item", "history", last=SPARSE["item"]),
+            {},
+            "model.target to one of",
+        ),
+        ("sequence", TARGETS, {}, "dims 4, 8"),
+        ("din", schema(), {}, "no sequence"),
+        ("din", TARGETS, {"target": "itm"}, "did you mean 'item'"),
+        ("din", TARGETS, {"target": "user"}, "dim 8, and those of its target user 4"),
+        ("bst", schema(), {}, "no sequence"),
+        ("bst", TARGETS, {"target": "user"}, "dim 8, and those of its target user 4"),
+        ("bst", TARGETS, {"heads": 3}, "model.heads is 3"),
+        ("dien", ITEMS, {"negatives": "negativs"}, "did you mean 'negatives'"),
+        ("dien", TARGETS, {"negatives": "tags"}, "pooled by its mean"),
+        (
+            "dien",
+            schema("history", "item", negatives={"table": "tag", "pooling": "sequence"}),
+            {"negatives": "negatives"},
+            "looks up table tag, and no sequence does",
+        ),
+        ("dien", TARGETS, {"negatives": "history"}, "no sequence"),
+    ],
+)
+def test_refused(name, of, keys, message):
+    keys = {"max_length": 5} | keys if name in ("sequence", "din", "dien", "bst") else keys
+    with pytest.raises(ConfigError, match=message):
+        make(name, of, **keys)
+
+
+@pytest.mark.parametrize(
+    "of,keys,message",
+    [
+        (ITEMS, {"history": "histroy"}, "did you mean 'history'"),
+        (ITEMS, {"item": "itm"}, "did you mean 'item'"),
+        (ITEMS, {"negatives": "negative"}, "did you mean 'negatives'"),
+        (ITEMS, {"history": "user"}, "pooled by its sum"),
+        (ITEMS, {"item": "user"}, "'history' looks up table item, and 'user' table user"),
+        (ITEMS, {"heads": 3}, "the dim of table item is 8"),
+        (schema("user", "item", "history", negatives=ELSEWHERE), {}, "table user"),
+    ],
+)
+@pytest.mark.parametrize("name", ["sasrec", "hstu"])
+def test_a_model_of_next_items_refuses(name, of, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        make(name, of, **NEXT | keys)
+
+
+def test_a_target_that_is_set():
+    of = schema("user", "item", "history", last=SPARSE["item"])
+    assert make("sequence", of, max_length=5, target="last").target_of == {"history": "last"}
+
+
+ESMM = {"click": "clicked", "conversion": "bought"}
+
+
+@pytest.mark.parametrize(
+    "name,keys,tasks,message",
+    [
+        ("esmm", ESMM | {"click": "clik"}, ["clicked", "bought"], "did you mean 'clicked'"),
+        ("esmm", ESMM | {"conversion": "clicked"}, ["clicked", "bought"], "both click and conversion"),
+        ("esmm", ESMM, ["clicked"], r"(?s)'bought'.*model\.conversion"),
+        ("esmm", ESMM, ["clicked", "bought", "y"], "none for y"),
+        ("esmm", ESMM | {"conversion": "kind"}, ["clicked", "kind"], "kind has 3 columns"),
+        ("dbmtl", {"relations": {"bougt": ["clicked"]}}, ["clicked", "bought"], "did you mean 'bought'"),
+        (
+            "dbmtl",
+            {"relations": {"bought": ["clik"]}},
+            ["clicked", "bought"],
+            r"(?s)'clicked'.*relations\.bought",
+        ),
+        (
+            "dbmtl",
+            {"relations": {"bought": ["clicked"], "clicked": ["bought"]}},
+            ["clicked", "bought"],
+            "circle",
+        ),
+    ],
+)
+def test_tasks_that_are_refused(name, keys, tasks, message):
+    of_tasks = {task: 3 if task == "kind" else 1 for task in tasks}
+    with pytest.raises(ConfigError, match=message):
+        make(name, schema(), sum(of_tasks.values()), tasks=of_tasks, **keys)
