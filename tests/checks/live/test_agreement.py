@@ -9,7 +9,7 @@ from rank_threads import in_threads
 from ranks import on_ranks
 
 from raytrec.checks.live import probe
-from raytrec.checks.live.conservation import Conservation, Counts
+from raytrec.checks.live.conservation import Conservation, IdCounts
 from raytrec.checks.live.finite import Finite
 from raytrec.checks.live.numerics import Numerics, Sizes
 from raytrec.checks.live.outcome import Position, odd_ones
@@ -38,7 +38,7 @@ def conservation(run, rank, bad):
         received["ft2"] -= 1
         kept["ft1"] += 1
     one = Conservation(run)
-    one._counts = lambda _: Counts(7, 7 if bad and rank == 10 else 6, sent, received, kept, 8)
+    one._counts = lambda _: IdCounts(7, 7 if bad and rank == 10 else 6, sent, received, kept, 8)
     return one, Position(7, expected_rows=8 * WORLD)
 
 
