@@ -11,7 +11,7 @@ import pytest
 
 # Names in a test's module by which it is known to start processes.
 FORKS = {"on_ranks", "ranks", "assert_parity", "warm"}
-STARTS = FORKS | {"subprocess", "multiprocessing", "gpu_cluster", "ray_session", "heads", "hosts", "Head"}
+STARTS = FORKS | {"subprocess", "multiprocessing", "ray_session", "heads", "hosts", "Head"}
 # Fixtures by which tests have a Ray, in the order of these tests.
 ON_RAY = {"ray_with_gpus": "on Ray with GPUs", "ray_cluster": "on Ray"}
 # Modules of tests on the shared Ray that take longest: first, so that two that run at once end together.

@@ -7,11 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raytrec.cli.options import (
-    Address,
-    Job,
-    Overrides,
-)
+from raytrec.cli.options import Address, Job, Overrides
 
 
 def submit(
@@ -30,7 +26,8 @@ def submit(
     ] = False,
 ):
     """Train on a cluster: upload code and CONFIG, follow the job. Submit again to resume a stopped run."""
-    from raytrec.client.jobs import Jobs, follow
+    from raytrec.client.job_run import follow
+    from raytrec.client.jobs import Jobs
     from raytrec.common.redaction import hide
 
     jobs = Jobs(address)
@@ -59,7 +56,8 @@ def head(
 
 def follow_job(job: Job = None, address: Address = None):
     """Follow a job's log from its start; exit with the job's code. Ctrl-C detaches."""
-    from raytrec.client.jobs import Jobs, follow
+    from raytrec.client.job_run import follow
+    from raytrec.client.jobs import Jobs
 
     jobs = Jobs(address)
     raise typer.Exit(follow(jobs, job or jobs.newest()))
@@ -67,7 +65,8 @@ def follow_job(job: Job = None, address: Address = None):
 
 def stop_job(job: Job = None, address: Address = None):
     """Ask a job to checkpoint and end, and wait until it has."""
-    from raytrec.client.jobs import Jobs, stop
+    from raytrec.client.job_run import stop
+    from raytrec.client.jobs import Jobs
 
     jobs = Jobs(address)
     stop(jobs, job or jobs.newest())

@@ -11,10 +11,11 @@ from threading import RLock
 from typing import Any
 
 from raytrec.client.package import code
-from raytrec.cluster.access import RAY, check_answers, check_ray, check_ray_here, check_token, use_token
+from raytrec.cluster.access import RAY, check_answers, check_ray, check_token, use_token
 from raytrec.common.errors import RunError, root_cause
 from raytrec.compat.ray_core import head_nodes
 from raytrec.compat.ray_names import NOT_STARTED, NOT_TAKEN, version_mismatch
+from raytrec.compat.versions import require_versions
 
 ANSWER_S = 120  # for what takes a second, while a cluster may first start a process for it
 
@@ -29,7 +30,7 @@ class Connection:
     def __init__(self, address: str, places: tuple[Path, ...]):
         self.address, self._lock, self._remote = address, RLock(), {}
         use_token()
-        check_ray_here()
+        require_versions()
         check_answers(address, address)
         check_token(address)
 
@@ -37,7 +38,7 @@ class Connection:
             self._context = _connect(address, folder)
         check_ray(self._context.ray_version, where=address)
         with self.used():
-            self._head = _head_node()
+            self._head, *_ = head_nodes()
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -128,12 +129,6 @@ def _connect(address: str, folder: Path) -> Any:
         except Exception as error:
             if not (again and NOT_STARTED in str(error)):
                 raise _not_connected(address, error) from None
-
-
-def _head_node() -> str:
-    if not (heads := head_nodes()):
-        raise RunError("the cluster has no head node")
-    return heads[0]
 
 
 def _not_connected(address: str, error: Exception) -> RunError:

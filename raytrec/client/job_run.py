@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from raytrec.client.jobs import Jobs, pause_s
+from raytrec.client.jobs import STATES, Jobs, pause_s
 from raytrec.client.package import Source, code
 from raytrec.client.run import ENDED, Run
 from raytrec.common.decoding import from_line
@@ -19,8 +20,8 @@ from raytrec.config.overrides import as_texts
 from raytrec.tracking.progress_log import ERROR, FOLDER, RESULT, parse
 
 FOLDER_S = 600  # until a job has begun its run: it may wait for nodes
-STATES = {"SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "stopped"}
 LAST_LINES = 3  # of the log of a job that failed without an error of raytrec's
+STOPPED_LINES = 4  # of a job that was stopped: the signal, the save, where it has stopped, how to resume
 
 
 class JobApi:
@@ -101,6 +102,8 @@ class JobRun(Run):
         self._seen += len(text)
         self.poll_s = pause_s(self._seen)
         *lines, self._rest = (self._rest + text).split("\n")
+        if status in STATES and self._rest:  # it ends without a line break
+            lines.append(self._rest)
         for line in lines:
             self._take(line)
         self.state = STATES.get(status) or ("running" if self._folder else "starting")
@@ -145,3 +148,38 @@ class JobRun(Run):
             file, tag = (EVENTS, "event") if kind == "start" else (METRICS, "kind")
             with suppress(ValueError):  # it is not a line of that file
                 self.history.add(from_line(file, {tag: kind, **values}))
+
+
+def follow(jobs: Jobs, job: str) -> int:
+    """Shows a job's log, from its beginning. Ctrl-C detaches; the job continues.
+
+    Returns:
+        The exit code of the job, 143 where it was stopped, 130 after Ctrl-C.
+    """
+    try:
+        for line in JobRun(jobs, job).logs():
+            print(line, end="", flush=True)
+        code = jobs.exit_code(job)
+    except KeyboardInterrupt:
+        detached = f"\ndetached; the job continues: raytrec follow {job} --address {jobs.address}"
+        print(detached, file=sys.stderr)
+        return 130
+    status = jobs.status(job)
+    print(f"job {job} {'succeeded' if code == 0 else status.lower()}", file=sys.stderr)
+    if status == "FAILED" and "exit code" not in (why := jobs.message(job)):
+        print(f"Ray reports: {why}", file=sys.stderr)  # the program itself has reported nothing
+    return code
+
+
+def stop(jobs: Jobs, job: str) -> None:
+    """Asks a job to save and to end, waits until it has, and shows the last lines of its log.
+
+    Raises:
+        RunError: it has ended already.
+    """
+    if (status := jobs.status(job)) in STATES:
+        raise RunError(f"the job has ended: {status}", where=job)
+    jobs.stop(job)
+    jobs.exit_code(job)
+    print("".join([*JobRun(jobs, job).logs()][-STOPPED_LINES:]), end="")
+    print(f"job {job} {jobs.status(job).lower()}", file=sys.stderr)

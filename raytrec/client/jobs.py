@@ -6,9 +6,8 @@ import os
 import re
 import secrets
 import shlex
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,13 +18,11 @@ from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.redaction import hide
 from raytrec.compat.ray_names import NO_AGENT, quiet_uploads, server_version
 from raytrec.config.run_config import load_config
-from raytrec.tracking.progress_log import for_people
 
 DEFAULT = "http://127.0.0.1:8265"
 ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # which Ray's client takes before what it is given
 YOUNG_S = 60.0  # within which a cluster that answers must be ready for jobs
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-LAST_LINES = 4  # of a job that was stopped: the signal, the save, where it has stopped, how to resume
+STATES = {"SUCCEEDED": "finished", "FAILED": "failed", "STOPPED": "stopped"}  # of jobs that have ended
 T = TypeVar("T")
 
 
@@ -123,7 +120,7 @@ class Jobs:
 
     def exit_code(self, job: str) -> int:
         """Waits for the end of a job; its exit code, 143 where it was stopped."""
-        while (status := self.status(job)) not in ENDED:
+        while (status := self.status(job)) not in STATES:
             time.sleep(0.5)
         if status == "STOPPED":
             return 143
@@ -138,22 +135,13 @@ class Jobs:
         """Asks a job to save and to end; whether it was running."""
         return self._asked(lambda: self._client.stop_job(job))
 
-    def logs(self, job: str) -> Iterator[str]:
-        """A job's log, from its beginning until its end, in pieces as they come."""
-        seen, status = 0, ""
-        while status not in ENDED:
-            text, status = self.read(job, seen)
-            seen += len(text)
-            yield text
-            time.sleep(0 if status in ENDED else pause_s(seen))
-
     def read(self, job: str, seen: int) -> tuple[str, str]:
         """A job's log from its character `seen` on, and its status, which is asked first."""
         status = self.status(job)
         try:
             return self._asked(lambda: self._client.get_job_logs(job))[seen:], status
         except RunError:
-            if status in ENDED:
+            if status in STATES:
                 raise
             return "", status  # it is asked for again
 
@@ -196,42 +184,6 @@ class Jobs:
 def pause_s(seen: int) -> float:
     """Seconds until a log of so many characters is read again, each time as a whole."""
     return 1 + seen / 250_000
-
-
-def follow(jobs: Jobs, job: str) -> int:
-    """Shows a job's log, from its beginning. Ctrl-C detaches; the job continues.
-
-    Returns:
-        The exit code of the job, 143 where it was stopped, 130 after Ctrl-C.
-    """
-    try:
-        for piece in for_people(jobs.logs(job)):
-            print(piece, end="", flush=True)
-        code = jobs.exit_code(job)
-    except KeyboardInterrupt:
-        detached = f"\ndetached; the job continues: raytrec follow {job} --address {jobs.address}"
-        print(detached, file=sys.stderr)
-        return 130
-    status = jobs.status(job)
-    print(f"job {job} {'succeeded' if code == 0 else status.lower()}", file=sys.stderr)
-    if status == "FAILED" and "exit code" not in (why := jobs.message(job)):
-        print(f"Ray reports: {why}", file=sys.stderr)  # the program itself has reported nothing
-    return code
-
-
-def stop(jobs: Jobs, job: str) -> None:
-    """Asks a job to save and to end, waits until it has, and shows the last lines of its log.
-
-    Raises:
-        RunError: it has ended already.
-    """
-    if (status := jobs.status(job)) in ENDED:
-        raise RunError(f"the job has ended: {status}", where=job)
-    jobs.stop(job)
-    jobs.exit_code(job)
-    last = "".join(for_people(jobs.logs(job))).splitlines()[-LAST_LINES:]
-    print("\n".join(last))
-    print(f"job {job} {jobs.status(job).lower()}", file=sys.stderr)
 
 
 def _check_shown(command: str, runtime_env: dict[str, Any]) -> None:

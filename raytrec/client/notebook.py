@@ -183,7 +183,7 @@ def _progress(run: Run, known: dict[str, Any]) -> list[str]:
         return ["waiting for the first figures"]
     speed = f"{known['rows_per_s']:,.0f} rows/s" if known["rows_per_s"] else ""
     left = lines.remaining(known["eta_s"]) if known["eta_s"] is not None else ""
-    shown = [figure for figure in run.described() if figure.key in keys and figure.directed]
+    shown = [figure for figure in run.history.metrics_of_tasks if figure.key in keys and figure.directed]
     figures = [f"{figure.label} {figure.text(known[figure.key])}" for figure in shown]
     parts = [f"step {known['step']:,} of {known['total'] or '?'}", speed, *figures, left]
     return [part for part in parts if part]

@@ -147,13 +147,8 @@ def run_folder(run: str) -> Path:
     Raises:
         RunError: there is none.
     """
-    if "/" in run:
-        folder = Path(absolute(run))
-    else:
-        folder = Path(absolute(RUNS)) / run
-        if run in ("", ".", ".."):
-            raise _none(run)
-    if not _is_run(folder):
+    folder = Path(absolute(run if "/" in run else f"{RUNS}/{run}"))
+    if run in ("", ".", "..") or not _is_run(folder):
         raise _none(run)
     return folder
 

@@ -107,7 +107,7 @@ class ClientRun(Run):
         """Takes all that is new; the state of the run folder."""
         while True:
             news = self._ask(queries.news, self._since)
-            self.log += "".join(for_people([news["lines"].pop(LOG)])).splitlines(keepends=True)
+            self.log += for_people(news["lines"].pop(LOG))
             for file, text in news["lines"].items():
                 for line in text.splitlines():
                     with suppress(ValueError):  # it is not a line of that file

@@ -13,7 +13,6 @@ from raytrec.client import queries
 from raytrec.client.notebook import Items, Page, Pictures, display
 from raytrec.common.errors import RaytrecError, RunError
 from raytrec.common.messages import Eval, Measured, Train
-from raytrec.metrics.selection import Figure
 from raytrec.tracking.history import History
 
 ENDED = ("finished", "stopped", "failed", "interrupted")
@@ -104,11 +103,7 @@ class Run:
     def keys(self, kind: type[Measured]) -> list[str]:
         """The metrics that training, or evaluations, have given so far."""
         given = {key for line in self.history.figures(kind) for key in line.figures}
-        return [figure.key for figure in self.described() if figure.key in given]
-
-    def described(self) -> list[Figure]:
-        """The metrics of the run's tasks."""
-        return self.history.metrics_of_tasks
+        return [figure.key for figure in self.history.metrics_of_tasks if figure.key in given]
 
     def logs(self) -> Iterator[str]:
         """The lines of the run's log, from its beginning until the run ends."""

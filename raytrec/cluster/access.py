@@ -167,12 +167,12 @@ def check_token(address: str, given: str | None = None) -> None:
     """
     import grpc
 
-    target = _target(address)
-    if target is None:
+    encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+    if encrypted or (target := _place(address)) is None:
         return
     method = CLIENT_CALL if address.startswith(SCHEME) else GCS_CALL
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        code = _ask(channel, method, _token())
+        code = _ask(channel, method, token_metadata())
         if code is grpc.StatusCode.UNAUTHENTICATED:
             raise _refused(given or f"scaling.address={address}")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
@@ -182,7 +182,7 @@ def check_token(address: str, given: str | None = None) -> None:
                 expected="HOST:PORT of a cluster's head (by default 6379), or ray://HOST:PORT",
             )
         # A driver is called back, and would refuse calls without its token; a Ray client is not.
-        if method == GCS_CALL and _token() and _ask(channel, method, ()) is None:
+        if method == GCS_CALL and token_metadata() and _ask(channel, method, ()) is None:
             raise RunError(
                 "the cluster was started without a token, so it could not call this process, which has one",
                 where=given or f"scaling.address={address}",
@@ -201,12 +201,6 @@ def _ask(channel: Any, method: str, token: tuple[tuple[str, str], ...]) -> Any:
     except grpc.RpcError as error:
         return error.code()
     return None
-
-
-def _target(address: str) -> str | None:
-    """HOST:PORT; None where Ray knows of no cluster, or its traffic is encrypted."""
-    encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
-    return None if encrypted else _place(address)
 
 
 def _places(address: str) -> list[tuple[str, int]]:
@@ -229,18 +223,13 @@ def _place(address: str) -> str | None:
         return None
 
 
-def _token() -> tuple[tuple[str, str], ...]:
-    """What Ray sends with each call; nothing where it asks for no token."""
-    return token_metadata()
-
-
 def _refused(given: str) -> RunError:
     return RunError(
-        "the cluster refuses the token" if _token() else "the cluster asks for a token",
+        "the cluster refuses the token" if token_metadata() else "the cluster asks for a token",
         where=given,
         expected="the token with which the cluster was started",
         do=f"bring it into {token_file()} (chmod 600), or name its file in RAY_AUTH_TOKEN_PATH"
-        + ("" if _token() else "; and do not set RAY_AUTH_MODE to disabled"),
+        + ("" if token_metadata() else "; and do not set RAY_AUTH_MODE to disabled"),
     )
 
 
@@ -261,21 +250,4 @@ def check_ray(cluster: str, *, where: str) -> None:
             expected=f"Ray {RAY} on every node",
             do="install requirements/cuda.txt (or cpu.txt) of this raytrec on the cluster, or use the "
             "raytrec that the cluster was set up with",
-        )
-
-
-def check_ray_here() -> None:
-    """Compares the version of Ray that is installed here.
-
-    Raises:
-        RunError: it is another one.
-    """
-    import ray
-
-    if ray.__version__ != RAY:
-        raise RunError(
-            f"Ray {ray.__version__} is installed here, and this raytrec is made for Ray {RAY}",
-            where=str(ray.__file__),
-            expected=f"Ray {RAY}, here and on the cluster",
-            do="pip install --no-deps -r requirements/notebook.txt",
         )

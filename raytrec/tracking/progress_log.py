@@ -10,7 +10,7 @@ movielens-20261122-101500  step 550: AUC 0.7885  NE 0.8093  log loss 0.5534  cal
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raytrec.cluster.session import in_job
@@ -79,20 +79,6 @@ def parse(line: str) -> tuple[str, dict[str, Any]] | None:
     return (kind, values) if required.get(kind, is_step(values.get("step"))) else None
 
 
-def for_people(pieces: Iterable[str]) -> Iterator[str]:
-    """A log, in pieces as they come, without its messages."""
-    rest, begun = "", False  # of the line that has not ended; whether its beginning has been given
-    for piece in pieces:
-        *lines, rest = (rest + piece).split("\n")
-        given = []
-        for line in lines:
-            if begun or not line.startswith(MARK):
-                given.append(line + "\n")
-            begun = False
-        if rest and (begun or not (rest.startswith(MARK) or MARK.startswith(rest))):
-            given.append(rest)
-            rest, begun = "", True
-        if given:
-            yield "".join(given)
-    if rest and not rest.startswith(MARK):
-        yield rest
+def for_people(log: str) -> list[str]:
+    """The lines of a log, each with its end, without its messages."""
+    return [line for line in log.splitlines(keepends=True) if not line.startswith(MARK)]

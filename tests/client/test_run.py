@@ -145,10 +145,10 @@ def test_a_job_is_followed_in_its_log():
     assert run.progress() == {"step": 0, "total": 40, "rows_per_s": None, "state": "running", "eta_s": None}
     jobs.log += 'er_s": 5.0}\n{"raytrec": "start", "step": 0}\n'
     assert (run.folder, run.name, run.progress()["ne"]) == ("/runs/mine", "mine", 0.9)
-    jobs.log += log(("eval", {"step": 20, "auc": 0.7}), (lines.RESULT, {"eval.auc": 0.7}))
+    jobs.log += log(("eval", {"step": 20, "auc": 0.7}), (lines.RESULT, {"eval.auc": 0.7})) + "the end"
     jobs.now = "SUCCEEDED"
     assert run.wait() == {"eval.auc": 0.7} and run.metrics()["eval"]["auc"] == [0.7]
-    assert list(run.logs()) == ["waiting\n", "mine  step 10/40\n"]
+    assert list(run.logs()) == ["waiting\n", "mine  step 10/40\n", "the end\n"]
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
-from heads import end, free_ports, short_folder
+from heads import RAY, end, free_ports, short_folder, with_token
 from launching import AWS, prepared
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
+from waiting import wait_for
 
-RAY = str(Path(sys.executable).with_name("ray"))
 TESTS, BENCHMARKS = Path(__file__).parent, Path(__file__).parents[2] / "benchmarks"
 START_S = 120.0
 
@@ -63,17 +60,13 @@ class Autoscaled:
 
     def __init__(self, folder: Path, idle_s: float):
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, token, config = folder, folder / "auth_token", folder / "cluster.json"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
+        self._folder, config = folder, folder / "cluster.json"
         port, dashboard = free_ports(2)
         self.address = f"127.0.0.1:{port}"
         settings = configuration(self.address, idle_s)
         config.write_text(json.dumps(settings))
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
-        paths = [kept.get("PYTHONPATH"), str(TESTS), str(BENCHMARKS)]  # machines, recorder
-        self.env = kept | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-        self.env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        paths = [os.environ.get("PYTHONPATH"), str(TESTS), str(BENCHMARKS)]  # machines, recorder
+        self.env = with_token(folder / "auth_token") | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         # As raytrec.cluster.session.stay_on_loopback does in a separate process.
         self.env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
         self._environment = self.env | {
@@ -95,14 +88,14 @@ class Autoscaled:
                 self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
             )
         try:
-            self._wait_for_monitor()
+            wait_for(self._has_monitor, "the autoscaler", START_S)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        children = [p for p in psutil.Process(self._process.pid).children(recursive=True)]
+        children = psutil.Process(self._process.pid).children(recursive=True)
         end(self._process)
         psutil.wait_procs(children, timeout=5)
 
@@ -137,10 +130,7 @@ class Autoscaled:
         logs = [self._folder / "ray.log", *(self._folder / "ray").glob("session_latest/logs/monitor.*")]
         return "\n".join(path.read_text(errors="replace")[-3000:] for path in logs)
 
-    def _wait_for_monitor(self) -> None:
-        """Until the autoscaler runs."""
-        deadline = time.monotonic() + START_S
-        while not list((self._folder / "ray").glob("session_latest/logs/monitor.log")):
-            assert self._process.poll() is None, self.log()
-            assert time.monotonic() < deadline, f"the head has not come up\n{self.log()}"
-            time.sleep(0.2)
+    def _has_monitor(self) -> bool:
+        """Whether the autoscaler runs."""
+        assert self._process.poll() is None, self.log()
+        return any((self._folder / "ray").glob("session_latest/logs/monitor.log"))

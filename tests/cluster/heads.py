@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import parquet
+from waiting import wait_for
 
 PYTHON = sys.executable
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -40,16 +41,10 @@ class Head:
     def __init__(self, folder: Path, cpus: int = 6, environment: dict[str, str] | None = None):
         self.folder, self.root, self.token = folder, folder / "root", folder / "auth_token"
         self.root.mkdir(parents=True)
-        self.token.write_text(secrets.token_hex(32))
-        self.token.chmod(0o600)
         port, dashboard, client = free_ports(3)
         self.address = f"127.0.0.1:{port}"
         self.url, self.client = f"http://127.0.0.1:{dashboard}", f"ray://127.0.0.1:{client}"
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
-        self.env = kept | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
-        # `python` and `raytrec` of a job are those of this environment, as in an activated environment.
-        path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
-        self.env |= {"OMP_NUM_THREADS": "1", "PATH": path}
+        self.env = with_token(self.token)
         short = {"RAY_TMPDIR": str(short_folder(folder))}
         self._environment = self.env | short | (environment or {})
         self._command = [RAYTREC, "head", "--root", str(self.root), "--port", str(port)]
@@ -61,11 +56,7 @@ class Head:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
             )
-        deadline = time.monotonic() + 90
-        while not self._answers():
-            assert self._process.poll() is None, (self.folder / "ray.log").read_text()
-            assert time.monotonic() < deadline, "the head has not come up"
-            time.sleep(0.3)
+        wait_for(self._answers, "the head's answer", 90)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,6 +69,7 @@ class Head:
         )
 
     def _answers(self) -> bool:
+        assert self._process.poll() is None, (self.folder / "ray.log").read_text()
         request = urllib.request.Request(f"{self.url}/api/jobs/")
         request.add_header("Authorization", f"Bearer {self.token.read_text()}")
         try:
@@ -97,6 +89,21 @@ def tiny_config(**changes) -> dict[str, Any]:
     return values
 
 
+def plain_environment() -> dict[str, str]:
+    """This process's environment without settings of Ray and raytrec; the programs next to this Python come
+    first, as in an activated environment."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
+    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+    return kept | {"OMP_NUM_THREADS": "1", "PATH": path}
+
+
+def with_token(file: Path) -> dict[str, str]:
+    """The environment of a user who has a new token in this file."""
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    return plain_environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
+
+
 def end(process: subprocess.Popen) -> None:
     """Ends `ray start --head --block` and all that it started."""
     if process.poll() is None:
@@ -107,11 +114,14 @@ def end(process: subprocess.Popen) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        for pid in children:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill(children)
+
+
+def kill(pids: list[int]) -> None:
+    """Ends those that are still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:
@@ -123,14 +133,11 @@ def descendants(pid: int) -> list[int]:
 
 def free_ports(count: int) -> list[int]:
     """Free ports."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def short_folder(folder: Path) -> Path:

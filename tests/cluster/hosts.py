@@ -8,7 +8,6 @@ host and removes its network. It ends with the test, even if that is killed. Nee
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import subprocess
 import sys
@@ -17,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from heads import RAY, short_folder
+from heads import RAY, short_folder, with_token
+from waiting import wait_for
 
 PORT = 6379
 NETWORK = "10.77.0."
@@ -59,17 +59,13 @@ class Hosts:
         self, folder: Path, workers: int = 3, cpus: int = 2, environment: dict[str, str] | None = None
     ):
         self.address, self.root, self.token = f"{NETWORK}1:{PORT}", folder / "root", folder / "auth_token"
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
-        self.env = kept | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
-        self.env |= {"RAYTREC_ROOT": str(self.root), "OMP_NUM_THREADS": "1"} | (environment or {})
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.env = with_token(self.token) | {"RAYTREC_ROOT": str(self.root)} | (environment or {})
         self._folder, self._cpus = folder, [0, *[cpus] * workers]
         self._switch: Host | None = None
         self.all: list[Host] = []
 
     def __enter__(self) -> Hosts:
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.token.touch(mode=0o600)
-        self.token.write_text(secrets.token_hex(32))
         try:
             self._switch = Host("switch", self._folder)
             self._switch.net("ip", "link", "add", "br0", "type", "bridge")
@@ -113,10 +109,10 @@ class Hosts:
             self._wait_for_nodes()
 
     def _wait_for_nodes(self) -> None:
-        end = time.monotonic() + START_S
-        while (alive := self.alive()) < len(self.all):
-            assert time.monotonic() < end, f"{alive} of {len(self.all)} hosts\n" + self.logs()
-            time.sleep(1)
+        try:
+            wait_for(lambda: self.alive() == len(self.all), f"{len(self.all)} hosts", START_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def alive(self) -> int:
         """Nodes that the cluster counts."""
@@ -148,19 +144,9 @@ class Host:
 
     def __init__(self, name: str, folder: Path):
         self.name, self.log, self.address = name, folder / f"{name}.log", ""
-        hold = [
-            "unshare",
-            *HELD,
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            "sh",
-            "-c",
-            "sleep infinity & wait",
-        ]
-        self._process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *hold], stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        hold = ["setpriv", "--pdeathsig", "KILL", "unshare", *HELD, "--fork", "--kill-child", "--mount-proc"]
+        hold += ["sh", "-c", "sleep infinity & wait"]
+        self._process = subprocess.Popen(hold, stdin=subprocess.DEVNULL, start_new_session=True)
         self.log.touch()
         self.pid = self._wait_for_shell()
         self.net("ip", "link", "set", "lo", "up")

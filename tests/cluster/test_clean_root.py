@@ -7,14 +7,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine import MISSING, PACKAGES, REPOSITORY, Engine
+from heads import RAYTREC, plain_environment
+from waiting import wait_for
 
 pytestmark = [
     pytest.mark.cluster,
@@ -24,7 +24,6 @@ pytestmark = [
         reason=f"needs root and `{PACKAGES}`; missing: {MISSING or 'root'}",
     ),
 ]
-RAYTREC = str(Path(sys.executable).with_name("raytrec"))
 URL = "http://127.0.0.1:8265"
 ROWS = 40_000
 # Podman makes one volume for all containers of a service where Docker makes one for each.
@@ -66,10 +65,8 @@ def test_the_image_holds_what_runs_and_no_more(engine: Engine):
     image = engine.image("raytrec:cpu")
     assert image["Config"]["User"] == "1000"
     assert not [e for e in image["Config"]["Env"] if "TOKEN=" in e]
-    assert (
-        in_image(engine, "cpu", "python", "-c", "import torch, torchrec, fbgemm_gpu, ray, mlflow, raytrec")
-        == 0
-    )
+    packages = "import torch, torchrec, fbgemm_gpu, ray, mlflow, raytrec"
+    assert in_image(engine, "cpu", "python", "-c", packages) == 0
     for absent in ("pip", "pytest", "jupyterlab"):
         assert in_image(engine, "cpu", "python", "-c", f"import {absent}") == 1
     assert in_image(engine, "notebook", "python", "-c", "import jupyterlab, ray, raytrec") == 0
@@ -176,18 +173,6 @@ def test_jupyter_asks_for_its_token(cluster: Engine):
     assert "quickstart.ipynb" in notebooks
 
 
-@pytest.mark.parametrize("token", [None, "", "short"])
-def test_jupyter_does_not_start_without_a_token(engine: Engine, token: str | None, tmp_path: Path):
-    mount = []
-    if token is not None:
-        (tmp_path / "token").write_text(token)
-        (tmp_path / "token").chmod(0o644)
-        mount = ["--volume", f"{tmp_path}/token:/run/secrets/jupyter_token:ro"]
-    done = engine.podman("run", "--rm", "--network", "none", *mount, "raytrec:notebook", "notebook")
-    assert done.returncode == 1
-    assert "/run/secrets/jupyter_token" in done.stderr
-
-
 def test_jupyter_takes_no_argument_that_could_open_it(engine: Engine):
     done = engine.podman(
         *("run", "--rm", "--network", "none", "raytrec:notebook"),
@@ -206,12 +191,8 @@ def up(engine: Engine, *services: str) -> None:
     """Starts services and waits until they are healthy, as `docker compose up --wait` does."""
     started = compose(engine, "up", "--detach", "--no-build", "--no-deps", *services)
     assert started.returncode == 0, started.stdout + started.stderr
-    deadline = time.monotonic() + 180
     for name in services:
-        while not healthy(engine, name):
-            logs = engine.podman("logs", f"raytrec_{name}_1")
-            assert time.monotonic() < deadline, f"{name}: {logs.stdout[-3000:]}{logs.stderr[-3000:]}"
-            time.sleep(1)
+        wait_for(lambda name=name: healthy(engine, name), f"health of {name}", 180)
 
 
 def compose(engine: Engine, *arguments: str) -> subprocess.CompletedProcess:
@@ -248,8 +229,8 @@ def submission(*overrides: str) -> list[str]:
 
 def environment(engine: Engine, token: Path | None = None) -> dict[str, str]:
     """Of a user on the host of the containers."""
-    kept = {k: v for k, v in engine.env.items() if not k.startswith(("RAY_", "RAYTREC_"))}
-    return kept | {"RAY_AUTH_TOKEN_PATH": str(token or engine.folder / "deploy/secrets/ray_token")}
+    token = token or engine.folder / "deploy/secrets/ray_token"
+    return plain_environment() | {"RAY_AUTH_TOKEN_PATH": str(token)}
 
 
 def submit(engine: Engine, *overrides: str, token: Path | None = None) -> subprocess.CompletedProcess:

@@ -8,20 +8,13 @@ import subprocess
 import time
 from pathlib import Path
 
-import parquet
 import pytest
 import yaml
-from heads import RAY, RAYTREC, Head, tiny_config
+from heads import RAY, RAYTREC, tiny_config
+from waiting import wait_for
 
 REPO = Path(__file__).parents[2]
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory):
-    with Head(tmp_path_factory.mktemp("head") / "h") as head:
-        parquet.dataset(head.root / "data" / "tiny")
-        yield head
 
 
 def config(place, **changes):
@@ -39,7 +32,9 @@ class Submitted:
     """`raytrec submit` in the background, its lines as they come."""
 
     def __init__(self, head, *arguments):
-        command = [RAYTREC, "submit", *arguments, "--address", head.url]
+        self._begin(head, [RAYTREC, "submit", *arguments, "--address", head.url])
+
+    def _begin(self, head, command):
         self.head, self.lines = head, []
         self._process = subprocess.Popen(
             command, env=head.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -51,12 +46,22 @@ class Submitted:
             self.lines.append(line)
             if text in line:
                 return line
-        raise AssertionError(f"no '{text}' in\n" + "".join(self.lines))
+        raise AssertionError(f"no '{text}' in\n{self.text}")
 
     def end(self):
         """Reads to the end; the exit code."""
         self.lines += self._process.stdout
         return self._process.wait(60)
+
+    def stop(self):
+        """`raytrec stop`; what it printed."""
+        done = self.head.run(RAYTREC, "stop", self.job, "--address", self.head.url)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    @property
+    def text(self):
+        return "".join(self.lines)
 
     def interrupt(self):
         self._process.send_signal(signal.SIGINT)
@@ -75,11 +80,10 @@ def test_submit_stop_and_submit_again(head, tmp_path):
     job = long(tmp_path / "again.yaml")
     first = Submitted(head, job)
     first.until("rows/s")
-    stopped = head.run(RAYTREC, "stop", first.job, "--address", head.url)
-    assert stopped.returncode == 0, stopped.stderr
-    assert "SIGTERM: saving" in stopped.stdout and "submit the same again" in stopped.stdout
+    stopped = first.stop()
+    assert "SIGTERM: saving" in stopped and "submit the same again" in stopped
     assert first.end() == 143
-    step = int("".join(first.lines).partition("stopped at step ")[2].partition(",")[0])
+    step = int(first.text.partition("stopped at step ")[2].partition(",")[0])
     assert step > 0 and not (only_run(head, "again") / "result.json").exists()
 
     assert head.run(RAYTREC, "stop", first.job, "--address", head.url).returncode == 1  # it has ended
@@ -88,82 +92,73 @@ def test_submit_stop_and_submit_again(head, tmp_path):
     second = Submitted(head, job, "scaling.num_workers=1")
     second.until(f"resuming at step {step} with 1 worker")
     second.interrupt()  # looks away
-    assert second.end() == 130 and "the job continues" in "".join(second.lines)
-    last = head.run(RAYTREC, "stop", second.job, "--address", head.url)
-    assert last.returncode == 0
+    assert second.end() == 130 and "the job continues" in second.text
+    second.stop()
     assert only_run(head, "again")  # still one
 
     third = Submitted(head, job, most)
     third.until("step")
-    assert third.end() == 0, "".join(third.lines)
+    assert third.end() == 0, third.text
     assert len([*(head.root / "runs").glob("again-*")]) == 2
 
 
-def checkout(place):
+@pytest.fixture
+def checkout(head, tmp_path):
     """What is submitted by hand."""
     for name in ("raytrec", "jobs"):
-        shutil.copytree(REPO / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return place
+        place = tmp_path / "raytrec" / name
+        shutil.copytree(REPO / name, place, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "raytrec"
 
 
-def test_by_ray_alone(head, tmp_path):
+class ByRay(Submitted):
+    """`ray job submit` of a script of jobs/, from a checkout."""
+
+    def __init__(self, head, folder, job, script, *arguments):
+        command = [RAY, "job", "submit", "--address", head.url, "--working-dir", str(folder)]
+        command += ["--submission-id", job, "--", "python", f"jobs/{script}", *arguments]
+        self._begin(head, command)
+        self.name = job
+
+    def stop(self):
+        assert self.head.run(RAY, "job", "stop", "--address", self.head.url, self.name).returncode == 0
+        self.end()
+
+
+def test_by_ray_alone(head, checkout):
     """The commands of the README, with Ray's own command line."""
-    folder = checkout(tmp_path / "raytrec")
-    long(folder / "jobs" / "by-ray.yaml")
-    submit = [RAY, "job", "submit", "--address", head.url, "--working-dir", str(folder), "--submission-id"]
-    train = ["--", "python", "jobs/train.py", "jobs/by-ray.yaml", "scaling.num_workers=2"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    first = subprocess.Popen([*submit, "by-ray-1", *train], env=head.env, **pipes)
-    assert any("rows/s" in line for line in first.stdout)
-    assert head.run(RAY, "job", "stop", "--address", head.url, "by-ray-1").returncode == 0
-    said = first.stdout.read()
-    assert "stopped at step" in said, said
-    first.wait(60)
+    long(checkout / "jobs" / "by-ray.yaml")
+    train = ["train.py", "jobs/by-ray.yaml", "scaling.num_workers=2"]
+    first = ByRay(head, checkout, "by-ray-1", *train)
+    first.until("rows/s")
+    first.stop()
+    assert "stopped at step" in first.text
     assert [*only_run(head, "by-ray").glob("checkpoints/step-*/checkpoint.json")]
-    second = subprocess.Popen([*submit, "by-ray-2", *train], env=head.env, **pipes)
-    assert any("resuming at step" in line for line in second.stdout)
-    assert head.run(RAY, "job", "stop", "--address", head.url, "by-ray-2").returncode == 0
-    second.stdout.read(), second.wait(60)
+    second = ByRay(head, checkout, "by-ray-2", *train)
+    second.until("resuming at step")
+    second.stop()
     assert only_run(head, "by-ray")
 
 
-def test_a_search_is_stopped_and_submitted_again(head, tmp_path):
+def test_a_search_is_stopped_and_submitted_again(head, checkout):
     """The command of docs/tune.md: the trial that has ended stays, the other one is trained on."""
-    folder = checkout(tmp_path / "raytrec")
     changes = {"train__epochs": 20, "train__eval_every_steps": 40, "checkpoint__every_steps": 5}
-    config(folder / "jobs" / "searched.yaml", scaling__num_workers=1, **changes)
+    config(checkout / "jobs" / "searched.yaml", scaling__num_workers=1, **changes)
     sizes = [{"bottom_mlp": [16], "top_mlp": top} for top in ([16], [600, 600])]
-    (folder / "space.yaml").write_text(yaml.safe_dump({"model": {"choice": sizes}}))
-    submit = [RAY, "job", "submit", "--address", head.url, "--working-dir", str(folder), "--submission-id"]
-    tune = ["--", "python", "jobs/tune.py", "jobs/searched.yaml", "--space", "space.yaml", "--trials", "2"]
+    (checkout / "space.yaml").write_text(yaml.safe_dump({"model": {"choice": sizes}}))
+    tune = ["tune.py", "jobs/searched.yaml", "--space", "space.yaml", "--trials", "2"]
     tune += ["--at-once", "1", "--grace-steps", "10000"]  # so that none is stopped by the other
-    first = subprocess.Popen(
-        [*submit, "search-1", *tune],
-        env=head.env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    said = ""
-    for line in first.stdout:
-        said += line
-        if "trial 2 begins" in line:
-            break
-    else:
-        raise AssertionError(said)
+    first = ByRay(head, checkout, "search-1", *tune)
+    first.until("trial 2 begins")
     search = only_run(head, "searched")
     one, two = search / "trial-001", search / "trial-002"
-    deadline = time.monotonic() + 120
-    while not [*two.glob("checkpoints/step-*/checkpoint.json")]:
-        assert time.monotonic() < deadline and first.poll() is None, said
-        time.sleep(0.1)
+    wait_for(lambda: [*two.glob("checkpoints/step-*/checkpoint.json")], "a checkpoint", 120)
     ended = (one / "result.json").read_bytes()
-    assert head.run(RAY, "job", "stop", "--address", head.url, "search-1").returncode == 0
-    said += first.communicate(timeout=120)[0]
-    assert not (two / "result.json").exists() and not (search / "outcome.json").exists(), said
+    first.stop()
+    assert not (two / "result.json").exists() and not (search / "outcome.json").exists(), first.text
 
-    again = head.run(*submit, "search-2", *tune)
-    assert again.returncode == 0, again.stdout[-3000:]
+    again = ByRay(head, checkout, "search-2", *tune)
+    assert again.end() == 0, again.text[-3000:]
     assert only_run(head, "searched") == search and (one / "result.json").read_bytes() == ended
     outcome = json.loads((search / "outcome.json").read_text())
     assert [trial["state"] for trial in outcome["trials"]] == ["finished", "finished"]
@@ -173,30 +168,26 @@ def test_a_search_is_stopped_and_submitted_again(head, tmp_path):
     assert starts[0] == 0 and starts[-1] > 0, "trained on from where it was"
 
 
+DATA = [f"data.{name}=data/made/{name}" for name in ("train", "valid", "test")] + [
+    "data.global_batch_size=256"
+]
+
+
 @pytest.mark.parametrize(
     "command, output",
     [
         (["prepare.py", "synthetic", "--out", "data/made", "--rows", "3000"], "3,000"),
-        (["check.py", "jobs/synthetic.yaml", "data.train=data/made/train"], "pass"),
-        (["train.py", "jobs/synthetic.yaml", "data.train=data/made/train", "run.name=made"], "AUC"),
+        (["check.py", "jobs/synthetic.yaml", *DATA], "pass"),
+        (["train.py", "jobs/synthetic.yaml", *DATA, "run.name=made"], "AUC"),
         (["evaluate.py", "runs/made", "--data", "data/made/test"], "AUC"),
         (["predict.py", "runs/made", "--data", "data/made/test", "--out", "scores/made"], "rows per second"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_every_script(head, command, output, tmp_path):
-    name = f"script-{command[0][:-3]}"
-    done = head.run(
-        RAY, "job", "submit", "--address", head.url, "--working-dir", str(checkout(tmp_path / "raytrec")),
-        "--submission-id", name, "--", "python", f"jobs/{command[0]}", *command[1:], *_small(command[0]),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert output in done.stdout
-
-
-def _small(script):
-    sizes = ["data.valid=data/made/valid", "data.test=data/made/test", "data.global_batch_size=256"]
-    return sizes if script in ("check.py", "train.py") else []
+def test_every_script(head, checkout, command, output):
+    job = ByRay(head, checkout, f"script-{command[0][:-3]}", *command)
+    assert job.end() == 0, job.text[-3000:]
+    assert output in job.text
 
 
 def test_a_mistake_is_a_message_and_an_exit_code(head, tmp_path):
@@ -233,8 +224,8 @@ def test_one_driver_a_run(head, tmp_path):
     second = Submitted(head, job, "run.name=twice")
     second.until("waiting for")
     began = time.monotonic()
-    assert head.run(RAYTREC, "stop", first.job, "--address", head.url).returncode == 0
+    first.stop()
     second.until("resuming at step")
     assert time.monotonic() - began < 60
-    assert head.run(RAYTREC, "stop", second.job, "--address", head.url).returncode == 0
+    second.stop()
     first.end(), second.end()

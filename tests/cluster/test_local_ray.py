@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_for
 
 from raytrec.cluster import local_ray
 from raytrec.cluster.head import check_ports
@@ -41,9 +42,8 @@ OWNER = "from raytrec.cluster.local_ray import make_folder; print(make_folder()[
 
 
 def test_what_a_killed_owner_left_is_swept_and_what_lives_stays(base):
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", OWNER], **pipes)
     left = Path(process.stdout.readline().strip())
     other = base / "raytrec-of-nobody"
     other.mkdir()
@@ -207,10 +207,8 @@ def test_the_cleaner_asks_its_own_cluster(ray_cluster):
     assert is_alive_here(actor, 1)
     assert ray.util.placement_group_table(group)["state"] == "CREATED"
     ray.kill(controller)
-    deadline = time.monotonic() + 20
-    while ray.util.placement_group_table(group)["state"] != "REMOVED":
-        assert time.monotonic() < deadline, "the places of a run whose controller died are kept"
-        time.sleep(0.1)
+    table = ray.util.placement_group_table
+    wait_for(lambda: table(group)["state"] == "REMOVED", "the end of places whose controller died", 20)
     assert not is_alive_here(actor, 1)
 
 

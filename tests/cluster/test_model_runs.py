@@ -10,16 +10,11 @@ import parquet
 import pytest
 
 pytestmark = pytest.mark.cluster
-SEQUENCE = {"name": "sequence", "max_length": 2, "target": "user", "top_mlp": [16]}
 TOWERS = {"query": ["user"], "item": ["tags", "price"]}
 MODELS = {
     "dcn": {"name": "dcn", "cross_rank": 4, "top_mlp": [16]},
-    "two_tower": {
-        "name": "two_tower",
-        "towers": TOWERS,
-        "tower_mlp": [8],
-    },
-    "sequence": SEQUENCE,
+    "two_tower": {"name": "two_tower", "towers": TOWERS, "tower_mlp": [8]},
+    "sequence": {"name": "sequence", "max_length": 2, "target": "user", "top_mlp": [16]},
 }
 MINE = """
 from torch import nn
@@ -76,32 +71,11 @@ def test_trains_with_checks_and_evaluates_with_another_number_of_workers(folder,
     metrics = json.loads(run.stdout)
     assert metrics["eval.auc"] > 0.75, "the labels can be learned"
     assert metrics["train.checks_failed"] == 0 and metrics["train.checks_passed"] > 0
-    again = raytrec(
-        folder, "evaluate", str(tmp_path / "run"), "--data", str(folder / "test"), "--workers", "1", "--json"
-    )
+    data = str(folder / "test")
+    again = raytrec(folder, "evaluate", str(tmp_path / "run"), "--data", data, "--workers", "1", "--json")
     assert again.returncode == 0, again.stderr
     for figure in ("eval.auc", "eval.logloss", "eval.rows"):
         assert json.loads(again.stdout)[figure] == pytest.approx(metrics[figure], abs=1e-6)
-
-
-@pytest.mark.timeout(600)
-def test_sequences_on_one_worker_and_on_two_are_one_run(folder, tmp_path):
-    results = []
-    for workers, sharding in ((1, "table_wise"), (2, "row_wise")):
-        place = tmp_path / str(workers)
-        place.mkdir()
-        changes = {"scaling__num_workers": workers, "plan__sharding_types": [sharding]}
-        run = raytrec(folder, "train", settings(folder, place, SEQUENCE, **changes), "--json")
-        assert run.returncode == 0, run.stderr
-        results.append(json.loads(run.stdout))
-    assert results[0]["eval.logloss"] == pytest.approx(results[1]["eval.logloss"], abs=1e-4)
-
-
-@pytest.mark.timeout(600)
-def test_a_check_of_sequences(folder, tmp_path):
-    check = raytrec(folder, "check", settings(folder, tmp_path, SEQUENCE), "optim.embeddings.name=adagrad")
-    assert check.returncode == 0, check.stdout + check.stderr
-    assert "pass" in check.stdout and "FAIL" not in check.stdout
 
 
 @pytest.mark.timeout(900)

@@ -1,9 +1,10 @@
-"""Spot machines first, on-demand ones where there are none: Ray's providers, a fake EC2 and a fake GCP."""
+"""Spot machines first, on-demand ones where there are none, and notices that one goes: a fake EC2 and GCP."""
 
 import copy
 import json
 import threading
 from collections import Counter
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -13,12 +14,10 @@ from ray.autoscaler._private.loader import load_function_or_class
 from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
 from ray.autoscaler.v2.instance_manager.node_provider import NodeProviderAdapter
 
-TAGS = {
-    "ray-node-type": "worker",
-    "ray-launch-config": "h",
-    "ray-user-node-type": "gpu",
-    "ray-node-name": "n",
-}
+from raytrec.cluster import preemption
+
+TAGS = {"ray-node-type": "worker", "ray-launch-config": "h", "ray-node-name": "n"}
+TAGS |= {"ray-user-node-type": "gpu"}
 
 
 class Cached:
@@ -114,10 +113,8 @@ def test_ec2_accepts_every_node_type_as_it_is_written(account):
     machines = {i.instance_type: i for i in alive(ec2)}
     assert set(machines) == {"m7i.2xlarge", "g6.12xlarge", "c7i.4xlarge"}
     assert {i.metadata_options["HttpTokens"] for i in machines.values()} == {"required"}
-    assert {t for t, i in machines.items() if i.instance_lifecycle == "spot"} == {
-        "g6.12xlarge",
-        "c7i.4xlarge",
-    }
+    spot = {t for t, i in machines.items() if i.instance_lifecycle == "spot"}
+    assert spot == {"g6.12xlarge", "c7i.4xlarge"}
 
 
 def test_resources_are_those_of_the_machines(account):
@@ -125,11 +122,9 @@ def test_resources_are_those_of_the_machines(account):
     ec2, _, config, _ = account
     types = config["available_node_types"]
     names = [types[name]["node_config"]["InstanceType"] for name in ("gpu", "cpu")]
-    said = ec2.meta.client.describe_instance_types(InstanceTypes=names)["InstanceTypes"]
-    for name, kind in zip(
-        ("gpu", "cpu"), sorted(said, key=lambda k: names.index(k["InstanceType"])), strict=True
-    ):
-        resources = types[name]["resources"]
+    described = ec2.meta.client.describe_instance_types(InstanceTypes=names)["InstanceTypes"]
+    for kind in described:
+        resources = types[("gpu", "cpu")[names.index(kind["InstanceType"])]]["resources"]
         assert resources["CPU"] == kind["VCpuInfo"]["DefaultVCpus"]
         gpus = kind.get("GpuInfo", {}).get("Gpus", [])
         assert resources.get("GPU", 0) == sum(each["Count"] for each in gpus)
@@ -144,26 +139,21 @@ def test_nothing_is_let_in_but_what_the_given_group_does(account):
     assert "head_node" in config and config["head_node"] == {}  # nor a role that may do everything
 
 
-def test_machines_are_spot_while_there_are_any(account):
-    ec2, provider, config, _ = account
-    assert launch(provider, config, 3) == []
-    assert bought(ec2) == {"spot": 3}
-
-
-def test_on_demand_when_spot_is_refused(account):
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
+        (100, {"spot": 3}),
+        (1, {"spot": 1, "on demand": 2}),
+        (0, {"on demand": 3}),
+    ],
+)
+def test_machines_are_spot_while_there_are_any(account, free, expected):
     ec2, provider, config, left = account
-    left["spot"] = 0
-    assert launch(provider, config, 2) == []
-    assert bought(ec2) == {"on demand": 2}
+    left["spot"] = free
+    assert launch(provider, config, 3) == []
+    assert bought(ec2) == expected
     tags = [{tag["Key"]: tag["Value"] for tag in instance.tags} for instance in alive(ec2)]
     assert {each["ray-user-node-type"] for each in tags} == {"gpu"}
-
-
-def test_on_demand_for_those_that_spot_has_not(account):
-    ec2, provider, config, left = account
-    left["spot"] = 1
-    assert launch(provider, config, 3) == []
-    assert bought(ec2) == {"spot": 1, "on demand": 2}
 
 
 def test_ray_alone_has_no_machine_when_spot_is_refused(account):
@@ -186,31 +176,44 @@ def test_a_mistake_is_an_error_of_the_second_request(account):
     assert bought(ec2) == {}
 
 
-class Google(BaseHTTPRequestHandler):
+class Answers(BaseHTTPRequestHandler):
+    """A server that answers in text."""
+
+    def answer(self, status, text):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def serving(handler, **about):
+    """A server on loopback; `about` becomes attributes of it, next to `address`."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        vars(server).update(about, address=f"http://127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+class Google(Answers):
     """The part of Compute Engine's API that launches a machine; spot machines are sold out."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body)
         sold_out = body.get("scheduling", {}).get("provisioningModel") == "SPOT" and self.server.sold_out
-        self.answer({"name": "sold-out" if sold_out else "fine", "status": "RUNNING"})
+        self.answer(200, json.dumps({"name": "sold-out" if sold_out else "fine", "status": "RUNNING"}))
 
     def do_GET(self):
+        done = {"name": "fine", "status": "DONE"}
         if self.path.split("?")[0].endswith("/operations/sold-out"):
             errors = [{"code": "ZONE_RESOURCE_POOL_EXHAUSTED", "message": "no capacity"}]
-            return self.answer({"name": "sold-out", "status": "DONE", "error": {"errors": errors}})
-        return self.answer({"name": "fine", "status": "DONE"})
-
-    def answer(self, value):
-        text = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        pass
+            done = {"name": "sold-out", "status": "DONE", "error": {"errors": errors}}
+        self.answer(200, json.dumps(done))
 
 
 @pytest.fixture
@@ -219,27 +222,20 @@ def google(monkeypatch):
     from googleapiclient import discovery
     from ray.autoscaler._private.gcp import config as gcp
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Google)
-    server.asked, server.sold_out = [], True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-
     def build(_=None):
         return discovery.build(
             "compute",
             "v1",
             credentials=AnonymousCredentials(),
             requestBuilder=gcp.build_request,
-            client_options={"api_endpoint": f"http://127.0.0.1:{server.server_port}"},
+            client_options={"api_endpoint": server.address},
         )
 
     monkeypatch.setattr(gcp, "_create_compute", build)
     for name in ("_create_crm", "_create_iam"):
         monkeypatch.setattr(gcp, name, lambda _=None: None)
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    with serving(Google, asked=[], sold_out=True) as server:
+        yield server
 
 
 @pytest.mark.parametrize("sold_out", [True, False], ids=["sold-out", "to-be-had"])
@@ -281,3 +277,52 @@ def test_gcp_knows_every_key_of_the_node_types(google):
         models = schemas["Scheduling"]["properties"]["provisioningModel"]["enum"]
         assert kind["node_config"].get("scheduling", {}).get("provisioningModel", "SPOT") in models
     assert unknown({"scheduling": {"preemptable": True}}, "Instance", schemas) == ["scheduling.preemptable"]
+
+
+class Metadata(Answers):
+    """The metadata servers of EC2 (version 2, which asks for a token) and of GCP."""
+
+    def do_PUT(self):
+        assert self.path == "/latest/api/token" and self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+        self.answer(200, "secret")
+
+    def do_GET(self):
+        going = self.server.going
+        if self.path == "/latest/meta-data/spot/instance-action":
+            if self.headers["X-aws-ec2-metadata-token"] != "secret":
+                return self.answer(401, "")
+            notice = '{"action": "terminate", "time": "2026-11-22T08:22:00Z"}'
+            return self.answer(200 if going else 404, notice)
+        if self.path == "/computeMetadata/v1/instance/preempted":
+            known = self.headers["Metadata-Flavor"] == "Google"
+            return self.answer(200 if known else 403, "TRUE" if going else "FALSE")
+        return self.answer(404, "")
+
+
+@pytest.fixture
+def metadata():
+    with serving(Metadata, going=False) as server:
+        yield server
+
+
+@pytest.mark.parametrize("notice", [preemption.aws_notice, preemption.gcp_notice])
+def test_a_notice_is_heard_and_a_server_that_does_not_answer_is_none(metadata, notice):
+    assert notice(metadata.address) is False
+    metadata.going = True
+    assert notice(metadata.address) is True
+    metadata.shutdown()
+    metadata.server_close()
+    assert notice(metadata.address) is False
+
+
+def test_it_is_waited_for(monkeypatch):
+    monkeypatch.setattr(preemption, "LOOK_EVERY_S", 0.01)
+    answers = iter([False, False, True])
+    preemption.wait_for(lambda: next(answers))
+    assert not list(answers)
+
+
+def test_a_proxy_is_never_asked(metadata, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    metadata.going = True
+    assert preemption.aws_notice(metadata.address) is True

@@ -1,12 +1,10 @@
 """What docs/jobs.md shows happens."""
 
-import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from heads import short_folder
+from heads import plain_environment, short_folder
 
 REPO = Path(__file__).parents[2]
 
@@ -18,10 +16,7 @@ def test_the_life_of_a_job(tmp_path):
 
     (tmp_path / "home").mkdir()
     shutil.copytree(REPO / "jobs", tmp_path / "jobs")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "RAYTREC_"))}
-    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
-    env = kept | {"HOME": str(tmp_path / "home"), "PATH": path, "OMP_NUM_THREADS": "1"}
-    env["RAY_TMPDIR"] = str(short_folder(tmp_path))
+    env = plain_environment() | {"HOME": str(tmp_path / "home"), "RAY_TMPDIR": str(short_folder(tmp_path))}
     # A separate network, in which the usual ports are free.
     bash = ["unshare", "--net", "sh", "-c", "ip link set lo up && exec bash --norc --noprofile -i"]
     (transcript,) = console_blocks(REPO / "docs" / "jobs.md")

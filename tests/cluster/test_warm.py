@@ -4,9 +4,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
+from waiting import wait_for
 
 from raytrec.cluster.warm import FORKED_WORKER, PLACE, Warm
 
@@ -113,7 +113,4 @@ def test_a_worker_and_who_asked_for_it_end_together_and_all_with_the_driver(fold
 
 
 def wait_until_gone(pid):
-    until = time.monotonic() + 10
-    while os.path.exists(f"/proc/{pid}"):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}"), "the worker's end", 10)

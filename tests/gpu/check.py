@@ -169,17 +169,8 @@ def find_device() -> str:
 def prepare(here: Here) -> None:
     """Makes the synthetic data that the blocks train on."""
     rows = ROWS["smallest" if here.smallest else here.kind]
-    command = [
-        sys.executable,
-        "-m",
-        "raytrec",
-        "prepare",
-        "synthetic",
-        "--out",
-        str(here.data),
-        "--rows",
-        str(rows),
-    ]
+    command = [sys.executable, "-m", "raytrec", "prepare", "synthetic"]
+    command += ["--out", str(here.data), "--rows", str(rows)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -94,37 +95,28 @@ class Here:
     def ray(self, kind: str | None = None) -> Iterator[None]:
         """Runs inside are on this device (default: the block's).
 
-        For cpu that is in a local Ray that counts no GPU, which raytrec uses as it is; for cuda each run
+        Where the device is not a real GPU that is in a local Ray, which raytrec uses as it is; else each run
         starts its own, as `raytrec train` does.
         """
-        if (kind or self.kind) == "cpu":
-            context = _ray_without_gpus()
-        elif self.stand_in:
-            from standin.worker import gpu_cluster
+        from standin.worker import local_ray
 
-            context = gpu_cluster(cpus=8, gpus=1)
-        else:
-            context = nullcontext()
+        kind = kind or self.kind
+        own = nullcontext() if kind == "cuda" and self.real else local_ray(gpus=int(kind == "cuda"))
         # The packages of a machine with a stand-in are for CPUs.
         there = patch("raytrec.driver.nodes.built_for", lambda: "cuda") if self.stand_in else nullcontext()
-        with context, there:
+        with own, there:
             yield
 
     def settings(self, name: str, **changes: Any) -> dict[str, Any]:
         """The values of a RunConfig on the synthetic data; changes are section__key=value."""
         values: dict[str, Any] = {
             "run": {"name": name, "dir": str(self.folder / name)},
-            "data": {
-                "train": str(self.data / "train"),
-                "valid": str(self.data / "valid"),
-                "test": str(self.data / "test"),
-                "global_batch_size": self.size(256, 1024, 2048),
-                "lanes": 6,
-            },
+            "data": {name: str(self.data / name) for name in ("train", "valid", "test")},
             "scaling": {"num_workers": 1, "device": self.kind},
             "checkpoint": {"every_s": None},
             "tracking": {"enabled": False, "report": False, "every_steps": 20},
         }
+        values["data"] |= {"global_batch_size": self.size(256, 1024, 2048), "lanes": 6}
         for key, value in changes.items():
             section, _, key = key.partition("__")
             values.setdefault(section, {})[key] = value
@@ -175,29 +167,4 @@ def _on_gpu(rank: int, world: int, folder: str, function: Callable, args: tuple)
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """The lines of JSON in a file of a run folder; none without the file."""
-    import json
-
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-@contextmanager
-def _ray_without_gpus() -> Iterator[None]:
-    import logging
-
-    import ray
-
-    from raytrec.cluster.session import stay_on_loopback
-
-    stay_on_loopback()
-    ray.init(
-        address="local",
-        num_cpus=8,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()

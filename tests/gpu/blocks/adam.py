@@ -27,10 +27,9 @@ def _trained(here: Here, evaluate: bool) -> dict:
     import small
 
     from raytrec.embeddings.tables import tables
-    from raytrec.worker.build import build_step
 
     config = small.config(1, {"sharding_type": "row_wise"}, "adam", lr=0.01)
-    step, _ = build_step(config, small.SCHEMA, here.device)
+    step = small.build(config, device=here.device)
     batches, every = small.batches(STEPS, 0, 1)[1], STEPS // EVALUATIONS
     for start in range(0, STEPS, every):
         small.train(step, batches[start : start + every])

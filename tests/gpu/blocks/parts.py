@@ -28,9 +28,8 @@ def _trained(here: Here, seed: int = 3):
     import small
 
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.worker.build import build_step
 
-    step, _ = build_step(_config(seed), small.SCHEMA, here.device)
+    step = small.build(_config(seed), device=here.device)
     small.train(step, small.batches(3, 0, 1)[1])
     return step, LogicalState(step.model, step.optimizer)
 

@@ -13,10 +13,8 @@ MANY = 300  # steps without a look at the clock
 def run(here: Here) -> None:
     import small
 
-    from raytrec.worker.build import build_step
-
     with here.group():
-        step, _ = build_step(small.config(1, {"sharding_type": "row_wise"}), small.SCHEMA, here.device)
+        step = small.build(small.config(1, {"sharding_type": "row_wise"}), device=here.device)
         batches = small.batches(20, 0, 1)[1]
         small.train(step, batches)  # the first steps set everything up
         step.phases.take()

@@ -21,11 +21,7 @@ def run(here: Here) -> None:
     with here.ray():
         whole = driver.train(_settings(here, "whole"))
         auc = whole.metrics["eval.auc"]
-        here.found |= {
-            "eval.auc": auc,
-            "steps": whole.metrics["train.steps"],
-            "deterministic": _deterministic(),
-        }
+        here.found |= {"eval.auc": auc, "steps": whole.metrics["train.steps"]}
         resumed = driver.train(None, resume=_cut_off(whole.path, here.folder / "resumed"))
         differ = checkpoints.equal(checkpoints.newest(whole.path), checkpoints.newest(resumed.path))
         assert not differ, f"the resumed run ends with other values of {', '.join(differ)}"
@@ -42,22 +38,13 @@ def run(here: Here) -> None:
 
 def _settings(here: Here, name: str, steps: int = 60) -> dict:
     """Adam for the dense layers, a checkpoint half way, and arithmetic that repeats."""
-    values = here.settings(
+    return here.settings(
         name,
         scaling__device="auto",
         train__max_steps=here.size(16, 16, steps),
+        train__deterministic=True,
         checkpoint__every_steps=here.size(8, 8, steps // 2),
     )
-    if _deterministic():
-        values["train"]["deterministic"] = True
-    return values
-
-
-def _deterministic() -> bool:
-    """Whether a configuration can ask for arithmetic that repeats to the last bit."""
-    from raytrec.config.training import TrainSection
-
-    return "deterministic" in TrainSection.model_fields
 
 
 def _cut_off(run: Path, to: Path) -> Path:

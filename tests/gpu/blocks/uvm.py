@@ -11,16 +11,18 @@ MOST, SLACK = 1.1, 64 << 20  # host memory that a save takes: a share of the sta
 
 def run(here: Here) -> None:
     here.needs_gpu("FBGEMM keeps a cache on GPUs alone")
+    import small
     import torch
 
     from raytrec.checkpoint.state import LogicalState
     from raytrec.compat.fbgemm import cache_hits
     from raytrec.compat.torchrec_ import sharded_kernels
-    from raytrec.worker.build import build_step
 
-    schema, config = _schema(), _config()
+    tables = {"t": {"rows": TABLE_ROWS, "dim": DIM}}
+    schema = small.a_schema(dense=["a"], sparse={"f": {"table": "t"}}, tables=tables)
+    config = small.config(1, {"sharding_type": "table_wise", "compute_kernel": "fused_uvm_caching"})
     with here.group():
-        step, _ = build_step(config, schema, here.device)
+        step = small.build(config, schema, here.device)
         _train(step, here)
         (kernel,) = sharded_kernels(step.model)
         here.found["cache_hits"] = hits = cache_hits(kernel)
@@ -35,33 +37,6 @@ def run(here: Here) -> None:
         _check_host_memory(here, tensors)
 
 
-def _schema():
-    from raytrec.config.schema import Schema
-
-    return Schema.parse(
-        {
-            "labels": ["y"],
-            "dense": ["a"],
-            "sparse": {"f": {"table": "t"}},
-            "tables": {"t": {"rows": TABLE_ROWS, "dim": DIM}},
-        },
-        "uvm",
-    )
-
-
-def _config():
-    from raytrec.config.run_config import RunConfig
-
-    return RunConfig.model_validate(
-        {
-            "data": {"train": "unused/train", "global_batch_size": BATCH},
-            "scaling": {"num_workers": 1},
-            "optim": {"embeddings": {"name": "adagrad", "lr": 0.1}},
-            "plan": {"tables": {"t": {"sharding_type": "table_wise", "compute_kernel": "fused_uvm_caching"}}},
-        }
-    )
-
-
 def _train(step, here: Here) -> None:
     """Ids that come back, so that a cache helps, and others, so that rows leave it."""
     import torch
@@ -73,17 +48,11 @@ def _train(step, here: Here) -> None:
 
     def batches():
         for _ in range(STEPS):
-            ids = (
-                (torch.rand(4 * BATCH, generator=generator) ** 4 * TABLE_ROWS)
-                .long()
-                .clamp(max=TABLE_ROWS - 1)
-            )
+            ids = (torch.rand(4 * BATCH, generator=generator) ** 4 * (TABLE_ROWS - 1)).long()
             sparse = KeyedJaggedTensor(["f"], ids, lengths=torch.full((BATCH,), 4, dtype=torch.int32))
             labels = torch.randint(0, 2, (BATCH, 1), generator=generator).float()
-            batch = Batch(
-                torch.randn(BATCH, 1, generator=generator), sparse, labels, torch.ones(BATCH), BATCH
-            )
-            yield batch.pin_memory()
+            dense = torch.randn(BATCH, 1, generator=generator)
+            yield Batch(dense, sparse, labels, torch.ones(BATCH), BATCH).pin_memory()
 
     for _ in step.train(batches(), STEPS):
         pass
@@ -94,10 +63,9 @@ def _lookup(kernel, ids):
     import torch
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+    ones = torch.ones(len(ids), dtype=torch.int32, device=ids.device)
     with torch.no_grad():
-        return kernel(
-            KeyedJaggedTensor(["f"], ids, lengths=torch.ones(len(ids), dtype=torch.int32, device=ids.device))
-        )
+        return kernel(KeyedJaggedTensor(["f"], ids, lengths=ones))
 
 
 def _check_host_memory(here: Here, tensors) -> None:

@@ -223,17 +223,11 @@ def cuda(index: int = 0, count: int = 1) -> Iterator[Gpu]:
     """
     from standin.group import nccl
     from standin.kernels import kernels
-    from standin.tensor import Factories, on_device
+    from standin.tensor import on_device
 
-    gpu, run = Gpu(index, count), threading.Thread.run
-
-    def run_with_factories(thread: threading.Thread) -> None:
-        with Factories():  # of this thread; see on_device
-            run(thread)
-
+    gpu = Gpu(index, count)
     with ExitStack() as stack:
         stack.enter_context(patch.object(Gpu, "active", gpu))
-        stack.enter_context(patch.object(threading.Thread, "run", run_with_factories))
         for name, value in _torch_cuda(gpu).items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         for name, value in _torch_accelerator(gpu).items():

@@ -24,10 +24,8 @@ ON_DEVICE = ("weights", "momentum")
 @contextmanager
 def kernels() -> Iterator[None]:
     """Kernels are built for CPU, whatever they are asked for."""
-    fused, dense = (
-        SplitTableBatchedEmbeddingBagsCodegen.__init__,
-        DenseTableBatchedEmbeddingBagsCodegen.__init__,
-    )
+    fused = SplitTableBatchedEmbeddingBagsCodegen.__init__
+    dense = DenseTableBatchedEmbeddingBagsCodegen.__init__
 
     def init_fused(self: Any, embedding_specs: list, *args: Any, **kwargs: Any) -> None:
         specs = [(r, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for r, d, *_ in embedding_specs]

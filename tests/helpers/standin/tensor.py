@@ -22,18 +22,8 @@ WAITING = {
 }
 # Operations that take tensors of two devices.
 ACROSS = {
-    *(
-        "copy_",
-        "to",
-        "_to_copy",
-        "__getitem__",
-        "__setitem__",
-        "index_put_",
-        "index_put",
-        "__set__",
-        "__get__",
-    ),
-    *("set_", "type", "as_subclass", "register_hook", "backward"),
+    *("copy_", "to", "_to_copy", "__getitem__", "__setitem__", "index_put_", "index_put", "__set__"),
+    *("__get__", "set_", "type", "as_subclass", "register_hook", "backward"),
 }
 # Operations that take no scalar of the other device either.
 STRICT = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -54,20 +54,12 @@ def workers_with_stand_ins() -> Iterator[None]:
 
 
 @contextmanager
-def gpu_cluster(cpus: int = 6, gpus: int = 2) -> Iterator[None]:
-    """A local Ray on loopback that counts GPUs, and runs whose workers have stand-ins for them."""
+def local_ray(gpus: int) -> Iterator[None]:
+    """A local Ray that counts so many GPUs; the workers of runs have stand-ins for them."""
     import ray
 
-    from raytrec.cluster.access import use_token
-    from raytrec.cluster.session import stay_on_loopback
+    from raytrec.cluster.session import ray_session
 
-    folder = str(Path(__file__).parents[1])
-    path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH")) if p)
-    use_token(create=True)
-    with patch.dict(os.environ, {"PYTHONPATH": path}), workers_with_stand_ins():
-        stay_on_loopback()
-        ray.init(address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, log_to_driver=False)
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    counted = patch("ray.init", partial(ray.init, num_gpus=gpus))
+    with counted, workers_with_stand_ins() if gpus else nullcontext(), ray_session(num_cpus=8):
+        yield
