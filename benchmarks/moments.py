@@ -88,16 +88,16 @@ def main() -> None:
     from raytrec.driver import run
 
     note("driver imported")
-    after(run, "open_tracker", "data read")
+    after(run, "check_plan", "data read")
     after(run, "_import_early", "Ray imported")
     run_in_session: Callable[..., Any] = run.run_in_session
 
-    def in_session(config: Any, watch: Any, work: Callable[[], Any]) -> Any:
+    def in_session(config: Any, failed: Any, work: Callable[[], Any]) -> Any:
         def noted() -> Any:
             note("Ray started")
             return work()
 
-        return run_in_session(config, watch, noted)
+        return run_in_session(config, failed, noted)
 
     run.run_in_session = in_session
     begin = run.Watch.reading

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 from raytrec_datasets import app as prepare_app
 
-from raytrec.cli.jobs import follow_job, head, stop_job, submit
-from raytrec.cli.runs import check, config, plan, train, tune
-from raytrec.cli.saved import compare, convert, evaluate, index, inspect, predict, report, track
+from raytrec.cli import runs, saved
 
 app = typer.Typer(
     name="raytrec",
@@ -22,23 +21,13 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(prepare_app, name="prepare")
-app.command()(train)
-app.command()(tune)
-app.command()(submit)
-app.command()(head)
-app.command("follow")(follow_job)
-app.command("stop")(stop_job)
-app.command()(evaluate)
-app.command()(predict)
-app.command()(index)
-app.command()(convert)
-app.command()(check)
-app.command()(plan)
-app.command()(report)
-app.command()(track)
-app.command()(compare)
-app.command()(inspect)
-app.command()(config)
+COMMANDS: list[Callable[..., None]] = [
+    *(runs.train, runs.tune, runs.submit, runs.head, runs.follow_job, runs.stop_job),
+    *(saved.evaluate, saved.predict, saved.index, saved.convert, runs.check, runs.plan),
+    *(saved.report, saved.track, saved.compare, saved.inspect, runs.config),
+]
+for command in COMMANDS:
+    app.command(command.__name__.removesuffix("_job"))(command)
 
 
 def _version(wanted: bool) -> None:
@@ -72,13 +61,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str] | None) -> None:
     """One command; ends in SystemExit."""
-    from raytrec.cluster.session import leave
     from raytrec.common.errors import RaytrecError
-    from raytrec.tracking.progress_log import ERROR, write_message
 
     try:
         app(arguments)
     except RaytrecError as error:
+        from raytrec.cluster.session import leave
+        from raytrec.tracking.progress_log import ERROR, write_message
+
         prefix = "\033[1;31merror:\033[0m" if sys.stderr.isatty() else "error:"
         print(f"{prefix} {error}", file=sys.stderr)
         write_message(ERROR, error.parts)

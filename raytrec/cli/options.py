@@ -35,8 +35,7 @@ Changes = Annotated[
     ),
 ]
 Checkpoint = Annotated[
-    str | None,
-    typer.Option(metavar="STEP|best", help="Which checkpoint of a run; default: the newest."),
+    str | None, typer.Option(metavar="STEP|best", help="Which checkpoint of a run; default: the newest.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 

@@ -7,14 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from raytrec.cli.options import (
-    AllowCode,
-    Changes,
-    Checkpoint,
-    Json,
-    Workers,
-    show,
-)
+from raytrec.cli.options import AllowCode, Changes, Checkpoint, Json, Workers, show
 
 
 def evaluate(

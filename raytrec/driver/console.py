@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from rich.progress import (
     BarColumn,
@@ -159,24 +159,30 @@ class RunConsole:
             self._console.file.flush()
 
 
-class Summary(Protocol):
-    """Figures of a command, and where to look next."""
+class Summary:
+    """Figures of a command, and where to look next; a table in notebooks.
 
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """Figures by name; `name` is the table's title."""
+    Attributes:
+        metrics: figures by name; `name` is the table's title.
+        next_steps: lines that name files and commands.
+    """
+
+    metrics: dict[str, Any]
+    next_steps: Any
 
     @property
     def pairs(self) -> Pairs:
         """The rows of the table."""
+        raise NotImplementedError
 
-    @property
-    def next_steps(self) -> list[str]:
-        """Lines that name files and commands."""
+    def _repr_html_(self) -> str:
+        cells = (f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in self.pairs)
+        title, below = escape(self.metrics["name"]), escape("\n".join(self.next_steps))
+        return f"<b>{title}</b><table>{''.join(cells)}</table><pre>{below}</pre>"
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Summary):
     """The figures of a run.
 
     Attributes:
@@ -198,16 +204,6 @@ class Result:
     def pairs(self) -> Pairs:
         """The rows of the table."""
         return [(row.title, row.text) for row in format_result(self.metrics).values()]
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
-
-
-def as_html(summary: Summary) -> str:
-    """The table for a notebook, with the next steps below it."""
-    cells = (f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in summary.pairs)
-    title, below = escape(summary.metrics["name"]), escape("\n".join(summary.next_steps))
-    return f"<b>{title}</b><table>{''.join(cells)}</table><pre>{below}</pre>"
 
 
 def print_summary(summary: Summary) -> None:

@@ -171,11 +171,7 @@ def evaluate(
     for dataset in datasets.values():
         check_accused(dataset)
     left_out = [error for dataset in datasets.values() for error in dataset.left_out]
-    with (
-        scratch_folder() as config.run.dir,
-        RunConsole(config.run.name) as console,
-        session_of(config),
-    ):
+    with scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, session_of(config):
         for error in left_out:
             console.warn(f"skipped {error.where}: {error.what}")
         figures = run_group(evaluate_worker, config, schema, datasets, folder, Watch(console))

@@ -130,8 +130,7 @@ def explain(error: Exception, config: RunConfig, sentence: str) -> RaytrecError:
     if isinstance(cause, RaytrecError):
         return cause
     return RunError(
-        f"training failed: {sentence or main_line(str(cause)) or type(cause).__name__}",
-        where=where,
+        f"training failed: {sentence or main_line(str(cause)) or type(cause).__name__}", where=where
     )
 
 

@@ -43,30 +43,16 @@ class RunPlan:
     start: Literal["new", "warm", "resumed"]
 
 
-def resolve_run(
-    source: Any,
-    overrides: list[str],
-    start_from: Any = None,
-    resume: Any = None,
-    resume_latest: bool = False,
-    allow_code: bool = False,
-) -> RunPlan:
-    """Finds the configuration of a run, then its schema and data; nothing is written.
-
-    Args:
-        source, start_from, resume, resume_latest, allow_code: as in run.train.
-        overrides: `section.key=value` strings.
+def open_run(config: RunConfig, resumed: bool) -> RunPlan:
+    """Opens the schema and the data of a resolved configuration; nothing is written.
 
     Raises:
-        ConfigError, SchemaError, DataError: what is wrong with the input. RunError: a run to resume that does
-            not exist, or has finished.
+        ConfigError, SchemaError, DataError: what is wrong with the input.
     """
-    config, resumed = resolve_config(source, overrides, start_from, resume, resume_latest, allow_code)
     check_nothing_hidden(config)
     schema, datasets = open_data(config)
-    return RunPlan(
-        config, schema, datasets, "resumed" if resumed else "warm" if config.warm_start.from_ else "new"
-    )
+    start: Any = "resumed" if resumed else "warm" if config.warm_start.from_ else "new"
+    return RunPlan(config, schema, datasets, start)
 
 
 def resolve_config(
@@ -77,7 +63,16 @@ def resolve_config(
     resume_latest: bool = False,
     allow_code: bool = False,
 ) -> tuple[RunConfig, bool]:
-    """(the resolved configuration, whether it is an interrupted run's); arguments as in `resolve_run`."""
+    """(the resolved configuration, whether it is an interrupted run's).
+
+    Args:
+        source, start_from, resume, resume_latest, allow_code: as in run.train.
+        overrides: `section.key=value` strings.
+
+    Raises:
+        ConfigError: what is wrong with the input. RunError: a run to resume that does not exist, or has
+            finished.
+    """
     if not resume and source is None:
         config, name = config_from(start_from, overrides, allow_code=allow_code)
         return resolve(config, name), False

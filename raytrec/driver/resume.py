@@ -26,29 +26,11 @@ DATA = "data.json"  # in the run folder: what the data held when the run began
 # What may change in mid-run: it does not change what is trained. (The place of the data may change, because
 # their content is compared, too.)
 FREE = (
-    "scaling.",
-    "plan.",
-    "tracking.",
-    "checks.",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "checkpoint.best_metric",
-    "checkpoint.async_save",
-    "eval.",
-    "train.log_every_steps",
-    "train.eval_every_steps",
-    "train.on_nan",
-    "train.deterministic",
-    "train.activation_checkpointing",
-    "data.train",
-    "data.valid",
-    "data.test",
-    "data.schema",
-    "data.readers",
-    "data.buffer_gib",
-    "run.dir",
-    "run.name",
-    "run.root",
+    *("scaling.", "plan.", "tracking.", "checks.", "eval.", "run.dir", "run.name", "run.root"),
+    *("checkpoint.every", "checkpoint.keep", "checkpoint.best_metric", "checkpoint.async_save"),
+    *("train.log_every_steps", "train.eval_every_steps", "train.on_nan"),
+    *("train.deterministic", "train.activation_checkpointing"),
+    *("data.train", "data.valid", "data.test", "data.schema", "data.readers", "data.buffer_gib"),
 )
 NOT_FREE = ("plan.qcomms",)  # all the same: what it rounds away is not what the number of workers changes
 
@@ -155,11 +137,7 @@ def note_data(folder: Path, contents: dict[str, list[Content]]) -> None:
 
 
 def check_same_data(
-    folder: Path,
-    root: str,
-    schema: Schema,
-    datasets: dict[str, Dataset],
-    contents: dict[str, list[Content]],
+    folder: Path, root: str, schema: Schema, datasets: dict[str, Dataset], contents: dict[str, list[Content]]
 ) -> list[str]:
     """Checks that the cursor in the newest checkpoint still means the same rows.
 

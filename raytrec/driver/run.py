@@ -24,7 +24,7 @@ from raytrec.driver.driver_state import hold_run_lock, record_driver
 from raytrec.driver.evaluation import with_recovery_hint
 from raytrec.driver.launch import run_group
 from raytrec.driver.preflight import check_plan
-from raytrec.driver.prepare import RunPlan, make_run_folder, resolve_run, write_config
+from raytrec.driver.prepare import RunPlan, make_run_folder, open_run, resolve_config, write_config
 from raytrec.driver.recorder import Record, Watch, write_json
 from raytrec.driver.resume import check_same_data, check_unfinished, note_data
 from raytrec.driver.session import resume_command, run_in_session
@@ -76,7 +76,8 @@ def train(
             or the result could not be written.
     """
     began = perf_counter()
-    plan = resolve_run(source, as_texts(overrides), start_from, resume, resume_latest, allow_code)
+    texts = as_texts(overrides)
+    plan = open_run(*resolve_config(source, texts, start_from, resume, resume_latest, allow_code))
     config, schema, datasets = plan.config, plan.schema, plan.datasets
     warnings, folder = check_plan(plan), Path(config.run.dir)
     patience = PATIENCE_S + config.scaling.shutdown_grace_s if resume_latest else 0
@@ -129,7 +130,7 @@ def _drive(
                 look=follower.check,
             )
 
-        figures = run_in_session(config, watch, work)
+        figures = run_in_session(config, watch.failed, work)
         drawing.confirm()
         unopened = _store_error(follower, folder)
         metrics = {

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from raytrec.cluster.lifeline import RAYLET, RayLost
 from raytrec.cluster.session import in_job, is_stuck, ray_session, started_here, stays_here
@@ -22,25 +22,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Failures(Protocol):
-    """Takes failures: recorder.Watch."""
-
-    def failed(self, cause: str, again: bool) -> None: ...
-
-
 @contextmanager
-def session_of(config: RunConfig, cpus: int | None = None) -> Iterator[None]:
-    """The Ray of a command that starts workers (cluster.session.ray_session), forked from a warm process.
-
-    Args:
-        cpus: logical ones of a local Ray; default: those of the workers and their readers.
-    """
-    cpus = cpus or local_cpus(config)
-    with warm_workers(config.scaling.address), ray_session(config.scaling.address, cpus):
+def session_of(config: RunConfig) -> Iterator[None]:
+    """The Ray of a command that starts workers (cluster.session.ray_session), forked from a warm process."""
+    address = config.scaling.address
+    with warm_workers(address), ray_session(address, local_cpus(config)):
         yield
 
 
-def run_in_session(config: RunConfig, watch: Failures, work: Callable[[], T], cpus: int | None = None) -> T:
+def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work: Callable[[], T]) -> T:
     """Does a run's work in a Ray session; again in a new one where the local Ray's raylet has ended.
 
     That counts against scaling.max_failures. All processes of the Ray before have ended by then, so that none
@@ -48,9 +38,8 @@ def run_in_session(config: RunConfig, watch: Failures, work: Callable[[], T], cp
     gone for a minute.
 
     Args:
-        watch: takes the failure that ended all workers.
+        failed: called with the failure that ended all workers, and whether they are started again.
         work: resumes from the newest checkpoint when it is called again.
-        cpus: as of `session_of`.
 
     Raises:
         RayLost: it cannot be started again, or too often.
@@ -58,21 +47,16 @@ def run_in_session(config: RunConfig, watch: Failures, work: Callable[[], T], cp
     left = config.scaling.max_failures
     while True:
         try:
-            with session_of(config, cpus):
+            with session_of(config):
                 ours = started_here()
                 return work()
         except RayLost as lost:
             left -= 1
             again = ours and lost.part == RAYLET and left >= 0 and not is_stuck()
-            watch.failed(lost.what, again)
+            failed(lost.what, again)
             if not again:
-                raise with_resume(lost, config) from None
-
-
-def with_resume(lost: RayLost, config: RunConfig) -> RayLost:
-    """The error, with how to resume the run."""
-    do = f"resume from the last checkpoint: {resume_command(config)}"
-    return RayLost(lost.what, where=lost.where, do=do)
+                do = f"resume from the last checkpoint: {resume_command(config)}"
+                raise RayLost(lost.what, where=lost.where, do=do) from None
 
 
 def resume_command(config: RunConfig) -> str:
@@ -104,8 +88,6 @@ def bundle(config: RunConfig, device: str, others_read: bool = False) -> dict[st
 
 # What ranks, read tasks and Ray Train's controller import: first what does not import Ray.
 MODULES = ("torch", "torchrec", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
-
-
 ON_RAY = (
     "ray.data",
     "ray.train.torch",

@@ -26,7 +26,7 @@ from raytrec.data.contents import fingerprint, look
 from raytrec.data.fragments import Dataset, list_files, read_footer
 from raytrec.data.partitions import in_folders, type_of_folders
 from raytrec.data.rows import check_accused
-from raytrec.driver.console import Pairs, RunConsole, as_html
+from raytrec.driver.console import Pairs, RunConsole, Summary
 from raytrec.driver.datasets import open_inputs, part_of_tower
 from raytrec.driver.evaluation import resolve_checkpoint, scratch_folder
 from raytrec.driver.launch import run_group
@@ -44,7 +44,7 @@ VECTOR = "vector"  # the column of vectors
 
 
 @dataclass(frozen=True)
-class Predictions:
+class Predictions(Summary):
     """The figures of `predict`.
 
     Attributes:
@@ -81,9 +81,6 @@ class Predictions:
             if count := metrics[f"predict.{key}"]:
                 pairs.append((key.replace("_", " "), f"{count:,}"))
         return pairs
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
 
 
 def predict(

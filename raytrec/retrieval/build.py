@@ -17,8 +17,8 @@ from raytrec.config.overrides import Overrides, as_texts
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.data.fragments import Dataset, list_files, read_footer
-from raytrec.data.order import Item, Part
-from raytrec.driver.console import Pairs, RunConsole, as_html
+from raytrec.data.order import Part
+from raytrec.driver.console import Pairs, RunConsole, Summary
 from raytrec.driver.datasets import check_items, open_inputs, part_of_tower
 from raytrec.driver.evaluation import resolve_checkpoint
 from raytrec.prediction.folder import PredictionFolder
@@ -32,7 +32,7 @@ TAKEN = ("query", "rank", "score", VECTOR)  # columns of what Index.search gives
 
 
 @dataclass(frozen=True)
-class Indexed:
+class Indexed(Summary):
     """The figures of `index`.
 
     Attributes:
@@ -69,9 +69,6 @@ class Indexed:
         if count := metrics.get("index.queries"):
             pairs.append(("measured with queries", f"{count:,}"))
         return [*pairs, ("seconds", f"{metrics['seconds']:,.1f}")]
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
 
 
 def index(
@@ -170,7 +167,7 @@ def _sampled(
     config: RunConfig, schema: Schema, folder: str, about: dict[str, Any], dataset: Dataset
 ) -> np.ndarray:
     """The query vectors of some rows, spread evenly over the dataset."""
-    from raytrec.retrieval.local_vectors import read_batch, vectors_of
+    from raytrec.retrieval.query_vectors import read_batch, vectors_of
 
     pieces = max(1, min(QUERIES, dataset.rows) // TOGETHER)
     starts = np.arange(pieces) * dataset.rows // pieces
@@ -180,8 +177,7 @@ def _sampled(
             rows = min(TOGETHER, group.rows - int(start))
             parts.append(Part(group.path, group.index, int(start), rows))
         before += group.rows
-    items = [Item(0, 0, (part,), None) for part in parts]
-    batch = read_batch(config, schema, dataset, items)
+    batch = read_batch(config, schema, dataset, parts)
     return vectors_of(config, schema, folder, about, batch, "query")
 
 

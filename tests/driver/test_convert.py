@@ -6,24 +6,20 @@ import pytest
 import torch
 from plain_ids import key
 from ranks import on_ranks
-from small import SCHEMA, build, config, initial_rows, train
+from small import PARTS, SCHEMA, a_schema, build, config, initial_rows, train
 from typer.testing import CliRunner
 
 from raytrec.checkpoint.files import folder_of
 from raytrec.checkpoint.index import CheckpointError, read_index
+from raytrec.checkpoint.table_starts import schema_of
 from raytrec.common.errors import ConfigError, SchemaError
-from raytrec.config.schema import Schema
 from raytrec.driver.convert import convert
 
 STEPS = 3
-PROGRESS = {"step": STEPS, "rows": 36, "trained": 36.0, "nan_steps": 0, "window": {}, "seconds": 1.0,
-            "timed_rows": 36, "evaluation": None, "early_stopping": {}}  # fmt: skip
 
 
 def with_tables(**tables):
-    return Schema.parse(
-        {**SCHEMA.model_dump(), "tables": {**SCHEMA.model_dump()["tables"], **tables}}, "here"
-    )
+    return a_schema(tables=PARTS["tables"] | tables)
 
 
 def wider(rows):
@@ -42,7 +38,9 @@ def begun(rank, world, root, schema, optimizer):
     state, saver = LogicalState(step.model, step.optimizer), Saver(root, made.checkpoint)
     about = {"config": made.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml()}
     ids, about_ids = saved_ids(step.maps)
-    saver.save(STEPS, state.tensors(), about | {"data": "", "progress": PROGRESS} | about_ids, ids)
+    saver.save(
+        STEPS, state.tensors(), about | {"data": "", "progress": checkpoints.progress(STEPS)} | about_ids, ids
+    )
     assert saver.taken().error is None
 
 
@@ -57,7 +55,6 @@ def parts(rank, world, seed=1):
 def goes_on(rank, world, folder, optimizer):
     """A warm start from a checkpoint, three steps of it; losses, tables, and (ids, rows) of managed ones."""
     from raytrec.checkpoint.state import LogicalState
-    from raytrec.checkpoint.table_starts import schema_of
     from raytrec.embeddings.hashing import unhash_bits
     from raytrec.worker.initial_state import begin
 
@@ -113,7 +110,7 @@ def test_tables_without_managed_ids(trained, kind, tmp_path):
     one, other = checkpoints.whole(trained["adam"]), checkpoints.whole(out)
     assert one.keys() == other.keys()
     changed = {name for name in one if not torch.equal(one[name], other[name])} if kind == "hash" else None
-    table = Schema.parse(__import__("yaml").safe_load(checkpoints.about(out)["schema"]), "out").tables["user"]
+    table = schema_of(checkpoints.about(out)).tables["user"]
     if kind == "hash":
         assert changed == set() and table.out_of_range == "hash" and table.rows == 23
         return

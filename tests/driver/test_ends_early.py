@@ -5,11 +5,10 @@ import shutil
 
 import checkpoints
 import parquet
-import pyarrow.parquet as pq
 import pytest
 import torch
 
-from raytrec.common.errors import ConfigError, DataError
+from raytrec.common.errors import DataError
 from raytrec.driver import run as driver
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -36,13 +35,8 @@ def settings(folder, place, **changes):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return parquet.dataset(tmp_path_factory.mktemp("early") / "d")
-
-
-@pytest.fixture(scope="module")
-def ended(folder, tmp_path_factory):
-    return driver.train(settings(folder, tmp_path_factory.mktemp("ended") / "run"))
+def ended(tiny_data, tmp_path_factory):
+    return driver.train(settings(tiny_data, tmp_path_factory.mktemp("ended") / "run"))
 
 
 def test_it_ends_and_says_why(ended):
@@ -87,26 +81,12 @@ def test_a_resumed_run_ends_where_the_undisturbed_one_does(ended, tmp_path, last
 
 
 @pytest.mark.survive
-def test_a_run_that_has_ended_early_and_cannot_be_evaluated_says_what_to_do(folder, tmp_path, monkeypatch):
+def test_a_run_that_has_ended_early_and_cannot_be_evaluated_says_what_to_do(tiny_data, tmp_path, monkeypatch):
     bad, run = tmp_path / "bad", tmp_path / "run"
-    shutil.copytree(folder, bad)
-    values = pq.read_table(bad / "test/part-0.parquet")
-    users = values["user"].to_numpy().copy()
-    users[3] = 40
-    values = values.set_column(values.schema.get_field_index("user"), "user", [users])
-    pq.write_table(values, bad / "test/part-0.parquet", write_statistics=False)
+    shutil.copytree(tiny_data, bad)
+    parquet.change(bad / "test/part-0.parquet", "user", {3: 40}, write_statistics=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="id 40 of feature 'user'") as error:
         driver.train(settings(bad, run))
     assert f"all {STEP} steps are trained and saved" in error.value.do
     assert "`raytrec evaluate run --set data.on_error=skip`" in error.value.do
-
-
-def test_what_cannot_be_is_told_at_once(folder, tmp_path):
-    def fails(says, **changes):
-        with pytest.raises(ConfigError, match=says):
-            driver.train(settings(folder, tmp_path / "run", **changes))
-
-    fails("train.early_stopping.metric is gini", train__early_stopping={"metric": "gini"})
-    fails("weight_decay of table", optim__tables={"*": {"weight_decay": 0.1}})
-    fails("no table is named, or matches, 'itm'", optim__tables={"itm": {"lr": 0.1}})

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import checkpoints
 import parquet
 import pytest
 import small
@@ -15,8 +16,6 @@ import torch
 from ranks import on_ranks
 from standin.clock import simulated
 
-from raytrec.checkpoint.files import folder_of
-from raytrec.checkpoint.index import write_index
 from raytrec.common.errors import ConfigError, DataError, RunError, SchemaError
 from raytrec.config.run_config import load_config
 from raytrec.driver.evaluation import evaluation_config, scratch_folder, with_recovery_hint
@@ -85,24 +84,15 @@ def test_the_auc_of_many_rows_leaves_the_tables_their_memory(rows, place):
     assert place_for(rows, torch.device("cpu")).type == "cpu"
 
 
-def saved(root, step):
-    """The folder of a checkpoint, as far as who looks for the newest one sees."""
-    folder = folder_of(str(root), step)
-    Path(folder).mkdir(parents=True)
-    about = {"progress": {"step": step}, "data": "", "config": {}, "schema": ""}
-    write_index(folder, {"attempt": "a", "block_bytes": 1 << 22, "tensors": {}, "about": about})
-    return folder
-
-
 def test_what_to_do_when_a_trained_run_could_not_be_evaluated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values = {"data": {"train": "d"}, "run": {"dir": str(tmp_path / "a run")}}
     config, root = load_config(values), tmp_path / "a run/checkpoints"
     bad = DataError("id 7", where="there", do="correct the data")
     assert with_recovery_hint(bad, config, 20) is bad, "nothing is saved"
-    saved(root, 10)
+    checkpoints.index_alone(root, 10)
     assert with_recovery_hint(bad, config, 20) is bad, "not all is trained"
-    last = saved(root, 20)
+    last = checkpoints.index_alone(root, 20)
     told = with_recovery_hint(bad, config, 20)
     assert type(told) is DataError and (told.what, told.where) == ("id 7", "there")
     assert told.do == (

@@ -17,13 +17,8 @@ pytestmark = [pytest.mark.survive, pytest.mark.usefixtures("ray_cluster")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return parquet.dataset(tmp_path_factory.mktemp("full") / "d")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(ray_cluster, folder, tmp_path_factory):
-    return driver.train(settings(folder, tmp_path_factory.mktemp("undisturbed") / "run"))
+def undisturbed(ray_cluster, tiny_data, tmp_path_factory):
+    return driver.train(settings(tiny_data, tmp_path_factory.mktemp("undisturbed") / "run"))
 
 
 @pytest.fixture
@@ -72,11 +67,11 @@ def same(one, other):
     assert checkpoints.equal(checkpoints.newest(one.path), other) == []
 
 
-def test_the_run_folders_disk_is_full_to_the_end(undisturbed, folder, disk, tmp_path, capfd):
+def test_the_run_folders_disk_is_full_to_the_end(undisturbed, tiny_data, disk, tmp_path, capfd):
     """With it the MLflow store, which lies next to it; checkpoints are elsewhere."""
     run = disk / "runs/one"
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(settings(folder, run, checkpoint__dir=str(tmp_path / "checkpoints"))))
+    config.write_text(json.dumps(settings(tiny_data, run, checkpoint__dir=str(tmp_path / "checkpoints"))))
     with filled(disk, run), pytest.raises(SystemExit) as exit:
         main(["train", str(config), "--json"])
     assert exit.value.code == 1
@@ -93,9 +88,9 @@ def test_the_run_folders_disk_is_full_to_the_end(undisturbed, folder, disk, tmp_
     same(undisturbed, tmp_path / "checkpoints/step-0000000096")
 
 
-def test_the_run_folders_disk_has_room_again(undisturbed, folder, disk, tmp_path, capfd):
+def test_the_run_folders_disk_has_room_again(undisturbed, tiny_data, disk, tmp_path, capfd):
     run, elsewhere = disk / "runs/two", tmp_path / "checkpoints"
-    values = settings(folder, run, checkpoint__dir=str(elsewhere), train__log_every_steps=4)
+    values = settings(tiny_data, run, checkpoint__dir=str(elsewhere), train__log_every_steps=4)
 
     def free():
         with filled(disk, run):
@@ -118,9 +113,9 @@ def test_the_run_folders_disk_has_room_again(undisturbed, folder, disk, tmp_path
     assert json.loads((run / "result.json").read_text())["train.steps"] == 96
 
 
-def test_the_last_checkpoint_cannot_be_written(undisturbed, folder, disk, tmp_path, capfd):
+def test_the_last_checkpoint_cannot_be_written(undisturbed, tiny_data, disk, tmp_path, capfd):
     run = tmp_path / "run"
-    values = settings(folder, run, checkpoint__dir=str(disk / "c"))
+    values = settings(tiny_data, run, checkpoint__dir=str(disk / "c"))
     with filled(disk, run), pytest.raises(driver.Unfinished) as error:
         driver.train(values)
     result = error.value.result.metrics

@@ -1,11 +1,14 @@
 """Which device a run takes, and what it sets aside there, on a Ray that counts two GPUs (there are none)."""
 
+import json
+from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import parquet
 import pynvml
 import pytest
+from waiting import wait_for
 
 from raytrec.common.devices import smallest_gpu_memory
 from raytrec.common.errors import ConfigError
@@ -42,10 +45,9 @@ def test_auto_trains_on_cpus_where_torch_is_built_for_them(ray_with_gpus, for_cp
     assert "make install DEVICE=cuda" in said
 
 
-def test_cuda_is_refused_where_torch_is_built_for_cpus(ray_with_gpus, for_cpus, tmp_path):
-    folder = parquet.dataset(tmp_path / "d")
+def test_cuda_is_refused_where_torch_is_built_for_cpus(ray_with_gpus, for_cpus, tiny_data, tmp_path):
     with pytest.raises(ConfigError, match="torch is built for CPUs on this machine") as error:
-        driver.train(parquet.settings(folder, tmp_path / "run", scaling__device="cuda"))
+        driver.train(parquet.settings(tiny_data, tmp_path / "run", scaling__device="cuda"))
     assert "make install DEVICE=cuda" in error.value.do and "scaling.device=cpu" in error.value.do
     assert not (tmp_path / "run/events.jsonl").exists(), "no worker has started"
 
@@ -105,31 +107,24 @@ def test_a_worker_sets_aside_what_its_readers_need():
 
 def test_an_autoscaler_hears_of_the_cpus_that_read(ray_with_gpus):
     """Where nodes without GPUs read, tasks ask for no CPU; the run asks for them."""
-    import json
-    import time
-    from collections import Counter
-
     import ray.train
     from ray._private.ray_constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL as CHANNEL
     from ray.experimental.internal_kv import _internal_kv_get
 
     from raytrec.driver.policies import RoomOnNodes
 
-    def wait_for(readers, workers):
-        deadline, asked = time.monotonic() + 120, None
-        while asked != Counter({(1, 0): readers, (1, 1): workers}):
-            bundles = json.loads(_internal_kv_get(CHANNEL) or "[]")
-            asked = Counter((each.get("CPU", 0), each.get("GPU", 0)) for each in bundles)
-            assert time.monotonic() < deadline, asked
-            time.sleep(0.2)
+    def asks(readers, workers):
+        bundles = json.loads(_internal_kv_get(CHANNEL) or "[]")
+        asked = Counter((each.get("CPU", 0), each.get("GPU", 0)) for each in bundles)
+        return asked == Counter({(1, 0): readers, (1, 1): workers})
 
     places = {"CPU": 1, "GPU": 1}
     scaling = ray.train.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=places)
     room = RoomOnNodes(scaling, None, 2, 2, cpus_beside=4)
     room.after_controller_start(SimpleNamespace(run_id="a"))
-    wait_for(readers=4, workers=2)
+    wait_for(lambda: asks(readers=4, workers=2), "request", 120)
     room.before_controller_abort()
-    wait_for(readers=0, workers=0)
+    wait_for(lambda: asks(readers=0, workers=0), "end of the request", 120)
 
 
 class FakeNvml:

@@ -1,12 +1,9 @@
 """What configuration and schema cannot do together, reported before Ray starts; text that is only text."""
 
 import io
-import subprocess
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-import parquet
 import pytest
 
 from raytrec.common.errors import ConfigError
@@ -45,21 +42,22 @@ def test_before_ray_starts(schema, model, message):
 
 
 @pytest.mark.parametrize(
-    ("task", "checkpoint", "message"),
+    ("task", "settings", "message"),
     [
-        ({"metrics": ["auc", "nee"]}, {}, "there is no metric 'nee'; did you mean 'ne'?"),
-        ({"metrics": ["mine:Hits"]}, {}, "the module has no Hits"),
-        ({}, {"best_metric": "mse"}, "checkpoint.best_metric is mse, which is not a metric of the tasks"),
-        ({"metrics": []}, {"keep_best": 1}, "a metric with a direction"),
+        ({"metrics": ["auc", "nee"]}, [], "there is no metric 'nee'; did you mean 'ne'?"),
+        ({"metrics": ["mine:Hits"]}, [], "the module has no Hits"),
+        ({}, ["checkpoint.best_metric=mse"], "checkpoint.best_metric is mse, which is not a metric of the"),
+        ({"metrics": []}, ["checkpoint.keep_best=1"], "a metric with a direction"),
+        ({}, ["train.early_stopping={metric: gini}"], "train.early_stopping.metric is gini"),
     ],
 )
-def test_metrics_before_ray_starts(task, checkpoint, message, tmp_path, monkeypatch):
+def test_metrics_before_ray_starts(task, settings, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("")
     values = {"data": {"train": "d/train", "valid": "d"}, "tasks": [{"label": "label", **task}]}
-    values |= {"train": {"eval_every_steps": 5}, "checkpoint": checkpoint, "scaling": {"device": "cpu"}}
+    values |= {"train": {"eval_every_steps": 5}, "scaling": {"device": "cpu"}}
     with pytest.raises(ConfigError) as error:
-        fit.check_fit(load_config(values), Schema.parse(SCHEMA, "test"), here=True)
+        fit.check_fit(load_config(values, settings), Schema.parse(SCHEMA, "test"), here=True)
     assert message in str(error.value)
 
 
@@ -102,27 +100,6 @@ def test_an_address_that_no_mlflow_store_has_is_refused_before_anything_starts()
     assert error.value.where == "tracking.uri=foo://here"
     values["tracking"]["enabled"] = False
     fit.check_fit(load_config(values), Schema.parse(SCHEMA, "test"), here=False)
-
-
-def test_the_command_says_it_once_without_ray(tmp_path):
-    data = parquet.dataset(tmp_path / "data", train=300, valid=60, test=60)
-    (data / "schema.yaml").write_text(
-        parquet.SCHEMA_YAML.replace("tag: {rows: 12, dim: 8}", "tag: {rows: 12, dim: 4}")
-    )
-    (tmp_path / "run.yaml").write_text(f"data: {{train: {data}/train, global_batch_size: 64}}")
-    code = (
-        "import sys; from raytrec.cli import main\n"
-        "try: main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "train", "run.yaml"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1 and done.stderr.count("dims 4, 8") == 1 and done.stderr.endswith("False\n")
-    assert "starting Ray" not in done.stderr and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[bold]x", ":smile:", "a[red", "\x1b[31mx"])

@@ -12,7 +12,8 @@ from pathlib import Path
 import checkpoints
 import psutil
 import pytest
-from test_survive import STEPS, events, folder, run_file, same, undisturbed, wait_for  # noqa: F401
+from test_survive import STEPS, events, run_file, same, undisturbed  # noqa: F401
+from waiting import wait_for
 
 from raytrec.cluster.local_ray import sweep
 from raytrec.driver import run as driver
@@ -65,9 +66,9 @@ def wait_until_gone(family, ray):
 
 
 @pytest.mark.parametrize("part", ["coordinator", "raylet"])
-def test_a_run_outlives_the_coordinator_and_the_raylet(undisturbed, folder, tmp_path, part):  # noqa: F811
+def test_a_run_outlives_the_coordinator_and_the_raylet(undisturbed, tiny_data, tmp_path, part):  # noqa: F811
     run = tmp_path / "run"
-    with training(run_file(folder, tmp_path)) as process:
+    with training(run_file(tiny_data, tmp_path)) as process:
         family, ray = end(process, part)
         _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
@@ -80,9 +81,9 @@ def test_a_run_outlives_the_coordinator_and_the_raylet(undisturbed, folder, tmp_
     wait_until_gone(family, ray)
 
 
-def test_the_end_of_gcs_is_one_sentence(undisturbed, folder, tmp_path):  # noqa: F811
+def test_the_end_of_gcs_is_one_sentence(undisturbed, tiny_data, tmp_path):  # noqa: F811
     run = tmp_path / "run"
-    with training(run_file(folder, tmp_path)) as process:
+    with training(run_file(tiny_data, tmp_path)) as process:
         began = time.monotonic()
         family, ray = end(process, "GCS")
         _, said = process.communicate(timeout=60)
@@ -94,9 +95,9 @@ def test_the_end_of_gcs_is_one_sentence(undisturbed, folder, tmp_path):  # noqa:
     same(undisturbed, driver.train(None, resume=run))
 
 
-def test_nothing_stays_of_a_driver_that_was_killed(folder, tmp_path):  # noqa: F811
+def test_nothing_stays_of_a_driver_that_was_killed(tiny_data, tmp_path):
     """Ray's processes end with it; the next run sweeps its folder."""
-    with training(run_file(folder, tmp_path)) as process:
+    with training(run_file(tiny_data, tmp_path)) as process:
         family, _, ray = below(process)
         process.kill()
         wait_for(lambda: not any(map(lives, family)), "end of Ray's processes", 20)
@@ -106,10 +107,12 @@ def test_nothing_stays_of_a_driver_that_was_killed(folder, tmp_path):  # noqa: F
 
 
 @pytest.mark.parametrize("way", ["timeout", "group"])
-def test_a_signal_to_the_process_group_saves(undisturbed, folder, tmp_path, way):  # noqa: F811
+def test_a_signal_to_the_process_group_saves(undisturbed, tiny_data, tmp_path, way):  # noqa: F811
     """As batch systems and containers send it; `timeout` sends it to the process, too."""
     run = tmp_path / "run"
-    with training(run_file(folder, tmp_path), *(["timeout", "600"] if way == "timeout" else [])) as process:
+    with training(
+        run_file(tiny_data, tmp_path), *(["timeout", "600"] if way == "timeout" else [])
+    ) as process:
         os.killpg(process.pid, signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 143, said
@@ -119,15 +122,15 @@ def test_a_signal_to_the_process_group_saves(undisturbed, folder, tmp_path, way)
     same(undisturbed, driver.train(None, resume=run))
 
 
-def test_other_clusters_on_the_machine_leave_a_run_alone(folder, tmp_path):  # noqa: F811
+def test_other_clusters_on_the_machine_leave_a_run_alone(tiny_data, tmp_path):
     """One that is started with `ray start`, which names itself as the machine's, and another local run."""
     from heads import Head
 
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    longer = run_file(folder, tmp_path / "a")
+    longer = run_file(tiny_data, tmp_path / "a")
     longer.write_text(longer.read_text().replace("epochs: 15", "epochs: 1500"))
     with training(longer) as process:
-        with Head(tmp_path / "head", cpus=2), training(run_file(folder, tmp_path / "b")) as other:
+        with Head(tmp_path / "head", cpus=2), training(run_file(tiny_data, tmp_path / "b")) as other:
             assert other.communicate(timeout=200) and other.returncode == 0
             time.sleep(5)  # the cleaner looks each second
             assert process.poll() is None and not events(tmp_path / "a/run", "failed")

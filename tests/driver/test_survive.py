@@ -12,23 +12,20 @@ from pathlib import Path
 from threading import Thread
 
 import checkpoints
+import disks
 import parquet
 import pytest
 import torch
 import yaml
+from rays import workers
+from waiting import wait_for
 
 from raytrec.checkpoint.index import read_index
 from raytrec.common.errors import ConfigError, DataError, RunError
-from raytrec.config.run_config import load_config
 from raytrec.driver import run as driver
 
 STEPS = 240  # 15 epochs of 16 steps
 BRIEF_STEPS = 160  # 2 epochs of 80 steps
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return parquet.dataset(tmp_path_factory.mktemp("survive") / "d")
 
 
 def settings(folder, place, **changes):
@@ -40,8 +37,8 @@ def settings(folder, place, **changes):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ray_cluster, folder, tmp_path_factory):
-    return driver.train(settings(folder, tmp_path_factory.mktemp("undisturbed") / "run"))
+def undisturbed(ray_cluster, tiny_data, tmp_path_factory):
+    return driver.train(settings(tiny_data, tmp_path_factory.mktemp("undisturbed") / "run"))
 
 
 @pytest.fixture(scope="module")
@@ -62,28 +59,11 @@ def events(run, kind=None):
     return [e for e in map(json.loads, lines) if kind in (None, e["event"])]
 
 
-def workers():
-    """Process ids of the Ray Train workers of this test's own cluster."""
-    import ray
-
-    actors = ray._private.state.actors().values()
-    return sorted(
-        a["Pid"] for a in actors if a["ActorClassName"] == "RayTrainWorker" and a["State"] == "ALIVE"
-    )
-
-
-def wait_for(condition, what, limit=120):
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.05)
-
-
-def disturb(run, number, kinds=("saved",)):
+def disturb(run, number):
     """Sends a worker a signal after the first checkpoint and a little more; in a thread."""
 
     def go():
-        wait_for(lambda: events(run, kinds[0]), kinds[0])
+        wait_for(lambda: events(run, "saved"), "checkpoint", 120)
         time.sleep(random.Random(7).uniform(0.2, 1.0))
         os.kill(random.Random(8).choice(workers()), number)
 
@@ -111,9 +91,9 @@ def same(one, other):
 
 
 @pytest.mark.survive
-def test_a_worker_that_stands_still_is_found_and_named(undisturbed, folder, tmp_path):
+def test_a_worker_that_stands_still_is_found_and_named(undisturbed, tiny_data, tmp_path):
     stopper = disturb(tmp_path / "run", signal.SIGSTOP)
-    disturbed = driver.train(settings(folder, tmp_path / "run", scaling__hang_timeout_s=6))
+    disturbed = driver.train(settings(tiny_data, tmp_path / "run", scaling__hang_timeout_s=6))
     stopper.join()
     (hang,) = events(tmp_path / "run", "hang")
     assert "hangs: no heartbeat" in hang["cause"] and "at step" in hang["cause"]
@@ -193,9 +173,9 @@ def test_the_driver_is_ended_and_the_run_resumed(brief, large, tmp_path, number)
 
 
 @pytest.fixture(scope="module")
-def no_dropout(ray_cluster, folder, tmp_path_factory):
+def no_dropout(ray_cluster, tiny_data, tmp_path_factory):
     """Which rank a row is on decides its dropout, so that numbers of workers are compared without."""
-    return driver.train(settings(folder, tmp_path_factory.mktemp("plain") / "run", model__dropout=0.0))
+    return driver.train(settings(tiny_data, tmp_path_factory.mktemp("plain") / "run", model__dropout=0.0))
 
 
 def as_it_was(result, run):
@@ -213,10 +193,10 @@ def flip(path, place):
 
 
 @pytest.mark.survive
-def test_damaged_and_incomplete_checkpoints_are_passed_over(undisturbed, folder, tmp_path, capfd):
+def test_damaged_and_incomplete_checkpoints_are_passed_over(undisturbed, tiny_data, tmp_path, capfd):
     """Of four, the newest has a flipped bit in its data, the next one in its index, the third no index."""
     run = tmp_path / "run"
-    first = driver.train(settings(folder, run, train__max_steps=120, checkpoint__keep_last=5))
+    first = driver.train(settings(tiny_data, run, train__max_steps=120, checkpoint__keep_last=5))
     (run / "result.json").unlink()
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["train"]["max_steps"] = None
@@ -232,8 +212,8 @@ def test_damaged_and_incomplete_checkpoints_are_passed_over(undisturbed, folder,
     resumed = driver.train(None, resume=run)
     said = " ".join(capfd.readouterr().err.split())
     assert events(run, "start")[-1]["step"] == 60
-    for folder in (step[120], step[100], step[80]):
-        assert str(folder) in said
+    for place in (step[120], step[100], step[80]):
+        assert str(place) in said
     assert resumed.metrics["train.steps"] == STEPS and first.metrics["train.steps"] == 120
     same(undisturbed, resumed)
 
@@ -289,8 +269,8 @@ def test_what_cannot_be_resumed(brief, large, tmp_path):
 
 
 @pytest.mark.survive
-def test_keeps_the_last_and_the_best(folder, tmp_path):
-    values = settings(folder, tmp_path / "run", train__eval_every_steps=20, checkpoint__keep_best=2)
+def test_keeps_the_last_and_the_best(tiny_data, tmp_path):
+    values = settings(tiny_data, tmp_path / "run", train__eval_every_steps=20, checkpoint__keep_best=2)
     values["checkpoint"]["keep_last"] = 1
     values["optim"] = {"embeddings": {"lr": 0.5}, "dense": {"lr": 0.02}}  # overfits: the best are early
     driver.train(values)
@@ -311,20 +291,15 @@ def test_keeps_the_last_and_the_best(folder, tmp_path):
 
 
 @pytest.mark.survive
-def test_a_full_disk_does_not_stop_training(undisturbed, folder, tmp_path, capfd):
+def test_a_full_disk_does_not_stop_training(undisturbed, tiny_data, tmp_path, capfd):
     """The file system of the checkpoints has no room for one; then there is some."""
-    place = tmp_path / "small"
-    place.mkdir()
     size = sum(p.stat().st_size for p in checkpoints.newest(undisturbed.path).iterdir())
-    mounted = ["mount", "-t", "tmpfs", "-o", f"size={6 * size}", "tmpfs", str(place)]
-    if subprocess.run(mounted, capture_output=True).returncode:
-        pytest.skip("needs to mount a small file system")
-    try:
+    with disks.small_disk(tmp_path / "small", 6 * size) as place:
         (place / "ballast").write_bytes(bytes(int(5.2 * size)))
-        values = settings(folder, tmp_path / "run", checkpoint__dir=str(place / "checkpoints"))
+        values = settings(tiny_data, tmp_path / "run", checkpoint__dir=str(place / "checkpoints"))
 
         def make_room():
-            wait_for(lambda: any(e["error"] for e in events(tmp_path / "run", "saved")), "failed save")
+            wait_for(lambda: any(e["error"] for e in events(tmp_path / "run", "saved")), "failed save", 120)
             (place / "ballast").unlink()
 
         Thread(target=make_room, daemon=True).start()
@@ -337,16 +312,3 @@ def test_a_full_disk_does_not_stop_training(undisturbed, folder, tmp_path, capfd
         end = place / f"checkpoints/step-{STEPS:010d}"
         assert checkpoints.equal(checkpoints.newest(undisturbed.path), end) == []
         assert result.metrics["eval.auc"] == undisturbed.metrics["eval.auc"]
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
-
-
-def test_config_of_a_range_of_workers():
-    def parsed(workers):
-        return load_config({"data": {"train": "x"}, "scaling": {"num_workers": workers}}).scaling
-
-    assert (parsed(3).min_workers, parsed(3).max_workers, parsed(3).elastic) == (3, 3, False)
-    some = parsed({"min": 1, "max": 4})
-    assert (some.min_workers, some.max_workers, some.elastic) == (1, 4, True)
-    with pytest.raises(ConfigError, match=r"scaling\.num_workers\.min is 4, more than \.max, 1"):
-        parsed({"min": 4, "max": 1})

@@ -119,31 +119,13 @@ def test_nothing_more_is_read_than_is_asked_for(folder):
         "tasks=[{label: label, nulls: skip}]",
         "tasks=[{label: label, sample_weight: weight}]",
         "tasks=[{label: label, group: user}]",
+        "plan.qcomms.forward_precision=fp16",
     ],
 )
-def test_a_run_that_reads_other_columns_is_another_run(folder, tmp_path, change):
+def test_a_run_that_reads_other_columns_or_rounds_is_another_run(folder, tmp_path, change):
     config = load_config(parquet.settings(folder, tmp_path))
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    resume_config(tmp_path, None, [])
+    resume_config(tmp_path, None, ["plan.sharding_types=[row_wise]"])
     with pytest.raises(ConfigError, match="these settings affect the result") as error:
         resume_config(tmp_path, None, [change])
     assert change.partition("=")[0] in error.value.what
-
-
-def test_a_run_that_sends_in_another_precision_is_another_run(folder, tmp_path):
-    (tmp_path / "config.yaml").write_text(load_config(parquet.settings(folder, tmp_path)).to_yaml())
-    assert resume_config(tmp_path, None, ["plan.sharding_types=[row_wise]"])
-    with pytest.raises(ConfigError, match="these settings affect the result"):
-        resume_config(tmp_path, None, ["plan.qcomms.forward_precision=fp16"])
-
-
-def test_a_configuration_from_before_these_keys_is_the_same_run(folder, tmp_path):
-    import yaml
-
-    values = yaml.safe_load(load_config(parquet.settings(folder, tmp_path)).to_yaml())
-    del values["data"]["reserve_columns"], values["eval"], values["plan"]["qcomms"]
-    values["tasks"] = [
-        {k: v for k, v in t.items() if k in ("name", "label", "loss")} for t in values["tasks"]
-    ]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    assert resume_config(tmp_path, parquet.settings(folder, tmp_path), []).data.reserve_columns == []

@@ -21,19 +21,14 @@ STILL = ["optim.embeddings.lr=1e-30", "optim.dense.lr=1e-30"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return parquet.dataset(tmp_path_factory.mktemp("warm") / "d")
-
-
-@pytest.fixture(scope="module")
-def first(folder, tmp_path_factory):
+def first(tiny_data, tmp_path_factory):
     place = tmp_path_factory.mktemp("first")
-    return driver.train(parquet.settings(folder, place / "run", train__epochs=2))
+    return driver.train(parquet.settings(tiny_data, place / "run", train__epochs=2))
 
 
 @pytest.mark.survive
 @pytest.mark.parametrize("workers", [1, 2])
-def test_goes_on_with_the_weights(first, folder, tmp_path, workers):
+def test_goes_on_with_the_weights(first, tiny_data, tmp_path, workers):
     """A warm start that learns nothing ends with the first run's figures; on other data, by another plan."""
     new = parquet.write(tmp_path / "new", 1500, seed=77)
     changes = [f"data.train={new}", f"run.dir={tmp_path / 'run'}", f"scaling.num_workers={workers}", *STILL]
@@ -45,18 +40,18 @@ def test_goes_on_with_the_weights(first, folder, tmp_path, workers):
 
 
 @pytest.mark.survive
-def test_with_a_config_of_its_own_and_again(first, folder, tmp_path):
-    settings = parquet.settings(folder, tmp_path / "second")
+def test_with_a_config_of_its_own_and_again(first, tiny_data, tmp_path):
+    settings = parquet.settings(tiny_data, tmp_path / "second")
     second = driver.train(settings, start_from=first.path / "checkpoints")
     assert second.metrics["eval.logloss"] != pytest.approx(first.metrics["eval.logloss"], abs=1e-6)
     again = driver.train(None, [f"run.dir={tmp_path / 'third'}", *STILL], start_from=second.path)
     assert again.metrics["eval.logloss"] == pytest.approx(second.metrics["eval.logloss"], abs=1e-6)
 
 
-def test_what_does_not_fit(first, folder, tmp_path):
+def test_what_does_not_fit(first, tiny_data, tmp_path):
     def fails(kind, says, start_from=first.path, **changes):
         with pytest.raises(kind, match=says):
-            settings = parquet.settings(folder, tmp_path / "run", **changes)
+            settings = parquet.settings(tiny_data, tmp_path / "run", **changes)
             driver.train(settings, start_from=start_from)
 
     fails(ConfigError, r"model.top_mlp is \[8\], and the checkpoint has \[16\]", model__top_mlp=[8])
@@ -68,9 +63,9 @@ def test_what_does_not_fit(first, folder, tmp_path):
 
 
 @pytest.mark.survive
-def test_partitions_and_transforms_in_a_run(folder, tmp_path):
+def test_partitions_and_transforms_in_a_run(tiny_data, tmp_path):
     """Raw columns, by day, become the very run that their prepared form gives."""
-    whole = pq.read_table(folder / "train")
+    whole = pq.read_table(tiny_data / "train")
     rows = len(whole)
     names = pa.array([f"user {i}" for i in range(40)])
     raw = whole.set_column(
@@ -81,14 +76,14 @@ def test_partitions_and_transforms_in_a_run(folder, tmp_path):
         path.mkdir(parents=True)
         pq.write_table(raw.slice(start, count), path / "a.parquet", row_group_size=300)
     (tmp_path / "users.txt").write_text("\n".join(names.to_pylist()))
-    plain = parquet.settings(folder, tmp_path / "a", train__max_steps=10)
+    plain = parquet.settings(tiny_data, tmp_path / "a", train__max_steps=10)
     plain["data"] |= {"shuffle": "none", "valid": None, "test": None}
     settings = json.loads(json.dumps(plain))
     settings["run"]["dir"] = str(tmp_path / "b")
     settings["data"] |= {
         "train": str(tmp_path / "raw"),
         "partitions": {"to": "date=2026-11-02"},
-        "schema": str(folder / "schema.yaml"),
+        "schema": str(tiny_data / "schema.yaml"),
         "transforms": [
             {
                 "do": "lookup_vocabulary",
@@ -117,9 +112,9 @@ def changed_schema(folder, tmp_path, **rows):
     return path
 
 
-def test_tables_that_have_grown_or_begin_anew(first, folder, tmp_path, capfd):
+def test_tables_that_have_grown_or_begin_anew(first, tiny_data, tmp_path, capfd):
     """user: 40 rows became 50; tag begins with initial values. What both have is kept, state included."""
-    schema = changed_schema(folder, tmp_path, user=50)
+    schema = changed_schema(tiny_data, tmp_path, user=50)
     changes = {
         "warm_start.tables": "{'us*': resize, tag: new}",
         "warm_start.optimizer": "true",

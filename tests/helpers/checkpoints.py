@@ -17,6 +17,25 @@ def about(folder):
     return json.loads((Path(folder) / "checkpoint.json").read_text())["about"]
 
 
+def progress(step, **changes):
+    """How far a run is, as `about` in the index of a checkpoint has it."""
+    begun = {"step": step, "rows": 128 * step, "trained": 128.0 * step, "nan_steps": 0, "window": {}}
+    times = {"seconds": 1.5, "timed_rows": 128 * step, "evaluation": None, "early_stopping": {}}
+    return begun | times | changes
+
+
+def index_alone(root, step, **about):
+    """The folder of a checkpoint that has an index and nothing else."""
+    from raytrec.checkpoint.files import folder_of
+    from raytrec.checkpoint.index import write_index
+
+    folder = folder_of(str(root), step)
+    Path(folder).mkdir(parents=True)
+    about = {"progress": progress(step), "data": "", "config": {}, "schema": ""} | about
+    write_index(folder, {"attempt": f"a{step}", "block_bytes": 1 << 22, "tensors": {}, "about": about})
+    return folder
+
+
 def whole(folder):
     """{name: tensor} of a checkpoint folder, every tensor put together from its chunks; each value once."""
     folder, out = Path(folder), {}

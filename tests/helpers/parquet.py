@@ -49,6 +49,16 @@ def write(folder, rows, seed, row_group=300, files=2):
     return folder
 
 
+def change(path, column, values, **settings):
+    """Writes a file again with other values of a column: {row: value}; settings of write_table."""
+    changed = pq.read_table(path)
+    column_values = changed[column].to_numpy().copy()
+    for row, value in values.items():
+        column_values[row] = value
+    place = changed.column_names.index(column)
+    pq.write_table(changed.set_column(place, column, [column_values]), path, **settings)
+
+
 def dataset(folder, train=2000, valid=501, test=1003):
     """train/, valid/, test/ and schema.yaml."""
     folder = Path(folder)

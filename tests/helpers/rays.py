@@ -31,6 +31,15 @@ class Rays:
         self.gpus = None
 
 
+def workers():
+    """Process ids of the Ray Train workers that are alive."""
+    import ray
+
+    actors = ray._private.state.actors().values()
+    alive = [each for each in actors if each["State"] == "ALIVE"]
+    return sorted(each["Pid"] for each in alive if each["ActorClassName"] == "RayTrainWorker")
+
+
 @contextmanager
 def _started(gpus):
     """A local Ray on loopback with 6 logical CPUs and, as far as it knows, so many GPUs."""

@@ -3,8 +3,8 @@
 import contextlib
 import json
 import warnings
-from pathlib import Path
 
+import checkpoints
 import parquet
 import recorded
 import torch
@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 
 from raytrec.checkpoint.storage import ShardWriter
 from raytrec.config.run_config import load_config
-from raytrec.config.schema import Schema
 from raytrec.data.contents import fingerprint, look_at_all
 from raytrec.driver.datasets import open_data
 
@@ -35,30 +34,12 @@ def make(run, data):
     (run / "config.yaml").write_text(config.to_yaml())
     schema, datasets = open_data(config)
     (run / "schema.yaml").write_text(schema.to_yaml())
-    note = {
-        "pid": 1,
-        "started": 1,
-        "host": "elsewhere",
-        "job": None,
-        "unix_s": 1.8e9,
-        "status": "STOPPED",
-        "error": None,
-    }
-    (run / "driver.json").write_text(json.dumps(note))
+    note = {"pid": 1, "started": 1, "host": "elsewhere", "job": None, "unix_s": 1.8e9}
+    (run / "driver.json").write_text(json.dumps(note | {"status": "STOPPED", "error": None}))
     about = {
         "name": "recorded",
         "saved_unix_s": 1.8e9,
-        "progress": {
-            "step": STEP,
-            "rows": 384,
-            "trained": 384,
-            "nan_steps": 0,
-            "window": {"rows": 0.0},
-            "seconds": 1.5,
-            "timed_rows": 384,
-            "evaluation": None,
-            "early_stopping": {},
-        },
+        "progress": checkpoints.progress(STEP, window={"rows": 0.0}),
         "evaluation": None,
         "data": fingerprint(look_at_all(datasets)["train"]),
         "config": config.model_dump(by_alias=True, mode="json"),
@@ -77,8 +58,3 @@ def make(run, data):
 def tensors():
     """What its checkpoint holds."""
     return {name: torch.ones(shape) for name, shape in TENSORS.items()}
-
-
-def schema_of(data):
-    """The schema next to its data."""
-    return Schema.load(Path(data) / "schema.yaml")

@@ -16,6 +16,8 @@ import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rays import workers
+from waiting import wait_for
 
 from raytrec.common.errors import DataError
 from raytrec.driver import run as driver
@@ -105,25 +107,12 @@ def test_bad_rows_unknown_ids_empty_files_and_more_workers_than_files(run, tmp_p
     assert none.num_rows == 0 and none.schema.equals(found.schema)
 
 
-def workers():
-    """Process ids of the Ray Train workers of this test's own cluster."""
-    import ray
-
-    actors = ray._private.state.actors().values()
-    return sorted(
-        a["Pid"] for a in actors if a["ActorClassName"] == "RayTrainWorker" and a["State"] == "ALIVE"
-    )
-
-
 def kill_when(written, out, everybody):
     """Kills a worker, or all of them, when so many files have been written; in a thread."""
 
     def go():
-        deadline = time.monotonic() + 120
-        while len(list(Path(out).rglob("*.parquet"))) < written and time.monotonic() < deadline:
-            time.sleep(0.01)
-        found = workers()
-        for pid in found if everybody else found[:1]:
+        wait_for(lambda: len(list(Path(out).rglob("*.parquet"))) >= written, "file", 120)
+        for pid in workers()[: None if everybody else 1]:
             os.kill(pid, signal.SIGKILL)
 
     thread = Thread(target=go, daemon=True)
@@ -161,17 +150,18 @@ def test_the_driver_is_killed_twice_at_random(run, folder, made, tmp_path):
     words = ["--data", folder / "test", "--out", tmp_path / "out", "--columns", "row,tags", "--columns=label"]
     command = [sys.executable, "-m", "raytrec", "predict", *map(str, [run.path, *words]), "--json"]
     chance, kept = random.Random(4), 0
+
+    def files():
+        return list((tmp_path / "out").glob("large/part-*.parquet"))
+
     for _ in range(2):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 200
-        while process.poll() is None and len(list((tmp_path / "out").glob("large/part-*.parquet"))) <= kept:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: process.poll() is not None or len(files()) > kept, "next file", 200)  # noqa: B023
         time.sleep(chance.uniform(0, 0.3))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        kept = len(list((tmp_path / "out").glob("large/part-*.parquet")))
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("large/part-*.parquet")}
+        kept = len(files())
+    before = {path: path.stat().st_mtime_ns for path in files()}
     last = subprocess.run(command, capture_output=True, text=True)
     assert last.returncode == 0, last.stderr
     assert outputs(tmp_path / "out") == outputs(made.path)

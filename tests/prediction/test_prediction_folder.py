@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import checkpoints
 import numpy as np
 import parquet
 import pyarrow as pa
@@ -15,7 +16,6 @@ import pytest
 from typer.testing import CliRunner
 
 from raytrec.checkpoint.files import folder_of
-from raytrec.checkpoint.index import write_index
 from raytrec.cli import app
 from raytrec.common.errors import ConfigError, DataError, RaytrecError, RunError
 from raytrec.common.leftovers import owner
@@ -27,23 +27,18 @@ from raytrec.prediction.predict import predict
 from raytrec.prediction.spans import cut_spans
 from raytrec.prediction.writer import SpanWriter, assemble, of_files
 
-PROGRESS = {"rows": 1, "trained": 1.0, "nan_steps": 0, "window": {}, "seconds": 0.0, "timed_rows": 0}
-PROGRESS |= {"early_stopping": {}}
-
 
 def save(root, step, auc, **changes):
     """A checkpoint, as far as the driver reads it."""
-    folder = folder_of(str(root), step)
-    Path(folder).mkdir(parents=True)
     config = load_config(parquet.settings("/data", root.parent) | changes, ["data.global_batch_size=16"])
-    about = {
-        "config": config.model_dump(by_alias=True, mode="json"),
-        "schema": parquet.SCHEMA_YAML.replace("user: {rows: 40, dim: 8}", HASHED),
-        "data": "",
-        "progress": PROGRESS | {"step": step, "evaluation": {"auc": auc}},
-        "evaluation": {"auc": auc},
-    }
-    write_index(folder, {"attempt": f"a{step}", "block_bytes": 1 << 22, "tensors": {}, "about": about})
+    checkpoints.index_alone(
+        root,
+        step,
+        config=config.model_dump(by_alias=True, mode="json"),
+        schema=parquet.SCHEMA_YAML.replace("user: {rows: 40, dim: 8}", HASHED),
+        progress=checkpoints.progress(step, evaluation={"auc": auc}),
+        evaluation={"auc": auc},
+    )
 
 
 HASHED = "user: {rows: 40, dim: 8, out_of_range: hash}"
