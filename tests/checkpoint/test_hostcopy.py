@@ -4,13 +4,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from checkpoints import equal, whole
+from checkpoints import equal, restored, save, whole
 from ranks import on_ranks
-from small import SCHEMA, batches, config, train
+from small import batches, build, config, train
 from standin import cuda
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from raytrec.checkpoint.hostcopy import HostCopy
+from raytrec.checkpoint.save import Saver
+from raytrec.checkpoint.state import LogicalState
+from raytrec.config.training import CheckpointSection
 
 SIZES = (1025, 5, 1 << 20, (1 << 20) + 3, 3_000_001, 0)  # values; powers of two and what is just above
 
@@ -91,16 +94,15 @@ def test_ranks_without_a_gpu_do_not_touch_cuda():
     assert same(copies, tensors), "the pages go with the last tensor"
 
 
-def trained(rank, world, plan, optimizer, device, root, asynchronous):
-    """Trains and saves."""
-    from raytrec.checkpoint.save import Saver
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.training import CheckpointSection
-    from raytrec.worker.build import build_step
-
+def step_on(world, plan, optimizer, device):
     settings = config(world, plan, optimizer)
     settings.optim.dense.name = "adam"  # whose count of steps is in host memory
-    step = build_step(settings, SCHEMA, torch.device(device))[0]
+    return build(settings, device=device)
+
+
+def trained(rank, world, plan, optimizer, device, root, asynchronous):
+    """Trains and saves."""
+    step = step_on(world, plan, optimizer, device)
     state = LogicalState(step.model, step.optimizer)
     train(step, batches(3, rank, world)[1])
     saver = Saver(root, CheckpointSection(async_save=asynchronous))
@@ -118,25 +120,9 @@ def trained(rank, world, plan, optimizer, device, root, asynchronous):
 
 def resumed(rank, world, plan, optimizer, device, root, target):
     """Restores, and saves what it has restored."""
-    from raytrec.checkpoint.restore import restore
-    from raytrec.checkpoint.save import Saver
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.training import CheckpointSection
-    from raytrec.worker.build import build_step
-
-    settings = config(world, plan, optimizer)
-    settings.optim.dense.name = "adam"
-    step = build_step(settings, SCHEMA, torch.device(device))[0]
-    state = LogicalState(step.model, step.optimizer)
-    found = restore(root, state)
-    assert found.folder and not found.passed_over
-    saver = Saver(target, CheckpointSection())
-    saver.save(3, state.tensors(), {})
-    saved = saver.taken()
-    saver.close()
-    if saved.error:
-        raise saved.error
-    return saved.folder
+    step = step_on(world, plan, optimizer, device)
+    restored(root, step)
+    return save(target, step, 3)
 
 
 ROW_WISE, TABLE_WISE, COPIES = ({"sharding_type": way} for way in ("row_wise", "table_wise", "data_parallel"))

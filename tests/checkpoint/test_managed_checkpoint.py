@@ -1,17 +1,33 @@
 """Managed ids are saved in the middle of a run whose pipeline is ahead, and taken over by other ranks."""
 
+from threading import Event
+
 import checkpoints
 import pytest
 import torch
 from managed_ids import ROWS, SEED, SPARSE, STEPS, TABLES, raw_batches, schema, settings
 from plain_ids import PlainIds, key
 from ranks import on_ranks
+from small import build
 
 from raytrec.checkpoint.files import folder_of
+from raytrec.checkpoint.index import read_index
+from raytrec.checkpoint.managed import ids_to_read, saved_ids, stored_rows, take_over_ids
+from raytrec.checkpoint.restore import restore
+from raytrec.checkpoint.save import Saver
+from raytrec.checkpoint.state import LogicalState
 from raytrec.checkpoint.table_starts import table_starts
+from raytrec.checks.parity.batches import cuts, local_batch
 from raytrec.common.errors import SchemaError
+from raytrec.config.training import CheckpointSection
+from raytrec.worker.checkpointing import watch_rows
+from raytrec.worker.initial_state import begin
 
 MIDDLE = 3
+
+
+def own_batches(rank, world):
+    return [local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
 
 
 def run(rank, world, sharding, root, first, last, drained=()):
@@ -20,22 +36,15 @@ def run(rank, world, sharding, root, first, last, drained=()):
     Args:
         drained: steps after which the pipeline is asked to run empty.
     """
-    from raytrec.checkpoint.managed import ids_to_read, saved_ids, take_over_ids
-    from raytrec.checkpoint.restore import restore
-    from raytrec.checkpoint.save import Saver
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.checks.parity.batches import cuts, local_batch
-    from raytrec.worker.build import build_step
-
     made = settings(world, {"sharding_type": sharding}, "adagrad")
-    step, _ = build_step(made, schema(), torch.device("cpu"))
+    step = build(made, schema())
     state, saver = LogicalState(step.model, step.optimizer), Saver(root, made.checkpoint)
     found = restore(root, state, more=lambda about: ids_to_read(about, step.maps))
     assert bool(found.folder) == bool(first)
     if found.folder:
         take_over_ids(step.maps, found.more, found.about)
         step.trained = first
-    local = [local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
+    local = own_batches(rank, world)
     # All batches are there to be taken ahead; the pipeline runs empty before the middle is saved.
     step.drain_every, ahead = MIDDLE, []
     for number, _ in enumerate(step.train(iter(local[first:]), STEPS - first), first + 1):
@@ -105,9 +114,6 @@ def test_a_pipeline_that_is_drained_trains_the_same(undisturbed, tmp_path):
 
 
 def test_rows_of_a_checkpoint_without_any_ranks(undisturbed):
-    from raytrec.checkpoint.index import read_index
-    from raytrec.checkpoint.managed import stored_rows
-
     folder = folder_of(undisturbed, STEPS)
     stored, index = ids_of(folder), read_index(folder)
     for name in schema().managed:
@@ -118,24 +124,15 @@ def test_rows_of_a_checkpoint_without_any_ranks(undisturbed):
 
 def saved_beside(rank, world, root):
     """Saves at the middle while nothing else happens, and once more while ids get rows of others; folders."""
-    from threading import Event
-
-    from raytrec.checkpoint.save import Saver
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.checks.parity.batches import cuts, local_batch
-    from raytrec.config.training import CheckpointSection
-    from raytrec.worker.build import build_step
-    from raytrec.worker.checkpointing import watch_rows
-
     made = settings(world, {"sharding_type": "row_wise"}, "adagrad")
-    step, _ = build_step(made, schema(), torch.device("cpu"))
+    step = build(made, schema())
     state, go = LogicalState(step.model, step.optimizer), Event()
     rows = watch_rows(step, state, lambda: None)
     plain = rows.pieces
     rows.pieces = lambda *a, **k: go.wait(20) and plain(*a, **k)
     alone = Saver(f"{root}/alone", CheckpointSection(async_save=False))
     beside = Saver(f"{root}/next", CheckpointSection(), rows=rows)
-    local = [local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
+    local = own_batches(rank, world)
     for number, _ in enumerate(step.train(iter(local), STEPS), 1):
         if number == MIDDLE:
             alone.save(number, state.tensors(), {})
@@ -151,19 +148,17 @@ def test_rows_that_begin_anew_while_they_are_saved(tmp_path):
 
 def warmed(rank, world, folder):
     """Begins with what is in a checkpoint, and trains from its own first step; (ids and rows, last steps)."""
-    from raytrec.checks.parity.batches import cuts, local_batch
-    from raytrec.worker.build import build_step
-    from raytrec.worker.initial_state import begin
-
     made = settings(world, {"sharding_type": "row_wise"}, "adagrad")
     made.warm_start.from_ = folder
-    step, _ = build_step(made, schema(), torch.device("cpu"), fill=False)
+    step = build(made, schema())
     begin(step, made, schema())
     states = {name: part.state().rows.in_order() for name, part in step.maps.items()}
-    local = [local_batch(b, schema(), cuts(ROWS, world, "unequal"), rank) for b in raw_batches()]
+    local = own_batches(rank, world)
     assert len(list(step.train(iter(local), STEPS))) == STEPS
-    return {name: (e.keys.tolist(), e.fields["row"].tolist(), e.fields["last"].tolist())
-            for name, e in states.items()}  # fmt: skip
+    return {
+        name: [values.tolist() for values in (e.keys, e.fields["row"], e.fields["last"])]
+        for name, e in states.items()
+    }
 
 
 def test_a_warm_start_takes_the_ids_over(undisturbed):

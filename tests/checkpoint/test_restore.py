@@ -1,4 +1,5 @@
-"""What was saved under one plan comes back under every other, to the last bit."""
+"""What was saved under one plan comes back under every other, to the last bit; also where tables are then
+looked up id by id."""
 
 import itertools
 import shutil
@@ -8,9 +9,10 @@ import checkpoints
 import pytest
 import torch
 from ranks import on_ranks
-from small import SCHEMA, batches, build, config, initial_rows, train
+from small import SCHEMA, a_schema, batches, build, config, initial_rows, train
 
-from raytrec.config.schema import Schema
+from raytrec.config.features import resolve_features
+from raytrec.config.models import PythonSection
 
 # (world size, hosts, plan for all tables). Kernels differ, too.
 PLANS = {
@@ -26,6 +28,17 @@ PLANS = {
     "data-parallel@3": (3, 1, {"sharding_type": "data_parallel"}),
     "table-wise@1": (1, 1, {"sharding_type": "table_wise"}),
 }
+# The same of a model that reads sums of bags, or a sequence id by id.
+BY_ID = {
+    "bags row-wise@2": (2, 1, {"sharding_type": "row_wise"}),
+    "ids column-wise@2": (2, 1, {"sharding_type": "column_wise"}),
+    "ids data-parallel@1": (1, 1, {"sharding_type": "data_parallel"}),
+    "bags grid@2": (2, 1, {"sharding_type": "grid_shard"}),
+    "ids row-wise@4": (4, 1, {"sharding_type": "row_wise"}),
+    "ids table-wise@2": (2, 1, {"sharding_type": "table_wise", "compute_kernel": "dense"}),
+}
+SEQUENCES = SCHEMA.model_copy(deep=True)
+SEQUENCES.sparse["friends"].pooling = "sequence"  # of user's table; at most 4 ids a row
 COLUMNS = ("grid@3", "column-wise@2")  # row-wise Adagrad is refused for these
 OPTIMIZERS = {
     "sgd": list(PLANS),
@@ -43,50 +56,36 @@ FEW = {
 }
 
 
-def settings(name, optimizer):
-    world, _, plan = PLANS[name]
+def step_of(name, optimizer, rank):
+    """(a Step of a plan, its part of five batches)."""
+    world, _, plan = (PLANS | BY_ID)[name]
     if optimizer == "mixed":
-        out = config(world, plan, "sgd", tables=MIXED, ema=0.7)
+        settings = config(world, plan, "sgd", tables=MIXED, ema=0.7)
     else:
-        out = config(world, plan, optimizer)
-    out.optim.dense.name = "adam" if optimizer in ("adam", "mixed") else "adagrad"
-    return out
+        settings = config(world, plan, optimizer)
+    settings.optim.dense.name = "adam" if optimizer in ("adam", "mixed") else "adagrad"
+    schema, features = SCHEMA, None
+    if name in BY_ID:
+        length = 4 if name.startswith("ids") else None
+        settings.model = PythonSection(name="mean_model:MeanModel", max_length=length)
+        schema, features = SEQUENCES, resolve_features(SEQUENCES, settings.model)
+    return build(settings, schema), batches(5, rank, world, schema=schema, features=features)[1]
 
 
 def saved(rank, world, name, optimizer, root):
     """Trains a little and saves."""
-    from raytrec.checkpoint.save import Saver
-    from raytrec.checkpoint.state import LogicalState
-
-    config = settings(name, optimizer)
-    step = build(config)
-    state = LogicalState(step.model, step.optimizer)
-    train(step, batches(3, rank, world)[1])
-    saver = Saver(root, config.checkpoint)
-    saver.save(3, state.tensors(), {})
-    outcome = saver.taken()
-    if outcome.error:
-        raise outcome.error
-    return outcome.folder
+    step, local = step_of(name, optimizer, rank)
+    train(step, local[:3])
+    return checkpoints.save(root, step, 3)
 
 
 def passed_on(rank, world, name, optimizer, source, root):
     """Restores, and saves again what it has restored; then trains on."""
-    from raytrec.checkpoint.restore import restore
-    from raytrec.checkpoint.save import Saver
-    from raytrec.checkpoint.state import LogicalState
-
-    config = settings(name, optimizer)
-    step = build(config)
-    state = LogicalState(step.model, step.optimizer)
-    found = restore(source, state)
-    saver = Saver(root, config.checkpoint)
-    saver.save(3, state.tensors(), {})
-    assert found.folder and not found.passed_over
-    assert saver.taken().error is None
-    train(step, batches(5, rank, world)[1][3:])
-    saver.save(5, state.tensors(), {})
-    assert saver.taken().error is None
+    step, local = step_of(name, optimizer, rank)
+    checkpoints.restored(source, step)
+    checkpoints.save(root, step, 3)
+    train(step, local[3:])
+    checkpoints.save(root, step, 5)
 
 
 @pytest.mark.survive
@@ -103,8 +102,22 @@ def test_plans_hand_over_to_the_next(optimizer, tmp_path):
     hand_over(FEW[optimizer], optimizer, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "plans"),
+    [
+        ("adagrad", list(BY_ID)[:2]),
+        pytest.param("adam", list(BY_ID), marks=pytest.mark.survive),
+        pytest.param("sgd", list(BY_ID), marks=pytest.mark.survive),
+    ],
+)
+def test_tables_go_from_bags_to_ids_and_back(optimizer, plans, tmp_path):
+    """What was saved before tables of sequences were looked up id by id is restored into them."""
+    hand_over(plans, optimizer, tmp_path)
+
+
 def hand_over(plans, optimizer, tmp_path):
-    first = on_ranks(PLANS[plans[0]][0], saved, plans[0], optimizer, str(tmp_path / "0"))[0]
+    known = PLANS | BY_ID
+    first = on_ranks(known[plans[0]][0], saved, plans[0], optimizer, str(tmp_path / "0"))[0]
     values = checkpoints.whole(first)
     kinds = {"sgd": 1, "adagrad": 2, "rowwise_adagrad": 2, "adam": 4, "mixed": 3}[optimizer]
     assert sum(name.startswith("tables/") for name in values) == kinds * len(SCHEMA.tables)
@@ -113,7 +126,7 @@ def hand_over(plans, optimizer, tmp_path):
     assert all(value.abs().sum() > 0 for value in values.values())
     ends = {}
     for number, name in enumerate(plans[1:] + plans[:1]):
-        world, hosts, _ = PLANS[name]
+        world, hosts, _ = known[name]
         source, target = str(tmp_path / str(number)), str(tmp_path / str(number + 1))
         on_ranks(world, passed_on, name, optimizer, source, target, hosts=hosts)
         folder = f"{target}/step-{3:010d}"
@@ -126,14 +139,9 @@ def hand_over(plans, optimizer, tmp_path):
             torch.testing.assert_close(b[key], value, rtol=2e-4, atol=2e-5, msg=f"{one} → {other}: {key}")
 
 
-BIG = Schema.parse(
-    {
-        "labels": ["y"],
-        "dense": ["a"],
-        "sparse": {"user": {"table": "user"}},
-        "tables": {"user": {"rows": 4_000_000, "dim": 16}},  # 244 MiB, and 15 MiB of state
-    },
-    "big",
+BIG = a_schema(
+    sparse={"user": {"table": "user"}},
+    tables={"user": {"rows": 4_000_000, "dim": 16}},  # 244 MiB, and 15 MiB of state
 )
 
 
@@ -151,27 +159,15 @@ def big_step(world, sharding, fill):
 
 
 def save_big(rank, world, root):
-    from raytrec.checkpoint.save import Saver
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.training import CheckpointSection
-
-    step = big_step(world, "row_wise", True)
-    saver = Saver(root, CheckpointSection(async_save=False))
-    saver.save(1, LogicalState(step.model, step.optimizer).tensors(), {})
-    assert saver.taken().error is None
+    checkpoints.save(root, big_step(world, "row_wise", True), 1, async_save=False)
 
 
 def restore_big(rank, world, root):
     """(bytes that a restored rank takes at the most beyond what it took before, bytes of its shards)."""
-    from raytrec.checkpoint.restore import restore
-    from raytrec.checkpoint.state import LogicalState
-
-    big_step(1 * world, "row_wise", False)  # code and libraries that any model needs
+    big_step(world, "row_wise", False)  # code and libraries that any model needs
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    step = big_step(world, "table_wise", False)
-    state = LogicalState(step.model, step.optimizer)
-    assert restore(root, state).folder
+    state = checkpoints.restored(root, big_step(world, "table_wise", False))
     held = sum(
         shard.values.nbytes
         for table in state.tables.values()

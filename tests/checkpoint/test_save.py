@@ -9,21 +9,28 @@ from disks import small_disk
 from ranks import on_ranks
 from small import build, config
 
+from raytrec.checkpoint import files, save
 from raytrec.checkpoint.files import remove_oldest, steps
 from raytrec.checkpoint.finite import in_words, not_finite
-from raytrec.checkpoint.save import NotFinite
+from raytrec.checkpoint.index import write_index
+from raytrec.checkpoint.restore import restore
+from raytrec.checkpoint.save import NotFinite, Saver
+from raytrec.checkpoint.state import LogicalState
+from raytrec.checkpoint.storage import ShardWriter
+from raytrec.config.training import CheckpointSection
 from raytrec.metrics.selection import figures_of
+
+(BY_NE,) = [figure for figure in figures_of() if figure.key == "ne"]
+
+
+def state_of(world, sharding="row_wise"):
+    """The LogicalState of a small model."""
+    step = build(config(world, {"sharding_type": sharding}))
+    return LogicalState(step.model, step.optimizer)
 
 
 def saver(state, root, **changes):
-    from raytrec.checkpoint.save import Saver
-    from raytrec.config.run_config import load_config
-
-    return Saver(
-        str(root),
-        load_config({"data": {"train": "x"}, "checkpoint": changes}).checkpoint,
-        unbounded=state.unbounded,
-    )
+    return Saver(str(root), CheckpointSection(**changes), unbounded=state.unbounded)
 
 
 def outcome(saver, step, tensors):
@@ -33,10 +40,7 @@ def outcome(saver, step, tensors):
 
 def broken(rank, world, root, asynchronous):
     """The errors of saves of a good state, of ones of which a part is broken on rank 1, and of a good one."""
-    from raytrec.checkpoint.state import LogicalState
-
-    step = build(config(world, {"sharding_type": "row_wise"}))
-    state = LogicalState(step.model, step.optimizer)
+    state = state_of(world)
     saves, found = saver(state, root, keep_last=9, async_save=asynchronous), []
     places = {
         "weights": state.tables["user"].weight.local[0].values,
@@ -89,8 +93,6 @@ def test_what_is_looked_at():
 
 def with_a_mask(rank, world):
     """What is taken for infinite by design, of a model with a mask."""
-    from raytrec.checkpoint.state import LogicalState
-
     step = build(config(world, {"sharding_type": "row_wise"}))
     step.head.model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     state = LogicalState(step.model, step.optimizer)
@@ -104,25 +106,16 @@ def test_a_mask_is_infinite_by_design():
 
 def many(rank, world, root, keep_last, unseen):
     """(error, note, steps there are) after each of several saves."""
-    from raytrec.checkpoint import save
-    from raytrec.checkpoint.state import LogicalState
-
     if unseen:  # as under a quota
         save.free_bytes = lambda root: None
-    step = build(config(world, {"sharding_type": "row_wise"}))
-    state = LogicalState(step.model, step.optimizer)
+    state = state_of(world)
     tensors = state.tensors() | {"dense/padding/value": torch.ones(1 << 20)}  # 4 MiB
     saves, found = saver(state, root, keep_last=keep_last), []
     for number in range(1, 6):
         saved = outcome(saves, number, tensors)
         torch.distributed.barrier()
-        found.append(
-            (
-                saved.error,
-                saved.note,
-                [s for s in steps(root) if (Path(root) / f"step-{s:010d}/checkpoint.json").exists()],
-            )
-        )
+        whole = [s for s in steps(root) if (Path(root) / f"step-{s:010d}/checkpoint.json").exists()]
+        found.append((saved.error, saved.note, whole))
         torch.distributed.barrier()
     saves.close()
     return found
@@ -152,59 +145,44 @@ def test_the_only_checkpoint_stays(tmp_path, unseen):
         assert [str(e) for e, _, _ in failed] == [str(e) for e, _, _ in other[1:]], "the ranks do not agree"
         for error, _, there in failed:
             assert there == [1] and "No space left" in error.what
-            assert (
-                "a checkpoint takes 4.0 MiB" in error.expected
-                and "keep_last=1 needs room for two" in error.do
-            )
+            assert "takes 4.0 MiB" in error.expected and "keep_last=1 needs room for two" in error.do
         assert checkpoints.whole(place / "c/step-0000000001")["dense/padding/value"].sum() == 1 << 20
 
 
-def test_the_oldest_goes_but_neither_the_newest_nor_the_best(tmp_path):
-    from raytrec.checkpoint.index import write_index
+def write(root, step, ne):
+    """A checkpoint without tensors, evaluated."""
+    folder = Path(files.folder_of(str(root), step))
+    folder.mkdir(exist_ok=True)
+    about = {"evaluation": {"ne": ne}}
+    write_index(str(folder), {"attempt": "a", "block_bytes": 8, "tensors": {}, "about": about})
 
+
+def test_the_oldest_goes_but_neither_the_newest_nor_the_best(tmp_path):
     for step, ne in ((1, 0.9), (2, 0.5), (3, 0.8), (4, 0.7)):
-        folder = tmp_path / f"step-{step:010d}"
-        folder.mkdir()
-        about = {"evaluation": {"ne": ne}}
-        write_index(str(folder), {"attempt": "a", "block_bytes": 8, "tensors": {}, "about": about})
-    (by,) = [figure for figure in figures_of() if figure.key == "ne"]
-    gone = [remove_oldest(str(tmp_path), 1, by) for _ in range(3)]
+        write(tmp_path, step, ne)
+    gone = [remove_oldest(str(tmp_path), 1, BY_NE) for _ in range(3)]
     assert [g and g[-1] for g in gone] == ["1", "3", None]
     assert steps(str(tmp_path)) == [4, 2]
 
 
 def test_an_index_is_read_again_only_when_it_is_another_one(tmp_path, monkeypatch):
-    from raytrec.checkpoint import files
-    from raytrec.checkpoint.index import write_index
-
-    def write(step, ne):
-        folder = tmp_path / f"step-{step:010d}"
-        folder.mkdir(exist_ok=True)
-        about = {"evaluation": {"ne": ne}}
-        write_index(str(folder), {"attempt": "a", "block_bytes": 8, "tensors": {}, "about": about})
-
-    read = []
-    original = files.read_index
+    read, original = [], files.read_index
     monkeypatch.setattr(files, "read_index", lambda folder: read.append(folder[-1]) or original(folder))
-    (by,) = [figure for figure in figures_of() if figure.key == "ne"]
     for step in (1, 2, 3):
-        write(step, 0.5 + step / 10)
-    files.keep(str(tmp_path), 3, 0, by)
+        write(tmp_path, step, 0.5 + step / 10)
+    files.keep(str(tmp_path), 3, 0, BY_NE)
     assert read == ["3", "2", "1"]
-    write(4, 0.1)
-    files.keep(str(tmp_path), 3, 0, by)
+    write(tmp_path, 4, 0.1)
+    files.keep(str(tmp_path), 3, 0, BY_NE)
     assert read[3:] == ["4"] and steps(str(tmp_path)) == [4, 3, 2]
-    write(2, 0.05)
-    files.keep(str(tmp_path), 1, 1, by)
+    write(tmp_path, 2, 0.05)
+    files.keep(str(tmp_path), 1, 1, BY_NE)
     assert read[4:] == ["2"] and steps(str(tmp_path)) == [4, 2]
 
 
 def again(rank, world, root):
     """A save of a step that has been saved before."""
-    from raytrec.checkpoint.state import LogicalState
-
-    step = build(config(world, {"sharding_type": "row_wise"}))
-    state = LogicalState(step.model, step.optimizer)
+    state = state_of(world)
     saves = saver(state, root)
     errors = [outcome(saves, 7, state.tensors()).error for _ in range(2)]
     saves.close()
@@ -219,12 +197,7 @@ def test_a_step_that_is_saved_again_takes_no_more_room(tmp_path):
 
 def refusing(rank, world, root):
     """What restoring makes of a newest checkpoint that is not finite."""
-    from raytrec.checkpoint import save
-    from raytrec.checkpoint.restore import restore
-    from raytrec.checkpoint.state import LogicalState
-
-    step = build(config(world, {"sharding_type": "row_wise"}))
-    state = LogicalState(step.model, step.optimizer)
+    state = state_of(world)
     saves = saver(state, root)
     errors = [outcome(saves, 1, state.tensors()).error]
     save.not_finite, kept = lambda *_: [], save.not_finite  # as earlier versions saved
@@ -246,11 +219,8 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(tmp_path):
 
 def planned(rank, world, root):
     """What this rank sends to rank 0 before a save: its plan."""
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.checkpoint.storage import ShardWriter
 
-    step = build(config(world, {"sharding_type": "table_wise"}))
-    state, sent, prepare = LogicalState(step.model, step.optimizer), [], ShardWriter.prepare_local_plan
+    state, sent, prepare = state_of(world, "table_wise"), [], ShardWriter.prepare_local_plan
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardWriter, "prepare_local_plan", lambda self, p: sent.append(p) or prepare(self, p))
         assert outcome(saver(state, root), 1, state.tensors()).error is None

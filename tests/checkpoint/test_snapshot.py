@@ -4,8 +4,14 @@ from threading import Event, Timer
 
 import checkpoints
 import pytest
+import torch
 from ranks import on_ranks
 from small import batches, build, config, train
+
+from raytrec.checkpoint import snapshot
+from raytrec.checkpoint.save import Saver
+from raytrec.checkpoint.state import LogicalState
+from raytrec.config.training import CheckpointSection
 
 WAYS = {
     "rows": ({"sharding_type": "row_wise"}, "rowwise_adagrad", 2),
@@ -26,11 +32,6 @@ def saved(rank, world, plan, optimizer, root, room):
     Returns:
         The folders, the names that were copied, and how often training has reported that it waits.
     """
-    from raytrec.checkpoint import snapshot
-    from raytrec.checkpoint.save import Saver
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.training import CheckpointSection
-
     step = build(config(world, plan, optimizer))
     state, local = LogicalState(step.model, step.optimizer), batches(8, rank, world)[1]
     go, waits = Event(), []
@@ -42,9 +43,7 @@ def saved(rank, world, plan, optimizer, root, room):
         plain = rows.pieces
         patch.setattr(rows, "pieces", lambda *a, **k: go.wait(20) and plain(*a, **k))
         train(step, local[:3])
-        alone = Saver(f"{root}/alone", CheckpointSection(async_save=False))
-        alone.save(3, state.tensors(), {})
-        folders = [alone.taken().folder]
+        folders = [checkpoints.save(f"{root}/alone", step, 3, async_save=False)]
         beside = Saver(f"{root}/next", CheckpointSection(), rows=rows)
         for number, batch in enumerate(local[3:5]):  # twice: places are used again
             beside.save(3 + number, state.tensors(), {})
@@ -57,45 +56,30 @@ def saved(rank, world, plan, optimizer, root, room):
                 raise outcome.error
             folders.append(outcome.folder)
             if not number:
-                alone.save(4, state.tensors(), {})
-                folders.append(alone.taken().folder)
+                folders.append(checkpoints.save(f"{root}/alone", step, 4, async_save=False))
             go.clear()
     copied = {name for name, *_ in beside._host._layout}
     assert all(not shard._aside and not len(shard._slots) for shard in rows._shards.values())
     return folders, copied, len(waits)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_saved_beside_training_is_what_would_be_saved_alone(way, tmp_path):
+@pytest.mark.parametrize("way,room", [*((way, None) for way in WAYS), ("rows", 100)])
+def test_what_is_saved_beside_training_is_what_would_be_saved_alone(way, room, tmp_path):
     plan, optimizer, world = WAYS[way]
-    (folders, copied, waits), *_ = on_ranks(world, saved, plan, optimizer, str(tmp_path), None)
+    found = on_ranks(world, saved, plan, optimizer, str(tmp_path), room)
+    folders, copied, _ = found[0]
     alone, beside, later_alone, later_beside = folders
     assert checkpoints.equal(alone, beside) == [] == checkpoints.equal(later_alone, later_beside)
     assert checkpoints.equal(alone, later_alone) != [], "the step in between has changed something"
     assert any(name.startswith("tables/") for name in copied) == (way in ("a dense update", "copies"))
-    assert not waits
-
-
-def test_training_waits_where_no_more_rows_can_be_set_aside(tmp_path):
-    plan, optimizer, world = WAYS["rows"]
-    found = on_ranks(world, saved, plan, optimizer, str(tmp_path), 100)
-    alone, beside, later_alone, later_beside = found[0][0]
-    assert checkpoints.equal(alone, beside) == [] == checkpoints.equal(later_alone, later_beside)
-    assert all(waits for _, _, waits in found)
+    assert all(bool(waits) == bool(room) for *_, waits in found), "it waits where no more can be set aside"
 
 
 def written(rank, world, root):
     """A save during which rows are written to other than by training."""
-    import torch
-
-    from raytrec.checkpoint.save import Saver
-    from raytrec.checkpoint.snapshot import RowSnapshot
-    from raytrec.checkpoint.state import LogicalState
-    from raytrec.config.training import CheckpointSection
-
     step = build(config(world, {"sharding_type": "row_wise"}))
     state = LogicalState(step.model, step.optimizer)
-    rows, go = RowSnapshot(step.model, state.tables), Event()
+    rows, go = snapshot.RowSnapshot(step.model, state.tables), Event()
     plain = rows.pieces
     rows.pieces = lambda *a, **k: go.wait(20) and plain(*a, **k)
     saver = Saver(root, CheckpointSection(), rows=rows)

@@ -8,6 +8,32 @@ from pathlib import Path
 import torch
 
 
+def save(root, step, number, **section):
+    """Saves a Step as the checkpoint of step `number`, with these keys of checkpoint; its folder."""
+    from raytrec.checkpoint.save import Saver
+    from raytrec.checkpoint.state import LogicalState
+    from raytrec.config.training import CheckpointSection
+
+    saver = Saver(str(root), CheckpointSection(**section))
+    saver.save(number, LogicalState(step.model, step.optimizer).tensors(), {})
+    saved = saver.taken()
+    saver.close()
+    if saved.error:
+        raise saved.error
+    return saved.folder
+
+
+def restored(root, step):
+    """The LogicalState of a Step that begins with the newest checkpoint, which is whole."""
+    from raytrec.checkpoint.restore import restore
+    from raytrec.checkpoint.state import LogicalState
+
+    state = LogicalState(step.model, step.optimizer)
+    found = restore(str(root), state)
+    assert found.folder and not found.passed_over
+    return state
+
+
 def newest(run):
     """The folder of the newest checkpoint of a run that has an index."""
     return sorted(p.parent for p in (Path(run) / "checkpoints").glob("step-*/checkpoint.json"))[-1]
@@ -59,6 +85,13 @@ def equal(one, other):
     one, other = whole(one), whole(other)
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def flip(file, place):
+    """Flips a bit of one byte of a file."""
+    content = bytearray(Path(file).read_bytes())
+    content[place] ^= 1
+    Path(file).write_bytes(content)
 
 
 def spoil(folder, name):

@@ -1,137 +1,142 @@
 """Plans by hand: what the driver refuses before any worker starts, and its messages."""
 
+from contextlib import nullcontext
+
 import pytest
+from small import a_schema
+from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.run_config import RunConfig, load_config
-from raytrec.config.schema import Schema
-from raytrec.embeddings.planner.constraints import column_parts, resolve_constraints
+from raytrec.config.features import Features
+from raytrec.config.run_config import load_config
+from raytrec.embeddings.planner.constraints import TableConstraint, column_parts, resolve_constraints
 from raytrec.embeddings.planner.disk import kernels_to_choose, move_to_files
 from raytrec.embeddings.planner.footprint import CACHED, GIB, footprint
+from raytrec.embeddings.planner.plan import ids_of_features
 from raytrec.embeddings.planner.validation import HOST_RESERVE, host_room, validate_constraints
 
 ROWS = {"user": 100, "user_tag": 50, "item": 1000, "shop": 7}
 
 
 def schema(dim=16):
-    return Schema.parse(
-        {
-            "labels": ["y"],
-            "sparse": {t: {"table": t} for t in ROWS},
-            "tables": {t: {"rows": n, "dim": dim} for t, n in ROWS.items()},
-        },
-        "test",
-    )
+    tables = {t: {"rows": n, "dim": dim} for t, n in ROWS.items()}
+    return a_schema(sparse={t: {"table": t} for t in ROWS}, tables=tables)
 
 
-def config(tables=None, together=(), optimizer="adagrad", workers=4, **plan):
-    return RunConfig.model_validate(
+def config(tables=None, together=(), optimizer="adagrad", workers=4, model=None, **plan):
+    return load_config(
         {
             "data": {"train": "d/train"},
             "scaling": {"num_workers": workers},
+            "model": model or {},
             "optim": {"embeddings": {"name": optimizer}},
             "plan": {"tables": tables or {}, "colocate": list(together), **plan},
         }
     )
 
 
-def check(tables=None, together=(), device="cpu", memory=None, hosts=2, workers=4, **options):
-    return validate_constraints(
-        config(tables, together, workers=workers, **options),
-        schema(),
-        device,
-        world=workers,
-        ranks_per_host=workers // hosts,
-        memory=memory,
-    )
+def check(tables=None, together=(), device="cpu", memory=None, given=None, **options):
+    """Of four workers on two hosts."""
+    made = config(tables, together, **options)
+    return validate_constraints(made, given or schema(), device, world=4, ranks_per_host=2, memory=memory)
 
 
 def test_patterns_apply_in_order_and_later_lines_overrule():
-    resolved = resolve_constraints(
-        config(
-            {
-                "*": {"sharding_type": "row_wise", "compute_kernel": "fused"},
-                "user*": {"dtype": "fp16"},
-                "user_tag": {"sharding_type": "table_wise", "ranks": [2]},
-            }
-        ),
-        schema(),
-    )
-    assert resolved["item"].sharding == ("row_wise",) and resolved["item"].dtype == "fp32"
-    assert resolved["user"].sharding == ("row_wise",) and resolved["user"].dtype == "fp16"
-    assert resolved["user_tag"].sharding == ("table_wise",) and resolved["user_tag"].ranks == (2,)
-    assert resolved["user_tag"].kernel == "fused" and resolved["user_tag"].dtype == "fp16"
+    tables = {
+        "*": {"sharding_type": "row_wise", "compute_kernel": "fused"},
+        "user*": {"dtype": "fp16"},
+        "user_tag": {"sharding_type": "table_wise", "ranks": [2]},
+    }
+    found = resolve_constraints(config(tables), schema())
+    assert found["item"] == TableConstraint(("row_wise",), kernel="fused")
+    assert found["user"] == TableConstraint(("row_wise",), kernel="fused", dtype="fp16")
+    assert found["user_tag"] == TableConstraint(("table_wise",), (2,), "fused", "fp16")
 
 
 def test_what_is_left_out_is_the_planners():
     resolved = resolve_constraints(config(sharding_types=["row_wise", "data_parallel"]), schema())
-    assert all(p.sharding == ("row_wise", "data_parallel") and p.ranks is None for p in resolved.values())
-
-
-def test_one_rank_means_table_wise():
-    assert check({"item": {"ranks": [3]}})["item"].sharding == ("table_wise",)
+    assert {*resolved.values()} == {TableConstraint(("row_wise", "data_parallel"))}
 
 
 def test_a_group_follows_the_rank_of_one_of_its_tables():
     resolved = check({"item": {"ranks": [3]}}, together=[["user*", "item"]])
     assert [resolved[t].ranks for t in ROWS] == [(3,), (3,), (3,), None]
     assert [resolved[t].group for t in ROWS] == [0, 0, 0, None]
+    assert resolved["item"].sharding == ("table_wise",), "one rank means that"
+
+
+def item(sharding=None, kernel=None, **line):
+    """plan.tables of one line for table item."""
+    both = {"sharding_type": sharding, "compute_kernel": kernel}
+    return {"item": line | {key: value for key, value in both.items() if value}}
 
 
 @pytest.mark.parametrize(
-    "tables,message",
+    "tables,together,message",
     [
-        ({"itme": {"compute_kernel": "fused"}}, "'itme'; did you mean 'item'"),
-        ({"x*": {"compute_kernel": "fused"}}, "'x*'"),
-        ({"item": {"ranks": [0, 1]}}, "table item: ranks [0, 1] without a sharding"),
-        ({"item": {"sharding_type": "table_wise", "ranks": [4]}}, "table item: on rank 4"),
-        ({"item": {"sharding_type": "table_wise", "ranks": [0, 1]}}, "table_wise on ranks [0, 1]"),
-        ({"item": {"sharding_type": "row_wise", "ranks": [0, 1]}}, "all ranks, in order"),
-        ({"item": {"sharding_type": "column_wise", "ranks": [0, 0]}}, "name each rank once"),
-        ({"item": {"sharding_type": "column_wise", "ranks": [0, 1, 2]}}, "3 parts of 16 columns"),
-        ({"item": {"sharding_type": "table_row_wise", "ranks": [1, 2]}}, "all ranks of one host"),
-        ({"item": {"sharding_type": "table_column_wise", "ranks": [1, 2]}}, "ranks of one host"),
-        ({"item": {"sharding_type": "grid_shard", "ranks": [0, 1, 2]}}, "all ranks of one or more hosts"),
-        (
-            {"item": {"sharding_type": "data_parallel", "compute_kernel": "fused"}},
-            "data_parallel with kernel fused",
-        ),
-        ({"item": {"sharding_type": "data_parallel", "dtype": "fp16"}}, "dtype fp16 with a dense kernel"),
-        ({"item": {"compute_kernel": "dense", "dtype": "fp16"}}, "dtype fp16 with a dense kernel"),
+        ({"itme": {"compute_kernel": "fused"}}, [], "'itme'; did you mean 'item'"),
+        ({"x*": {"compute_kernel": "fused"}}, [], "'x*'"),
+        (item(ranks=[0, 1]), [], "table item: ranks [0, 1] without a sharding"),
+        (item("table_wise", ranks=[4]), [], "table item: on rank 4"),
+        (item("table_wise", ranks=[0, 1]), [], "table_wise on ranks [0, 1]"),
+        (item("row_wise", ranks=[0, 1]), [], "all ranks, in order"),
+        (item("column_wise", ranks=[0, 0]), [], "name each rank once"),
+        (item("column_wise", ranks=[0, 1, 2]), [], "3 parts of 16 columns"),
+        (item("table_row_wise", ranks=[1, 2]), [], "all ranks of one host"),
+        (item("table_column_wise", ranks=[1, 2]), [], "ranks of one host"),
+        (item("grid_shard", ranks=[0, 1, 2]), [], "all ranks of one or more hosts"),
+        (item("data_parallel", "fused"), [], "data_parallel with kernel fused"),
+        (item("data_parallel", dtype="fp16"), [], "dtype fp16 with a dense kernel"),
+        (item(kernel="dense", dtype="fp16"), [], "dtype fp16 with a dense kernel"),
+        ({}, [["user", "no-table"]], "'no-table'"),
+        ({}, [["user", "item"], ["item", "shop"]], "table item: in two groups"),
+        ({"user": {"sharding_type": "row_wise"}}, [["user", "item"]], "in plan.colocate and row_wise"),
+        ({"user": {"ranks": [0]}, "item": {"ranks": [1]}}, [["user", "item"]], "a group is on one rank"),
     ],
 )
-def test_a_bad_plan_names_table_and_reason(tables, message):
+def test_a_bad_plan_names_table_and_reason(tables, together, message):
     with pytest.raises(ConfigError) as error:
-        check(tables)
+        check(tables, together)
     assert message in str(error.value), str(error.value)
 
 
 @pytest.mark.parametrize("sharding", ["column_wise", "table_column_wise", "grid_shard"])
-@pytest.mark.parametrize("by", ["table", "list"])
-def test_rowwise_adagrad_cannot_be_cut_by_columns(sharding, by):
-    plan = (
-        {"tables": {"item": {"sharding_type": sharding}}} if by == "table" else {"sharding_types": [sharding]}
-    )
-    with pytest.raises(ConfigError, match="one value a row"):
-        check(plan.pop("tables", None), optimizer="rowwise_adagrad", **plan)
+def test_rowwise_adagrad_cannot_be_cut_by_columns(sharding):
+    for plan in ({"tables": item(sharding)}, {"sharding_types": [sharding]}):
+        with pytest.raises(ConfigError, match="one value a row"):
+            check(optimizer="rowwise_adagrad", **plan)
 
 
-def test_adam_has_no_fused_kernel_on_cpu():
-    with pytest.raises(ConfigError, match="kernel fused with adam on CPU"):
-        check({"item": {"compute_kernel": "fused"}}, optimizer="adam")
-    with pytest.raises(ConfigError, match="dtype fp16 with a dense kernel"):
-        check({"item": {"dtype": "fp16"}}, optimizer="adam")
-    check({"item": {"compute_kernel": "fused", "dtype": "fp16"}}, optimizer="adam", device="cuda")
+@pytest.mark.parametrize(
+    "line,options,message",
+    [
+        (item(kernel="fused"), {"optimizer": "adam"}, "kernel fused with adam on CPU"),
+        (item(dtype="fp16"), {"optimizer": "adam"}, "dtype fp16 with a dense kernel"),
+        (item(kernel="fused_mmap"), {"device": "cuda"}, "kernel fused_mmap on a GPU, which reads no files"),
+        (item(kernel="fused_mmap"), {"optimizer": "adam"}, "kernel fused_mmap with adam on CPU"),
+        (item("data_parallel", "fused_mmap"), {}, "data_parallel with kernel fused_mmap"),
+    ],
+)
+def test_kernels_that_a_device_does_not_have(line, options, message):
+    with pytest.raises(ConfigError, match=message):
+        check(line, **options)
 
 
-def test_bf16_tables_are_refused_on_every_device():
-    with pytest.raises(ConfigError, match="no kernels for dtype bf16, on no device; use fp16 or fp32"):
-        load_config({"data": {"train": "d/train"}}, ["plan.tables.item.dtype=bf16"])
+def test_gpus_have_a_fused_kernel_for_adam():
+    check(item(kernel="fused", dtype="fp16"), optimizer="adam", device="cuda")
 
 
-def test_int8_tables_are_refused_on_every_device():
-    with pytest.raises(ConfigError, match=r"dtype int8, on no device; use fp16 or fp32; .*inference alone"):
-        load_config({"data": {"train": "d/train"}}, ["plan.tables.item.dtype=int8"])
+@pytest.mark.parametrize(
+    "key,message",
+    [
+        ("plan.tables.item.dtype=bf16", "no kernels for dtype bf16, on no device; use fp16 or fp32"),
+        ("plan.tables.item.dtype=int8", "dtype int8, on no device; use fp16 or fp32; .*inference alone"),
+        ("plan.mmap_dir=s3://bucket/tables", r"plan\.mmap_dir: no table trains in an object store"),
+    ],
+)
+def test_what_no_device_has(key, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(config(), [key])
 
 
 INT8 = {"forward_precision": "int8"}
@@ -140,51 +145,33 @@ INT8 = {"forward_precision": "int8"}
 def test_int8_leaves_the_ways_out_in_which_ranks_add_sums_up():
     types = ["row_wise", "table_wise", "table_row_wise", "column_wise", "grid_shard", "data_parallel"]
     for qcomms in (INT8, {"backward_precision": "int8"}):
-        given = config(sharding_types=types, qcomms=qcomms)
-        resolved = validate_constraints(given, schema(64), "cpu", world=4, ranks_per_host=2)
+        resolved = check(sharding_types=types, qcomms=qcomms, given=schema(64))
         assert {each.sharding for each in resolved.values()} == {
             ("table_wise", "column_wise", "data_parallel")
         }
     assert check(sharding_types=types, qcomms={"forward_precision": "bf16"})["item"].sharding == tuple(types)
     for sharding in ("row_wise", "table_row_wise", "grid_shard"):
         with pytest.raises(ConfigError, match=f"table item: {sharding} with plan.qcomms int8: .*added up"):
-            check({"item": {"sharding_type": sharding}}, qcomms=INT8)
-
-
-def test_int8_needs_widths_that_share_a_divisor():
-    def of(dims, **plan):
-        given = schema()
-        for table, dim in zip(given.tables.values(), dims, strict=True):
-            table.dim = dim
-        return validate_constraints(config(qcomms=INT8, **plan), given, "cpu", world=4, ranks_per_host=2)
-
-    wise = {"sharding_types": ["table_wise"]}
-    of((16, 32, 48, 64), **wise)
-    of((12, 12, 36, 24), **wise)
-    with pytest.raises(
-        ConfigError, match=r"int8 saves nothing: 8 values.*a shard of table item has 8 columns"
-    ):
-        of((16, 32, 8, 64), **wise)
-    with pytest.raises(ConfigError, match="int8 saves nothing: 4 values"):
-        of((16, 16, 16, 20), **wise)
-    with pytest.raises(ConfigError, match="a shard of table user has 4 columns"):  # 16 on 4 ranks
-        of((16, 64, 64, 64), sharding_types=["column_wise"])
-    of((8, 8, 8, 8), sharding_types=["data_parallel"])
+            check(item(sharding), qcomms=INT8)
 
 
 @pytest.mark.parametrize(
-    "tables,together,message",
+    "dims,sharding,message",
     [
-        ({}, [["user", "no-table"]], "'no-table'"),
-        ({}, [["user", "item"], ["item", "shop"]], "table item: in two groups"),
-        ({"user": {"sharding_type": "row_wise"}}, [["user", "item"]], "in plan.colocate and row_wise"),
-        ({"user": {"ranks": [0]}, "item": {"ranks": [1]}}, [["user", "item"]], "a group is on one rank"),
+        ((16, 32, 48, 64), "table_wise", None),
+        ((12, 12, 36, 24), "table_wise", None),
+        ((16, 32, 8, 64), "table_wise", "saves nothing: 8 values.*a shard of table item has 8 columns"),
+        ((16, 16, 16, 20), "table_wise", "int8 saves nothing: 4 values"),
+        ((16, 64, 64, 64), "column_wise", "a shard of table user has 4 columns"),  # 16 on 4 ranks
+        ((8, 8, 8, 8), "data_parallel", None),
     ],
 )
-def test_a_bad_group_is_named(tables, together, message):
-    with pytest.raises(ConfigError) as error:
-        check(tables, together)
-    assert message in str(error.value), str(error.value)
+def test_int8_needs_widths_that_share_a_divisor(dims, sharding, message):
+    given = schema()
+    for table, dim in zip(given.tables.values(), dims, strict=True):
+        table.dim = dim
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check(qcomms=INT8, sharding_types=[sharding], given=given)
 
 
 def test_a_group_larger_than_a_device_is_refused():
@@ -195,7 +182,6 @@ def test_a_group_larger_than_a_device_is_refused():
     check({}, [["user", "item"]], memory=147_199)
     with pytest.raises(ConfigError, match="on one rank"):
         check({t: {"ranks": [1]} for t in ROWS}, memory=147_200)
-    assert GIB == 2**30
 
 
 ITEM = 1000 * 16 * (4 + 4)  # bytes of table item: weights and Adagrad's state
@@ -203,7 +189,7 @@ ITEM = 1000 * 16 * (4 + 4)  # bytes of table item: weights and Adagrad's state
 
 @pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
 def test_tables_in_host_memory_do_not_count_against_the_gpu(kernel):
-    constraint = {"item": {"compute_kernel": kernel, "ranks": [0]}}
+    constraint = item(kernel=kernel, ranks=[0])
 
     def checked(tables, room, groups=(), device="cuda"):
         """With so many bytes of host memory for tables."""
@@ -219,42 +205,26 @@ def test_tables_in_host_memory_do_not_count_against_the_gpu(kernel):
         checked(constraint, ITEM - 1)
     with pytest.raises(ConfigError, match="with optimizer state, on one rank"):  # there is one memory on CPU
         checked(constraint, ITEM, device="cpu")
-    checked({"item": {"compute_kernel": kernel}}, ITEM, [["item", "shop"]])
+    checked(item(kernel=kernel), ITEM, [["item", "shop"]])
 
 
 def test_a_cache_and_state_of_one_value_a_row_lie_on_the_gpu():
-    item = schema().tables["item"]
-    assert footprint(item, "fp32", "adagrad", "fused_uvm") == (0, ITEM, 0)
-    assert footprint(item, "fp16", "adam", "fused_uvm") == (0, 1000 * 16 * (2 + 8), 0)
-    assert footprint(item, "fp32", "rowwise_adagrad", "fused_uvm") == (4000, 64_000, 0)
+    table = schema().tables["item"]
+    assert footprint(table, "fp32", "adagrad", "fused_uvm") == (0, ITEM, 0)
+    assert footprint(table, "fp16", "adam", "fused_uvm") == (0, 1000 * 16 * (2 + 8), 0)
+    assert footprint(table, "fp32", "rowwise_adagrad", "fused_uvm") == (4000, 64_000, 0)
     cache = 1000 * 4 + 200 * (16 + 64)  # FBGEMM's: a number for each row, and 20 % of the rows
-    assert footprint(item, "fp32", "adagrad", "fused_uvm_caching") == (cache, ITEM, 0)
+    assert footprint(table, "fp32", "adagrad", "fused_uvm_caching") == (cache, ITEM, 0)
     for kernel in (None, "fused", "dense"):
-        assert footprint(item, "fp16", "rowwise_adagrad", kernel) == (4000 + 32_000, 0, 0)
-    from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
-
+        assert footprint(table, "fp16", "rowwise_adagrad", kernel) == (4000 + 32_000, 0, 0)
     assert CACHED == UVM_CACHING_RATIO
 
 
 def test_tables_in_files_take_disk_and_no_memory():
-    item = schema().tables["item"]
-    assert footprint(item, "fp16", "rowwise_adagrad", "fused_mmap") == (0, 0, 4000 + 32_000)
-    assert footprint(item, "fp32", "adagrad", "fused_mmap") == (0, 0, ITEM)
-    constraint = {"item": {"compute_kernel": "fused_mmap", "ranks": [0]}}
-    check(constraint, memory=ITEM // 2)
-
-
-@pytest.mark.parametrize(
-    "line,options,message",
-    [
-        ({}, {"device": "cuda"}, "kernel fused_mmap on a GPU, which reads no files"),
-        ({}, {"optimizer": "adam"}, "kernel fused_mmap with adam on CPU"),
-        ({"sharding_type": "data_parallel"}, {}, "data_parallel with kernel fused_mmap"),
-    ],
-)
-def test_where_tables_cannot_be_in_files(line, options, message):
-    with pytest.raises(ConfigError, match=message):
-        check({"item": line | {"compute_kernel": "fused_mmap"}}, **options)
+    table = schema().tables["item"]
+    assert footprint(table, "fp16", "rowwise_adagrad", "fused_mmap") == (0, 0, 4000 + 32_000)
+    assert footprint(table, "fp32", "adagrad", "fused_mmap") == (0, 0, ITEM)
+    check(item(kernel="fused_mmap", ranks=[0]), memory=ITEM // 2)
 
 
 def moved(memory, kernels=("fused", "fused_mmap"), tables=None, optimizer="adagrad"):
@@ -284,24 +254,15 @@ def test_gpus_have_no_files():
     assert kernels_to_choose(both, "cpu") == ["fused"]
 
 
-def test_files_of_tables_are_on_disks_of_nodes():
-    with pytest.raises(ConfigError, match=r"plan\.mmap_dir: no table trains in an object store"):
-        load_config({"data": {"train": "d/train"}, "plan": {"mmap_dir": "s3://bucket/tables"}})
-
-
 def test_room_in_host_memory_is_left_for_checkpoints():
     """Of a rank's share: a reserve, rows read ahead, and copies of its part of all tables."""
-    tables = {"item": {"compute_kernel": "fused_uvm"}}
-    others = 157 * 16 * 8
-    for asynchronous in (True, False):
-        settings = config(tables)
-        settings.data.buffer_gib = 1000 / GIB
-        settings.checkpoint.async_save = asynchronous
-        room = host_room(settings, schema(), resolve_constraints(settings, schema()), 4, 200_000)
-        left = (1 - HOST_RESERVE) * 200_000 - 1000
-        assert room == int((left - others / 4) / 2 if asynchronous else left)
-    settings = config(tables)
-    assert host_room(settings, schema(), resolve_constraints(settings, schema()), 4, 1000) == 0
+    settings, others = config(item(kernel="fused_uvm")), 157 * 16 * 8
+    resolved = resolve_constraints(settings, schema())
+    assert host_room(settings, schema(), resolved, 4, 1000) == 0
+    settings.data.buffer_gib = 1000 / GIB
+    left = (1 - HOST_RESERVE) * 200_000 - 1000
+    for settings.checkpoint.async_save, room in ((True, (left - others / 4) / 2), (False, left)):
+        assert host_room(settings, schema(), resolved, 4, 200_000) == int(room)
 
 
 @pytest.mark.parametrize(
@@ -321,54 +282,31 @@ def test_column_shards_are_equal_and_multiples_of_four(dim, sharding, ranks, exp
     assert column_parts(dim, (sharding,), ranks, world=4, local=2) == expected
 
 
-def of_sequences(**plan):
-    """A plan of a table of a sequence that is read id by id, and of one that gives sums."""
-    sequences = Schema.parse(
-        {
-            "labels": ["y"],
-            "sparse": {
-                "history": {"table": "item", "pooling": "sequence"},
-                "last": {"table": "item"},
-                "user": {"table": "user"},
-            },
-            "tables": {"item": {"rows": 100, "dim": 16}, "user": {"rows": 100, "dim": 16}},
-        },
-        "test",
-    )
-    model = {"name": "sequence", "target": "last"}
-    return resolve_constraints(config(**plan).model_copy(update={"model": load_config_of(model)}), sequences)
-
-
-def load_config_of(model):
-    return load_config({"data": {"train": "d/train"}, "model": model}).model
+SEQUENCES = a_schema(
+    sparse={
+        "item": {"table": "item"},
+        "history": {"table": "item", "pooling": "sequence"},
+        "user": {"table": "user"},
+    },
+    tables={"item": {"rows": 100, "dim": 16}, "user": {"rows": 100, "dim": 16}},
+)
 
 
 @pytest.mark.parametrize("sharding", ["table_row_wise", "table_column_wise", "grid_shard"])
 def test_ways_that_tables_of_sequences_do_not_have(sharding):
+    def resolved(tables=None, **plan):
+        model = {"name": "sequence", "target": "item"}
+        return resolve_constraints(config(tables, model=model, **plan), SEQUENCES)
+
     with pytest.raises(ConfigError, match=f"no plan for table item: {sharding} of a table with a sequence"):
-        of_sequences(tables={"item": {"sharding_type": sharding}})
-    allowed = of_sequences(sharding_types=["table_wise", sharding, "row_wise"])
+        resolved(item(sharding))
+    allowed = resolved(sharding_types=["table_wise", sharding, "row_wise"])
     assert allowed["item"].sharding == ("table_wise", "row_wise")
     assert allowed["user"].sharding == ("table_wise", sharding, "row_wise")
     with pytest.raises(ConfigError, match="no plan for table item"):
-        of_sequences(sharding_types=[sharding])
+        resolved(sharding_types=[sharding])
 
 
 def test_the_planner_expects_the_ids_of_sequences():
-    from raytrec.config.features import Features
-    from raytrec.embeddings.planner.plan import ids_of_features
-
-    made = Schema.parse(
-        {
-            "labels": ["y"],
-            "sparse": {
-                "item": {"table": "item"},
-                "history": {"table": "item", "pooling": "sequence"},
-                "user": {"table": "user"},
-            },
-            "tables": {"item": {"rows": 10, "dim": 4}, "user": {"rows": 10, "dim": 4}},
-        },
-        "test",
-    )
-    assert ids_of_features(Features(made, {"history": 50})) == {"item": [1.0, 50.0]}
-    assert ids_of_features(Features(made, {})) == {}
+    assert ids_of_features(Features(SEQUENCES, {"history": 50})) == {"item": [1.0, 50.0]}
+    assert ids_of_features(Features(SEQUENCES, {})) == {}

@@ -1,27 +1,32 @@
 """What the planner may choose, what it must keep to, and its message when nothing fits."""
 
+import os
+
 import pytest
 import torch
 from ranks import on_ranks
+from small import SCHEMA, a_schema, batches, config, train
+from torchrec.distributed.planner import Topology
 
 from raytrec.common.errors import ConfigError
-from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
+from raytrec.config.run_config import load_config
+from raytrec.embeddings.planner import hosts
+from raytrec.embeddings.planner.constraints import resolve_constraints
+from raytrec.embeddings.planner.dry_run import dry_run, gib_of_hosts, gib_of_ranks
 from raytrec.embeddings.planner.footprint import GIB
 from raytrec.embeddings.planner.hosts import Place, host_memory, hosts_of
+from raytrec.embeddings.planner.plan import describe, name_devices, plan_for, sharders
+from raytrec.embeddings.pooling import PooledEmbeddings
+from raytrec.worker.build import build_step, plan_of
 
 
 def schema(rows=100):
     tables = {f"t{i}": {"rows": rows, "dim": 8} for i in range(4)}
-    return Schema.parse({"labels": ["y"], "sparse": {t: {"table": t} for t in tables}, "tables": tables}, "t")
+    return a_schema(sparse={t: {"table": t} for t in tables}, tables=tables)
 
 
-def planned(rank, world, plan, rows=100, optimizer="adagrad", run=None):
-    """describe(plan), and for each table the offsets of its shards; or the error."""
-    from raytrec.embeddings.planner.plan import describe
-    from raytrec.worker.build import build_step
-
-    config = RunConfig.model_validate(
+def settings(world, plan, optimizer="adagrad", run=None):
+    return load_config(
         {
             "run": {"dir": run},
             "data": {"train": "d/train"},
@@ -30,8 +35,12 @@ def planned(rank, world, plan, rows=100, optimizer="adagrad", run=None):
             "plan": plan,
         }
     )
+
+
+def planned(rank, world, plan, rows=100, optimizer="adagrad", run=None):
+    """describe(plan), and for each table the offsets of its shards; or the error."""
     try:
-        _, plan = build_step(config, schema(rows), torch.device("cpu"))
+        _, plan = build_step(settings(world, plan, optimizer, run), schema(rows), torch.device("cpu"))
     except ConfigError as error:
         return str(error)
     entries = describe(plan)
@@ -136,8 +145,6 @@ def test_the_planner_chooses_files_where_memory_is_short():
 
 
 def planned_on_small_disk(rank, world, plan, free, run):
-    from raytrec.embeddings.planner import hosts
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hosts, "free_disk", lambda config: free)
         return planned(rank, world, plan, 10**6, run=run)
@@ -157,12 +164,12 @@ def test_tables_settled_on_a_full_rank_are_refused():
     assert "does not fit on rank 1" in message
 
 
-def places(*hosts, expected_text=None, gib=80, order=sorted):
+def places(*counts, expected_text=None, order=sorted):
     """Of the ranks of hosts with so many of them: each has a GPU of its host; 1 TiB of memory a host."""
     out = []
-    for host, count in enumerate(hosts):
+    for host, count in enumerate(counts):
         for index in order(range(count)):
-            out.append(Place(f"host{host}", expected_text or count, f"cuda:{index}", gib * GIB, 1024 * GIB))
+            out.append(Place(f"host{host}", expected_text or count, f"cuda:{index}", 80 * GIB, 1024 * GIB))
     return out
 
 
@@ -185,25 +192,12 @@ def by_name(numbers):
 )
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "table_row_wise", "column_wise"])
 def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
-    from torchrec.distributed.planner import Topology
-
-    from raytrec.embeddings.planner.constraints import resolve_constraints
-    from raytrec.embeddings.planner.plan import name_devices, plan_for, sharders
-    from raytrec.embeddings.pooling import PooledEmbeddings
-
-    settings = RunConfig.model_validate(
-        {
-            "data": {"train": "d/train"},
-            "scaling": {"num_workers": len(ranks)},
-            "plan": {"sharding_types": [sharding]},
-            "optim": {"embeddings": {"name": "adagrad"}},
-        }
-    )
-    hosts = hosts_of(ranks, settings.plan)
-    assert hosts.ranks_per_host == local
-    topology = Topology(len(ranks), "cuda", hbm_cap=hosts.memory, local_world_size=hosts.ranks_per_host)
-    given = schema(), settings, PooledEmbeddings(schema()), sharders()
-    plan = name_devices(plan_for(topology, resolve_constraints(settings, schema()), *given), hosts.devices)
+    made = settings(len(ranks), {"sharding_types": [sharding]})
+    on = hosts_of(ranks, made.plan)
+    assert on.ranks_per_host == local
+    topology = Topology(len(ranks), "cuda", hbm_cap=on.memory, local_world_size=on.ranks_per_host)
+    given = schema(), made, PooledEmbeddings(schema()), sharders()
+    plan = name_devices(plan_for(topology, resolve_constraints(made, schema()), *given), on.devices)
     named = [
         str(shard.placement)
         for module in plan.plan.values()
@@ -218,10 +212,10 @@ def test_shards_lie_on_the_gpus_that_ranks_have(ranks, local, sharding):
 
 def test_memory_is_the_least_of_any_rank():
     """So that all ranks refuse alike, and none waits for a plan that another does not make."""
-    section = RunConfig.model_validate({"data": {"train": "d/train"}}).plan
+    section = settings(1, {}).plan
     alone = Place("alone", 4, "cuda:0", 40 * GIB, 600 * GIB)
-    hosts = hosts_of([*places(4), alone], section)
-    assert (hosts.memory, hosts.host_share) == (40 * GIB, 256 * GIB)
+    on = hosts_of([*places(4), alone], section)
+    assert (on.memory, on.host_share) == (40 * GIB, 256 * GIB)
     on_cpu = [Place("host", 4, "cpu", None, 64 * GIB)] * 4
     assert hosts_of(on_cpu, section).memory == 16 * GIB
     section.memory_gib = 3
@@ -230,22 +224,14 @@ def test_memory_is_the_least_of_any_rank():
 
 def trained_on(rank, world, gpus, expected_text):
     """Where the shards of a table lie, after a step, on ranks with these GPUs of their hosts."""
-    import os
-
-    from small import SCHEMA, batches, config, train
-
-    from raytrec.worker.build import build_step
-
-    before, settings = os.environ["LOCAL_WORLD_SIZE"], config(world, {"sharding_type": "row_wise"})
+    made = config(world, {"sharding_type": "row_wise"})
     device = torch.device("cuda", gpus[rank])
     torch.cuda.set_device(device)
-    os.environ["LOCAL_WORLD_SIZE"] = str(expected_text[rank])
-    try:
-        step, plan = build_step(settings, SCHEMA, device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "LOCAL_WORLD_SIZE", str(expected_text[rank]))
+        step, plan = build_step(made, SCHEMA, device)
         assert len(train(step, batches(1, rank, world)[1])) == 1
         step.model.state_dict()
-    finally:
-        os.environ["LOCAL_WORLD_SIZE"] = before
     (module,) = plan.plan.values()
     return [str(shard.placement) for shard in module["user"].sharding_spec.shards]
 
@@ -260,38 +246,18 @@ def test_steps_run_on_the_gpus_that_ranks_have(gpus, expected_text):
     assert on_ranks(3, trained_on, gpus, expected_text, device="cuda") == [expected] * 3
 
 
-def dry(
-    tables,
-    optimizer="adagrad",
-    rows=10_000_000,
-    hosts=1,
-    gpus=2,
-    memory_gib=4,
-    device="auto",
-    kernels=("fused",),
-    **memory,
-):
-    from raytrec.embeddings.planner.dry_run import dry_run
-
-    values = {
-        "data": {"train": "d/train"},
-        "optim": {"embeddings": {"name": optimizer}},
-        "plan": {"sharding_types": ["row_wise"], "tables": tables, "compute_kernels": list(kernels)},
-        "scaling": {"device": device},
-        "checkpoint": {"async_save": False},
-    }
-    plan = dry_run(RunConfig.model_validate(values), schema(rows), hosts, gpus, memory_gib, **memory)
-    return {table.table: table for table in plan}
+def dry(tables, optimizer="adagrad", rows=10_000_000, hosts=1, gpus=2, memory_gib=4, **options):
+    """Table → its plan; options are scaling.device, plan.compute_kernels, and those of dry_run."""
+    plan = {"sharding_types": ["row_wise"], "tables": tables}
+    made = settings(1, plan | {"compute_kernels": options.pop("kernels", ["fused"])}, optimizer)
+    made.scaling.device, made.checkpoint.async_save = options.pop("device", "auto"), False
+    return {table.table: table for table in dry_run(made, schema(rows), hosts, gpus, memory_gib, **options)}
 
 
 def planned_on_gpu(rank, world, plan, rows):
     """The kernels of the plan, without making any table; or the error."""
-    from raytrec.worker.build import plan_of
-
-    values = {"data": {"train": "d/train"}, "scaling": {"num_workers": world}, "plan": plan}
-    values["optim"] = {"embeddings": {"name": "adagrad"}}
     try:
-        plan = plan_of(RunConfig.model_validate(values), schema(rows), torch.device("cuda", 0))
+        plan = plan_of(settings(world, plan), schema(rows), torch.device("cuda", 0))
     except ConfigError as error:
         return str(error)
     return [spec.compute_kernel for module in plan.plan.values() for spec in module.values()]
@@ -308,8 +274,6 @@ def test_tables_that_do_not_fit_host_memory_have_no_plan():
 
 def test_tables_in_host_memory_are_counted_there():
     """Four tables of 0.3 GiB, with as much of state: t0 and t1 in the memory of two hosts, 0.6 GiB each."""
-    from raytrec.embeddings.planner.dry_run import gib_of_hosts, gib_of_ranks
-
     size = 10_000_000 * 8 * 4 * 2 / GIB
     tables = {"t0": {"compute_kernel": "fused_uvm"}, "t1": {"compute_kernel": "fused_uvm_caching"}}
     plan = dry(tables, hosts=2, gpus=1, memory_gib=2, host_memory_gib=3)
@@ -328,8 +292,6 @@ def test_tables_in_host_memory_are_counted_there():
 
 
 def test_a_plan_for_cpus_counts_memory_and_disks():
-    from raytrec.embeddings.planner.dry_run import gib_of_hosts, gib_of_ranks
-
     size = 10_000_000 * 8 * 4 * 2 / GIB  # 0.6 GiB
     tables = {"t0": {"compute_kernel": "fused_mmap"}, "t1": {"compute_kernel": "fused_uvm"}}
     found = dry(tables, hosts=2, gpus=1, memory_gib=1, device="cpu")

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from small import a_schema
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import GreedyProposer as Torchrecs
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from raytrec.config.schema import Schema
 from raytrec.embeddings.planner.constraints import TableConstraint
 from raytrec.embeddings.planner.plan import BagSharder
 from raytrec.embeddings.planner.search import (
@@ -109,13 +109,9 @@ def test_a_search_places_no_more_shards_with_more_tables():
 
 
 def schema(tables, features=()):
-    return Schema.parse(
-        {
-            "labels": ["y"],
-            "sparse": {f"f{i}": {"table": t} for i, t in enumerate([*tables, *features])},
-            "tables": {t: {"rows": rows, "dim": 8} for t, rows in tables.items()},
-        },
-        "test",
+    return a_schema(
+        sparse={f"f{i}": {"table": t} for i, t in enumerate([*tables, *features])},
+        tables={t: {"rows": rows, "dim": 8} for t, rows in tables.items()},
     )
 
 
