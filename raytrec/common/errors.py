@@ -25,6 +25,12 @@ class RaytrecError(Exception):
         where: the file, row group, column, table, rank or config key.
         expected: what would have been right.
         do: what the user can do about it.
+
+    Example:
+        >>> print(RaytrecError("no column clicks", where="data/train", expected="one of click, price"))
+        no column clicks
+          where:    data/train
+          expected: one of click, price
     """
 
     def __init__(

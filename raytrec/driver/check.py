@@ -89,6 +89,10 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
 
     Raises:
         ConfigError, SchemaError: what is wrong with the input. RunError: when a worker failed.
+
+    Example:
+        >>> raytrec.check("films.yaml", ["plan.sharding_types=[row_wise]"]).passed
+        True
     """
     from raytrec.tracking.delivery import Delivery
 

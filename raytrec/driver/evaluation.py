@@ -154,6 +154,10 @@ def evaluate(
 
     Raises:
         RunError: no checkpoint there. ConfigError, DataError: as in `train`.
+
+    Example:
+        >>> raytrec.evaluate("runs/films", "films/valid").metrics["eval.rows"]
+        160
     """
     began = perf_counter()
     folder, index = find(place)

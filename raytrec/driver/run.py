@@ -74,6 +74,11 @@ def train(
         RunError: workers failed more often than scaling.max_failures; error.txt in the run folder has the
             traceback. Interrupted: Ctrl-C or SIGTERM; the run can be resumed. Unfinished: the trained model
             or the result could not be written.
+
+    Example:
+        >>> result = raytrec.train("films.yaml", ["train.epochs=3", "run.dir=runs/films"])
+        >>> result.metrics["train.rows"], result.metrics["eval.rows"]
+        (1440, 160)
     """
     began = perf_counter()
     texts = as_texts(overrides)

@@ -115,6 +115,10 @@ def predict(
         RunError: no checkpoint there, or workers failed more often than scaling.max_failures. ConfigError:
             `out` holds something else, a setting is wrong, or the model gives no vectors. DataError: what is
             wrong with the input.
+
+    Example:
+        >>> raytrec.predict("runs/films", "films/test", "scores", columns=["user_id"]).columns
+        ['user_id', 'score']
     """
     began, out, data = perf_counter(), absolute(str(out)), absolute(str(data))
     changes = [f"scaling.num_workers={workers}"] if workers else []

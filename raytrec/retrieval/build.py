@@ -103,6 +103,10 @@ def index(
     Raises:
         ConfigError: faiss is not installed, or takes no such index; the model gives no vectors of query and
             item. RunError, DataError: as in `predict`; items without a key, or with that of another.
+
+    Example:
+        >>> raytrec.index("runs/films", "items.parquet", "index", item="item_id").metrics["index.items"]
+        20
     """
     began, out, items = perf_counter(), absolute(str(out)), absolute(str(items))
     if faiss:

@@ -154,6 +154,12 @@ def load_index(folder: str) -> Index:
 
     Raises:
         RunError: there is none, or it is damaged. ConfigError: it needs faiss, which is not installed.
+
+    Example:
+        >>> films = raytrec.load_index("index")
+        >>> found = films.search(raytrec.query_vectors("runs/films", {"user_id": 3, "history": [1, 2]}), k=5)
+        >>> list(found.columns)
+        ['query', 'rank', 'item_id', 'score']
     """
     uri = absolute(str(folder))
     about = read_manifest(uri)

@@ -65,6 +65,10 @@ def query_vectors(
     Raises:
         RunError: no checkpoint there. ConfigError: the model gives no vectors of query and item. DataError:
             what is wrong with the rows.
+
+    Example:
+        >>> raytrec.query_vectors("runs/films", {"user_id": 3, "history": [1, 2]}).shape
+        (1, 16)
     """
     config, schema, folder, index = resolve_checkpoint(run, checkpoint, [], allow_code)
     part = part_of_tower(config, schema, tower, "query_vectors")

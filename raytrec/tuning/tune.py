@@ -68,6 +68,11 @@ def tune(
     Raises:
         ConfigError, SchemaError, DataError: what is wrong with the input, before a trial starts.
         RunError: no trial has a result, or the cluster cannot be reached. Interrupted: Ctrl-C or SIGTERM.
+
+    Example:
+        >>> search = raytrec.tune("films.yaml", "space.yaml", ["run.dir=runs/search"], trials=2)
+        >>> len(search.trials)
+        2
     """
     if at_once is not None and at_once < 1:
         raise ConfigError(f"--at-once must be 1 or more (got {at_once})", where="command line")
